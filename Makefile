@@ -1,0 +1,61 @@
+# Every target does its own set-up: from a fresh clone, `make demo` and `make test` are enough.
+
+PYTHON ?= $(shell command -v python3.12 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+JOBS ?= auto
+TEST_FLAGS ?=
+
+# The tests and the demo compile many small programs; a second run reads them from disk.
+CACHE := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
+	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1 \
+	JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint format goldens bench-ttft clean
+
+help: ## Show the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "no python3 found: install Python 3.12 or newer" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { \
+		echo "jaxrag needs Python 3.12 or newer, found $$("$(PYTHON)" --version 2>&1) at $(PYTHON):" \
+			"install it, or name one with 'make PYTHON=.../python3.12 TARGET'" >&2; exit 1; }
+	"$(PYTHON)" -m venv $(VENV)
+
+# One stamp a set of extras; it is younger than the files that decide what is installed.
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt -e '.[$*]'
+	@touch $@
+
+demo: $(VENV)/.installed-test ## Answer questions over the example documents, end to end on the CPU
+	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/python scripts/demo.py
+
+test: $(VENV)/.installed-test ## Run the tests (CPU; minutes)
+	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(JOBS) $(TEST_FLAGS)
+
+test-all: $(VENV)/.installed-test ## Run the tests and the slow ones
+	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(JOBS) -m "not oracle and not gpu" $(TEST_FLAGS)
+
+lint: $(VENV)/.installed-dev ## Check style, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev ## Rewrite files in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+goldens: ## Rebuild tests/goldens with PEER_PYTHON=a python that has torch and transformers
+	@test -n "$(PEER_PYTHON)" || { echo "PEER_PYTHON is not set: name a python that imports torch and" \
+		"transformers, as in 'make goldens PEER_PYTHON=.../bin/python'" >&2; exit 1; }
+	$(PEER_PYTHON) scripts/make_goldens.py
+
+bench-ttft: $(VENV)/.installed-test ## Time to first token with and without stored chunks
+	$(BIN)/jaxrag bench ttft
+
+clean: ## Remove the environment, caches and build leftovers
+	rm -rf $(VENV) .cache build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,186 @@
+"""From tokens to an answer: the decode loop on the device, and text with its stop rules."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from jaxrag.cache import PagePool, PageTable
+from jaxrag.config import ModelConfig
+from jaxrag.models.decoder import unembed
+from jaxrag.models.model import Model
+from jaxrag.models.spec import Params
+from jaxrag.prefill import Mapped, run_tokens
+from jaxrag.rope import RopeTable
+from jaxrag.sampling import Sampling, sample
+from jaxrag.types import Array, HostArray
+
+FinishReason = Literal["stop", "length"]
+
+
+class SamplingRows(struct.PyTreeNode):
+    """Sampling settings of every row of a batch, [B] each."""
+
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    seeds: Array
+
+    @classmethod
+    def of(cls, settings: Sequence[Sampling], rows: int) -> "SamplingRows":
+        """Settings padded with greedy rows."""
+        padded = [*settings, *[Sampling()] * (rows - len(settings))]
+        return cls(
+            temperature=jnp.array([s.temperature for s in padded], jnp.float32),
+            top_k=jnp.array([s.top_k for s in padded], jnp.int32),
+            top_p=jnp.array([s.top_p for s in padded], jnp.float32),
+            seeds=jnp.array([s.seed for s in padded], jnp.uint32),
+        )
+
+
+def decode(
+    model: Model,
+    requests: Sequence[Mapped],
+    table: PageTable,
+    logits: Array,
+    settings: SamplingRows,
+    block: int,
+) -> Iterator[HostArray]:
+    """Generate forever: yields ids [B, 1] (the first token), then [B, block] at a time.
+
+    The caller stops when it has enough; pages must have been reserved for every token that is run.
+    A larger block means fewer waits of the host for the device.
+    """
+    rows = logits.shape[0]
+    pad = rows - len(requests)
+    hidden_slot = table.slot_position.shape[1]
+    position = np.array([r.next_position for r in requests] + [-1] * pad, np.int32)
+    slot = np.array([r.next_slot for r in requests] + [hidden_slot] * pad, np.int32)
+    token_index = np.zeros(rows, np.int32)
+    ids = _sample(logits, settings, token_index)
+    yield np.asarray(ids)[:, None]
+    rope = model.rope(hidden_slot)
+    while True:
+        batch = [model.put_batch(x, rows) for x in (position, slot, token_index)]
+        model.cache.pool, table, ids, new = _decode_block(
+            model.params, model.config, rope, model.cache.pool, table, settings, ids, *batch, block
+        )
+        position = np.where(position >= 0, position + block, -1).astype(np.int32)
+        slot = np.where(position >= 0, slot + block, slot).astype(np.int32)
+        token_index = token_index + np.int32(block)
+        yield np.asarray(new)
+
+
+@jax.jit
+def _sample(logits: Array, settings: SamplingRows, token_index: Array) -> Array:
+    s = settings
+    return sample(logits, s.temperature, s.top_k, s.top_p, s.seeds, token_index)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "block"), donate_argnames=("pool",))
+def _decode_block(
+    params: Params,
+    config: ModelConfig,
+    rope: RopeTable,
+    pool: PagePool,
+    table: PageTable,
+    settings: SamplingRows,
+    ids: Array,
+    position: Array,
+    slot: Array,
+    token_index: Array,
+    block: int,
+) -> tuple[PagePool, PageTable, Array, Array]:
+    """Feed ``ids`` [B] back and sample ``block`` more: pool, table, last ids [B], ids [B, block]."""
+    live = position >= 0
+
+    def step(carry: tuple[PagePool, PageTable, Array], n: Array) -> tuple[Any, Array]:
+        pool, table, ids = carry
+        at = jnp.where(live, position + n, -1)[:, None]
+        to = jnp.where(live, slot + n, table.slot_position.shape[1])[:, None]
+        hidden, pool, table = run_tokens(
+            params, config, rope, pool, table, ids[:, None], at, to
+        )
+        logits = unembed(params, hidden[:, 0])
+        ids = _sample(logits, settings, token_index + n + 1)
+        return (pool, table, ids), ids
+
+    (pool, table, ids), new = lax.scan(step, (pool, table, ids), jnp.arange(block))
+    return pool, table, ids, new.T
+
+
+def reserved(max_new_tokens: int, block: int) -> int:
+    """Slots to reserve: the first token comes from prefill, the rest in whole blocks."""
+    return -(-(max_new_tokens - 1) // block) * block if max_new_tokens > 1 else 0
+
+
+class TextStream(Protocol):
+    """Incremental detokenisation (Tokenizer.stream)."""
+
+    def push(self, token_id: int) -> str:
+        """Text completed by this token."""
+        ...
+
+    def flush(self) -> str:
+        """Text of an incomplete character at the end."""
+        ...
+
+
+@dataclasses.dataclass
+class Answer:
+    """One answer as it grows: ids, text, and why it ended."""
+
+    max_new_tokens: int
+    eos_ids: frozenset[int]
+    stop: tuple[str, ...]
+    stream: TextStream | None  # None without a tokenizer: text stays empty
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    _held: str = ""  # may be the beginning of a stop string, not shown yet
+
+    def push(self, token_id: int) -> str:
+        """Add a token; returns text that is certain to be part of the answer."""
+        if self.finish_reason is not None:
+            return ""
+        if token_id in self.eos_ids:
+            return self._finish("stop")
+        self.token_ids.append(token_id)
+        shown = "" if self.stream is None else self._show(self.stream.push(token_id))
+        if self.finish_reason is None and len(self.token_ids) == self.max_new_tokens:
+            shown += self._finish("length")
+        return shown
+
+    def _finish(self, reason: FinishReason) -> str:
+        shown = "" if self.stream is None else self._show(self.stream.flush())
+        if self.finish_reason is None:
+            shown += self._held
+            self.text += self._held
+            self._held, self.finish_reason = "", reason
+        return shown
+
+    def _show(self, piece: str) -> str:
+        """Move text from held to shown; a stop string ends the answer just before it."""
+        self._held += piece
+        found = [at for at in (self._held.find(word) for word in self.stop) if at >= 0]
+        if found:
+            shown, self._held = self._held[: min(found)], ""
+            self.finish_reason = "stop"
+        else:
+            keep = max((_overlap(self._held, word) for word in self.stop), default=0)
+            cut = len(self._held) - keep
+            shown, self._held = self._held[:cut], self._held[cut:]
+        self.text += shown
+        return shown
+
+
+def _overlap(text: str, word: str) -> int:
+    """Length of the longest end of ``text`` that is a proper beginning of ``word``."""
+    return next((n for n in range(min(len(text), len(word) - 1), 0, -1) if text.endswith(word[:n])), 0)
+

@@ -1,0 +1,131 @@
+"""How the layers attend: packed rows, or new tokens against the paged pool. Chooses the kernel.
+
+An `attend` is what ``forward`` calls in every layer with un-rotated q, k, v; it returns the output,
+the cache it may have written to, and whatever should be stacked over the layers.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+
+from jaxrag.cache import PagePool, PageTable
+from jaxrag.config import ModelConfig
+from jaxrag.rope import RopeTable, place, scale_rotary
+from jaxrag.types import Array, Partial, Tokens
+from pallas_kernels import paged_attention, segment_attention
+
+
+class Attend(Protocol):
+    """One layer's attention. Shapes: q [B, T, N, H]; k, v [B, T, K, H], before rotation."""
+
+    def __call__(
+        self,
+        layer: Array,
+        window: Array | int | None,
+        q: Array,
+        k: Array,
+        v: Array,
+        tokens: Tokens,
+        cache: Any,
+    ) -> tuple[Array, Any, Any]:
+        """Return out [B, T, N, H], the cache, and a tree to stack over layers (or None)."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedAttend:
+    """Rows attend to themselves under the block mask; no cache.
+
+    With ``collect`` the layers' K before rotation and V are stacked: [L, B, T, K, H] each.
+    """
+
+    config: ModelConfig
+    rope: RopeTable
+    prefix_visible: bool
+    collect: bool = False
+
+    def __call__(
+        self,
+        layer: Array,
+        window: Array | int | None,
+        q: Array,
+        k: Array,
+        v: Array,
+        tokens: Tokens,
+        cache: None,
+    ) -> tuple[Array, None, tuple[Array, Array] | None]:
+        """Place q and k at their positions and attend within the row."""
+        out, _ = segment_attention(
+            place(q, tokens.positions, self.rope, self.config.rope),
+            place(k, tokens.positions, self.rope, self.config.rope),
+            v,
+            tokens.positions,
+            tokens.segments,
+            tokens.examples,
+            scale=self.config.head_dim**-0.5,
+            prefix_visible=self.prefix_visible,
+            window=window,
+        )
+        return out, None, (k, v) if self.collect else None
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedAttend:
+    """New tokens write their K and V to pages the request owns, then attend through its table.
+
+    ``table`` must already show the new tokens' slots (PageTable.reveal). ``slots`` [B, T] are the
+    request's slots to write to; a slot beyond the table is padding and is dropped.
+    """
+
+    config: ModelConfig
+    rope: RopeTable
+    table: PageTable
+    slots: Array
+
+    def __call__(
+        self,
+        layer: Array,
+        window: Array | int | None,
+        q: Array,
+        k: Array,
+        v: Array,
+        tokens: Tokens,
+        cache: PagePool,
+    ) -> tuple[Array, PagePool, None]:
+        """Write, then attend. Owned pages have offset 0, so new keys are rotated absolutely."""
+        pages = self.table.pages + layer * (cache.k.shape[0] // self.config.num_layers)
+        used = jnp.maximum(tokens.positions, 0)
+        cache = cache.write(pages, self.slots, place(k, used, self.rope, self.config.rope), v)
+        out, _ = paged_attention(
+            scale_rotary(q, self.config.rope),
+            cache.k,
+            cache.v,
+            pages,
+            self.table.offsets,
+            self.table.slot_position,
+            tokens.positions,
+            self.rope.cos,
+            self.rope.sin,
+            interleaved=self.config.rope.interleaved,
+            scale=self.config.head_dim**-0.5,
+            window=window,
+        )
+        return out, cache, None
+
+
+def merge(partials: Sequence[Partial]) -> Partial:
+    """Combine attention over disjoint sets of keys; associative (RetrievalAttention eq. 4-5).
+
+    A partial that saw no key (lse = -inf) contributes nothing, whatever its `out` holds.
+    """
+    lse = jnp.stack([part.lse for part in partials])
+    total = jnp.logaddexp.reduce(lse, axis=0)
+    seen = jnp.isfinite(total)
+    weights = jnp.exp(lse - jnp.where(seen, total, 0.0))
+    out = sum(
+        jnp.where(weight[..., None] > 0, weight[..., None] * part.out.astype(jnp.float32), 0.0)
+        for weight, part in zip(weights, partials, strict=True)
+    )
+    return Partial(out=jnp.asarray(out).astype(partials[0].out.dtype), lse=total)

@@ -1,0 +1,190 @@
+"""Model configuration: one frozen, hashable description of a decoder, the same for every family.
+
+A value is read once, from a Hugging Face ``config.json`` or a TOML file, and never defaulted again
+further down: no function of the model core repeats a constant that stands here.
+"""
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from jaxrag.errors import ConfigError
+
+DType = Literal["float32", "bfloat16", "float16"]
+DTYPES: tuple[str, ...] = get_args(DType)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """Position interpolation: every angle divided by ``factor``."""
+
+    factor: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's frequency-dependent interpolation."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (NTK by parts). ``attention_factor`` multiplies the rotary dims of q and k once each."""
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    truncate: bool
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding of the first ``rotary_dim`` of the H head dimensions.
+
+    ``interleaved`` pairs dimensions (0,1), (2,3), ... (GLM); otherwise (0, r/2), (1, r/2+1), ...
+    """
+
+    theta: float
+    rotary_dim: int
+    interleaved: bool
+    scaling: RopeScaling | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer: RMSNorm, rotary GQA attention, gated SiLU MLP.
+
+    Shape letters as in GLOSSARY.md: L layers, D model, F MLP, N query heads, K KV heads,
+    H head dim, V vocabulary.
+    """
+
+    family: str  # a key of jaxrag.models.FAMILIES
+    vocab_size: int  # V
+    num_layers: int  # L
+    model_dim: int  # D
+    mlp_dim: int  # F
+    num_heads: int  # N
+    num_kv_heads: int  # K
+    head_dim: int  # H
+    norm_eps: float
+    rope: RopeConfig
+    max_positions: int
+    sliding_window: int | None  # tokens, the query included; None = every layer attends globally
+    window_layers: tuple[bool, ...] | None  # [L] which layers use the window; None = all of them
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool  # Qwen3: RMSNorm over H on q and k before rotation
+    post_norms: bool  # GLM-4-0414: RMSNorm after attention and after the MLP, before the residual
+    tie_embeddings: bool
+    dtype: DType  # of parameters, activations and cached KV
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot make a model; the message names the field and its value."""
+        for name in ("vocab_size", "num_layers", "model_dim", "mlp_dim", "num_heads",
+                     "num_kv_heads", "head_dim", "max_positions"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: expected a positive integer")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        if self.rope.rotary_dim % 2 or not 0 < self.rope.rotary_dim <= self.head_dim:
+            raise ConfigError(
+                f"rotary_dim={self.rope.rotary_dim}: expected an even number up to head_dim="
+                f"{self.head_dim}"
+            )
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
+        if self.window_layers is not None and len(self.window_layers) != self.num_layers:
+            raise ConfigError(
+                f"window_layers has {len(self.window_layers)} entries for {self.num_layers} layers"
+            )
+
+    @property
+    def group_size(self) -> int:
+        """G = N / K, the query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token over all layers, in ``dtype``."""
+        width = 4 if self.dtype == "float32" else 2
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * width
+
+
+def strict_fields(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Check that ``values`` names fields of ``cls`` only; an unknown key raises ConfigError."""
+    known = {field.name for field in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ConfigError(
+            f"{where}: unknown key {unknown[0]!r}; the keys are {', '.join(sorted(known))}"
+        )
+    return dict(values)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Parse a TOML file. Raises ConfigError naming the file when missing or malformed."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such configuration file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML ({error})") from None
+
+
+_SCALINGS: dict[str, type] = {
+    "linear": LinearScaling,
+    "llama3": Llama3Scaling,
+    "yarn": YarnScaling,
+}
+
+
+# Keys whose value may be None. TOML has no null, so there a missing one of these says None.
+_NULLABLE = ("sliding_window", "window_layers", "bos_id")
+
+
+def config_to_dict(config: ModelConfig) -> dict[str, Any]:
+    """Plain JSON-able form of a config; ``config_from_dict`` is its inverse."""
+    values = dataclasses.asdict(config)
+    scaling = config.rope.scaling
+    if scaling is not None:
+        kind = next(name for name, cls in _SCALINGS.items() if isinstance(scaling, cls))
+        values["rope"]["scaling"] = {"type": kind, **dataclasses.asdict(scaling)}
+    return values
+
+
+def config_from_dict(values: Mapping[str, Any], where: str = "model config") -> ModelConfig:
+    """Inverse of ``config_to_dict``; also reads a parsed TOML file.
+
+    Unknown and missing keys raise ConfigError, but a key that may be None may be left out.
+    """
+    fields = {**dict.fromkeys(_NULLABLE), **strict_fields(ModelConfig, values, where)}
+    try:
+        rope = strict_fields(RopeConfig, fields["rope"], f"{where}.rope")
+        scaling = rope.get("scaling")
+        if scaling is not None:
+            cls = _SCALINGS[scaling["type"]]
+            rest = {key: value for key, value in scaling.items() if key != "type"}
+            scaling = cls(**strict_fields(cls, rest, f"{where}.rope.scaling"))
+        fields["rope"] = RopeConfig(**{**rope, "scaling": scaling})
+        if fields["window_layers"] is not None:
+            fields["window_layers"] = tuple(bool(flag) for flag in fields["window_layers"])
+        fields["eos_ids"] = tuple(fields["eos_ids"])
+        return ModelConfig(**fields)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{where}: missing or malformed key {error}") from None

@@ -1,0 +1,41 @@
+"""The errors a user can meet. Every message is one line: the value, what was expected, the fix."""
+
+
+class JaxragError(Exception):
+    """Base of everything raised on bad input, bad files or an impossible request."""
+
+
+class ConfigError(JaxragError):
+    """A configuration value or key that is unknown, contradictory or out of range."""
+
+
+class ModelError(JaxragError):
+    """A model directory that is missing, unsupported, truncated or inconsistent."""
+
+
+class TokenizerError(JaxragError):
+    """A tokenizer that is missing, unreadable or does not belong to the model."""
+
+
+class DocumentError(JaxragError):
+    """A document that cannot be read: empty, binary, wrong encoding, malformed."""
+
+
+class StoreError(JaxragError):
+    """A chunk repository that cannot be opened, read or written as asked."""
+
+
+class ChunkMissing(StoreError):
+    """No committed chunk under this key (or its bytes are gone)."""
+
+
+class ChunkCorrupt(StoreError):
+    """A chunk whose record or bytes do not match their digests; it is never served."""
+
+
+class KnowledgeBaseError(JaxragError):
+    """A knowledge base that does not fit the model, the prompt template or the request."""
+
+
+class RequestError(JaxragError):
+    """A question, method or option that cannot be served: unknown, too long, incompatible."""

@@ -1,0 +1,120 @@
+"""How much arithmetic a request costs, counted from the config alone.
+
+Three conventions, never mixed: what is really multiplied (``forward_flops``), TurboRAG's
+(``turborag_flops``, the one that results report as ``flops``) and Block-Attention's
+(``block_attention_flops``). A multiply-add is 2 FLOPs in each. Norms, rotation, softmax and
+activations are left out: they are below a percent of any model worth serving.
+"""
+
+from collections.abc import Sequence
+
+from jaxrag.config import ModelConfig
+from jaxrag.errors import RequestError
+
+
+def turborag_flops(
+    config: ModelConfig, num_input: int, num_context: int, *, attention_matmuls: int = 2
+) -> int:
+    """Prefill to the first token, in the convention of TurboRAG appendix C; lm_head left out.
+
+    ``num_input`` tokens are computed, and each is charged ``num_context`` visible keys (no causal
+    triangle). The convention of table 4 is the whole prompt for ``num_context`` in every method,
+    and a query of 128 tokens behind 8192 tokens of text: with Qwen2-7B, 8320 computed of 8320
+    (naive) and 128 of 8320 (turbo) give its 136.36 and 2.09 TFLOPs (digits cut off, not rounded).
+
+    The appendix prints C_attn = 2 x heads x head_size x n_context, one of the two attention
+    products, which gives 122.47 and 1.88. Table 4 has both QK and PV; so has this function, and
+    ``attention_matmuls=1`` gives the formula as printed. C_o is 2 x hidden^2 in either case.
+
+    Raises RequestError unless 0 <= num_input <= num_context and attention_matmuls is 1 or 2.
+    """
+    if not 0 <= num_input <= num_context:
+        raise RequestError(f"num_input={num_input}: expected 0 to num_context={num_context}")
+    if attention_matmuls not in (1, 2):
+        raise RequestError(f"attention_matmuls={attention_matmuls}: expected 1 or 2")
+    c = config
+    qkv = 2 * c.model_dim * (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+    attention = attention_matmuls * 2 * c.num_heads * c.head_dim * num_context
+    output = 2 * c.model_dim**2
+    mlp = 2 * 3 * c.model_dim * c.mlp_dim
+    return num_input * c.num_layers * (qkv + attention + output + mlp)
+
+
+def block_attention_flops(config: ModelConfig, num_computed: int) -> int:
+    """Prefill to the first token, in the convention of Block-Attention section 3.2, table 2.
+
+    The table fits 2 x weights x computed tokens: every weight matrix once per token, lm_head
+    included, embedding table and attention over the keys left out, and its digits cut off, not
+    rounded. "Prompt length" counts the whole input, so the full-attention row computes all of it
+    and the block row its last 50 tokens; ``num_computed`` is that number.
+
+    Raises RequestError when num_computed is negative.
+    """
+    _check_count("num_computed", num_computed)
+    return num_computed * (_layers_flops_per_token(config) + _lm_head_flops(config))
+
+
+def forward_flops(config: ModelConfig, spans: Sequence[tuple[int, int]], num_logits: int) -> int:
+    """Matrix-multiply FLOPs of one forward pass as the rule of visibility lets it run.
+
+    ``spans`` are runs of new tokens ``(num_new, num_before)``: token i of a run attends
+    ``num_before + i + 1`` keys, itself included, fewer in the layers of a sliding window. A
+    question of 50 tokens behind 8192 cached ones is ``[(50, 8192)]``; full attention over the same
+    prompt ``[(8242, 0)]``; chunks encoded in isolation ``[(t, 0) for t in chunks]``; a recomputed
+    token at order o ``(1, o)``. QK and PV are both counted, the output projection as N*H x D,
+    and the lm_head for ``num_logits`` tokens.
+
+    Raises RequestError on a negative length.
+    """
+    for num_new, num_before in spans:
+        _check_count("num_new", num_new)
+        _check_count("num_before", num_before)
+    _check_count("num_logits", num_logits)
+    c = config
+    num_new_total = sum(num_new for num_new, _ in spans)
+    uses_window = c.window_layers or (True,) * c.num_layers
+    num_windowed = 0 if c.sliding_window is None else sum(uses_window)
+    pairs = sum(
+        (c.num_layers - num_windowed) * _visible_pairs(num_new, num_before, None)
+        + num_windowed * _visible_pairs(num_new, num_before, c.sliding_window)
+        for num_new, num_before in spans
+    )
+    attention = 2 * 2 * c.num_heads * c.head_dim * pairs
+    layers = num_new_total * _layers_flops_per_token(c)
+    return layers + attention + num_logits * _lm_head_flops(c)
+
+
+def decode_flops(config: ModelConfig, num_prompt: int, num_generated: int) -> int:
+    """Matrix-multiply FLOPs of the dense decode of an answer, prefill not included.
+
+    Prefill yields the first of the ``num_generated`` tokens and the last is never fed back, so
+    ``num_generated - 1`` tokens pass through the model behind ``num_prompt`` cached ones.
+
+    Raises RequestError when num_prompt is negative or num_generated below 1.
+    """
+    if num_generated < 1:
+        raise RequestError(f"num_generated={num_generated}: expected a positive integer")
+    steps = num_generated - 1
+    return forward_flops(config, [(steps, num_prompt)], num_logits=steps)
+
+
+def _layers_flops_per_token(c: ModelConfig) -> int:
+    """Every weight matrix of every layer, once."""
+    qkvo = 2 * c.model_dim * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+    return c.num_layers * (qkvo + 2 * 3 * c.model_dim * c.mlp_dim)
+
+
+def _lm_head_flops(c: ModelConfig) -> int:
+    return 2 * c.model_dim * c.vocab_size
+
+
+def _visible_pairs(num_new: int, num_before: int, window: int | None) -> int:
+    """Sum over i < num_new of min(num_before + i + 1, window)."""
+    growing = num_new if window is None else min(max(window - num_before, 0), num_new)
+    triangle = growing * num_before + growing * (growing + 1) // 2
+    return triangle if window is None else triangle + (num_new - growing) * window
+
+
+def _check_count(name: str, count: int) -> None:
+    if count < 0:
+        raise RequestError(f"{name}={count}: expected a number of tokens, 0 or more")

@@ -1,0 +1,1 @@
+"""Indexes that find chunks for a question."""

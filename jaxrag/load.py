@@ -1,0 +1,169 @@
+"""Chunk KV on its way into the paged pool: resident already, from the store, or encoded now."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxrag.cache import PAGE, PagePool, Resident, pages_for
+from jaxrag.config import ModelConfig
+from jaxrag.encode import chunk_key, encode_chunks, provenance
+from jaxrag.models.model import Model
+from jaxrag.rope import RopeTable, place
+from jaxrag.segments import fine_bucket
+from jaxrag.store import KVStore
+from jaxrag.types import Array, HostArray
+
+@dataclasses.dataclass
+class Loaded:
+    """Chunks mapped into the pool for one request, in prompt order. Give back with ``release``."""
+
+    keys: list[str]
+    residents: list[Resident]
+    encoded: list[bool]  # was not in the store and had to be prefilled
+    load_seconds: float
+    encode_seconds: float
+    notes: list[str]
+
+
+def release(model: Model, loaded: Loaded) -> None:
+    """The request is over; its chunks stay resident until their pages are needed."""
+    for key in loaded.keys:
+        model.cache.owners.release(key)
+
+
+def bring_in(
+    model: Model,
+    store: KVStore,
+    encoder: str,
+    prefix_ids: HostArray,
+    chunks: Sequence[HostArray],
+) -> Loaded:
+    """Map chunks into the pool, reading or encoding what is not there yet.
+
+    A chunk that the store does not hold, or holds corrupt, is encoded, stored (where the store is
+    writable), used, and named in ``notes``. Raises RequestError when the pool is too small.
+    """
+    owners = model.cache.owners
+    keys = [chunk_key(model, encoder, prefix_ids, ids) for ids in chunks]
+    found = {key: owners.borrow(key) for key in dict.fromkeys(keys)}
+    wanted = {key: ids for key, ids in zip(keys, chunks, strict=True) if found[key] is None}
+    notes: list[str] = []
+    try:
+        pages = {
+            key: owners.take(pages_for(len(ids)), f"a chunk of {len(ids)} tokens")
+            for key, ids in wanted.items()
+        }
+    except BaseException:
+        for key, resident in found.items():
+            if resident is not None:
+                owners.release(key)
+        raise
+    start = time.perf_counter()
+    missing, corrupt = _read(model, store, wanted, pages)
+    load_seconds = time.perf_counter() - start
+    start = time.perf_counter()
+    refused = {key: wanted[key] for key in wanted if key in missing or key in corrupt}
+    _encode(model, store, encoder, prefix_ids, refused, corrupt, pages)
+    encode_seconds = time.perf_counter() - start
+    if refused:
+        tokens = sum(map(len, refused.values()))
+        kept = "stored" if store.writable else "not stored: the store is open for reading only"
+        why = f"{len(missing)} not in the store, {len(corrupt)} corrupt there"
+        notes.append(f"{len(refused)} chunk(s), {tokens} tokens, encoded ({why}) and {kept}")
+    for key, ids in wanted.items():
+        found[key] = owners.admit(key, pages[key], len(ids))
+    residents: list[Resident] = []
+    for index, key in enumerate(keys):
+        again = key in keys[:index]
+        resident = owners.borrow(key) if again else found[key]
+        assert resident is not None
+        residents.append(resident)
+    return Loaded(
+        keys=keys,
+        residents=residents,
+        encoded=[key in refused for key in keys],
+        load_seconds=load_seconds,
+        encode_seconds=encode_seconds,
+        notes=notes,
+    )
+
+
+def _read(
+    model: Model, store: KVStore, wanted: dict[str, HostArray], pages: dict[str, tuple[int, ...]]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Read what the store holds into the pool; returns the missing and the corrupt keys."""
+    if not wanted:
+        return (), ()
+    total = sum(len(ids) for ids in wanted.values())
+    buffer = model.cache.staging(model.config, fine_bucket(total, 256))
+    read = store.get_many(list(wanted), out=buffer, on_missing="skip")
+    if read.offsets:
+        _place_spans(model, buffer, read.offsets, pages)
+    return read.missing, read.corrupt
+
+
+def _encode(
+    model: Model,
+    store: KVStore,
+    encoder: str,
+    prefix_ids: HostArray,
+    wanted: dict[str, HostArray],
+    corrupt: Sequence[str],
+    pages: dict[str, tuple[int, ...]],
+) -> None:
+    """Encode chunks, store them durably where the store may be written, and place them."""
+    keys, chunks = list(wanted), list(wanted.values())
+    for index, kv in encode_chunks(model, encoder, prefix_ids, chunks):
+        key = keys[index]
+        if store.writable:
+            origin = provenance(model, encoder, prefix_ids, chunks[index])
+            store.put(key, kv, record=origin, replace=key in corrupt)
+        length = kv.shape[2]
+        buffer = model.cache.staging(model.config, fine_bucket(length, 256))
+        buffer[:, :, :length] = kv
+        _place_spans(model, buffer, {key: (0, length)}, pages)
+
+
+def _place_spans(
+    model: Model,
+    buffer: HostArray,
+    spans: Mapping[str, tuple[int, int]],
+    pages: dict[str, tuple[int, ...]],
+) -> None:
+    """Write spans of a staging buffer, key -> (first token, tokens), to their chunks' pages."""
+    size = buffer.shape[2]
+    nowhere = model.cache.pool.k.shape[0]
+    page = np.full(size, nowhere, np.int32)
+    local = np.zeros(size, np.int32)
+    for key, (start, length) in spans.items():
+        at = np.arange(length, dtype=np.int32)
+        page[start : start + length] = np.array(pages[key], np.int32)[at // PAGE]
+        local[start : start + length] = at
+    rope = model.rope(int(local.max()) + 1)
+    pool = _place(model.cache.pool, model.config, jnp.asarray(buffer), page, local, rope)
+    # The staging buffer is filled again by the next read, so the transfer must be over.
+    model.cache.pool = jax.block_until_ready(pool)
+
+
+@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("pool",))
+def _place(
+    pool: PagePool, config: ModelConfig, kv: Array, page: Array, local: Array, rope: RopeTable
+) -> PagePool:
+    """Rotate K of kv [L, 2, S, K, H] to its place in the chunk (fp32) and scatter to pages [S]."""
+    num_pages = pool.k.shape[0] // config.num_layers
+
+    def layer(index: Array, pool: PagePool) -> PagePool:
+        rows, slot = page + index * num_pages, local % PAGE
+        k = place(kv[index, 0], local, rope, config.rope)
+        return PagePool(
+            k=pool.k.at[rows, slot].set(k, mode="drop"),
+            v=pool.v.at[rows, slot].set(kv[index, 1], mode="drop"),
+        )
+
+    return lax.fori_loop(0, config.num_layers, layer, pool)

@@ -1,0 +1,16 @@
+"""The model core: parameters, the forward pass, and the families it can load.
+
+A new family is one file with a ``Family`` and one line here.
+"""
+
+from jaxrag.models import glm, llama, mistral, qwen2, qwen3
+from jaxrag.models.family import Family
+
+FAMILIES: dict[str, Family] = {
+    "llama": llama.FAMILY,
+    "mistral": mistral.FAMILY,
+    "qwen2": qwen2.FAMILY,
+    "qwen3": qwen3.FAMILY,
+    "glm": glm.GLM,
+    "glm4": glm.GLM4,
+}

@@ -1,0 +1,122 @@
+"""jaxrag checkpoints: parameters saved with Orbax, the config and the tokenizer beside them.
+
+DIR/jaxrag.json     config and weights digest
+DIR/params/         the parameters by name, restorable onto any mesh
+DIR/tokenizer.json  and the other files of the tokenizer, where there is one
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh
+
+from jaxrag.config import DType, ModelConfig
+from jaxrag.errors import ModelError
+from jaxrag.models.digest import params_digest
+from jaxrag.models.names import by_name, from_names
+from jaxrag.models.new_directory import new_directory
+from jaxrag.models.record import Record, is_checkpoint, read_record, write_record
+from jaxrag.models.spec import Params, ParamSpec, param_shardings, param_specs
+from jaxrag.tokenizer import Tokenizer, copy_tokenizer
+
+__all__ = ["is_checkpoint", "load_checkpoint", "restore_params", "save_checkpoint"]
+
+_PARAMS = "params"
+
+
+def save_checkpoint(
+    directory: str | Path,
+    params: Params,
+    config: ModelConfig,
+    tokenizer_dir: str | Path | None = None,
+) -> None:
+    """Save parameters as they are (``config.dtype`` says how they are loaded), in a new directory.
+
+    ``tokenizer_dir`` is a model directory whose tokenizer files are copied. Raises ModelError when
+    the directory exists and is not empty; it is complete or absent, never half-written.
+    """
+    with new_directory(Path(directory)) as temporary:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(temporary / _PARAMS, by_name(params))
+        if tokenizer_dir is not None:
+            copy_tokenizer(Path(tokenizer_dir), temporary)
+        write_record(temporary, Record(config, params_digest(params)))
+
+
+def load_checkpoint(
+    directory: str | Path, mesh: Mesh | None = None, dtype: str | None = None
+) -> tuple[ModelConfig, Params, Tokenizer | None]:
+    """Restore config, parameters and tokenizer (None when there is none), onto any mesh.
+
+    ``mesh=None`` is the default device; ``dtype`` replaces that of the config. Raises ModelError
+    when the directory is not a checkpoint, or parameters are missing, foreign or unreadable.
+    """
+    directory = Path(directory).absolute()
+    config = read_record(directory).config
+    if dtype is not None:
+        config = dataclasses.replace(config, dtype=cast(DType, dtype))
+    params = restore_params(directory, config, mesh=mesh, dtype=config.dtype)
+    has_tokenizer = (directory / "tokenizer.json").is_file()
+    return config, params, Tokenizer.load(directory) if has_tokenizer else None
+
+
+def restore_params(
+    directory: str | Path,
+    config: ModelConfig,
+    *,
+    mesh: Mesh | None = None,
+    dtype: str | None = None,
+) -> Params:
+    """The parameters of a checkpoint, cast to ``dtype``, or each as it was saved (None).
+
+    Raises ModelError as ``load_checkpoint`` does.
+    """
+    path = Path(directory).absolute() / _PARAMS
+    specs = by_name(param_specs(config))
+    if mesh is None:
+        shardings = dict.fromkeys(specs, jax.device_put(np.zeros(())).sharding)
+    else:
+        shardings = by_name(param_shardings(config, mesh))
+    with ocp.StandardCheckpointer() as checkpointer:
+        stored = _stored(checkpointer, path)
+        _check_stored(path, stored, specs)
+        target = {
+            name: jax.ShapeDtypeStruct(
+                spec.shape, dtype or stored[name].dtype, sharding=shardings[name]
+            )
+            for name, spec in specs.items()
+        }
+        try:
+            return from_names(checkpointer.restore(path, target))
+        except Exception as error:  # Orbax and TensorStore raise unrelated types
+            reason = str(error).splitlines()[0]
+            raise ModelError(
+                f"{path}: cannot be restored ({reason}); copy the checkpoint again"
+            ) from None
+
+
+def _stored(checkpointer: ocp.StandardCheckpointer, path: Path) -> dict[str, Any]:
+    """Shape and dtype of what was saved, by name."""
+    metadata = checkpointer.metadata(path).item_metadata if path.is_dir() else None
+    if metadata is None:
+        raise ModelError(f"{path}: no parameters there; copy the checkpoint again")
+    return dict(metadata.items())
+
+
+def _check_stored(path: Path, stored: dict[str, Any], specs: dict[str, ParamSpec]) -> None:
+    """Every parameter of the config is stored in its shape, and nothing else is."""
+    for name in sorted(set(stored) | set(specs)):
+        if name not in stored or name not in specs:
+            state = "missing" if name in specs else "left over"
+            raise ModelError(
+                f"{path}: parameter {name!r} is {state}; is jaxrag.json of this model?"
+            )
+        if tuple(stored[name].shape) != specs[name].shape:
+            raise ModelError(
+                f"{path}: parameter {name!r} has shape {list(stored[name].shape)}, the config asks "
+                f"for {list(specs[name].shape)}"
+            )

@@ -1,0 +1,97 @@
+"""The decoder: one pure ``forward`` that training, encoding, prefill and decode all call."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxrag.attention import Attend
+from jaxrag.config import ModelConfig
+from jaxrag.models.spec import LayerParams, Params
+from jaxrag.types import Array, Tokens
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """RMSNorm over the last axis, statistics in float32, result in x's dtype."""
+    wide = x.astype(jnp.float32)
+    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return weight * wide.astype(x.dtype)
+
+
+def _project(x: Array, weight: Array, bias: Array | None) -> Array:
+    """x [B, T, D] @ weight [D, heads, H] (+ bias) -> [B, T, heads, H]."""
+    out = jnp.einsum("btd,dnh->btnh", x, weight)
+    return out if bias is None else out + bias
+
+
+def _linear(x: Array, weight: Array, bias: Array | None) -> Array:
+    """x [B, T, I] @ weight [I, O] (+ bias)."""
+    out = x @ weight
+    return out if bias is None else out + bias
+
+
+def _qkv(x: Array, p: LayerParams, config: ModelConfig) -> tuple[Array, Array, Array]:
+    q = _project(x, p.q, p.q_bias)
+    k = _project(x, p.k, p.k_bias)
+    v = _project(x, p.v, p.v_bias)
+    if config.qk_norm:
+        q, k = rms_norm(q, p.q_norm, config.norm_eps), rms_norm(k, p.k_norm, config.norm_eps)
+    return q, k, v
+
+
+def _mlp(x: Array, p: LayerParams) -> Array:
+    hidden = jax.nn.silu(_linear(x, p.gate, p.gate_bias)) * _linear(x, p.up, p.up_bias)
+    return _linear(hidden, p.down, p.down_bias)
+
+
+def _windows(config: ModelConfig) -> Array | None:
+    """Per-layer sliding window [L] int32, INT32_MAX where a layer has none; None when no layer has."""
+    if config.sliding_window is None:
+        return None
+    uses = config.window_layers or (True,) * config.num_layers
+    unbounded = jnp.iinfo(jnp.int32).max
+    return jnp.array([config.sliding_window if use else unbounded for use in uses], jnp.int32)
+
+
+def forward(
+    params: Params, config: ModelConfig, tokens: Tokens, cache: Any, attend: Attend
+) -> tuple[Array, Any, Any]:
+    """Run all layers over tokens [B, T].
+
+    Args:
+      params, config: the model. tokens: ids, positions, segments (and examples), [B, T].
+      cache: what ``attend`` reads and writes (a PagePool, or None); carried through the layer scan.
+      attend: this call's attention (jaxrag.attention).
+
+    Returns:
+      hidden [B, T, D] after the final norm; the cache; what attend collected, stacked over L.
+    """
+    x = params.embed[tokens.ids]
+    layer_ids = jnp.arange(config.num_layers, dtype=jnp.int32)
+
+    def layer(carry: tuple[Array, Any], scanned: Any) -> tuple[tuple[Array, Any], Any]:
+        x, cache = carry
+        p, index, window = scanned
+        q, k, v = _qkv(rms_norm(x, p.attn_norm, config.norm_eps), p, config)
+        out, cache, collected = attend(index, window, q, k, v, tokens, cache)
+        out = jnp.einsum("btnh,nhd->btd", out, p.o)
+        out = out if p.o_bias is None else out + p.o_bias
+        if config.post_norms:
+            out = rms_norm(out, p.post_attn_norm, config.norm_eps)
+        x = x + out
+        out = _mlp(rms_norm(x, p.mlp_norm, config.norm_eps), p)
+        if config.post_norms:
+            out = rms_norm(out, p.post_mlp_norm, config.norm_eps)
+        return (x + out, cache), collected
+
+    scanned = (params.layers, layer_ids, _windows(config))
+    (x, cache), collected = lax.scan(layer, (x, cache), scanned)
+    return rms_norm(x, params.final_norm, config.norm_eps), cache, collected
+
+
+def unembed(params: Params, hidden: Array) -> Array:
+    """Logits in float32: hidden [..., D] -> [..., V]."""
+    if params.lm_head is None:
+        return jnp.einsum("...d,vd->...v", hidden, params.embed, preferred_element_type=jnp.float32)
+    return jnp.einsum("...d,dv->...v", hidden, params.lm_head, preferred_element_type=jnp.float32)

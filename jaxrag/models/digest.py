@@ -1,0 +1,100 @@
+"""Identity of a model's weights, part of the key of every stored chunk.
+
+A digest depends on the names, dtypes, shapes and values of the tensors, not on how they are spread
+over files. Hashing a large checkpoint takes as long as reading it, so that result is remembered by
+path, size and modification time in the user's cache directory.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from jaxrag.models.names import by_name
+from jaxrag.models.record import is_checkpoint, read_record
+from jaxrag.models.spec import Params
+from jaxrag.models.tensor_files import StoredTensor, read_tensors
+
+_WORTH_REMEMBERING = 64 << 20  # bytes; hashing less takes no time
+
+
+def params_digest(params: Params) -> str:
+    """Digest of parameters on this process's devices, 64 hex digits."""
+    entries = []
+    for name, leaf in by_name(params).items():
+        hasher = xxhash.xxh3_128()
+        for part in leaf:  # along the first axis, so that no second copy of a whole leaf is held
+            hasher.update(np.ascontiguousarray(part).view(np.uint8))
+        entries.append([name, leaf.dtype.name, list(leaf.shape), hasher.hexdigest()])
+    return _combine(entries)
+
+
+def weights_digest(directory: str | Path, memo: Path | None = None) -> str:
+    """Digest of the weights in a model directory, 64 hex digits.
+
+    A jaxrag checkpoint has recorded its own. ``memo`` is the file that remembers the digests of
+    large Hugging Face directories, by default ``weights.json`` in ``cache_directory()``; that it
+    cannot be written is no error. Raises ModelError when the weights cannot be read.
+    """
+    directory = Path(directory).resolve()
+    if is_checkpoint(directory):
+        return read_record(directory).digest
+    tensors = read_tensors(directory)
+    if sum(tensor.num_bytes for tensor in tensors.values()) < _WORTH_REMEMBERING:
+        return _tensors_digest(tensors)
+    memo = memo or cache_directory() / "weights.json"
+    known = _read_memo(memo)
+    files = _file_states({tensor.path for tensor in tensors.values()})
+    entry = known.get(str(directory))
+    if isinstance(entry, dict) and entry.get("files") == files:
+        return str(entry["digest"])
+    digest = _tensors_digest(tensors)
+    _write_memo(memo, {**known, str(directory): {"files": files, "digest": digest}})
+    return digest
+
+
+def cache_directory() -> Path:
+    """Where this user's caches live: ``$XDG_CACHE_HOME/jaxrag`` or ``~/.cache/jaxrag``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "jaxrag"
+
+
+def _tensors_digest(tensors: dict[str, StoredTensor]) -> str:
+    return _combine(
+        [
+            [name, t.dtype.name, list(t.shape), xxhash.xxh3_128(t.raw).hexdigest()]
+            for name, t in tensors.items()
+        ]
+    )
+
+
+def _combine(entries: list[list[Any]]) -> str:
+    canonical = json.dumps(sorted(entries), separators=(",", ":"))
+    return hashlib.blake2b(canonical.encode(), digest_size=32).hexdigest()
+
+
+def _file_states(paths: set[Path]) -> list[list[Any]]:
+    states = [(path.name, path.stat()) for path in sorted(paths)]
+    return [[name, state.st_size, state.st_mtime_ns] for name, state in states]
+
+
+def _read_memo(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _write_memo(path: Path, value: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+        temporary.write_text(json.dumps(value), encoding="utf-8")
+        temporary.replace(path)

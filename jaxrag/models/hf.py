@@ -1,0 +1,240 @@
+"""Load a Hugging Face model directory: ``config.json`` and safetensors, straight onto the mesh.
+
+Loading is strict both ways: every tensor of the files is used exactly once, every parameter of
+``param_specs`` is found, and every shape is the expected one. Host memory holds at most one shard
+of one parameter at a time, read through a memory map.
+"""
+
+import dataclasses
+import fnmatch
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import einops
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrag.config import DType, ModelConfig
+from jaxrag.errors import ConfigError, ModelError
+from jaxrag.models import FAMILIES
+from jaxrag.models.family import Family, TensorRule
+from jaxrag.models.hf_config import read_token_ids
+from jaxrag.models.names import by_name, from_names
+from jaxrag.models.spec import Params, ParamSpec, param_shardings, param_specs
+from jaxrag.models.tensor_files import StoredTensor, read_json, read_tensors
+from jaxrag.tokenizer import Tokenizer
+from jaxrag.types import Array, HostArray
+
+Index = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """Where one parameter lies: its rule, its place among the fused ones, one tensor per layer."""
+
+    rule: TensorRule
+    part: int
+    tensors: tuple[StoredTensor, ...]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The narrowest dtype that holds every layer exactly."""
+        return functools.reduce(jax.numpy.promote_types, (t.dtype for t in self.tensors))
+
+    def layer(self, index: int, shape: tuple[int, ...]) -> HostArray:
+        """One layer of the parameter as a view of the mapped file; ``shape`` is the layer's."""
+        stored = self.tensors[index].view()
+        rows = stored.shape[0] // len(self.rule.paths)
+        stored = stored[self.part * rows : (self.part + 1) * rows]
+        return einops.rearrange(stored, self.rule.pattern, **self.rule.axis_sizes(shape))
+
+
+def is_hf_directory(directory: Path) -> bool:
+    """Whether the directory looks like a Hugging Face model: a ``config.json`` that names one."""
+    path = Path(directory) / "config.json"
+    return path.is_file() and bool({"architectures", "model_type"} & read_json(path).keys())
+
+
+def find_family(hf: Mapping[str, Any], where: str) -> Family:
+    """The family of a ``config.json``. Raises ModelError listing what is supported."""
+    architectures = hf.get("architectures") or []
+    for family in FAMILIES.values():
+        if family.architecture in architectures:
+            return family
+        if not architectures and family.model_type == hf.get("model_type"):
+            return family
+    supported = ", ".join(family.architecture for family in FAMILIES.values())
+    found = ", ".join(architectures) or hf.get("model_type")
+    raise ModelError(f"{where}: architecture {found} is not supported; supported are {supported}")
+
+
+def load_config(directory: Path) -> ModelConfig:
+    """Read ``config.json``, and the end-of-sequence ids that ``generation_config.json`` adds.
+
+    A config without a dtype takes that of the first tensor. Raises ModelError when the directory or
+    the file is missing or the architecture is not supported, ConfigError for a refused key.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ModelError(f"{directory}: no such model directory")
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{directory}: no config.json; expected a Hugging Face model directory")
+    hf = read_json(path)
+    family = find_family(hf, str(path))
+    if hf.get("dtype") is None and hf.get("torch_dtype") is None:
+        hf = {**hf, "dtype": next(iter(read_tensors(directory).values())).dtype.name}
+    try:
+        config = family.read_config(hf)
+        generation_path = directory / "generation_config.json"
+        if generation_path.is_file():
+            config = _add_generation_ids(config, read_json(generation_path))
+    except ConfigError as error:
+        raise ConfigError(f"{directory}: {error}") from None
+    return config
+
+
+def load_hf(
+    directory: Path, mesh: Mesh | None = None, dtype: str | None = None
+) -> tuple[ModelConfig, Params, Tokenizer | None]:
+    """Load config, weights and tokenizer; the tokenizer is None when the directory has none.
+
+    ``dtype`` replaces that of the config. Raises as ``load_config``, ``load_params`` and
+    ``Tokenizer.load`` do.
+    """
+    config = load_config(directory)
+    if dtype is not None:
+        config = dataclasses.replace(config, dtype=cast(DType, dtype))
+    shardings = None if mesh is None else param_shardings(config, mesh)
+    params = load_params(directory, config, shardings=shardings, dtype=config.dtype)
+    has_tokenizer = (Path(directory) / "tokenizer.json").is_file()
+    return config, params, Tokenizer.load(directory) if has_tokenizer else None
+
+
+def load_params(
+    directory: Path,
+    config: ModelConfig,
+    *,
+    shardings: Params | None = None,
+    dtype: str | None = None,
+) -> Params:
+    """Load the weights of a Hugging Face directory.
+
+    ``shardings`` is a ``Params`` of ``jax.sharding.Sharding``; None puts everything on the default
+    device. Weights are cast to ``dtype`` while they are copied, or keep the dtype they are stored
+    in (None). Raises ModelError when tensors are missing, left over or of the wrong shape.
+    """
+    sources = find_sources(Path(directory), config)
+    specs = by_name(param_specs(config))
+    targets = {} if shardings is None else by_name(shardings)
+    return from_names(
+        {
+            name: place(
+                spec.shape,
+                functools.partial(_read_slice, sources[name], spec, dtype),
+                targets.get(name),
+            )
+            for name, spec in specs.items()
+        }
+    )
+
+
+def place(
+    shape: tuple[int, ...],
+    read: Callable[[Index], HostArray],
+    sharding: jax.sharding.Sharding | None,
+) -> Array:
+    """Build an array from slices of the host's data: ``read`` is called once per distinct shard.
+
+    One host buffer is alive at a time, also for a large sharded parameter.
+    """
+    if sharding is None:
+        return jax.block_until_ready(jax.device_put(read(tuple(slice(0, n) for n in shape))))
+    devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        bounds = tuple(part.indices(n)[:2] for part, n in zip(index or (), shape, strict=True))
+        devices.setdefault(bounds, []).append(device)
+    shards = []
+    for bounds, replicas in devices.items():
+        block = read(tuple(slice(start, stop) for start, stop in bounds))
+        shards.extend(jax.block_until_ready([jax.device_put(block, d) for d in replicas]))
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def find_sources(directory: Path, config: ModelConfig) -> dict[str, _Source]:
+    """Match the tensors of the files with the parameters, strictly both ways, by parameter path."""
+    family = FAMILIES[config.family]
+    stored = read_tensors(directory)
+    specs = by_name(param_specs(config))
+    unused = set(stored)
+    sources: dict[str, _Source] = {}
+    for rule in family.tensors:
+        if rule.paths[0] not in specs:
+            continue
+        shape = specs[rule.paths[0]].shape
+        layers = range(config.num_layers) if rule.per_layer else range(1)
+        names = [rule.key.format(layer=layer) for layer in layers]
+        expected = rule.file_shape(shape[1:] if rule.per_layer else shape)
+        for name in names:
+            if name not in stored:
+                raise ModelError(
+                    f"{directory}: tensor {name!r} is missing; the {family.name} config asks for it"
+                )
+            if stored[name].shape != expected:
+                raise ModelError(
+                    f"{directory}: tensor {name!r} has shape {list(stored[name].shape)}, the "
+                    f"config asks for {list(expected)}"
+                )
+        unused.difference_update(names)
+        tensors = tuple(stored[name] for name in names)
+        sources |= {path: _Source(rule, part, tensors) for part, path in enumerate(rule.paths)}
+    if config.tie_embeddings and "lm_head.weight" in unused:
+        _check_tied(directory, stored)
+        unused.remove("lm_head.weight")
+    leftover = sorted(
+        name
+        for name in unused
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in family.ignored)
+    )
+    if leftover:
+        raise ModelError(
+            f"{directory}: {len(leftover)} tensors have no place in this {family.name} model, "
+            f"first {leftover[0]!r}; does config.json belong to these weights?"
+        )
+    return sources
+
+
+def _read_slice(source: _Source, spec: ParamSpec, dtype: str | None, index: Index) -> HostArray:
+    """Copy one slice of a parameter, casting on the way; only its bytes are read."""
+    sizes = [len(range(n)[part]) for n, part in zip(spec.shape, index, strict=True)]
+    block = np.empty(sizes, source.dtype if dtype is None else jax.numpy.dtype(dtype))
+    if source.rule.per_layer:
+        layers = range(spec.shape[0])[index[0]]
+        for row, layer in zip(block, layers, strict=True):
+            row[...] = source.layer(layer, spec.shape[1:])[index[1:]]
+    else:
+        block[...] = source.layer(0, spec.shape)[index]
+    return block
+
+
+def _check_tied(directory: Path, stored: Mapping[str, StoredTensor]) -> None:
+    head, embed = stored["lm_head.weight"], stored["model.embed_tokens.weight"]
+    if head.dtype != embed.dtype or not np.array_equal(head.raw, embed.raw):
+        raise ModelError(
+            f"{directory}: lm_head.weight differs from the embedding, but tie_word_embeddings is "
+            "true; set it to false in config.json"
+        )
+
+
+def _add_generation_ids(config: ModelConfig, generation: Mapping[str, Any]) -> ModelConfig:
+    """The generation config's ids come first; those of ``config.json`` still end a text."""
+    eos = read_token_ids(generation, "eos_token_id", ())
+    bos = read_token_ids(generation, "bos_token_id", ())
+    return dataclasses.replace(
+        config,
+        eos_ids=tuple(dict.fromkeys(eos + config.eos_ids)),
+        bos_id=bos[0] if config.bos_id is None and bos else config.bos_id,
+    )

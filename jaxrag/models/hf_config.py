@@ -1,0 +1,213 @@
+"""Read and write the ``config.json`` keys that all families share.
+
+Absent keys take the value the family's own configuration class in transformers gives them, which is
+not the same as ``null``: a Mistral config without ``sliding_window`` has a window of 4096, with
+``null`` it has none. A key that would change the arithmetic and is not supported is refused.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, cast
+
+from jaxrag.config import DTYPES, DType, ModelConfig
+from jaxrag.errors import ConfigError
+from jaxrag.models.hf_rope import read_rope, write_rope
+
+# Keys of other architectures' arithmetic, with the values that leave the result unchanged.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "compression_config": (None,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "query_pre_attn_scalar": (None,),
+    "logit_scale": (None, 1),
+    "logits_scaling": (None, 1),
+    "embedding_multiplier": (None, 1),
+    "residual_multiplier": (None, 1),
+    "attention_multiplier": (None,),
+    "clip_qkv": (None,),
+    "use_mrope": (None, False),
+    "use_qk_norm": (None, False),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+    """What a family assumes for a key that ``config.json`` leaves out."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None  # None: as many as query heads
+    head_dim: int | None  # None: hidden_size / num_attention_heads
+    max_position_embeddings: int
+    rms_norm_eps: float
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    partial_rotary_factor: float = 1.0
+
+
+def read_int(hf: Mapping[str, Any], key: str, default: int) -> int:
+    """An integer; absent means ``default``. Raises ConfigError for anything else, null included."""
+    value = hf.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"config.json: {key}={value!r}: expected an integer")
+    return value
+
+
+def read_optional_int(hf: Mapping[str, Any], key: str, default: int | None) -> int | None:
+    """An integer or null; absent means ``default``."""
+    return None if hf.get(key, default) is None else read_int(hf, key, default or 0)
+
+
+def read_float(hf: Mapping[str, Any], key: str, default: float) -> float:
+    """A number; absent means ``default``."""
+    value = hf.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"config.json: {key}={value!r}: expected a number")
+    return float(value)
+
+
+def read_bool(hf: Mapping[str, Any], key: str, default: bool) -> bool:
+    """True or false; absent means ``default``."""
+    value = hf.get(key, default)
+    if not isinstance(value, bool):
+        raise ConfigError(f"config.json: {key}={value!r}: expected true or false")
+    return value
+
+
+def read_token_ids(hf: Mapping[str, Any], key: str, default: tuple[int, ...]) -> tuple[int, ...]:
+    """A token id, a list of them or null (none); absent means ``default``."""
+    value = hf.get(key, default)
+    ids = () if value is None else (value,) if isinstance(value, int) else tuple(value)
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise ConfigError(f"config.json: {key}={value!r}: expected a token id or a list of them")
+    return ids
+
+
+def read_decoder(
+    hf: Mapping[str, Any],
+    family: str,
+    defaults: Defaults,
+    *,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+    post_norms: bool = False,
+    interleaved: bool = False,
+    sliding_window: int | None = None,
+    window_layers: tuple[bool, ...] | None = None,
+) -> ModelConfig:
+    """Read everything but the traits a family decides itself, which are the keyword arguments.
+
+    Raises ConfigError naming the key and its value when it is malformed or not supported.
+    """
+    for key, neutral in _UNSUPPORTED.items():
+        if hf.get(key) not in neutral:
+            raise ConfigError(
+                f"config.json: {key}={hf[key]!r} is not supported for {family} models"
+            )
+    activation = hf.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ConfigError(f"config.json: hidden_act={activation!r}: only 'silu' is supported")
+
+    model_dim = read_int(hf, "hidden_size", defaults.hidden_size)
+    num_heads = read_int(hf, "num_attention_heads", defaults.num_attention_heads)
+    num_kv_heads = read_optional_int(hf, "num_key_value_heads", defaults.num_key_value_heads)
+    head_dim = read_optional_int(hf, "head_dim", defaults.head_dim)
+    if head_dim is None:
+        if num_heads < 1 or model_dim % num_heads:
+            raise ConfigError(
+                f"config.json: hidden_size={model_dim} is not a multiple of num_attention_heads="
+                f"{num_heads}, and there is no head_dim"
+            )
+        head_dim = model_dim // num_heads
+    max_positions = read_int(hf, "max_position_embeddings", defaults.max_position_embeddings)
+    bos_ids = read_token_ids(
+        hf, "bos_token_id", () if defaults.bos_token_id is None else (defaults.bos_token_id,)
+    )
+    return ModelConfig(
+        family=family,
+        vocab_size=read_int(hf, "vocab_size", defaults.vocab_size),
+        num_layers=read_int(hf, "num_hidden_layers", defaults.num_hidden_layers),
+        model_dim=model_dim,
+        mlp_dim=read_int(hf, "intermediate_size", defaults.intermediate_size),
+        num_heads=num_heads,
+        num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
+        head_dim=head_dim,
+        norm_eps=read_float(hf, "rms_norm_eps", defaults.rms_norm_eps),
+        rope=read_rope(
+            hf,
+            head_dim=head_dim,
+            max_positions=max_positions,
+            partial_rotary_factor=defaults.partial_rotary_factor,
+            interleaved=interleaved,
+        ),
+        max_positions=max_positions,
+        sliding_window=sliding_window,
+        window_layers=window_layers,
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        post_norms=post_norms,
+        tie_embeddings=read_bool(hf, "tie_word_embeddings", False),
+        dtype=_read_dtype(hf),
+        bos_id=bos_ids[0] if bos_ids else None,
+        eos_ids=read_token_ids(hf, "eos_token_id", defaults.eos_token_ids),
+    )
+
+
+def write_decoder(config: ModelConfig, architecture: str, model_type: str) -> dict[str, Any]:
+    """The keys ``read_decoder`` reads, in the form transformers 5 writes; families add theirs."""
+    eos = config.eos_ids
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.model_dim,
+        "intermediate_size": config.mlp_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": write_rope(config.rope, config.head_dim),
+        "tie_word_embeddings": config.tie_embeddings,
+        "dtype": config.dtype,
+        "bos_token_id": config.bos_id,
+        "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
+        "pad_token_id": None,
+    }
+
+
+def refuse_windows(hf: Mapping[str, Any], family: str) -> None:
+    """Refuse a window or mixed layers in a family whose attention is global in every layer."""
+    window = hf.get("sliding_window")
+    if window is not None and hf.get("use_sliding_window", True):
+        raise ConfigError(
+            f"config.json: sliding_window={window!r}: {family} layers attend globally"
+        )
+    require_layer_types(hf, "full_attention", family)
+
+
+def require_layer_types(hf: Mapping[str, Any], kind: str, family: str) -> None:
+    """Refuse ``layer_types`` other than ``kind`` in a family whose layers are all alike."""
+    others = sorted({str(name) for name in hf.get("layer_types") or ()} - {kind})
+    if others:
+        raise ConfigError(
+            f"config.json: layer_types contains {others[0]!r}: every layer of this {family} model "
+            f"is {kind!r}"
+        )
+
+
+def _read_dtype(hf: Mapping[str, Any]) -> DType:
+    name = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    if name not in DTYPES:
+        raise ConfigError(f"config.json: dtype={name!r}: expected one of {', '.join(DTYPES)}")
+    return cast(DType, name)

@@ -1,0 +1,280 @@
+"""A loaded model: parameters, tokenizer and mesh, and what belongs to them on the device."""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrag.attention import PackedAttend
+from jaxrag.cache import PAGE, PagedCache, PagePool
+from jaxrag.config import ModelConfig, config_to_dict
+from jaxrag.errors import RequestError, TokenizerError
+from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
+from jaxrag.models.decoder import forward, unembed
+from jaxrag.models.digest import params_digest, weights_digest
+from jaxrag.models.hf import load_hf
+from jaxrag.models.spec import Params, init_params, param_shardings
+from jaxrag.rope import RopeTable, rope_table
+from jaxrag.segments import bucket, positions_follow_order
+from jaxrag.sharding import Rules, replicated, sharding
+from jaxrag.store import KVLayout, MemoryStore, fingerprint
+from jaxrag.tokenizer import Tokenizer, check_vocab
+from jaxrag.types import EMPTY, FINAL, Array, HostArray, Tokens
+
+_LOG = logging.getLogger("jaxrag")
+
+KV_VERSION = 1  # of what a stored chunk means; part of every key
+_CPU_CACHE_BYTES = 1 << 30
+_GPU_CACHE_SHARE = 0.5  # of the memory that is free once the parameters are loaded
+
+
+@dataclasses.dataclass(eq=False)
+class Model:
+    """A decoder ready to serve. Make one with ``load_model`` or ``random_model``.
+
+    ``cache`` is the paged pool, made at the first request; ``memory`` keeps the KV of documents
+    that were passed without a knowledge base.
+    """
+
+    config: ModelConfig
+    params: Params
+    tokenizer: Tokenizer | None
+    digest: str
+    path: str | None = None
+    mesh: Mesh | None = None
+    cache_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a tokenizer of another model before anything is computed."""
+        if self.tokenizer is not None:
+            check_vocab(self.tokenizer, self.config)
+        if self.cache_tokens is not None and self.cache_tokens < PAGE:
+            raise RequestError(f"cache_tokens={self.cache_tokens}: expected at least {PAGE}")
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Identity of everything that shapes cached KV: weights, config, dtype, RoPE, version."""
+        return fingerprint(
+            {
+                "weights": self.digest,
+                "config": config_to_dict(self.config),
+                "kv_version": KV_VERSION,
+            }
+        )
+
+    @functools.cached_property
+    def cache(self) -> PagedCache:
+        """The paged pool and its owners."""
+        tokens = self.cache_tokens or self._default_cache_tokens()
+        return PagedCache.create(self.config, tokens, self._pool_sharding())
+
+    def forget_cache(self) -> None:
+        """Drop the pool; the next request makes a new one and chunks are mapped again."""
+        self.__dict__.pop("cache", None)
+
+    @functools.cached_property
+    def memory(self) -> MemoryStore:
+        """KV of documents passed to ``generate`` without a knowledge base."""
+        return MemoryStore(
+            self.fingerprint, self.kv_layout, max_tokens=self.config.max_positions
+        )
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """Sizes and dtype of the chunk KV this model makes."""
+        c = self.config
+        return KVLayout(c.num_layers, c.num_kv_heads, c.head_dim, c.dtype)
+
+    def text_tokenizer(self) -> Tokenizer:
+        """The tokenizer; TokenizerError when the model directory has none."""
+        if self.tokenizer is None:
+            raise TokenizerError(
+                f"{self.path or 'this model'} has no tokenizer.json and cannot take text; pass "
+                f"token ids instead, or put the model's tokenizer.json into the directory"
+            )
+        return self.tokenizer
+
+    def rope(self, num_positions: int) -> RopeTable:
+        """Rotation tables for at least ``num_positions`` positions, rounded up to a bucket."""
+        return _rope(self, bucket(num_positions, 1024))
+
+    def logits(
+        self,
+        ids: Any,
+        positions: Any = None,
+        segments: Any = None,
+        prefix_visible: bool = False,
+        examples: Any = None,
+    ) -> Array:
+        """Packed forward without a cache.
+
+        Args:
+          ids: [B, T] integers. positions: [B, T], None = order within the row.
+          segments: [B, T] (0 empty, 1 prefix, 2 final block, 3.. chunks), None = plain causal.
+          prefix_visible: may chunks see the prefix? examples: [B, T] packed examples
+            (segments.example_ids), None = one a row.
+
+        Returns:
+          float32 logits [B, T, V].
+
+        Raises:
+          RequestError: shapes that differ, ids outside the vocabulary, or positions that are not
+            the order of the tokens under a sliding window.
+        """
+        ids = _int_rows("ids", ids, None)
+        batch, length = ids.shape
+        if ids.size and (ids.min() < 0 or ids.max() >= self.config.vocab_size):
+            raise RequestError(
+                f"ids hold {ids.min()}..{ids.max()}, the vocabulary is 0..{self.config.vocab_size - 1}"
+            )
+        order = np.broadcast_to(np.arange(length, dtype=np.int32), ids.shape)
+        positions = order if positions is None else _int_rows("positions", positions, ids.shape)
+        segments = (
+            np.full(ids.shape, FINAL, np.int32)
+            if segments is None
+            else _int_rows("segments", segments, ids.shape)
+        )
+        examples = None if examples is None else _int_rows("examples", examples, ids.shape)
+        if (positions[segments != EMPTY] < 0).any():
+            raise RequestError("positions of tokens must not be negative")
+        if self.config.sliding_window is not None and not positions_follow_order(
+            positions, segments, examples
+        ):
+            raise RequestError(
+                f"positions restart inside the prompt, and a sliding window of "
+                f"{self.config.sliding_window} tokens is measured in order; use reordered positions"
+            )
+        put = functools.partial(self.put_batch, batch=batch)
+        tokens = Tokens(
+            ids=put(ids),
+            positions=put(np.maximum(positions, 0)),
+            segments=put(segments),
+            examples=None if examples is None else put(examples),
+        )
+        table = self.rope(int(positions.max(initial=0)) + 1)
+        return _logits(self.params, self.config, tokens, table, prefix_visible)
+
+    def put_batch(self, x: HostArray, batch: int) -> Array:
+        """Place a host array whose first axis is the batch: over (data, fsdp) when they divide it."""
+        if self.mesh is None:
+            return jnp.asarray(x)
+        ways = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        spec = PartitionSpec(Rules().batch) if batch % ways == 0 else PartitionSpec()
+        return jax.device_put(x, NamedSharding(self.mesh, spec))
+
+    @property
+    def batch_ways(self) -> int:
+        """How many groups of devices a batch is split over."""
+        return 1 if self.mesh is None else self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+
+    def _pool_sharding(self) -> Any:
+        if self.mesh is None:
+            return None
+        shape = (1, PAGE, self.config.num_kv_heads, self.config.head_dim)
+        pool = sharding(self.mesh, shape, (None, None, "kv_heads", None), Rules(), "KV pool")
+        return PagePool(k=pool, v=pool)
+
+    def _default_cache_tokens(self) -> int:
+        device = jax.tree.leaves(self.params)[0].devices().pop()
+        stats = device.memory_stats() if device.platform != "cpu" else None
+        budget = _CPU_CACHE_BYTES
+        if stats:
+            budget = int((stats["bytes_limit"] - stats["bytes_in_use"]) * _GPU_CACHE_SHARE)
+        return min(budget // self.config.kv_bytes_per_token, 8 * self.config.max_positions)
+
+
+@functools.lru_cache(maxsize=32)
+def _rope(model: Model, num_positions: int) -> RopeTable:
+    table = rope_table(model.config.rope, num_positions)
+    return table if model.mesh is None else jax.device_put(table, replicated(model.mesh))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "prefix_visible"))
+def _logits(
+    params: Params, config: ModelConfig, tokens: Tokens, table: RopeTable, prefix_visible: bool
+) -> Array:
+    attend = PackedAttend(config, table, prefix_visible)
+    hidden, _, _ = forward(params, config, tokens, None, attend)
+    return unembed(params, hidden)
+
+
+def _int_rows(name: str, x: Any, shape: tuple[int, ...] | None) -> HostArray:
+    """x as int32 [B, T]; RequestError when it is not integers of that shape."""
+    x = np.asarray(x)
+    if x.ndim != 2 or not np.issubdtype(x.dtype, np.integer):
+        raise RequestError(f"{name}: expected integers [B, T], got {x.dtype} {x.shape}")
+    if shape is not None and x.shape != shape:
+        raise RequestError(f"{name}: shape {x.shape} differs from that of ids, {shape}")
+    return x.astype(np.int32)
+
+
+def load_model(
+    path: str | Path,
+    mesh: Mesh | None = None,
+    dtype: str | None = None,
+    cache_tokens: int | None = None,
+) -> Model:
+    """Load a Hugging Face directory or a jaxrag checkpoint.
+
+    Args:
+      path: the directory. mesh: where to put it (sharding.make_mesh); None = the default device.
+      dtype: "float32", "bfloat16" or "float16" for parameters, activations and KV; None = as stored.
+      cache_tokens: size of the paged pool; None = 1 GiB on CPU, half of the free memory on GPU.
+
+    Raises:
+      ModelError, ConfigError: a missing, truncated, unsupported or inconsistent directory.
+      TokenizerError: a tokenizer that cannot be read or is larger than the vocabulary.
+    """
+    path = Path(path)
+    load = load_checkpoint if is_checkpoint(path) else load_hf
+    config, params, tokenizer = load(path, mesh=mesh, dtype=dtype)
+    return Model(
+        config=config,
+        params=params,
+        tokenizer=tokenizer,
+        digest=weights_digest(path),
+        path=str(path),
+        mesh=mesh,
+        cache_tokens=cache_tokens,
+    )
+
+
+def random_model(
+    config: ModelConfig,
+    seed: int = 0,
+    tokenizer: Tokenizer | None = None,
+    mesh: Mesh | None = None,
+    cache_tokens: int | None = None,
+) -> Model:
+    """A model with random weights: for tests and for timing shapes without a checkpoint."""
+    shardings = None if mesh is None else param_shardings(config, mesh)
+    make = jax.jit(functools.partial(init_params, config), out_shardings=shardings)
+    params = make(jax.random.key(seed))
+    return Model(
+        config=config,
+        params=params,
+        tokenizer=tokenizer,
+        digest=params_digest(params),
+        mesh=mesh,
+        cache_tokens=cache_tokens,
+    )
+
+
+def as_token_ids(ids: Sequence[int] | HostArray, config: ModelConfig, what: str) -> HostArray:
+    """Validate token ids given by a caller: int32 [T], not empty, inside the vocabulary."""
+    out = np.asarray(ids)
+    if out.ndim != 1 or not out.size or not np.issubdtype(out.dtype, np.integer):
+        raise RequestError(f"{what}: expected a non-empty sequence of token ids, got {ids!r:.60}")
+    if out.min() < 0 or out.max() >= config.vocab_size:
+        raise RequestError(
+            f"{what}: token ids {out.min()}..{out.max()} are outside the vocabulary "
+            f"0..{config.vocab_size - 1}"
+        )
+    return out.astype(np.int32)

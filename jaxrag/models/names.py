@@ -1,0 +1,29 @@
+"""Parameters by name: ``layers.q`` for ``params.layers.q``. Absent weights have no name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxrag.models.spec import LayerParams, Params, is_spec
+
+_LAYERS = "layers."
+
+
+def by_name(tree: Params) -> dict[str, Any]:
+    """The leaves of a ``Params`` of arrays, specs or shardings, by dotted name."""
+    return {
+        ".".join(key.name for key in path): leaf
+        for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_spec)
+    }
+
+
+def from_names(leaves: Mapping[str, Any]) -> Params:
+    """Inverse of ``by_name``."""
+    layers = {
+        name.removeprefix(_LAYERS): leaf
+        for name, leaf in leaves.items()
+        if name.startswith(_LAYERS)
+    }
+    rest = {name: leaf for name, leaf in leaves.items() if not name.startswith(_LAYERS)}
+    return Params(layers=LayerParams(**layers), **rest)

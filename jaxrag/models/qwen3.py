@@ -1,0 +1,59 @@
+"""Qwen3 (dense): RMSNorm on every head of q and k before the rotation; windows as in Qwen2."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrag.config import ModelConfig
+from jaxrag.models.family import DECODER, GATED_MLP, O_BIAS, QK_NORM, QKV_BIAS, Family
+from jaxrag.models.hf_config import Defaults, read_bool, read_decoder, read_int, write_decoder
+from jaxrag.models.qwen2 import read_windows, write_windows
+
+_DEFAULTS = Defaults(
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=22016,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=32,
+    head_dim=128,
+    max_position_embeddings=32768,
+    rms_norm_eps=1e-6,
+    bos_token_id=None,
+    eos_token_ids=(),
+)
+
+
+def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+    """A missing ``head_dim`` is 128, whatever the width of the model."""
+    num_layers = read_int(hf, "num_hidden_layers", _DEFAULTS.num_hidden_layers)
+    window, layers = read_windows(hf, num_layers)
+    bias = read_bool(hf, "attention_bias", False)
+    return read_decoder(
+        hf,
+        "qwen3",
+        _DEFAULTS,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        sliding_window=window,
+        window_layers=layers,
+    )
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of ``read_config``."""
+    return {
+        **write_decoder(config, FAMILY.architecture, FAMILY.model_type),
+        **write_windows(config),
+        "attention_bias": config.qkv_bias,
+    }
+
+
+FAMILY = Family(
+    name="qwen3",
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    read_config=read_config,
+    write_config=write_config,
+    tensors=DECODER + QKV_BIAS + O_BIAS + QK_NORM + GATED_MLP,
+)

@@ -1,0 +1,51 @@
+"""``jaxrag.json``, which makes a directory a jaxrag checkpoint: config and weights digest."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from jaxrag.config import ModelConfig, config_from_dict, config_to_dict
+from jaxrag.errors import ModelError
+from jaxrag.models.tensor_files import read_json
+
+RECORD_FILE = "jaxrag.json"
+_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What a checkpoint says about itself."""
+
+    config: ModelConfig
+    digest: str  # digest.params_digest of the saved parameters
+
+
+def is_checkpoint(directory: str | Path) -> bool:
+    """Whether the directory is a jaxrag checkpoint."""
+    return (Path(directory) / RECORD_FILE).is_file()
+
+
+def write_record(directory: Path, record: Record) -> None:
+    """Write the record of a checkpoint."""
+    values = {
+        "version": _VERSION,
+        "digest": record.digest,
+        "config": config_to_dict(record.config),
+    }
+    text = json.dumps(values, indent=2) + "\n"
+    (directory / RECORD_FILE).write_text(text, encoding="utf-8")
+
+
+def read_record(directory: Path) -> Record:
+    """Read the record of a checkpoint. Raises ModelError or ConfigError when it is not one."""
+    path = Path(directory) / RECORD_FILE
+    if not path.is_file():
+        raise ModelError(f"{directory}: no {RECORD_FILE}; expected a jaxrag checkpoint")
+    values = read_json(path)
+    if values.get("version") != _VERSION:
+        raise ModelError(
+            f"{path}: version {values.get('version')!r}, this program reads version {_VERSION}"
+        )
+    if set(values) != {"version", "digest", "config"}:
+        raise ModelError(f"{path}: expected the keys version, digest and config")
+    return Record(config_from_dict(values["config"], str(path)), str(values["digest"]))

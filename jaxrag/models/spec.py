@@ -1,0 +1,144 @@
+"""Parameters declared once: shape, logical axes and initialiser of every weight side by side.
+
+Initialisation, sharding and the strict check of a checkpoint are all derived from ``param_specs``.
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jax.sharding import Mesh
+
+from jaxrag.config import ModelConfig
+from jaxrag.sharding import Rules, sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """One weight: its shape, the logical axis of each dimension (sharding.Rules) and its init."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    init: Literal["normal", "zeros", "ones"]
+    fan_in: int = 1
+
+
+class LayerParams(struct.PyTreeNode):
+    """Weights of all layers; every leaf leads with L. Absent weights are None."""
+
+    attn_norm: Any  # [L, D]
+    q: Any  # [L, D, N, H]
+    k: Any  # [L, D, K, H]
+    v: Any  # [L, D, K, H]
+    o: Any  # [L, N, H, D]
+    mlp_norm: Any  # [L, D]
+    gate: Any  # [L, D, F]
+    up: Any  # [L, D, F]
+    down: Any  # [L, F, D]
+    q_bias: Any = None  # [L, N, H]
+    k_bias: Any = None  # [L, K, H]
+    v_bias: Any = None  # [L, K, H]
+    o_bias: Any = None  # [L, D]
+    gate_bias: Any = None  # [L, F]
+    up_bias: Any = None  # [L, F]
+    down_bias: Any = None  # [L, D]
+    q_norm: Any = None  # [L, H]
+    k_norm: Any = None  # [L, H]
+    post_attn_norm: Any = None  # [L, D]
+    post_mlp_norm: Any = None  # [L, D]
+
+
+class Params(struct.PyTreeNode):
+    """All weights of a decoder. ``lm_head`` is None when the embedding is tied."""
+
+    embed: Any  # [V, D]
+    layers: LayerParams
+    final_norm: Any  # [D]
+    lm_head: Any = None  # [D, V]
+
+
+def param_specs(config: ModelConfig) -> Params:
+    """The tree of ParamSpec for a config; same structure as the parameters themselves."""
+    c = config
+    layers, dim, mlp, head = c.num_layers, c.model_dim, c.mlp_dim, c.head_dim
+    heads, kv_heads = c.num_heads, c.num_kv_heads
+
+    def weight(shape: tuple[int, ...], axes: tuple[str | None, ...], fan_in: int) -> ParamSpec:
+        return ParamSpec((layers, *shape), ("layers", *axes), "normal", fan_in)
+
+    def bias(shape: tuple[int, ...], axes: tuple[str | None, ...], used: bool) -> ParamSpec | None:
+        return ParamSpec((layers, *shape), ("layers", *axes), "zeros") if used else None
+
+    def norm(size: int, used: bool = True) -> ParamSpec | None:
+        return ParamSpec((layers, size), ("layers", None), "ones") if used else None
+
+    return Params(
+        embed=ParamSpec((c.vocab_size, dim), ("vocab", "embed"), "normal", dim),
+        layers=LayerParams(
+            attn_norm=norm(dim),
+            q=weight((dim, heads, head), ("embed", "heads", None), dim),
+            k=weight((dim, kv_heads, head), ("embed", "kv_heads", None), dim),
+            v=weight((dim, kv_heads, head), ("embed", "kv_heads", None), dim),
+            o=weight((heads, head, dim), ("heads", None, "embed"), heads * head),
+            mlp_norm=norm(dim),
+            gate=weight((dim, mlp), ("embed", "mlp"), dim),
+            up=weight((dim, mlp), ("embed", "mlp"), dim),
+            down=weight((mlp, dim), ("mlp", "embed"), mlp),
+            q_bias=bias((heads, head), ("heads", None), c.qkv_bias),
+            k_bias=bias((kv_heads, head), ("kv_heads", None), c.qkv_bias),
+            v_bias=bias((kv_heads, head), ("kv_heads", None), c.qkv_bias),
+            o_bias=bias((dim,), ("embed",), c.o_bias),
+            gate_bias=bias((mlp,), ("mlp",), c.mlp_bias),
+            up_bias=bias((mlp,), ("mlp",), c.mlp_bias),
+            down_bias=bias((dim,), ("embed",), c.mlp_bias),
+            q_norm=norm(head, c.qk_norm),
+            k_norm=norm(head, c.qk_norm),
+            post_attn_norm=norm(dim, c.post_norms),
+            post_mlp_norm=norm(dim, c.post_norms),
+        ),
+        final_norm=ParamSpec((dim,), (None,), "ones"),
+        lm_head=None
+        if c.tie_embeddings
+        else ParamSpec((dim, c.vocab_size), ("embed", "vocab"), "normal", dim),
+    )
+
+
+def is_spec(leaf: object) -> bool:
+    """Tell tree functions to stop at a ParamSpec."""
+    return isinstance(leaf, ParamSpec)
+
+
+def param_shardings(config: ModelConfig, mesh: Mesh, rules: Rules | None = None) -> Params:
+    """A tree of NamedSharding in the structure of the parameters."""
+    rules = rules or Rules()
+
+    def of(path: tuple[Any, ...], spec: ParamSpec) -> Any:
+        return sharding(mesh, spec.shape, spec.axes, rules, jax.tree_util.keystr(path))
+
+    return jax.tree_util.tree_map_with_path(of, param_specs(config), is_leaf=is_spec)
+
+
+def num_params(config: ModelConfig) -> int:
+    """How many weights the config has."""
+    return sum(math.prod(s.shape) for s in jax.tree.leaves(param_specs(config), is_leaf=is_spec))
+
+
+def init_params(config: ModelConfig, key: jax.Array, dtype: str | None = None) -> Params:
+    """Random parameters (normal, 1/sqrt(fan_in)) in ``dtype`` (default ``config.dtype``)."""
+    specs, treedef = jax.tree.flatten(param_specs(config), is_leaf=is_spec)
+    keys = jax.random.split(key, len(specs))
+    target = jnp.dtype(dtype or config.dtype)
+
+    def make(spec: ParamSpec, leaf_key: jax.Array) -> jax.Array:
+        if spec.init == "zeros":
+            return jnp.zeros(spec.shape, target)
+        if spec.init == "ones":
+            return jnp.ones(spec.shape, target)
+        values = jax.random.normal(leaf_key, spec.shape, jnp.float32) * spec.fan_in**-0.5
+        return values.astype(target)
+
+    return jax.tree.unflatten(treedef, [make(spec, k) for spec, k in zip(specs, keys, strict=True)])

@@ -1,0 +1,50 @@
+"""The few types that every part shares. Fields carry their shape as a comment.
+
+Shape letters: B batch, T tokens in this call, S cache slots, M pages of one request, P pages in the
+pool, L layers, D model, N query heads, K KV heads, H head dim.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+from flax import struct
+
+from pallas_kernels.visibility import EMPTY, FINAL, PREFIX
+
+__all__ = [
+    "EMPTY",
+    "FINAL",
+    "FIRST_CHUNK",
+    "HIDDEN",
+    "PREFIX",
+    "Array",
+    "HostArray",
+    "Partial",
+    "Tokens",
+]
+
+Array = jax.Array
+HostArray = np.ndarray[Any, Any]
+
+# Segment ids: EMPTY 0 no token here; PREFIX 1 the system text before the chunks; FINAL 2 question
+# and answer, which see everything before them; 3, 4, ... the chunks.
+FIRST_CHUNK = 3
+
+HIDDEN = np.int32(np.iinfo(np.int32).max)  # slot_position of a slot that nobody may see
+
+
+class Tokens(struct.PyTreeNode):
+    """Tokens with everything that decides who sees whom; int32 arrays in this order."""
+
+    ids: Array  # [B, T]
+    positions: Array  # [B, T] the integer RoPE sees
+    segments: Array  # [B, T] EMPTY, PREFIX, FINAL or a chunk
+    examples: Array | None = None  # [B, T] packed example and question; None = one per row
+
+
+class Partial(struct.PyTreeNode):
+    """Attention over some of the keys, in a form that ``attention.merge`` can combine."""
+
+    out: Array  # [B, T, N, H] normalised over these keys; 0 where a query sees none of them
+    lse: Array  # [B, T, N] float32 log-sum-exp of the scores; -inf where a query sees none

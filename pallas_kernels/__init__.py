@@ -1,0 +1,6 @@
+"""Attention ops: one contract an op, the jnp reference (`xla`) beside the kernels. Imports jax only."""
+
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.segment_attention import segment_attention
+
+__all__ = ["paged_attention", "segment_attention"]

@@ -1,0 +1,144 @@
+"""Attention of new tokens to a paged pool in which every page may stand anywhere in the prompt.
+
+A page holds keys rotated to their place inside their chunk; the request's table gives the page's
+position offset. Scores depend on position differences only, so either the query is rotated by
+(query position - page offset), or the gathered keys by the offset: the same numbers. One physical
+copy of a chunk therefore serves every request, wherever it stands (Block-Attention section 2.3
+without rewriting the keys).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.rotation import rotate
+from pallas_kernels.tiles import TILE, join_queries, pad_to, split_queries, tiled_attention
+from pallas_kernels.visibility import cached_visible, tile_range, within_window
+
+Array = jax.Array
+
+_HIDDEN = jnp.iinfo(jnp.int32).max
+
+
+def paged_attention(
+    q: Array,
+    k_pool: Array,
+    v_pool: Array,
+    pages: Array,
+    offsets: Array,
+    slot_position: Array,
+    query_position: Array,
+    cos: Array,
+    sin: Array,
+    *,
+    interleaved: bool,
+    scale: float,
+    window: Array | int | None = None,
+    rotate_side: str | None = None,
+) -> tuple[Array, Array]:
+    """Attention through a page table (the `xla` body).
+
+    Args:
+      q: [B, T, N, H] queries before rotation. k_pool, v_pool: [pages, page, K, H].
+      pages: [B, M] int32 page of the pool (any valid index where every slot is hidden).
+      offsets: [B, M] int32 position of each page's chunk in this request's prompt.
+      slot_position: [B, M * page] int32 absolute position; INT32_MAX hides a slot.
+      query_position: [B, T] int32; -1 for padding rows.
+      cos, sin: [S, R/2] float32 rotation tables, S beyond every position.
+      window: sliding window in tokens, or None. rotate_side: "query" or "keys"; None chooses.
+
+    Returns:
+      out [B, T, N, H] in q's dtype, lse [B, T, N] float32; 0 and -inf where nothing is visible.
+    """
+    batch, length, num_heads, _ = q.shape
+    _, page, num_kv_heads, dim = k_pool.shape
+    group = num_heads // num_kv_heads
+    if rotate_side is None:
+        rotate_side = "query" if length == 1 else "keys"
+    pages_per_tile = max(1, TILE // page)
+    kv_size = pages_per_tile * page
+    pages, offsets = pad_to(pages, 1, pages_per_tile), pad_to(offsets, 1, pages_per_tile)
+    slot_position = pad_to(slot_position, 1, kv_size, _HIDDEN)
+    tile = min(TILE, length)
+    q = pad_to(q, 1, tile)
+    query_position = pad_to(query_position, 1, tile, -1)
+    num_q_tiles, num_kv_tiles = q.shape[1] // tile, pages.shape[1] // pages_per_tile
+
+    q_low, q_high = tile_range(query_position, tile, query_position >= 0)
+    k_low, k_high = tile_range(slot_position, kv_size, slot_position != _HIDDEN)
+    live = k_low[:, None, :] <= q_high[:, :, None]
+    live &= within_window(q_low[:, :, None], k_high[:, None, :], window)
+    live = live.any(0)
+
+    def table(x: Array, j: Array, size: int) -> Array:
+        return lax.dynamic_slice_in_dim(x, j * size, size, 1)
+
+    def gather(j: Array) -> tuple[Array, Array, Array]:
+        ids = table(pages, j, pages_per_tile)
+        seen = table(slot_position, j, kv_size).reshape(batch, pages_per_tile, page, 1, 1)
+        # A hidden slot may hold anything, NaN included; weight 0 times NaN would still be NaN.
+        values = jnp.where(seen != _HIDDEN, v_pool[ids], 0)
+        return k_pool[ids], heads_first(values), table(offsets, j, pages_per_tile)
+
+    def heads_first(x: Array) -> Array:
+        return x.reshape(batch, kv_size, num_kv_heads, dim).transpose(0, 2, 1, 3)
+
+    def keys_in_place(j: Array) -> tuple[Array, Array]:
+        keys, values, at = gather(j)  # [B, pages_per_tile, page, K, H], [B, K, S, H], offsets
+
+        def turn(keys: Array) -> Array:
+            return rotate(
+                keys, cos[at][:, :, None, None], sin[at][:, :, None, None], interleaved=interleaved
+            )
+
+        keys = lax.cond((at != 0).any(), turn, lambda keys: keys, keys)
+        return heads_first(keys), values
+
+    def rotated_queries(turn: Array) -> Array:
+        """Queries [B, T, N, H] turned by [B, T] positions, as tiles [B, K, I, R, H]."""
+        turn = jnp.maximum(turn, 0)
+        turned = rotate(q, cos[turn][:, :, None], sin[turn][:, :, None], interleaved=interleaved)
+        return split_queries(turned, num_kv_heads, tile)
+
+    def visible_tile(i: Array, j: Array) -> Array:
+        q_pos = lax.dynamic_slice_in_dim(query_position, i * tile, tile, 1)[:, :, None]
+        k_pos = table(slot_position, j, kv_size)[:, None, :]
+        see = cached_visible(q_pos, k_pos) & within_window(q_pos, k_pos, window)
+        return jnp.tile(see, (1, group, 1))[:, None]
+
+    if rotate_side == "query":
+
+        def score_tile(i: Array, j: Array) -> tuple[Array, Array, Array]:
+            keys, values, at = gather(j)
+            per_page = jax.vmap(lambda a: rotated_queries(query_position - a[:, None]), 1, 1)(at)
+            q_i = lax.dynamic_index_in_dim(per_page, i, 3, keepdims=False)  # [B, p, K, R, H]
+            scores = jnp.einsum("bpkrh,bpskh->bkrps", q_i, keys, preferred_element_type=jnp.float32)
+            return scores.reshape(*scores.shape[:3], kv_size) * scale, visible_tile(i, j), values
+
+    else:
+        keys_and_values = keys_in_place
+        if num_q_tiles > 1:  # place every tile once, not once per query tile
+            used = (k_low != _HIDDEN).any(0)
+            last = jnp.max(jnp.where(used, jnp.arange(num_kv_tiles) + 1, 0))
+            blank = jnp.zeros((num_kv_tiles, batch, num_kv_heads, kv_size, dim), k_pool.dtype)
+
+            def fill(j: Array, flat: tuple[Array, Array]) -> tuple[Array, Array]:
+                keys, values = keys_in_place(j)
+                return flat[0].at[j].set(keys), flat[1].at[j].set(values)
+
+            flat_k, flat_v = lax.fori_loop(0, last, fill, (blank, blank))
+
+            def keys_and_values(j: Array) -> tuple[Array, Array]:
+                return flat_k[j], flat_v[j]
+
+        q_tiles = rotated_queries(query_position)
+
+        def score_tile(i: Array, j: Array) -> tuple[Array, Array, Array]:
+            keys, values = keys_and_values(j)
+            q_i = lax.dynamic_index_in_dim(q_tiles, i, 2, keepdims=False)
+            scores = jnp.einsum("bkrh,bksh->bkrs", q_i, keys, preferred_element_type=jnp.float32)
+            return scores * scale, visible_tile(i, j), values
+
+    shape = (batch, num_kv_heads, group * tile, dim)
+    out, lse = tiled_attention(live, score_tile, shape, q.dtype)
+    return join_queries(out, group, tile)[:, :length], join_queries(lse, group, tile)[:, :length]

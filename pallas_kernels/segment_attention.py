@@ -1,0 +1,103 @@
+"""Packed attention under the block mask: no cache, one row holds whole prompts or many chunks.
+
+TurboRAG Fig. 2 (a), (b), (c) and Block-Attention Fig. 1 are data for this op: the mask follows from
+order, segments and examples (visibility.py), positions are already in the rotated q and k.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.tiles import TILE, join_queries, pad_to, split_queries, tiled_attention
+from pallas_kernels.visibility import (
+    EMPTY,
+    FINAL,
+    PREFIX,
+    overlaps,
+    packed_visible,
+    tile_range,
+    within_window,
+)
+
+Array = jax.Array
+
+
+def segment_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    segments: Array,
+    examples: Array | None,
+    *,
+    scale: float,
+    prefix_visible: bool,
+    window: Array | int | None = None,
+) -> tuple[Array, Array]:
+    """Attention of packed rows to themselves (the `xla` body).
+
+    Args:
+      q: [B, T, N, H] rotated queries. k, v: [B, T, K, H] rotated keys, values; N a multiple of K.
+      positions: [B, T] int32, read by the window only. segments: [B, T] int32.
+      examples: [B, T] int32 (example | question << 16) or None for one example a row.
+      scale: factor on the scores. prefix_visible: may chunks see the prefix?
+      window: sliding window in tokens, the query included; None for none.
+
+    Returns:
+      out [B, T, N, H] in q's dtype, lse [B, T, N] float32; 0 and -inf where nothing is visible.
+    """
+    length, num_kv_heads = q.shape[1], k.shape[2]
+    group = q.shape[2] // num_kv_heads
+    tile = min(TILE, length)
+    q, k, v = (pad_to(x, 1, tile) for x in (q, k, v))
+    positions = pad_to(positions, 1, tile)
+    segments = pad_to(segments, 1, tile, EMPTY)
+    if examples is not None:
+        examples = pad_to(examples, 1, tile)
+    num_tiles = q.shape[1] // tile
+
+    q_tiles = split_queries(q, num_kv_heads, tile)  # [B, K, I, R, H]
+    k_heads, v_heads = (x.transpose(0, 2, 1, 3) for x in (k, v))  # [B, K, T, H]
+
+    def cut(x: Array, i: Array) -> Array:
+        return lax.dynamic_slice_in_dim(x, i * tile, tile, 1)
+
+    def score_tile(i: Array, j: Array) -> tuple[Array, Array, Array]:
+        order = jnp.arange(tile, dtype=jnp.int32)
+        see = packed_visible(
+            (order + i * tile)[None, :, None],
+            (order + j * tile)[None, None, :],
+            cut(segments, i)[:, :, None],
+            cut(segments, j)[:, None, :],
+            None if examples is None else cut(examples, i)[:, :, None],
+            None if examples is None else cut(examples, j)[:, None, :],
+            prefix_visible,
+        )
+        see &= within_window(cut(positions, i)[:, :, None], cut(positions, j)[:, None, :], window)
+        q_i = lax.dynamic_index_in_dim(q_tiles, i, 2, keepdims=False)
+        k_j, v_j = (lax.dynamic_slice_in_dim(x, j * tile, tile, 2) for x in (k_heads, v_heads))
+        scores = jnp.einsum("bkrh,bksh->bkrs", q_i, k_j, preferred_element_type=jnp.float32)
+        return scores * scale, jnp.tile(see, (1, group, 1))[:, None], v_j
+
+    live = _live_tiles(segments, examples, tile, num_tiles, prefix_visible)
+    shape = (q.shape[0], num_kv_heads, group * tile, q.shape[3])
+    out, lse = tiled_attention(live, score_tile, shape, q.dtype)
+    return join_queries(out, group, tile)[:, :length], join_queries(lse, group, tile)[:, :length]
+
+
+def _live_tiles(
+    segments: Array, examples: Array | None, tile: int, num_tiles: int, prefix_visible: bool
+) -> Array:
+    """[I, J] bool: may any query of tile i see any key of tile j, in any row? Never misses one."""
+    used = segments != EMPTY
+    low, high = tile_range(segments, tile, used)
+    has_final = ((segments == FINAL).reshape(*segments.shape[:-1], num_tiles, tile)).any(-1)
+    see = overlaps(low[:, :, None], high[:, :, None], low[:, None, :], high[:, None, :])
+    see |= has_final[:, :, None] & (high >= low)[:, None, :]
+    if prefix_visible:
+        see |= (low == PREFIX)[:, None, :] & (high >= low)[:, :, None]
+    if examples is not None:
+        low, high = tile_range(examples & 0xFFFF, tile, used)
+        see &= overlaps(low[:, :, None], high[:, :, None], low[:, None, :], high[:, None, :])
+    order = jnp.arange(num_tiles)
+    return see.any(0) & (order[None, :] <= order[:, None])

@@ -1,0 +1,285 @@
+"""Make the golden models and outputs in tests/goldens with torch and transformers.
+
+Every model is tiny and random, with sizes that are all unequal, unusual constants and random norms
+and biases, so that a swapped axis or an ignored key changes the result. Beside each model lie
+
+* ``config_v4.json``: the same configuration with ``rope_theta`` and ``rope_scaling``;
+* ``expected.npz``: ``ids``, causal ``logits`` and ``greedy`` continuations, and for every block
+  layout ``<layout>/ids|positions|segments|logits``, logits of non-empty tokens only.
+
+Nothing of jaxrag is imported here. Run it where torch and transformers are installed:
+
+    python scripts/make_goldens.py [--out tests/goldens]
+"""
+
+import argparse
+import copy
+import dataclasses
+import json
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+EMPTY, PREFIX, FINAL, FIRST_CHUNK = 0, 1, 2, 3
+GREEDY_STEPS = 12
+LEAST_MARGIN = 1e-3  # between the best and second logit of a greedy step
+
+# Lengths of the prefix, three chunks and the final block in each row; the rest of a row is empty.
+ROWS = ((3, (4, 6, 2), 5), (2, (5, 1, 4), 4))
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 53,
+    "hidden_size": 24,
+    "intermediate_size": 37,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 0.03,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.5}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "beta_fast": 8.0,
+    "beta_slow": 0.5,
+    "original_max_position_embeddings": 64,
+}
+YARN_MSCALE = {**YARN, "truncate": False, "mscale": 1.3, "mscale_all_dim": 0.6}
+GLM_ROPE = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+GLM_SIZES = {"head_dim": 12, "rope_parameters": GLM_ROPE, "eos_token_id": [2, 7]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Golden:
+    """One model to make: its family, what differs from COMMON, and how it is saved."""
+
+    name: str
+    model_type: str
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    max_shard_size: str = "1GB"
+    omit: tuple[str, ...] = ()  # keys of COMMON that are left to the family's default
+
+
+GOLDENS = (
+    Golden("llama", "llama"),
+    Golden("llama_tied", "llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    Golden("llama_bias", "llama", {"attention_bias": True, "mlp_bias": True}),
+    Golden("llama_linear", "llama", {"rope_parameters": LINEAR}),
+    Golden("llama_llama3", "llama", {"rope_parameters": LLAMA3}),
+    Golden("llama_yarn", "llama", {"rope_parameters": YARN}),
+    Golden("llama_sharded_bf16", "llama", {}, torch.bfloat16, "16KB"),
+    Golden("llama_fp16", "llama", {"num_key_value_heads": 3}, torch.float16),
+    Golden("mistral_window", "mistral", {"sliding_window": 5}),
+    Golden("mistral_yarn", "mistral", {"sliding_window": None, "rope_parameters": YARN_MSCALE}),
+    Golden(
+        "qwen2",
+        "qwen2",
+        {"num_attention_heads": 3, "num_key_value_heads": 1},
+        omit=("head_dim",),
+    ),
+    Golden(
+        "qwen2_mixed_window",
+        "qwen2",
+        {
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 1,
+        },
+    ),
+    Golden("qwen3", "qwen3"),
+    Golden("glm", "glm", GLM_SIZES),
+    Golden("glm4", "glm4", GLM_SIZES),
+)
+
+
+def make_model(golden: Golden, seed: int) -> torch.nn.Module:
+    """A random model in float32, its weights already rounded to the dtype they are saved in."""
+    keys = {key: value for key, value in COMMON.items() if key not in golden.omit}
+    config = transformers.AutoConfig.for_model(golden.model_type, **{**keys, **golden.changes})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if name.endswith("bias"):
+                values = 0.5 * noise
+            elif weight.ndim == 1:  # a norm
+                values = 1 + 0.3 * noise
+            elif "embed_tokens" in name:
+                values = noise
+            else:
+                values = 1.5 * noise / weight.shape[1] ** 0.5
+            weight.copy_(values.to(golden.dtype))
+    return model.eval()
+
+
+def config_v4(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration as transformers 4 wrote it."""
+    old = dict(config)
+    rope = dict(old.pop("rope_parameters"))
+    old["torch_dtype"] = old.pop("dtype")
+    old["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        old["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    kind = rope.pop("rope_type")
+    name = "type" if kind in ("linear", "yarn") else "rope_type"
+    old["rope_scaling"] = None if kind == "default" else {name: kind, **rope}
+    again = transformers.CONFIG_MAPPING[old["model_type"]].from_dict(copy.deepcopy(old))
+    if {**again.rope_parameters, "type": kind} != {**config["rope_parameters"], "type": kind}:
+        raise SystemExit(f"{kind}: the old form reads as {again.rope_parameters}")
+    return old
+
+
+def block_layout(composite: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Positions and segments [B, T] of ROWS; composite positions restart at every chunk."""
+    length = max(prefix + sum(chunks) + final for prefix, chunks, final in ROWS)
+    positions = np.zeros((len(ROWS), length), np.int32)
+    segments = np.full((len(ROWS), length), EMPTY, np.int32)
+    for row, (prefix, chunks, final) in enumerate(ROWS):
+        blocks = [(PREFIX, prefix)]
+        blocks += [(FIRST_CHUNK + i, size) for i, size in enumerate(chunks)]
+        blocks += [(FINAL, final)]
+        start = 0
+        for segment, size in blocks:
+            first = 0 if composite and segment >= FIRST_CHUNK else start
+            positions[row, start : start + size] = np.arange(first, first + size)
+            segments[row, start : start + size] = segment
+            start += size
+    return positions, segments
+
+
+def visible(segments: np.ndarray, prefix_visible: bool, window: int | None) -> np.ndarray:
+    """Who sees whom, [B, T, T]: query i, key j, both in order; an empty token sees itself."""
+    num_rows, length = segments.shape
+    seen = np.zeros((num_rows, length, length), bool)
+    for row in range(num_rows):
+        for i in range(length):
+            for j in range(i + 1):
+                query, key = segments[row, i], segments[row, j]
+                allowed = query in (key, FINAL) or (key == PREFIX and prefix_visible)
+                near = window is None or i - j < window
+                seen[row, i, j] = i == j or (key != EMPTY and allowed and near)
+    return seen
+
+
+def block_logits(
+    model: torch.nn.Module,
+    ids: np.ndarray,
+    positions: np.ndarray,
+    segments: np.ndarray,
+    prefix_visible: bool,
+) -> np.ndarray:
+    """Logits of non-empty tokens, [tokens, V], under explicit masks.
+
+    A model given a 4-D mask does not add its sliding window to it, so the window is put in here.
+    """
+
+    def mask(window: int | None) -> torch.Tensor:
+        seen = torch.from_numpy(visible(segments, prefix_visible, window))[:, None]
+        return torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+
+    window = getattr(model.config, "sliding_window", None)
+    masks: Any = mask(window)
+    if model.config.model_type in ("qwen2", "qwen3"):
+        masks = {"full_attention": mask(None), "sliding_attention": mask(window)}
+    with torch.no_grad():
+        logits = model(
+            input_ids=torch.from_numpy(ids).long(),
+            position_ids=torch.from_numpy(positions).long(),
+            attention_mask=masks,
+            use_cache=False,
+        ).logits
+    return logits.numpy()[segments != EMPTY]
+
+
+def greedy(model: torch.nn.Module, ids: np.ndarray) -> np.ndarray | None:
+    """The most likely continuation of each row, [B, GREEDY_STEPS], every prefix computed anew.
+
+    None when a step is so close that rounding could decide it.
+    """
+    tokens = torch.from_numpy(ids).long()
+    for _ in range(GREEDY_STEPS):
+        with torch.no_grad():
+            last = model(input_ids=tokens, use_cache=False).logits[:, -1]
+        best = last.topk(2).values
+        if (best[:, 0] - best[:, 1]).min() < LEAST_MARGIN:
+            return None
+        tokens = torch.cat([tokens, last.argmax(-1, keepdim=True)], dim=1)
+    return tokens[:, ids.shape[1] :].numpy().astype(np.int32)
+
+
+def write_golden(golden: Golden, out: Path) -> None:
+    """Write one model directory with its expected outputs."""
+    directory = out / golden.name
+    shutil.rmtree(directory, ignore_errors=True)
+    positions, segments = block_layout(composite=False)
+    continuation = None
+    seed = zlib.crc32(golden.name.encode())
+    while continuation is None:
+        model = make_model(golden, seed)
+        rng = np.random.default_rng(seed)
+        ids = rng.integers(3, COMMON["vocab_size"], segments.shape, dtype=np.int32)
+        continuation = greedy(model, ids)
+        seed += 1
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(ids).long(), use_cache=False).logits.numpy()
+    expected = {"ids": ids, "logits": logits, "greedy": continuation}
+
+    layouts = {"prefix_hidden": (False, False), "prefix_visible": (False, True)}
+    if getattr(model.config, "sliding_window", None) is None:
+        layouts["composite"] = (True, False)
+    for name, (composite, prefix_visible) in layouts.items():
+        positions, segments = block_layout(composite)
+        expected |= {
+            f"{name}/ids": np.where(segments == EMPTY, 0, ids),
+            f"{name}/positions": positions,
+            f"{name}/segments": segments,
+            f"{name}/logits": block_logits(model, ids, positions, segments, prefix_visible),
+        }
+
+    model.to(golden.dtype).save_pretrained(directory, max_shard_size=golden.max_shard_size)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config_v4.json").write_text(json.dumps(config_v4(config), indent=2) + "\n")
+    np.savez_compressed(directory / "expected.npz", **expected)
+
+
+def main() -> None:
+    """Make every golden and note the versions that made them."""
+    parser = argparse.ArgumentParser(description="make the golden models of the tests")
+    parser.add_argument("--out", type=Path, default=Path("tests/goldens"))
+    out = parser.parse_args().out
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    for golden in GOLDENS:
+        write_golden(golden, out)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    (out / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    print(f"{len(GOLDENS)} goldens, {size / 1e6:.2f} MB in {out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The files under configs/ parse, and describe the models they name."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxrag.config import config_from_dict, config_to_dict, read_toml
+from jaxrag.errors import ConfigError
+from jaxrag.models.spec import num_params
+from jaxrag.prompts import template_named
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+MODELS = CONFIGS / "models"
+PARAMS = {"llama-3-8b": 8_030_261_248, "mistral-7b": 7_248_023_552, "qwen2-7b": 7_615_616_512}
+KV_BYTES = {"llama-3-8b": 128 * 1024, "mistral-7b": 128 * 1024, "qwen2-7b": 56 * 1024}
+
+
+def test_every_model_file_is_checked():
+    assert {path.stem for path in MODELS.glob("*.toml")} == set(PARAMS)
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_model_file(name):
+    config = config_from_dict(read_toml(MODELS / f"{name}.toml"), name)
+    assert num_params(config) == PARAMS[name]
+    assert config.kv_bytes_per_token == KV_BYTES[name]
+    assert config_from_dict(config_to_dict(config)) == config
+
+
+def test_only_a_key_that_may_be_none_may_be_left_out():
+    values = read_toml(MODELS / "qwen2-7b.toml")
+    assert config_from_dict(values).sliding_window is None
+    for key in ("norm_eps", "eos_ids", "rope"):
+        with pytest.raises(ConfigError, match=key):
+            config_from_dict({k: v for k, v in values.items() if k != key})
+    with pytest.raises(ConfigError, match="rope_theta"):
+        config_from_dict({**values, "rope_theta": 1e4})
+
+
+@pytest.mark.parametrize(
+    "path", sorted((CONFIGS / "templates").glob("*.toml")), ids=lambda p: p.stem
+)
+def test_template_file(path):
+    template = template_named(str(path))
+    assert template.name == path.stem
+    assert "{text}" in template.chunk
+    assert "{question}" in template.final

@@ -1,0 +1,103 @@
+"""Files stay readable, names say something, and nothing points at one person's machine."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAX_LINES = 400
+EMPTY_NAMES = {"util", "utils", "common", "helper", "helpers", "manager", "managers", "misc"}
+# A class of one letter keeps a pattern from matching its own line.
+MACHINE = re.compile(
+    r"(?<![\w.}~-])/(?:root|home|Users|work|opt|mnt)/\w"  # absolute paths of one machine
+    r"|--(?:extra-)?index-[u]rl|--find-[l]inks"  # package indexes are the user's own business
+    r"|https?://[^\s)'\"]+/simple\b"
+    r"|@ [f]ile:"
+)
+CODE = [
+    path for top in ("jaxrag", "pallas_kernels", "scripts") for path in (ROOT / top).rglob("*.py")
+]
+
+
+def tracked_files():
+    """What git tracks or would track; a tree without git has nothing to check."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    ).stdout.decode()
+    return [ROOT / name for name in listing.split("\0") if name and (ROOT / name).is_file()]
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_are_read_in_one_sitting(path):
+    lines = path.read_text(encoding="utf-8").count("\n")
+    assert lines <= MAX_LINES, f"{lines} lines: split it by what its parts are about"
+
+
+def test_module_names_say_what_is_inside():
+    named = {path.stem for path in CODE} | {path.parent.name for path in CODE}
+    assert not named & EMPTY_NAMES
+    assert not [name for name in named if re.search(r"_?v\d+$", name)]
+
+
+def test_no_machine_path_and_no_package_index():
+    found = []
+    for path in tracked_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # goldens and weights
+        found += [
+            f"{path.relative_to(ROOT)}:{number}: {line.strip()[:80]}"
+            for number, line in enumerate(text.splitlines(), 1)
+            if MACHINE.search(line)
+        ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("line", "caught"),
+    [
+        ("cache = '/" + "root/x'", True),
+        ("see /" + "home/someone/y", True),
+        ("pip install --" + "index-url u", True),
+        ("pkg @ " + "file:///wheels/pkg.whl", True),
+        ("src/" + "home/page", False),
+        ("$HOME/" + "work/x", False),
+        ("file:///tmp/kb", False),
+    ],
+)
+def test_what_counts_as_a_machine_path(line, caught):
+    assert bool(MACHINE.search(line)) == caught
+
+
+def test_constraints_are_versions_only():
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert "jax==0.11.2" in pins
+    for line in pins:
+        assert re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line), line
+
+
+def test_the_files_the_readme_names_exist():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#\s]+)", readme)
+    spans = re.findall(
+        r"`((?:configs|docs|examples|jaxrag|pallas_kernels|scripts|tests)/[\w./-]+)`", readme
+    )
+    targets = [name for name in links if not re.match(r"[a-z]+:", name)] + spans
+    assert not [name for name in targets if not (ROOT / name).exists()]
+
+
+def test_the_make_targets_the_readme_names_exist():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"\bmake ([a-z][a-z-]+)\b", readme):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
