@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= auto
 TEST_FLAGS ?=
+BENCH_FLAGS ?=
 
 # The tests and the demo compile many small programs; a second run reads them from disk.
 CACHE := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
@@ -53,8 +54,9 @@ goldens: ## Rebuild tests/goldens with PEER_PYTHON=a python that has torch and t
 		"transformers, as in 'make goldens PEER_PYTHON=.../bin/python'" >&2; exit 1; }
 	$(PEER_PYTHON) scripts/make_goldens.py
 
-bench-ttft: $(VENV)/.installed-test ## Time to first token with and without stored chunks
-	$(BIN)/jaxrag bench ttft
+bench-ttft: $(VENV)/.installed-test ## Time to first token; beside transformers if PEER_PYTHON is set
+	$(BIN)/jaxrag bench ttft $(if $(PEER_PYTHON),--peer transformers --peer-python $(PEER_PYTHON)) \
+		$(BENCH_FLAGS)
 
 clean: ## Remove the environment, caches and build leftovers
 	rm -rf $(VENV) .cache build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,72 @@
+"""Retrieval-augmented generation that never prefills a document twice.
+
+The public names; each is imported from its module on first use, so that `import jaxrag` costs
+nothing and touches no device.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxrag.documents import Document, read_paths
+    from jaxrag.errors import JaxragError
+    from jaxrag.generation import Result, generate
+    from jaxrag.knowledge_base import KnowledgeBase
+    from jaxrag.methods import METHODS, Method
+    from jaxrag.models.model import Model, load_model
+    from jaxrag.prompts import TEMPLATES, PromptTemplate
+    from jaxrag.request import Source
+    from jaxrag.sampling import Sampling
+    from jaxrag.sharding import make_mesh
+
+__version__ = "0.1.0"
+
+_MODULES = {
+    "Document": "jaxrag.documents",
+    "JaxragError": "jaxrag.errors",
+    "KnowledgeBase": "jaxrag.knowledge_base",
+    "METHODS": "jaxrag.methods",
+    "Method": "jaxrag.methods",
+    "Model": "jaxrag.models.model",
+    "PromptTemplate": "jaxrag.prompts",
+    "Result": "jaxrag.generation",
+    "Sampling": "jaxrag.sampling",
+    "Source": "jaxrag.request",
+    "TEMPLATES": "jaxrag.prompts",
+    "generate": "jaxrag.generation",
+    "load_model": "jaxrag.models.model",
+    "make_mesh": "jaxrag.sharding",
+    "read_paths": "jaxrag.documents",
+}
+
+__all__ = [
+    "METHODS",
+    "TEMPLATES",
+    "Document",
+    "JaxragError",
+    "KnowledgeBase",
+    "Method",
+    "Model",
+    "PromptTemplate",
+    "Result",
+    "Sampling",
+    "Source",
+    "generate",
+    "load_model",
+    "make_mesh",
+    "read_paths",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'jaxrag' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, imported or not."""
+    return sorted([*__all__, "__version__"])

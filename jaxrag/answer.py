@@ -97,16 +97,14 @@ def _decode_block(
     token_index: Array,
     block: int,
 ) -> tuple[PagePool, PageTable, Array, Array]:
-    """Feed ``ids`` [B] back and sample ``block`` more: pool, table, last ids [B], ids [B, block]."""
+    """Feed ``ids`` [B] back, sample ``block`` more: pool, table, last ids [B], ids [B, block]."""
     live = position >= 0
 
     def step(carry: tuple[PagePool, PageTable, Array], n: Array) -> tuple[Any, Array]:
         pool, table, ids = carry
         at = jnp.where(live, position + n, -1)[:, None]
         to = jnp.where(live, slot + n, table.slot_position.shape[1])[:, None]
-        hidden, pool, table = run_tokens(
-            params, config, rope, pool, table, ids[:, None], at, to
-        )
+        hidden, pool, table = run_tokens(params, config, rope, pool, table, ids[:, None], at, to)
         logits = unembed(params, hidden[:, 0])
         ids = _sample(logits, settings, token_index + n + 1)
         return (pool, table, ids), ids
@@ -182,5 +180,6 @@ class Answer:
 
 def _overlap(text: str, word: str) -> int:
     """Length of the longest end of ``text`` that is a proper beginning of ``word``."""
-    return next((n for n in range(min(len(text), len(word) - 1), 0, -1) if text.endswith(word[:n])), 0)
-
+    return next(
+        (n for n in range(min(len(text), len(word) - 1), 0, -1) if text.endswith(word[:n])), 0
+    )

@@ -154,7 +154,7 @@ class PagedCache:
     _staging: HostArray | None = None
 
     def staging(self, config: ModelConfig, tokens: int) -> HostArray:
-        """A host buffer [L, 2, tokens, K, H] that is reused: fresh pages cost more than the copy."""
+        """A reused host buffer [L, 2, tokens, K, H]: fresh pages cost more than the copy."""
         shape = (config.num_layers, 2, tokens, config.num_kv_heads, config.head_dim)
         size = math.prod(shape)
         if self._staging is None or self._staging.size < size:

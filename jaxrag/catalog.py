@@ -104,38 +104,38 @@ class Catalog:
         if not path.is_file():
             raise KnowledgeBaseError(f"{path}: no such catalog; ingest documents to make one")
         catalog = cls(path, _connect(path))
-        with catalog._use() as connection:
-            found = _format_of(connection)
-            if found is None:
-                connection.close()
+        try:
+            with catalog._use() as connection:
+                (application,) = connection.execute("PRAGMA application_id").fetchone()
+                (found,) = connection.execute("PRAGMA user_version").fetchone()
+            if application != _APPLICATION:
                 raise KnowledgeBaseError(
                     f"{path} is not a knowledge base catalog; name another folder"
                 )
             if found != FORMAT:
-                connection.close()
                 raise KnowledgeBaseError(
                     f"{path} has format {found}, this version reads format {FORMAT}; "
                     "use the version that wrote it or ingest again"
                 )
+        except BaseException:
+            catalog.close()
+            raise
         return catalog
 
     @classmethod
     def create(cls, path: Path, settings: Mapping[str, Any]) -> Self:
-        """Make the catalog with these settings, or open the one that another process just made."""
-        catalog = cls(path, _connect(path))
-        with catalog._transaction() as connection:
-            tables = connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
-            if tables == 0:
-                for statement in _SCHEMA:
-                    connection.execute(statement)
-                catalog._index.create()
-                connection.executemany(
-                    "INSERT INTO settings VALUES (?, ?)",
-                    [(name, _to_json(value)) for name, value in settings.items()],
-                )
-                connection.execute(f"PRAGMA application_id = {_APPLICATION}")
-                connection.execute(f"PRAGMA user_version = {FORMAT}")
-        catalog.close()
+        """Make the catalog with these settings, or open the one that is there already.
+
+        Safe against another process that makes it at the same time. Raises what ``open`` raises;
+        a file that is something else is left as it is.
+        """
+        with contextlib.closing(cls(path, _connect(path))) as catalog:
+            if catalog._is_empty():
+                with catalog._use() as connection:
+                    connection.execute("PRAGMA journal_mode = WAL")  # the file remembers it
+                with catalog._transaction():
+                    if catalog._is_empty():
+                        catalog._make_tables(settings)
         return cls.open(path)
 
     def close(self) -> None:
@@ -252,6 +252,21 @@ class Catalog:
         return {"documents": documents, "chunks": int(chunks), "tokens": int(tokens),
                 "encoded": encoders}  # fmt: skip
 
+    def _is_empty(self) -> bool:
+        with self._use() as connection:
+            return connection.execute("SELECT 1 FROM sqlite_master").fetchone() is None
+
+    def _make_tables(self, settings: Mapping[str, Any]) -> None:
+        for statement in _SCHEMA:
+            self._connection.execute(statement)
+        self._index.create()
+        self._connection.executemany(
+            "INSERT INTO settings VALUES (?, ?)",
+            [(name, _to_json(value)) for name, value in settings.items()],
+        )
+        self._connection.execute(f"PRAGMA application_id = {_APPLICATION}")
+        self._connection.execute(f"PRAGMA user_version = {FORMAT}")
+
     def _documents(self, rest: str, values: tuple[str, ...]) -> Iterator[DocumentEntry]:
         with self._use() as connection:
             rows = connection.execute(
@@ -315,16 +330,9 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection = sqlite3.connect(
             path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
         )
-        connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA foreign_keys = ON")
         return connection
-
-
-def _format_of(connection: sqlite3.Connection) -> int | None:
-    if connection.execute("PRAGMA application_id").fetchone()[0] != _APPLICATION:
-        return None
-    return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
 @contextlib.contextmanager
@@ -334,6 +342,8 @@ def _as_store_errors(path: Path) -> Iterator[None]:
     except sqlite3.DatabaseError as error:
         if "locked" in str(error):
             fix = f"another process held it for {_BUSY_SECONDS:.0f} s; try again when it is done"
+        elif "closed" in str(error):
+            fix = "it was closed; open it again"
         else:
             fix = "check the disk, its free space and your permissions, or restore a copy"
         raise StoreError(f"catalog {path}: {error}; {fix}") from error

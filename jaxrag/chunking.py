@@ -17,7 +17,7 @@ from jaxrag.types import HostArray
 
 @dataclasses.dataclass(frozen=True)
 class Chunking:
-    """Windows of up to ``chunk_tokens`` tokens; each repeats the last ``overlap`` of its forerunner.
+    """Windows of up to ``chunk_tokens`` tokens that share ``overlap`` tokens with the one before.
 
     Raises ConfigError unless ``0 <= overlap < chunk_tokens``.
     """

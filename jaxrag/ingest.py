@@ -18,14 +18,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxrag.catalog import Catalog, DocumentEntry, Entry
+from jaxrag.catalog import Catalog, Entry
 from jaxrag.chunking import Chunking, split
 from jaxrag.documents import BadDocument, Document, document_from_mapping, read_paths, text_id
-from jaxrag.encode import chunk_key, encode_chunks, encoder_named
+from jaxrag.encode import chunk_key, encode_chunks, provenance
 from jaxrag.errors import DocumentError
 from jaxrag.models.model import Model
 from jaxrag.prompts import PromptTemplate
-from jaxrag.store import ChunkStore, Provenance, content_id, context_id
+from jaxrag.store import ChunkStore
 from jaxrag.tokenizer import Tokenizer
 from jaxrag.types import HostArray
 
@@ -42,7 +42,7 @@ class AddReport:
     """
 
     documents: int  # in the knowledge base now, of those given
-    replaced: int  # of these: stood there with another content
+    replaced: int  # of these: stood there with another content or file
     unchanged: int  # of these: stood there as they are
     chunks: int
     tokens: int  # of these chunks, the template's markers included
@@ -64,7 +64,8 @@ class _Prepared:
 
     entry: Entry
     token_ids: tuple[HostArray, ...]  # per chunk [T] int32, as it stands in the prompt
-    known: DocumentEntry | None  # what the catalog holds under its id
+    unchanged: bool  # the catalog holds it as it is
+    replaces: bool  # the catalog holds something else under its id
     commit: bool  # whether the catalog must change
 
     @property
@@ -109,8 +110,8 @@ class Ingest:
                 for prepared in batch:
                     count["characters"] += len(prepared.entry.document.text)
                     count["documents"] += 1
-                    count["unchanged"] += not prepared.commit
-                    count["replaced"] += prepared.commit and prepared.known is not None
+                    count["unchanged"] += prepared.unchanged
+                    count["replaced"] += prepared.replaces
                     count["chunks"] += len(prepared.token_ids)
                     count["tokens"] += prepared.num_tokens
                 expected = count["tokens"] * characters / count["characters"]
@@ -136,15 +137,17 @@ class Ingest:
     ) -> Iterator[list[_Prepared]]:
         """Prepared documents in batches of about BATCH_TOKENS; refused ones go to ``skipped``."""
         batch: list[_Prepared] = []
+        num_tokens = 0
         for document in documents:
             try:
                 batch.append(self._prepare(document))
             except DocumentError as error:
                 skipped.append(BadDocument(document.id, str(error)))
                 continue
-            if sum(prepared.num_tokens for prepared in batch) >= BATCH_TOKENS:
+            num_tokens += batch[-1].num_tokens
+            if num_tokens >= BATCH_TOKENS:
                 yield batch
-                batch = []
+                batch, num_tokens = [], 0
         if batch:
             yield batch
 
@@ -180,7 +183,8 @@ class Ingest:
         }
         held = self.catalog.keys(document.id)
         commit = not same or any(held.get(encoder) != keys[encoder] for encoder in keys)
-        return _Prepared(Entry(document, digest, chunks, keys), token_ids, known, commit)
+        replaces = known is not None and not same
+        return _Prepared(Entry(document, digest, chunks, keys), token_ids, same, replaces, commit)
 
     def _encode(
         self,
@@ -201,16 +205,11 @@ class Ingest:
         bar.update(total - sum(len(ids) for ids in chunks))
         with self.store.writer() as writer:
             for index, kv in encode_chunks(self.model, encoder, self._prefix, chunks):
-                record = self._provenance(encoder, chunks[index])
+                record = provenance(self.model, encoder, self._prefix, chunks[index])
                 writer.submit(missing[index], kv, record)
                 count["encoded"] += 1
                 count["encoded_tokens"] += len(chunks[index])
                 bar.update(len(chunks[index]))
-
-    def _provenance(self, encoder: str, token_ids: HostArray) -> Provenance:
-        seen = self._prefix if encoder_named(encoder).sees_prefix else self._prefix[:0]
-        tokens = content_id(self._tokenizer.digest, token_ids)
-        return Provenance(encoder, tokens, context_id(encoder, seen))
 
 
 def _accept(documents: Iterable[Source]) -> tuple[list[Document], list[BadDocument]]:

@@ -16,7 +16,7 @@ from jaxrag.errors import KnowledgeBaseError, RequestError
 from jaxrag.ingest import AddReport, Ingest, Source
 from jaxrag.models.model import Model
 from jaxrag.prompts import PromptTemplate, template_from_dict, template_named
-from jaxrag.store import ChunkStore, KVLayout
+from jaxrag.store import ChunkStore, KVLayout, Mode
 
 CATALOG = "catalog.sqlite"
 DEFAULT_CHUNK_TOKENS = 512
@@ -35,11 +35,16 @@ class KnowledgeBase:
       path: the folder. model: the model it was opened with, or None.
       model_path: directory of the model it was made with; None for a model made in memory.
       template, chunking, encoders: how its chunks are cut, wrapped and encoded.
-      store: the chunk KV; writable when a model was given.
+      store: the chunk KV; writable when a model was given and the mode is not "r".
     """
 
     def __init__(
-        self, path: Path, catalog: Catalog, settings: Mapping[str, Any], model: Model | None
+        self,
+        path: Path,
+        catalog: Catalog,
+        settings: Mapping[str, Any],
+        model: Model | None,
+        mode: Mode,
     ) -> None:
         """Use ``KnowledgeBase.open``, which checks what is there first."""
         self.path = path
@@ -54,7 +59,7 @@ class KnowledgeBase:
             path,
             settings["model"]["fingerprint"],
             KVLayout(**settings["layout"]),
-            mode="r" if model is None else "rw",
+            mode=mode,
         )
 
     @classmethod
@@ -67,6 +72,7 @@ class KnowledgeBase:
         chunk_tokens: int | None = None,
         overlap: int | None = None,
         encoders: Sequence[str] | None = None,
+        mode: Mode = "rw",
     ) -> Self:
         """Open the knowledge base in a folder, or make one when there is none.
 
@@ -78,6 +84,8 @@ class KnowledgeBase:
             fiftieth of chunk_tokens).
           encoders: names of the KV variants to keep of every chunk ("isolated"). A variant that an
             existing knowledge base lacks is kept from now on; adding a document again makes it.
+          mode: "r" opens an existing knowledge base whose documents and stored KV stay as they are:
+            chunks that a method has to encode are used and not kept.
 
         Raises:
           KnowledgeBaseError: no knowledge base and no model to make one with; a model, tokenizer,
@@ -94,9 +102,10 @@ class KnowledgeBase:
             raise KnowledgeBaseError("encoders is empty; name at least one, such as 'isolated'")
         if (folder / CATALOG).is_file():
             catalog = Catalog.open(folder / CATALOG)
-        elif model is None:
+        elif model is None or mode == "r":
             raise KnowledgeBaseError(
-                f"{folder} holds no knowledge base; ingest documents, or give a model to make one"
+                f"{folder} holds no knowledge base; ingest documents, or open it for writing with "
+                "a model to make one"
             )
         else:
             size = DEFAULT_CHUNK_TOKENS if chunk_tokens is None else chunk_tokens
@@ -113,12 +122,13 @@ class KnowledgeBase:
             _check_settings(folder, settings, model, wanted, chunk_tokens, overlap)
             added = [name for name in encoders or () if name not in settings["encoders"]]
             if added:
-                if model is None:
+                if model is None or mode == "r":
                     raise KnowledgeBaseError(
-                        f"{folder} has no {added[0]!r} chunks; open it with its model to add them"
+                        f"{folder} has no {added[0]!r} chunks; open it for writing with its model "
+                        "to add them"
                     )
                 settings["encoders"] = catalog.extend("encoders", added)
-            return cls(folder, catalog, settings, model)
+            return cls(folder, catalog, settings, model, "r" if model is None else mode)
         except BaseException:
             catalog.close()
             raise
@@ -152,13 +162,18 @@ class KnowledgeBase:
           documents: what to add. progress: draw a bar on stderr, where that is a terminal.
 
         Raises:
-          KnowledgeBaseError: opened without a model. DocumentError: not a list of documents.
+          KnowledgeBaseError: opened without a model, or for reading. DocumentError: not a list of
+            documents.
           StoreError: KV or catalog cannot be written; documents committed before stay.
         """
         if self.model is None:
             raise KnowledgeBaseError(
                 f"{self.path} was opened without a model and can only be searched; "
                 "open it with the model to add documents"
+            )
+        if not self.store.writable:
+            raise KnowledgeBaseError(
+                f"{self.path} was opened for reading; open it with mode 'rw' to add documents"
             )
         ingest = Ingest(
             self.model, self.template, self.chunking, self.encoders, self.store, self._catalog

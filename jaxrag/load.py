@@ -19,6 +19,7 @@ from jaxrag.segments import fine_bucket
 from jaxrag.store import KVStore
 from jaxrag.types import Array, HostArray
 
+
 @dataclasses.dataclass
 class Loaded:
     """Chunks mapped into the pool for one request, in prompt order. Give back with ``release``."""
@@ -53,24 +54,25 @@ def bring_in(
     keys = [chunk_key(model, encoder, prefix_ids, ids) for ids in chunks]
     found = {key: owners.borrow(key) for key in dict.fromkeys(keys)}
     wanted = {key: ids for key, ids in zip(keys, chunks, strict=True) if found[key] is None}
+    pages: dict[str, tuple[int, ...]] = {}
     notes: list[str] = []
     try:
-        pages = {
-            key: owners.take(pages_for(len(ids)), f"a chunk of {len(ids)} tokens")
-            for key, ids in wanted.items()
-        }
+        for key, ids in wanted.items():
+            pages[key] = owners.take(pages_for(len(ids)), f"a chunk of {len(ids)} tokens")
+        start = time.perf_counter()
+        missing, corrupt = _read(model, store, wanted, pages)
+        load_seconds = time.perf_counter() - start
+        refused = {key: wanted[key] for key in wanted if key in missing or key in corrupt}
+        start = time.perf_counter()
+        _encode(model, store, encoder, prefix_ids, refused, pages)
+        encode_seconds = time.perf_counter() - start
     except BaseException:
+        for taken in pages.values():
+            owners.give_back(taken)
         for key, resident in found.items():
             if resident is not None:
                 owners.release(key)
         raise
-    start = time.perf_counter()
-    missing, corrupt = _read(model, store, wanted, pages)
-    load_seconds = time.perf_counter() - start
-    start = time.perf_counter()
-    refused = {key: wanted[key] for key in wanted if key in missing or key in corrupt}
-    _encode(model, store, encoder, prefix_ids, refused, corrupt, pages)
-    encode_seconds = time.perf_counter() - start
     if refused:
         tokens = sum(map(len, refused.values()))
         kept = "stored" if store.writable else "not stored: the store is open for reading only"
@@ -114,7 +116,6 @@ def _encode(
     encoder: str,
     prefix_ids: HostArray,
     wanted: dict[str, HostArray],
-    corrupt: Sequence[str],
     pages: dict[str, tuple[int, ...]],
 ) -> None:
     """Encode chunks, store them durably where the store may be written, and place them."""
@@ -123,7 +124,8 @@ def _encode(
         key = keys[index]
         if store.writable:
             origin = provenance(model, encoder, prefix_ids, chunks[index])
-            store.put(key, kv, record=origin, replace=key in corrupt)
+            # A key whose record stands but whose bytes are gone or damaged is healed by this.
+            store.put(key, kv, record=origin, replace=True)
         length = kv.shape[2]
         buffer = model.cache.staging(model.config, fine_bucket(length, 256))
         buffer[:, :, :length] = kv

@@ -1,4 +1,4 @@
-"""Online prefill: new tokens run through the model against the paged pool, and the tables for it."""
+"""Online prefill: new tokens run through the model against the paged pool."""
 
 import dataclasses
 import functools
@@ -68,9 +68,9 @@ def check_length(model: Model, prompt: Prompt, max_new_tokens: int) -> None:
     if need > limit:
         parts = f"{len(prompt.prefix)} prefix + {sum(map(len, prompt.chunks))} chunk"
         raise RequestError(
-            f"the prompt has {parts} + {len(prompt.final)} question tokens and {max_new_tokens} may "
-            f"be generated: {need} in all, the model's context is {limit}; ask a shorter question, "
-            f"retrieve fewer chunks or generate fewer tokens"
+            f"the prompt has {parts} + {len(prompt.final)} question tokens and {max_new_tokens} "
+            f"may be generated: {need} in all, the model's context is {limit}; ask a shorter "
+            f"question, retrieve fewer chunks or generate fewer tokens"
         )
 
 
@@ -95,12 +95,8 @@ def map_request(
                 )
                 table.map_chunk(loaded[-1].residents[0], 0)
             if prompt.chunks:
-                loaded.append(
-                    bring_in(model, store, method.encoder, prompt.prefix, prompt.chunks)
-                )
-                for resident, at in zip(
-                    loaded[-1].residents, layout.chunk_offsets, strict=True
-                ):
+                loaded.append(bring_in(model, store, method.encoder, prompt.prefix, prompt.chunks))
+                for resident, at in zip(loaded[-1].residents, layout.chunk_offsets, strict=True):
                     table.map_chunk(resident, at)
         why = f"a request of {len(ids)} new tokens and {reserve_tokens} to generate"
         owned = model.cache.owners.take(pages_for(len(ids) + reserve_tokens), why)

@@ -64,11 +64,11 @@ class PromptTemplate:
             )
 
     def prefix_ids(self, tokenizer: Tokenizer) -> HostArray:
-        """Token ids before the chunks, with BOS where the model expects one: int32 [P]."""
+        """Token ids before the chunks, led by BOS or what else the model expects: int32 [P]."""
         ids = tokenizer.encode(self._around_chunks(tokenizer)[0], special=True)
-        bos = tokenizer.bos_id
-        if tokenizer.add_bos and bos is not None and (not len(ids) or ids[0] != bos):
-            ids = np.concatenate(([bos], ids))
+        leading = tokenizer.leading_ids
+        if not np.array_equal(ids[: len(leading)], leading):
+            ids = np.concatenate((leading, ids))
         return ids.astype(np.int32)
 
     def chunk_ids(self, tokenizer: Tokenizer, text_ids: HostArray, title: str = "") -> HostArray:

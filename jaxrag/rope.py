@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxrag.config import Llama3Scaling, LinearScaling, RopeConfig, YarnScaling
+from jaxrag.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 from jaxrag.types import Array, HostArray
 from pallas_kernels.rotation import rotate
 

@@ -41,9 +41,7 @@ def lay_out(
     Raises RequestError for an unknown position scheme.
     """
     if scheme not in POSITION_SCHEMES:
-        raise RequestError(
-            f"positions={scheme!r}: expected one of {', '.join(POSITION_SCHEMES)}"
-        )
+        raise RequestError(f"positions={scheme!r}: expected one of {', '.join(POSITION_SCHEMES)}")
     starts = prefix + np.concatenate(([0], np.cumsum(chunks, dtype=np.int64))).astype(int)
     offsets = tuple(int(s) for s in starts[:-1]) if scheme == "reordered" else (0,) * len(chunks)
     final_start = int(starts[-1])
@@ -108,7 +106,7 @@ def pieces(length: int, largest: int) -> list[tuple[int, int]]:
     rest = length % largest
     while rest > 128:
         ceiling = bucket(rest)
-        if ceiling - rest <= ceiling // 8:
+        if ceiling - rest <= rest // 8:
             break
         out.append((ceiling // 2, ceiling // 2))
         rest -= ceiling // 2

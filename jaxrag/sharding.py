@@ -1,8 +1,9 @@
 """Meshes and shardings: logical axes of arrays mapped to the mesh axes (data, fsdp, tensor).
 
-``jax.jit`` with ``NamedSharding`` on parameters, pool and tokens is all there is (what pjit became);
-the mesh axes are Auto, so the compiler places the collectives. Auto is said explicitly here because
-``jax.make_mesh`` now defaults to Explicit axes, under which a plain embedding lookup fails.
+``jax.jit`` with ``NamedSharding`` on parameters, pool and tokens is all there is (what pjit
+became); the mesh axes are Auto, so the compiler places the collectives. Auto is said explicitly
+here because ``jax.make_mesh`` now defaults to Explicit axes, under which a plain embedding lookup
+fails.
 """
 
 import dataclasses

@@ -162,6 +162,16 @@ class Tokenizer:
         """Whether an id is one byte of byte fallback, ``<0xE4>``."""
         return _BYTE_TOKEN.fullmatch(self._text.id_to_token(token_id) or "") is not None
 
+    def is_silent(self, token_id: int, skip_special: bool) -> bool:
+        """Whether ``decode`` drops an id: not in the vocabulary, or special and skipped."""
+        unknown = self._text.id_to_token(token_id) is None
+        return unknown or (skip_special and token_id in self._special_ids)
+
+    @functools.cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self._text.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
     def _token_id(self, name: str, where: str) -> int | None:
         token = self._special_tokens.get(name)
         if token is None:
@@ -205,9 +215,12 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """Add one id; returns the text that became certain, often one word, sometimes ''."""
-        self._window.append(int(token_id))
+        token_id = int(token_id)
+        if self._tokenizer.is_silent(token_id, self._skip_special):
+            return ""  # it does not even end a run of bytes
+        self._window.append(token_id)
         text = self._decode(self._window)
-        if text.endswith(_REPLACEMENT) or self._tokenizer.is_byte(int(token_id)):
+        if text.endswith(_REPLACEMENT) or self._tokenizer.is_byte(token_id):
             return ""
         piece = text[self._emitted :]
         self._emitted = len(text)

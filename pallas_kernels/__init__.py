@@ -1,4 +1,4 @@
-"""Attention ops: one contract an op, the jnp reference (`xla`) beside the kernels. Imports jax only."""
+"""Attention ops, one contract each, with the jnp reference (`xla`). Imports jax only."""
 
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.segment_attention import segment_attention

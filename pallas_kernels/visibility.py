@@ -69,7 +69,7 @@ def within_window(q_position: Array, k_position: Array, window: Array | int | No
 
 
 def overlaps(a_low: Array, a_high: Array, b_low: Array, b_high: Array) -> Array:
-    """Do the closed intervals [a_low, a_high] and [b_low, b_high] meet? A test on tile summaries."""
+    """Do the closed intervals [a_low, a_high] and [b_low, b_high] meet?"""
     return (a_low <= b_high) & (b_low <= a_high)
 
 

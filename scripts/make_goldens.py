@@ -62,7 +62,7 @@ YARN = {
     "factor": 4.0,
     "beta_fast": 8.0,
     "beta_slow": 0.5,
-    "original_max_position_embeddings": 64,
+    "original_max_position_embeddings": 256,
 }
 YARN_MSCALE = {**YARN, "truncate": False, "mscale": 1.3, "mscale_all_dim": 0.6}
 GLM_ROPE = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}

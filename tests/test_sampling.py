@@ -94,6 +94,18 @@ def test_top_p_stops_at_the_token_that_reaches_it():
         assert (frequencies(logits, temperature=1.0, top_p=top_p) > 0).sum() == kept, top_p
 
 
+def test_top_p_reached_exactly_needs_no_further_token():
+    # Four equal logits hold exactly 1/4 each.
+    assert set(np.flatnonzero(frequencies(np.zeros(4), temperature=1.0, top_p=0.5))) == {0, 1}
+
+
+def test_top_p_counts_within_the_top_k():
+    # 0.4 of everything is 2/3 of the two kept by top-k, which reaches 0.6.
+    logits = np.log([0.4, 0.2, 0.2, 0.1, 0.1])
+    assert set(np.flatnonzero(frequencies(logits, temperature=1.0, top_p=0.6))) == {0, 1}
+    assert set(np.flatnonzero(frequencies(logits, temperature=1.0, top_k=2, top_p=0.6))) == {0}
+
+
 def test_top_p_one_keeps_the_whole_tail():
     # In float32 the running sum is 1 from the first token on: the tail is below its last bit.
     scaled = jnp.asarray([[0.0, -40.0, -30.0, -50.0]], jnp.float32)

@@ -61,7 +61,8 @@ def encode_chunks(
 
     Args:
       model: the model. encoder: a key of ENCODERS.
-      prefix_ids: [P] int32, read by encoders that see the prefix. chunks: token ids, int32 [T] each.
+      prefix_ids: [P] int32, read by encoders that see the prefix.
+      chunks: token ids, int32 [T] each.
 
     Yields:
       (index into chunks, kv [L, 2, T, K, H] in the model's dtype), each chunk once, in batch order.

@@ -6,12 +6,14 @@ DIR/tokenizer.json  and the other files of the tokenizer, where there is one
 """
 
 import dataclasses
+import hashlib
 from pathlib import Path
 from typing import Any, cast
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import xxhash
 from jax.sharding import Mesh
 
 from jaxrag.config import DType, ModelConfig
@@ -44,7 +46,12 @@ def save_checkpoint(
             checkpointer.save(temporary / _PARAMS, by_name(params))
         if tokenizer_dir is not None:
             copy_tokenizer(Path(tokenizer_dir), temporary)
-        write_record(temporary, Record(config, params_digest(params)))
+        files = {
+            path.relative_to(temporary).as_posix(): _file_digest(path)
+            for path in sorted((temporary / _PARAMS).rglob("*"))
+            if path.is_file()
+        }
+        write_record(temporary, Record(config, params_digest(params), files))
 
 
 def load_checkpoint(
@@ -75,14 +82,16 @@ def restore_params(
 
     Raises ModelError as ``load_checkpoint`` does.
     """
-    path = Path(directory).absolute() / _PARAMS
+    directory = Path(directory).absolute()
+    _check_files(directory, read_record(directory).files)
     specs = by_name(param_specs(config))
     if mesh is None:
         shardings = dict.fromkeys(specs, jax.device_put(np.zeros(())).sharding)
     else:
         shardings = by_name(param_shardings(config, mesh))
     with ocp.StandardCheckpointer() as checkpointer:
-        stored = _stored(checkpointer, path)
+        path = directory / _PARAMS
+        stored = dict(checkpointer.metadata(path).item_metadata.items())
         _check_stored(path, stored, specs)
         target = {
             name: jax.ShapeDtypeStruct(
@@ -90,21 +99,21 @@ def restore_params(
             )
             for name, spec in specs.items()
         }
-        try:
-            return from_names(checkpointer.restore(path, target))
-        except Exception as error:  # Orbax and TensorStore raise unrelated types
-            reason = str(error).splitlines()[0]
-            raise ModelError(
-                f"{path}: cannot be restored ({reason}); copy the checkpoint again"
-            ) from None
+        return from_names(checkpointer.restore(path, target))
 
 
-def _stored(checkpointer: ocp.StandardCheckpointer, path: Path) -> dict[str, Any]:
-    """Shape and dtype of what was saved, by name."""
-    metadata = checkpointer.metadata(path).item_metadata if path.is_dir() else None
-    if metadata is None:
-        raise ModelError(f"{path}: no parameters there; copy the checkpoint again")
-    return dict(metadata.items())
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
+def _check_files(directory: Path, files: dict[str, str]) -> None:
+    """Every recorded file is there, byte for byte: Orbax would restore flipped bits unnoticed."""
+    for name, digest in files.items():
+        path = directory / name
+        if not path.is_file() or _file_digest(path) != digest:
+            state = "damaged" if path.is_file() else "missing"
+            raise ModelError(f"{path}: {state}; copy the checkpoint again")
 
 
 def _check_stored(path: Path, stored: dict[str, Any], specs: dict[str, ParamSpec]) -> None:

@@ -46,7 +46,7 @@ def _mlp(x: Array, p: LayerParams) -> Array:
 
 
 def _windows(config: ModelConfig) -> Array | None:
-    """Per-layer sliding window [L] int32, INT32_MAX where a layer has none; None when no layer has."""
+    """Sliding window of every layer [L] int32, INT32_MAX for none; None when no layer has one."""
     if config.sliding_window is None:
         return None
     uses = config.window_layers or (True,) * config.num_layers

@@ -82,9 +82,7 @@ class Model:
     @functools.cached_property
     def memory(self) -> MemoryStore:
         """KV of documents passed to ``generate`` without a knowledge base."""
-        return MemoryStore(
-            self.fingerprint, self.kv_layout, max_tokens=self.config.max_positions
-        )
+        return MemoryStore(self.fingerprint, self.kv_layout, max_tokens=self.config.max_positions)
 
     @property
     def kv_layout(self) -> KVLayout:
@@ -132,7 +130,8 @@ class Model:
         batch, length = ids.shape
         if ids.size and (ids.min() < 0 or ids.max() >= self.config.vocab_size):
             raise RequestError(
-                f"ids hold {ids.min()}..{ids.max()}, the vocabulary is 0..{self.config.vocab_size - 1}"
+                f"ids hold {ids.min()}..{ids.max()}, the vocabulary is "
+                f"0..{self.config.vocab_size - 1}"
             )
         order = np.broadcast_to(np.arange(length, dtype=np.int32), ids.shape)
         positions = order if positions is None else _int_rows("positions", positions, ids.shape)
@@ -162,7 +161,7 @@ class Model:
         return _logits(self.params, self.config, tokens, table, prefix_visible)
 
     def put_batch(self, x: HostArray, batch: int) -> Array:
-        """Place a host array whose first axis is the batch: over (data, fsdp) when they divide it."""
+        """Place a host array whose first axis is the batch, over (data, fsdp) if they divide it."""
         if self.mesh is None:
             return jnp.asarray(x)
         ways = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
@@ -179,7 +178,7 @@ class Model:
             return None
         shape = (1, PAGE, self.config.num_kv_heads, self.config.head_dim)
         pool = sharding(self.mesh, shape, (None, None, "kv_heads", None), Rules(), "KV pool")
-        return PagePool(k=pool, v=pool)
+        return jax.tree.map(lambda _: pool, PagePool(k=0, v=0))  # type: ignore[arg-type]
 
     def _default_cache_tokens(self) -> int:
         device = jax.tree.leaves(self.params)[0].devices().pop()
@@ -225,7 +224,8 @@ def load_model(
 
     Args:
       path: the directory. mesh: where to put it (sharding.make_mesh); None = the default device.
-      dtype: "float32", "bfloat16" or "float16" for parameters, activations and KV; None = as stored.
+      dtype: "float32", "bfloat16" or "float16" for parameters, activations and KV; None = as the
+        model's config says.
       cache_tokens: size of the paged pool; None = 1 GiB on CPU, half of the free memory on GPU.
 
     Raises:

@@ -1,4 +1,4 @@
-"""``jaxrag.json``, which makes a directory a jaxrag checkpoint: config and weights digest."""
+"""``jaxrag.json``, which makes a directory a jaxrag checkpoint: config and digests."""
 
 import dataclasses
 import json
@@ -18,6 +18,7 @@ class Record:
 
     config: ModelConfig
     digest: str  # digest.params_digest of the saved parameters
+    files: dict[str, str]  # xxh3-128 of every file of the parameters, by path below the directory
 
 
 def is_checkpoint(directory: str | Path) -> bool:
@@ -30,6 +31,7 @@ def write_record(directory: Path, record: Record) -> None:
     values = {
         "version": _VERSION,
         "digest": record.digest,
+        "files": record.files,
         "config": config_to_dict(record.config),
     }
     text = json.dumps(values, indent=2) + "\n"
@@ -46,6 +48,8 @@ def read_record(directory: Path) -> Record:
         raise ModelError(
             f"{path}: version {values.get('version')!r}, this program reads version {_VERSION}"
         )
-    if set(values) != {"version", "digest", "config"}:
-        raise ModelError(f"{path}: expected the keys version, digest and config")
-    return Record(config_from_dict(values["config"], str(path)), str(values["digest"]))
+    known = set(values) == {"version", "digest", "files", "config"}
+    if not (known and isinstance(values["files"], dict) and isinstance(values["config"], dict)):
+        raise ModelError(f"{path}: expected a version, a digest, and the objects files and config")
+    config = config_from_dict(values["config"], str(path))
+    return Record(config, str(values["digest"]), dict(values["files"]))

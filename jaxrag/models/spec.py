@@ -10,7 +10,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import struct
-
 from jax.sharding import Mesh
 
 from jaxrag.config import ModelConfig

@@ -209,6 +209,8 @@ def _range(prefix: str) -> ts.KvStore.KeyRange:
 
 
 def _one_line(error: BaseException) -> str:
-    """TensorStore's message without line breaks, control characters and source locations."""
-    text = "".join(c if c.isprintable() else " " for c in str(error))
-    return " ".join(text.split())[:400]
+    """TensorStore's status and innermost reason, on one line and without the paths around it."""
+    text = " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
+    status, _, detail = text.partition(": ")
+    reason = detail.rpartition('": ')[2].partition(" [os_error_code")[0]
+    return f"{status}: {reason}" if reason else text

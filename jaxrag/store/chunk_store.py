@@ -96,7 +96,7 @@ class ChunkStore(KVStore):
         backend = Backend(location, io_mode)
         store = cls(backend, fingerprint, layout, mode, max_tokens)
         directory = backend.directory
-        if directory is not None and directory.exists() and not directory.is_dir():
+        if directory and os.path.exists(directory) and not os.path.isdir(directory):
             raise StoreError(f"{backend.location} is a file: expected a directory")
         root = store._declare(_ROOT, _ROOT_FIELDS)
         if root is None:

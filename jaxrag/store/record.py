@@ -22,6 +22,8 @@ ATTEMPT_DIGITS = 16
 DIGEST_DIGITS = 16
 MAX_ENCODER_CHARS = 64
 
+_TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+
 _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -179,7 +181,7 @@ def new_record(
         encoder=provenance.encoder,
         content_id=provenance.content_id,
         context_id=provenance.context_id,
-        created=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        created=datetime.datetime.now(datetime.UTC).strftime(_TIME_FORMAT),
     )
 
 
@@ -270,8 +272,8 @@ def _digests(value: object, layers: int) -> tuple[str, ...]:
 
 def _require_time(value: object) -> None:
     try:
-        datetime.datetime.strptime(str(value), "%Y-%m-%dT%H:%M:%SZ")
+        same = datetime.datetime.fromisoformat(str(value)).strftime(_TIME_FORMAT) == value
     except ValueError:
-        raise StoreError(
-            f"created is {value!r}, expected a time like 2026-01-31T12:00:00Z"
-        ) from None
+        same = False
+    if not same:
+        raise StoreError(f"created is {value!r}, expected a time like 2026-01-31T12:00:00Z")

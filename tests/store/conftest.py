@@ -35,7 +35,7 @@ class Chunk:
 
 
 def make_chunk(number, tokens=7, layout=LAYOUT, model=FINGERPRINT, seed=0):
-    """The chunk of token ids [number, ...], filled with random bits: NaNs, infinities, denormals."""
+    """The chunk of token ids [number, ...], filled with random bits, NaNs among them."""
     ids = np.full(tokens, number, np.int32)
     record = Provenance("isolated", content_id("tok", ids), context_id("isolated", ids[:0]))
     rng = np.random.default_rng([seed, number, tokens])

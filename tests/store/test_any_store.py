@@ -212,10 +212,10 @@ def test_bad_options_and_keys_are_refused(any_store, chunk):
 
 def test_threads_share_a_store(any_store, chunk):
     store = any_store()
-    versions = [[chunk(number, seed=seed) for seed in range(4)] for number in range(3)]
+    versions = [chunk(number, seed=seed) for number in range(3) for seed in range(4)]
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        puts = list(pool.map(lambda c: (c, put(store, c)[0]), sum(versions, [])))
-        gets = list(pool.map(lambda c: (c.key, store.get(c.key)), sum(versions, [])))
+        puts = list(pool.map(lambda c: (c, put(store, c)[0]), versions))
+        gets = list(pool.map(lambda c: (c.key, store.get(c.key)), versions))
     winners = {c.key: c for c, result in puts if result.won}
     assert len(winners) == sum(result.won for _, result in puts) == 3
     for key, kv in gets:

@@ -146,7 +146,7 @@ def test_damaged_bytes_are_refused(stored, open_store, chunk, root, damage, io_m
 def test_a_digest_names_the_layer(stored, root):
     store, c = stored
     flip(shard_of(root, c.key), c.kv[0].nbytes + 1)
-    with pytest.raises(ChunkCorrupt, match="layer 1 of 3 has xxh3 .* expected"):
+    with pytest.raises(ChunkCorrupt, match=r"layer 1 of 3 has xxh3 .* expected"):
         store.get(c.key)
     assert store.get(c.key, verify="never").tobytes() != c.kv.tobytes()
 

@@ -1,4 +1,4 @@
-"""Several processes on one directory: races, a killed writer, a full disk, a read-only directory."""
+"""Several processes on one directory: races, a killed writer, a full disk, permissions."""
 
 import os
 import subprocess

@@ -77,6 +77,8 @@ def test_digests_of_a_slice_of_a_larger_buffer(chunk, layout):
         ({"context_id": "0" * 41}, "context_id="),
         ({"created": "yesterday"}, "created is"),
         ({"created": 0}, "created is"),
+        ({"created": "2026-01-31"}, "created is"),
+        ({"created": "2026-01-31T12:00:00+02:00"}, "created is"),
         ({"extra": 1}, "'extra'"),
     ],
 )

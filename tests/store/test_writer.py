@@ -96,13 +96,11 @@ def test_a_failed_put_is_raised_on_leaving(open_store, chunk):
 def test_a_failed_put_is_raised_by_the_next_submit(open_store, chunk):
     store = open_store()
     a, b = chunk(1), chunk(2)
-    with store.writer() as writer:
+    with pytest.raises(StoreError, match="make the key"), store.writer() as writer:
         failed = writer.submit("0" * 40, a.kv, a.record)
         assert failed.exception(WAIT) is not None
         with pytest.raises(StoreError, match="make the key"):
             writer.submit(b.key, b.kv, b.record)
-        with pytest.raises(StoreError, match="make the key"):
-            writer.__exit__(None, None, None)
     assert store.head([b.key]) == [None]
 
 

@@ -1,0 +1,7 @@
+"""`python -m jaxrag` is the `jaxrag` program."""
+
+import sys
+
+from jaxrag.cli import main
+
+sys.exit(main())

@@ -1,0 +1,281 @@
+"""Time to first token: full prefill and reuse of cached chunks, beside a peer's full prefill.
+
+Every row is one context length. The measurements of a row alternate (full prefill, chunks from the
+disk, from the pool, the peer's full prefill), so that a slow moment of the machine falls on all of
+them; the first round is a warm-up that compiles, medians of the others are reported.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from jaxrag.bench.machine import describe
+from jaxrag.cache import PAGE
+from jaxrag.config import DType, ModelConfig, RopeConfig
+from jaxrag.encode import chunk_key
+from jaxrag.errors import RequestError
+from jaxrag.flops import block_attention_flops, turborag_flops
+from jaxrag.methods import METHODS, Method
+from jaxrag.models.export import export_hf
+from jaxrag.models.model import Model, load_model
+from jaxrag.models.spec import init_params, num_params
+from jaxrag.prefill import Prompt, map_request, prefill, unmap
+from jaxrag.store import ChunkStore, KVStore
+
+CHUNK_TOKENS = 512
+
+# Random weights, the shape of a small Llama: 100M parameters.
+LLAMA_100M = ModelConfig(
+    family="llama",
+    vocab_size=32_000,
+    num_layers=12,
+    model_dim=768,
+    mlp_dim=2048,
+    num_heads=12,
+    num_kv_heads=4,
+    head_dim=64,
+    norm_eps=1e-5,
+    rope=RopeConfig(theta=10_000.0, rotary_dim=64, interleaved=False, scaling=None),
+    max_positions=65_536,
+    sliding_window=None,
+    window_layers=None,
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    post_norms=False,
+    tie_embeddings=True,
+    dtype="float32",
+    bos_id=1,
+    eos_ids=(2,),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to measure. ``model`` None makes a random Llama of 100M parameters."""
+
+    model: str | None = None
+    dtype: DType = "float32"
+    contexts: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
+    question_tokens: int = 50
+    method: str = "full_reuse"
+    repeats: int = 5
+    peer_python: str | None = None  # interpreter with torch and transformers; None = no peer
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot be measured."""
+        if METHODS.get(self.method) is None or METHODS[self.method].encoder is None:
+            reusing = ", ".join(name for name, m in METHODS.items() if m.encoder)
+            raise RequestError(f"method {self.method!r}: expected one that reuses: {reusing}")
+        if min(self.contexts) < CHUNK_TOKENS or any(n % CHUNK_TOKENS for n in self.contexts):
+            raise RequestError(f"contexts {self.contexts}: expected multiples of {CHUNK_TOKENS}")
+        if self.repeats < 1 or self.question_tokens < 1:
+            raise RequestError("repeats and question tokens must be positive")
+
+
+class Peer:
+    """A peer process that prefills whole prompts on request."""
+
+    def __init__(self, python: str, model: str, dtype: str) -> None:
+        script = Path(__file__).with_name("peer_transformers.py")
+        try:
+            self._process = subprocess.Popen(
+                [python, str(script), model, dtype],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        except OSError as error:
+            raise RequestError(f"--peer-python {python}: cannot be run ({error})") from None
+        self.about = self._read()
+
+    def seconds(self, ids: Sequence[int]) -> tuple[float, int]:
+        """Time of one full prefill and the first token's id."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"ids": list(ids)}) + "\n")
+        self._process.stdin.flush()
+        answer = self._read()
+        return answer["seconds"], answer["top"]
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RequestError(
+                f"the peer ended with exit code {self._process.wait()}; does its interpreter "
+                "import torch and transformers? Its messages stand above"
+            )
+        return dict(json.loads(line))
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Measure every context; returns the rows, the machine and the setting, JSON-able."""
+    with contextlib.ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxrag-bench-")))
+        path = options.model or str(_write_random(work / "model", options))
+        longest = max(options.contexts) + options.question_tokens
+        # The prompt under full attention and its chunks for reuse lie in the pool together.
+        tokens = 2 * longest + 8 * PAGE * (longest // CHUNK_TOKENS + 8)
+        model = load_model(path, dtype=options.dtype, cache_tokens=tokens)
+        peer = None
+        if options.peer_python:
+            peer = Peer(options.peer_python, path, options.dtype)
+            stack.callback(peer.close)
+        store = ChunkStore.open(
+            work / "store",
+            model.fingerprint,
+            model.kv_layout,
+            mode="rw",
+            max_tokens=CHUNK_TOKENS,
+        )
+        rows = []
+        with tqdm(total=len(options.contexts), desc="contexts", disable=None) as bar:
+            for context in options.contexts:
+                rows.append(_measure(model, store, work / "store", options, context, peer))
+                bar.update()
+        return {
+            "benchmark": "ttft",
+            "model": options.model or f"random Llama, {num_params(model.config) / 1e6:.1f}M",
+            "dtype": options.dtype,
+            "method": options.method,
+            "question_tokens": options.question_tokens,
+            "chunk_tokens": CHUNK_TOKENS,
+            "repeats": options.repeats,
+            "rows": rows,
+            "peer": None if peer is None else {"name": "transformers", **peer.about},
+            "machine": describe(),
+        }
+
+
+def _write_random(directory: Path, options: Options) -> Path:
+    config = dataclasses.replace(LLAMA_100M, dtype=options.dtype)
+    params = jax.jit(lambda key: init_params(config, key))(jax.random.key(options.seed))
+    export_hf(directory, params, config)
+    return directory
+
+
+def _measure(
+    model: Model,
+    store: ChunkStore,
+    store_path: Path,
+    options: Options,
+    context: int,
+    peer: Peer | None,
+) -> dict[str, Any]:
+    rng = np.random.default_rng((options.seed, context))
+
+    def ids(count: int) -> np.ndarray[Any, Any]:
+        return rng.integers(3, model.config.vocab_size, count).astype(np.int32)
+
+    chunks = tuple(ids(CHUNK_TOKENS) for _ in range(context // CHUNK_TOKENS))
+    prompt = Prompt(np.zeros(0, np.int32), chunks, ids(options.question_tokens))
+    whole = np.concatenate((*chunks, prompt.final))
+    full, reuse = METHODS["full_attention"], METHODS[options.method]
+    times: dict[str, list[float]] = {name: [] for name in ("full", "pool", "disk", "cold", "peer")}
+    tops: dict[str, int] = {}
+    for _ in range(options.repeats + 1):
+        _forget(model, reuse, prompt)
+        seconds, tops["full"] = _first_token(model, store, full, prompt)
+        times["full"].append(seconds)
+        for name in ("cold", "disk", "pool"):
+            if name == "cold":
+                _drop_page_cache(store_path)
+            if name != "pool":
+                _forget(model, reuse, prompt)
+            seconds, tops["reuse"] = _first_token(model, store, reuse, prompt)
+            times[name].append(seconds)
+        if peer is not None:
+            seconds, tops["peer"] = peer.seconds(whole.tolist())
+            times["peer"].append(seconds)
+    median = {name: statistics.median(t[1:]) for name, t in times.items() if t}
+    row: dict[str, Any] = {
+        "context": context,
+        "prompt_tokens": len(whole),
+        "seconds": median,
+        "full_over_pool": median["full"] / median["pool"],
+        "full_over_disk": median["full"] / median["disk"],
+        "flops": {
+            "full": turborag_flops(model.config, len(whole), len(whole)),
+            "reuse": turborag_flops(model.config, len(prompt.final), len(whole)),
+            "full_block_attention": block_attention_flops(model.config, len(whole)),
+            "reuse_block_attention": block_attention_flops(model.config, len(prompt.final)),
+        },
+    }
+    if peer is not None:
+        row["peer_over_full"] = median["peer"] / median["full"]
+        row["peer_over_pool"] = median["peer"] / median["pool"]
+        row["same_first_token_as_peer"] = tops["peer"] == tops["full"]
+    return row
+
+
+def _first_token(model: Model, store: KVStore, method: Method, prompt: Prompt) -> tuple[float, int]:
+    """Seconds from token ids to the first token's id on the host, and that id."""
+    start = time.perf_counter()
+    mapped = map_request(model, store, method, prompt, reserve_tokens=0)
+    try:
+        logits, _ = prefill(model, [mapped])
+        top = int(jnp.argmax(logits[0]))
+        return time.perf_counter() - start, top
+    finally:
+        unmap(model, mapped)
+
+
+def _forget(model: Model, method: Method, prompt: Prompt) -> None:
+    """Drop the prompt's chunks from the pool; the store keeps them."""
+    assert method.encoder is not None
+    for chunk in prompt.chunks:
+        model.cache.owners.forget(chunk_key(model, method.encoder, prompt.prefix, chunk))
+
+
+def _drop_page_cache(folder: Path) -> None:
+    """Ask the system to forget the store's pages, so that the next read comes from the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def report(result: dict[str, Any]) -> Iterator[str]:
+    """The result as lines of a table."""
+    peer = result["peer"]
+    yield f"{result['model']}, {result['dtype']}, {result['method']}, question of " + (
+        f"{result['question_tokens']} tokens; milliseconds, medians of {result['repeats']}"
+    )
+    head = f"{'context':>8} {'full':>9} {'pool':>8} {'disk':>8} {'cold':>8} {'full/pool':>9}"
+    yield head + (f" {'peer':>9} {'peer/full':>9} {'peer/pool':>9}" if peer else "")
+    for row in result["rows"]:
+        ms = {name: 1000 * seconds for name, seconds in row["seconds"].items()}
+        line = f"{row['context']:>8} {ms['full']:>9.1f} {ms['pool']:>8.1f} {ms['disk']:>8.1f} "
+        line += f"{ms['cold']:>8.1f} {row['full_over_pool']:>9.1f}"
+        if peer:
+            line += (
+                f" {ms['peer']:>9.1f} {row['peer_over_full']:>9.2f} {row['peer_over_pool']:>9.1f}"
+            )
+        yield line
+
+
+def default_peer() -> str:
+    """The interpreter that runs this program, for a peer in the same environment."""
+    return sys.executable

@@ -1,0 +1,38 @@
+"""The `jaxrag` program: one file a command, heavy imports only when a command runs."""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from jaxrag.cli import ask, bench, convert, ingest, kb
+from jaxrag.errors import JaxragError
+
+COMMANDS = (ingest, ask, kb, convert, bench)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 success, 1 a reported error, 2 bad usage."""
+    parser = argparse.ArgumentParser(
+        prog="jaxrag",
+        description="Retrieval-augmented generation that never prefills a document twice.",
+        epilog="example: jaxrag ingest docs/ --kb kb --model MODEL && "
+        'jaxrag ask "Who built the bridge?" --kb kb',
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(commands)
+    args = parser.parse_args(argv)
+    logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    try:
+        return int(args.run(args) or 0)
+    except JaxragError as error:
+        print(f"jaxrag: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("jaxrag: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output went away, as in `jaxrag ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141

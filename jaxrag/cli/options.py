@@ -1,0 +1,120 @@
+"""Arguments that several commands share, and how they are turned into objects."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxrag.errors import ConfigError, KnowledgeBaseError
+
+if TYPE_CHECKING:
+    from jaxrag.knowledge_base import KnowledgeBase
+    from jaxrag.models.model import Model
+
+
+def add_command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    summary: str,
+    example: str,
+) -> argparse.ArgumentParser:
+    """A sub-command whose help ends with an example."""
+    return commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=f"example: {example}",
+    )
+
+
+def add_model(parser: argparse.ArgumentParser, required: bool, text: str) -> None:
+    """--model, --dtype, --mesh, --cache-tokens."""
+    parser.add_argument("--model", metavar="DIR", required=required, help=text)
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of weights, activations and KV (as stored)",
+    )
+    parser.add_argument(
+        "--mesh",
+        metavar="D,F,T",
+        help="devices along the data, fsdp and tensor axes, such as 1,1,8 (one device)",
+    )
+    parser.add_argument(
+        "--cache-tokens", type=int, metavar="N", help="tokens of KV the device pool holds"
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """--json."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def load(args: argparse.Namespace, path: str, dtype: str | None) -> "Model":
+    """The model of --model, --mesh and --cache-tokens."""
+    from jaxrag.models.model import load_model
+    from jaxrag.sharding import make_mesh
+
+    mesh = None
+    if args.mesh is not None:
+        sizes = args.mesh.split(",")
+        if len(sizes) != 3 or not all(size.isdigit() for size in sizes):
+            raise ConfigError(f"--mesh {args.mesh!r}: expected three integers such as 1,1,8")
+        data, fsdp, tensor = map(int, sizes)
+        mesh = make_mesh(data, fsdp, tensor)
+    return load_model(path, mesh=mesh, dtype=dtype, cache_tokens=args.cache_tokens)
+
+
+def open_kb(args: argparse.Namespace) -> "KnowledgeBase":
+    """The knowledge base of --kb with the model it remembers, or that of --model."""
+    from jaxrag.knowledge_base import KnowledgeBase
+
+    with KnowledgeBase.open(args.kb) as remembered:
+        path = args.model or remembered.model_path
+        dtype = args.dtype or remembered.store.layout.dtype
+    if path is None:
+        raise KnowledgeBaseError(f"{args.kb} does not remember a model directory; pass --model DIR")
+    return KnowledgeBase.open(args.kb, model=load(args, path, dtype))
+
+
+def print_json(value: Any) -> None:
+    """One JSON object on one line, text as it is."""
+    print(json.dumps(value, ensure_ascii=False))
+
+
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Rows of text in aligned columns; the columns in ``right`` are right-aligned."""
+    widths = [max(_width(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = []
+        for i, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            space = " " * (width - _width(cell))
+            cells.append(space + cell if i in right else cell + space)
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _width(text: str) -> int:
+    """Columns of a terminal that the text takes; wide characters take two."""
+    import unicodedata
+
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def shorten(text: str, width: int) -> str:
+    """The text on one line, cut to that many columns."""
+    text = " ".join(text.split())
+    if _width(text) <= width:
+        return text
+    while _width(text) > width - 1:
+        text = text[:-1]
+    return text + "…"
+
+
+def human_count(number: float) -> str:
+    """1234567 -> 1.23M."""
+    for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"

@@ -1,0 +1,203 @@
+"""What is asked: the settings of a run, and one question with its chunks as token ids."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrag.answer import reserved
+from jaxrag.cache import PAGE, pages_for
+from jaxrag.errors import RequestError
+from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.methods import Method, method_named
+from jaxrag.models.model import Model, as_token_ids
+from jaxrag.prefill import Prompt, check_length
+from jaxrag.prompts import PromptTemplate, template_named
+from jaxrag.sampling import Sampling
+from jaxrag.store import KVStore
+from jaxrag.types import HostArray
+
+Text = str | Sequence[int] | HostArray  # text, or token ids where a model has no tokenizer
+
+DECODE_BLOCK = 8  # tokens between two waits for the device when nobody watches
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A chunk that stood in the prompt, in prompt order."""
+
+    document_id: str
+    chunk_index: int
+    file: str | None
+    score: float | None
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What all questions of a run have in common. Make one with ``resolve``."""
+
+    model: Model
+    kb: KnowledgeBase | None
+    store: KVStore
+    method: Method
+    template: PromptTemplate
+    k: int
+    max_new_tokens: int
+    stop: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One question, ready to be served. Make one with ``prepare``."""
+
+    prompt: Prompt
+    sources: list[Source]
+    sampling: Sampling
+    retrieve_seconds: float
+    notes: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """A chunk that was retrieved or given, before the template wraps it."""
+
+    source: Source
+    title: str
+    ids: HostArray  # [T] int32
+
+
+def resolve(
+    *,
+    kb: KnowledgeBase | None,
+    model: Model | None,
+    method: str | Method,
+    template: str | PromptTemplate | None,
+    k: int,
+    max_new_tokens: int,
+    stop: Sequence[str],
+) -> Settings:
+    """Check the arguments that all questions share; they are those of ``generate``.
+
+    Raises RequestError, and TokenizerError when stop strings are given to a model without text.
+    """
+    method = method_named(method)
+    if kb is not None and model is not None and kb.model is not model:
+        raise RequestError("model= differs from the knowledge base's model; pass only kb=")
+    model = model if kb is None else kb.model
+    if model is None:
+        raise RequestError("no model: pass model=, or open the knowledge base with one")
+    for name, value in (("k", k), ("max_new_tokens", max_new_tokens)):
+        if value < 1:
+            raise RequestError(f"{name}={value}: expected a positive integer")
+    if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
+        raise RequestError(f"stop={stop!r}: expected a list of non-empty strings")
+    if stop:
+        model.text_tokenizer()
+    method.check(model.config)
+    chosen = template if template is not None else (kb.template if kb else method.template)
+    return Settings(
+        model=model,
+        kb=kb,
+        store=model.memory if kb is None else kb.store,
+        method=method,
+        template=template_named(chosen) if isinstance(chosen, str) else chosen,
+        k=k,
+        max_new_tokens=max_new_tokens,
+        stop=tuple(stop),
+    )
+
+
+def prepare(
+    settings: Settings, question: Text, documents: Sequence[Text] | None, sampling: Sampling
+) -> Request:
+    """Retrieve the chunks, or take the documents, and turn every part into token ids.
+
+    Runs nothing on the device. Raises RequestError for a question that cannot be served: empty,
+    longer than the model's context, larger than the cache, or with neither documents nor a
+    knowledge base; TokenizerError for text that meets a model without a tokenizer.
+    """
+    model, template = settings.model, settings.template
+    start = time.perf_counter()
+    if documents is not None:
+        found = [_given(i, document, model) for i, document in enumerate(documents)]
+    else:
+        found = _retrieve(settings, question)
+        if template.chunk_order == "best_last":
+            found = found[::-1]
+    retrieve_seconds = time.perf_counter() - start
+    notes = [] if found else ["no chunk was found for the question; it was asked without any"]
+    if isinstance(question, str):
+        tokenizer = model.text_tokenizer()
+        if not question.strip():
+            raise RequestError("the question is empty; ask something")
+        prefix = template.prefix_ids(tokenizer)
+        final = template.final_ids(tokenizer, question)
+        chunks = tuple(template.chunk_ids(tokenizer, chunk.ids, chunk.title) for chunk in found)
+    else:  # token ids stand for themselves: no template, as there may be no tokenizer
+        prefix = np.zeros(0, np.int32)
+        final = as_token_ids(question, model.config, "question")
+        chunks = tuple(chunk.ids for chunk in found)
+    prompt = Prompt(prefix, chunks, final)
+    check_length(model, prompt, settings.max_new_tokens)
+    sources = [chunk.source for chunk in found]
+    request = Request(prompt, sources, sampling, retrieve_seconds, notes)
+    _check_cache(settings, request)
+    return request
+
+
+def pages_of(settings: Settings, requests: Sequence[Request]) -> int:
+    """Pages of the pool that requests served as one batch need at most; equal chunks share them."""
+    reserve = reserved(settings.max_new_tokens, DECODE_BLOCK)
+    shared: dict[tuple[str, bytes], int] = {}
+    owned = 0
+    for request in requests:
+        prompt = request.prompt
+        if settings.method.encoder is None:
+            owned += pages_for(prompt.num_tokens + reserve)
+            continue
+        owned += pages_for(len(prompt.final) + reserve)
+        shared["prefix", prompt.prefix.tobytes()] = len(prompt.prefix)
+        shared |= {("chunk", ids.tobytes()): len(ids) for ids in prompt.chunks}
+    return owned + sum(map(pages_for, shared.values()))
+
+
+def is_ids(x: Any) -> bool:
+    """Is this one sequence of token ids, rather than several questions?"""
+    if isinstance(x, np.ndarray):
+        return x.ndim == 1
+    return bool(x) and all(isinstance(i, int | np.integer) for i in x)
+
+
+def _check_cache(settings: Settings, request: Request) -> None:
+    need, there = pages_of(settings, [request]), settings.model.cache.owners.num_pages
+    if need > there:
+        raise RequestError(
+            f"the prompt of {request.prompt.num_tokens} tokens and its answer need {need * PAGE} "
+            f"tokens of cache, the pool has {there * PAGE}; raise cache_tokens or use fewer chunks"
+        )
+
+
+def _retrieve(settings: Settings, question: Text) -> list[_Chunk]:
+    if settings.kb is None:
+        raise RequestError("no knowledge base and no documents to answer from; give one of them")
+    if not isinstance(question, str):
+        raise RequestError("retrieval needs the question as text; pass documents= with token ids")
+    return [
+        _Chunk(Source(h.document_id, h.chunk_index, h.file, h.score, h.text), h.title, h.ids)
+        for h in settings.kb.search(question, settings.k)
+    ]
+
+
+def _given(index: int, document: Text, model: Model) -> _Chunk:
+    """A document passed by the caller, as one chunk."""
+    what = f"documents[{index}]"
+    if isinstance(document, str):
+        ids, text = model.text_tokenizer().encode(document), document
+        if not document.strip():
+            raise RequestError(f"{what} is empty; leave it out")
+    else:
+        ids, text = as_token_ids(document, model.config, what), ""
+    return _Chunk(Source(what, 0, None, None, text), "", ids)

@@ -1,0 +1,198 @@
+"""What config.json means: the families' defaults, RoPE in both spellings, and what is refused."""
+
+import dataclasses
+import math
+
+import pytest
+
+from jaxrag.config import LinearScaling, Llama3Scaling, YarnScaling
+from jaxrag.errors import ConfigError
+from jaxrag.models import FAMILIES
+from jaxrag.models.family import TensorRule
+from jaxrag.models.spec import param_specs
+
+
+def read(family, **keys):
+    return FAMILIES[family].read_config(keys)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_config_round_trips_through_config_json(family, tiny_config):
+    config = tiny_config(family, eos_ids=(2, 5), bos_id=None, dtype="bfloat16")
+    assert FAMILIES[family].read_config(FAMILIES[family].write_config(config)) == config
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        LinearScaling(2.5),
+        Llama3Scaling(8.0, 1.0, 4.0, 8192),
+        YarnScaling(4.0, 32768, 31.0, 1.5, 1.1386, False),
+    ],
+)
+def test_rope_scaling_round_trips(scaling, tiny_config):
+    config = tiny_config("qwen3")
+    config = dataclasses.replace(config, rope=dataclasses.replace(config.rope, scaling=scaling))
+    assert FAMILIES["qwen3"].read_config(FAMILIES["qwen3"].write_config(config)) == config
+
+
+def test_every_partial_rotary_dim_survives_the_round_trip(tiny_config):
+    config = tiny_config("glm")
+    for head_dim in range(2, 260):
+        for rotary_dim in range(2, head_dim + 1, 2):
+            rope = dataclasses.replace(config.rope, rotary_dim=rotary_dim)
+            wanted = dataclasses.replace(config, head_dim=head_dim, rope=rope)
+            hf = FAMILIES["glm"].write_config(wanted)
+            factor = hf["rope_parameters"]["partial_rotary_factor"]
+            assert int(head_dim * factor) == rotary_dim
+
+
+def test_families_differ_in_what_a_missing_key_means():
+    assert read("mistral").sliding_window == 4096
+    assert read("mistral", sliding_window=None).sliding_window is None
+    assert read("llama", hidden_size=96, num_attention_heads=4).head_dim == 24
+    assert read("qwen3", hidden_size=96).head_dim == 128
+    assert read("llama").num_kv_heads == 32
+    assert read("mistral").num_kv_heads == 8
+    assert read("mistral", num_key_value_heads=None).num_kv_heads == 32
+    assert read("glm").rope.rotary_dim == 64
+    assert read("glm", partial_rotary_factor=0.25).rope.rotary_dim == 32
+    assert read("glm", eos_token_id=None).eos_ids == (151329, 151336, 151338)
+    assert read("llama", eos_token_id=None).eos_ids == ()
+    assert read("glm4").norm_eps == 1.5625e-7
+
+
+def test_biases_and_norms_per_family():
+    llama = read("llama", attention_bias=True, mlp_bias=True)
+    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (True, True, True)
+    assert (read("qwen2").qkv_bias, read("qwen2").o_bias) == (True, False)
+    assert read("qwen3", attention_bias=True).o_bias
+    assert (read("glm").qkv_bias, read("glm").o_bias, read("glm").post_norms) == (
+        True,
+        False,
+        False,
+    )
+    assert not read("glm4", attention_bias=False).qkv_bias
+    assert read("glm4").post_norms
+    assert read("qwen3").qk_norm
+
+
+@pytest.mark.parametrize(
+    ("keys", "window", "layers"),
+    [
+        ({}, None, None),
+        ({"sliding_window": 64}, None, None),
+        ({"use_sliding_window": True, "max_window_layers": 4}, None, None),
+        ({"use_sliding_window": True, "max_window_layers": 0}, 4096, None),
+        (
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3},
+            64,
+            (False, False, False, True),
+        ),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window": 64,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            64,
+            (True, False, True, False),
+        ),
+    ],
+)
+def test_qwen_windows(keys, window, layers):
+    config = read("qwen2", num_hidden_layers=4, **keys)
+    assert (config.sliding_window, config.window_layers) == (window, layers)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_theta": 7.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_theta": 7.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 7.0, "factor": 2.0}},
+        {"rope_theta": 9, "rope_parameters": {"type": "linear", "rope_theta": 7, "factor": 2}},
+    ],
+)
+def test_rope_spellings(keys):
+    rope = read("llama", **keys).rope
+    assert (rope.theta, rope.scaling) == (7.0, LinearScaling(2.0))
+
+
+@pytest.mark.parametrize(
+    ("keys", "factor", "attention_factor"),
+    [
+        ({"factor": 4.0}, 4.0, 0.1 * math.log(4) + 1),
+        ({"factor": None}, 8.0, 0.1 * math.log(8) + 1),  # max positions / original
+        ({"factor": 0.5}, 0.5, 1.0),
+        ({"factor": 4.0, "attention_factor": 1.7}, 4.0, 1.7),
+        (
+            {"factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.4},
+            4.0,
+            (0.07 * math.log(4) + 1) / (0.04 * math.log(4) + 1),
+        ),
+        ({"factor": 4.0, "mscale": 0.7}, 4.0, 0.1 * math.log(4) + 1),
+    ],
+)
+def test_yarn_factors(keys, factor, attention_factor):
+    scaling = {"type": "yarn", "original_max_position_embeddings": 256, **keys}
+    got = read("llama", max_position_embeddings=2048, rope_scaling=scaling).rope.scaling
+    assert isinstance(got, YarnScaling)
+    assert (got.factor, got.beta_fast, got.beta_slow, got.truncate) == (factor, 32, 1, True)
+    assert got.attention_factor == pytest.approx(attention_factor, rel=1e-12)
+
+
+def test_original_length_beside_the_rope_settings_wins():
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    rope = read("llama", rope_scaling=scaling, original_max_position_embeddings=128).rope
+    assert rope.scaling.original_max_positions == 128
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "words"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ("llama", {"rope_scaling": {"rope_type": "longrope"}}, "'longrope'"),
+        ("llama", {"rope_scaling": {"type": "linear"}}, "'factor'"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": -1}}, "factor=-1"),
+        ("llama", {"rope_scaling": {"type": "default", "mrope_section": [1]}}, "mrope_section"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ("llama", {"sliding_window": 64}, "sliding_window=64"),
+        ("llama", {"hidden_size": "64"}, "hidden_size='64'"),
+        ("llama", {"hidden_size": 100}, "hidden_size=100"),
+        ("llama", {"attention_bias": "no"}, "attention_bias='no'"),
+        ("llama", {"dtype": "float64"}, "dtype='float64'"),
+        ("llama", {"num_hidden_layers": 0}, "num_layers=0"),
+        ("llama", {"num_key_value_heads": 5}, "num_kv_heads=5"),
+        ("mistral", {"layer_types": ["full_attention"]}, "full_attention"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 32}, "chunked_attention"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 32}, "use_sliding_window=False"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "1 entries for 32 layers"),
+        ("glm", {"sliding_window": 64}, "sliding_window=64"),
+        ("glm", {"eos_token_id": [1, "x"]}, "eos_token_id"),
+    ],
+)
+def test_refusals_name_the_key_and_its_value(family, keys, words):
+    with pytest.raises(ConfigError, match="^[^\n]*$") as caught:
+        read(family, **keys)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_of_a_family_has_one_tensor_rule(family, tiny_config):
+    paths = [path for rule in FAMILIES[family].tensors for path in rule.paths]
+    assert len(paths) == len(set(paths))
+    specs = param_specs(tiny_config(family))
+    layers = {f"layers.{name}" for name, spec in vars(specs.layers).items() if spec is not None}
+    assert layers <= set(paths)
+
+
+def test_tensor_rule_shapes():
+    rule = TensorRule("x.{layer}", ("layers.o",), "d (n h) -> n h d")
+    assert rule.file_shape((6, 10, 24)) == (24, 60)
+    assert rule.inverse == "n h d -> d (n h)"
+    fused = TensorRule("x.{layer}", ("layers.gate", "layers.up"), "f d -> d f")
+    assert fused.file_shape((24, 37)) == (74, 24)
