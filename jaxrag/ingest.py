@@ -101,6 +101,8 @@ class Ingest:
         start = time.perf_counter()
         _ = self._tokenizer
         accepted, skipped = _accept(documents)
+        if accepted:
+            self._keep_prefix()
         characters = sum(len(document.text) for document in accepted)
         count: collections.Counter[str] = collections.Counter()
         with tqdm(
@@ -131,6 +133,17 @@ class Ingest:
             skipped=tuple(skipped),
             seconds=time.perf_counter() - start,
         )
+
+    def _keep_prefix(self) -> None:
+        """Make the KV of the template's prefix durable: every prompt begins with it."""
+        prefix, nothing = self._prefix, self._prefix[:0]
+        if not len(prefix):
+            return
+        key = chunk_key(self.model, "isolated", nothing, prefix)
+        if self.store.head([key], on_corrupt="skip") == [None]:
+            record = provenance(self.model, "isolated", nothing, prefix)
+            for _, kv in encode_chunks(self.model, "isolated", nothing, [prefix]):
+                self.store.put(key, kv, record=record)
 
     def _batches(
         self, documents: Iterable[Document], skipped: list[BadDocument]

@@ -5,7 +5,7 @@ import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import numpy as np
 
@@ -16,7 +16,8 @@ from jaxrag.errors import KnowledgeBaseError, RequestError
 from jaxrag.ingest import AddReport, Ingest, Source
 from jaxrag.models.model import Model
 from jaxrag.prompts import PromptTemplate, template_from_dict, template_named
-from jaxrag.store import ChunkStore, KVLayout, Mode
+from jaxrag.store import ChunkStore, KVLayout
+from jaxrag.store.chunk_store import Mode
 
 CATALOG = "catalog.sqlite"
 DEFAULT_CHUNK_TOKENS = 512
@@ -94,6 +95,8 @@ class KnowledgeBase:
           TokenizerError: a new knowledge base for a model without a tokenizer.
           StoreError: files that cannot be read or written.
         """
+        if mode not in get_args(Mode):
+            raise KnowledgeBaseError(f"mode={mode!r}: expected one of {', '.join(get_args(Mode))}")
         folder = _folder(path)
         wanted = template_named(template) if isinstance(template, str) else template
         for name in encoders or ():
@@ -196,7 +199,8 @@ class KnowledgeBase:
         return self._catalog.documents()
 
     def stats(self) -> dict[str, Any]:
-        """Counts and settings, JSON-able; ``stored`` is what the chunk store holds of this model.
+        """Counts and settings, JSON-able; ``stored`` is what the chunk store holds of this model, the
+        KV of the template's prefix among it.
 
         Reads every commit record of the store.
         """

@@ -15,9 +15,11 @@ from jaxrag.config import ModelConfig
 from jaxrag.encode import chunk_key, encode_chunks, provenance
 from jaxrag.models.model import Model
 from jaxrag.rope import RopeTable, place
-from jaxrag.segments import fine_bucket
+from jaxrag.segments import bucket
 from jaxrag.store import KVStore
 from jaxrag.types import Array, HostArray
+
+WINDOW_TOKENS = 2048  # of chunks that are read and placed at once
 
 
 @dataclasses.dataclass
@@ -98,16 +100,32 @@ def bring_in(
 
 def _read(
     model: Model, store: KVStore, wanted: dict[str, HostArray], pages: dict[str, tuple[int, ...]]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+) -> tuple[list[str], list[str]]:
     """Read what the store holds into the pool; returns the missing and the corrupt keys."""
-    if not wanted:
-        return (), ()
-    total = sum(len(ids) for ids in wanted.values())
-    buffer = model.cache.staging(model.config, fine_bucket(total, 256))
-    read = store.get_many(list(wanted), out=buffer, on_missing="skip")
-    if read.offsets:
-        _place_spans(model, buffer, read.offsets, pages)
-    return read.missing, read.corrupt
+    missing: list[str] = []
+    corrupt: list[str] = []
+    for keys in _windows({key: len(ids) for key, ids in wanted.items()}):
+        tokens = sum(len(wanted[key]) for key in keys)
+        buffer = model.cache.staging(model.config, bucket(tokens, 256))
+        read = store.get_many(keys, out=buffer, on_missing="skip")
+        if read.offsets:
+            _place_spans(model, buffer, read.offsets, pages)
+        missing += read.missing
+        corrupt += read.corrupt
+    return missing, corrupt
+
+
+def _windows(lengths: Mapping[str, int]) -> list[list[str]]:
+    """Keys in runs of at most WINDOW_TOKENS tokens, so that few shapes are ever compiled."""
+    runs: list[list[str]] = []
+    filled = WINDOW_TOKENS
+    for key, length in lengths.items():
+        if filled + length > WINDOW_TOKENS:
+            runs.append([])
+            filled = 0
+        runs[-1].append(key)
+        filled += length
+    return runs
 
 
 def _encode(
@@ -127,7 +145,7 @@ def _encode(
             # A key whose record stands but whose bytes are gone or damaged is healed by this.
             store.put(key, kv, record=origin, replace=True)
         length = kv.shape[2]
-        buffer = model.cache.staging(model.config, fine_bucket(length, 256))
+        buffer = model.cache.staging(model.config, bucket(length, 256))
         buffer[:, :, :length] = kv
         _place_spans(model, buffer, {key: (0, length)}, pages)
 

@@ -23,7 +23,7 @@ from jaxrag.store import KVStore
 from jaxrag.types import FINAL, Array, HostArray, Tokens
 
 PREFILL_TOKENS = 2048  # tokens of one forward; longer prompts run in pieces of this many
-MIN_TABLE_PAGES = 64  # tables are padded to powers of two from here, hidden pages cost nothing
+MIN_TABLE_PAGES = 256  # tables are padded to powers of two from here; hidden pages cost nothing
 
 
 @dataclasses.dataclass(frozen=True)

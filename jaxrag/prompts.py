@@ -45,6 +45,12 @@ class PromptTemplate:
 
     def __post_init__(self) -> None:
         """Refuse a template that would lose the text or the question."""
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), bool if field.name == "chat" else str
+            if not isinstance(value, kind):
+                raise ConfigError(
+                    f"template {self.name!r}: {field.name}={value!r}, expected a {kind.__name__}"
+                )
         for field, needed, allowed in (
             ("prefix", None, set()),
             ("chunk", "text", {"text", "title"}),

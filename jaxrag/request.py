@@ -121,6 +121,8 @@ def prepare(
     """
     model, template = settings.model, settings.template
     start = time.perf_counter()
+    if isinstance(question, str):
+        _check_text("the question", question)
     if documents is not None:
         found = [_given(i, document, model) for i, document in enumerate(documents)]
     else:
@@ -131,8 +133,6 @@ def prepare(
     notes = [] if found else ["no chunk was found for the question; it was asked without any"]
     if isinstance(question, str):
         tokenizer = model.text_tokenizer()
-        if not question.strip():
-            raise RequestError("the question is empty; ask something")
         prefix = template.prefix_ids(tokenizer)
         final = template.final_ids(tokenizer, question)
         chunks = tuple(template.chunk_ids(tokenizer, chunk.ids, chunk.title) for chunk in found)
@@ -171,6 +171,17 @@ def is_ids(x: Any) -> bool:
     return bool(x) and all(isinstance(i, int | np.integer) for i in x)
 
 
+def _check_text(what: str, text: str) -> None:
+    if not text.strip():
+        raise RequestError(f"{what} is empty; expected a text with words in it")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{what} holds half of a surrogate pair at character {error.start}; repair the text"
+        ) from None
+
+
 def _check_cache(settings: Settings, request: Request) -> None:
     need, there = pages_of(settings, [request]), settings.model.cache.owners.num_pages
     if need > there:
@@ -195,9 +206,8 @@ def _given(index: int, document: Text, model: Model) -> _Chunk:
     """A document passed by the caller, as one chunk."""
     what = f"documents[{index}]"
     if isinstance(document, str):
+        _check_text(what, document)
         ids, text = model.text_tokenizer().encode(document), document
-        if not document.strip():
-            raise RequestError(f"{what} is empty; leave it out")
     else:
         ids, text = as_token_ids(document, model.config, what), ""
     return _Chunk(Source(what, 0, None, None, text), "", ids)

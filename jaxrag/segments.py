@@ -90,12 +90,6 @@ def bucket(size: int, smallest: int = 16) -> int:
     return max(smallest, 1 << max(size - 1, 0).bit_length())
 
 
-def fine_bucket(size: int, smallest: int = 16) -> int:
-    """The next of eight steps an octave that holds ``size``: at most an eighth is padding."""
-    step = max(bucket(size, smallest) // 16, 1)
-    return max(smallest, -(-size // step) * step)
-
-
 def pieces(length: int, largest: int) -> list[tuple[int, int]]:
     """Split a prefill of ``length`` tokens into (tokens, bucket) pieces of few distinct shapes.
 

@@ -68,7 +68,13 @@ def paged_attention(
     k_low, k_high = tile_range(slot_position, kv_size, slot_position != _HIDDEN)
     live = k_low[:, None, :] <= q_high[:, :, None]
     live &= within_window(q_low[:, :, None], k_high[:, None, :], window)
-    live = live.any(0)
+    # Whole: every real query is behind every slot of the tile, and within its window.
+    whole = slot_position.reshape(batch, num_kv_tiles, kv_size).max(-1)[:, None, :]
+    whole = whole <= q_low[:, :, None]
+    whole &= within_window(q_high[:, :, None], k_low[:, None, :], window)
+    # Rows without any query in a tile (padding) do not decide.
+    idle = (q_high < q_low)[:, :, None]
+    live, whole = (live & ~idle).any(0), (whole | idle).all(0)
 
     def table(x: Array, j: Array, size: int) -> Array:
         return lax.dynamic_slice_in_dim(x, j * size, size, 1)
@@ -108,12 +114,12 @@ def paged_attention(
 
     if rotate_side == "query":
 
-        def score_tile(i: Array, j: Array) -> tuple[Array, Array, Array]:
+        def score_tile(i: Array, j: Array) -> tuple[Array, Array]:
             keys, values, at = gather(j)
             per_page = jax.vmap(lambda a: rotated_queries(query_position - a[:, None]), 1, 1)(at)
             q_i = lax.dynamic_index_in_dim(per_page, i, 3, keepdims=False)  # [B, p, K, R, H]
             scores = jnp.einsum("bpkrh,bpskh->bkrps", q_i, keys, preferred_element_type=jnp.float32)
-            return scores.reshape(*scores.shape[:3], kv_size) * scale, visible_tile(i, j), values
+            return scores.reshape(*scores.shape[:3], kv_size) * scale, values
 
     else:
         keys_and_values = keys_in_place
@@ -133,12 +139,15 @@ def paged_attention(
 
         q_tiles = rotated_queries(query_position)
 
-        def score_tile(i: Array, j: Array) -> tuple[Array, Array, Array]:
+        def score_tile(i: Array, j: Array) -> tuple[Array, Array]:
             keys, values = keys_and_values(j)
             q_i = lax.dynamic_index_in_dim(q_tiles, i, 2, keepdims=False)
             scores = jnp.einsum("bkrh,bksh->bkrs", q_i, keys, preferred_element_type=jnp.float32)
-            return scores * scale, visible_tile(i, j), values
+            return scores * scale, values
 
     shape = (batch, num_kv_heads, group * tile, dim)
-    out, lse = tiled_attention(live, score_tile, shape, q.dtype)
-    return join_queries(out, group, tile)[:, :length], join_queries(lse, group, tile)[:, :length]
+    out, lse = tiled_attention(live, whole, score_tile, visible_tile, shape, q.dtype)
+    out = join_queries(out, group, tile)[:, :length]
+    lse = join_queries(lse, group, tile)[:, :length]
+    real = (query_position >= 0)[:, :length, None]
+    return jnp.where(real[..., None], out, 0), jnp.where(real, lse, -jnp.inf)

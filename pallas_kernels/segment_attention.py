@@ -11,6 +11,7 @@ from jax import lax
 from pallas_kernels.tiles import TILE, join_queries, pad_to, split_queries, tiled_attention
 from pallas_kernels.visibility import (
     EMPTY,
+    EXAMPLE_MASK,
     FINAL,
     PREFIX,
     overlaps,
@@ -54,7 +55,6 @@ def segment_attention(
     segments = pad_to(segments, 1, tile, EMPTY)
     if examples is not None:
         examples = pad_to(examples, 1, tile)
-    num_tiles = q.shape[1] // tile
 
     q_tiles = split_queries(q, num_kv_heads, tile)  # [B, K, I, R, H]
     k_heads, v_heads = (x.transpose(0, 2, 1, 3) for x in (k, v))  # [B, K, T, H]
@@ -62,7 +62,13 @@ def segment_attention(
     def cut(x: Array, i: Array) -> Array:
         return lax.dynamic_slice_in_dim(x, i * tile, tile, 1)
 
-    def score_tile(i: Array, j: Array) -> tuple[Array, Array, Array]:
+    def score_tile(i: Array, j: Array) -> tuple[Array, Array]:
+        q_i = lax.dynamic_index_in_dim(q_tiles, i, 2, keepdims=False)
+        k_j, v_j = (lax.dynamic_slice_in_dim(x, j * tile, tile, 2) for x in (k_heads, v_heads))
+        scores = jnp.einsum("bkrh,bksh->bkrs", q_i, k_j, preferred_element_type=jnp.float32)
+        return scores * scale, v_j
+
+    def visible_tile(i: Array, j: Array) -> Array:
         order = jnp.arange(tile, dtype=jnp.int32)
         see = packed_visible(
             (order + i * tile)[None, :, None],
@@ -74,30 +80,41 @@ def segment_attention(
             prefix_visible,
         )
         see &= within_window(cut(positions, i)[:, :, None], cut(positions, j)[:, None, :], window)
-        q_i = lax.dynamic_index_in_dim(q_tiles, i, 2, keepdims=False)
-        k_j, v_j = (lax.dynamic_slice_in_dim(x, j * tile, tile, 2) for x in (k_heads, v_heads))
-        scores = jnp.einsum("bkrh,bksh->bkrs", q_i, k_j, preferred_element_type=jnp.float32)
-        return scores * scale, jnp.tile(see, (1, group, 1))[:, None], v_j
+        return jnp.tile(see, (1, group, 1))[:, None]
 
-    live = _live_tiles(segments, examples, tile, num_tiles, prefix_visible)
+    live, whole = classify_tiles(segments, examples, tile, prefix_visible)
+    if window is not None:
+        whole = jnp.zeros_like(whole)
     shape = (q.shape[0], num_kv_heads, group * tile, q.shape[3])
-    out, lse = tiled_attention(live, score_tile, shape, q.dtype)
+    out, lse = tiled_attention(live, whole, score_tile, visible_tile, shape, q.dtype)
     return join_queries(out, group, tile)[:, :length], join_queries(lse, group, tile)[:, :length]
 
 
-def _live_tiles(
-    segments: Array, examples: Array | None, tile: int, num_tiles: int, prefix_visible: bool
-) -> Array:
-    """[I, J] bool: may any query of tile i see any key of tile j, in any row? Never misses one."""
+def classify_tiles(
+    segments: Array, examples: Array | None, tile: int, prefix_visible: bool
+) -> tuple[Array, Array]:
+    """Which tile pairs of rows [B, T] matter, and which need no mask: two of [I, J] bool.
+
+    The first never misses a pair in which some query of some row sees some key; the second claims
+    only pairs in which every query of every row sees every key.
+    """
     used = segments != EMPTY
     low, high = tile_range(segments, tile, used)
-    has_final = ((segments == FINAL).reshape(*segments.shape[:-1], num_tiles, tile)).any(-1)
-    see = overlaps(low[:, :, None], high[:, :, None], low[:, None, :], high[:, None, :])
-    see |= has_final[:, :, None] & (high >= low)[:, None, :]
+    full = used.reshape(*segments.shape[:-1], -1, tile).all(-1)
+    final = (segments == FINAL).reshape(*segments.shape[:-1], -1, tile)
+    q_low, q_high, k_low, k_high = low[:, :, None], high[:, :, None], low[:, None, :], high[:, None]
+    some = overlaps(q_low, q_high, k_low, k_high)
+    some |= final.any(-1)[:, :, None] & (k_high >= k_low)
+    every = final.all(-1)[:, :, None] | ((q_low == k_low) & (q_high == k_high) & (q_low == q_high))
+    every &= full[:, :, None] & full[:, None, :]
     if prefix_visible:
-        see |= (low == PREFIX)[:, None, :] & (high >= low)[:, :, None]
+        some |= (k_low == PREFIX) & (q_high >= q_low)
     if examples is not None:
-        low, high = tile_range(examples & 0xFFFF, tile, used)
-        see &= overlaps(low[:, :, None], high[:, :, None], low[:, None, :], high[:, None, :])
-    order = jnp.arange(num_tiles)
-    return see.any(0) & (order[None, :] <= order[:, None])
+        low, high = tile_range(examples & EXAMPLE_MASK, tile, used)
+        some &= overlaps(low[:, :, None], high[:, :, None], low[:, None, :], high[:, None, :])
+        low, high = tile_range(examples, tile)
+        every &= (low == high)[:, :, None] & (low[:, :, None] == low[:, None, :])
+        every &= (low == high)[:, None, :]
+    order = jnp.arange(segments.shape[-1] // tile)
+    earlier = order[None, :] < order[:, None]
+    return some.any(0) & (order[None, :] <= order[:, None]), every.all(0) & earlier

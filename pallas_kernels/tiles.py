@@ -4,6 +4,7 @@ Only tiles marked live are computed, so hidden halves and foreign chunks cost no
 one tile at a time, so no T x S array is ever stored. Scores and sums are float32.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 Array = jax.Array
+_State = tuple[Array, Array, Array]  # running out, maximum and sum
 
 TILE = 256  # queries and keys of one tile; measured best of 128..1024 on CPU, and a sane GPU size
 _FLOOR = -1e30  # running maximum before any key was seen; finite, so that differences stay finite
@@ -28,7 +30,9 @@ def pad_to(x: Array, axis: int, multiple: int, value: float = 0) -> Array:
 
 def tiled_attention(
     live: Array,
-    score_tile: Callable[[Array, Array], tuple[Array, Array, Array]],
+    whole: Array,
+    score_tile: Callable[[Array, Array], tuple[Array, Array]],
+    visible_tile: Callable[[Array, Array], Array],
     shape: tuple[int, int, int, int],
     dtype: jnp.dtype,
 ) -> tuple[Array, Array]:
@@ -36,41 +40,54 @@ def tiled_attention(
 
     Args:
       live: [I, J] bool, which key tiles a query tile has to visit.
-      score_tile: (i, j) -> scaled scores [B, K, R, S] float32, visible (bool, broadcastable to the
-        scores) and values [B, K, S, H], for query tile i and key tile j.
+      whole: [I, J] bool, where every query that is no padding sees every key: no mask is applied.
+      score_tile: (i, j) -> scaled scores [B, K, R, S] float32 and values [B, K, S, H] of query tile
+        i and key tile j.
+      visible_tile: (i, j) -> bool, broadcastable to the scores; called where a tile is not whole.
       shape: (B, K, R, H); R rows of a query tile are G query heads times queries.
       dtype: of the returned ``out``.
 
     Returns:
       out [B, K, I, R, H] (0 where nothing is visible) and lse [B, K, I, R] float32 (-inf there).
+      Padding queries hold anything where a tile was whole.
     """
     batch, heads, rows, dim = shape
-    # Live tiles first, in order: the loop below then has a dynamic length and no dead iterations.
-    visit = jnp.argsort(~live, axis=1, stable=True)
-    count = live.sum(axis=1)
+
+    # Live tiles first, in order: the loops below have dynamic lengths and no dead iterations.
+    def listed(chosen: Array) -> tuple[Array, Array]:
+        return jnp.argsort(~chosen, axis=1, stable=True), chosen.sum(axis=1)
+
+    unmasked, masked = listed(live & whole), listed(live & ~whole)
 
     def query_tile(_: None, i: Array) -> tuple[None, tuple[Array, Array]]:
-        def key_tile(step: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        def update(j: Array, state: _State, mask: bool) -> _State:
             out, top, total = state
-            scores, see, values = score_tile(i, visit[i, step])
-            scores = jnp.where(see, scores, _FLOOR)
+            scores, values = score_tile(i, j)
+            if mask:
+                see = visible_tile(i, j)
+                scores = jnp.where(see, scores, _FLOOR)
             new_top = jnp.maximum(top, scores.max(-1))
-            weights = jnp.where(see, jnp.exp(scores - new_top[..., None]), 0.0)
+            weights = jnp.exp(scores - new_top[..., None])
+            if mask:
+                weights = jnp.where(see, weights, 0.0)
             shrink = jnp.exp(top - new_top)
-            update = jnp.einsum(
+            part = jnp.einsum(
                 "bkrs,bksh->bkrh",
                 weights.astype(values.dtype),
                 values,
                 preferred_element_type=jnp.float32,
             )
-            return out * shrink[..., None] + update, new_top, total * shrink + weights.sum(-1)
+            return out * shrink[..., None] + part, new_top, total * shrink + weights.sum(-1)
 
-        start = (
+        state = (
             jnp.zeros((batch, heads, rows, dim), jnp.float32),
             jnp.full((batch, heads, rows), _FLOOR, jnp.float32),
             jnp.zeros((batch, heads, rows), jnp.float32),
         )
-        out, top, total = lax.fori_loop(0, count[i], key_tile, start)
+        for (visit, count), mask in ((unmasked, False), (masked, True)):
+            step = functools.partial(_visit, update=update, visit=visit[i], mask=mask)
+            state = lax.fori_loop(0, count[i], step, state)
+        out, top, total = state
         seen = total > 0
         out = out / jnp.where(seen, total, 1.0)[..., None]
         lse = jnp.where(seen, top + jnp.log(jnp.where(seen, total, 1.0)), -jnp.inf)
@@ -81,6 +98,17 @@ def tiled_attention(
         return out[:, :, None], lse[:, :, None]
     _, (out, lse) = lax.scan(query_tile, None, jnp.arange(live.shape[0], dtype=jnp.int32))
     return jnp.moveaxis(out, 0, 2), jnp.moveaxis(lse, 0, 2)
+
+
+def _visit(
+    step: Array,
+    state: _State,
+    *,
+    update: Callable[[Array, _State, bool], _State],
+    visit: Array,
+    mask: bool,
+) -> _State:
+    return update(visit[step], state, mask)
 
 
 def split_queries(q: Array, num_kv_heads: int, tile: int) -> Array:

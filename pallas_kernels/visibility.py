@@ -32,7 +32,7 @@ FINAL = 2
 # examples = example | question << QUESTION_SHIFT. Tokens of question 0 belong to every question of
 # their example: documents shared by several questions that do not see each other.
 QUESTION_SHIFT = 16
-_EXAMPLE_MASK = (1 << QUESTION_SHIFT) - 1
+EXAMPLE_MASK = (1 << QUESTION_SHIFT) - 1
 
 Array = jax.Array
 
@@ -53,7 +53,7 @@ def packed_visible(
     see &= (k_segment != EMPTY) & (q_segment != EMPTY) & (k_order <= q_order)
     if q_example is not None and k_example is not None:
         k_question = k_example >> QUESTION_SHIFT
-        see &= (q_example & _EXAMPLE_MASK) == (k_example & _EXAMPLE_MASK)
+        see &= (q_example & EXAMPLE_MASK) == (k_example & EXAMPLE_MASK)
         see &= (k_question == 0) | (k_question == q_example >> QUESTION_SHIFT)
     return see
 

@@ -1,8 +1,10 @@
 """What every test shares: eight CPU devices, full matmul precision, a small odd-sized config."""
 
 import dataclasses
+import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # inherited by the subprocesses of the tests
@@ -10,8 +12,14 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # inherited by the subprocesses o
 import jax
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxrag.config import ModelConfig, RopeConfig
+from jaxrag.models.export import export_hf
+from jaxrag.models.model import Model, load_model
+from jaxrag.models.spec import init_params
+from jaxrag.prompts import TEMPLATES
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -61,6 +69,46 @@ def tiny_config() -> Callable[..., ModelConfig]:
         return dataclasses.replace(TINY, family=family, **{**FAMILY_CHANGES[family], **changes})
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE tokenizer that knows the words of the templates, with BOS and specials."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    corpus = [t.prefix + t.chunk + t.final for t in TEMPLATES.values()]
+    tokenizer.train_from_iterator(corpus, trainer)
+    directory = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def model_dir(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_config: Callable[..., ModelConfig],
+    tokenizer_dir: Path,
+) -> Path:
+    """A Hugging Face directory of a random Llama that takes text. Copy it to change it."""
+    config = tiny_config(vocab_size=600, num_layers=2, max_positions=1024)
+    directory = tmp_path_factory.mktemp("model") / "llama"
+    export_hf(directory, init_params(config, jax.random.key(3)), config, tokenizer_dir)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def text_model(model_dir: Path) -> Model:
+    """The model of ``model_dir``."""
+    return load_model(model_dir, cache_tokens=8192)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ LAYERS = (
     ("index", "documents", "chunking"),
     ("encode", "catalog", "retrieve", "ingest", "knowledge_base"),
     ("load", "prefill", "methods"),
-    ("answer", "request", "generation", "batch"),
+    ("answer", "request", "generation", "batch_files", "batch"),
     ("jaxrag",),
     ("bench",),
     ("cli", "__main__"),

@@ -182,7 +182,7 @@ def test_interrupted_run_is_continued(tmp_path, model, monkeypatch):
             yielded += 1
             yield item
 
-    kb = KnowledgeBase.open(tmp_path, model, chunk_tokens=100)
+    kb = KnowledgeBase.open(tmp_path, model, template="plain", chunk_tokens=100)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(ingest, "encode_chunks", dying)
         kb.add(documents)
@@ -235,7 +235,7 @@ def test_second_encoder_is_added_to_the_documents_that_are_there(tmp_path, model
         assert (second.unchanged, second.replaced) == (1, 0)
         assert kb.stats()["encoders"] == {"isolated": first.chunks, "after_prefix": first.chunks}
         assert kb.add(documents).unchanged == 1
-        assert kb.stats()["stored"]["chunks"] == 2 * first.chunks
+        assert kb.stats()["stored"]["chunks"] == 2 * first.chunks + 1  # the prefix
 
 
 def test_everything_is_remembered_and_search_needs_no_model(tmp_path, model):
@@ -250,7 +250,8 @@ def test_everything_is_remembered_and_search_needs_no_model(tmp_path, model):
         assert kb.search("gneiss")[0].document_id == "a"
         stats = kb.stats()
         assert json.loads(json.dumps(stats)) == stats
-        assert (stats["documents"], stats["chunks"], stats["stored"]["chunks"]) == (1, 1, 1)
+        assert (stats["documents"], stats["chunks"]) == (1, 1)
+        assert stats["stored"]["chunks"] == 2  # one of them the template's prefix
         assert stats["model_digest"] == model.digest
         with pytest.raises(KnowledgeBaseError, match="without a model"):
             kb.add(["more"])
@@ -318,3 +319,21 @@ def test_question_without_words_finds_nothing(kb):
 def test_progress_draws_nothing_where_there_is_no_terminal(kb, capfd):
     kb.add([Document("a", text_of(1))], progress=True)
     assert capfd.readouterr() == ("", "")
+
+
+def test_opened_for_reading_nothing_changes(tmp_path, model):
+    with pytest.raises(KnowledgeBaseError, match="for writing"):
+        KnowledgeBase.open(tmp_path / "kb", model, mode="r")
+    assert not (tmp_path / "kb").exists()
+    with KnowledgeBase.open(tmp_path / "kb", model, chunk_tokens=100) as kb:
+        kb.add([Document("a", "basalt")])
+    with pytest.raises(KnowledgeBaseError, match="for writing"):
+        KnowledgeBase.open(tmp_path / "kb", model, encoders=["after_prefix"], mode="r")
+    with pytest.raises(KnowledgeBaseError, match="expected one of r, rw"):
+        KnowledgeBase.open(tmp_path / "kb", model, mode="w")
+    with KnowledgeBase.open(tmp_path / "kb", model, mode="r") as kb:
+        assert kb.search("basalt")[0].document_id == "a"
+        assert not kb.store.writable
+        with pytest.raises(KnowledgeBaseError, match="opened for reading"):
+            kb.add([Document("b", "gneiss")])
+        assert kb.encoders == ("isolated",)

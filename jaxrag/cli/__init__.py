@@ -4,7 +4,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxrag.cli import ask, bench, convert, ingest, kb
 from jaxrag.errors import JaxragError
@@ -24,9 +24,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in COMMANDS:
         command.add_parser(commands)
     args = parser.parse_args(argv)
+    return run_command(args.run, args)
+
+
+def run_command(run: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> int:
+    """Run a command and report in one line what a user can meet; returns the exit code."""
     logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
     try:
-        return int(args.run(args) or 0)
+        return run(args) or 0
     except JaxragError as error:
         print(f"jaxrag: error: {error}", file=sys.stderr)
         return 1

@@ -2,17 +2,19 @@
 
 import argparse
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from jaxrag.cli.options import (
     add_command,
+    add_generation,
     add_json,
     add_model,
     human_count,
     load,
     open_kb,
     print_json,
+    sampling_of,
     shorten,
     table,
 )
@@ -30,24 +32,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("question", help="the question, as text")
     parser.add_argument("--kb", metavar="DIR", help="knowledge base to retrieve from")
     parser.add_argument(
-        "--documents", nargs="+", metavar="FILE", help="use these files as the chunks instead"
+        "--documents", nargs="+", metavar="FILE", help="use these texts as the chunks instead"
     )
     add_model(parser, required=False, text="the one that the knowledge base remembers")
-    parser.add_argument(
-        "--method",
-        default="turborag",
-        help="full_attention, full_reuse, turborag, turborag_composite, block_attention (turborag)",
-    )
-    parser.add_argument("--template", metavar="NAME", help="the knowledge base's own")
-    parser.add_argument("--k", type=int, default=5, metavar="N", help="chunks to retrieve (5)")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="(64)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="0 keeps all (0)")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 keeps all (1)")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling (0)")
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="ends the answer"
-    )
+    add_generation(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -56,17 +44,15 @@ def run(args: argparse.Namespace) -> int:
     """Print the answer as it grows, then its sources and its account; or one JSON object."""
     from jaxrag.generation import Result, generate
     from jaxrag.methods import method_named
-    from jaxrag.sampling import Sampling
 
     method = method_named(args.method)
-    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     options: dict[str, Any] = {
-        "documents": None if args.documents is None else [_read(path) for path in args.documents],
+        "documents": None if args.documents is None else _read(args.documents),
         "method": method,
         "template": args.template,
         "k": args.k,
         "max_new_tokens": args.max_new_tokens,
-        "sampling": sampling,
+        "sampling": sampling_of(args),
         "stop": args.stop,
     }
     if args.kb is None:
@@ -92,13 +78,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise DocumentError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DocumentError(f"{path}: not readable as UTF-8 text ({error})") from None
+def _read(paths: Sequence[str]) -> list[str]:
+    """The texts of files as ``jaxrag ingest`` reads them; here a bad one ends the command."""
+    from jaxrag.documents import BadDocument, read_paths
+
+    texts = []
+    for found in read_paths(paths):
+        if isinstance(found, BadDocument):
+            raise DocumentError(f"{found.source}: {found.reason}")
+        texts.append(found.text)
+    return texts
 
 
 def _print_account(result: Any) -> None:

@@ -10,6 +10,7 @@ from jaxrag.errors import ConfigError, KnowledgeBaseError
 if TYPE_CHECKING:
     from jaxrag.knowledge_base import KnowledgeBase
     from jaxrag.models.model import Model
+    from jaxrag.sampling import Sampling
 
 
 def add_command(
@@ -48,6 +49,34 @@ def add_model(parser: argparse.ArgumentParser, required: bool, text: str) -> Non
 def add_json(parser: argparse.ArgumentParser) -> None:
     """--json."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_generation(parser: argparse.ArgumentParser) -> None:
+    """--method, --template, --k, --max-new-tokens, --stop and the settings of sampling."""
+    parser.add_argument(
+        "--method",
+        default="turborag",
+        help="full_attention, full_reuse, turborag, turborag_composite, block_attention (turborag)",
+    )
+    parser.add_argument(
+        "--template", metavar="NAME", help="a template's name or .toml file (that of --kb)"
+    )
+    parser.add_argument("--k", type=int, default=5, metavar="N", help="chunks to retrieve (5)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="(64)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
+    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="0 keeps all (0)")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 keeps all (1)")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling (0)")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="ends the answer; repeatable"
+    )
+
+
+def sampling_of(args: argparse.Namespace) -> "Sampling":
+    """The Sampling of --temperature, --top-k, --top-p and --seed."""
+    from jaxrag.sampling import Sampling
+
+    return Sampling(args.temperature, args.top_k, args.top_p, args.seed)
 
 
 def load(args: argparse.Namespace, path: str, dtype: str | None) -> "Model":

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrag.attention import PackedAttend
-from jaxrag.cache import PAGE, PagedCache, PagePool
+from jaxrag.cache import PAGE, PagedCache
 from jaxrag.config import ModelConfig, config_to_dict
 from jaxrag.errors import RequestError, TokenizerError
 from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
@@ -177,8 +177,7 @@ class Model:
         if self.mesh is None:
             return None
         shape = (1, PAGE, self.config.num_kv_heads, self.config.head_dim)
-        pool = sharding(self.mesh, shape, (None, None, "kv_heads", None), Rules(), "KV pool")
-        return jax.tree.map(lambda _: pool, PagePool(k=0, v=0))  # type: ignore[arg-type]
+        return sharding(self.mesh, shape, (None, None, "kv_heads", None), Rules(), "KV pool")
 
     def _default_cache_tokens(self) -> int:
         device = jax.tree.leaves(self.params)[0].devices().pop()

@@ -155,16 +155,17 @@ def test_window_and_examples_equal_dense(rng, window):
 
 def test_only_tiles_that_can_be_seen_are_visited():
     tile = tiles_module.TILE
-    from pallas_kernels.segment_attention import _live_tiles
+    from pallas_kernels.segment_attention import classify_tiles
 
     # four chunks of one tile each, then a final block of one tile
     segments = np.repeat([[3, 4, 5, 6, 2]], tile, axis=1)
-    live = np.asarray(_live_tiles(jnp.asarray(segments), None, tile, 5, False))
-    assert live.tolist() == [[i == j or (i == 4 and j < 4) for j in range(5)] for i in range(5)]
+    live, whole = map(np.asarray, classify_tiles(jnp.asarray(segments), None, tile, False))
+    assert live.tolist() == [[i == j or i == 4 for j in range(5)] for i in range(5)]
+    assert whole.tolist() == [[i == 4 and j < 4 for j in range(5)] for i in range(5)]
 
 
 def test_never_skips_a_tile_that_is_seen(rng):
-    from pallas_kernels.segment_attention import _live_tiles
+    from pallas_kernels.segment_attention import classify_tiles
 
     tile = 4
     for trial in range(60):
@@ -175,7 +176,8 @@ def test_never_skips_a_tile_that_is_seen(rng):
         for prefix_visible in (False, True):
             mask = mask_of(jnp.asarray(segments), None, prefix_visible)[0]
             count = segments.shape[1] // tile
-            live = np.asarray(_live_tiles(jnp.asarray(segments), None, tile, count, prefix_visible))
+            live, whole = classify_tiles(jnp.asarray(segments), None, tile, prefix_visible)
             for i, j in itertools.product(range(count), repeat=2):
-                seen = mask[i * tile : (i + 1) * tile, j * tile : (j + 1) * tile].any()
-                assert live[i, j] or not seen, (trial, i, j)
+                pairs = mask[i * tile : (i + 1) * tile, j * tile : (j + 1) * tile]
+                assert live[i, j] or not pairs.any(), (trial, i, j)
+                assert pairs.all() or not whole[i, j], (trial, i, j)

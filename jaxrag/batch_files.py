@@ -1,0 +1,249 @@
+"""Questions and answers of a batch run as JSON lines, written so that a killed run can go on.
+
+A question is ``{"question": str, "id"?: str | int, "documents"?: [str, ...]}``; other keys are
+ignored, so a data set with gold answers is read as it is. A line without an id has its line number
+(from 1). An answer is ``{"id", ...}`` with the names of ``generation.Result``, or
+``{"id", "error"}``.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import re
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from jaxrag.errors import ConfigError, RequestError
+
+Id = str | int
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """One line: a question, and the documents to answer it from (None = retrieve them)."""
+
+    id: Id
+    text: str
+    documents: tuple[str, ...] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class BadQuestion:
+    """A line or question that is not answered, and why."""
+
+    id: Id
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """The lines of a question file whose index (from 0) modulo ``count`` is ``index``."""
+
+    index: int = 0
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From ``i/n``; ConfigError unless 0 <= i < n."""
+        found = re.fullmatch(r"(\d+)/(\d+)", text)
+        if found is None or int(found[1]) >= int(found[2]):
+            raise ConfigError(f"shard {text!r}: expected i/n with 0 <= i < n, such as 0/8")
+        return cls(int(found[1]), int(found[2]))
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+
+@dataclasses.dataclass(frozen=True)
+class QuestionFile:
+    """A question file whose ids were found to be unique. Make one with ``open``."""
+
+    path: Path
+    digest: str  # of the bytes
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Self:
+        """Read the file once. Raises RequestError: not readable, no lines, or an id twice."""
+        file = cls(Path(path), "")
+        digest = hashlib.blake2b(digest_size=16)
+        lines: dict[str, int] = {}
+        for number, raw in file._lines():
+            digest.update(raw)
+            if not raw.strip():
+                continue
+            name = str(_question(number, raw).id)
+            first = lines.setdefault(name, number)
+            if first != number:
+                raise RequestError(
+                    f"{path}:{number}: id {name!r} is that of line {first} already (a line without "
+                    "an id has its line number); make the ids unique"
+                )
+        if not lines:
+            raise RequestError(f"{path}: holds no questions; expected one JSON object per line")
+        return cls(Path(path), digest.hexdigest())
+
+    def entries(self, shard: Shard) -> Iterator[Question | BadQuestion]:
+        """The questions of a shard, in order; blank lines are left out."""
+        for number, raw in self._lines():
+            if raw.strip() and (number - 1) % shard.count == shard.index:
+                yield _question(number, raw)
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        try:
+            with self.path.open("rb") as file:
+                yield from enumerate(file, 1)
+        except OSError as error:
+            raise RequestError(
+                f"{self.path}: cannot be read ({error.strerror}); name a file of JSON lines"
+            ) from None
+
+
+def _question(number: int, raw: bytes) -> Question | BadQuestion:
+    try:
+        line = json.loads(raw.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        return BadQuestion(f"line {number}", f"not a line of JSON in UTF-8 ({error})")
+    if not isinstance(line, dict):
+        kind = type(line).__name__
+        return BadQuestion(f"line {number}", f'holds a {kind}; expected {{"question": "..."}}')
+    name = line.get("id", number)
+    if not _is_id(name):
+        return BadQuestion(f"line {number}", f"id {name!r:.60}: expected a text or an integer")
+    text, documents = line.get("question"), line.get("documents")
+    if not isinstance(text, str):
+        return BadQuestion(name, f'"question" is {text!r:.60}; expected a text')
+    if documents is not None and not (
+        isinstance(documents, list) and all(isinstance(document, str) for document in documents)
+    ):
+        return BadQuestion(name, f'"documents" is {documents!r:.60}; expected a list of texts')
+    return Question(name, text, None if documents is None else tuple(documents))
+
+
+def _is_id(name: Any) -> bool:
+    if isinstance(name, str):
+        return bool(name) and not any("\ud800" <= c <= "\udfff" for c in name)
+    return isinstance(name, int) and not isinstance(name, bool)
+
+
+class AnswerFile:
+    """Answers as they come, in one file that one run at a time appends to.
+
+    ``<file>.settings.json`` records what the answers were made with. A file that is there already
+    is continued only under the same settings; a last line that was cut short is removed first.
+
+    Attributes:
+      done: ids that are answered or refused already. refused: how many of them are refused.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
+        """Open for appending. ConfigError: other settings, a foreign file, or another run in it."""
+        self.path = Path(path)
+        self.done: set[Id] = set()
+        self.refused = 0
+        _agree(self.path, settings)
+        self._file = self.path.open("a+b")
+        try:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"{self.path}: another run is writing to it; wait for it or name another file"
+                ) from None
+            self._read()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Append one line each; they are on disk when this returns."""
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        self._file.write(text.encode("utf-8"))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def _read(self) -> None:
+        self._file.seek(0)
+        whole = 0
+        for number, raw in enumerate(self._file, 1):
+            if not raw.endswith(b"\n"):
+                self._file.truncate(whole)
+                break
+            whole += len(raw)
+            try:
+                line = json.loads(raw)
+                self.done.add(line["id"])
+            except (ValueError, TypeError, KeyError):
+                raise ConfigError(
+                    f'{self.path}:{number}: not an answer (a JSON object with an "id"); repair the '
+                    "line or name another file"
+                ) from None
+            self.refused += "error" in line
+
+
+def settings_path(answers: str | os.PathLike[str]) -> Path:
+    """Where the settings of an answer file stand."""
+    path = Path(answers)
+    return path.with_name(path.name + ".settings.json")
+
+
+def _agree(path: Path, settings: Mapping[str, Any]) -> None:
+    """Record the settings, or compare them with those recorded: ConfigError where they differ."""
+    record = settings_path(path)
+    try:
+        if not record.exists():
+            if path.exists() and path.stat().st_size:
+                raise ConfigError(
+                    f"{path}: holds something and {record.name} is not beside it, so it cannot be "
+                    "continued; name another file"
+                )
+            _create(record, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+        known = _flat(json.loads(record.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be written ({error.strerror}); name a file in a folder of yours"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{record}: not valid JSON ({error}); name another file") from None
+    new = _flat(json.loads(json.dumps(settings)))
+    for name in sorted(known.keys() | new.keys()):
+        if known.get(name) != new.get(name):
+            raise ConfigError(
+                f"{path}: was begun with {name}={known.get(name)!r}, this run has "
+                f"{new.get(name)!r}; go on with the same settings or name another file"
+            )
+
+
+def _create(path: Path, text: str) -> None:
+    """Make a file with its whole content at once, unless somebody else has made it."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted names."""
+    if not isinstance(value, dict):
+        return {name: value}
+    parts = [_flat(part, f"{name}.{key}" if name else key) for key, part in value.items()]
+    return {key: leaf for part in parts for key, leaf in part.items()}

@@ -1,0 +1,104 @@
+"""Answer a file of questions: one JSON line in, one JSON line out, for clusters.
+
+A question is {"question": "...", "id": ..., "documents": ["...", ...]}; the last two may be left
+out. A killed run goes on where it stopped when it is started again. Exit code 0: everything is
+answered; 3: some questions were refused, their lines say why; 1: nothing more could be done.
+
+On several machines or devices, start one process for each with its own --shard and --out.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+from jaxrag.cli import run_command
+from jaxrag.cli.options import (
+    add_generation,
+    add_json,
+    add_model,
+    load,
+    open_kb,
+    print_json,
+    sampling_of,
+)
+from jaxrag.errors import RequestError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the arguments and run; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example: python scripts/generate.py --questions nq.jsonl --kb kb "
+        "--out answers.$SLURM_PROCID.jsonl --shard $SLURM_PROCID/$SLURM_NTASKS",
+    )
+    parser.add_argument("--questions", required=True, metavar="FILE", help="JSON lines")
+    parser.add_argument("--out", required=True, metavar="FILE", help="made, or continued")
+    parser.add_argument("--kb", metavar="DIR", help="knowledge base to retrieve from")
+    add_model(parser, required=False, text="the one that the knowledge base remembers")
+    add_generation(parser)
+    parser.add_argument(
+        "--batch-size", type=int, default=8, metavar="N", help="questions run together (8)"
+    )
+    parser.add_argument(
+        "--shard", default="0/1", metavar="I/N", help="only lines I, I+N, ... from line 0 (0/1)"
+    )
+    add_json(parser)
+    return run_command(run, parser.parse_args(argv))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer, and print the throughput."""
+    from jaxrag.batch import answer_file
+    from jaxrag.batch_files import QuestionFile, Shard
+    from jaxrag.methods import method_named
+    from jaxrag.request import resolve
+
+    shard, sampling, method = Shard.parse(args.shard), sampling_of(args), method_named(args.method)
+    if args.kb is None and args.model is None:
+        raise RequestError(
+            "pass --kb DIR, or --model DIR where the questions bring their own documents"
+        )
+    questions = QuestionFile.open(args.questions)
+    kb = None if args.kb is None else open_kb(args)
+    try:
+        settings = resolve(
+            kb=kb,
+            model=load(args, args.model, args.dtype) if kb is None else None,
+            method=method,
+            template=args.template,
+            k=args.k,
+            max_new_tokens=args.max_new_tokens,
+            stop=args.stop,
+        )
+        report = answer_file(
+            questions,
+            args.out,
+            settings,
+            sampling=sampling,
+            shard=shard,
+            batch_size=args.batch_size,
+            progress=not args.json,
+        )
+    finally:
+        if kb is not None:
+            kb.close()
+    for bad in report.refused:
+        print(f"refused {bad.id}: {bad.reason}", file=sys.stderr)
+    rates = report.rates()
+    if args.json:
+        print_json({**dataclasses.asdict(report), **rates})
+    else:
+        print(
+            f"{args.out}: {report.answered} answered, {len(report.refused)} refused, "
+            f"{report.earlier} there before, of {report.questions}; {report.seconds:.1f} s\n"
+            f"{rates['questions_per_second']:.3g} questions/s, "
+            f"{rates['generated_tokens_per_second']:.3g} generated tokens/s, "
+            f"{rates['reused_tokens_per_second']:.3g} reused chunk tokens/s"
+        )
+    return 0 if report.complete else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())

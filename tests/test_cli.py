@@ -1,0 +1,414 @@
+"""The program: every command, its exit codes, and one line for everything that can go wrong."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from jaxrag.cli import COMMANDS, main
+from jaxrag.methods import METHODS
+
+QUESTION = "Who works the salt wells?"
+TEXTS = {
+    "salt.txt": "The salt wells of Yanjing are worked by hand.",
+    "bridge.md": "# The bridge\nA bamboo bridge crosses the river at the wells.",
+    "tea.jsonl": '{"text": "Tea bricks were traded for salt.", "id": "tea"}\n',
+}
+REUSE = [name for name, method in METHODS.items() if method.encoder]
+POOL = ["--cache-tokens", "8192"]
+
+
+@pytest.fixture
+def jaxrag(capsys):
+    """Run the program in this process: exit code, stdout, stderr."""
+
+    def call(*arguments):
+        capsys.readouterr()
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as leaving:
+            code = leaving.code
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def refused(jaxrag):
+    """Run what must fail with one line on stderr that holds these words, and nothing on stdout."""
+
+    def call(*arguments, words):
+        code, out, err = jaxrag(*arguments)
+        assert code == 1
+        assert out == ""
+        lines = err.splitlines()
+        assert len(lines) == 1, err
+        assert lines[0].startswith("jaxrag: error: ")
+        for word in [words] if isinstance(words, str) else words:
+            assert word in lines[0], lines[0]
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("documents")
+    for name, text in TEXTS.items():
+        (directory / name).write_text(text)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def kb(tmp_path_factory, model_dir, documents):
+    """A knowledge base made by the program in a process of its own."""
+    path = tmp_path_factory.mktemp("kb") / "kb"
+    encoders = ("--encoder", "isolated", "--encoder", "after_prefix")
+    command = ("ingest", documents, "--kb", path, "--model", model_dir, *encoders)
+    sizes = ("--template", "plain", "--chunk-tokens", "64")
+    done = in_a_process(*command, *sizes)
+    assert done.returncode == 0, done.stderr
+    assert "3 documents (0 unchanged, 0 replaced), 3 chunks" in done.stdout
+    return path
+
+
+@pytest.fixture
+def copy_of(model_dir, tmp_path):
+    """A copy of the model directory to damage."""
+    return shutil.copytree(model_dir, tmp_path / "model")
+
+
+def in_a_process(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "jaxrag", *map(str, arguments)], capture_output=True, text=True
+    )
+
+
+# What works
+
+
+def test_ask_prints_the_answer_and_its_account(jaxrag, kb):
+    code, out, err = jaxrag("ask", QUESTION, "--kb", kb, "--max-new-tokens", 4, *POOL)
+    assert (code, err) == (0, "")
+    assert "salt.txt #0" in out
+    assert "turborag: length; retrieve " in out
+    assert "chunk tokens: reused " in out
+    assert "note:" not in out
+
+
+def test_ask_json_is_one_object_with_the_public_names(jaxrag, kb, documents):
+    code, out, _ = jaxrag("ask", QUESTION, "--kb", kb, "--max-new-tokens", 4, "--json", *POOL)
+    assert code == 0
+    assert out.count("\n") == 1
+    answer = json.loads(out)
+    names = "text token_ids finish_reason method sources timings counts flops notes"
+    assert list(answer) == names.split()
+    assert list(answer["timings"]) == ["retrieve", "load", "prefill", "ttft", "per_token"]
+    assert list(answer["counts"]) == ["reused", "recomputed", "encoded"]
+    source = answer["sources"][0]
+    assert list(source) == ["document_id", "chunk_index", "file", "score", "text"]
+    assert source["file"] == str(documents / "salt.txt")
+    assert source["text"] == TEXTS["salt.txt"]
+    assert (answer["method"], answer["finish_reason"]) == ("turborag", "length")
+    assert len(answer["token_ids"]) == 4
+    assert isinstance(answer["flops"], int)
+
+
+def test_ask_shows_what_json_says(jaxrag, kb):
+    asked = ("ask", QUESTION, "--kb", kb, "--max-new-tokens", 9, "--temperature", 1, *POOL)
+    _, shown, _ = jaxrag(*asked, "--seed", 4)
+    _, out, _ = jaxrag(*asked, "--seed", 4, "--json")
+    assert shown.startswith(json.loads(out)["text"])
+    assert json.loads(jaxrag(*asked, "--seed", 5, "--json")[1])["text"] != json.loads(out)["text"]
+
+
+def test_ask_documents_given_on_the_spot(jaxrag, model_dir, documents):
+    given = [documents / "salt.txt", documents / "tea.jsonl"]
+    asked = ("ask", QUESTION, "--model", model_dir, "--template", "plain", "--json", *POOL)
+    code, out, _ = jaxrag(*asked, "--max-new-tokens", 2, "--documents", *given)
+    assert code == 0
+    sources = json.loads(out)["sources"]
+    assert [s["document_id"] for s in sources] == ["documents[0]", "documents[1]"]
+    assert sources[1]["text"] == "Tea bricks were traded for salt."
+
+
+@pytest.mark.parametrize("method", REUSE)
+def test_what_one_process_ingested_another_one_reuses(jaxrag, kb, method):
+    """The fixture's process has ended; this one encodes nothing and has nothing to remark."""
+    asked = ("ask", QUESTION, "--kb", kb, "--method", method, "--max-new-tokens", 2, *POOL)
+    answer = json.loads(jaxrag(*asked, "--json")[1])
+    assert answer["counts"]["encoded"] == answer["counts"]["recomputed"] == 0
+    assert answer["counts"]["reused"] > 0
+    assert answer["notes"] == []
+
+
+def test_two_processes_give_the_same_answer_from_the_same_bytes(jaxrag, kb):
+    asked = ("ask", QUESTION, "--kb", kb, "--max-new-tokens", 3, "--json", *POOL)
+    there, here = in_a_process(*asked), jaxrag(*asked)[1]
+    assert there.returncode == 0, there.stderr
+    there, here = json.loads(there.stdout), json.loads(here)
+    assert there["notes"] == here["notes"] == []
+    for name in ("token_ids", "sources", "counts", "flops"):
+        assert there[name] == here[name]
+
+
+def test_kb_stats_and_list(jaxrag, kb, model_dir, documents):
+    code, out, _ = jaxrag("kb", "stats", kb, "--json")
+    assert code == 0
+    stats = json.loads(out)
+    assert (stats["documents"], stats["chunks"], stats["template"]) == (3, 3, "plain")
+    assert stats["encoders"] == {"isolated": 3, "after_prefix": 3}
+    assert stats["stored"]["chunks"] >= 6
+    assert stats["model"] == str(model_dir)
+    code, out, _ = jaxrag("kb", "stats", kb)
+    assert code == 0
+    assert "isolated 3, after_prefix 3" in out
+    code, out, _ = jaxrag("kb", "list", kb, "--json")
+    assert code == 0
+    listed = json.loads(out)["documents"]
+    assert [d["id"] for d in listed] == ["bridge.md", "salt.txt", "tea"]
+    assert listed[0]["title"] == "The bridge"
+    code, out, _ = jaxrag("kb", "list", kb)
+    assert code == 0
+    assert str(documents / "salt.txt") in out
+
+
+def test_convert_there_and_back(jaxrag, model_dir, tmp_path):
+    there, back = tmp_path / "checkpoint", tmp_path / "huggingface"
+    code, out, _ = jaxrag("convert", model_dir, there)
+    assert (code, out) == (0, f"{there}: jaxrag checkpoint written\n")
+    code, out, _ = jaxrag("convert", there, back, "--to", "huggingface")
+    assert (code, out) == (0, f"{back}: Hugging Face directory written\n")
+    name = "model.safetensors"
+    assert (back / name).read_bytes() == (model_dir / name).read_bytes()
+    assert (back / "tokenizer.json").read_bytes() == (model_dir / "tokenizer.json").read_bytes()
+
+
+def test_one_bad_document_costs_only_itself(jaxrag, model_dir, tmp_path):
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    for number in range(99):
+        (folder / f"{number:02}.txt").write_text(f"Document {number} of the salt wells.")
+    (folder / "50b.txt").write_bytes(b"binary \x00\x01\x02")
+    made = ("--kb", tmp_path / "kb", "--model", model_dir, "--template", "plain")
+    made += ("--chunk-tokens", "64")
+    code, out, err = jaxrag("ingest", folder, *made)
+    assert code == 3
+    assert "99 documents" in out
+    assert "left out 1" in out
+    assert f"skipped {folder / '50b.txt'}: text holds a NUL" in err
+    code, out, _ = jaxrag("ingest", folder, *made, "--json")
+    assert code == 3
+    report = json.loads(out)
+    assert (report["documents"], report["unchanged"], report["encoded"]) == (99, 99, 0)
+    assert [bad["source"] for bad in report["skipped"]] == [str(folder / "50b.txt")]
+
+
+@pytest.mark.parametrize(
+    "command", [(c.__name__.split(".")[-1],) for c in COMMANDS]
+    + [("kb", "stats"), ("kb", "list"), ("bench", "ttft")], ids=" ".join,
+)  # fmt: skip
+def test_every_help_has_an_example(jaxrag, command):
+    code, out, err = jaxrag(*command, "--help")
+    assert (code, err) == (0, "")
+    assert f"example: jaxrag {command[0]} " in " ".join(out.split())
+    assert out.startswith(f"usage: jaxrag {' '.join(command)} ")
+
+
+def test_program_without_a_command_is_bad_usage(jaxrag):
+    code, out, err = jaxrag()
+    assert (code, out) == (2, "")
+    assert "COMMAND" in err
+    assert jaxrag("serve")[0] == 2
+    assert jaxrag("--help")[0] == 0
+
+
+# What is refused: before any work, in one line, with nothing half-written
+
+
+def damage_config(directory, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def truncate(directory):
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def other_tokenizer(directory, size=1000):
+    vocabulary = {f"w{i}": i for i in range(size)}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text("{}")
+
+
+DAMAGES = {
+    "gone": (shutil.rmtree, "no such model directory"),
+    "architecture": (
+        lambda d: damage_config(d, architectures=["MambaForCausalLM"], model_type="mamba"),
+        "MambaForCausalLM is not supported",
+    ),
+    "config": (lambda d: (d / "config.json").write_text("{"), "config.json"),
+    "no config": (lambda d: (d / "config.json").unlink(), "config.json"),
+    "weights": (truncate, "model.safetensors"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "safetensors"),
+    "shape": (lambda d: damage_config(d, intermediate_size=44), "44"),
+    "large tokenizer": (other_tokenizer, ["999", "600"]),
+    "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json"),
+    "tokenizer": (lambda d: (d / "tokenizer.json").write_text("{}"), "not a readable tokenizer"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_bad_model_directory(refused, copy_of, documents, tmp_path, damage):
+    break_it, words = DAMAGES[damage]
+    break_it(copy_of)
+    refused("ingest", documents, "--kb", tmp_path / "kb", "--model", copy_of, words=words)
+    assert not (tmp_path / "kb").exists()
+    asked = ("ask", QUESTION, "--model", copy_of, "--documents", documents / "salt.txt")
+    refused(*asked, words=words)
+
+
+@pytest.mark.parametrize("damage", ["gone", "architecture", "config", "weights", "shape"])
+def test_bad_model_is_not_converted(refused, copy_of, tmp_path, damage):
+    break_it, words = DAMAGES[damage]
+    break_it(copy_of)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    refused("convert", copy_of, tmp_path / "checkpoint", words=words)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_convert_refuses_a_full_target_and_the_wrong_way(refused, model_dir, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    refused("convert", model_dir, tmp_path / "full", words=["full", "exists already"])
+    refused("convert", tmp_path, tmp_path / "new", words="neither a Hugging Face directory nor")
+    backwards = ("convert", model_dir, tmp_path / "new", "--to", "huggingface")
+    refused(*backwards, words="cannot convert to 'huggingface'")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("empty.txt", b"", "empty"),
+        ("blank.md", b" \n\t\n", "empty"),
+        ("binary.txt", b"\x00\x01", "NUL"),
+        ("latin.txt", b"caf\xe9", "UTF-8"),
+        ("image.png", b"\x89PNG", "not one of .txt, .md, .jsonl"),
+        ("bad.jsonl", b"{", "not JSON"),
+    ],
+)
+def test_bad_document(jaxrag, refused, model_dir, tmp_path, name, content, words):
+    path = tmp_path / name
+    path.write_bytes(content)
+    refused("ask", QUESTION, "--model", model_dir, "--documents", path, words=[name, words])
+    code, out, err = jaxrag("ingest", path, "--kb", tmp_path / "kb", "--model", model_dir)
+    assert code == 3
+    assert "0 documents" in out
+    assert name in err
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--method", "turborga"), ["method 'turborga'", "turborag"]),
+        (("--template", "turborga"), ["template 'turborga'", "turborag"]),
+        (("--template", "missing.toml"), "missing.toml: no such configuration file"),
+        (("--k", "0"), "k=0: expected a positive integer"),
+        (("--max-new-tokens", "0"), "max_new_tokens=0"),
+        (("--max-new-tokens", "2000"), "the model's context is 1024"),
+        (("--temperature", "-1"), "temperature=-1.0"),
+        (("--top-p", "0"), "top_p=0.0"),
+        (("--top-k", "-1"), "top_k=-1"),
+        (("--seed", "-1"), "seed=-1"),
+        (("--stop", ""), "non-empty strings"),
+        (("--mesh", "nonsense"), "--mesh 'nonsense': expected three integers such as 1,1,8"),
+        (("--mesh", "2,2"), "--mesh '2,2'"),
+        (("--mesh", "0,1,1"), "data=0"),
+        (("--mesh", "1,1,99"), ["tensor=99", "there are"]),
+        (("--cache-tokens", "1"), "cache_tokens=1"),
+        (("--cache-tokens", "32"), "raise cache_tokens"),
+        (("--dtype", "bfloat16"), ["was made in float32", "bfloat16"]),
+        (("--model", "nowhere"), "nowhere"),
+        (("--documents", "nowhere.txt"), "nowhere.txt: no such file"),
+    ],
+    ids=" ".join,
+)
+def test_bad_option_of_ask(refused, kb, arguments, words):
+    pool = () if "--cache-tokens" in arguments else POOL
+    refused("ask", QUESTION, "--kb", kb, *pool, *arguments, words=words)
+
+
+def test_bad_questions(refused, kb):
+    refused("ask", " ", "--kb", kb, *POOL, words="question is empty")
+    long = " ".join(["why"] * 900)
+    refused("ask", long, "--kb", kb, *POOL, words=["question tokens", "context is 1024"])
+    refused("ask", QUESTION, words="pass --kb DIR, or --documents FILE... and --model DIR")
+
+
+def test_numbers_must_be_numbers(jaxrag, kb):
+    code, out, err = jaxrag("ask", QUESTION, "--kb", kb, "--k", "many")
+    assert (code, out) == (2, "")
+    assert "invalid int value: 'many'" in err
+
+
+def test_knowledge_base_that_is_none(refused, model_dir, documents, tmp_path):
+    refused("ask", QUESTION, "--kb", tmp_path / "none", words=["none", "holds no knowledge base"])
+    refused("kb", "stats", tmp_path / "none", words="holds no knowledge base")
+    refused("kb", "list", tmp_path / "none", words="holds no knowledge base")
+    assert not (tmp_path / "none").exists()
+    (tmp_path / "file").touch()
+    refused("kb", "stats", tmp_path / "file", words="is a file")
+    made = ("ingest", documents, "--model", model_dir, "--kb")
+    refused(*made, tmp_path / "file", words="is a file")
+    refused(*made, "s3://bucket/kb", words="local folder")
+
+
+def test_knowledge_base_of_another_model(refused, kb, copy_of, documents):
+    path = copy_of / "model.safetensors"
+    weights = bytearray(path.read_bytes())
+    weights[-4:] = np.float32(1.5).tobytes()
+    path.write_bytes(weights)
+    words = ["belongs to model", str(copy_of), "use its model or ingest into another folder"]
+    refused("ask", QUESTION, "--kb", kb, "--model", copy_of, words=words)
+    refused("ingest", documents, "--kb", kb, "--model", copy_of, words=words)
+
+
+def test_damaged_catalog(refused, kb, tmp_path):
+    damaged = shutil.copytree(kb, tmp_path / "kb")
+    for path in damaged.glob("catalog.sqlite*"):
+        path.unlink()
+    (damaged / "catalog.sqlite").write_bytes(b"no database, but long enough to be read as one" * 99)
+    refused("kb", "stats", damaged, words="catalog.sqlite")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--encoder", "isolate"), "encoder 'isolate': expected one of isolated, after_prefix"),
+        (("--template", "nonsense"), "template 'nonsense'"),
+        (("--chunk-tokens", "0"), "chunk_tokens"),
+        (("--chunk-tokens", "2000"), "the model has 1024"),
+        (("--chunk-tokens", "64", "--overlap", "64"), "overlap"),
+        (("--mesh", "a,b,c"), "--mesh 'a,b,c'"),
+    ],
+    ids=" ".join,
+)
+def test_bad_option_of_ingest(refused, model_dir, documents, tmp_path, arguments, words):
+    made = ("--kb", tmp_path / "kb", "--model", model_dir)
+    refused("ingest", documents, *made, *arguments, words=words)
+    assert not (tmp_path / "kb").exists()
+
+
+def test_path_that_does_not_exist_is_refused_before_the_model_is_read(refused, tmp_path):
+    made = ("--kb", tmp_path / "kb", "--model", tmp_path / "model")
+    refused("ingest", tmp_path / "gone", *made, words=["gone", "no such file or folder"])
