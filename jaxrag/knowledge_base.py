@@ -199,10 +199,10 @@ class KnowledgeBase:
         return self._catalog.documents()
 
     def stats(self) -> dict[str, Any]:
-        """Counts and settings, JSON-able; ``stored`` is what the chunk store holds of this model, the
-        KV of the template's prefix among it.
+        """Counts and settings, JSON-able.
 
-        Reads every commit record of the store.
+        ``stored`` is what the chunk store holds of this model, the KV of the template's prefix
+        among it. Reads every commit record of the store.
         """
         stored = self.store.stats().get(self.store.fingerprint)
         counts = self._catalog.counts()

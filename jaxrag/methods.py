@@ -1,8 +1,9 @@
 """Methods as settings of a few seams over one core; every paper's preset is one line."""
 
 import dataclasses
+from pathlib import Path
 
-from jaxrag.config import ModelConfig
+from jaxrag.config import ModelConfig, read_toml, strict_fields
 from jaxrag.errors import RequestError
 from jaxrag.segments import POSITION_SCHEMES, PositionScheme
 
@@ -55,9 +56,21 @@ METHODS: dict[str, Method] = {
 
 
 def method_named(method: str | Method) -> Method:
-    """A preset by name, or the Method itself; RequestError lists the presets."""
+    """A preset by name, a Method from a TOML file by path, or the Method itself.
+
+    Raises RequestError listing the presets, and ConfigError for a file with an unknown key.
+    """
     if isinstance(method, Method):
         return method
+    if method.endswith(".toml"):
+        path = Path(method)
+        values = {"name": path.stem, "encoder": None, **read_toml(path)}
+        method = Method(**strict_fields(Method, values, str(path)))
+        if method.template.endswith(".toml"):  # named from where the file stands
+            method = dataclasses.replace(method, template=str(path.parent / method.template))
+        return method
     if method not in METHODS:
-        raise RequestError(f"method {method!r}: expected one of {', '.join(METHODS)}")
+        raise RequestError(
+            f"method {method!r}: expected one of {', '.join(METHODS)}, or the path of a .toml file"
+        )
     return METHODS[method]

@@ -45,11 +45,11 @@ class PromptTemplate:
 
     def __post_init__(self) -> None:
         """Refuse a template that would lose the text or the question."""
-        for field in dataclasses.fields(self):
-            value, kind = getattr(self, field.name), bool if field.name == "chat" else str
+        for name, value in dataclasses.asdict(self).items():
+            kind = bool if name == "chat" else str
             if not isinstance(value, kind):
                 raise ConfigError(
-                    f"template {self.name!r}: {field.name}={value!r}, expected a {kind.__name__}"
+                    f"template {self.name!r}: {name}={value!r}, expected a {kind.__name__}"
                 )
         for field, needed, allowed in (
             ("prefix", None, set()),

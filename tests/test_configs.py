@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from jaxrag.config import config_from_dict, config_to_dict, read_toml
-from jaxrag.errors import ConfigError
+from jaxrag.errors import ConfigError, RequestError
+from jaxrag.methods import METHODS, method_named
 from jaxrag.models.spec import num_params
 from jaxrag.prompts import template_named
 
@@ -45,3 +46,22 @@ def test_template_file(path):
     assert template.name == path.stem
     assert "{text}" in template.chunk
     assert "{question}" in template.final
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "methods").glob("*.toml")), ids=lambda p: p.stem)
+def test_method_file(path):
+    method = method_named(str(path))
+    assert method.name == path.stem
+    assert template_named(method.template).chunk
+
+
+def test_method_files_are_strict(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('encoder = "isolated"\npositions = "composite"\n', encoding="utf-8")
+    assert method_named(str(path)).positions == "composite"
+    path.write_text('encodr = "isolated"\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match="unknown key 'encodr'"):
+        method_named(str(path))
+    with pytest.raises(RequestError, match="'turbo': expected one of full_attention"):
+        method_named("turbo")
+    assert method_named("turborag") is METHODS["turborag"]

@@ -170,7 +170,7 @@ def test_what_is_no_list_of_documents_is_refused_before_work(kb, documents, enco
 
 def test_interrupted_run_is_continued(tmp_path, model, monkeypatch):
     """Killed between two chunks of the second batch: the first batch is there, nothing is lost."""
-    monkeypatch.setattr(ingest, "BATCH_TOKENS", 400)
+    monkeypatch.setattr(ingest, "BATCH_TOKENS", 300)
     documents = [Document(str(n), text_of(n)) for n in range(4)]
     yielded = 0
 

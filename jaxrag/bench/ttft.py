@@ -114,17 +114,19 @@ class Peer:
         return answer["seconds"], answer["top"]
 
     def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        """End the process and close its pipes."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
         self._process.wait()
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
+            self.close()
             raise RequestError(
-                f"the peer ended with exit code {self._process.wait()}; does its interpreter "
+                f"the peer ended with exit code {self._process.returncode}; does its interpreter "
                 "import torch and transformers? Its messages stand above"
             )
         return dict(json.loads(line))
