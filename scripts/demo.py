@@ -88,8 +88,8 @@ def main() -> int:
     print(f"1. A model: {len(texts)} example documents train a tokenizer, weights are random.")
     size = make_model(args.work / "model", texts)
     print(
-        f"   {human_count(size)} parameters, NOT TRAINED: its answers are noise. Retrieval, cached\n"
-        "   KV, counts and timings below are real."
+        f"   {human_count(size)} parameters, NOT TRAINED: its answers are noise. Retrieval, the\n"
+        "   cached KV, counts and timings below are real."
     )
 
     print("2. Ingest: every chunk is encoded once.")
