@@ -109,10 +109,10 @@ def main() -> int:
         print("3. Ask: each question twice, after a round that compiles and is not measured.\n")
         lines = (ROOT / "examples" / "questions.jsonl").read_text(encoding="utf-8").splitlines()
         questions = [json.loads(line)["question"] for line in lines][: args.questions]
-        rows = [
-            ["question", "answer (random weights)", "sources", "tokens", "TTFT full",
-             "TTFT turbo", "ratio", "FLOP full", "FLOP turbo"]
-        ]  # fmt: skip
+        head = ["question", "answer (noise)", "sources", "chunk tokens"]
+        head += ["TTFT full, ms", "turbo, ms"]
+        rows = [[*head, "ratio", "full FLOP", "turbo FLOP"]]
+        room = max(shutil.get_terminal_size().columns, 120) - 84  # for the three text columns
         encoded = 0
         for warm in (True, False):
             model.forget_cache()  # so that TTFT includes reading the chunks from the store
@@ -129,12 +129,12 @@ def main() -> int:
                 times = [r.timings["ttft"] for r in (full, turbo)]
                 rows.append(
                     [
-                        shorten(question, 34),
-                        shorten(turbo.text, 24),
-                        shorten(", ".join(names), 30),
+                        shorten(question, room // 2),
+                        shorten(turbo.text, room // 4),
+                        shorten(", ".join(names), room // 2),
                         str(sum(turbo.counts.values())),
-                        f"{1000 * times[0]:.0f} ms",
-                        f"{1000 * times[1]:.0f} ms",
+                        f"{1000 * times[0]:.0f}",
+                        f"{1000 * times[1]:.0f}",
                         f"{times[0] / times[1]:.1f}x",
                         human_count(full.flops),
                         human_count(turbo.flops),
@@ -147,7 +147,7 @@ def main() -> int:
         if not encoded
         else f"\nturborag had to encode {encoded} chunk tokens at question time"
     )
-    return 0 if not encoded and len(rows) > 5 else 1
+    return 1 if encoded else 0
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from jaxrag.models.model import random_model
 from jaxrag.prefill import Prompt, map_request, unmap
 from jaxrag.segments import lay_out
 from jaxrag.sharding import make_mesh
+from jaxrag.types import HIDDEN
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "glm", "glm4")
 REUSE = tuple(name for name, method in METHODS.items() if method.encoder)
@@ -257,6 +258,24 @@ def test_a_new_length_does_not_recompile(rng, model_of):
     for question_length, lengths, new_tokens in ((25, (98, 91, 77), 12), (17, (90, 90, 90), 3)):
         ask(question_length, [list(map(int, d)) for d in ids(rng, *lengths)], new_tokens)
     assert [function._cache_size() for function in compiled] == before
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_prompt_in_pieces_equals_one_forward(rng, model_of, monkeypatch, family):
+    """Prompts longer than one prefill run in pieces; in a batch, each row ends in its own piece."""
+    monkeypatch.setattr(prefill, "PREFILL_TOKENS", 64)
+    model = model_of(family)
+    prompts = [a_prompt(rng, final=n) for n in (9, 150, 60)]
+    method = METHODS["full_attention"]
+    mapped = [map_request(model, model.memory, method, prompt, 0) for prompt in prompts]
+    logits, table = prefill.prefill(model, mapped)
+    for part in mapped:
+        unmap(model, part)
+    for row, prompt in enumerate(prompts):
+        expected = packed_logits(model, prompt, "reordered", full=True)
+        np.testing.assert_allclose(logits[row], expected, **CLOSE)
+    shown = np.asarray(table.slot_position != HIDDEN).sum(1)
+    assert shown.tolist() == [*(prompt.num_tokens for prompt in prompts), 0]
 
 
 def test_pieces_of_a_long_prompt_are_few_shapes():

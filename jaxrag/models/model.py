@@ -32,6 +32,7 @@ _LOG = logging.getLogger("jaxrag")
 
 KV_VERSION = 1  # of what a stored chunk means; part of every key
 _CPU_CACHE_BYTES = 1 << 30
+_MEMORY_BYTES = 4 << 30  # of KV of documents passed without a knowledge base
 _GPU_CACHE_SHARE = 0.5  # of the memory that is free once the parameters are loaded
 
 
@@ -82,7 +83,12 @@ class Model:
     @functools.cached_property
     def memory(self) -> MemoryStore:
         """KV of documents passed to ``generate`` without a knowledge base."""
-        return MemoryStore(self.fingerprint, self.kv_layout, max_tokens=self.config.max_positions)
+        return MemoryStore(
+            self.fingerprint,
+            self.kv_layout,
+            max_tokens=self.config.max_positions,
+            max_bytes=_MEMORY_BYTES,
+        )
 
     @property
     def kv_layout(self) -> KVLayout:

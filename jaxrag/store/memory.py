@@ -2,6 +2,7 @@
 
 import secrets
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,14 +16,24 @@ from jaxrag.store.writer import PutResult
 
 
 class MemoryStore(KVStore):
-    """A ``KVStore`` in a dict. Keeps every chunk until it is dropped itself."""
+    """A ``KVStore`` in a dict.
+
+    Keeps every chunk until it is dropped itself, or, given ``max_bytes``, at most so many bytes of
+    KV: the chunks read or put least recently leave first.
+    """
 
     def __init__(
-        self, fingerprint: str, layout: KVLayout, *, max_tokens: int = DEFAULT_MAX_TOKENS
+        self,
+        fingerprint: str,
+        layout: KVLayout,
+        *,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        max_bytes: int | None = None,
     ) -> None:
-        """Start empty; the arguments are those of ``ChunkStore.open``."""
+        """Start empty; the other arguments are those of ``ChunkStore.open``."""
         super().__init__(fingerprint, layout, max_tokens)
-        self._records: dict[str, Record] = {}
+        self.max_bytes = max_bytes
+        self._records: OrderedDict[str, Record] = OrderedDict()  # least recently used first
         self._kv: dict[str, NDArray[Any]] = {}  # by attempt, so a record finds its own bytes
         self._lock = threading.Lock()
 
@@ -52,13 +63,25 @@ class MemoryStore(KVStore):
             if old is not None:
                 del self._kv[old.attempt]
             self._records[key] = new
+            self._records.move_to_end(key)
             self._kv[attempt] = own
+            self._evict()
         return PutResult(won=True, attempt=attempt)
 
     def _find(self, keys: Sequence[str]) -> dict[str, Found]:
         with self._lock:
             held = {key: self._records.get(key) for key in keys}
+            for key in held:
+                if key in self._records:
+                    self._records.move_to_end(key)
         return {key: record or _missing(key) for key, record in held.items()}
+
+    def _evict(self) -> None:
+        """Drop chunks beyond ``max_bytes``, never the newest; the lock is held."""
+        size = sum(kv.nbytes for kv in self._kv.values())
+        while self.max_bytes is not None and size > self.max_bytes and len(self._records) > 1:
+            _, record = self._records.popitem(last=False)
+            size -= self._kv.pop(record.attempt).nbytes
 
     def _load(
         self, wanted: Sequence[tuple[Record, NDArray[Any]]], verify: bool
