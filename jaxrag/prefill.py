@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxrag.attention import PagedAttend
 from jaxrag.cache import PAGE, PagePool, PageTable, TableBuilder, pages_for, stack_tables
@@ -186,6 +187,10 @@ def _prefill_piece(
 ) -> tuple[PagePool, PageTable, Array]:
     """Run one piece; rows whose prompt ends in it (last >= 0) get their logits."""
     hidden, pool, table = run_tokens(params, config, rope, pool, table, ids, positions, slots)
-    at = jnp.maximum(last, 0)[:, None, None]
-    ends = jnp.take_along_axis(hidden, at, axis=1)[:, 0]
-    return pool, table, jnp.where((last >= 0)[:, None], unembed(params, ends), logits)
+
+    def finish() -> Array:
+        at = jnp.maximum(last, 0)[:, None, None]
+        ends = jnp.take_along_axis(hidden, at, axis=1)[:, 0]
+        return jnp.where((last >= 0)[:, None], unembed(params, ends), logits)
+
+    return pool, table, lax.cond((last >= 0).any(), finish, lambda: logits)

@@ -91,21 +91,23 @@ def bucket(size: int, smallest: int = 16) -> int:
 
 
 def pieces(length: int, largest: int) -> list[tuple[int, int]]:
-    """Split a prefill of ``length`` tokens into (tokens, bucket) pieces of few distinct shapes.
+    """Split a prefill of ``length`` tokens into (tokens, width) pieces of few distinct widths.
 
-    Whole buckets of ``largest`` first; the rest in powers of two, so that at most an eighth of it
-    is padding once it is longer than 128 tokens.
+    Widths are powers of two up to ``largest``, and from 512 on also 64 or 128 more than one: a
+    prompt is often a round number of chunk tokens and a short question, and a pass of its own for
+    the question would read every weight again. At most an eighth of what is longer than 128 tokens
+    is padding.
     """
-    out = [(largest, largest)] * (length // largest)
-    rest = length % largest
-    while rest > 128:
-        ceiling = bucket(rest)
-        if ceiling - rest <= rest // 8:
-            break
-        out.append((ceiling // 2, ceiling // 2))
-        rest -= ceiling // 2
-    if rest:
-        out.append((rest, bucket(rest)))
+    out = []
+    while length > 0:
+        width = min(bucket(length), largest)
+        if width > length > 128 and width - length > length // 8:
+            width //= 2
+        rest = length - width
+        if width >= 512 and 0 < rest <= 128:
+            width += 64 if rest <= 64 else 128
+        out.append((min(width, length), width))
+        length -= width
     return out
 
 

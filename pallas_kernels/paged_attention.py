@@ -12,7 +12,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.rotation import rotate
-from pallas_kernels.tiles import TILE, join_queries, pad_to, split_queries, tiled_attention
+from pallas_kernels.tiles import (
+    TILE,
+    join_queries,
+    pad_to,
+    query_tile,
+    split_queries,
+    tiled_attention,
+)
 from pallas_kernels.visibility import cached_visible, tile_range, within_window
 
 Array = jax.Array
@@ -59,10 +66,10 @@ def paged_attention(
     kv_size = pages_per_tile * page
     pages, offsets = pad_to(pages, 1, pages_per_tile), pad_to(offsets, 1, pages_per_tile)
     slot_position = pad_to(slot_position, 1, kv_size, _HIDDEN)
-    tile = min(TILE, length)
+    tile = query_tile(length)
     q = pad_to(q, 1, tile)
     query_position = pad_to(query_position, 1, tile, -1)
-    num_q_tiles, num_kv_tiles = q.shape[1] // tile, pages.shape[1] // pages_per_tile
+    num_kv_tiles = pages.shape[1] // pages_per_tile
 
     q_low, q_high = tile_range(query_position, tile, query_position >= 0)
     k_low, k_high = tile_range(slot_position, kv_size, slot_position != _HIDDEN)
@@ -122,25 +129,10 @@ def paged_attention(
             return scores.reshape(*scores.shape[:3], kv_size) * scale, values
 
     else:
-        keys_and_values = keys_in_place
-        if num_q_tiles > 1:  # place every tile once, not once per query tile
-            used = (k_low != _HIDDEN).any(0)
-            last = jnp.max(jnp.where(used, jnp.arange(num_kv_tiles) + 1, 0))
-            blank = jnp.zeros((num_kv_tiles, batch, num_kv_heads, kv_size, dim), k_pool.dtype)
-
-            def fill(j: Array, flat: tuple[Array, Array]) -> tuple[Array, Array]:
-                keys, values = keys_in_place(j)
-                return flat[0].at[j].set(keys), flat[1].at[j].set(values)
-
-            flat_k, flat_v = lax.fori_loop(0, last, fill, (blank, blank))
-
-            def keys_and_values(j: Array) -> tuple[Array, Array]:
-                return flat_k[j], flat_v[j]
-
         q_tiles = rotated_queries(query_position)
 
         def score_tile(i: Array, j: Array) -> tuple[Array, Array]:
-            keys, values = keys_and_values(j)
+            keys, values = keys_in_place(j)
             q_i = lax.dynamic_index_in_dim(q_tiles, i, 2, keepdims=False)
             scores = jnp.einsum("bkrh,bksh->bkrs", q_i, keys, preferred_element_type=jnp.float32)
             return scores * scale, values

@@ -18,6 +18,12 @@ TILE = 256  # queries and keys of one tile; measured best of 128..1024 on CPU, a
 _FLOOR = -1e30  # running maximum before any key was seen; finite, so that differences stay finite
 
 
+def query_tile(length: int) -> int:
+    """Queries of one tile: at most TILE, even over the tiles, so that little of the last is idle."""
+    tiles = -(-length // TILE)
+    return length if tiles == 1 else -(-length // (16 * tiles)) * 16
+
+
 def pad_to(x: Array, axis: int, multiple: int, value: float = 0) -> Array:
     """Pad ``axis`` at its end with ``value`` up to a multiple."""
     short = -x.shape[axis] % multiple

@@ -289,7 +289,10 @@ def test_pieces_of_a_long_prompt_are_few_shapes():
         padding = sum(width for _, width in parts) - length
         assert padding <= max(127, length // 8)
         shapes |= {width for _, width in parts}
-    assert shapes == {16, 32, 64, 128, 256, 512, 1024, 2048}
+    powers = {16, 32, 64, 128, 256, 512, 1024, 2048}
+    assert shapes == powers | {n + more for n in (512, 1024, 2048) for more in (64, 128)}
+    assert pieces(562, 2048) == [(562, 576)]
+    assert pieces(4146, 2048) == [(2048, 2048), (2098, 2112)]
 
 
 def test_pool_evicts_unused_chunks_and_refuses_what_cannot_fit(rng, tiny_config):
