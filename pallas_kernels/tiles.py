@@ -19,7 +19,7 @@ _FLOOR = -1e30  # running maximum before any key was seen; finite, so that diffe
 
 
 def query_tile(length: int) -> int:
-    """Queries of one tile: at most TILE, even over the tiles, so that little of the last is idle."""
+    """Queries of one tile: at most TILE, evenly over the tiles, so that little is padding."""
     tiles = -(-length // TILE)
     return length if tiles == 1 else -(-length // (16 * tiles)) * 16
 
