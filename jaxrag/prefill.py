@@ -23,7 +23,7 @@ from jaxrag.segments import bucket, lay_out, pieces
 from jaxrag.store import KVStore
 from jaxrag.types import FINAL, Array, HostArray, Tokens
 
-PREFILL_TOKENS = 2048  # tokens of one forward; longer prompts run in pieces of this many
+PREFILL_TOKENS = 1024  # of one pass; longer prompts run in pieces of this many
 MIN_TABLE_PAGES = 256  # tables are padded to powers of two from here; hidden pages cost nothing
 
 
