@@ -37,6 +37,7 @@ from jaxrag.prefill import Prompt, map_request, prefill, unmap
 from jaxrag.store import ChunkStore, KVStore
 
 CHUNK_TOKENS = 512
+SETTLE_SECONDS = 1.0  # idle worker threads of one process spin for a while and slow the other's
 
 # Random weights, the shape of a small Llama: 100M parameters.
 LLAMA_100M = ModelConfig(
@@ -199,6 +200,7 @@ def _measure(
     tops: dict[str, int] = {}
     for _ in range(options.repeats + 1):
         _forget(model, reuse, prompt)
+        time.sleep(SETTLE_SECONDS)
         seconds, tops["full"] = _first_token(model, store, full, prompt)
         times["full"].append(seconds)
         for name in ("cold", "disk", "pool"):
@@ -209,6 +211,7 @@ def _measure(
             seconds, tops["reuse"] = _first_token(model, store, reuse, prompt)
             times[name].append(seconds)
         if peer is not None:
+            time.sleep(SETTLE_SECONDS)
             seconds, tops["peer"] = peer.seconds(whole.tolist())
             times["peer"].append(seconds)
     median = {name: statistics.median(t[1:]) for name, t in times.items() if t}
