@@ -79,7 +79,9 @@ def load_config(directory: Path) -> ModelConfig:
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise ModelError(f"{directory}: no such model directory")
+        raise ModelError(
+            f"{directory}: no such model directory; name a Hugging Face directory or a checkpoint"
+        )
     path = directory / "config.json"
     if not path.is_file():
         raise ModelError(f"{directory}: no config.json; expected a Hugging Face model directory")

@@ -78,6 +78,7 @@ def test_report_shows_the_peer():
         "seconds": {"full": 1.0, "pool": 0.1, "disk": 0.2, "cold": 0.3, "peer": 2.0},
         "full_over_pool": 10.0,
         "peer_over_full": 2.0,
+        "peer_over_full_best": 2.5,
         "peer_over_pool": 20.0,
     }
     result = {
@@ -85,4 +86,9 @@ def test_report_shows_the_peer():
         "repeats": 3, "rows": [row], "peer": {"name": "transformers"},
     }  # fmt: skip
     lines = list(report(result))
-    assert "peer/pool" in lines[1] and "2000.0" in lines[2] and "20.0" in lines[2]
+    assert (
+        "peer/pool" in lines[1]
+        and "2000.0" in lines[2]
+        and "20.0" in lines[2]
+        and "2.50" in lines[2]
+    )
