@@ -280,7 +280,8 @@ def report(result: dict[str, Any]) -> Iterator[str]:
         line += f"{ms['cold']:>8.1f} {row['full_over_pool']:>9.1f}"
         if peer:
             line += (
-                f" {ms['peer']:>9.1f} {row['peer_over_full']:>9.2f} {row['peer_over_pool']:>9.1f}"
+                f" {ms['peer']:>9.1f} {row['peer_over_full']:>9.2f}"
+                f" {row['peer_over_full_best']:>5.2f} {row['peer_over_pool']:>9.1f}"
             )
         yield line
 
