@@ -1,0 +1,1 @@
+"""Tasks that measure what a method costs in answers."""
