@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 Array = jax.Array
-_State = tuple[Array, Array, Array]  # running out, maximum and sum
+_State = tuple[Array, Array, Array]  # what a loop over key tiles carries
 
-TILE = 256  # queries and keys of one tile; measured best of 128..1024 on CPU, and a sane GPU size
+TILE = 256  # queries and keys; measured best of 128..1024 on CPU, and a sane GPU size
 _FLOOR = -1e30  # running maximum before any key was seen; finite, so that differences stay finite
 
 
@@ -58,15 +58,10 @@ def tiled_attention(
       Padding queries hold anything where a tile was whole.
     """
     batch, heads, rows, dim = shape
-
-    # Live tiles first, in order: the loops below have dynamic lengths and no dead iterations.
-    def listed(chosen: Array) -> tuple[Array, Array]:
-        return jnp.argsort(~chosen, axis=1, stable=True), chosen.sum(axis=1)
-
-    unmasked, masked = listed(live & whole), listed(live & ~whole)
+    unmasked, masked = _listed(live & whole), _listed(live & ~whole)
 
     def query_tile(_: None, i: Array) -> tuple[None, tuple[Array, Array]]:
-        def update(j: Array, state: _State, mask: bool) -> _State:
+        def update(j: Array, state: _State, *, mask: bool) -> _State:
             out, top, total = state
             scores, values = score_tile(i, j)
             if mask:
@@ -91,8 +86,7 @@ def tiled_attention(
             jnp.zeros((batch, heads, rows), jnp.float32),
         )
         for (visit, count), mask in ((unmasked, False), (masked, True)):
-            step = functools.partial(_visit, update=update, visit=visit[i], mask=mask)
-            state = lax.fori_loop(0, count[i], step, state)
+            state = _each_tile(functools.partial(update, mask=mask), visit[i], count[i], state)
         out, top, total = state
         seen = total > 0
         out = out / jnp.where(seen, total, 1.0)[..., None]
@@ -106,15 +100,86 @@ def tiled_attention(
     return jnp.moveaxis(out, 0, 2), jnp.moveaxis(lse, 0, 2)
 
 
-def _visit(
-    step: Array,
-    state: _State,
-    *,
-    update: Callable[[Array, _State, bool], _State],
-    visit: Array,
-    mask: bool,
+def tiled_gradient(
+    live: Array,
+    whole: Array,
+    visible_tile: Callable[[Array, Array], Array],
+    scale: float,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    d_out: Array,
+    d_lse: Array,
+) -> tuple[Array, Array, Array]:
+    """Gradient of ``tiled_attention`` for scores ``scale * q @ k``, visiting the same tiles.
+
+    The scores of a tile are computed again from ``lse`` (FlashAttention-2, algorithm 2), so memory
+    is O(T). Products take the inputs' dtype and accumulate in float32.
+
+    Args:
+      live, whole, visible_tile: as in ``tiled_attention``; here whole tiles hold no padding query.
+      scale: factor on the scores. q, out, d_out: [B, K, I, R, H]; lse, d_lse: [B, K, I, R] float32.
+      k, v: [B, K, J * S, H], J key tiles.
+
+    Returns:
+      Gradients of q, k and v, float32; 0 for queries and keys that no visible pair holds.
+    """
+    size = k.shape[2] // live.shape[1]
+    # Rows that see nothing have lse = -inf; their weights are masked, so any finite number does.
+    lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
+    shift = jnp.einsum("bkirh,bkirh->bkir", d_out, out, preferred_element_type=jnp.float32) - d_lse
+    unmasked, masked = _listed(live & whole), _listed(live & ~whole)
+
+    def product(terms: str, a: Array, b: Array) -> Array:
+        return jnp.einsum(terms, a, b, preferred_element_type=jnp.float32)
+
+    def add(total: Array, j: Array, part: Array) -> Array:
+        old = lax.dynamic_slice_in_dim(total, j * size, size, 2)
+        return lax.dynamic_update_slice_in_dim(total, old + part, j * size, 2)
+
+    def query_tile(totals: tuple[Array, Array], i: Array) -> tuple[tuple[Array, Array], Array]:
+        q_i, d_out_i, lse_i, shift_i = (
+            lax.dynamic_index_in_dim(x, i, 2, keepdims=False) for x in (q, d_out, lse, shift)
+        )
+
+        def update(j: Array, state: _State, *, mask: bool) -> _State:
+            d_q, d_k, d_v = state
+            k_j, v_j = (lax.dynamic_slice_in_dim(x, j * size, size, 2) for x in (k, v))
+            scores = product("bkrh,bksh->bkrs", q_i, k_j) * scale
+            if mask:
+                see = visible_tile(i, j)
+                scores = jnp.where(see, scores, _FLOOR)
+            weights = jnp.exp(scores - lse_i[..., None])
+            d_weights = product("bkrh,bksh->bkrs", d_out_i, v_j)
+            d_scores = (weights * (d_weights - shift_i[..., None]) * scale).astype(q.dtype)
+            d_k = add(d_k, j, product("bkrs,bkrh->bksh", d_scores, q_i))
+            d_v = add(d_v, j, product("bkrs,bkrh->bksh", weights.astype(q.dtype), d_out_i))
+            return d_q + product("bkrs,bksh->bkrh", d_scores, k_j), d_k, d_v
+
+        state = (jnp.zeros(q_i.shape, jnp.float32), *totals)
+        for (visit, count), mask in ((unmasked, False), (masked, True)):
+            state = _each_tile(functools.partial(update, mask=mask), visit[i], count[i], state)
+        return state[1:], state[0]
+
+    totals = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
+    (d_k, d_v), d_q = lax.scan(query_tile, totals, jnp.arange(live.shape[0], dtype=jnp.int32))
+    return jnp.moveaxis(d_q, 0, 2), d_k, d_v
+
+
+def _listed(chosen: Array) -> tuple[Array, Array]:
+    """The chosen key tiles of every query tile first, in order, and their number: [I, J], [I].
+
+    Loops over them have dynamic lengths and no dead iterations.
+    """
+    return jnp.argsort(~chosen, axis=1, stable=True), chosen.sum(axis=1)
+
+
+def _each_tile(
+    update: Callable[[Array, _State], _State], visit: Array, count: Array, state: _State
 ) -> _State:
-    return update(visit[step], state, mask)
+    return lax.fori_loop(0, count, lambda step, state: update(visit[step], state), state)
 
 
 def split_queries(q: Array, num_kv_heads: int, tile: int) -> Array:

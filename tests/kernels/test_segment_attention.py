@@ -8,7 +8,6 @@ import pytest
 
 from jaxrag.segments import example_ids, lay_out
 from pallas_kernels import segment_attention
-from pallas_kernels import tiles as tiles_module
 from pallas_kernels.visibility import packed_visible
 
 PICTURES = {
@@ -154,7 +153,7 @@ def test_window_and_examples_equal_dense(rng, window):
 
 
 def test_only_tiles_that_can_be_seen_are_visited():
-    tile = tiles_module.TILE
+    from pallas_kernels.segment_attention import PACKED_TILE as tile
     from pallas_kernels.segment_attention import classify_tiles
 
     # four chunks of one tile each, then a final block of one tile
