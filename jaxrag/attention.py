@@ -15,6 +15,9 @@ from jaxrag.config import ModelConfig
 from jaxrag.rope import RopeTable, place, scale_rotary
 from jaxrag.types import Array, Partial, Tokens
 from pallas_kernels import paged_attention, segment_attention
+from pallas_kernels.segment_attention import SAVED as PACKED_OUT
+
+__all__ = ["PACKED_OUT", "Attend", "PackedAttend", "PagedAttend", "merge"]
 
 
 class Attend(Protocol):

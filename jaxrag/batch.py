@@ -167,6 +167,7 @@ def _record(
         "method": dataclasses.asdict(settings.method),
         "template": settings.template.to_dict(),
         "k": settings.k,
+        "where": settings.where,
         "max_new_tokens": settings.max_new_tokens,
         "sampling": dataclasses.asdict(sampling),
         "stop": list(settings.stop),

@@ -7,7 +7,6 @@ released when it ends.
 """
 
 import dataclasses
-import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from flax import struct
 
 from jaxrag.config import ModelConfig
 from jaxrag.errors import RequestError
+from jaxrag.offload import StagingBuffers
 from jaxrag.types import HIDDEN, Array, HostArray
 
 PAGE = 16  # tokens a page
@@ -151,15 +151,12 @@ class PagedCache:
 
     pool: PagePool
     owners: PageOwners
-    _staging: HostArray | None = None
+    staging: StagingBuffers = dataclasses.field(default_factory=StagingBuffers)
 
-    def staging(self, config: ModelConfig, tokens: int) -> HostArray:
+    def staging_buffer(self, config: ModelConfig, tokens: int) -> HostArray:
         """A reused host buffer [L, 2, tokens, K, H]: fresh pages cost more than the copy."""
         shape = (config.num_layers, 2, tokens, config.num_kv_heads, config.head_dim)
-        size = math.prod(shape)
-        if self._staging is None or self._staging.size < size:
-            self._staging = np.zeros(size, jnp.dtype(config.dtype))
-        return self._staging[:size].reshape(shape)
+        return self.staging.take(shape, jnp.dtype(config.dtype))
 
     @classmethod
     def create(cls, config: ModelConfig, tokens: int, sharding: Any = None) -> "PagedCache":

@@ -17,6 +17,10 @@ class TokenizerError(JaxragError):
     """A tokenizer that is missing, unreadable or does not belong to the model."""
 
 
+class EmbedderError(JaxragError):
+    """An embedder whose vectors have the wrong shape or are not finite numbers."""
+
+
 class DocumentError(JaxragError):
     """A document that cannot be read: empty, binary, wrong encoding, malformed."""
 
@@ -39,3 +43,11 @@ class KnowledgeBaseError(JaxragError):
 
 class RequestError(JaxragError):
     """A question, method or option that cannot be served: unknown, too long, incompatible."""
+
+
+class RetrievalError(JaxragError):
+    """A vector index, retriever or re-ranker that is unknown, not installed or answers nonsense."""
+
+
+class TrainError(JaxragError):
+    """Training data, a run or a checkpoint of it that cannot be used as asked."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from jaxrag.answer import Answer, FinishReason, SamplingRows, decode, reserved
@@ -79,6 +79,7 @@ def generate(
     method: str | Method = "turborag",
     template: str | PromptTemplate | None = None,
     k: int = 5,
+    where: Mapping[str, Any] | None = None,
     max_new_tokens: int = 64,
     sampling: Sampling | Sequence[Sampling] | None = None,
     stop: Sequence[str] = (),
@@ -89,7 +90,8 @@ def generate(
 
     Args:
       question: text or token ids; a list of texts (or of id sequences) is a batch.
-      kb: a knowledge base; its ``k`` best chunks are used.
+      kb: a knowledge base; its ``k`` best chunks are used, of documents whose metadata ``where``
+        allows, such as {"year": {"$gte": 2020}}.
       documents: each one chunk, its KV kept in memory by the model object; with ``kb`` as well they
         are used instead of retrieval, and kept in its store.
       model: needed without ``kb``. method: a preset of methods.METHODS or a Method.
@@ -121,6 +123,7 @@ def generate(
         k=k,
         max_new_tokens=max_new_tokens,
         stop=stop,
+        where=where,
     )
     single = isinstance(question, str) or is_ids(question)
     if stream and not single:

@@ -1,37 +1,38 @@
 """From documents to a knowledge base: cut, look up, encode what is missing, store, commit.
 
-Work goes in batches of documents. Of each, the KV is made durable first and the catalog committed
-last, so a run that is killed leaves whole documents, and the KV it had already stored is found, not
-encoded again, when the same documents are added once more.
+Work goes in batches of documents. Of each, the KV is made durable first, then the vectors, and the
+catalog is committed last, so a run that is killed leaves whole documents, and the KV it had already
+stored is found, not encoded again, when the same documents are added once more. Reading and cutting
+run ahead of the encoder, puts and commits behind it, each within bounds: memory does not grow with
+the number of documents.
 """
 
 import collections
+import concurrent.futures
 import dataclasses
 import functools
-import hashlib
-import json
-import os
+import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from jaxrag.catalog import Catalog, Entry
-from jaxrag.chunking import Chunking, split
-from jaxrag.documents import BadDocument, Document, document_from_mapping, read_paths, text_id
+from jaxrag.catalog import Catalog
+from jaxrag.chunking import Chunking
+from jaxrag.cutting import Cutter, Prepared
+from jaxrag.documents import BadDocument, Intake, Shard, Source
 from jaxrag.encode import chunk_key, encode_chunks, provenance
-from jaxrag.errors import DocumentError
+from jaxrag.index.base import searched_text
 from jaxrag.models.model import Model
 from jaxrag.prompts import PromptTemplate
-from jaxrag.store import ChunkStore
-from jaxrag.tokenizer import Tokenizer
+from jaxrag.store import KVStore, PutResult
+from jaxrag.store.writer import ChunkWriter
 from jaxrag.types import HostArray
 
 BATCH_TOKENS = 1 << 16  # of one catalog commit
 
-Source = Document | BadDocument | str | Path | Mapping[str, Any]
+_Future = concurrent.futures.Future
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,20 +58,22 @@ class AddReport:
         """Encoded tokens per second of the whole run."""
         return self.encoded_tokens / self.seconds
 
-
-@dataclasses.dataclass(frozen=True)
-class _Prepared:
-    """A document that is ready to be encoded."""
-
-    entry: Entry
-    token_ids: tuple[HostArray, ...]  # per chunk [T] int32, as it stands in the prompt
-    unchanged: bool  # the catalog holds it as it is
-    replaces: bool  # the catalog holds something else under its id
-    commit: bool  # whether the catalog must change
-
     @property
-    def num_tokens(self) -> int:
-        return sum(len(ids) for ids in self.token_ids)
+    def chunks_per_second(self) -> float:
+        """Encoded chunks per second of the whole run."""
+        return self.encoded / self.seconds
+
+
+class Vectors(Protocol):
+    """Where the vectors of chunk texts are kept, when they are."""
+
+    def add(self, chunk_ids: Sequence[int], texts: Sequence[str]) -> None:
+        """Embed the texts and keep their vectors, durably."""
+        ...
+
+    def remove(self, chunk_ids: Sequence[int]) -> None:
+        """Forget vectors; an id that has none is left out."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,46 +84,50 @@ class Ingest:
     template: PromptTemplate
     chunking: Chunking
     encoders: tuple[str, ...]
-    store: ChunkStore
+    store: KVStore
     catalog: Catalog
+    vectors: Vectors | None = None
 
     @functools.cached_property
-    def _tokenizer(self) -> Tokenizer:
-        return self.model.text_tokenizer()
+    def _cutter(self) -> Cutter:
+        return Cutter(
+            self.model, self.template, self.chunking, self.encoders, self.store.fingerprint,
+            self.catalog,
+        )  # fmt: skip
 
-    @functools.cached_property
-    def _prefix(self) -> HostArray:
-        return self.template.prefix_ids(self._tokenizer)
+    def run(
+        self, documents: Iterable[Source], progress: bool, shard: tuple[int, int] | None = None
+    ) -> AddReport:
+        """Add documents.
 
-    def run(self, documents: Iterable[Source], progress: bool) -> AddReport:
-        """Add documents; ``progress`` draws a bar on stderr where that is a terminal.
+        Args:
+          documents: what to add, each id once. Held a batch at a time.
+          progress: draw a bar on stderr where that is a terminal.
+          shard: (i, n) adds only the part i of n that falls to it by the hash of the id, so that
+            n processes share the work.
 
         Raises TokenizerError before any work when the model takes no text, and DocumentError for
-        an argument that is no list of documents. Single bad documents are skipped and reported.
+        an argument that is no list of documents or a shard that does not exist. Single bad
+        documents are skipped and reported.
         """
         start = time.perf_counter()
-        _ = self._tokenizer
-        accepted, skipped = _accept(documents)
-        if accepted:
-            self._keep_prefix()
-        characters = sum(len(document.text) for document in accepted)
-        count: collections.Counter[str] = collections.Counter()
-        with tqdm(
-            desc="encode", unit="token", unit_scale=True, disable=None if progress else True
-        ) as bar:
-            for batch in self._batches(accepted, skipped):
-                for prepared in batch:
-                    count["characters"] += len(prepared.entry.document.text)
-                    count["documents"] += 1
-                    count["unchanged"] += prepared.unchanged
-                    count["replaced"] += prepared.replaces
-                    count["chunks"] += len(prepared.token_ids)
-                    count["tokens"] += prepared.num_tokens
-                expected = count["tokens"] * characters / count["characters"]
-                bar.total = round(expected) * len(self.encoders)
-                for encoder in self.encoders:
-                    self._encode(encoder, batch, count, bar)
-                self.catalog.put([prepared.entry for prepared in batch if prepared.commit])
+        _ = self._cutter.prefix
+        intake = Intake(documents, Shard(*shard) if shard is not None else Shard())
+        skipped: list[BadDocument] = []
+        with (
+            tqdm(
+                desc="encode", unit="token", unit_scale=True, disable=None if progress else True
+            ) as bar,
+            self.store.writer() as writer,
+            concurrent.futures.ThreadPoolExecutor(1, "jaxrag-commit") as committer,
+        ):
+            pipeline = _Pipeline(self, writer, committer, bar)
+            for batch in self._batches(intake, skipped):
+                if not pipeline.count["documents"]:
+                    self._keep_prefix()
+                pipeline.take(batch, None if bar.disable else intake)
+            pipeline.finish()
+        count = pipeline.count
         return AddReport(
             documents=count["documents"],
             replaced=count["replaced"],
@@ -136,137 +143,167 @@ class Ingest:
 
     def _keep_prefix(self) -> None:
         """Make the KV of the template's prefix durable: every prompt begins with it."""
-        prefix, nothing = self._prefix, self._prefix[:0]
+        prefix, nothing = self._cutter.prefix, self._cutter.prefix[:0]
         if not len(prefix):
             return
-        key = chunk_key(self.model, "isolated", nothing, prefix)
+        key = chunk_key(self.store.fingerprint, self.model, "isolated", nothing, prefix)
         if self.store.head([key], on_corrupt="skip") == [None]:
             record = provenance(self.model, "isolated", nothing, prefix)
             for _, kv in encode_chunks(self.model, "isolated", nothing, [prefix]):
                 self.store.put(key, kv, record=record)
 
-    def _batches(
-        self, documents: Iterable[Document], skipped: list[BadDocument]
-    ) -> Iterator[list[_Prepared]]:
+    def _batches(self, intake: Intake, skipped: list[BadDocument]) -> Iterator[list[Prepared]]:
         """Prepared documents in batches of about BATCH_TOKENS; refused ones go to ``skipped``."""
-        batch: list[_Prepared] = []
+        batch: list[Prepared] = []
         num_tokens = 0
-        for document in documents:
-            try:
-                batch.append(self._prepare(document))
-            except DocumentError as error:
-                skipped.append(BadDocument(document.id, str(error)))
+        for found in self._cutter.ahead(intake):
+            if isinstance(found, BadDocument):
+                skipped.append(found)
                 continue
-            num_tokens += batch[-1].num_tokens
+            batch.append(found)
+            num_tokens += found.num_tokens
             if num_tokens >= BATCH_TOKENS:
                 yield batch
                 batch, num_tokens = [], 0
         if batch:
             yield batch
 
-    def _prepare(self, document: Document) -> _Prepared:
-        """Cut a document, or take the cuts from the catalog when it stands there unchanged."""
-        digest = _digest(document)
-        known = self.catalog.document(document.id)
-        same = known is not None and known.digest == digest
-        if known is not None and known.file != document.file:
-            if known.file is None or not os.path.exists(known.file):
-                same = False  # the file has moved: record where to
-            elif not same:
-                raise DocumentError(
-                    f"the id belongs to {known.file}; give one of the two another name or id"
-                )
-        if same:
-            chunks = self.catalog.chunks(document.id)
-        else:
-            chunks = split(document.text, self._tokenizer, self.chunking)
-        token_ids = tuple(
-            self.template.chunk_ids(self._tokenizer, chunk.ids, document.title) for chunk in chunks
+    def _commit(self, batch: Sequence[Prepared]) -> None:
+        """Make documents findable whose KV is durable: vectors first, then the catalog."""
+        self.catalog.put_keys(
+            (prepared.entry.document.id, prepared.entry.digest, prepared.entry.keys)
+            for prepared in batch
+            if prepared.unchanged
         )
-        room = self.model.config.max_positions - len(self._prefix)
-        longest = max(len(ids) for ids in token_ids)
-        if longest > room:
-            raise DocumentError(
-                f"a chunk has {longest} tokens with the template's markers, and the model's "
-                f"context leaves {room} behind the prefix; use smaller chunks"
-            )
-        keys = {
-            encoder: [chunk_key(self.model, encoder, self._prefix, ids) for ids in token_ids]
-            for encoder in self.encoders
-        }
-        held = self.catalog.keys(document.id)
-        commit = not same or any(held.get(encoder) != keys[encoder] for encoder in keys)
-        replaces = known is not None and not same
-        return _Prepared(Entry(document, digest, chunks, keys), token_ids, same, replaces, commit)
+        entries = [prepared.entry for prepared in batch if not prepared.unchanged]
+        if not entries:
+            return
+        free = iter(self.catalog.reserve(sum(len(entry.chunks) for entry in entries)))
+        entries = [
+            dataclasses.replace(entry, chunk_ids=list(itertools.islice(free, len(entry.chunks))))
+            for entry in entries
+        ]
+        if self.vectors is not None:
+            chunk_ids = [chunk_id for entry in entries for chunk_id in entry.chunk_ids]
+            texts = [
+                searched_text(entry.document.title, chunk.text)
+                for entry in entries
+                for chunk in entry.chunks
+            ]
+            self.vectors.add(chunk_ids, texts)
+        left = self.catalog.put(entries)
+        if self.vectors is not None:
+            self.vectors.remove(left)
+            self.catalog.settle(left)
 
-    def _encode(
+
+class _Pipeline:
+    """One run: encodes batch after batch while the puts and commits of earlier ones go on."""
+
+    def __init__(
         self,
-        encoder: str,
-        batch: Iterable[_Prepared],
-        count: collections.Counter[str],
+        ingest: Ingest,
+        writer: ChunkWriter,
+        committer: concurrent.futures.ThreadPoolExecutor,
         bar: "tqdm[Any]",
     ) -> None:
-        """Make the KV of every chunk of the batch durable under one encoder."""
+        self.count: collections.Counter[str] = collections.Counter()
+        self._ingest = ingest
+        self._writer = writer
+        self._committer = committer
+        self._bar = bar
+        self._flying: dict[str, _Future[PutResult]] = {}  # puts that may not be durable yet
+        self._commit: _Future[None] | None = None  # of the batch before
+
+    def take(self, batch: Sequence[Prepared], intake: Intake | None) -> None:
+        """Encode a batch and have it committed; ``intake`` knows how much is still to come."""
+        count = self.count
+        for prepared in batch:
+            count["characters"] += len(prepared.entry.document.text)
+            count["documents"] += 1
+            count["unchanged"] += prepared.unchanged
+            count["replaced"] += prepared.replaces
+            count["chunks"] += len(prepared.token_ids)
+            count["tokens"] += prepared.num_tokens
+        fraction = intake.fraction() if intake is not None else None
+        if intake is not None and fraction:
+            characters = intake.characters / fraction
+            tokens = count["tokens"] * characters / count["characters"]
+            self._bar.total = round(tokens) * len(self._ingest.encoders)
+        puts: list[_Future[PutResult]] = []
+        found: dict[str, dict[str, HostArray]] = {}
+        for encoder in self._ingest.encoders:
+            more, found[encoder] = self._encode(encoder, batch)
+            puts += more
+        if self._commit is not None:
+            self._commit.result()
+        self._commit = self._committer.submit(self._finish_batch, batch, puts, found)
+
+    def finish(self) -> None:
+        """Wait for the last commit."""
+        if self._commit is not None:
+            self._commit.result()
+        if self._bar.total is not None:
+            self._bar.total = self._bar.n
+
+    def _encode(
+        self, encoder: str, batch: Iterable[Prepared]
+    ) -> tuple[list[_Future[PutResult]], dict[str, HostArray]]:
+        """Put the KV of the batch's chunks that the store lacks under one encoder.
+
+        Returns the puts to wait for, and the chunks to be committed that the store had already.
+        """
+        ingest = self._ingest
         wanted: dict[str, HostArray] = {}
+        committed: set[str] = set()
         total = 0
         for prepared in batch:
             total += prepared.num_tokens
-            wanted.update(zip(prepared.entry.keys[encoder], prepared.token_ids, strict=True))
-        records = self.store.head(list(wanted), on_corrupt="skip")
-        missing = [key for key, record in zip(wanted, records, strict=True) if record is None]
+            keys = prepared.entry.keys[encoder]
+            wanted.update(zip(keys, prepared.token_ids, strict=True))
+            committed.update(keys if prepared.commit else ())
+        self._flying = {key: put for key, put in self._flying.items() if not put.done()}
+        puts = [self._flying[key] for key in wanted if key in self._flying]
+        settled = [key for key in wanted if key not in self._flying]
+        records = ingest.store.head(settled, on_corrupt="skip")
+        missing = [key for key, record in zip(settled, records, strict=True) if record is None]
         chunks = [wanted[key] for key in missing]
-        bar.update(total - sum(len(ids) for ids in chunks))
-        with self.store.writer() as writer:
-            for index, kv in encode_chunks(self.model, encoder, self._prefix, chunks):
-                record = provenance(self.model, encoder, self._prefix, chunks[index])
-                writer.submit(missing[index], kv, record)
-                count["encoded"] += 1
-                count["encoded_tokens"] += len(chunks[index])
-                bar.update(len(chunks[index]))
+        self._bar.update(total - sum(len(ids) for ids in chunks))
+        for index, kv in encode_chunks(ingest.model, encoder, ingest._cutter.prefix, chunks):
+            record = provenance(ingest.model, encoder, ingest._cutter.prefix, chunks[index])
+            put = self._writer.submit(missing[index], kv, record)
+            puts.append(put)
+            self._flying[missing[index]] = put
+            self.count["encoded"] += 1
+            self.count["encoded_tokens"] += len(chunks[index])
+            self._bar.update(len(chunks[index]))
+        committed.difference_update(missing)
+        return puts, {key: wanted[key] for key in settled if key in committed}
 
+    def _finish_batch(
+        self,
+        batch: Sequence[Prepared],
+        puts: Iterable[_Future[PutResult]],
+        found: dict[str, dict[str, HostArray]],
+    ) -> None:
+        """Commit a batch once its KV is durable (in the committer's thread).
 
-def _accept(documents: Iterable[Source]) -> tuple[list[Document], list[BadDocument]]:
-    """Sort what was given into documents and refusals; an id counts the first time only."""
-    if isinstance(documents, str | Path | Document | Mapping):
-        raise DocumentError(
-            f"documents is one {type(documents).__name__}; expected a list: of Document, of text, "
-            "or of pathlib.Path to read"
-        )
-    accepted: dict[str, Document] = {}
-    skipped: list[BadDocument] = []
-    for found in _documents(documents):
-        if isinstance(found, BadDocument):
-            skipped.append(found)
-        elif found.id in accepted:
-            first = accepted[found.id].file or "an earlier document"
-            reason = f"{first} has this id already; give one of the two another name or id"
-            skipped.append(BadDocument(found.file or found.id, f"id {found.id!r}: {reason}"))
-        else:
-            accepted[found.id] = found
-    return list(accepted.values()), skipped
-
-
-def _documents(given: Iterable[Source]) -> Iterator[Document | BadDocument]:
-    for index, item in enumerate(given):
-        if not isinstance(item, Document | BadDocument | str | Path | Mapping):
-            raise DocumentError(
-                f"documents[{index}] is a {type(item).__name__}; expected a Document, a text, a "
-                'pathlib.Path or a mapping with a "text"'
+        A chunk that no document held when it was found may have been swept before the commit made
+        it live, so those are looked up again.
+        """
+        for put in puts:
+            put.result()
+        ingest = self._ingest
+        ingest._commit([prepared for prepared in batch if prepared.commit])
+        for encoder, chunks in found.items():
+            keys = list(chunks)
+            records = ingest.store.head(keys, on_corrupt="skip")
+            lost = [key for key, record in zip(keys, records, strict=True) if record is None]
+            encoded = encode_chunks(
+                ingest.model, encoder, ingest._cutter.prefix, [chunks[key] for key in lost]
             )
-        try:
-            if isinstance(item, Document | BadDocument):
-                yield item
-            elif isinstance(item, Path):
-                yield from read_paths([item])
-            elif isinstance(item, str):
-                yield Document(text_id(item), item)
-            else:
-                yield document_from_mapping(item)
-        except DocumentError as error:
-            yield BadDocument(f"documents[{index}]", str(error))
-
-
-def _digest(document: Document) -> str:
-    content = [document.title, document.text, document.metadata]
-    text = json.dumps(content, sort_keys=True, ensure_ascii=False)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+            for index, kv in encoded:
+                record = provenance(
+                    ingest.model, encoder, ingest._cutter.prefix, chunks[lost[index]]
+                )
+                ingest.store.put(lost[index], kv, record=record)

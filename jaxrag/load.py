@@ -53,7 +53,7 @@ def bring_in(
     writable), used, and named in ``notes``. Raises RequestError when the pool is too small.
     """
     owners = model.cache.owners
-    keys = [chunk_key(model, encoder, prefix_ids, ids) for ids in chunks]
+    keys = [chunk_key(store.fingerprint, model, encoder, prefix_ids, ids) for ids in chunks]
     found = {key: owners.borrow(key) for key in dict.fromkeys(keys)}
     wanted = {key: ids for key, ids in zip(keys, chunks, strict=True) if found[key] is None}
     pages: dict[str, tuple[int, ...]] = {}
@@ -106,12 +106,13 @@ def _read(
     corrupt: list[str] = []
     for keys in _windows({key: len(ids) for key, ids in wanted.items()}):
         tokens = sum(len(wanted[key]) for key in keys)
-        buffer = model.cache.staging(model.config, bucket(tokens, 256))
+        buffer = model.cache.staging_buffer(model.config, bucket(tokens, 256))
         read = store.get_many(keys, out=buffer, on_missing="skip")
         if read.offsets:
             _place_spans(model, buffer, read.offsets, pages)
         missing += read.missing
         corrupt += read.corrupt
+    jax.block_until_ready(model.cache.pool)  # for the caller's clock
     return missing, corrupt
 
 
@@ -145,9 +146,10 @@ def _encode(
             # A key whose record stands but whose bytes are gone or damaged is healed by this.
             store.put(key, kv, record=origin, replace=True)
         length = kv.shape[2]
-        buffer = model.cache.staging(model.config, bucket(length, 256))
+        buffer = model.cache.staging_buffer(model.config, bucket(length, 256))
         buffer[:, :, :length] = kv
         _place_spans(model, buffer, {key: (0, length)}, pages)
+    jax.block_until_ready(model.cache.pool)  # for the caller's clock
 
 
 def _place_spans(
@@ -166,16 +168,19 @@ def _place_spans(
         page[start : start + length] = np.array(pages[key], np.int32)[at // PAGE]
         local[start : start + length] = at
     rope = model.rope(int(local.max()) + 1)
-    pool = _place(model.cache.pool, model.config, jnp.asarray(buffer), page, local, rope)
-    # The staging buffer is filled again by the next read, so the transfer must be over.
-    model.cache.pool = jax.block_until_ready(pool)
+    pool = model.cache.pool
+    model.cache.pool, placed = _place(pool, model.config, jnp.asarray(buffer), page, local, rope)
+    model.cache.staging.read_by(placed)
 
 
 @functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("pool",))
 def _place(
     pool: PagePool, config: ModelConfig, kv: Array, page: Array, local: Array, rope: RopeTable
-) -> PagePool:
-    """Rotate K of kv [L, 2, S, K, H] to its place in the chunk (fp32) and scatter to pages [S]."""
+) -> tuple[PagePool, Array]:
+    """Rotate K of kv [L, 2, S, K, H] to its place in the chunk (fp32) and scatter to pages [S].
+
+    The second result is ready when kv has been read; the pool itself is donated to the next call.
+    """
     num_pages = pool.k.shape[0] // config.num_layers
 
     def layer(index: Array, pool: PagePool) -> PagePool:
@@ -186,4 +191,4 @@ def _place(
             v=pool.v.at[rows, slot].set(kv[index, 1], mode="drop"),
         )
 
-    return lax.fori_loop(0, config.num_layers, layer, pool)
+    return lax.fori_loop(0, config.num_layers, layer, pool), jnp.max(local)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from jaxrag.answer import reserved
 from jaxrag.cache import PAGE, pages_for
 from jaxrag.errors import RequestError
+from jaxrag.index.filters import Filter
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import Method, method_named
 from jaxrag.models.model import Model, as_token_ids
@@ -33,6 +34,9 @@ class Source:
     file: str | None
     score: float | None
     text: str
+    page: int | None = None  # 1-based, of documents that have pages
+    start: int = 0  # first character in the document's text
+    end: int = 0  # one past the last character
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Settings:
     k: int
     max_new_tokens: int
     stop: tuple[str, ...]
+    where: Mapping[str, Any] | None = None  # which documents may be retrieved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +83,7 @@ def resolve(
     k: int,
     max_new_tokens: int,
     stop: Sequence[str],
+    where: Mapping[str, Any] | None = None,
 ) -> Settings:
     """Check the arguments that all questions share; they are those of ``generate``.
 
@@ -96,6 +102,10 @@ def resolve(
         raise RequestError(f"stop={stop!r}: expected a list of non-empty strings")
     if stop:
         model.text_tokenizer()
+    if where is not None:
+        Filter.parse(where)
+        if kb is None:
+            raise RequestError("where= chooses documents of a knowledge base; pass kb= with it")
     method.check(model.config)
     chosen = template if template is not None else (kb.template if kb else method.template)
     return Settings(
@@ -107,6 +117,7 @@ def resolve(
         k=k,
         max_new_tokens=max_new_tokens,
         stop=tuple(stop),
+        where=where,
     )
 
 
@@ -197,8 +208,12 @@ def _retrieve(settings: Settings, question: Text) -> list[_Chunk]:
     if not isinstance(question, str):
         raise RequestError("retrieval needs the question as text; pass documents= with token ids")
     return [
-        _Chunk(Source(h.document_id, h.chunk_index, h.file, h.score, h.text), h.title, h.ids)
-        for h in settings.kb.search(question, settings.k)
+        _Chunk(
+            Source(h.document_id, h.chunk_index, h.file, h.score, h.text, h.page, h.start, h.end),
+            h.title,
+            h.ids,
+        )
+        for h in settings.kb.search(question, settings.k, where=settings.where)
     ]
 
 
@@ -210,4 +225,4 @@ def _given(index: int, document: Text, model: Model) -> _Chunk:
         ids, text = model.text_tokenizer().encode(document), document
     else:
         ids, text = as_token_ids(document, model.config, what), ""
-    return _Chunk(Source(what, 0, None, None, text), "", ids)
+    return _Chunk(Source(what, 0, None, None, text, end=len(text)), "", ids)

@@ -21,6 +21,7 @@ from jaxrag.cli.options import (
     open_kb,
     print_json,
     sampling_of,
+    where_of,
 )
 from jaxrag.errors import RequestError
 
@@ -71,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
             k=args.k,
             max_new_tokens=args.max_new_tokens,
             stop=args.stop,
+            where=where_of(args),
         )
         report = answer_file(
             questions,

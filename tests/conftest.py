@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import logging
 import os
-from collections.abc import Callable
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +112,35 @@ def model_dir(
 def text_model(model_dir: Path) -> Model:
     """The model of ``model_dir``."""
     return load_model(model_dir, cache_tokens=8192)
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """The URL of a local S3 server with a bucket named "chunks"."""
+    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it logs every request
+    environment = {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        server.start()
+        try:
+            endpoint = "http://{}:{}".format(*server.get_host_and_port())
+            bucket = urllib.request.Request(f"{endpoint}/chunks", method="PUT")
+            urllib.request.urlopen(bucket).close()
+            yield endpoint
+        finally:
+            server.stop()
+
+
+@pytest.fixture
+def s3_location(s3_endpoint: str) -> str:
+    """A location in the bucket that no other test uses."""
+    return f"s3://chunks/{uuid.uuid4().hex}/?endpoint={s3_endpoint}&aws_region=us-east-1"
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from jaxrag.cli import COMMANDS, main
+from jaxrag.cli.options import parse_bytes, parse_seconds
 from jaxrag.methods import METHODS
 
 QUESTION = "Who works the salt wells?"
@@ -111,7 +112,9 @@ def test_ask_json_is_one_object_with_the_public_names(jaxrag, kb, documents):
     assert list(answer["timings"]) == ["retrieve", "load", "prefill", "ttft", "per_token"]
     assert list(answer["counts"]) == ["reused", "recomputed", "encoded"]
     source = answer["sources"][0]
-    assert list(source) == ["document_id", "chunk_index", "file", "score", "text"]
+    names = "document_id chunk_index file score text page start end"
+    assert list(source) == names.split()
+    assert (source["page"], source["start"], source["end"]) == (None, 0, len(source["text"]))
     assert source["file"] == str(documents / "salt.txt")
     assert source["text"] == TEXTS["salt.txt"]
     assert (answer["method"], answer["finish_reason"]) == ("turborag", "length")
@@ -178,6 +181,87 @@ def test_kb_stats_and_list(jaxrag, kb, model_dir, documents):
     assert str(documents / "salt.txt") in out
 
 
+@pytest.fixture
+def own_kb(kb, tmp_path):
+    """A copy of the knowledge base to change."""
+    return shutil.copytree(kb, tmp_path / "kb")
+
+
+def test_kb_remove_then_gc(jaxrag, own_kb):
+    code, out, err = jaxrag("kb", "remove", own_kb, "tea", "coffee")
+    assert (code, err) == (3, "")
+    assert "removed 1 documents, 1 chunks\nno document 'coffee'" in out
+    assert jaxrag("kb", "gc", own_kb)[1].startswith("freed 0 chunks")
+    dry = json.loads(jaxrag("kb", "gc", own_kb, "--grace", "0s", "--dry-run", "--json")[1])
+    assert (dry["chunks"], dry["dry_run"]) == (2, True)  # both encoder variants of it
+    code, out, err = jaxrag("kb", "gc", own_kb, "--grace", "0s")
+    assert (code, err) == (0, "")
+    assert out.startswith("freed 2 chunks")
+    stats = json.loads(jaxrag("kb", "stats", own_kb, "--json")[1])
+    assert (stats["documents"], stats["stored"]["orphans"]) == (2, 0)
+    assert stats["last_gc"]["chunks"] == 2
+    assert "last gc chunks" in jaxrag("kb", "stats", own_kb)[1]
+    again = json.loads(jaxrag("kb", "remove", own_kb, "salt.txt", "--json")[1])
+    assert again == {"documents": 1, "chunks": 1, "unknown": []}
+
+
+def test_kb_verify_and_repair(jaxrag, own_kb):
+    code, out, _ = jaxrag("kb", "verify", own_kb, "--rate", "1GB")
+    assert (code, out) == (0, "6 chunks are whole, 0 were repaired, 0 are damaged\n")
+    next((own_kb / "kv").rglob("commit.json")).write_text("{")
+    code, out, _ = jaxrag("kb", "verify", own_kb, "--json")
+    assert code == 3
+    (damaged,) = json.loads(out)["damaged"]
+    code, out, _ = jaxrag("kb", "verify", own_kb)
+    assert f"damaged {damaged}" in out
+    code, out, _ = jaxrag("kb", "verify", own_kb, "--repair", *POOL)
+    assert (code, out) == (0, "5 chunks are whole, 1 were repaired, 0 are damaged\n")
+
+
+def test_where_filters_documents(jaxrag, refused, model_dir, tmp_path):
+    lines = [{"id": str(year), "text": f"Salt of {year}.", "year": year} for year in (2019, 2020)]
+    (tmp_path / "salt.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    kb = tmp_path / "kb"
+    made = ("--kb", kb, "--model", model_dir, "--template", "plain", "--chunk-tokens", "64")
+    assert jaxrag("ingest", tmp_path / "salt.jsonl", *made)[0] == 0
+    asked = ("ask", "Which salt?", "--kb", kb, "--max-new-tokens", 2, "--json", *POOL)
+    answer = json.loads(jaxrag(*asked, "--where", '{"year": {"$gte": 2020}}')[1])
+    assert [source["document_id"] for source in answer["sources"]] == ["2020"]
+    assert "2019" not in jaxrag("kb", "list", kb, "--where", '{"year": 2020}')[1]
+    refused(*asked, "--where", "year=2020", words="--where 'year=2020' is not JSON")
+    refused(*asked, "--where", "[1]", words="expected an object")
+    refused(*asked, "--where", '{"year": {"$near": 1}}', words="'$near'")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("30m", 1800), ("1h", 3600), ("1.5d", 129600), ("0s", 0)]
+)
+def test_times(text, seconds):
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("7B", 7), ("200MB", 200_000_000), ("1.5kB", 1500), ("64MiB", 1 << 26), ("2GiB", 1 << 31)],
+)
+def test_sizes(text, nbytes):
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "5", "h", "-1h", "1 h", "1w", "1H", "1e3s", "٣h"])
+def test_bad_times_are_bad_usage(jaxrag, kb, text):
+    code, out, err = jaxrag("kb", "gc", kb, f"--grace={text}")
+    assert (code, out) == (2, "")
+    assert "expected a time such as 30m or 1h" in err
+
+
+@pytest.mark.parametrize("text", ["5", "5MB/s", "5mb", "MB", "0x5B"])
+def test_bad_sizes_are_bad_usage(jaxrag, kb, text):
+    code, out, err = jaxrag("kb", "verify", kb, "--rate", text)
+    assert (code, out) == (2, "")
+    assert "expected a size such as 200MB or 64GiB" in err
+
+
 def test_convert_there_and_back(jaxrag, model_dir, tmp_path):
     there, back = tmp_path / "checkpoint", tmp_path / "huggingface"
     code, out, _ = jaxrag("convert", model_dir, there)
@@ -211,7 +295,9 @@ def test_one_bad_document_costs_only_itself(jaxrag, model_dir, tmp_path):
 
 @pytest.mark.parametrize(
     "command", [(c.__name__.split(".")[-1],) for c in COMMANDS]
-    + [("kb", "stats"), ("kb", "list"), ("bench", "ttft")], ids=" ".join,
+    + [("kb", name) for name in ("stats", "list", "remove", "gc", "verify")]
+    + [("bench", name) for name in ("ttft", "store", "ingest")],
+    ids=" ".join,
 )  # fmt: skip
 def test_every_help_has_an_example(jaxrag, command):
     code, out, err = jaxrag(*command, "--help")

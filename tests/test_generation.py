@@ -52,7 +52,8 @@ def test_result_of_retrieval(kb, text_model):
     assert result.method == "turborag"
     hits = kb.search(QUESTION, 5)
     assert [s.document_id for s in result.sources] == [hit.document_id for hit in hits]
-    assert result.sources[0] == Source("salt", 0, None, hits[0].score, DOCUMENTS[0].text)
+    text = DOCUMENTS[0].text
+    assert result.sources[0] == Source("salt", 0, None, hits[0].score, text, end=len(text))
     tokens = sum(len(kb.template.chunk_ids(text_model.tokenizer, h.ids, h.title)) for h in hits)
     assert result.counts == {"reused": tokens, "recomputed": 0, "encoded": 0}
     timings = result.timings

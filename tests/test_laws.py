@@ -234,9 +234,13 @@ def test_encoders_pack_without_mixing_chunks(rng, model_of):
 def test_keys_name_what_the_chunk_saw(rng, model_of):
     model = model_of()
     one, other, chunk = ids(rng, 5, 6, 20)
-    assert chunk_key(model, "isolated", one, chunk) == chunk_key(model, "isolated", other, chunk)
-    keys = {chunk_key(model, "after_prefix", p, chunk) for p in (one, other, one[:0])}
-    assert len(keys | {chunk_key(model, "isolated", one, chunk)}) == 4
+    assert chunk_key(model.fingerprint, model, "isolated", one, chunk) == chunk_key(
+        model.fingerprint, model, "isolated", other, chunk
+    )
+    keys = {
+        chunk_key(model.fingerprint, model, "after_prefix", p, chunk) for p in (one, other, one[:0])
+    }
+    assert len(keys | {chunk_key(model.fingerprint, model, "isolated", one, chunk)}) == 4
 
 
 def test_a_new_length_does_not_recompile(rng, model_of):
@@ -305,7 +309,7 @@ def test_pool_evicts_unused_chunks_and_refuses_what_cannot_fit(rng, tiny_config)
     assert model.cache.owners.num_free == 2
     release(model, held)
     again = bring_in(model, model.memory, "isolated", empty, [three])
-    key = chunk_key(model, "isolated", empty, one)
+    key = chunk_key(model.fingerprint, model, "isolated", empty, one)
     assert key not in model.cache.owners  # the least recently used left, the store keeps it
     release(model, again)
     back = bring_in(model, model.memory, "isolated", empty, [one])

@@ -255,7 +255,9 @@ def _forget(model: Model, method: Method, prompt: Prompt) -> None:
     """Drop the prompt's chunks from the pool; the store keeps them."""
     assert method.encoder is not None
     for chunk in prompt.chunks:
-        model.cache.owners.forget(chunk_key(model, method.encoder, prompt.prefix, chunk))
+        model.cache.owners.forget(
+            chunk_key(model.fingerprint, model, method.encoder, prompt.prefix, chunk)
+        )
 
 
 def _drop_page_cache(folder: Path) -> None:

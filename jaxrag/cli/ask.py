@@ -17,6 +17,7 @@ from jaxrag.cli.options import (
     sampling_of,
     shorten,
     table,
+    where_of,
 )
 from jaxrag.errors import DocumentError, RequestError
 
@@ -51,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
         "method": method,
         "template": args.template,
         "k": args.k,
+        "where": where_of(args),
         "max_new_tokens": args.max_new_tokens,
         "sampling": sampling_of(args),
         "stop": args.stop,

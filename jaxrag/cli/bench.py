@@ -2,7 +2,9 @@
 
 import argparse
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from jaxrag.cli.options import add_command, add_json, print_json
 from jaxrag.errors import RequestError
@@ -30,6 +32,40 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     ttft.add_argument("--out", metavar="FILE", help="also write the JSON result there")
     add_json(ttft)
     ttft.set_defaults(run=run_ttft)
+    store = add_command(
+        kinds,
+        "store",
+        "throughput of the chunk store beside memcpy, plain reads, safetensors and zarr-python",
+        "jaxrag bench store --chunks 8 --layers 32 --tokens 512 --out result.json",
+    )
+    store.add_argument("--chunks", type=int, default=8, metavar="N", help="of one request (8)")
+    store.add_argument("--layers", type=int, default=32, metavar="L", help="(32)")
+    store.add_argument("--tokens", type=int, default=512, metavar="T", help="of a chunk (512)")
+    store.add_argument("--kv-heads", type=int, default=8, metavar="K", help="(8)")
+    store.add_argument("--head-dim", type=int, default=128, metavar="H", help="(128)")
+    store.add_argument("--rounds", type=int, default=7, metavar="N", help="after a warm-up (7)")
+    store.add_argument("--no-cold", action="store_true", help="leave out reads from the disk")
+    store.add_argument("--folder", metavar="DIR", help="a disk to measure (temporary files)")
+    store.add_argument("--seed", type=int, default=0)
+    store.add_argument("--out", metavar="FILE", help="also write the JSON result there")
+    add_json(store)
+    store.set_defaults(run=run_store)
+    ingest = add_command(
+        kinds,
+        "ingest",
+        "throughput of ingest beside a plain forward pass of the same tokens",
+        "jaxrag bench ingest --tokens 16384 --out benchmarks/results/ingest.json",
+    )
+    ingest.add_argument("--model", metavar="DIR", help="a random Llama of 100M parameters")
+    ingest.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    ingest.add_argument("--tokens", type=int, default=16_384, metavar="N", help="(16384)")
+    ingest.add_argument("--chunk-tokens", type=int, default=512, metavar="N", help="(512)")
+    ingest.add_argument("--repeats", type=int, default=5, metavar="N", help="after a warm-up (5)")
+    ingest.add_argument("--folder", metavar="DIR", help="a disk to measure (temporary files)")
+    ingest.add_argument("--seed", type=int, default=0)
+    ingest.add_argument("--out", metavar="FILE", help="also write the JSON result there")
+    add_json(ingest)
+    ingest.set_defaults(run=run_ingest)
 
 
 def run_ttft(args: argparse.Namespace) -> None:
@@ -39,8 +75,7 @@ def run_ttft(args: argparse.Namespace) -> None:
     sizes = args.contexts.split(",")
     if not all(size.isdigit() for size in sizes):
         raise RequestError(f"--contexts {args.contexts!r}: expected integers such as 512,4096")
-    if args.out and not Path(args.out).absolute().parent.is_dir():
-        raise RequestError(f"--out {args.out}: its folder does not exist; make it first")
+    _require_folder(args.out)
     if args.peer_python and not args.peer:
         raise RequestError("--peer-python without --peer; add --peer transformers")
     options = Options(
@@ -54,9 +89,57 @@ def run_ttft(args: argparse.Namespace) -> None:
         seed=args.seed,
     )
     result = run(options)
+    _give_out(args, result, report(result))
+
+
+def run_store(args: argparse.Namespace) -> None:
+    """Print a table, or one JSON object."""
+    from jaxrag.bench.store import Options, report, run
+
+    _require_folder(args.out)
+    options = Options(
+        chunks=args.chunks,
+        layers=args.layers,
+        tokens=args.tokens,
+        kv_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        rounds=args.rounds,
+        cold=not args.no_cold,
+        folder=args.folder,
+        seed=args.seed,
+    )
+    result = run(options)
+    _give_out(args, result, report(result))
+
+
+def run_ingest(args: argparse.Namespace) -> None:
+    """Print a table, or one JSON object."""
+    from jaxrag.bench.ingest import Options, report, run
+
+    _require_folder(args.out)
+    options = Options(
+        model=args.model,
+        dtype=args.dtype,
+        tokens=args.tokens,
+        chunk_tokens=args.chunk_tokens,
+        repeats=args.repeats,
+        folder=args.folder,
+        seed=args.seed,
+    )
+    result = run(options)
+    _give_out(args, result, report(result))
+
+
+def _require_folder(out: str | None) -> None:
+    """Refuse an --out that cannot be written, before the work."""
+    if out and not Path(out).absolute().parent.is_dir():
+        raise RequestError(f"--out {out}: its folder does not exist; make it first")
+
+
+def _give_out(args: argparse.Namespace, result: dict[str, Any], lines: Iterable[str]) -> None:
     if args.out:
         Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if args.json:
         print_json(result)
     else:
-        print("\n".join(report(result)))
+        print("\n".join(lines))

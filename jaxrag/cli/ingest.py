@@ -2,10 +2,24 @@
 
 import argparse
 import dataclasses
+import logging
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from jaxrag.cli.options import add_command, add_json, add_model, human_count, load, print_json
+from jaxrag.cli.options import (
+    add_command,
+    add_json,
+    add_model,
+    human_count,
+    load,
+    parse_bytes,
+    print_json,
+)
+
+if TYPE_CHECKING:
+    from jaxrag.documents import DocumentFiles, Shard
+    from jaxrag.ingest import AddReport
+    from jaxrag.models.model import Model
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -16,7 +30,19 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "encode documents into a knowledge base, once",
         "jaxrag ingest docs/ notes.jsonl --kb kb --model models/llama",
     )
-    parser.add_argument("paths", nargs="+", metavar="PATH", help=".txt, .md, .jsonl or a folder")
+    add_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to read, how to read it, and how it is cut, encoded and kept."""
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="a folder, or a file: .txt .md .html .pdf .docx (one document each), .jsonl .json "
+        ".csv .tsv (one an object or row)",
+    )
     parser.add_argument("--kb", required=True, metavar="DIR", help="made when missing")
     add_model(parser, required=True, text="Hugging Face or jaxrag checkpoint directory")
     parser.add_argument(
@@ -30,40 +56,115 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--chunk-tokens", type=int, metavar="N", help="largest chunk (512)")
     parser.add_argument("--overlap", type=int, metavar="N", help="tokens two chunks share (10)")
+    parser.add_argument(
+        "--chunk-by",
+        metavar="HOW",
+        help="tokens, sentence (whole sentences) or markdown (sections under headings) (tokens)",
+    )
+    parser.add_argument(
+        "--kv",
+        choices=("native", "int8"),
+        help="how KV is stored: in the model's dtype, or int8 in half the bytes or less (native)",
+    )
+    parser.add_argument("--salt", metavar="TEXT", help="of a tenant; other salts share no KV")
+    parser.add_argument(
+        "--store", metavar="URL", help="repository of the KV: s3://, gs:// or a folder (in --kb)"
+    )
+    parser.add_argument(
+        "--max-bytes",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="limit of KV on the local disk, such as 200GB; the coldest is dropped (none)",
+    )
+    parser.add_argument(
+        "--embedder", metavar="DIR", help="embedding model; chunks get vectors, search is hybrid"
+    )
+    parser.add_argument(
+        "--index", metavar="NAME", help="of the vectors: lance, exact or faiss (lance)"
+    )
+    parser.add_argument(
+        "--encoding",
+        metavar="NAME",
+        help="of text files without a byte order mark, such as gb18030 (utf-8)",
+    )
+    parser.add_argument(
+        "--text-field",
+        metavar="NAME",
+        help="key or column that holds the text of a record (text; in tables also content or body)",
+    )
+    parser.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="only the documents that fall to part I of N by their id, so that N processes share "
+        "the work (0/1)",
+    )
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when everything was ingested, 3 when documents were left out."""
+    from jaxrag.documents import Shard
+
+    shard = Shard() if args.shard is None else Shard.parse(args.shard)
+    files = files_of(args)
+    report = ingest(args, load(args, args.model, args.dtype), files, shard, not args.json)
+    print_report(report, args.json)
+    return 3 if report.skipped else 0
+
+
+def files_of(args: argparse.Namespace) -> "DocumentFiles":
+    """The documents of the paths; DocumentError for one that does not exist."""
     from jaxrag.documents import read_paths
-    from jaxrag.errors import DocumentError
+
+    return read_paths(args.paths, encoding=args.encoding, text_field=args.text_field)
+
+
+def ingest(
+    args: argparse.Namespace,
+    model: "Model",
+    files: "DocumentFiles",
+    shard: "Shard",
+    progress: bool,
+) -> "AddReport":
+    """Ingest one part of the documents into the knowledge base that the arguments describe."""
     from jaxrag.knowledge_base import KnowledgeBase
 
-    missing = [path for path in args.paths if not Path(path).exists()]
-    if missing:
-        raise DocumentError(f"{missing[0]}: no such file or folder")
-    model = load(args, args.model, args.dtype)
+    logging.getLogger("pypdf").setLevel(logging.ERROR)  # it remarks on every oddity it gets over
     with KnowledgeBase.open(
         args.kb,
         model=model,
         template=args.template,
         chunk_tokens=args.chunk_tokens,
         overlap=args.overlap,
+        chunk_by=args.chunk_by,
         encoders=args.encoder,
+        stored=args.kv,
+        salt=args.salt,
+        store=args.store,
+        max_bytes=args.max_bytes,
+        embedder=args.embedder,
+        index=args.index,
     ) as kb:
-        report = kb.add(read_paths(args.paths), progress=not args.json)
+        return kb.add(files, progress=progress, shard=(shard.index, shard.count))
+
+
+def print_report(report: "AddReport", as_json: bool) -> None:
+    """What was left out on stderr, the rest on stdout."""
     for bad in report.skipped:
         print(f"skipped {bad.source}: {bad.reason}", file=sys.stderr)
-    if args.json:
-        print_json({**dataclasses.asdict(report), "tokens_per_second": report.tokens_per_second})
-    else:
-        print(
-            f"{report.documents} documents ({report.unchanged} unchanged, {report.replaced} "
-            f"replaced), {report.chunks} chunks, {human_count(report.tokens)} tokens\n"
-            f"encoded {report.encoded} chunks, reused {report.reused}; {report.seconds:.1f} s, "
-            f"{human_count(report.tokens_per_second)} tokens/s"
-        )
-        if report.skipped:
-            print(f"left out {len(report.skipped)}; see above")
-    return 3 if report.skipped else 0
+    if as_json:
+        rates = {
+            "tokens_per_second": report.tokens_per_second,
+            "chunks_per_second": report.chunks_per_second,
+        }
+        print_json({**dataclasses.asdict(report), **rates})
+        return
+    print(
+        f"{report.documents} documents ({report.unchanged} unchanged, {report.replaced} "
+        f"replaced), {report.chunks} chunks, {human_count(report.tokens)} tokens\n"
+        f"encoded {report.encoded} chunks, reused {report.reused}; {report.seconds:.1f} s, "
+        f"{human_count(report.chunks_per_second)} chunks/s, "
+        f"{human_count(report.tokens_per_second)} tokens/s"
+    )
+    if report.skipped:
+        print(f"left out {len(report.skipped)}; see above")

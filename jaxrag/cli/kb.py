@@ -1,21 +1,94 @@
-"""`jaxrag kb`: look into a knowledge base."""
+"""`jaxrag kb`: look into a knowledge base and keep it in order."""
 
 import argparse
 import dataclasses
 
-from jaxrag.cli.options import add_command, add_json, human_count, print_json, table
+from jaxrag.cli import export
+from jaxrag.cli.options import (
+    add_command,
+    add_json,
+    add_model,
+    add_where,
+    human_count,
+    open_kb,
+    parse_bytes,
+    parse_seconds,
+    print_json,
+    table,
+    where_of,
+)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Register the command and its actions."""
-    parser = add_command(commands, "kb", "look into a knowledge base", "jaxrag kb stats kb")
+    parser = add_command(
+        commands, "kb", "look into a knowledge base and keep it in order", "jaxrag kb stats kb"
+    )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+
     stats = add_command(actions, "stats", "counts, sizes and settings", "jaxrag kb stats kb --json")
+    _add_kb(stats)
+    stats.set_defaults(run=run_stats)
+
     listing = add_command(actions, "list", "every document", "jaxrag kb list kb")
-    for action, run in ((stats, run_stats), (listing, run_list)):
-        action.add_argument("kb", metavar="DIR")
-        add_json(action)
-        action.set_defaults(run=run)
+    _add_kb(listing)
+    add_where(listing)
+    listing.set_defaults(run=run_list)
+
+    remove = add_command(
+        actions,
+        "remove",
+        "remove documents; they cannot be found any more when this ends",
+        "jaxrag kb remove kb notes.md old/report.txt && jaxrag kb gc kb",
+    )
+    _add_kb(remove)
+    remove.add_argument("ids", nargs="+", metavar="ID", help="as `jaxrag kb list` shows them")
+    remove.set_defaults(run=run_remove)
+
+    gc = add_command(
+        actions,
+        "gc",
+        "free what removed and changed documents and killed runs have left behind",
+        "jaxrag kb gc kb --grace 1h --dry-run",
+    )
+    _add_kb(gc)
+    gc.add_argument(
+        "--grace",
+        type=parse_seconds,
+        default=3600.0,
+        metavar="TIME",
+        help="touch nothing younger, such as 90s, 30m, 1h, 7d (1h)",
+    )
+    gc.add_argument("--dry-run", action="store_true", help="only count")
+    gc.add_argument(
+        "--others",
+        nargs="+",
+        default=[],
+        metavar="DIR",
+        help="knowledge bases in the same repository that have moved",
+    )
+    gc.add_argument(
+        "--gone", nargs="+", default=[], metavar="ID", help="ids of those that exist no more"
+    )
+    gc.set_defaults(run=run_gc)
+
+    verify = add_command(
+        actions,
+        "verify",
+        "read the KV of every chunk and check it",
+        "jaxrag kb verify kb --repair --rate 200MB",
+    )
+    _add_kb(verify)
+    verify.add_argument(
+        "--repair", action="store_true", help="encode damaged and missing chunks again"
+    )
+    verify.add_argument(
+        "--rate", type=parse_bytes, metavar="SIZE", help="read at most so much a second"
+    )
+    add_model(verify, required=False, text="for --repair: the one the knowledge base remembers")
+    verify.set_defaults(run=run_verify)
+
+    export.add_parser(actions)
 
 
 def run_stats(args: argparse.Namespace) -> None:
@@ -27,9 +100,13 @@ def run_stats(args: argparse.Namespace) -> None:
     if args.json:
         print_json(stats)
         return
-    stored = stats.pop("stored")
-    rows = [[name, _plain(value)] for name, value in stats.items()]
-    rows += [[f"stored {name}", _plain(value)] for name, value in stored.items()]
+    rows = []
+    for name, value in stats.items():
+        if name in ("stored", "vectors", "last_gc") and value is not None:
+            prefix = name.replace("_", " ")
+            rows += [[f"{prefix} {part}", _plain(number)] for part, number in value.items()]
+        else:
+            rows.append([name, _plain(value)])
     print(table(rows))
 
 
@@ -38,13 +115,72 @@ def run_list(args: argparse.Namespace) -> None:
     from jaxrag.knowledge_base import KnowledgeBase
 
     with KnowledgeBase.open(args.kb) as kb:
-        documents = kb.documents()
+        documents = kb.documents(where_of(args))
     if args.json:
         print_json({"documents": [dataclasses.asdict(document) for document in documents]})
         return
     rows = [["document", "title", "chunks", "file"]]
     rows += [[d.id, d.title, str(d.num_chunks), d.file or ""] for d in documents]
     print(table(rows, right=(2,)))
+
+
+def run_remove(args: argparse.Namespace) -> int:
+    """Exit code 0 when every document was there, 3 when some were not."""
+    from jaxrag.knowledge_base import KnowledgeBase
+
+    with KnowledgeBase.open(args.kb, mode="rw") as kb:
+        report = kb.remove(args.ids)
+    if args.json:
+        print_json(dataclasses.asdict(report))
+    else:
+        print(f"removed {report.documents} documents, {report.chunks} chunks")
+        for name in report.unknown:
+            print(f"no document {name!r}")
+    return 3 if report.unknown else 0
+
+
+def run_gc(args: argparse.Namespace) -> None:
+    """Print what was freed, or with --dry-run would be."""
+    from jaxrag.knowledge_base import KnowledgeBase
+
+    with KnowledgeBase.open(args.kb, mode="rw") as kb:
+        report = kb.gc(
+            grace_seconds=args.grace, dry_run=args.dry_run, others=args.others, gone=args.gone
+        )
+    if args.json:
+        print_json(dataclasses.asdict(report))
+        return
+    print(
+        f"{'would free' if report.dry_run else 'freed'} {report.chunks} chunks, "
+        f"{human_count(report.nbytes)}B, {report.attempts} unfinished writes, "
+        f"{report.vectors} vectors"
+    )
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """Exit code 0 when every chunk is whole at the end, 3 when not."""
+    from jaxrag.knowledge_base import KnowledgeBase
+
+    kb = open_kb(args) if args.repair else KnowledgeBase.open(args.kb)
+    with kb:
+        report = kb.verify(
+            repair=args.repair, max_bytes_per_second=args.rate, progress=not args.json
+        )
+    if args.json:
+        print_json(dataclasses.asdict(report))
+    else:
+        print(f"{report.ok} chunks are whole, {report.repaired} were repaired, "
+              f"{len(report.damaged)} are damaged")  # fmt: skip
+        if report.dropped:
+            print(f"{report.dropped} are not stored, under the size limit")
+        for key in report.damaged:
+            print(f"damaged {key}")
+    return 3 if report.damaged else 0
+
+
+def _add_kb(action: argparse.ArgumentParser) -> None:
+    action.add_argument("kb", metavar="DIR")
+    add_json(action)
 
 
 def _plain(value: object) -> str:

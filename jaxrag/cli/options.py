@@ -2,10 +2,11 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxrag.errors import ConfigError, KnowledgeBaseError
+from jaxrag.errors import ConfigError, KnowledgeBaseError, RequestError
 
 if TYPE_CHECKING:
     from jaxrag.knowledge_base import KnowledgeBase
@@ -51,6 +52,15 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def add_where(parser: argparse.ArgumentParser) -> None:
+    """--where."""
+    parser.add_argument(
+        "--where",
+        metavar="JSON",
+        help='only documents with this metadata, such as \'{"year": {"$gte": 2020}}\'',
+    )
+
+
 def add_generation(parser: argparse.ArgumentParser) -> None:
     """--method, --template, --k, --max-new-tokens, --stop and the settings of sampling."""
     parser.add_argument(
@@ -62,6 +72,7 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
         "--template", metavar="NAME", help="a template's name or .toml file (that of --kb)"
     )
     parser.add_argument("--k", type=int, default=5, metavar="N", help="chunks to retrieve (5)")
+    add_where(parser)
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="(64)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
     parser.add_argument("--top-k", type=int, default=0, metavar="N", help="0 keeps all (0)")
@@ -70,6 +81,21 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="ends the answer; repeatable"
     )
+
+
+def where_of(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The filter of --where; RequestError when it is not JSON of an object."""
+    if args.where is None:
+        return None
+    try:
+        where = json.loads(args.where)
+    except ValueError as error:
+        raise RequestError(
+            f"--where {args.where!r} is not JSON ({error}); write it as '{{\"year\": 2020}}'"
+        ) from None
+    if not isinstance(where, dict):
+        raise RequestError(f'--where {args.where!r}: expected an object such as {{"year": 2020}}')
+    return where
 
 
 def sampling_of(args: argparse.Namespace) -> "Sampling":
@@ -155,6 +181,29 @@ def shorten(text: str, width: int) -> str:
     while _width(text) > width - 1:
         text = text[:-1]
     return text + "…"
+
+
+def parse_seconds(text: str) -> float:
+    """90s, 30m, 1h or 7d as seconds, for ``type=`` of an option."""
+    return _scaled(text, {"s": 1, "m": 60, "h": 3600, "d": 86400}, "a time such as 30m or 1h")
+
+
+def parse_bytes(text: str) -> int:
+    """200MB, 1.5GB or 64MiB as bytes, for ``type=`` of an option."""
+    units = {"B": 1}
+    for power, letter in enumerate("kMGT", 1):
+        units[f"{letter}B"] = 1000**power
+        units[f"{letter.upper()}iB"] = 1024**power
+    return round(_scaled(text, units, "a size such as 200MB or 64GiB"))
+
+
+def _scaled(text: str, units: Mapping[str, int], expected: str) -> float:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]+)", text)
+    if found is None or found[2] not in units:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected {expected}; the units are {', '.join(units)}"
+        )
+    return float(found[1]) * units[found[2]]
 
 
 def human_count(number: float) -> str:

@@ -48,10 +48,18 @@ def provenance(
     return Provenance(encoder, content_id(tokenizer, token_ids), context_id(encoder, seen))
 
 
-def chunk_key(model: Model, encoder: str, prefix_ids: HostArray, token_ids: HostArray) -> str:
-    """Deterministic key of a chunk's KV: model, tokenizer, what it saw, and its token ids."""
+def chunk_key(
+    fingerprint: str, model: Model, encoder: str, prefix_ids: HostArray, token_ids: HostArray
+) -> str:
+    """Deterministic key of a chunk's KV in a store.
+
+    Args:
+      fingerprint: the store's: model, how the KV is stored, and the tenant's salt.
+      model: whose tokenizer the ids belong to. encoder: a key of ENCODERS.
+      prefix_ids: [P] int32, what the encoder may see. token_ids: [T] int32, as they are encoded.
+    """
     origin = provenance(model, encoder, prefix_ids, token_ids)
-    return store_key(model.fingerprint, origin.content_id, origin.context_id)
+    return store_key(fingerprint, origin.content_id, origin.context_id)
 
 
 def encode_chunks(

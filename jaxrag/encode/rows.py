@@ -1,6 +1,7 @@
 """Packs chunks into rows behind a shared prefix and runs them through the model at once."""
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -15,6 +16,8 @@ from jaxrag.models.spec import Params
 from jaxrag.rope import RopeTable
 from jaxrag.segments import bucket, pack
 from jaxrag.types import EMPTY, FIRST_CHUNK, PREFIX, Array, HostArray, Tokens
+
+Places = list[tuple[int, int, slice]]  # (chunk, row, columns)
 
 ROW_TOKENS = 2048  # tokens of one packed row; a longer chunk makes its own row longer
 
@@ -46,22 +49,41 @@ def encode_rows(
                 f"chunk {index} has {length} tokens: expected 1.."
                 f"{model.config.max_positions - len(prefix)}; choose a smaller chunk size"
             )
+    running: list[tuple[Places, Array, Array]] = []
+    for tokens, rope, places in packed_batches(model, prefix, chunks):
+        running.append((places, *_encode(model.params, model.config, tokens, rope)))
+        if len(running) > 1:  # the device works on one batch while the host takes the one before
+            yield from _collect(*running.pop(0))
+    for batch in running:
+        yield from _collect(*batch)
+
+
+def packed_batches(
+    model: Model, prefix: HostArray, chunks: Sequence[HostArray]
+) -> Iterator[tuple[Tokens, RopeTable, Places]]:
+    """Every chunk once, in batches of full rows: tokens, rotation tables, where each chunk is."""
+    lengths = [len(chunk) for chunk in chunks]
     rows = pack(lengths, ROW_TOKENS - len(prefix))
     rows.sort(key=lambda row: -sum(lengths[i] for i in row))
-    ways = model.batch_ways
-    for start in range(0, len(rows), ways):
-        yield from _encode_batch(model, prefix, chunks, rows[start : start + ways])
+    for members in itertools.batched(rows, model.batch_ways):
+        tokens, places = _lay_rows(model, prefix, chunks, members)
+        rope = model.rope(len(prefix) + max(lengths[i] for row in members for i in row))
+        yield tokens, rope, places
 
 
-def _encode_batch(
+def _lay_rows(
     model: Model, prefix: HostArray, chunks: Sequence[HostArray], rows: Sequence[Sequence[int]]
-) -> Iterator[tuple[int, HostArray]]:
+) -> tuple[Tokens, Places]:
+    """Lay chunks out in at most ``model.batch_ways`` rows, each behind the prefix.
+
+    Returns the tokens on the device and where every chunk stands.
+    """
     used = max(len(prefix) + sum(len(chunks[i]) for i in row) for row in rows)
-    shape = (model.batch_ways, bucket(used, 128))
+    shape = (model.batch_ways, _row_length(used))
     ids = np.zeros(shape, np.int32)
     positions = np.zeros(shape, np.int32)
     segments = np.full(shape, EMPTY, np.int32)
-    starts: list[tuple[int, int, int]] = []  # (chunk, row, first column)
+    places: Places = []
     for row, members in enumerate(rows):
         ids[row, : len(prefix)] = prefix
         positions[row, : len(prefix)] = np.arange(len(prefix))
@@ -72,12 +94,19 @@ def _encode_batch(
             ids[row, here] = chunks[index]
             positions[row, here] = len(prefix) + np.arange(len(chunks[index]))
             segments[row, here] = segment
-            starts.append((index, row, at))
+            places.append((index, row, here))
             at = here.stop
     put = functools.partial(model.put_batch, batch=shape[0])
-    tokens = Tokens(ids=put(ids), positions=put(positions), segments=put(segments))
-    rope = model.rope(int(positions.max()) + 1)
-    k, v = (np.asarray(x) for x in _encode(model.params, model.config, tokens, rope))
-    for index, row, at in starts:
-        here = slice(at, at + len(chunks[index]))
-        yield index, np.stack((k[:, row, here], v[:, row, here]), axis=1)
+    return Tokens(ids=put(ids), positions=put(positions), segments=put(segments)), places
+
+
+def _row_length(used: int) -> int:
+    """A width that few programs are compiled for, with at most 255 tokens of padding beyond 512."""
+    return bucket(used, 128) if used <= 512 else -(-used // 256) * 256
+
+
+def _collect(places: Places, k: Array, v: Array) -> Iterator[tuple[int, HostArray]]:
+    """Wait for a batch; (index, kv [L, 2, T, K, H]) of every chunk in it, copies of their own."""
+    host_k, host_v = np.asarray(k), np.asarray(v)
+    for index, row, here in places:
+        yield index, np.stack((host_k[:, row, here], host_v[:, row, here]), axis=1)

@@ -14,7 +14,9 @@ import math
 import re
 import sqlite3
 import unicodedata
-from typing import NamedTuple
+
+from jaxrag.index.base import Found
+from jaxrag.index.filters import Filter, Scalar
 
 # Han, Kana and Hangul: scripts searched by single characters and pairs of neighbours.
 _CJK = (
@@ -23,14 +25,8 @@ _CJK = (
 )
 _WORD = re.compile(rf"[{_CJK}]+|[^\W_{_CJK}]+")
 _CJK_FIRST = re.compile(rf"[{_CJK}]")
+_MANY_CHUNKS = 10_000  # from here on, words that most chunks hold are not looked at
 _LATIN_MARKS = re.compile(r"[\u0300-\u036f]")
-
-
-class Match(NamedTuple):
-    """A chunk that was found; a higher score is better."""
-
-    chunk_id: int
-    score: float
 
 
 def terms(text: str) -> list[str]:
@@ -89,12 +85,16 @@ class BM25Index:
         )
         self.connection.execute("DELETE FROM lengths WHERE chunk_id = ?", (chunk_id,))
 
-    def search(self, question: str, k: int) -> list[Match]:
+    def search(self, question: str, k: int, where: Filter | None = None) -> list[Found]:
         """The up to ``k`` chunks that share a term with the question, best first.
 
         Okapi BM25 with idf = ln(1 + (chunks - holders + 0.5) / (holders + 0.5)), which is positive
         for every term. Equal scores are in order of chunk id. A question without a single word
-        finds nothing.
+        finds nothing. From 10,000 chunks on, words that more than half of them hold do not count,
+        unless the question has no others.
+
+        With ``where``, only chunks of documents whose metadata matches are ranked (by the tables
+        ``chunks`` and ``documents`` of the same database); their scores are the same without it.
         """
         chunks, mean_terms = self.connection.execute(
             "SELECT COUNT(*), AVG(num_terms) FROM lengths"
@@ -106,16 +106,29 @@ class BM25Index:
             ).fetchone()
             if holders:
                 idf[term] = math.log(1 + (chunks - holders + 0.5) / (holders + 0.5))
+        if not idf:
+            return []
+        if chunks >= _MANY_CHUNKS:
+            # A word of more than half of the chunks costs the most time and weighs the least.
+            telling = {term: weight for term, weight in idf.items() if weight > math.log(2)}
+            idf = telling or idf
+        restriction = ""
+        operands: list[Scalar] = []
+        if where is not None:
+            condition, operands = where.sql("documents.metadata")
+            restriction = (
+                "WHERE chunk_id IN (SELECT chunks.id FROM chunks JOIN documents "
+                f"ON documents.id = chunks.document_id WHERE {condition})"
+            )
+        base, per_term = self.k1 * (1 - self.b), self.k1 * self.b / mean_terms
         rows = self.connection.execute(
             # CROSS JOIN keeps this order: each term's postings are one range of the table.
-            """
-            SELECT chunk_id,
-                   SUM(value * count * (:k1 + 1)
-                       / (count + :k1 * (1 - :b + :b * num_terms / :mean_terms))) AS score
-            FROM json_each(:idf) CROSS JOIN postings ON term = key
-                 CROSS JOIN lengths USING (chunk_id)
-            GROUP BY chunk_id ORDER BY score DESC, chunk_id LIMIT :k
+            f"""
+            SELECT chunk_id, SUM(value * count * ? / (count + ? + ? * num_terms)) AS score
+            FROM json_each(?) CROSS JOIN postings ON term = key CROSS JOIN lengths USING (chunk_id)
+            {restriction}
+            GROUP BY chunk_id ORDER BY score DESC, chunk_id LIMIT ?
             """,
-            {"idf": json.dumps(idf), "k1": self.k1, "b": self.b, "mean_terms": mean_terms, "k": k},
+            [self.k1 + 1, base, per_term, json.dumps(idf), *operands, k],
         )
-        return [Match(chunk_id, score) for chunk_id, score in rows]
+        return [Found(chunk_id, score) for chunk_id, score in rows]

@@ -1,5 +1,6 @@
 """The decoder: one pure ``forward`` that training, encoding, prefill and decode all call."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +11,9 @@ from jaxrag.attention import Attend
 from jaxrag.config import ModelConfig
 from jaxrag.models.spec import LayerParams, Params
 from jaxrag.types import Array, Tokens
+
+_Carry = tuple[Array, Any]  # x [B, T, D] and the cache
+Layer = Callable[[_Carry, Any], tuple[_Carry, Any]]  # (carry, (layer's params, ...)) of the scan
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
@@ -55,7 +59,12 @@ def _windows(config: ModelConfig) -> Array | None:
 
 
 def forward(
-    params: Params, config: ModelConfig, tokens: Tokens, cache: Any, attend: Attend
+    params: Params,
+    config: ModelConfig,
+    tokens: Tokens,
+    cache: Any,
+    attend: Attend,
+    wrap_layer: Callable[[Layer], Layer] | None = None,
 ) -> tuple[Array, Any, Any]:
     """Run all layers over tokens [B, T].
 
@@ -63,6 +72,8 @@ def forward(
       params, config: the model. tokens: ids, positions, segments (and examples), [B, T].
       cache: what ``attend`` reads and writes (a PagePool, or None); carried through the layer scan.
       attend: this call's attention (jaxrag.attention).
+      wrap_layer: applied to the function of one layer before it is scanned over ``params.layers``;
+        training puts rematerialisation, casts and adapters there.
 
     Returns:
       hidden [B, T, D] after the final norm; the cache; what attend collected, stacked over L.
@@ -70,7 +81,7 @@ def forward(
     x = params.embed[tokens.ids]
     layer_ids = jnp.arange(config.num_layers, dtype=jnp.int32)
 
-    def layer(carry: tuple[Array, Any], scanned: Any) -> tuple[tuple[Array, Any], Any]:
+    def layer(carry: _Carry, scanned: Any) -> tuple[_Carry, Any]:
         x, cache = carry
         p, index, window = scanned
         q, k, v = _qkv(rms_norm(x, p.attn_norm, config.norm_eps), p, config)
@@ -86,7 +97,8 @@ def forward(
         return (x + out, cache), collected
 
     scanned = (params.layers, layer_ids, _windows(config))
-    (x, cache), collected = lax.scan(layer, (x, cache), scanned)
+    body = layer if wrap_layer is None else wrap_layer(layer)
+    (x, cache), collected = lax.scan(body, (x, cache), scanned)
     return rms_norm(x, params.final_norm, config.norm_eps), cache, collected
 
 

@@ -24,7 +24,7 @@ from jaxrag.models.family import Family, TensorRule
 from jaxrag.models.hf_config import read_token_ids
 from jaxrag.models.names import by_name, from_names
 from jaxrag.models.spec import Params, ParamSpec, param_shardings, param_specs
-from jaxrag.models.tensor_files import StoredTensor, read_json, read_tensors
+from jaxrag.models.tensor_files import StoredTensor, read_json, read_tensors, require_weight
 from jaxrag.tokenizer import Tokenizer
 from jaxrag.types import Array, HostArray
 
@@ -185,11 +185,7 @@ def find_sources(directory: Path, config: ModelConfig) -> dict[str, _Source]:
                 raise ModelError(
                     f"{directory}: tensor {name!r} is missing; the {family.name} config asks for it"
                 )
-            if stored[name].shape != expected:
-                raise ModelError(
-                    f"{directory}: tensor {name!r} has shape {list(stored[name].shape)}, the "
-                    f"config asks for {list(expected)}"
-                )
+            require_weight(stored[name], expected, directory)
         unused.difference_update(names)
         tensors = tuple(stored[name] for name in names)
         sources |= {path: _Source(rule, part, tensors) for part, path in enumerate(rule.paths)}

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+# Buffers such as BERT's position_ids; no parameter of a model has this type.
+_READABLE = {**DTYPES, "I64": np.dtype(np.int64)}
 _FIX = "download or copy it again"
 
 
@@ -58,7 +60,7 @@ def read_tensors(directory: Path) -> dict[str, StoredTensor]:
     """The tensors of a directory by name, from one file or from all files of its index.
 
     Raises ModelError when there are none, when a file is missing, truncated or malformed, when a
-    tensor is neither float32, bfloat16 nor float16, or when the index and the files disagree.
+    tensor is neither float32, bfloat16, float16 nor int64, or when index and files disagree.
     """
     if (directory / SINGLE_FILE).is_file():
         return read_file(directory / SINGLE_FILE)
@@ -110,12 +112,12 @@ def read_file(path: Path) -> dict[str, StoredTensor]:
     tensors = {}
     end_of_data = 0
     for name, (dtype, shape, start, end) in sorted(entries.items(), key=lambda item: item[1][2]):
-        if dtype not in DTYPES:
+        if dtype not in _READABLE:
             raise ModelError(
                 f"{path}: {name!r} has dtype {dtype}; supported are {', '.join(DTYPES)} "
                 "(quantized checkpoints must be dequantized first)"
             )
-        tensor = StoredTensor(name, path, DTYPES[dtype], shape, 8 + header_size + start)
+        tensor = StoredTensor(name, path, _READABLE[dtype], shape, 8 + header_size + start)
         if start != end_of_data or end - start != tensor.num_bytes:
             raise ModelError(f"{path}: {name!r} has inconsistent offsets; {_FIX}")
         end_of_data = end
@@ -126,6 +128,20 @@ def read_file(path: Path) -> dict[str, StoredTensor]:
             f"{8 + header_size + end_of_data}; {_FIX}"
         )
     return tensors
+
+
+def require_weight(tensor: StoredTensor, shape: tuple[int, ...], where: Path) -> None:
+    """Raise ModelError unless the tensor holds floating-point numbers in this shape."""
+    if tensor.shape != shape:
+        raise ModelError(
+            f"{where}: tensor {tensor.name!r} has shape {list(tensor.shape)}, the config asks for "
+            f"{list(shape)}"
+        )
+    if tensor.dtype not in DTYPES.values():
+        raise ModelError(
+            f"{where}: tensor {tensor.name!r} has dtype {tensor.dtype}: expected one of "
+            f"{', '.join(DTYPES)}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,10 +159,23 @@ class NewTensor:
         return self.dtype.itemsize * math.prod(self.shape)
 
 
-def write_file(path: Path, tensors: Sequence[NewTensor]) -> None:
-    """Write one safetensors file; one tensor is in memory at a time."""
+def write_file(
+    path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write one safetensors file; one tensor is in memory at a time.
+
+    ``metadata`` goes into the header beside the format.
+    """
+    with path.open("wb") as file:
+        file.write(file_header(tensors, metadata or {}))
+        for tensor in tensors:
+            file.write(np.ascontiguousarray(tensor.values()).view(np.uint8).data)
+
+
+def file_header(tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> bytes:
+    """What a file with these tensors begins with, up to the first tensor; computes no values."""
     names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for tensor in tensors:
         start, end = end, end + tensor.num_bytes
@@ -157,10 +186,7 @@ def write_file(path: Path, tensors: Sequence[NewTensor]) -> None:
         }
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)  # aligns the data
-    with path.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for tensor in tensors:
-            file.write(np.ascontiguousarray(tensor.values()).view(np.uint8).data)
+    return len(encoded).to_bytes(8, "little") + encoded
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,26 +1,39 @@
 """Chunk KV by key: bit-exact, verified on every read, shared by any number of processes."""
 
 from jaxrag.store.assemble import Assembled
+from jaxrag.store.attempts import Attempt, Shard
 from jaxrag.store.base import KVStore, Stats
 from jaxrag.store.chunk_store import ChunkStore
-from jaxrag.store.keys import chunk_key, content_id, context_id, fingerprint
+from jaxrag.store.keys import chunk_key, content_id, context_id, derive, fingerprint
+from jaxrag.store.layout import KVLayout
 from jaxrag.store.memory import MemoryStore
-from jaxrag.store.record import KVLayout, Provenance, Record
+from jaxrag.store.record import AuxArray, Provenance, Record
+from jaxrag.store.scrub import Fresh, VerifyReport
+from jaxrag.store.sweep import GcReport
+from jaxrag.store.tier import ReadThrough
 from jaxrag.store.writer import ChunkWriter, PutResult
 
 __all__ = [
     "Assembled",
+    "Attempt",
+    "AuxArray",
     "ChunkStore",
     "ChunkWriter",
+    "Fresh",
+    "GcReport",
     "KVLayout",
     "KVStore",
     "MemoryStore",
     "Provenance",
     "PutResult",
+    "ReadThrough",
     "Record",
+    "Shard",
     "Stats",
+    "VerifyReport",
     "chunk_key",
     "content_id",
     "context_id",
+    "derive",
     "fingerprint",
 ]

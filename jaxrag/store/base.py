@@ -2,26 +2,35 @@
 
 import abc
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 from numpy.typing import NDArray
 
-from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
+from jaxrag.errors import ChunkCorrupt, StoreError
 from jaxrag.store.assemble import (
     Assembled,
     Found,
     OnMissing,
+    Refused,
+    Selection,
     Verify,
     assemble,
     require_choice,
 )
 from jaxrag.store.keys import FINGERPRINT_DIGITS, ID_DIGITS, chunk_key, require_hex
-from jaxrag.store.record import KVLayout, Provenance, Record
+from jaxrag.store.layout import KVLayout
+from jaxrag.store.reading import Wanted
+from jaxrag.store.record import AuxArray, Provenance, Record, describe_aux
+from jaxrag.store.scrub import Repair, VerifyReport, scrub
 from jaxrag.store.writer import ChunkWriter, PutResult
 
 DEFAULT_MAX_TOKENS = 1 << 17  # of one chunk
 DEFAULT_INFLIGHT_BYTES = 1 << 28
+
+_MAX_VERIFIED = 1 << 17  # attempts remembered for verify="first"
+
+Aux = Mapping[str, NDArray[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,15 +39,29 @@ class Stats:
 
     chunks: int
     tokens: int
-    nbytes: int  # of K and V
+    nbytes: int  # as stored, of K, V and auxiliary arrays
     corrupt: int  # commit records that were refused; not counted above
+
+    @classmethod
+    def of(cls, found: Iterable[Found]) -> Self:
+        """Count records and refusals."""
+        chunks = tokens = nbytes = corrupt = 0
+        for one in found:
+            if isinstance(one, Record):
+                chunks += 1
+                tokens += one.tokens
+                nbytes += one.nbytes
+            else:  # a missing record was removed since it was listed
+                corrupt += isinstance(one, ChunkCorrupt)
+        return cls(chunks, tokens, nbytes, corrupt)
 
 
 class KVStore(abc.ABC):
     """Chunk KV of one model and its settings, by key. Safe to share between threads.
 
     The KV of a chunk is [L, 2, T, K, H] (axis 1: K before RoPE, V), C-contiguous, in the dtype of
-    the layout; what was put comes back bit for bit, or not at all.
+    the layout. What was put comes back bit for bit, or not at all; a layout that stores int8
+    gives back, bit for bit, what those integers and their scales stand for.
     """
 
     def __init__(self, fingerprint: str, layout: KVLayout, max_tokens: int) -> None:
@@ -49,6 +72,7 @@ class KVStore(abc.ABC):
         self.fingerprint = fingerprint
         self.layout = layout
         self.max_tokens = max_tokens
+        self._verified: dict[str, int] = {}  # per attempt, a bit for each layer found good
 
     @property
     def writable(self) -> bool:
@@ -56,7 +80,13 @@ class KVStore(abc.ABC):
         return True
 
     def put(
-        self, key: str, kv: NDArray[Any], *, record: Provenance, replace: bool = False
+        self,
+        key: str,
+        kv: NDArray[Any],
+        *,
+        record: Provenance,
+        aux: Aux | None = None,
+        replace: bool = False,
     ) -> PutResult:
         """Store the KV of one chunk; durable when this returns.
 
@@ -67,28 +97,30 @@ class KVStore(abc.ABC):
             key: ``chunk_key(fingerprint, record.content_id, record.context_id)``.
             kv: [L, 2, T, K, H] with 0 < T <= max_tokens.
             record: where the KV comes from.
+            aux: further arrays to keep with the chunk, by name; ``aux`` reads them.
             replace: put over what is committed, for a key whose read was refused. It fails to win
                 when somebody else replaced the chunk meanwhile.
 
         Raises:
-            StoreError: the KV does not fit the layout, the key is not the record's, or the storage
-                failed. No part of the chunk is visible then.
+            StoreError: the KV or an array does not fit, the key is not the record's, the KV is to
+                be stored as int8 and holds NaN or infinity, or the storage failed. No part of the
+                chunk is visible then.
         """
-        expected = chunk_key(self.fingerprint, record.content_id, record.context_id)
-        if key != expected:
-            raise StoreError(f"chunk {key!r}: its fingerprint and record make the key {expected}")
+        self._require_key(key, record)
         self.layout.require(kv, f"chunk {key}: kv")
-        if not 0 < kv.shape[2] <= self.max_tokens:
-            raise StoreError(
-                f"chunk {key}: {kv.shape[2]} tokens, expected 1 to max_tokens={self.max_tokens}"
-            )
+        self._require_tokens(key, kv.shape[2])
         if not kv.flags.c_contiguous:
             raise StoreError(f"chunk {key}: kv is strided; pass numpy.ascontiguousarray(kv)")
-        return self._put(key, kv, record, replace)
+        described = describe_arrays(aux)
+        return self._put(key, kv, record, aux or {}, described, replace)
 
     def writer(self, max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES) -> ChunkWriter:
         """A context manager that puts in the background, at most so many bytes at a time."""
         return ChunkWriter(self.put, max_inflight_bytes)
+
+    def find(self, keys: Iterable[str]) -> dict[str, Found]:
+        """Per key, in order and each once, its record or the reason why there is none."""
+        return self._find(_distinct(keys))
 
     def head(self, keys: Sequence[str], on_corrupt: str = "raise") -> list[Record | None]:
         """The commit records of ``keys``, None where no chunk is committed.
@@ -98,7 +130,7 @@ class KVStore(abc.ABC):
         """
         if on_corrupt not in ("raise", "skip"):
             raise StoreError(f"on_corrupt={on_corrupt!r}: expected one of raise, skip")
-        found = self._find(_distinct(keys))
+        found = self.find(keys)
         for reason in found.values():
             if isinstance(reason, ChunkCorrupt) and on_corrupt == "raise":
                 raise reason
@@ -106,15 +138,30 @@ class KVStore(abc.ABC):
         return [records.get(key) for key in keys]
 
     def get(
-        self, key: str, out: NDArray[Any] | None = None, verify: Verify = "always"
+        self,
+        key: str,
+        out: NDArray[Any] | None = None,
+        *,
+        layers: tuple[int, int] | None = None,
+        tokens: tuple[int, int] | None = None,
+        verify: Verify = "always",
     ) -> NDArray[Any]:
-        """The KV of one chunk, [L, 2, T, K, H]; ``get_many`` says what is raised."""
-        return self.get_many([key], out, verify=verify).kv
+        """The KV of one chunk, or of a range (first, end) of its layers and tokens.
+
+        Only the layers asked for are read, but each of them whole: a digest covers a layer.
+        ``get_many`` describes the other arguments and what is raised.
+
+        Returns:
+            [layers, 2, tokens, K, H].
+        """
+        return self._get([key], out, Selection(layers, tokens), "raise", verify).kv
 
     def get_many(
         self,
         keys: Sequence[str],
         out: NDArray[Any] | None = None,
+        *,
+        layers: tuple[int, int] | None = None,
         on_missing: OnMissing = "raise",
         verify: Verify = "always",
     ) -> Assembled:
@@ -122,50 +169,177 @@ class KVStore(abc.ABC):
 
         Args:
             keys: the chunks to read.
-            out: a buffer [L, 2, S, K, H] with S >= sum T, filled from token 0 on; None makes one.
-                Its first two axes may be strided. Only the part returned as ``kv`` has a meaning.
+            out: a buffer [layers, 2, S, K, H] with S >= sum T, filled from token 0 on; None makes
+                one. Its first two axes may be strided. Only the part returned as ``kv`` has a
+                meaning.
+            layers: (first, end) of the layers to read; None reads all of them.
             on_missing: "raise", or "skip" to leave refused chunks out and name them in the result.
-            verify: "always" hashes every layer in the buffer; "never" trusts the storage.
+            verify: "always" hashes every layer that is read; "first" only those that this store
+                object has not found good before; "never" trusts the storage.
 
         Raises:
             ChunkMissing: no chunk is committed under a key, or its bytes are gone.
             ChunkCorrupt: a record or the bytes of a chunk do not match their digests.
-            StoreError: ``out`` does not fit, or the storage failed.
+            StoreError: ``out`` does not fit, a range is not in the chunk, or the storage failed.
         """
-        require_choice(on_missing, OnMissing, "on_missing")
-        require_choice(verify, Verify, "verify")
-        return assemble(
-            self._find(_distinct(keys)),
-            self.layout,
-            out,
-            on_missing,
-            lambda wanted: self._load(wanted, verify == "always"),
-        )
+        return self._get(keys, out, Selection(layers), on_missing, verify)
+
+    def aux(self, key: str, name: str) -> NDArray[Any]:
+        """An auxiliary array of a chunk, verified.
+
+        Raises:
+            ChunkMissing, ChunkCorrupt: as for ``get``.
+            StoreError: the chunk has no array of this name, or the storage failed.
+        """
+        found = self._nearest(_distinct([key]))[key]
+        if not isinstance(found, Record):
+            raise found
+        if name not in found.aux:
+            raise StoreError(
+                f"chunk {key} has no auxiliary array {name!r}: expected one of "
+                f"{', '.join(found.aux) or 'none'}"
+            )
+        array = self._read_aux(found, name, verify=True)
+        if isinstance(array, ChunkCorrupt | Refused):
+            raise array
+        return array
+
+    def delete(self, keys: Iterable[str]) -> int:
+        """Remove chunks; how many there were. Their keys are missing at once, for every reader.
+
+        A reader that already found the record gets the whole chunk or ChunkMissing.
+        """
+        return sum(self._delete(key) for key in _distinct(keys))
+
+    def verify(
+        self,
+        keys: Iterable[str] | None = None,
+        *,
+        max_bytes_per_second: float | None = None,
+        repair: Repair | None = None,
+        progress: bool = False,
+    ) -> VerifyReport:
+        """Read chunks and their auxiliary arrays, whole, against their digests.
+
+        Args:
+            keys: which; None takes every key of the store.
+            max_bytes_per_second: a limit on what is read, to leave the disk to others.
+            repair: makes the chunk of a record again, or that of a key when the record itself is
+                refused; None when it cannot. What it makes replaces what is stored, aux included.
+            progress: draw a bar on stderr, where that is a terminal.
+
+        Raises:
+            StoreError: the storage failed, or a repaired chunk does not fit.
+        """
+        chosen = self.keys() if keys is None else _distinct(keys)
+        return scrub(self, chosen, max_bytes_per_second, repair, progress)
 
     @abc.abstractmethod
     def keys(self) -> Iterator[str]:
         """Every key committed under the fingerprint, ascending, streamed."""
 
     @abc.abstractmethod
+    def records(self, fingerprint: str | None = None) -> Iterator[Record]:
+        """Every record that can be read, by ascending key, streamed.
+
+        ``fingerprint`` asks for those of another model in the same repository.
+        """
+
+    @abc.abstractmethod
     def stats(self) -> dict[str, Stats]:
         """What is stored, per fingerprint."""
 
     @abc.abstractmethod
-    def _put(self, key: str, kv: NDArray[Any], record: Provenance, replace: bool) -> PutResult:
+    def _put(
+        self,
+        key: str,
+        kv: NDArray[Any],
+        record: Provenance,
+        aux: Aux,
+        described: Mapping[str, AuxArray],
+        replace: bool,
+    ) -> PutResult:
         """Commit a chunk that was checked."""
 
     @abc.abstractmethod
     def _find(self, keys: Sequence[str]) -> dict[str, Found]:
         """Per key, in order, its record or why there is none. The keys are distinct and valid."""
 
+    def _nearest(self, keys: Sequence[str]) -> dict[str, Found]:
+        """``_find`` for a reader, which may be given the record of a copy."""
+        return self._find(keys)
+
     @abc.abstractmethod
-    def _load(
-        self, wanted: Sequence[tuple[Record, NDArray[Any]]], verify: bool
-    ) -> list[ChunkMissing | ChunkCorrupt | None]:
-        """Fill each view with its record's bytes; per record, why they are refused or None."""
+    def _load(self, wanted: Sequence[Wanted]) -> Sequence[Refused | None]:
+        """Fill each destination from its record's bytes; per chunk, why it is refused or None."""
+
+    @abc.abstractmethod
+    def _read_aux(self, record: Record, name: str, verify: bool) -> NDArray[Any] | Refused:
+        """An auxiliary array that the record names, or why it is refused."""
+
+    @abc.abstractmethod
+    def _delete(self, key: str) -> bool:
+        """Remove one chunk; whether there was one."""
+
+    def _get(
+        self,
+        keys: Sequence[str],
+        out: NDArray[Any] | None,
+        selection: Selection,
+        on_missing: OnMissing,
+        verify: Verify,
+    ) -> Assembled:
+        require_choice(on_missing, OnMissing, "on_missing")
+        require_choice(verify, Verify, "verify")
+
+        def load(wanted: Sequence[Wanted]) -> Sequence[Refused | None]:
+            answers = self._load(wanted)
+            for want, answer in zip(wanted, answers, strict=True):
+                if want.verify and answer is None:
+                    self._remember(want)
+            return answers
+
+        def unverified(record: Record) -> bool:
+            if verify != "first":
+                return verify == "always"
+            good = self._verified.get(record.attempt, 0)
+            return good & _layer_bits(selection.layers, record) != _layer_bits(
+                selection.layers, record
+            )
+
+        found = self._nearest(_distinct(keys))
+        return assemble(found, self.layout, selection, out, on_missing, unverified, load)
+
+    def _remember(self, want: Wanted) -> None:
+        if len(self._verified) >= _MAX_VERIFIED:
+            self._verified.clear()
+        attempt = want.record.attempt
+        bits = _layer_bits(want.layers, want.record)
+        self._verified[attempt] = self._verified.get(attempt, 0) | bits
+
+    def _require_key(self, key: str, record: Provenance) -> None:
+        expected = chunk_key(self.fingerprint, record.content_id, record.context_id)
+        if key != expected:
+            raise StoreError(f"chunk {key!r}: its fingerprint and record make the key {expected}")
+
+    def _require_tokens(self, key: str, tokens: int) -> None:
+        if not 0 < tokens <= self.max_tokens:
+            raise StoreError(
+                f"chunk {key}: {tokens} tokens, expected 1 to max_tokens={self.max_tokens}"
+            )
 
 
-def _distinct(keys: Sequence[str]) -> list[str]:
+def describe_arrays(aux: Aux | None) -> dict[str, AuxArray]:
+    """What a record says about auxiliary arrays. Raises StoreError for one that it cannot hold."""
+    return {name: describe_aux(name, array) for name, array in (aux or {}).items()}
+
+
+def _layer_bits(layers: tuple[int, int] | None, record: Record) -> int:
+    first, end = layers or (0, record.shape[0])
+    return (1 << end) - (1 << first)
+
+
+def _distinct(keys: Iterable[str]) -> list[str]:
     distinct = list(dict.fromkeys(keys))
     for key in distinct:
         require_hex(key, ID_DIGITS, "key")

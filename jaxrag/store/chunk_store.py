@@ -1,70 +1,73 @@
 """Chunk KV in a directory or an object store, shared by any number of processes.
 
-Layout under the location::
-
-    jaxrag.json                                 format of the repository, written once
-    layouts/<fingerprint>.json                  sizes and dtype of the chunks of one model
-    kv/<16 digits of fingerprint>/<2 of key>/<key>/
-        <attempt>/zarr.json, c/0/0/0/0/0        the bytes, a zarr v3 array
-        commit.json                             the record, written last: the commit
-
-A writer fills a directory of its own and then creates ``commit.json`` if there is none. Until then
-nobody can see the bytes; afterwards nobody changes them. A writer that dies leaves an attempt that
-no record names.
+``jaxrag.store.namespace`` shows the layout. A writer fills a directory of its own and then creates
+``commit.json`` if there is none. Until then nobody can see the bytes; afterwards nobody changes
+them. A writer that dies leaves an attempt that no record names, for gc.
 """
 
-import concurrent.futures
-import contextlib
 import dataclasses
-import itertools
-import json
 import os
-import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Literal
 
 from numpy.typing import NDArray
 
-from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
-from jaxrag.store.assemble import Found, require_choice, verify_digests
-from jaxrag.store.backend import Backend, IOMode, ReadFuture
-from jaxrag.store.base import DEFAULT_INFLIGHT_BYTES, DEFAULT_MAX_TOKENS, KVStore, Stats
-from jaxrag.store.keys import ID_DIGITS, is_hex
+from jaxrag.errors import ChunkMissing, StoreError
+from jaxrag.store.assemble import Found, Refused, require_choice
+from jaxrag.store.attempts import Attempt, Shard, start_record, start_shard
+from jaxrag.store.backend import Backend, IOMode, WriteFuture
+from jaxrag.store.base import (
+    DEFAULT_INFLIGHT_BYTES,
+    DEFAULT_MAX_TOKENS,
+    Aux,
+    KVStore,
+    Stats,
+    describe_arrays,
+)
+from jaxrag.store.heat import Evict
+from jaxrag.store.layout import KVLayout
+from jaxrag.store.limit import SizeLimit
+from jaxrag.store.loading import Loader
+from jaxrag.store.namespace import Namespace
+from jaxrag.store.prefetch import DEFAULT_HOST_BYTES, Prefetcher, Tier
+from jaxrag.store.reading import Wanted
 from jaxrag.store.record import (
-    ATTEMPT_DIGITS,
-    FORMAT,
-    MAX_RECORD_BYTES,
-    KVLayout,
+    AuxArray,
     Provenance,
     Record,
-    new_record,
-    parse_object,
-    read_record,
+    new_attempt,
 )
+from jaxrag.store.repository import Repository
+from jaxrag.store.sweep import GcReport, sweep
 from jaxrag.store.writer import ChunkWriter, PutResult
 
 Mode = Literal["r", "rw"]
-
-_ROOT = "jaxrag.json"
-_ROOT_FIELDS = {"repository": "jaxrag chunks", "format": FORMAT}
-_COMMIT = "commit.json"
-_RECORDS_AT_ONCE = 1024
-_VERIFY_THREADS = 8
 
 
 class ChunkStore(KVStore):
     """A repository of chunk KV as seen by one model: its fingerprint, sizes and dtype."""
 
     def __init__(
-        self, backend: Backend, fingerprint: str, layout: KVLayout, mode: Mode, max_tokens: int
+        self,
+        backend: Backend,
+        fingerprint: str,
+        layout: KVLayout,
+        mode: Mode,
+        max_tokens: int,
+        host_bytes: int,
     ) -> None:
         """Use ``ChunkStore.open``, which checks what is there first."""
         super().__init__(fingerprint, layout, max_tokens)
         self.mode = mode
         self._backend = backend
-        threads = min(_VERIFY_THREADS, os.cpu_count() or 1)
-        self._verifiers = concurrent.futures.ThreadPoolExecutor(threads, "jaxrag-verify")
+        self._repository = Repository(backend)
+        self._space = Namespace(backend, fingerprint, layout, max_tokens)
+        self._loader = Loader(self._space)
+        self._limit: SizeLimit | None = None
+        self._prefetcher = Prefetcher(self._space, self.get, host_bytes)
 
     @classmethod
     def open(
@@ -76,6 +79,10 @@ class ChunkStore(KVStore):
         mode: Mode = "r",
         io_mode: IOMode = "memmap",
         max_tokens: int = DEFAULT_MAX_TOKENS,
+        max_bytes: int | None = None,
+        evict: Evict = "heat",
+        host_bytes: int = DEFAULT_HOST_BYTES,
+        durable: bool = True,
     ) -> "ChunkStore":
         """Open a repository; with mode "rw" it is created where none is.
 
@@ -87,45 +94,47 @@ class ChunkStore(KVStore):
             io_mode: "memmap" maps files; "default" reads them, which is slower and turns the I/O
                 errors of a network file system into exceptions instead of signals.
             max_tokens: largest chunk to accept, in tokens; longer records are refused unread.
+            max_bytes: the most that the chunks of a directory, of every fingerprint, may take as
+                stored; of no effect with mode "r". A put makes room by removing others, which are
+                missing from then on.
+            evict: who leaves: "heat" the chunk with the fewest reads, an old read counting less;
+                "lru" the one whose last read is the longest ago.
+            host_bytes: the most that ``prefetch`` may keep in memory.
+            durable: False lets a put return before its files are on the disk.
 
         Raises:
             StoreError: no repository (mode "r"), one of another format, one whose chunks of this
-                fingerprint have other sizes, or a location that cannot be read or written.
+                fingerprint have other sizes, a limit on something other than a directory, or a
+                location that cannot be read or written.
         """
         require_choice(mode, Mode, "mode")
-        backend = Backend(location, io_mode)
-        store = cls(backend, fingerprint, layout, mode, max_tokens)
-        directory = backend.directory
-        if directory and os.path.exists(directory) and not os.path.isdir(directory):
-            raise StoreError(f"{backend.location} is a file: expected a directory")
-        root = store._declare(_ROOT, _ROOT_FIELDS)
-        if root is None:
-            raise StoreError(
-                f"{backend.location} holds no chunk repository (no {_ROOT}): expected one; open "
-                "with mode 'rw' to create it"
-            )
-        if root != _ROOT_FIELDS:
-            raise StoreError(
-                f"{backend.location}: {_ROOT} is {root}, expected {_ROOT_FIELDS}: written by "
-                "another version or program"
-            )
-        declared = store._declare(_layout_path(fingerprint), _layout_fields(fingerprint, layout))
-        if declared is None:
-            raise StoreError(
-                f"{backend.location} holds no chunks of fingerprint {fingerprint}: ingest with "
-                "this model first"
-            )
-        if declared != _layout_fields(fingerprint, layout):
-            raise StoreError(
-                f"{backend.location}: chunks of fingerprint {fingerprint} are {declared}, "
-                f"expected {_layout_fields(fingerprint, layout)}"
-            )
+        require_choice(evict, Evict, "evict")
+        backend = Backend(location, io_mode, durable)
+        store = cls(backend, fingerprint, layout, mode, max_tokens, host_bytes)
+        store._repository.declare(layout, fingerprint, writable=mode == "rw")
+        if mode == "rw":
+            store._limit = SizeLimit.open(store._repository, fingerprint, max_bytes, evict)
         return store
 
     @property
     def writable(self) -> bool:
         """Whether the store was opened with mode "rw"."""
         return self.mode == "rw"
+
+    @property
+    def location(self) -> str:
+        """The directory or URL that the store was opened with."""
+        return self._backend.location
+
+    @property
+    def directory(self) -> Path | None:
+        """The local directory; None for any other kind of location."""
+        return self._backend.directory
+
+    @property
+    def max_bytes(self) -> int | None:
+        """The size limit, if there is one."""
+        return None if self._limit is None else self._limit.max_bytes
 
     def writer(self, max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES) -> ChunkWriter:
         """A context manager that puts in the background, at most so many bytes at a time."""
@@ -134,148 +143,258 @@ class ChunkStore(KVStore):
 
     def keys(self) -> Iterator[str]:
         """Every key committed under the fingerprint, ascending, streamed."""
-        return self._keys(self.fingerprint)
+        return self._space.keys()
+
+    def records(self, fingerprint: str | None = None) -> Iterator[Record]:
+        """Every record that can be read, by ascending key; ``fingerprint``: of another model."""
+        space = self._repository.space(fingerprint or self.fingerprint)
+        if space is not None:
+            yield from (found for found in space.find_all() if isinstance(found, Record))
 
     def stats(self) -> dict[str, Stats]:
         """What is committed, per fingerprint; reads every commit record."""
-        result = {}
-        for name in self._backend.paths("layouts/"):
-            fingerprint = name.removesuffix(".json")
-            fields = self._read_object(_layout_path(fingerprint))
-            if fields is not None:
-                result[fingerprint] = self._count(fingerprint, _parse_layout(fingerprint, fields))
-        return result
+        return {
+            space.fingerprint: Stats.of(space.find_all()) for space in self._repository.spaces()
+        }
 
-    def _put(self, key: str, kv: NDArray[Any], record: Provenance, replace: bool) -> PutResult:
+    def gc(
+        self,
+        live: Callable[[Record], bool],
+        *,
+        grace_seconds: float = 3600.0,
+        dry_run: bool = False,
+    ) -> GcReport:
+        """Remove what nobody needs of this fingerprint; safe beside readers and writers.
+
+        Removed are, each only when older than the grace: committed chunks that are not live,
+        records that are refused, attempts that no record names, lock files and empty folders.
+
+        Args:
+            live: whether the chunk of a record must stay.
+            grace_seconds: how old by this machine's clock. A put that takes longer than this fails
+                with a StoreError, as does one that was decided on while ``live`` was asked.
+            dry_run: only count what would go.
+
+        Raises:
+            StoreError: the store is open for reading only, or the storage failed.
+        """
+        if not dry_run:
+            self._require_writable()
+        everything = dataclasses.replace(self._space, max_tokens=sys.maxsize)
+        report = sweep(everything, live, grace_seconds, dry_run)
+        if self._limit is not None:
+            self._limit.recount(self.keys)
+        return report
+
+    def prefetch(self, keys: Sequence[str], tier: Tier = "page") -> "Future[int]":
+        """Bring chunks nearer in the background; keys that are not stored are passed over.
+
+        Args:
+            keys: the chunks. tier: "page" reads the files of a local directory into the page
+                cache; "host" keeps verified chunks in memory, up to ``host_bytes``, from where
+                the ``get`` and ``get_many`` of this object take them.
+
+        Returns:
+            A future of the bytes that were brought in or were near already. It raises what
+            ``get_many`` raises when the storage fails.
+
+        Raises:
+            StoreError: the page tier of a store that is no local directory.
+        """
+        return self._prefetcher.start(keys, tier)
+
+    def close(self) -> None:
+        """Let go of threads and files, and write down which chunks were read."""
+        self._prefetcher.close()
+        if self._limit is not None:
+            self._limit.close()
+            self._limit = None
+
+    def begin(
+        self, key: str, tokens: int, record: Provenance, *, ways: int, replace: bool = False
+    ) -> Attempt | None:
+        """Begin a chunk whose heads ``ways`` processes hold K / ways of each.
+
+        One process begins and sends the attempt to all. Each calls ``put_shard`` and sends what it
+        returns to the first, which calls ``commit``. Nothing is visible before.
+
+        Returns:
+            The attempt, or None when a chunk is committed under the key (and not to be replaced).
+
+        Raises:
+            StoreError: the key is not the record's, the sizes do not fit, or the storage failed.
+        """
         self._require_writable()
-        commit = _chunk_path(self.fingerprint, key) + _COMMIT
+        self._require_key(key, record)
+        self._require_tokens(key, tokens)
+        if type(ways) is not int or ways < 1 or self.layout.num_kv_heads % ways:
+            raise StoreError(f"ways={ways!r}: expected a divisor of {self.layout.num_kv_heads}")
         # The generation is read before the record: whoever commits in between makes ours stale.
-        generation = self._backend.generation(commit)
+        generation = self._backend.generation(self._space.commit(key))
         if not replace and isinstance(self._find([key])[key], Record):
-            return PutResult(won=False, attempt=None)
-        attempt = secrets.token_hex(ATTEMPT_DIGITS // 2)
-        directory = f"{_chunk_path(self.fingerprint, key)}{attempt}/"
-        text = new_record(key, attempt, kv, self.layout.dtype, record).to_json()
-        attributes = {"jaxrag": json.loads(text), "rope_applied": False}
+            return None
+        attempt = Attempt(key, new_attempt(), tokens, ways, record, generation)
+        if self._limit is not None:
+            self._limit.admit(key, self.layout.stored_nbytes(tokens))
+        self._backend.make_directory(self._space.attempt(key, attempt.attempt))
+        return attempt
+
+    def put_shard(self, attempt: Attempt, rank: int, kv: NDArray[Any]) -> Shard:
+        """Write one rank's heads, ``kv`` [L, 2, T, K / ways, H]; durable when this returns.
+
+        Rank r holds heads r * K / ways and following.
+
+        Raises:
+            StoreError: ``kv`` does not fit the attempt, or the storage failed.
+        """
+        self._require_writable()
+        name = f"chunk {attempt.key}: kv of rank {rank}"
+        if not 0 <= rank < attempt.ways:
+            raise StoreError(f"rank={rank!r}: expected 0 to {attempt.ways - 1}")
+        self.layout.require(kv, name, ways=attempt.ways)
+        if kv.shape[2] != attempt.tokens:
+            raise StoreError(f"{name} has {kv.shape[2]} tokens: expected {attempt.tokens}")
+        if not kv.flags.c_contiguous:
+            raise StoreError(f"{name} is strided; pass numpy.ascontiguousarray(kv)")
+        shard, writes = start_shard(self._space, attempt, rank, kv)
+        self._backend.finish_writes(self._space.attempt(attempt.key, attempt.attempt), writes)
+        return shard
+
+    def commit(
+        self, attempt: Attempt, shards: Sequence[Shard], *, aux: Aux | None = None
+    ) -> PutResult:
+        """Make the chunk visible whose ranks all returned from ``put_shard``.
+
+        Raises:
+            StoreError: a shard is missing or foreign, the bytes were removed by gc meanwhile, or
+                the storage failed. The chunk is not visible then.
+        """
+        self._require_writable()
+        described = describe_arrays(aux)
         try:
-            self._backend.write_array(directory, self.layout, kv, attributes)
+            return self._commit(attempt, shards, [], aux or {}, described)
+        finally:
+            self._settle(attempt, described)
+
+    def _put(
+        self,
+        key: str,
+        kv: NDArray[Any],
+        record: Provenance,
+        aux: Aux,
+        described: Mapping[str, AuxArray],
+        replace: bool,
+    ) -> PutResult:
+        attempt = self.begin(key, kv.shape[2], record, ways=1, replace=replace)
+        if attempt is None:
+            return PutResult(won=False, attempt=None)
+        try:
+            try:
+                shard, writes = start_shard(self._space, attempt, 0, kv)
+            except StoreError:
+                self._space.discard(key, attempt.attempt)
+                raise
+            return self._commit(attempt, [shard], writes, aux, described)
+        finally:
+            self._settle(attempt, described)
+
+    def _commit(
+        self,
+        attempt: Attempt,
+        shards: Sequence[Shard],
+        writes: list[WriteFuture],
+        aux: Aux,
+        described: Mapping[str, AuxArray],
+    ) -> PutResult:
+        path = self._space.attempt(attempt.key, attempt.attempt)
+        try:
+            try:
+                record, more = start_record(self._space, attempt, shards, aux, described)
+                writes = writes + more
+            finally:
+                self._backend.finish_writes(path, writes)
         except StoreError:
-            self._discard(directory)
+            self._space.discard(attempt.key, attempt.attempt)
             raise
+        commit = self._space.commit(attempt.key)
         # An error of the commit may hide that it happened, so then the attempt has to stay.
-        if self._backend.write_if(commit, text, generation):
-            return PutResult(won=True, attempt=attempt)
-        self._discard(directory)
-        return PutResult(won=False, attempt=None)
+        if self._backend.write_if(commit, record.to_json(), attempt.generation) is None:
+            self._space.discard(attempt.key, attempt.attempt)
+            return PutResult(won=False, attempt=None)
+        if not self._space.complete(record):
+            self._space.delete(attempt.key, attempt.attempt)
+            raise StoreError(
+                f"chunk {attempt.key}: its bytes were removed by gc while it was put: put it "
+                "again, and run gc with a longer grace"
+            )
+        return PutResult(won=True, attempt=attempt.attempt)
+
+    def _settle(self, attempt: Attempt, described: Mapping[str, AuxArray]) -> None:
+        """What ``begin`` admitted is committed, or will never be."""
+        if self._limit is not None:
+            nbytes = self.layout.stored_nbytes(attempt.tokens)
+            self._limit.settle(attempt.key, nbytes + sum(a.nbytes for a in described.values()))
+
+    def copy_in(self, record: Record, source: "ChunkStore") -> Refused | None:
+        """Take over the chunk of a record of another store, file by file as it is there.
+
+        Its bytes are verified when they are read. A chunk that stands here already is kept.
+
+        Returns:
+            None, or why there is nothing to copy.
+
+        Raises:
+            StoreError: one of the two could not be read or written.
+        """
+        self._require_writable()
+        commit = self._space.commit(record.key)
+        generation = self._backend.generation(commit)
+        if isinstance(self._find([record.key])[record.key], Record):
+            return None
+        paths = source._space.files(record)
+        values = source._backend.contents(paths)
+        if None in values:
+            return ChunkMissing(f"chunk {record.key}: committed, but its bytes are gone")
+        own = dataclasses.replace(record, attempt=new_attempt())
+        base, target = source._space.bytes_of(record), self._space.bytes_of(own)
+        if self._limit is not None:
+            self._limit.admit(own.key, own.nbytes)
+        self._backend.make_directory(target)
+        try:
+            for path, value in zip(paths, values, strict=True):
+                self._backend.write(target + path.removeprefix(base), value or b"")
+        except StoreError:
+            self._space.discard(own.key, own.attempt)
+            raise
+        if self._backend.write_if(commit, own.to_json(), generation) is None:
+            self._space.discard(own.key, own.attempt)
+        if self._limit is not None:
+            self._limit.settle(own.key, own.nbytes)
+        return None
 
     def _find(self, keys: Sequence[str]) -> dict[str, Found]:
-        return self._read_records(keys, self.fingerprint, self.layout, self.max_tokens)
+        return self._space.find(keys)
 
-    def _load(
-        self, wanted: Sequence[tuple[Record, NDArray[Any]]], verify: bool
-    ) -> list[ChunkMissing | ChunkCorrupt | None]:
-        def finish(
-            read: ReadFuture, record: Record, view: NDArray[Any]
-        ) -> ChunkMissing | ChunkCorrupt | None:
-            refused = self._backend.finish_read(read, record.key)
-            if refused is None and verify:
-                refused = verify_digests(record, view)
-            return refused
+    def _delete(self, key: str, attempt: str | None = None) -> bool:
+        """``attempt`` spares a chunk that was written in another one."""
+        self._require_writable()
+        deleted = self._space.delete(key, attempt) is not None
+        if self._limit is not None and (deleted or attempt is None):
+            self._limit.strike([key])
+        return deleted
 
-        tasks = []
-        for record, view in wanted:
-            path = f"{_chunk_path(self.fingerprint, record.key)}{record.attempt}/"
-            read = self._backend.start_read(path, self.layout, view)
-            tasks.append(self._verifiers.submit(finish, read, record, view))
-        concurrent.futures.wait(tasks)  # all: until its read is done a view is not the caller's
-        return [task.result() for task in tasks]
+    def _load(self, wanted: Sequence[Wanted]) -> Sequence[Refused | None]:
+        answers = self._prefetcher.host.load(wanted, self._loader.load)
+        if self._limit is not None:
+            pairs = zip(wanted, answers, strict=True)
+            self._limit.read([want.record.key for want, answer in pairs if answer is None])
+        return answers
 
-    def _read_records(
-        self, keys: Sequence[str], fingerprint: str, layout: KVLayout, max_tokens: int
-    ) -> dict[str, Found]:
-        paths = [_chunk_path(fingerprint, key) + _COMMIT for key in keys]
-        found: dict[str, Found] = {}
-        for key, data in zip(keys, self._backend.read_many(paths, MAX_RECORD_BYTES), strict=True):
-            if data is None:
-                found[key] = ChunkMissing(f"chunk {key}: not in {self._backend.location}")
-                continue
-            try:
-                found[key] = read_record(data, key, fingerprint, layout, max_tokens)
-            except ChunkCorrupt as error:
-                found[key] = error
-        return found
-
-    def _keys(self, fingerprint: str) -> Iterator[str]:
-        for first in range(256):  # one small listing at a time, however many chunks there are
-            prefix = f"{_namespace(fingerprint)}{first:02x}/"
-            for path in self._backend.paths(prefix):
-                key, _, rest = path.partition("/")
-                if rest == _COMMIT and is_hex(key, ID_DIGITS):
-                    yield key
-
-    def _count(self, fingerprint: str, layout: KVLayout) -> Stats:
-        chunks = tokens = corrupt = 0
-        for batch in itertools.batched(self._keys(fingerprint), _RECORDS_AT_ONCE):
-            for found in self._read_records(batch, fingerprint, layout, sys.maxsize).values():
-                if isinstance(found, Record):
-                    chunks += 1
-                    tokens += found.tokens
-                else:  # a missing record was removed since it was listed
-                    corrupt += isinstance(found, ChunkCorrupt)
-        return Stats(chunks, tokens, layout.nbytes(tokens), corrupt)
-
-    def _declare(self, path: str, fields: dict[str, Any]) -> dict[str, Any] | None:
-        """The JSON object at ``path``; where there is none, ``fields`` are written if we may."""
-        present = self._read_object(path)
-        if present is not None or self.mode == "r":
-            return present
-        text = json.dumps(fields, indent=1).encode()
-        self._backend.write_if(path, text, self._backend.generation(path))
-        return self._read_object(path)  # ours, or that of a process that was faster
-
-    def _read_object(self, path: str) -> dict[str, Any] | None:
-        data = self._backend.read_many([path], MAX_RECORD_BYTES)[0]
-        if data is None:
-            return None
-        try:
-            return parse_object(data)
-        except StoreError as error:
-            raise StoreError(f"{self._backend.location}: {path} is {error}") from None
+    def _read_aux(self, record: Record, name: str, verify: bool) -> NDArray[Any] | Refused:
+        return self._loader.read_aux(record, name, verify)
 
     def _require_writable(self) -> None:
         if self.mode != "rw":
             raise StoreError(
                 f"{self._backend.location} was opened for reading: open it with mode 'rw' to write"
             )
-
-    def _discard(self, directory: str) -> None:
-        """Remove an attempt that no record names; what cannot be removed stays invisible."""
-        with contextlib.suppress(StoreError):
-            self._backend.delete_prefix(directory)
-
-
-def _namespace(fingerprint: str) -> str:
-    return f"kv/{fingerprint[:16]}/"
-
-
-def _chunk_path(fingerprint: str, key: str) -> str:
-    return f"{_namespace(fingerprint)}{key[:2]}/{key}/"
-
-
-def _layout_path(fingerprint: str) -> str:
-    return f"layouts/{fingerprint}.json"
-
-
-def _layout_fields(fingerprint: str, layout: KVLayout) -> dict[str, Any]:
-    return {"format": FORMAT, "fingerprint": fingerprint, **dataclasses.asdict(layout)}
-
-
-def _parse_layout(fingerprint: str, fields: dict[str, Any]) -> KVLayout:
-    sizes = {field.name: fields.get(field.name) for field in dataclasses.fields(KVLayout)}
-    try:
-        layout = KVLayout(**sizes)  # type: ignore[arg-type]  # it checks every one of them
-    except StoreError as error:
-        raise StoreError(f"{_layout_path(fingerprint)} is damaged: {error}") from None
-    if fields != _layout_fields(fingerprint, layout):
-        raise StoreError(f"{_layout_path(fingerprint)} is {fields}: expected a layout of its name")
-    return layout

@@ -20,7 +20,6 @@ from jaxrag.errors import StoreError
 FINGERPRINT_DIGITS = 64
 ID_DIGITS = 40
 
-_ID_BYTES = ID_DIGITS // 2
 _HEX = "0123456789abcdef"
 
 
@@ -80,6 +79,27 @@ def chunk_key(fingerprint: str, content_id: str, context_id: str) -> str:
     return _digest(b"jaxrag.key", parts)
 
 
+def derive(fingerprint: str, stored: str = "native", salt: str = "") -> str:
+    """The fingerprint of a variant of the same KV; the fingerprint itself without a difference.
+
+    Args:
+        fingerprint: of the model and its settings.
+        stored: how elements are kept, a ``KVLayout.stored``.
+        salt: any text; repositories or tenants with different salts share no key.
+
+    Raises:
+        StoreError: ``fingerprint`` is not one, or ``stored`` or ``salt`` is no text.
+    """
+    require_hex(fingerprint, FINGERPRINT_DIGITS, "fingerprint")
+    for name, value in (("stored", stored), ("salt", salt)):
+        if not isinstance(value, str):
+            raise StoreError(f"{name}={value!r}: expected text")
+    if stored == "native" and not salt:
+        return fingerprint
+    parts = [bytes.fromhex(fingerprint), stored.encode(), salt.encode()]
+    return _digest(b"jaxrag.variant", parts, FINGERPRINT_DIGITS // 2)
+
+
 def is_hex(value: object, digits: int) -> bool:
     """Whether ``value`` is a string of exactly that many lower-case hexadecimal digits."""
     return isinstance(value, str) and len(value) == digits and not value.strip(_HEX)
@@ -91,8 +111,8 @@ def require_hex(value: object, digits: int, name: str) -> None:
         raise StoreError(f"{name}={value!r}: expected {digits} lower-case hexadecimal digits")
 
 
-def _digest(tag: bytes, parts: Iterable[bytes]) -> str:
-    state = hashlib.blake2b(digest_size=_ID_BYTES, person=tag)
+def _digest(tag: bytes, parts: Iterable[bytes], size: int = ID_DIGITS // 2) -> str:
+    state = hashlib.blake2b(digest_size=size, person=tag)
     for part in parts:
         state.update(len(part).to_bytes(8, "little"))
         state.update(part)

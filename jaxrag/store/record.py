@@ -4,9 +4,12 @@ import dataclasses
 import datetime
 import json
 import math
+import re
+import secrets
+import time
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -14,70 +17,25 @@ from numpy.typing import NDArray
 from jaxrag.config import DTYPES, DType
 from jaxrag.errors import ChunkCorrupt, StoreError
 from jaxrag.store.keys import ID_DIGITS, chunk_key, is_hex, require_hex
+from jaxrag.store.layout import STORED, KVLayout, Stored
 
-FORMAT = 1  # of records and of the directory layout; another number is refused
+FORMAT = 2  # of records and of the directory layout; another number is refused
 
-MAX_RECORD_BYTES = 1 << 16  # some 2000 layers; longer is refused unread
-ATTEMPT_DIGITS = 16
+MAX_RECORD_BYTES = 1 << 16  # some 3000 digests; longer is refused unread
+MAX_AUX_BYTES = 1 << 30  # of one auxiliary array
+ATTEMPT_DIGITS = 24
 DIGEST_DIGITS = 16
 MAX_ENCODER_CHARS = 64
+SCALE = "scale"  # the auxiliary array that int8 chunks have
+AUX_DTYPES = (
+    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64"),
+)
 
+_TIME_DIGITS = 8  # of the attempt: seconds since 1970
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
-
-_NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
-    "float32": np.dtype(np.float32),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class KVLayout:
-    """Sizes and dtype of every chunk in a store; a chunk of T tokens is [L, 2, T, K, H].
-
-    Axis 1 holds K before RoPE (0) and V (1).
-    """
-
-    num_layers: int  # L
-    num_kv_heads: int  # K
-    head_dim: int  # H
-    dtype: DType
-
-    def __post_init__(self) -> None:
-        """Refuse sizes and dtypes that no chunk can have."""
-        for name in ("num_layers", "num_kv_heads", "head_dim"):
-            size = getattr(self, name)
-            if type(size) is not int or size < 1:
-                raise StoreError(f"{name}={size!r}: expected a positive integer")
-        if self.dtype not in DTYPES:
-            raise StoreError(f"dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
-
-    @property
-    def numpy_dtype(self) -> np.dtype[Any]:
-        """The element type of KV arrays in memory."""
-        return _NUMPY_DTYPES[self.dtype]
-
-    @property
-    def bits_dtype(self) -> np.dtype[Any]:
-        """The unsigned integer of the same width, as which elements are stored."""
-        return np.dtype(f"uint{8 * self.numpy_dtype.itemsize}")
-
-    def shape(self, tokens: int) -> tuple[int, int, int, int, int]:
-        """[L, 2, tokens, K, H]."""
-        return (self.num_layers, 2, tokens, self.num_kv_heads, self.head_dim)
-
-    def nbytes(self, tokens: int) -> int:
-        """Bytes of K and V of that many tokens over all layers."""
-        return math.prod(self.shape(tokens)) * self.numpy_dtype.itemsize
-
-    def require(self, kv: NDArray[Any], name: str) -> None:
-        """Raise StoreError unless ``kv`` is [L, 2, any, K, H] of this layout's dtype."""
-        expected = f"{self.dtype} {list(self.shape(0))}".replace(", 0,", ", tokens,")
-        if not isinstance(kv, np.ndarray):
-            raise StoreError(f"{name} is {type(kv).__name__}: expected a numpy array {expected}")
-        fits = kv.ndim == 5 and kv.shape == self.shape(kv.shape[2])
-        if not fits or kv.dtype != self.numpy_dtype:
-            raise StoreError(f"{name} is {kv.dtype} {list(kv.shape)}: expected {expected}")
+_AUX_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_MAX_AUX_RANK = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,14 +57,31 @@ class Provenance:
 
 
 @dataclasses.dataclass(frozen=True)
+class AuxArray:
+    """What a record says about one auxiliary array of its chunk."""
+
+    shape: tuple[int, ...]
+    dtype: str  # one of AUX_DTYPES
+    xxh3: tuple[str, ...]  # xxh3-64 of each file's bytes; scales have as many files as the KV
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
 class Record:
     """The commit record of one chunk. A chunk exists if and only if its record does."""
 
     key: str
-    attempt: str  # the directory that holds the bytes
+    attempt: str  # the directory that holds the bytes; opens with the time it was begun
     shape: tuple[int, int, int, int, int]  # [L, 2, T, K, H]
     dtype: DType
-    xxh3: tuple[str, ...]  # [L] xxh3-64 of each layer's bytes, K then V
+    stored: Stored
+    ways: int  # files that the heads are split over, one for each rank that wrote them
+    xxh3: tuple[str, ...]  # [L * ways] xxh3-64 of a layer's stored bytes in a file, K then V
+    aux: Mapping[str, AuxArray]
     encoder: str
     content_id: str
     context_id: str
@@ -118,9 +93,26 @@ class Record:
         return self.shape[2]
 
     @property
+    def layout(self) -> KVLayout:
+        """The layout that the record states."""
+        layers, _, _, heads, dim = self.shape
+        return KVLayout(layers, heads, dim, self.dtype, self.stored)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored, of K, V and every auxiliary array."""
+        elements = math.prod(self.shape) * self.layout.stored_dtype.itemsize
+        return elements + sum(array.nbytes for array in self.aux.values())
+
+    @property
     def provenance(self) -> Provenance:
         """What the writer said about the origin of the bytes."""
         return Provenance(self.encoder, self.content_id, self.context_id)
+
+    @property
+    def age(self) -> float:
+        """Seconds since the chunk was committed, by this machine's clock."""
+        return time.time() - _parse_time(self.created)
 
     def to_json(self) -> bytes:
         """One line of JSON that carries the format number and a checksum of itself."""
@@ -146,16 +138,25 @@ class Record:
             raise StoreError("text differs from its checksum")
         del values["format"]
         values["shape"] = _shape(values["shape"])
-        values["xxh3"] = _digests(values["xxh3"], values["shape"][0])
+        for name, choices in (("dtype", DTYPES), ("stored", STORED)):
+            if values[name] not in choices:
+                raise StoreError(
+                    f"{name} is {values[name]!r}, expected one of {', '.join(choices)}"
+                )
+        layers, _, _, heads, _ = values["shape"]
+        ways = values["ways"]
+        if type(ways) is not int or ways < 1 or heads % ways:
+            raise StoreError(f"ways is {ways!r}, expected a divisor of {heads} heads")
+        values["xxh3"] = _digests(values["xxh3"], layers * ways, "xxh3")
+        values["aux"] = _aux(values["aux"])
         for name, digits in _HEX_FIELDS.items():
             require_hex(values[name], digits, name)
-        if values["dtype"] not in DTYPES:
-            raise StoreError(f"dtype is {values['dtype']!r}, expected one of {', '.join(DTYPES)}")
         if not isinstance(values["encoder"], str):
             raise StoreError(f"encoder is {values['encoder']!r}, expected a string")
         _require_time(values["created"])
         record = cls(**values)
         _ = record.provenance  # checks the encoder's name
+        _require_scale(record)
         return record
 
 
@@ -167,22 +168,53 @@ _HEX_FIELDS = {
 }
 
 
+def new_attempt() -> str:
+    """A name that no other attempt has, opening with the time of this moment."""
+    random_digits = ATTEMPT_DIGITS - _TIME_DIGITS
+    return f"{int(time.time()):0{_TIME_DIGITS}x}{secrets.token_hex(random_digits // 2)}"
+
+
+def attempt_age(attempt: str) -> float:
+    """Seconds since ``attempt`` was named, by this machine's clock."""
+    return time.time() - int(attempt[:_TIME_DIGITS], 16)
+
+
 def new_record(
-    key: str, attempt: str, kv: NDArray[Any], dtype: DType, provenance: Provenance
+    key: str,
+    attempt: str,
+    tokens: int,
+    layout: KVLayout,
+    provenance: Provenance,
+    xxh3: Iterable[str],
+    aux: Mapping[str, AuxArray],
+    ways: int = 1,
 ) -> Record:
-    """Describe ``kv`` [L, 2, T, K, H] as written under ``attempt`` at this moment."""
-    layers, two, tokens, heads, dim = kv.shape
-    return Record(
+    """Describe the chunk written under ``attempt`` at this moment.
+
+    Raises:
+        StoreError: the record would be longer than a reader accepts.
+    """
+    record = Record(
         key=key,
         attempt=attempt,
-        shape=(layers, two, tokens, heads, dim),
-        dtype=dtype,
-        xxh3=layer_digests(kv),
+        shape=layout.shape(tokens),
+        dtype=layout.dtype,
+        stored=layout.stored,
+        ways=ways,
+        xxh3=tuple(xxh3),
+        aux=dict(aux),
         encoder=provenance.encoder,
         content_id=provenance.content_id,
         context_id=provenance.context_id,
-        created=datetime.datetime.now(datetime.UTC).strftime(_TIME_FORMAT),
+        created=time.strftime(_TIME_FORMAT, time.gmtime(time.time())),
     )
+    length = len(record.to_json())
+    if length > MAX_RECORD_BYTES:
+        raise StoreError(
+            f"chunk {key}: its record takes {length} bytes, expected at most {MAX_RECORD_BYTES}: "
+            "use fewer ways or auxiliary arrays"
+        )
+    return record
 
 
 def read_record(
@@ -207,10 +239,11 @@ def read_record(
         raise ChunkCorrupt(
             f"chunk {key}: commit record refused: not written under fingerprint {fingerprint}"
         )
-    if record.shape != layout.shape(record.tokens) or record.dtype != layout.dtype:
+    if record.layout != layout:
         raise ChunkCorrupt(
-            f"chunk {key}: commit record refused: {record.dtype} {list(record.shape)}, expected "
-            f"{layout.dtype} {list(layout.shape(record.tokens))}"
+            f"chunk {key}: commit record refused: {record.stored} {record.dtype} "
+            f"{list(record.shape)}, expected {layout.stored} {layout.dtype} "
+            f"{list(layout.shape(record.tokens))}"
         )
     if record.tokens > max_tokens:
         raise ChunkCorrupt(
@@ -220,19 +253,53 @@ def read_record(
     return record
 
 
-def layer_digests(kv: NDArray[Any]) -> tuple[str, ...]:
-    """xxh3-64 of each layer of ``kv`` [L, 2, T, K, H]: K's bytes, then V's; 16 hex digits each.
+def describe_aux(name: str, array: NDArray[Any]) -> AuxArray:
+    """The entry of a record for an auxiliary array in one file.
 
-    Every [T, K, H] block must be contiguous; the layers themselves may be strided.
+    Raises:
+        StoreError: a name or an array that no record can hold.
     """
-    bits = kv.view(f"uint{8 * kv.dtype.itemsize}")
-    digests = []
-    for layer in bits:
-        state = xxhash.xxh3_64()
-        state.update(layer[0])
-        state.update(layer[1])
-        digests.append(state.hexdigest())
-    return tuple(digests)
+    if not isinstance(name, str) or not _AUX_NAME.fullmatch(name) or name == SCALE:
+        raise StoreError(
+            f"auxiliary array {name!r}: expected a name of up to 32 lower-case letters, digits and "
+            f"underscores, opening with a letter, other than {SCALE!r}"
+        )
+    if not isinstance(array, np.ndarray) or array.dtype.name not in AUX_DTYPES:
+        found = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
+        raise StoreError(
+            f"auxiliary array {name!r} is {found}: expected a numpy array of "
+            f"{', '.join(AUX_DTYPES)}"
+        )
+    if not 1 <= array.ndim <= _MAX_AUX_RANK or not 0 < array.nbytes <= MAX_AUX_BYTES:
+        raise StoreError(
+            f"auxiliary array {name!r} is {list(array.shape)}: expected 1 to {_MAX_AUX_RANK} axes "
+            f"and 1 to {MAX_AUX_BYTES} bytes"
+        )
+    if not array.flags.c_contiguous:
+        raise StoreError(f"auxiliary array {name!r} is strided: pass numpy.ascontiguousarray of it")
+    return AuxArray(array.shape, array.dtype.name, (digest(array),))
+
+
+def digest(array: NDArray[Any]) -> str:
+    """xxh3-64 of the bytes of a contiguous array, 16 hex digits."""
+    return xxhash.xxh3_64_hexdigest(array.view(f"uint{8 * array.dtype.itemsize}"))
+
+
+def layer_digest(layer: NDArray[Any]) -> str:
+    """xxh3-64 of ``layer`` [2, T, K, H]: K's bytes, then V's; 16 hex digits.
+
+    Fast where each [T, K, H] block is contiguous; K and V may lie apart.
+    """
+    bits = layer.view(f"uint{8 * layer.dtype.itemsize}")
+    state = xxhash.xxh3_64()
+    for block in bits:
+        state.update(np.ascontiguousarray(block))
+    return str(state.hexdigest())
+
+
+def layer_digests(kv: NDArray[Any]) -> tuple[str, ...]:
+    """``layer_digest`` of each layer of ``kv`` [L, 2, T, K, H]."""
+    return tuple(layer_digest(layer) for layer in kv)
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
@@ -263,11 +330,51 @@ def _shape(value: object) -> tuple[int, int, int, int, int]:
     return (layers, two, tokens, heads, dim)
 
 
-def _digests(value: object, layers: int) -> tuple[str, ...]:
+def _digests(value: object, count: int, name: str) -> tuple[str, ...]:
     found = value if isinstance(value, list) else []
-    if len(found) != layers or not all(is_hex(digest, DIGEST_DIGITS) for digest in found):
-        raise StoreError(f"xxh3 is not a list of {layers} digests of {DIGEST_DIGITS} hex digits")
+    if len(found) != count or not all(is_hex(digest, DIGEST_DIGITS) for digest in found):
+        raise StoreError(f"{name} is not a list of {count} digests of {DIGEST_DIGITS} hex digits")
     return tuple(found)
+
+
+def _aux(value: object) -> dict[str, AuxArray]:
+    if not isinstance(value, dict):
+        raise StoreError(f"aux is {value!r}, expected an object")
+    arrays = {}
+    for name, fields in value.items():
+        if not _AUX_NAME.fullmatch(name):
+            raise StoreError(f"aux has the name {name!r}")
+        if not isinstance(fields, dict) or fields.keys() != {"shape", "dtype", "xxh3"}:
+            raise StoreError(f"aux.{name} is not an object of shape, dtype and xxh3")
+        if fields["dtype"] not in AUX_DTYPES:
+            raise StoreError(f"aux.{name}.dtype is {fields['dtype']!r}")
+        shape = fields["shape"] if isinstance(fields["shape"], list) else []
+        sound = all(type(size) is int and size > 0 for size in shape)
+        if not sound or not 1 <= len(shape) <= _MAX_AUX_RANK:
+            raise StoreError(f"aux.{name}.shape is {fields['shape']!r}")
+        count = len(fields["xxh3"]) if name == SCALE and isinstance(fields["xxh3"], list) else 1
+        digests = _digests(fields["xxh3"], count, f"aux.{name}.xxh3")
+        arrays[name] = AuxArray(tuple(shape), fields["dtype"], digests)
+        if arrays[name].nbytes > MAX_AUX_BYTES:
+            raise StoreError(f"aux.{name} has {arrays[name].nbytes} bytes")
+    return arrays
+
+
+def _require_scale(record: Record) -> None:
+    scale = record.aux.get(SCALE)
+    if record.stored == "native":
+        if scale is not None:
+            raise StoreError("aux.scale: a native chunk has none")
+        return
+    if scale is None:
+        raise StoreError("aux.scale is missing")
+    found = (scale.shape, scale.dtype, len(scale.xxh3))
+    if found != (record.shape[:-1], "float32", record.ways):
+        raise StoreError(f"aux.scale is {scale}: expected the shape and ways of the chunk")
+
+
+def _parse_time(text: str) -> float:
+    return datetime.datetime.fromisoformat(text).timestamp()
 
 
 def _require_time(value: object) -> None:

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import threading
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -26,7 +27,13 @@ class Put(Protocol):
     """The ``put`` of a store."""
 
     def __call__(
-        self, key: str, kv: NDArray[Any], *, record: Provenance, replace: bool
+        self,
+        key: str,
+        kv: NDArray[Any],
+        *,
+        record: Provenance,
+        aux: Mapping[str, NDArray[Any]] | None,
+        replace: bool,
     ) -> PutResult:
         """Store the KV of one chunk."""
 
@@ -49,26 +56,44 @@ class ChunkWriter:
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "jaxrag-writer")
 
     def submit(
-        self, key: str, kv: NDArray[Any], record: Provenance, replace: bool = False
+        self,
+        key: str,
+        kv: NDArray[Any],
+        record: Provenance,
+        *,
+        aux: Mapping[str, NDArray[Any]] | None = None,
+        replace: bool = False,
     ) -> concurrent.futures.Future[PutResult]:
         """Queue one put; waits while the chunks under way leave no room for this one.
 
-        ``kv`` must not change until the future is done. A chunk larger than the bound is written
-        alone. The future is for callers who want to know which puts won.
+        ``kv`` and ``aux`` must not change until the future is done. A chunk larger than the bound
+        is written alone. The future is for callers who want to know which puts won.
 
         Raises:
             StoreError: an earlier put failed, or the writer was left.
         """
+        nbytes = kv.nbytes + sum(array.nbytes for array in (aux or {}).values())
         with self._changed:
             self._changed.wait_for(
-                lambda: (
-                    self._error or not self._inflight or self._inflight + kv.nbytes <= self._limit
-                )
+                lambda: self._error or not self._inflight or self._inflight + nbytes <= self._limit
             )
             self._raise_error()
-            self._inflight += kv.nbytes
+            self._inflight += nbytes
+
+        def run() -> PutResult:
+            try:
+                return self._put(key, kv, record=record, aux=aux, replace=replace)
+            except BaseException as error:
+                with self._changed:
+                    self._error = self._error or error
+                raise
+            finally:
+                with self._changed:
+                    self._inflight -= nbytes
+                    self._changed.notify_all()
+
         try:
-            return self._threads.submit(self._run, key, kv, record, replace)
+            return self._threads.submit(run)
         except RuntimeError:
             raise StoreError(f"chunk {key}: submitted to a writer that was left") from None
 
@@ -86,19 +111,6 @@ class ChunkWriter:
         self._threads.shutdown(wait=True)
         if error is None:
             self._raise_error()
-
-    def _run(self, key: str, kv: NDArray[Any], record: Provenance, replace: bool) -> PutResult:
-        nbytes = kv.nbytes
-        try:
-            return self._put(key, kv, record=record, replace=replace)
-        except BaseException as error:
-            with self._changed:
-                self._error = self._error or error
-            raise
-        finally:
-            with self._changed:
-                self._inflight -= nbytes
-                self._changed.notify_all()
 
     def _raise_error(self) -> None:
         if self._error is not None:

@@ -6,6 +6,7 @@ import sqlite3
 import pytest
 
 from jaxrag.index.bm25 import BM25Index, terms
+from jaxrag.index.filters import Filter
 
 
 class Index(BM25Index):
@@ -105,3 +106,33 @@ def test_index_after_removal_scores_as_one_that_never_held_the_chunk(index):
     index.add(4, "lamp lamp rain and other words")
     index.remove(4, "lamp lamp rain and other words")
     assert index.search("lamp rain", 5) == expected
+
+
+def test_words_of_most_chunks_do_not_count_among_many(index, monkeypatch):
+    index.add_all(
+        [(1, "the lamp the the"), (2, "the sea"), (3, "the"), (4, "lamp"), (5, "the rain")]
+    )
+    assert sorted(match.chunk_id for match in index.search("the lamp", 5)) == [1, 2, 3, 4, 5]
+    monkeypatch.setattr("jaxrag.index.bm25._MANY_CHUNKS", 5)
+    assert [match.chunk_id for match in index.search("the lamp", 5)] == [4, 1]
+    assert [match.chunk_id for match in index.search("the", 5)] == [1, 3, 2, 5]
+
+
+def test_only_chunks_of_matching_documents_are_ranked(index):
+    index.connection.execute("CREATE TABLE documents (id TEXT, metadata TEXT)")
+    index.connection.execute("CREATE TABLE chunks (id INTEGER, document_id TEXT)")
+    index.add_all([(1, "lamp"), (2, "lamp oil"), (3, "lamp"), (4, "sea")])
+    index.connection.executemany(
+        "INSERT INTO documents VALUES (?, ?)",
+        [("a", '{"year": 2019}'), ("b", '{"year": 2020}'), ("c", "{}")],
+    )
+    index.connection.executemany(
+        "INSERT INTO chunks VALUES (?, ?)", [(1, "a"), (2, "b"), (3, "b"), (4, "c")]
+    )
+    scores = dict(index.search("lamp", 5))
+    found = index.search("lamp", 5, Filter.parse({"year": {"$gte": 2020}}))
+    assert [match.chunk_id for match in found] == [3, 2]
+    assert [match.score for match in found] == [scores[3], scores[2]]
+    assert index.search("lamp", 1, Filter.parse({"year": {"$gte": 2020}})) == found[:1]
+    assert index.search("lamp", 5, Filter.parse({"year": 1})) == []
+    assert len(index.search("lamp", 5, Filter.parse({}))) == 3

@@ -12,6 +12,7 @@ from jaxrag.store import (
     KVLayout,
     MemoryStore,
     Provenance,
+    ReadThrough,
     chunk_key,
     content_id,
     context_id,
@@ -40,7 +41,8 @@ def make_chunk(number, tokens=7, layout=LAYOUT, model=FINGERPRINT, seed=0):
     record = Provenance("isolated", content_id("tok", ids), context_id("isolated", ids[:0]))
     rng = np.random.default_rng([seed, number, tokens])
     shape = layout.shape(tokens)
-    bits = rng.integers(0, 1 << 8 * layout.bits_dtype.itemsize, shape, layout.bits_dtype)
+    width = layout.numpy_dtype.itemsize
+    bits = rng.integers(0, 1 << 8 * width, shape, f"uint{8 * width}")
     key = chunk_key(model, record.content_id, record.context_id)
     return Chunk(key, bits.view(layout.numpy_dtype), record)
 
@@ -61,13 +63,21 @@ def open_store(tmp_path):
     return open_
 
 
-@pytest.fixture(params=["directory", "directory, default io", "memory"])
-def any_store(request, open_store):
+@pytest.fixture(params=["directory", "directory, default io", "memory", "s3", "tier"])
+def any_store(request, open_store, tmp_path):
     """``any_store(layout=LAYOUT)``: an empty store of each kind."""
 
     def open_(layout=LAYOUT, **options):
         if request.param == "memory":
             return MemoryStore(FINGERPRINT, layout, **options)
+        if request.param == "s3":
+            location = request.getfixturevalue("s3_location")
+            return ChunkStore.open(location, FINGERPRINT, layout, mode="rw", **options)
+        if request.param == "tier":
+            near = ChunkStore.open(
+                tmp_path / "near", FINGERPRINT, layout, mode="rw", durable=False, **options
+            )
+            return ReadThrough(open_store(layout=layout, **options), near)
         io_mode = "default" if "default" in request.param else "memmap"
         return open_store(layout=layout, io_mode=io_mode, **options)
 

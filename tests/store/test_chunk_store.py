@@ -56,7 +56,7 @@ def test_what_lies_on_disk(stored, root, model, layout):
             f"{base}/{attempt}/c/0/0/0/0/0",
         ]
     )
-    assert json.loads((root / "jaxrag.json").read_text())["format"] == 1
+    assert json.loads((root / "jaxrag.json").read_text())["format"] == 2
     zarr = json.loads((root / base / attempt / "zarr.json").read_text())
     assert (zarr["zarr_format"], zarr["data_type"]) == (3, "uint16")
     assert zarr["dimension_names"] == ["layer", "kv", "token", "kv_head", "head_dim"]
@@ -240,14 +240,14 @@ def test_the_second_of_two_replacements_loses(stored, root, chunk, monkeypatch):
     """Both saw the same damaged chunk; the later must not undo the earlier."""
     store, _ = stored
     mine, theirs = chunk(1, seed=5), chunk(1, seed=6)
-    write_array = store._backend.write_array
+    finish_writes = store._backend.finish_writes
 
     def slow_write(*arguments):
-        write_array(*arguments)
+        finish_writes(*arguments)
         monkeypatch.undo()
         assert store.put(theirs.key, theirs.kv, record=theirs.record, replace=True).won
 
-    monkeypatch.setattr(store._backend, "write_array", slow_write)
+    monkeypatch.setattr(store._backend, "finish_writes", slow_write)
     assert not store.put(mine.key, mine.kv, record=mine.record, replace=True).won
     theirs.assert_equal(store.get(mine.key))
 
@@ -282,14 +282,14 @@ def test_stats_cover_every_model(stored, open_store, chunk, model, layout):
 def test_a_loser_leaves_nothing_behind(stored, root, chunk, monkeypatch):
     store, _ = stored
     mine, theirs = chunk(2, seed=5), chunk(2, seed=6)
-    write_array = store._backend.write_array
+    finish_writes = store._backend.finish_writes
 
     def slow_write(*arguments):
-        write_array(*arguments)
+        finish_writes(*arguments)
         monkeypatch.undo()
         assert store.put(theirs.key, theirs.kv, record=theirs.record).won
 
-    monkeypatch.setattr(store._backend, "write_array", slow_write)
+    monkeypatch.setattr(store._backend, "finish_writes", slow_write)
     result = store.put(mine.key, mine.kv, record=mine.record)
     assert (result.won, result.attempt) == (False, None)
     theirs.assert_equal(store.get(mine.key))
@@ -300,7 +300,7 @@ def test_a_loser_leaves_nothing_behind(stored, root, chunk, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"repository": "jaxrag chunks", "format": 2}', "'format': 2}, expected .*'format': 1}"),
+        ('{"repository": "jaxrag chunks", "format": 1}', "'format': 1}, expected .*'format': 2}"),
         ('{"repository": "jaxrag chunks"}', "another version or program"),
         ("{}", "another version or program"),
         ("[1]", "jaxrag.json is not a JSON object"),

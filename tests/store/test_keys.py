@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrag.errors import StoreError
-from jaxrag.store.keys import chunk_key, content_id, context_id, fingerprint
+from jaxrag.store.keys import chunk_key, content_id, context_id, derive, fingerprint
 
 FIELDS = {
     "weights": "00ff",
@@ -154,3 +154,36 @@ def test_chunk_key_refuses_parts_that_are_no_hashes(position, bad):
 def test_context_id_refuses_a_neighbour_that_is_no_content_id():
     with pytest.raises(StoreError, match="neighbour='doc-1'"):
         context_id("neighbours", ids(), ["doc-1"])
+
+
+def test_derive_changes_nothing_without_a_difference():
+    assert derive(FINGERPRINT) == FINGERPRINT
+    assert derive(FINGERPRINT, stored="native", salt="") == FINGERPRINT
+
+
+def test_every_variant_has_a_fingerprint_of_its_own():
+    other = fingerprint({})
+    variants = [
+        derive(base, stored, salt)
+        for base in (FINGERPRINT, other)
+        for stored in ("native", "int8")
+        for salt in ("", "a", "int8", "a company")
+    ]
+    assert len(set(variants)) == len(variants)
+    assert derive(derive(FINGERPRINT, "int8"), salt="a") != derive(FINGERPRINT, "int8", "a")
+    # On disk in every repository, as above.
+    expected = "a92c68fda1a2b54ad1a1d25c202d7b4acaca5fa83e642132b3caa9f9fc6c9d48"
+    assert derive(FINGERPRINT, "int8", "a company") == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("ab",), "fingerprint='ab'"),
+        ((FINGERPRINT, None), "stored=None: expected text"),
+        ((FINGERPRINT, "native", 3), "salt=3: expected text"),
+    ],
+)
+def test_derive_refuses_what_is_no_text(arguments, said):
+    with pytest.raises(StoreError, match=said):
+        derive(*arguments)

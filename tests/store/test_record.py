@@ -1,26 +1,36 @@
 import dataclasses
 import json
+import time
 
 import numpy as np
 import pytest
 import xxhash
 
 from jaxrag.errors import ChunkCorrupt, StoreError
+from jaxrag.store.layout import KVLayout
 from jaxrag.store.record import (
+    MAX_AUX_BYTES,
     MAX_RECORD_BYTES,
-    KVLayout,
+    AuxArray,
     Provenance,
     Record,
+    attempt_age,
+    describe_aux,
     layer_digests,
+    new_attempt,
     new_record,
     read_record,
 )
+
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=5, dtype="bfloat16")
+DIGEST = "0123456789abcdef"
 
 
 @pytest.fixture
 def record(chunk):
     c = chunk(1)
-    return new_record(c.key, "a1" * 8, c.kv, "bfloat16", c.record)
+    aux = {"summary": describe_aux("summary", np.arange(6, dtype=np.float32).reshape(2, 3))}
+    return new_record(c.key, "a1" * 12, 7, LAYOUT, c.record, layer_digests(c.kv), aux)
 
 
 def signed(values):
@@ -51,11 +61,12 @@ def test_digests_of_a_slice_of_a_larger_buffer(chunk, layout):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"format": 2}, "format is 2"),
-        ({"format": "1"}, "format is '1'"),
+        ({"format": 1}, "format is 1, expected 2"),
+        ({"format": "2"}, "format is '2'"),
         ({"key": "ab"}, "key='ab'"),
         ({"attempt": "../../../../etc"}, "attempt='../"),
-        ({"attempt": "A1" * 8}, "attempt="),
+        ({"attempt": "A1" * 12}, "attempt="),
+        ({"attempt": "a1" * 8}, "attempt="),
         ({"shape": [3, 2, 7, 2]}, "shape is"),
         ({"shape": [3, 3, 7, 2, 5]}, "shape is"),
         ({"shape": [3, 2, -7, 2, 5]}, "shape is"),
@@ -66,6 +77,23 @@ def test_digests_of_a_slice_of_a_larger_buffer(chunk, layout):
         ({"dtype": "float64"}, "dtype is"),
         ({"dtype": None}, "dtype is"),
         ({"dtype": ["bfloat16"]}, "dtype is"),
+        ({"stored": "int4"}, "stored is 'int4'"),
+        ({"stored": "int8"}, r"aux\.scale is missing"),
+        ({"ways": 0}, "ways is 0, expected a divisor of 2 heads"),
+        ({"ways": 3}, "ways is 3"),
+        ({"ways": True}, "ways is True"),
+        ({"ways": 2}, "xxh3 is not a list of 6"),
+        ({"aux": []}, r"aux is \[\]"),
+        ({"aux": {"../x": {}}}, r"aux has the name '\.\./x'"),
+        ({"aux": {"x": [2]}}, r"aux\.x is not an object"),
+        ({"aux": {"x": {"shape": [2], "dtype": "float32"}}}, r"aux\.x is not an object"),
+        ({"aux": {"x": {"shape": [2], "dtype": "object", "xxh3": [DIGEST]}}}, "dtype is 'object'"),
+        ({"aux": {"x": {"shape": [], "dtype": "uint8", "xxh3": [DIGEST]}}}, r"shape is \[\]"),
+        ({"aux": {"x": {"shape": [0], "dtype": "uint8", "xxh3": [DIGEST]}}}, r"shape is \[0\]"),
+        ({"aux": {"x": {"shape": 3, "dtype": "uint8", "xxh3": [DIGEST]}}}, "shape is 3"),
+        ({"aux": {"x": {"shape": [3], "dtype": "uint8", "xxh3": []}}}, "xxh3 is not"),
+        ({"aux": {"x": {"shape": [2**60], "dtype": "uint8", "xxh3": [DIGEST]}}}, "has 11529215"),
+        ({"aux": {"scale": {"shape": [3], "dtype": "uint8", "xxh3": [DIGEST]}}}, "native chunk"),
         ({"xxh3": []}, "xxh3 is not"),
         ({"xxh3": ["0" * 16] * 4}, "xxh3 is not"),
         ({"xxh3": ["0" * 15] * 3}, "xxh3 is not"),
@@ -126,10 +154,14 @@ def test_a_record_of_another_chunk_model_or_size_is_refused(record, model, layou
         read(key="0" * 40)
     with pytest.raises(ChunkCorrupt, match="not written under fingerprint ffff"):
         read(model="f" * 64)
-    with pytest.raises(ChunkCorrupt, match=r"bfloat16 \[3, 2, 7, 2, 5\], expected bfloat16 \[4, 2"):
+    with pytest.raises(
+        ChunkCorrupt, match=r"native bfloat16 \[3, 2, 7, 2, 5\], expected native bfloat16 \[4, 2"
+    ):
         read(layout=dataclasses.replace(layout, num_layers=4))
-    with pytest.raises(ChunkCorrupt, match="expected float16"):
+    with pytest.raises(ChunkCorrupt, match="expected native float16"):
         read(layout=dataclasses.replace(layout, dtype="float16"))
+    with pytest.raises(ChunkCorrupt, match="expected int8 bfloat16"):
+        read(layout=dataclasses.replace(layout, stored="int8"))
     with pytest.raises(ChunkCorrupt, match="7 tokens, expected at most 6"):
         read(max_tokens=6)
     with pytest.raises(ChunkCorrupt, match="not written under fingerprint"):
@@ -147,6 +179,7 @@ def test_a_record_of_another_chunk_model_or_size_is_refused(record, model, layou
         ({"head_dim": 2.0}, r"head_dim=2\.0"),
         ({"head_dim": True}, "head_dim=True"),
         ({"dtype": "int8"}, "dtype='int8'"),
+        ({"stored": "int4"}, "stored='int4': expected one of native, int8"),
     ],
 )
 def test_layout_refuses_impossible_sizes(layout, change, said):
@@ -158,7 +191,58 @@ def test_layout_sizes():
     layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=5, dtype="float32")
     assert layout.shape(11) == (3, 2, 11, 2, 5)
     assert layout.nbytes(11) == np.zeros(layout.shape(11), np.float32).nbytes
-    assert layout.bits_dtype == np.uint32
+    assert layout.stored_nbytes(11) == layout.nbytes(11)
+    assert (layout.bits_dtype, layout.stored_dtype) == (np.uint32, np.float32)
+    small = dataclasses.replace(layout, stored="int8")
+    assert small.nbytes(11) == layout.nbytes(11)
+    assert small.stored_nbytes(11) == 3 * 2 * 11 * 2 * (5 + 4)
+    assert (small.bits_dtype, small.stored_dtype) == (np.uint8, np.int8)
+
+
+def test_attempts_tell_their_age():
+    assert new_attempt() != new_attempt()
+    assert -1 <= attempt_age(new_attempt()) < 60
+    hour_ago = f"{int(time.time()) - 3600:08x}{'0' * 16}"
+    assert 3599 <= attempt_age(hour_ago) < 3660
+
+
+def test_a_record_knows_its_age_and_bytes(record):
+    assert -1 <= record.age < 60
+    old = dataclasses.replace(record, created="2001-09-09T01:46:40Z")
+    assert old.age == pytest.approx(time.time() - 1_000_000_000, abs=1)
+    assert record.nbytes == LAYOUT.nbytes(7) + 24
+
+
+def test_a_record_that_no_reader_would_take_is_refused(chunk):
+    c = chunk(1)
+    aux = {f"a{number}": AuxArray((1,), "uint8", (DIGEST,)) for number in range(1000)}
+    with pytest.raises(StoreError, match="its record takes .* expected at most 65536"):
+        new_record(c.key, "a1" * 12, 7, LAYOUT, c.record, [DIGEST] * 3, aux)
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "said"),
+    [
+        ("", np.zeros(1), "expected a name"),
+        ("a/b", np.zeros(1), "expected a name"),
+        ("Abc", np.zeros(1), "expected a name"),
+        ("a" * 33, np.zeros(1), "expected a name"),
+        ("scale", np.zeros(1), "other than 'scale'"),
+        (3, np.zeros(1), "expected a name"),
+        ("x", [1, 2], "is list: expected a numpy array"),
+        ("x", np.array(["text"]), "is <U4: expected a numpy array"),
+        ("x", np.zeros(2, bool), "is bool"),
+        ("x", np.float32(1), "is float32: expected a numpy array"),
+        ("x", np.array(1.0), r"is \[\]: expected 1 to 8 axes"),
+        ("x", np.zeros((1,) * 9), "expected 1 to 8 axes"),
+        ("x", np.zeros((3, 0)), "1 to 1073741824 bytes"),
+        ("x", np.broadcast_to(np.uint8(0), MAX_AUX_BYTES + 1), "1 to 1073741824 bytes"),
+        ("x", np.zeros((4, 4))[:, ::2], "is strided"),
+    ],
+)
+def test_auxiliary_arrays_that_no_record_can_hold(name, array, said):
+    with pytest.raises(StoreError, match=said):
+        describe_aux(name, array)
 
 
 @pytest.mark.parametrize("encoder", ["", "x" * 65, "a\nb"])

@@ -47,7 +47,7 @@ class Gate:
         self.entered = threading.Semaphore(0)
         self.inflight = self.peak = 0
 
-    def __call__(self, key, kv, *, record, replace):
+    def __call__(self, key, kv, *, record, aux, replace):
         with self.lock:
             self.inflight += kv.nbytes
             self.peak = max(self.peak, self.inflight)

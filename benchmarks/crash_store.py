@@ -1,0 +1,119 @@
+"""The chunk store at work: random bits that are put, replaced, deleted and collected."""
+
+import dataclasses
+import itertools
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from crash_log import FRESH, Change, Log, require
+
+from jaxrag.store import (
+    ChunkStore,
+    KVLayout,
+    Provenance,
+    chunk_key,
+    content_id,
+    context_id,
+    fingerprint,
+)
+from jaxrag.types import HostArray
+
+KEYS = 40
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="bfloat16")
+MODEL = fingerprint({"weights": "random bits"})
+
+
+def random_chunk(number: int, version: int) -> tuple[str, HostArray, Provenance]:
+    """Key, KV and provenance of a chunk; the version decides its bits."""
+    ids = np.full(11, number, np.int32)
+    record = Provenance("isolated", content_id("", ids), context_id("isolated", ids[:0]))
+    bits = np.random.default_rng([number, version]).integers(
+        0, 1 << 16, LAYOUT.shape(11), np.uint16
+    )
+    key = chunk_key(MODEL, record.content_id, record.context_id)
+    return key, bits.view(LAYOUT.numpy_dtype), record
+
+
+def open_store(work: Path, mode: Any) -> ChunkStore:
+    """The store of the experiment."""
+    return ChunkStore.open(work / "store", MODEL, LAYOUT, mode=mode)
+
+
+def work_on_store(work: Path, log_path: Path, number: int, state: dict[int, int]) -> None:
+    """Put, replace, delete and collect chunks until killed."""
+    rng = random.Random(number)
+    log = Log(log_path)
+    versions = dict(state)
+    store = open_store(work, "rw")
+    log.note("ready")
+    for version in itertools.count(number * FRESH):
+        chosen = rng.sample(range(KEYS), rng.randint(1, 4))
+        kind = rng.choices(["put", "replace", "delete", "gc"], [6, 3, 2, 1])[0]
+        if kind == "put":
+            chosen = [chunk for chunk in chosen if chunk not in versions]
+        elif kind != "gc":
+            chosen = [chunk for chunk in chosen if chunk in versions]
+        if kind in ("put", "replace"):
+            log.note("begin", change=[[chunk, version] for chunk in chosen])
+            with store.writer() as writer:
+                for chunk in chosen:
+                    writer.submit(*random_chunk(chunk, version), replace=kind == "replace")
+            versions.update(dict.fromkeys(chosen, version))
+        elif kind == "delete":
+            log.note("begin", change=[[chunk, None] for chunk in chosen])
+            store.delete([random_chunk(chunk, 0)[0] for chunk in chosen])
+            for chunk in chosen:
+                del versions[chunk]
+        else:
+            log.note("begin", change=[])
+            store.gc(lambda record: True, grace_seconds=0.0)
+        log.note("done", what=kind)
+
+
+class StoreExperiment:
+    """A store, what must stand in it, and how that is checked."""
+
+    def __init__(self, work: Path) -> None:
+        self.work = work
+        self.state: dict[int, int] = {}
+        open_store(work, "rw")
+
+    target = staticmethod(work_on_store)
+
+    def check(self, change: Change) -> Counter[str]:
+        """Compare with the log; ``change`` was under way. Raises WrongError."""
+        store = open_store(self.work, "r")
+        counts: Counter[str] = Counter()
+        under_way = dict(change)
+        keys = {chunk: random_chunk(chunk, 0)[0] for chunk in range(KEYS)}
+        got = store.get_many(list(keys.values()), on_missing="skip")
+        require(not got.corrupt, f"corrupt: {got.corrupt}")
+        for chunk, key in keys.items():
+            before = self.state.get(chunk)
+            allowed = [before, under_way.get(chunk, before)]
+            if key not in got.offsets:
+                require(None in allowed, f"chunk {chunk} of version {before} is lost")
+                self.state.pop(chunk, None)
+                continue
+            first, tokens = got.offsets[key]
+            found = got.kv[:, :, first : first + tokens].tobytes()
+            fits = [v for v in allowed if v is not None]
+            stands = [v for v in fits if random_chunk(chunk, v)[1].tobytes() == found]
+            require(bool(stands), f"chunk {chunk}: its bytes are of none of the versions {fits}")
+            self.state[chunk] = stands[0]
+            counts["chunks"] += 1
+            counts["change stands"] += chunk in under_way and stands[0] == under_way[chunk]
+        return counts
+
+    def finish(self) -> dict[str, Any]:
+        """Collect, and count what is left beside what is needed."""
+        store = open_store(self.work, "rw")
+        report = store.gc(lambda record: True, grace_seconds=0.0)
+        files = [p for p in (self.work / "store" / "kv").rglob("*") if p.is_file()]
+        require(len(files) == 3 * len(self.state), f"{len(files)} files after gc")
+        return {"chunks": len(self.state), "files after gc": len(files)} | {
+            f"last gc {name}": value for name, value in dataclasses.asdict(report).items()
+        }

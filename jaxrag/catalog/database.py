@@ -1,0 +1,178 @@
+"""The SQLite file under the catalog: its tables, how it is opened, and its transactions.
+
+The file is in WAL mode with ``synchronous=FULL``: several processes may read while one writes, and
+a returned commit survives a power cut.
+"""
+
+import contextlib
+import json
+import os
+import sqlite3
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxrag.errors import KnowledgeBaseError, StoreError
+
+FORMAT = 2
+BUSY_SECONDS = 60.0
+_APPLICATION = 0x4A524147  # "JRAG", SQLite's application_id
+
+_SCHEMA = (
+    "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+    """CREATE TABLE documents (
+        id TEXT PRIMARY KEY, title TEXT NOT NULL, file TEXT, metadata TEXT NOT NULL,
+        digest TEXT NOT NULL, num_chunks INTEGER NOT NULL, num_tokens INTEGER NOT NULL,
+        added TEXT NOT NULL) WITHOUT ROWID""",
+    """CREATE TABLE chunks (
+        id INTEGER PRIMARY KEY,
+        document_id TEXT NOT NULL REFERENCES documents(id) ON DELETE CASCADE,
+        number INTEGER NOT NULL, first_char INTEGER NOT NULL, last_char INTEGER NOT NULL,
+        page INTEGER, section TEXT NOT NULL, content_id TEXT NOT NULL,
+        text TEXT NOT NULL, ids BLOB NOT NULL, UNIQUE (document_id, number))""",
+    "CREATE INDEX chunks_by_content ON chunks (content_id)",
+    """CREATE TABLE chunk_keys (
+        chunk_id INTEGER NOT NULL REFERENCES chunks(id) ON DELETE CASCADE,
+        encoder TEXT NOT NULL, key TEXT NOT NULL, PRIMARY KEY (chunk_id, encoder)) WITHOUT ROWID""",
+    "CREATE INDEX chunk_keys_by_key ON chunk_keys (key)",
+    # AUTOINCREMENT is not needed: the next reservation starts behind the largest ``last`` ever,
+    # and the newest row is never removed.
+    "CREATE TABLE reservations (first INTEGER PRIMARY KEY, last INTEGER NOT NULL, made REAL)",
+    # Chunks that are gone from the catalog and perhaps not yet from the vector index.
+    "CREATE TABLE leaving (chunk_id INTEGER PRIMARY KEY)",
+)
+
+
+class Database:
+    """One open catalog file. Safe to share between threads; other processes open their own.
+
+    Attributes:
+      path: the file. writable: False where its folder cannot be written.
+      connection: of SQLite; outside of ``use`` and ``transaction`` only for objects made on it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file; SQLite makes an empty one where there is none."""
+        self.path = path
+        self.writable = os.access(path.parent, os.W_OK)
+        self.connection = _connect(path, self.writable)
+        self._lock = threading.RLock()
+
+    def close(self) -> None:
+        """Close the file; nothing can be done with it afterwards."""
+        with self._lock:
+            self.connection.close()
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[sqlite3.Connection]:
+        """The connection, held by this thread; SQLite's errors leave as StoreError."""
+        with self._lock, _as_store_errors(self.path):
+            yield self.connection
+
+    @contextlib.contextmanager
+    def snapshot(self) -> Iterator[sqlite3.Connection]:
+        """The connection for several statements that see one state of the file."""
+        with self.use() as connection:
+            connection.execute("BEGIN")
+            try:
+                yield connection
+            finally:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """One write transaction: committed at the end, rolled back when anything is raised."""
+        if not self.writable:
+            raise StoreError(
+                f"catalog {self.path}: its folder is read-only; nothing can be changed"
+            )
+        with self.use() as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield connection
+                connection.execute("COMMIT")
+            finally:
+                if connection.in_transaction:  # SQLite rolls back by itself when the disk is full
+                    connection.execute("ROLLBACK")
+
+    def is_empty(self) -> bool:
+        """Whether the file holds no table at all."""
+        with self.use() as connection:
+            return connection.execute("SELECT 1 FROM sqlite_master").fetchone() is None
+
+    def use_wal(self) -> None:
+        """Switch the file to write-ahead logging, which it remembers."""
+        with self.use() as connection:
+            connection.execute("PRAGMA journal_mode = WAL")
+
+    def make_tables(self) -> None:
+        """Make the tables and mark the file, in the caller's transaction."""
+        for statement in _SCHEMA:
+            self.connection.execute(statement)
+        self.connection.execute(f"PRAGMA application_id = {_APPLICATION}")
+        self.connection.execute(f"PRAGMA user_version = {FORMAT}")
+
+    def check_format(self) -> None:
+        """Raise KnowledgeBaseError unless the file is a catalog of this format."""
+        with self.use() as connection:
+            (application,) = connection.execute("PRAGMA application_id").fetchone()
+            (found,) = connection.execute("PRAGMA user_version").fetchone()
+        if application != _APPLICATION:
+            raise KnowledgeBaseError(
+                f"{self.path} is not a knowledge base catalog; name another folder"
+            )
+        if found != FORMAT:
+            raise KnowledgeBaseError(
+                f"{self.path} has format {found}, this version reads format {FORMAT}; "
+                "use the version that wrote it or ingest again"
+            )
+
+
+def to_json(value: object) -> str:
+    """JSON as the catalog's columns hold it."""
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)
+
+
+def _connect(path: Path, writable: bool) -> sqlite3.Connection:
+    with _as_store_errors(path):
+        connection = sqlite3.connect(
+            _address(path, writable),
+            timeout=BUSY_SECONDS,
+            isolation_level=None,
+            check_same_thread=False,
+            uri=True,
+        )
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute("PRAGMA secure_delete = ON")  # removed text is overwritten
+        return connection
+
+
+def _address(path: Path, writable: bool) -> str:
+    """The file's URI. Without WAL frames beside it, a read-only file is opened as immutable.
+
+    SQLite opens a WAL file only where it can make a shared-memory file beside it, unless it is
+    told that nothing changes. Frames that wait in a WAL file would be left out then.
+    """
+    address = f"file:{urllib.parse.quote(os.fspath(path.absolute()))}"
+    if writable:
+        return address
+    log = path.with_name(path.name + "-wal")
+    waiting = log.exists() and log.stat().st_size > 0
+    return f"{address}?{'mode=ro' if waiting else 'immutable=1'}"
+
+
+@contextlib.contextmanager
+def _as_store_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        if "locked" in str(error):
+            fix = f"another process held it for {BUSY_SECONDS:.0f} s; try again when it is done"
+        elif "closed" in str(error):
+            fix = "it was closed; open it again"
+        else:
+            fix = "check the disk, its free space and your permissions, or restore a copy"
+        raise StoreError(f"catalog {path}: {error}; {fix}") from error

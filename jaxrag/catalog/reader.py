@@ -1,0 +1,213 @@
+"""Reading the catalog: documents, chunks, their keys in the store, and search by words."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrag.catalog.database import Database
+from jaxrag.catalog.rows import DocumentEntry, Hit, KeyedChunk, from_blob, read_hits
+from jaxrag.chunking import Chunk
+from jaxrag.index.base import searched_text
+from jaxrag.index.bm25 import BM25Index
+from jaxrag.index.filters import Filter
+from jaxrag.types import HostArray
+
+
+class Reader:
+    """What can be asked of an open catalog. Safe to share between threads."""
+
+    def __init__(self, database: Database) -> None:
+        """Use ``Catalog.open`` or ``Catalog.create``."""
+        self._database = database
+        self._index = BM25Index(database.connection)
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._database.path
+
+    @property
+    def writable(self) -> bool:
+        """Whether anything can be changed; not where the file's folder is read-only."""
+        return self._database.writable
+
+    def close(self) -> None:
+        """Close the file; the catalog cannot be used afterwards."""
+        self._database.close()
+
+    def settings(self) -> dict[str, Any]:
+        """The settings by name, as given at creation and changed since."""
+        with self._database.use() as connection:
+            rows = connection.execute("SELECT name, value FROM settings").fetchall()
+        return {name: json.loads(value) for name, value in rows}
+
+    def document(self, document_id: str) -> DocumentEntry | None:
+        """The document of that id, or None."""
+        return next(self._documents("WHERE id = ?", (document_id,)), None)
+
+    def documents(self, where: Filter | None = None) -> list[DocumentEntry]:
+        """Every document whose metadata matches, by id."""
+        condition, values = _condition(where)
+        return list(self._documents(f"{condition} ORDER BY id", values))
+
+    def chunks(self, document_id: str) -> list[Chunk]:
+        """The chunks of a document in order; none when there is no such document."""
+        with self._database.use() as connection:
+            rows = connection.execute(
+                "SELECT number, first_char, last_char, ids, text, page, section FROM chunks "
+                "WHERE document_id = ? ORDER BY number",
+                (document_id,),
+            ).fetchall()
+        return [
+            Chunk(index, start, end, from_blob(ids), text, page, section)
+            for index, start, end, ids, text, page, section in rows
+        ]
+
+    def keys(self, document_id: str) -> dict[str, list[str]]:
+        """The store keys of a document's chunks in order, by encoder."""
+        found: dict[str, list[str]] = {}
+        with self._database.use() as connection:
+            rows = connection.execute(
+                "SELECT encoder, key FROM chunk_keys JOIN chunks ON id = chunk_id "
+                "WHERE document_id = ? ORDER BY encoder, number",
+                (document_id,),
+            ).fetchall()
+        for encoder, key in rows:
+            found.setdefault(encoder, []).append(key)
+        return found
+
+    def chunk_ids(self, where: Filter | None = None) -> HostArray:
+        """Ids of the chunks of every document whose metadata matches, int64 [N] ascending."""
+        condition, values = _condition(where)
+        join = "JOIN documents ON documents.id = document_id " if where else ""
+        with self._database.use() as connection:
+            rows = connection.execute(
+                f"SELECT chunks.id FROM chunks {join}{condition} ORDER BY chunks.id", values
+            ).fetchall()
+        return np.array([row[0] for row in rows], np.int64)
+
+    def ids_of_document(self, document_id: str) -> list[int]:
+        """The ids of a document's chunks in order; none when there is no such document."""
+        with self._database.use() as connection:
+            rows = connection.execute(
+                "SELECT id FROM chunks WHERE document_id = ? ORDER BY number", (document_id,)
+            )
+            return [row[0] for row in rows]
+
+    def texts(self, chunk_ids: Iterable[int]) -> dict[int, str]:
+        """The texts of those chunks that the catalog holds, by id."""
+        with self._database.use() as connection:
+            rows = connection.execute(
+                "SELECT id, text FROM chunks WHERE id IN (SELECT value FROM json_each(?))",
+                (json.dumps([int(i) for i in chunk_ids]),),
+            )
+            return dict(rows)
+
+    def searched_texts(self, chunk_ids: Iterable[int]) -> dict[int, str]:
+        """What is embedded of those chunks that the catalog holds, by id."""
+        with self._database.use() as connection:
+            rows = connection.execute(
+                "SELECT chunks.id, title, text FROM chunks JOIN documents "
+                "ON documents.id = document_id "
+                "WHERE chunks.id IN (SELECT value FROM json_each(?))",
+                (json.dumps([int(i) for i in chunk_ids]),),
+            )
+            return {chunk_id: searched_text(title, text) for chunk_id, title, text in rows}
+
+    def counts(self) -> dict[str, Any]:
+        """Numbers of documents, chunks and tokens, and of chunks by encoder variant."""
+        with self._database.snapshot() as connection:
+            documents, chunks, tokens = connection.execute(
+                "SELECT COUNT(*), TOTAL(num_chunks), TOTAL(num_tokens) FROM documents"
+            ).fetchone()
+            encoders = dict(
+                connection.execute("SELECT encoder, COUNT(*) FROM chunk_keys GROUP BY encoder")
+            )
+        return {"documents": documents, "chunks": int(chunks), "tokens": int(tokens),
+                "encoded": encoders}  # fmt: skip
+
+    def search(self, question: str, k: int, where: Filter | None = None) -> list[Hit]:
+        """The up to ``k`` chunks that BM25 ranks first, of documents whose metadata matches."""
+        with self._database.snapshot() as connection:
+            matches = self._index.search(question, k, where)
+            return read_hits(connection, [(match.chunk_id, match.score) for match in matches])
+
+    def hits(self, found: Sequence[tuple[int, float]], where: Filter | None = None) -> list[Hit]:
+        """Chunks found elsewhere, (id, score), in the same order.
+
+        Those that the catalog does not hold, or whose document does not match, are left out.
+        """
+        with self._database.use() as connection:
+            hits = read_hits(connection, found)
+        return hits if where is None else [hit for hit in hits if where.matches(hit.metadata)]
+
+    def chunk_of(self, key: str) -> KeyedChunk | None:
+        """A chunk that has this store key, and the encoder that makes it; None when none has."""
+        with self._database.use() as connection:
+            row = connection.execute(
+                "SELECT encoder, title, ids FROM chunk_keys JOIN chunks ON chunks.id = chunk_id "
+                "JOIN documents ON documents.id = document_id WHERE key = ? LIMIT 1",
+                (key,),
+            ).fetchone()
+        return None if row is None else KeyedChunk(row[0], row[1], from_blob(row[2]))
+
+    def all_keys(self) -> Iterator[str]:
+        """Every store key of every chunk, ascending, each once; streamed."""
+        last = ""
+        while True:
+            with self._database.use() as connection:
+                rows = connection.execute(
+                    "SELECT DISTINCT key FROM chunk_keys WHERE key > ? ORDER BY key LIMIT 1000",
+                    (last,),
+                ).fetchall()
+            if not rows:
+                return
+            yield from (row[0] for row in rows)
+            last = rows[-1][0]
+
+    def keys_of(self, chunk_ids: Iterable[int], encoder: str) -> dict[int, str]:
+        """The store keys of chunks under one encoder, by chunk id."""
+        with self._database.use() as connection:
+            rows = connection.execute(
+                "SELECT chunk_id, key FROM chunk_keys WHERE encoder = ? "
+                "AND chunk_id IN (SELECT value FROM json_each(?))",
+                (encoder, json.dumps([int(i) for i in chunk_ids])),
+            )
+            return dict(rows)
+
+    def is_live(self, key: str, content_id: str, encoder: str, own: Sequence[str]) -> bool:
+        """Whether a record of the chunk store belongs to a chunk of this catalog.
+
+        It does when a chunk has this key; or has these tokens, and the encoder is not one of the
+        knowledge base's ``own``: such a variant was encoded while a question was answered.
+        """
+        with self._database.use() as connection:
+            found = connection.execute(
+                "SELECT 1 FROM chunk_keys WHERE key = ? LIMIT 1", (key,)
+            ).fetchone()
+            if found is None and encoder not in own:
+                found = connection.execute(
+                    "SELECT 1 FROM chunks WHERE content_id = ? LIMIT 1", (content_id,)
+                ).fetchone()
+        return found is not None
+
+    def _documents(self, rest: str, values: Sequence[Any]) -> Iterator[DocumentEntry]:
+        with self._database.use() as connection:
+            rows = connection.execute(
+                "SELECT id, title, file, metadata, digest, num_chunks, num_tokens, added "
+                f"FROM documents {rest}",
+                values,
+            ).fetchall()
+        for name, title, file, metadata, *numbers in rows:
+            yield DocumentEntry(name, title, file, json.loads(metadata), *numbers)
+
+
+def _condition(where: Filter | None) -> tuple[str, Sequence[Any]]:
+    """A WHERE clause over the documents table and its values."""
+    if where is None:
+        return "", ()
+    text, values = where.sql()
+    return f"WHERE {text}", values

@@ -1,0 +1,115 @@
+"""What every reader of files works with: the file, the options, bytes within bounds, text."""
+
+import codecs
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from jaxrag.documents.document import BadDocument, Document
+from jaxrag.errors import DocumentError
+
+MAX_FILE_BYTES = 256 << 20  # of a file that is read as a whole
+MAX_LINE_BYTES = 64 << 20  # of a file that is read line by line
+MAX_TEXT_CHARACTERS = 64 << 20  # of the text that a file is unpacked to
+
+_MARKS = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadOptions:
+    """How files are read.
+
+    Attributes:
+      encoding: of text files without a byte order mark; None is UTF-8, and for .html what the page
+        declares.
+      text_field: the key or column that holds the text of a record; None is "text", and in tables
+        the first of "text", "content" and "body" that is there.
+
+    Raises DocumentError for an encoding that does not exist.
+    """
+
+    encoding: str | None = None
+    text_field: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown encoding before anything is read."""
+        if self.encoding is not None and not is_encoding(self.encoding):
+            raise DocumentError(
+                f"encoding {self.encoding!r} is unknown; expected one such as utf-8, gb18030, "
+                "big5, shift_jis or cp1252"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+    """A file that is being read, and the name its document gets."""
+
+    path: Path
+    name: str
+    options: ReadOptions
+
+    @property
+    def absolute(self) -> str:
+        """The path that hits report."""
+        return str(self.path.resolve())
+
+    @property
+    def suffix(self) -> str:
+        """The kind of file, in lower case, with its dot."""
+        return self.path.suffix.lower()
+
+    def bad(self, reason: object, where: str = "") -> BadDocument:
+        """The file, or one place in it, as a BadDocument."""
+        return BadDocument(f"{self.path}{where}", str(reason))
+
+
+Reader = Callable[[BinaryIO, File], Iterator[Document | BadDocument]]
+
+
+def is_encoding(name: str) -> bool:
+    """Whether Python can decode text from it and encode text to it."""
+    try:
+        return "\n".encode(name).decode(name) == "\n"
+    except (LookupError, ValueError, TypeError):
+        return False
+
+
+def read_bytes(stream: BinaryIO, limit: int = MAX_FILE_BYTES) -> bytes:
+    """All bytes of a file; DocumentError when there are more than ``limit``."""
+    data = stream.read(limit + 1)
+    if len(data) > limit:
+        raise DocumentError(f"is larger than {limit >> 20} MiB; split the file")
+    return data
+
+
+def marked_encoding(data: bytes) -> str | None:
+    """The encoding that a byte order mark states, if there is one."""
+    return next((name for mark, name in _MARKS.items() if data.startswith(mark)), None)
+
+
+def decode(data: bytes, encoding: str | None = None) -> str:
+    """Strictly decoded text without its byte order mark; line ends become LF.
+
+    A mark decides, else ``encoding``, else it is UTF-8. Raises DocumentError.
+    """
+    name = marked_encoding(data) or encoding or "utf-8"
+    try:
+        text = data.decode(name)
+    except UnicodeError as error:
+        at = f"byte {error.start}" if isinstance(error, UnicodeDecodeError) else "the text"
+        known = name.removesuffix("-sig").upper()
+        raise DocumentError(
+            f"{at} is not {known}; save the file as UTF-8 or name its encoding"
+        ) from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def one_line(error: Exception) -> str:
+    """What a parser said, with the kind of its error: short, and never empty."""
+    text = " ".join(str(error).split())[:200]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,168 @@
+"""Readers of files that hold many documents: .jsonl, .json, .csv and .tsv."""
+
+import codecs
+import csv
+import functools
+import io
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+from jaxrag.documents.document import BadDocument, Document, document_from_mapping
+from jaxrag.documents.files import MAX_LINE_BYTES, File, decode, marked_encoding, read_bytes
+from jaxrag.errors import DocumentError
+
+_TEXT_COLUMNS = ("text", "content", "body")
+_UNDECODED = {chr(0xDC00 + byte) for byte in range(0x80, 0x100)}  # of surrogateescape
+
+
+def read_json_lines(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
+    """One JSON object a line; its id is ``"id"``, or else ``name:line``."""
+    encoding = file.options.encoding
+    start = stream.read(4)
+    stream.seek(0)
+    if marked_encoding(start) == "utf-16" or (encoding and "\n".encode(encoding) != b"\n"):
+        yield file.bad("is not in lines of UTF-8, as JSON lines are, but UTF-16; convert the file")
+        return
+    empty = True
+    number = 0
+    while raw := stream.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(raw) > MAX_LINE_BYTES:
+            yield file.bad(f"the line is larger than {MAX_LINE_BYTES >> 20} MiB", f":{number}")
+            _skip_line(stream)
+        elif raw.strip() and raw != codecs.BOM_UTF8:
+            where = f":{number}"
+            try:
+                value = _parse(decode(raw, encoding), "one object per line")
+                yield _record(value, file, where)
+            except DocumentError as error:
+                yield file.bad(error, where)
+        else:
+            continue
+        empty = False
+    if empty:
+        yield file.bad("holds no JSON lines; leave the file out")
+
+
+def read_json(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
+    """One object, a list of them, or ``{"documents": [...]}``; ids are ``"id"`` or ``name[0]``."""
+    text_field = file.options.text_field or "text"
+    value = _parse(decode(read_bytes(stream), file.options.encoding), "objects with a text")
+    if isinstance(value, dict) and "documents" in value and text_field not in value:
+        value = value["documents"]
+        if not isinstance(value, list):
+            raise DocumentError('"documents" is not a list; expected one of objects with a text')
+    if not isinstance(value, list):
+        yield _record(value, file, "")
+        return
+    if not value:
+        yield file.bad("holds no documents; leave the file out")
+    for index, item in enumerate(value):
+        where = f"[{index}]"
+        try:
+            yield _record(item, file, where)
+        except DocumentError as error:
+            yield file.bad(error, where)
+
+
+def read_table(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
+    """One document a row of .csv or .tsv, under a first row of column names.
+
+    Columns ``id`` and ``title`` are what they say, one holds the text, the others are metadata;
+    every cell is text. A .csv whose names are separated by semicolons is read with them. A row's id
+    is ``name:line`` where there is no id column.
+    """
+    start = stream.read(4)
+    stream.seek(0)
+    encoding = marked_encoding(start) or file.options.encoding or "utf-8"
+    # A byte that cannot be decoded must cost its own row only, so it is escaped and found again.
+    text = io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline="")
+    try:
+        yield from _rows(text, file, encoding)
+    except UnicodeError:
+        yield file.bad(f"is not {encoding.upper()} to its end; the rest is left out")
+    finally:
+        text.detach()
+
+
+def _rows(text: io.TextIOWrapper, file: File, encoding: str) -> Iterator[Document | BadDocument]:
+    first = text.readline(MAX_LINE_BYTES)
+    text.seek(0)
+    semicolons = file.suffix == ".csv" and ";" in first and "," not in first
+    delimiter = "\t" if file.suffix == ".tsv" else ";" if semicolons else ","
+    lines = iter(functools.partial(text.readline, MAX_LINE_BYTES), "")
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    names: list[str] | None = None
+    text_column = ""
+    found = False
+    while True:
+        where = f":{rows.line_num + 1}"
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            yield file.bad(f"not a row ({error})", where)
+            if names is None or "field limit" in str(error):
+                yield file.bad("the rest of the file is left out; use JSON lines for long texts")
+                return
+            continue
+        if row is None:
+            break
+        if not any(row):
+            continue
+        if names is None:
+            names, text_column = _columns(row, file.options.text_field)
+            continue
+        found = True
+        try:
+            yield _row(names, row, text_column, file, where, encoding)
+        except DocumentError as error:
+            yield file.bad(error, where)
+    if not found:
+        yield file.bad("holds no rows under its column names; leave the file out")
+
+
+def _columns(names: Sequence[str], wanted: str | None) -> tuple[list[str], str]:
+    """The column names, and which of them holds the text."""
+    stripped = [name.strip() for name in names]
+    if len(set(stripped)) < len(stripped):
+        raise DocumentError(f"two columns have one name ({', '.join(stripped)[:200]}); rename one")
+    accepted = _TEXT_COLUMNS if wanted is None else (wanted,)
+    text_column = next((name for name in accepted if name in stripped), None)
+    if text_column is None:
+        raise DocumentError(
+            f"no column is named {' or '.join(accepted)} (columns: {', '.join(stripped)[:200]}); "
+            "name the one that holds the text"
+        )
+    return stripped, text_column
+
+
+def _row(
+    names: Sequence[str], row: Sequence[str], text_column: str, file: File, where: str, coded: str
+) -> Document:
+    if len(row) != len(names):
+        raise DocumentError(f"the row has {len(row)} cells; expected {len(names)}, one a column")
+    if not _UNDECODED.isdisjoint("".join(row)):
+        raise DocumentError(f"a byte is not {coded.upper()}; name the encoding of the file")
+    values = dict(zip(names, row, strict=True))
+    values[text_column] = values[text_column].replace("\r\n", "\n").replace("\r", "\n")
+    return document_from_mapping(values, file.name + where, file.absolute, text_column)
+
+
+def _record(value: Any, file: File, where: str) -> Document:
+    text_field = file.options.text_field or "text"
+    if not isinstance(value, dict):
+        raise DocumentError(f'holds a {type(value).__name__}; expected {{"{text_field}": "..."}}')
+    return document_from_mapping(value, file.name + where, file.absolute, text_field)
+
+
+def _parse(text: str, expected: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DocumentError(f"not JSON ({error}); expected {expected}") from None
+
+
+def _skip_line(stream: BinaryIO) -> None:
+    while (rest := stream.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
+        pass

@@ -1,0 +1,23 @@
+"""Readers of .txt and .md."""
+
+import re
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from jaxrag.documents.document import BadDocument, Document
+from jaxrag.documents.files import File, decode, read_bytes
+
+_HEADING = re.compile(r"^# +(.+?)[ #]*$", re.MULTILINE)
+
+
+def read_text(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
+    """One document: the whole file, titled by its name or, in Markdown, its first heading."""
+    text = decode(read_bytes(stream), file.options.encoding)
+    title = first_heading(text) if file.suffix == ".md" else ""
+    yield Document(file.name, text, title or file.path.stem, file.absolute)
+
+
+def first_heading(text: str) -> str:
+    """The first level-1 heading of a Markdown text, or ''."""
+    found = _HEADING.search(text)
+    return found.group(1) if found else ""

@@ -1,0 +1,76 @@
+"""Texts to token ids for an encoder: special tokens around each text, the end cut where too long.
+
+The decoder's tokenizer (jaxrag.tokenizer) adds and cuts nothing; an encoder's must do both.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+from jaxrag.errors import ConfigError, TokenizerError
+from jaxrag.types import HostArray
+
+
+class EncoderTokenizer:
+    """The ``tokenizer.json`` of an encoder. Make one with ``EncoderTokenizer.load``.
+
+    A special token that is spelled inside a text stays ordinary text.
+
+    Attributes:
+      max_tokens: of a text, special tokens included; the rest is cut from its end.
+      digest: blake2b-256 of ``tokenizer.json``, in hex.
+    """
+
+    def __init__(self, data: bytes, max_tokens: int, where: str = "tokenizer.json") -> None:
+        """Args: bytes of tokenizer.json; the longest text; the path to name in errors."""
+        try:
+            tokenizer = tokenizers.Tokenizer.from_buffer(data)
+        except Exception as error:  # the library raises Exception itself
+            raise TokenizerError(f"{where}: not a readable tokenizer ({error})") from None
+        special = tokenizer.num_special_tokens_to_add(False)
+        if special == 0:
+            raise TokenizerError(
+                f"{where}: puts no special tokens around a text, as an encoder needs; save it "
+                "again with its post-processor"
+            )
+        if max_tokens <= special:
+            raise ConfigError(
+                f"max_tokens={max_tokens}: expected more than {special}, the special tokens around "
+                "a text"
+            )
+        tokenizer.no_padding()
+        tokenizer.enable_truncation(max_tokens, direction="right")
+        tokenizer.encode_special_tokens = True
+        self._tokenizer = tokenizer
+        self.max_tokens = max_tokens
+        self.digest = hashlib.blake2b(data, digest_size=32).hexdigest()
+
+    @classmethod
+    def load(cls, directory: Path, max_tokens: int, vocab_size: int) -> "EncoderTokenizer":
+        """Load from a model directory.
+
+        Raises TokenizerError when ``tokenizer.json`` is missing, unreadable, adds no special tokens
+        or has ids beyond ``vocab_size``; ConfigError when ``max_tokens`` has no room for text.
+        """
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerError(
+                f"{directory}: no tokenizer.json; save the model's fast tokenizer there"
+            )
+        loaded = cls(path.read_bytes(), max_tokens, str(path))
+        largest = max(loaded._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if largest >= vocab_size:
+            raise TokenizerError(
+                f"{path}: ids up to {largest}, the model's vocabulary has {vocab_size} entries; "
+                "use the tokenizer that belongs to this model"
+            )
+        return loaded
+
+    def encode(self, texts: Sequence[str]) -> tuple[list[HostArray], int]:
+        """Ids of each text, int32 [T] with T <= max_tokens, and how many texts were cut."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=True)
+        ids = [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+        return ids, sum(bool(encoding.overflowing) for encoding in encodings)

@@ -1,0 +1,164 @@
+"""What an index of vectors, a retriever and a re-ranker are to the rest of the program."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxrag.errors import RequestError, StoreError
+
+Mode = Literal["r", "rw"]
+Ids = NDArray[np.int64]
+Vectors = NDArray[np.float32]
+
+NOTHING = -1  # stands in a search result where fewer than k chunks were found
+
+
+class Found(NamedTuple):
+    """A chunk that was found; a higher score is better."""
+
+    chunk_id: int
+    score: float
+
+
+class VectorIndex(Protocol):
+    """Vectors by chunk id, searched by inner product (the cosine, for vectors of length 1).
+
+    What it returned from ``add`` or ``remove`` is durable. It may hold ids that no catalog knows:
+    whoever searches drops them. Several processes may read while others write, and an object sees
+    what another process added at its next search. Files that cannot be read or written raise
+    StoreError, vectors of another shape RequestError.
+    """
+
+    @classmethod
+    def open(cls, folder: Path, dim: int, *, mode: Mode = "rw") -> Self:
+        """Open the index in a folder; one that is missing is made, unless the mode is "r"."""
+        ...
+
+    def add(self, ids: Ids, vectors: Vectors) -> None:
+        """Add vectors [N, E] under ids [N] >= 0; an id that is there gets the new vector."""
+        ...
+
+    def remove(self, ids: Ids) -> None:
+        """Forget ids [N]; those that are not there are passed over."""
+        ...
+
+    def search(
+        self, vectors: Vectors, k: int, allowed: Ids | None = None
+    ) -> tuple[Ids, NDArray[np.float32]]:
+        """The up to ``k`` best of each query, best first, by inner product.
+
+        Args:
+          vectors: float32 [Q, E]. k: at least 1.
+          allowed: int64 [M] ascending, the only ids that may be found; None allows all.
+
+        Returns:
+          ids int64 [Q, k], padded with -1; scores float32 [Q, k], padded with -inf.
+        """
+        ...
+
+    def ids(self) -> Ids:
+        """Every id it holds, ascending, int64 [N]."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def close(self) -> None:
+        """Let go of files and memory; it cannot be used afterwards."""
+        ...
+
+
+class Retriever(Protocol):
+    """Anything that ranks chunks for questions. Only ``search`` is needed.
+
+    It may answer with ids of chunks that are gone or that ``where`` excludes; the catalog drops
+    them. One that keeps an index of its own may have ``add(ids, texts)`` and ``remove(ids)``.
+    """
+
+    def search(
+        self, queries: Sequence[str], k: int, *, where: Mapping[str, Any] | None = None
+    ) -> list[list[Found]]:
+        """For every query up to ``k`` chunks, best first; ``where`` is a filter on metadata."""
+        ...
+
+
+class Chunks(Protocol):
+    """What a retriever from outside may ask about the chunks of a knowledge base."""
+
+    def texts(self, chunk_ids: Sequence[int]) -> Mapping[int, str]:
+        """The texts of those of these chunks that there are, by id."""
+        ...
+
+    def of_document(self, document_id: str) -> Sequence[int]:
+        """The chunks of a document in order; none when there is no such document."""
+        ...
+
+    def with_text(self, text: str) -> Sequence[int]:
+        """The chunks that have this text, or else those that hold it or lie in it, best first."""
+        ...
+
+
+# (question, texts of N chunks) -> N scores, higher is better.
+Reranker = Callable[[str, Sequence[str]], Sequence[float]]
+
+
+def searched_text(title: str, text: str) -> str:
+    """What of a chunk is indexed, by words and by vectors: its document's title and its text."""
+    return f"{title}\n{text}" if title else text
+
+
+def checked_rows(ids: Ids, vectors: Vectors, dim: int) -> tuple[Ids, Vectors]:
+    """Ids and vectors as contiguous int64 [N] and float32 [N, E].
+
+    Raises RequestError for other shapes, ids that are no integers >= 0 or occur twice, and values
+    that are not finite.
+    """
+    ids, vectors = checked_ids(ids), checked_vectors(vectors, dim)
+    if len(ids) != len(vectors):
+        raise RequestError(f"{len(ids)} ids for {len(vectors)} vectors; give one id per vector")
+    if len(np.unique(ids)) != len(ids):
+        raise RequestError("an id occurs twice in one call; give every id one vector")
+    return ids, vectors
+
+
+def checked_ids(ids: Ids) -> Ids:
+    """Ids as contiguous int64 [N]; RequestError for what are no integers >= 0."""
+    given = np.asarray(ids)
+    if given.size == 0:
+        return np.zeros(0, np.int64)
+    if given.ndim != 1 or given.dtype.kind not in "iu" or given.min() < 0:
+        raise RequestError(
+            f"ids of shape {given.shape} and type {given.dtype}: expected a row of integers >= 0"
+        )
+    return np.ascontiguousarray(given, np.int64)
+
+
+def checked_vectors(vectors: Vectors, dim: int) -> Vectors:
+    """Vectors as contiguous float32 [N, E]; RequestError for another shape, NaN or infinity."""
+    given = np.asarray(vectors)
+    if given.ndim != 2 or given.shape[1] != dim or given.dtype.kind not in "fiu":
+        raise RequestError(
+            f"vectors of shape {given.shape} and type {given.dtype}: expected float32 [N, {dim}]; "
+            "use the embedder that the index was made with"
+        )
+    made = np.ascontiguousarray(given, np.float32)
+    if not np.isfinite(made).all():
+        raise RequestError("vectors hold NaN or infinity; look at what the embedder returned")
+    return made
+
+
+def checked_k(k: int) -> int:
+    """k; RequestError when it is below 1."""
+    if k < 1:
+        raise RequestError(f"k={k}: expected at least 1 chunk")
+    return k
+
+
+def refuse_missing(folder: Path, name: str) -> StoreError:
+    """The error for an index that is opened for reading and is not there."""
+    return StoreError(
+        f"{folder} holds no {name!r} vector index; open the knowledge base for writing with its "
+        "embedder to make it again"
+    )

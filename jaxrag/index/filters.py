@@ -1,0 +1,226 @@
+"""Metadata filters: which documents a question may find, one meaning in Python and in SQL.
+
+A filter is a mapping from metadata fields to conditions, all of which must hold::
+
+    {"year": {"$gte": 2019}, "language": ["en", "de"], "draft": {"$ne": True}}
+
+A condition is a value (equal to it), a list (equal to any of its values), or a mapping of
+operators to operands, all of which must hold. A field whose value is a list is compared item by
+item: one item that fits is enough, and ``$ne`` asks that none is equal. Numbers compare with
+numbers and text with text, by code point; true and false are no numbers. None stands for a field
+that is absent or null. Fields are those at the top of a document's metadata; one that holds an
+object equals nothing. Metadata with NUL characters is compared up to the first of them in SQL only.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from jaxrag.errors import RequestError
+
+Scalar = str | int | float | bool | None
+
+_ORDERED = {"$gt": ">", "$gte": ">=", "$lt": "<", "$lte": "<="}
+OPERATORS = ("$eq", "$ne", "$in", *_ORDERED)
+_INT64 = range(-(2**63), 2**63)
+
+
+@dataclasses.dataclass(frozen=True)
+class Condition:
+    """One operator on one field; ``operands`` holds one value, or those of ``$in``."""
+
+    field: str
+    operator: str
+    operands: tuple[Scalar, ...]
+
+    def matches(self, metadata: Mapping[str, Any]) -> bool:
+        """Whether a document with this metadata fits."""
+        if self.operator == "$ne":
+            return not _any_equal(metadata, self.field, self.operands[0])
+        if self.operator in _ORDERED:
+            return any(
+                _ordered(value, self.operator, self.operands[0])
+                for value in _values(metadata, self.field)
+            )
+        return any(_any_equal(metadata, self.field, operand) for operand in self.operands)
+
+    def sql(self, column: str) -> tuple[str, list[Scalar]]:
+        """The same as an SQL expression over a column of JSON text, and its parameters."""
+        if self.operator == "$ne":
+            clause, parameters = self._equal_sql(column, self.operands[0])
+            return f"NOT {clause}", parameters
+        if self.operator in _ORDERED:
+            return self._exists_sql(column, _ORDERED[self.operator], self.operands[0])
+        clauses, parameters = ["0"], []
+        for operand in self.operands:
+            clause, more = self._equal_sql(column, operand)
+            clauses.append(clause)
+            parameters += more
+        return f"({' OR '.join(clauses)})", parameters
+
+    def _equal_sql(self, column: str, operand: Scalar) -> tuple[str, list[Scalar]]:
+        clause, parameters = self._exists_sql(column, "IS", operand)
+        if operand is not None:
+            return clause, parameters
+        absent = f"NOT EXISTS (SELECT 1 FROM json_each({column}) AS field WHERE field.key = ?)"
+        return f"({clause} OR {absent})", [*parameters, self.field]
+
+    def _exists_sql(self, column: str, symbol: str, operand: Scalar) -> tuple[str, list[Scalar]]:
+        # The key is compared as a value: a JSON path would have to quote it, and SQLite's paths
+        # cannot quote every name.
+        types = ", ".join(f"'{name}'" for name in _json_types(operand))
+        # A number with a fraction is read by the same code as the metadata's, to the same bits.
+        value = "json_extract(?, '$')" if isinstance(operand, float) else "?"
+        bound = json.dumps(operand) if isinstance(operand, float) else operand
+        fits = f"{{0}}.type IN ({types}) AND {{0}}.atom {symbol} {value}"
+        return (
+            f"EXISTS (SELECT 1 FROM json_each({column}) AS field WHERE field.key = ? AND "
+            f"(({fits.format('field')}) OR (field.type = 'array' AND EXISTS (SELECT 1 FROM "
+            f"json_each(CASE field.type WHEN 'array' THEN field.value ELSE '[]' END) AS item "
+            f"WHERE {fits.format('item')}))))",
+            [self.field, bound, bound],
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Filter:
+    """Conditions that must all hold; without any, every document fits."""
+
+    conditions: tuple[Condition, ...]
+
+    @classmethod
+    def parse(cls, where: Mapping[str, Any]) -> Self:
+        """Check a ``where`` mapping and take it apart.
+
+        Raises RequestError for what is no mapping of names to conditions, an unknown operator, or
+        an operand that is not a text, a finite number, a boolean or None (or, where a list is
+        meant, a list of these).
+        """
+        if not isinstance(where, Mapping):
+            raise RequestError(
+                f"where={where!r}: expected a mapping such as {{'year': 2020}} or "
+                "{'year': {'$gte': 2019}}"
+            )
+        conditions: list[Condition] = []
+        for field, condition in where.items():
+            if not isinstance(field, str) or not _is_whole_text(field):
+                raise RequestError(f"where: {field!r} is no field name; expected a text")
+            if field.startswith("$"):
+                raise RequestError(
+                    f"where: {field!r} stands where a field is expected; write "
+                    "{'FIELD': {'$gte': 2019}}, all fields must match"
+                )
+            if isinstance(condition, Mapping):
+                if not condition:
+                    raise RequestError(
+                        f"where: {field!r} has no operator; expected some of {', '.join(OPERATORS)}"
+                    )
+                conditions += [
+                    _condition(field, operator, operand) for operator, operand in condition.items()
+                ]
+            else:
+                operator = "$in" if isinstance(condition, list | tuple) else "$eq"
+                conditions.append(_condition(field, operator, condition))
+        return cls(tuple(conditions))
+
+    def matches(self, metadata: Mapping[str, Any]) -> bool:
+        """Whether a document with this metadata (JSON values) fits."""
+        return all(condition.matches(metadata) for condition in self.conditions)
+
+    def sql(self, column: str = "documents.metadata") -> tuple[str, list[Scalar]]:
+        """An SQL expression over a column of JSON objects, and the values of its ``?``."""
+        clauses, parameters = ["1"], []
+        for condition in self.conditions:
+            clause, more = condition.sql(column)
+            clauses.append(clause)
+            parameters += more
+        return " AND ".join(clauses), parameters
+
+
+def _condition(field: str, operator: object, operand: object) -> Condition:
+    if operator not in OPERATORS:
+        raise RequestError(
+            f"where: {field!r} has the operator {operator!r}; expected one of "
+            f"{', '.join(OPERATORS)}"
+        )
+    assert isinstance(operator, str)
+    if operator == "$in":
+        if not isinstance(operand, Sequence) or isinstance(operand, str):
+            raise RequestError(f"where: {field!r} $in {operand!r}: expected a list of values")
+        return Condition(field, operator, tuple(_scalar(field, value) for value in operand))
+    value = _scalar(field, operand)
+    if operator in _ORDERED and (value is None or isinstance(value, bool)):
+        raise RequestError(
+            f"where: {field!r} {operator} {value!r}: only numbers and texts have an order"
+        )
+    return Condition(field, operator, (value,))
+
+
+def _scalar(field: str, value: object) -> Scalar:
+    if isinstance(value, str) and _is_whole_text(value):
+        return value
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int) and value in _INT64:
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    raise RequestError(
+        f"where: {field!r} is compared with {value!r}; expected a text, a finite number of at most "
+        "64 bits, true, false, null, or a list of these"
+    )
+
+
+def _is_whole_text(text: str) -> bool:
+    """Whether SQLite can hold a text whole: no lone surrogates, no NUL characters."""
+    return not any("\ud800" <= character <= "\udfff" or not ord(character) for character in text)
+
+
+def _values(metadata: Mapping[str, Any], field: str) -> list[Any]:
+    """The value of a field, or the items of a list; huge integers become floats, as in SQLite."""
+    if field not in metadata:
+        return []
+    value = metadata[field]
+    return [
+        float(item) if type(item) is int and item not in _INT64 else item
+        for item in (value if isinstance(value, list) else [value])
+    ]
+
+
+def _any_equal(metadata: Mapping[str, Any], field: str, operand: Scalar) -> bool:
+    if operand is None and field not in metadata:
+        return True
+    return any(
+        _kind(value) == _kind(operand) and value == operand for value in _values(metadata, field)
+    )
+
+
+def _ordered(value: Any, operator: str, operand: Any) -> bool:
+    if _kind(value) != _kind(operand):
+        return False
+    match operator:
+        case "$gt":
+            return bool(value > operand)
+        case "$gte":
+            return bool(value >= operand)
+        case "$lt":
+            return bool(value < operand)
+    return bool(value <= operand)
+
+
+def _kind(value: object) -> str:
+    """The name of what compares with each other; no two objects or lists are ever equal."""
+    return {bool: "boolean", int: "number", float: "number", str: "text", type(None): "null"}.get(
+        type(value), f"other {id(value)}"
+    )
+
+
+def _json_types(operand: Scalar) -> tuple[str, ...]:
+    """The names of json_each's types that compare with an operand."""
+    if isinstance(operand, bool):
+        return ("true",) if operand else ("false",)
+    if isinstance(operand, int | float):
+        return ("integer", "real")
+    return ("text",) if isinstance(operand, str) else ("null",)

@@ -1,0 +1,399 @@
+"""The knowledge base itself: open, add, remove, search, keep in order."""
+
+import concurrent.futures
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, Self, get_args, overload
+
+from jaxrag.catalog import DocumentEntry, Hit
+from jaxrag.chunking import ChunkBy
+from jaxrag.errors import KnowledgeBaseError, RequestError
+from jaxrag.export import ExportReport, ExportRequest, Selector, export_selected
+from jaxrag.index.base import Reranker, Retriever
+from jaxrag.index.filters import Filter
+from jaxrag.ingest import AddReport, Ingest, Source
+from jaxrag.knowledge_base import upkeep
+from jaxrag.knowledge_base.opened import Opened
+from jaxrag.knowledge_base.opening import find_folder, open_catalog, store_location
+from jaxrag.knowledge_base.search import Search, SearchMode
+from jaxrag.knowledge_base.settings import Wanted
+from jaxrag.knowledge_base.stats import collect_stats
+from jaxrag.knowledge_base.vectors import GivenEmbedder, choose_embedder
+from jaxrag.load import bring_in, release
+from jaxrag.models.model import Model
+from jaxrag.prompts import PromptTemplate, template_named
+from jaxrag.store.chunk_store import Mode
+from jaxrag.tokenizer import Tokenizer
+
+Tier = Literal["page", "host", "device"]
+
+DEFAULT_GRACE_SECONDS = 3600.0
+
+
+class KnowledgeBase(Opened):
+    """Documents and the cached KV of their chunks, for one model and one prompt template.
+
+    The folder holds ``catalog.sqlite`` (documents, chunks, full-text index), the vector index if
+    there is an embedder, and the chunk store unless that lies elsewhere. Everything that shapes a
+    stored chunk is fixed when the folder is made and remembered by it. Attributes: see ``Opened``.
+    """
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        model: Model | None = None,
+        *,
+        template: PromptTemplate | str | None = None,
+        chunk_tokens: int | None = None,
+        overlap: int | None = None,
+        chunk_by: ChunkBy | None = None,
+        encoders: Sequence[str] | None = None,
+        stored: str | None = None,
+        salt: str | None = None,
+        store: str | os.PathLike[str] | None = None,
+        max_bytes: int | None = None,
+        embedder: GivenEmbedder | None = None,
+        index: str | None = None,
+        retriever: Retriever | str | None = None,
+        reranker: Reranker | None = None,
+        mode: Mode | None = None,
+    ) -> Self:
+        """Open the knowledge base in a folder, or make one when there is none.
+
+        Args:
+          path: the folder, or its file:// URL.
+          model: what encodes the chunks. None opens an existing knowledge base for search, or with
+            mode "rw" for everything but adding.
+          template: prompt format, or the name of one ("turborag" for a new knowledge base).
+          chunk_tokens: largest chunk (512). overlap: tokens that consecutive chunks share (a
+            fiftieth of chunk_tokens). chunk_by: "tokens", "sentence" or "markdown" ("tokens").
+          encoders: names of the KV variants to keep of every chunk ("isolated"). A variant that an
+            existing knowledge base lacks is kept from now on; adding a document again makes it.
+          stored: "native" keeps KV in the model's dtype, "int8" in half the bytes or less.
+          salt: of a tenant; knowledge bases of different salts share no key in one repository.
+          store: URL (s3://, gs://) or folder of the chunk repository; the folder itself when None.
+            Chunks of a URL are kept in the folder too once they were read.
+          max_bytes: limit of the chunk KV kept on local disk, 0 for none; the coldest is dropped,
+            and encoded or fetched again when it is needed. May be changed at every opening.
+          embedder: directory of an embedding model, or a function from texts to vectors; chunks
+            then have vectors. An existing knowledge base without one gets it from now on; ``embed``
+            makes the vectors of the chunks that are there.
+          index: kind of vector index, "lance", "exact" or "faiss" ("lance").
+          retriever: an object whose ``search`` is asked instead (jaxrag.index.base.Retriever), or
+            the name of one that an installed package announces (jaxrag.index.plugins).
+          reranker: scores (question, texts) of more candidates than are wanted, to sort them by.
+          mode: "r" changes no document and no stored KV: chunks that a method has to encode are
+            used and not kept. None means "rw" where a model is given and the folder can be written.
+
+        Raises:
+          KnowledgeBaseError: no knowledge base and no model to make one with; a model, tokenizer,
+            embedder or setting other than the remembered one; a path that cannot hold one.
+          ConfigError, RequestError: an unknown template, encoder or index, sizes that make no
+            chunks, an embedder that is none.
+          TokenizerError: a new knowledge base for a model without a tokenizer.
+          StoreError: files that cannot be read or written.
+        """
+        if mode is not None and mode not in get_args(Mode):
+            raise KnowledgeBaseError(f"mode={mode!r}: expected one of {', '.join(get_args(Mode))}")
+        folder = find_folder(path)
+        given, embedder_path = choose_embedder(embedder)
+        wanted = Wanted(
+            template=template_named(template) if isinstance(template, str) else template,
+            chunk_tokens=chunk_tokens,
+            overlap=overlap,
+            chunk_by=chunk_by,
+            encoders=None if encoders is None else tuple(encoders),
+            stored=stored,
+            salt=salt,
+            store=None if store is None else store_location(store),
+            max_bytes=max_bytes,
+            embedder=given,
+            embedder_path=embedder_path,
+            index=index,
+        )
+        catalog, mode = open_catalog(folder, model, wanted, mode)
+        try:
+            return cls(folder, catalog, model, mode, given, retriever, reranker)
+        except BaseException:
+            catalog.close()
+            raise
+
+    def add(
+        self,
+        documents: Iterable[Source],
+        *,
+        progress: bool = False,
+        shard: tuple[int, int] | None = None,
+    ) -> AddReport:
+        """Cut documents into chunks, make their KV durable, then make them findable.
+
+        Each item is a Document (or a BadDocument, which is passed on), a text, a pathlib.Path of a
+        file or folder, or a mapping with a "text". A document whose id is known is replaced as a
+        whole when it changed and left alone when it did not; KV is encoded of the chunks that
+        changed. Bad documents are skipped and named in the report; a run that was cut short is
+        continued by adding the same documents again.
+
+        Args:
+          documents: what to add. progress: draw a bar on stderr, where that is a terminal.
+          shard: (i, n) takes the i-th of n parts of them, for n processes with the same list.
+
+        Raises:
+          KnowledgeBaseError: opened without a model, or for reading. DocumentError: not a list of
+            documents.
+          StoreError: KV, vectors or catalog cannot be written; documents committed before stay.
+        """
+        model = self._require_model("add documents")
+        self._require_writable("add documents")
+        if self._vectors is not None:
+            _ = self._vectors.embedder  # refused before any work
+            if not self._all_embedded():
+                self.embed(progress=progress)
+        ingest = Ingest(
+            model,
+            self.template,
+            self.chunking,
+            self.encoders,
+            self.store,
+            self._catalog,
+            self._vectors,
+        )
+        return ingest.run(documents, progress, shard)
+
+    def update(self, documents: Iterable[Source], *, progress: bool = False) -> AddReport:
+        """Replace documents by others of the same ids; ``add`` by another name."""
+        return self.add(documents, progress=progress)
+
+    def remove(self, ids: Iterable[str]) -> upkeep.RemoveReport:
+        """Remove documents by id. They are unreachable when this returns; ``gc`` frees their bytes.
+
+        Raises RequestError for a single text, KnowledgeBaseError when opened for reading.
+        """
+        if isinstance(ids, str):
+            raise RequestError(f"ids={ids!r} is one text; expected a list of document ids")
+        self._require_writable("remove documents")
+        distinct = list(dict.fromkeys(ids))
+        unknown = tuple(i for i in distinct if self._catalog.document(i) is None)
+        left = self._catalog.remove(distinct)
+        self._finish_removals()
+        return upkeep.RemoveReport(len(distinct) - len(unknown), len(left), unknown)
+
+    @overload
+    def search(
+        self, question: str, k: int = 5, *,
+        where: Mapping[str, Any] | None = None, mode: SearchMode | None = None,
+    ) -> list[Hit]: ...  # fmt: skip
+    @overload
+    def search(
+        self, question: list[str] | tuple[str, ...], k: int = 5, *,
+        where: Mapping[str, Any] | None = None, mode: SearchMode | None = None,
+    ) -> list[list[Hit]]: ...  # fmt: skip
+    def search(
+        self,
+        question: str | list[str] | tuple[str, ...],
+        k: int = 5,
+        *,
+        where: Mapping[str, Any] | None = None,
+        mode: SearchMode | None = None,
+    ) -> list[Hit] | list[list[Hit]]:
+        """The up to ``k`` best chunks for a question, best first; a list of them for a list.
+
+        Args:
+          question: a text or several. k: how many chunks at most.
+          where: only documents with this metadata, such as {"year": {"$gte": 2020}}; see
+            jaxrag.index.filters.
+          mode: "bm25" ranks by shared words, "vector" by embeddings, "hybrid" by both ranks. None
+            asks the retriever if one was given; else "hybrid" where every chunk has a vector, and
+            "bm25" where not.
+
+        Raises RequestError for an empty question, k < 1, a bad filter, or a mode without vectors.
+        """
+        questions = [question] if isinstance(question, str) else question
+        if not isinstance(questions, list | tuple):
+            raise RequestError(f"question={question!r}: expected a text that is not empty")
+        for text in questions:
+            if not isinstance(text, str) or not text.strip():
+                raise RequestError(f"question={text!r}: expected a text that is not empty")
+        if k < 1:
+            raise RequestError(f"k={k}: expected at least 1 chunk")
+        complete = self._vectors is not None and bool(self._settings["vectors_complete"])
+        search = Search(self._catalog, self._vectors, complete, self.retriever, self.reranker)
+        found = search.run(questions, k, where, mode)
+        return found[0] if isinstance(question, str) else found
+
+    def documents(self, where: Mapping[str, Any] | None = None) -> list[DocumentEntry]:
+        """Every document, or those whose metadata matches, by id."""
+        return self._catalog.documents(None if where is None else Filter.parse(where))
+
+    def embed(self, *, progress: bool = False) -> int:
+        """Make the vectors that chunks lack, after an embedder was added; returns how many.
+
+        A run that was cut short is continued by the next. Raises KnowledgeBaseError without an
+        embedder or when opened for reading.
+        """
+        self._require_writable("embed its chunks")
+        if self._vectors is None:
+            raise KnowledgeBaseError(f"{self.path} has no embedder; open it with embedder=")
+        made = upkeep.embed_missing(self._catalog, self._vectors, progress)
+        self._catalog.set("vectors_complete", True)
+        self._settings["vectors_complete"] = True
+        return made
+
+    def prefetch(
+        self, what: str | Sequence[str], *, k: int = 5, tier: Tier = "page"
+    ) -> "concurrent.futures.Future[Any]":
+        """Bring chunk KV closer before it is asked for.
+
+        Args:
+          what: a question, whose ``k`` best chunks are meant in every variant that is kept, or a
+            list of store keys. k: how many.
+          tier: "page" asks the system to read the files, "host" keeps them in memory, "device"
+            maps them into the model's page pool; that is done when this returns, as the pool
+            belongs to the thread that generates.
+
+        Returns a Future that is done when they are there. Raises RequestError for another tier or
+        a question that cannot be searched, KnowledgeBaseError for "device" without a model.
+        """
+        if tier not in get_args(Tier):
+            raise RequestError(f"tier={tier!r}: expected one of {', '.join(get_args(Tier))}")
+        if isinstance(what, str):
+            ids = [hit.chunk_id for hit in self.search(what, k)]
+            found = [self._catalog.keys_of(ids, encoder) for encoder in self.encoders]
+            keys = [key for by_id in found for key in by_id.values()]
+        else:
+            keys = list(what)
+        if tier != "device":
+            return self.store.prefetch(keys, tier=tier)
+        model = self._require_model("prefetch to its device")
+        chunks = upkeep.chunks_of(self._catalog, model, self.template, keys)
+        prefix = self.template.prefix_ids(model.text_tokenizer())
+        for encoder, by_key in chunks.items():
+            release(model, bring_in(model, self.store, encoder, prefix, list(by_key.values())))
+        done: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        done.set_result(None)
+        return done
+
+    def gc(
+        self,
+        *,
+        grace_seconds: float = DEFAULT_GRACE_SECONDS,
+        dry_run: bool = False,
+        others: Sequence[str | os.PathLike[str]] = (),
+        gone: Sequence[str] = (),
+    ) -> upkeep.GcReport:
+        """Free what removed and replaced documents, and writers that died, have left behind.
+
+        Nothing younger than the grace is touched, so that it may run beside writers and readers.
+
+        Args:
+          grace_seconds: longer than any request or ingested batch takes. dry_run: only count.
+          others: folders of other knowledge bases in the same repository that are not where they
+            were opened for writing last. gone: ids of those that exist no more.
+
+        Raises KnowledgeBaseError when another knowledge base of the repository cannot be asked, or
+        this one was opened for reading; StoreError when files cannot be removed.
+        """
+        self._require_writable("collect its garbage")
+        if not grace_seconds >= 0:
+            raise RequestError(f"grace_seconds={grace_seconds}: expected 0 or more")
+        self._finish_removals()
+        owners = self._owners()
+        claim = upkeep.Claim.of(self._catalog, self._catalog.settings())
+        folders = [find_folder(path) for path in others]
+        with upkeep.all_claims(claim, self.id, owners, folders, gone) as claims:
+            report = upkeep.sweep(self.store, claims, self._vectors, grace_seconds, dry_run)
+        if not dry_run:
+            for owner_id in gone:
+                owners.forget(owner_id)
+            self._catalog.set("last_gc", upkeep.gc_note(report))
+        return report
+
+    def verify(
+        self,
+        *,
+        repair: bool = False,
+        max_bytes_per_second: float | None = None,
+        progress: bool = False,
+    ) -> upkeep.VerifyReport:
+        """Read the KV of every chunk and hold it against its digests.
+
+        Args:
+          repair: encode damaged and missing chunks again, and embed those whose vectors are gone.
+          max_bytes_per_second: of reading.
+          progress: draw a bar on stderr, where that is a terminal.
+
+        Raises KnowledgeBaseError for a repair without a model or when opened for reading.
+        """
+        if repair:
+            self._require_model("repair chunks")
+            self._require_writable("repair chunks")
+        report = upkeep.verify(
+            self.store,
+            self._catalog,
+            self.model if repair else None,
+            self.template,
+            max_bytes_per_second,
+            limited=self._settings["max_bytes"] is not None and self._settings["store"] is None,
+            progress=progress,
+        )
+        if repair and self._vectors is not None and not self._all_embedded():
+            self.embed(progress=progress)
+        return report
+
+    def export(
+        self,
+        out: str | os.PathLike[str],
+        *,
+        format: str = "safetensors",
+        documents: Iterable[str] | None = None,
+        keys: Iterable[str] = (),
+        question: str | None = None,
+        k: int = 5,
+        where: Mapping[str, Any] | None = None,
+        joined: bool = False,
+        encoder: str | None = None,
+        first_position: int | None = None,
+        tokenizer: Tokenizer | None = None,
+        progress: bool = False,
+    ) -> ExportReport:
+        """Write chunk KV to a folder for other programs; ``docs/format.md`` describes the files.
+
+        Args:
+          out: a new or empty folder, or that of an earlier export, which is continued.
+          format: "safetensors" (transformers' cache), "lmcache" or "zarr".
+          documents: ids of the documents whose chunks are meant; None is all that match ``where``.
+          keys: chunks by their keys in the store, instead.
+          question: the prompt of a question, instead: one file with the prefix and the ``k`` best
+            chunks of documents that match ``where``.
+          joined: the prefix and all chunks that are meant as one file.
+          encoder: the KV variant, by default the first of ``encoders``.
+          first_position: rotate keys to this position and the following; see ``ExportRequest``.
+          tokenizer: of the model; by default read from the model's directory.
+          progress: draw a bar on stderr, where that is a terminal.
+
+        Raises RequestError for arguments that contradict each other, KnowledgeBaseError for an
+        unknown document, encoder or another tokenizer, StoreError for a folder that cannot take it.
+        """
+        request = ExportRequest(
+            format=format,
+            documents=None if documents is None else tuple(documents),
+            where=where,
+            keys=tuple(keys),
+            question=question,
+            hits=() if question is None else tuple(self.search(question, k, where=where)),
+            joined=joined,
+            first_position=first_position,
+        )
+        chosen = encoder or self.encoders[0]
+        selector = Selector(self._catalog, self.template, self._tokenizer(tokenizer), chosen)
+        return export_selected(request, selector, self.store, self.config, out, progress)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and settings, JSON-able.
+
+        ``stored`` is what the chunk store holds under this knowledge base's fingerprint, the KV of
+        the template's prefix among it. Reads every commit record of the store.
+        """
+        return collect_stats(
+            self.path, self._catalog, self._catalog.settings(), self.store, self._vectors
+        )

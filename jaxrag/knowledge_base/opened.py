@@ -1,0 +1,146 @@
+"""A knowledge base that is open: what its operations work on."""
+
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from jaxrag.catalog import Catalog
+from jaxrag.chunking import Chunking
+from jaxrag.config import ModelConfig, config_from_dict
+from jaxrag.embed import Embedder
+from jaxrag.errors import KnowledgeBaseError
+from jaxrag.index.adapters import CatalogChunks
+from jaxrag.index.base import Chunks, Reranker, Retriever
+from jaxrag.index.plugins import retriever_plugin
+from jaxrag.knowledge_base.opening import open_repository
+from jaxrag.knowledge_base.vectors import ChunkVectors
+from jaxrag.models.model import Model
+from jaxrag.prompts import PromptTemplate, template_from_dict
+from jaxrag.store.chunk_store import Mode
+from jaxrag.store.owners import Owners, this_owner
+from jaxrag.tokenizer import Tokenizer
+
+
+class Opened:
+    """The parts of an open knowledge base, and how they are let go.
+
+    Attributes:
+      path: the folder. id: names it in a repository that several share.
+      model: the model it was opened with, or None.
+      model_path: directory of the model it was made with; None for a model made in memory.
+      config: of that model.
+      template, chunking, encoders: how its chunks are cut, wrapped and encoded.
+      store: the chunk KV, of a fingerprint of its own; writable when the mode is "rw".
+      retriever, reranker: what ``search`` asks; may be set at any time, as a retriever of another
+        framework is made from ``chunks``.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        catalog: Catalog,
+        model: Model | None,
+        mode: Mode,
+        embedder: Embedder | None,
+        retriever: Retriever | str | None,
+        reranker: Reranker | None,
+    ) -> None:
+        """Use ``KnowledgeBase.open``, which checks what is there first."""
+        settings = catalog.settings()
+        self.path = path
+        self.id: str = settings["id"]
+        self.model = model
+        self.model_path: str | None = settings["model"]["path"]
+        self.config: ModelConfig = config_from_dict(settings["model"]["config"], str(path))
+        self.template: PromptTemplate = template_from_dict(settings["template"], str(path))
+        self.chunking = Chunking(**settings["chunking"])
+        self.encoders: tuple[str, ...] = tuple(settings["encoders"])
+        self.mode: Mode = mode
+        self._catalog = catalog
+        self._settings = settings
+        self.retriever: Retriever | None
+        if isinstance(retriever, str):
+            self.retriever = retriever_plugin(retriever)(self.chunks)
+        else:
+            self.retriever = retriever
+        self.reranker = reranker
+        self._vectors = None
+        if settings["vectors"] is not None:
+            self._vectors = ChunkVectors(path, settings["vectors"], embedder, mode)
+        self.store = open_repository(path, settings, mode)
+        if mode == "rw":
+            self._owners().register(this_owner(self.id, path))
+            self._finish_removals()
+
+    @property
+    def chunks(self) -> Chunks:
+        """What a retriever may ask about chunks (jaxrag.index.adapters, jaxrag.index.plugins)."""
+        catalog = self._catalog
+        return CatalogChunks(catalog.texts, catalog.ids_of_document, catalog.search)
+
+    def close(self) -> None:
+        """Close the catalog and the store; nothing else can be done with this object then."""
+        if self._vectors is not None:
+            self._vectors.close()
+        self.store.close()
+        self._catalog.close()
+
+    def __enter__(self) -> Self:
+        """The knowledge base itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def _tokenizer(self, given: Tokenizer | None) -> Tokenizer:
+        """The given one, the model's, or that of the model's directory, if it is the right one."""
+        if given is None and self.model is not None:
+            given = self.model.text_tokenizer()
+        if given is None and self.model_path is not None:
+            given = Tokenizer.load(self.model_path)
+        if given is None:
+            raise KnowledgeBaseError(
+                f"{self.path} does not remember a model directory; pass the model's tokenizer"
+            )
+        if given.digest != self._settings["tokenizer"]:
+            raise KnowledgeBaseError(
+                f"{self.path} was cut with tokenizer {self._settings['tokenizer'][:16]}, not with "
+                f"{given.digest[:16]}; name the directory of its model"
+            )
+        return given
+
+    def _owners(self) -> Owners:
+        return Owners(self._settings["store"] or self.path, self.store.fingerprint)
+
+    def _finish_removals(self) -> None:
+        """Drop the vectors of chunks that have left, also those of a run that was cut short."""
+        left = self._catalog.leaving() if self._vectors is not None else []
+        if left:
+            assert self._vectors is not None
+            self._vectors.remove(left)
+            self._catalog.settle(left)
+
+    def _all_embedded(self) -> bool:
+        """Whether every chunk has a vector; counted, as a damaged index may have lost some."""
+        if self._vectors is None or not self._settings["vectors_complete"]:
+            return False
+        return len(self._vectors.index) >= self._catalog.counts()["chunks"]
+
+    def _require_model(self, purpose: str) -> Model:
+        if self.model is None:
+            raise KnowledgeBaseError(
+                f"{self.path} was opened without a model; open it with the model to {purpose}"
+            )
+        return self.model
+
+    def _require_writable(self, purpose: str) -> None:
+        if self.mode != "rw":
+            raise KnowledgeBaseError(
+                f"{self.path} was opened for reading; open it with mode 'rw' to {purpose}"
+            )

@@ -1,0 +1,129 @@
+"""Where a knowledge base lies: its folder, its catalog, and the repository of its chunks."""
+
+import os
+import urllib.parse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxrag.catalog import Catalog
+from jaxrag.errors import KnowledgeBaseError
+from jaxrag.knowledge_base.settings import Wanted, check_settings, new_settings, vector_settings
+from jaxrag.knowledge_base.vectors import ChunkVectors
+from jaxrag.models.model import Model
+from jaxrag.store import ChunkStore, KVLayout, ReadThrough
+from jaxrag.store.chunk_store import Mode
+
+CATALOG = "catalog.sqlite"
+TIER = "tier"  # folder of the local copies of a repository that lies elsewhere
+
+
+def find_folder(path: str | os.PathLike[str]) -> Path:
+    """The local folder that a path or file:// URL names. Raises KnowledgeBaseError for others."""
+    text = os.fspath(path)
+    scheme, separator, _ = text.partition("://")
+    if separator:
+        if scheme != "file":
+            raise KnowledgeBaseError(
+                f"{text}: a knowledge base needs a local folder, its catalog is an SQLite file; "
+                "give a path or a file:// URL (its chunks may lie elsewhere: store=)"
+            )
+        text = urllib.parse.unquote(urllib.parse.urlsplit(text).path)
+    folder = Path(text).absolute()
+    if folder.exists() and not folder.is_dir():
+        raise KnowledgeBaseError(f"{folder} is a file; expected the folder of a knowledge base")
+    return folder
+
+
+def store_location(store: str | os.PathLike[str]) -> str:
+    """A repository as it is remembered: a URL as it is, a folder with its absolute path."""
+    text = os.fspath(store)
+    if "://" in text and not text.startswith("file://"):
+        return text
+    return str(find_folder(text))
+
+
+def open_catalog(
+    folder: Path, model: Model | None, wanted: Wanted, mode: Mode | None
+) -> tuple[Catalog, Mode]:
+    """Open the catalog in a folder, or make it; add to it what the opening asks for beyond it.
+
+    Returns the catalog and the mode, chosen where it is None. Raises what ``KnowledgeBase.open``
+    raises.
+    """
+    if (folder / CATALOG).is_file():
+        catalog = Catalog.open(folder / CATALOG)
+    elif model is None or mode == "r":
+        raise KnowledgeBaseError(
+            f"{folder} holds no knowledge base; ingest documents, or open it for writing with "
+            "a model to make one"
+        )
+    else:
+        catalog = _create(folder, new_settings(model, wanted))
+    try:
+        if mode is None:
+            mode = "rw" if model is not None and catalog.writable else "r"
+        if mode == "rw" and not catalog.writable:
+            raise KnowledgeBaseError(
+                f"{folder} cannot be written; open it with mode 'r', or change its permissions"
+            )
+        check_settings(folder, catalog.settings(), model, wanted)
+        _extend(folder, catalog, model, wanted, mode)
+    except BaseException:
+        catalog.close()
+        raise
+    return catalog, mode
+
+
+def open_repository(
+    folder: Path, settings: Mapping[str, Any], mode: Mode
+) -> ChunkStore | ReadThrough:
+    """The repository of the chunks; one that lies elsewhere is read through a local tier."""
+    location, limit = settings["store"] or str(folder), settings["max_bytes"]
+    fingerprint, layout = settings["fingerprint"], KVLayout(**settings["layout"])
+    if "://" not in location:
+        return ChunkStore.open(location, fingerprint, layout, mode=mode, max_bytes=limit)
+    remote = ChunkStore.open(location, fingerprint, layout, mode=mode)
+    if not os.access(folder, os.W_OK):
+        return remote
+    tier = ChunkStore.open(
+        folder / TIER, fingerprint, layout, mode="rw", max_bytes=limit, durable=False
+    )
+    return ReadThrough(remote, tier)
+
+
+def _create(folder: Path, settings: Mapping[str, Any]) -> Catalog:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KnowledgeBaseError(
+            f"{folder} cannot be made ({error.strerror}); name a folder you may write to"
+        ) from None
+    return Catalog.create(folder / CATALOG, settings)
+
+
+def _extend(
+    folder: Path, catalog: Catalog, model: Model | None, wanted: Wanted, mode: Mode
+) -> None:
+    """Remember what may be added later: encoder variants, an embedder, another size limit."""
+    settings = catalog.settings()
+    new = [name for name in wanted.encoders or () if name not in settings["encoders"]]
+    if new:
+        if model is None or mode == "r":
+            raise KnowledgeBaseError(
+                f"{folder} has no {new[0]!r} chunks; open it for writing with its model to add them"
+            )
+        catalog.extend("encoders", new)
+    if wanted.max_bytes is not None and (wanted.max_bytes or None) != settings["max_bytes"]:
+        if mode == "r":
+            raise KnowledgeBaseError(f"{folder}: open it for writing to change max_bytes")
+        catalog.set("max_bytes", wanted.max_bytes or None)
+    vectors = vector_settings(wanted)
+    if vectors is not None and settings["vectors"] is None:
+        if mode == "r":
+            raise KnowledgeBaseError(f"{folder} has no embedder; open it for writing to add one")
+        ChunkVectors(folder, vectors, wanted.embedder, mode).make()
+        catalog.set("vectors_complete", False)
+        catalog.set("vectors", vectors)
+        if len(catalog.chunk_ids()) == 0:  # whoever puts documents from now on makes vectors
+            catalog.set("vectors_complete", True)

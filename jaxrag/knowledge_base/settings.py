@@ -1,0 +1,184 @@
+"""What a knowledge base is made with: written once, remembered, and checked at every opening."""
+
+import dataclasses
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrag.chunking import ChunkBy, Chunking
+from jaxrag.config import config_to_dict
+from jaxrag.embed import Embedder
+from jaxrag.encode import encoder_named, provenance
+from jaxrag.errors import KnowledgeBaseError
+from jaxrag.index.names import index_named
+from jaxrag.models.model import Model
+from jaxrag.prompts import PromptTemplate, template_named
+from jaxrag.store.keys import derive
+
+DEFAULT_CHUNK_TOKENS = 512
+DEFAULT_TEMPLATE = "turborag"
+DEFAULT_ENCODERS = ("isolated",)
+DEFAULT_INDEX = "lance"
+_OVERLAP_SHARE = 50  # the default overlap is a fiftieth of a chunk: 10 tokens of 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What an opening asks for; None leaves it to what is remembered, or to the default."""
+
+    template: PromptTemplate | None
+    chunk_tokens: int | None
+    overlap: int | None
+    chunk_by: ChunkBy | None
+    encoders: tuple[str, ...] | None
+    stored: str | None
+    salt: str | None
+    store: str | None  # a URL, or an absolute path
+    max_bytes: int | None
+    embedder: Embedder | None
+    embedder_path: str | None  # absolute, when it was given as a directory
+    index: str | None
+
+    def __post_init__(self) -> None:
+        """Refuse values that no knowledge base can have."""
+        for name in self.encoders or ():
+            encoder_named(name)
+        if self.encoders is not None and not self.encoders:
+            raise KnowledgeBaseError("encoders is empty; name at least one, such as 'isolated'")
+        if self.stored not in (None, "native", "int8"):
+            raise KnowledgeBaseError(f"stored={self.stored!r}: expected 'native' or 'int8'")
+        if self.salt is not None and not isinstance(self.salt, str):
+            raise KnowledgeBaseError(f"salt={self.salt!r}: expected a text")
+        limit = self.max_bytes
+        if limit is not None and (type(limit) is not int or limit < 0):
+            raise KnowledgeBaseError(f"max_bytes={limit!r}: expected bytes, or 0 for no limit")
+        if self.index is not None:
+            index_named(self.index)
+            if self.embedder is None:
+                raise KnowledgeBaseError(
+                    f"index={self.index!r} without an embedder; pass embedder="
+                )
+
+
+def new_settings(model: Model, wanted: Wanted) -> dict[str, Any]:
+    """The settings of a knowledge base that is made now.
+
+    Raises KnowledgeBaseError for chunks that the model's context does not hold, ConfigError for
+    sizes that make no chunks, TokenizerError for a model without a tokenizer.
+    """
+    tokenizer, config = model.text_tokenizer(), model.config
+    template = wanted.template or template_named(DEFAULT_TEMPLATE)
+    size = DEFAULT_CHUNK_TOKENS if wanted.chunk_tokens is None else wanted.chunk_tokens
+    overlap = size // _OVERLAP_SHARE if wanted.overlap is None else wanted.overlap
+    chunking = Chunking(size, overlap, wanted.chunk_by or "tokens")
+    prefix = template.prefix_ids(tokenizer)
+    markers = len(template.chunk_ids(tokenizer, np.zeros(0, np.int32)))
+    needed = len(prefix) + markers + chunking.chunk_tokens
+    if needed > config.max_positions:
+        raise KnowledgeBaseError(
+            f"chunk_tokens={chunking.chunk_tokens} with the {template.name!r} template needs "
+            f"{needed} positions, the model has {config.max_positions}; use smaller chunks"
+        )
+    salt, stored = wanted.salt or "", wanted.stored or "native"
+    return {
+        "id": uuid.uuid4().hex,
+        "model": {
+            "path": None if model.path is None else str(Path(model.path).absolute()),
+            "digest": model.digest,
+            "fingerprint": model.fingerprint,
+            "config": config_to_dict(config),
+        },
+        "tokenizer": tokenizer.digest,
+        "fingerprint": derive(model.fingerprint, stored=stored, salt=salt),
+        "salt": salt,
+        "layout": {**dataclasses.asdict(model.kv_layout), "stored": stored},
+        "store": wanted.store,
+        "max_bytes": wanted.max_bytes or None,
+        "template": template.to_dict(),
+        "prefix_content": (
+            provenance(model, "isolated", prefix[:0], prefix).content_id if len(prefix) else None
+        ),
+        "chunking": dataclasses.asdict(chunking),
+        "encoders": list(dict.fromkeys(wanted.encoders or DEFAULT_ENCODERS)),
+        "vectors": None,  # added once its index is there
+        "vectors_complete": False,
+        "last_gc": None,
+    }
+
+
+def vector_settings(wanted: Wanted) -> dict[str, Any] | None:
+    """The setting "vectors", which names embedder and index; None without an embedder."""
+    if wanted.embedder is None:
+        return None
+    return {
+        "embedder": {
+            "path": wanted.embedder_path,
+            "digest": wanted.embedder.digest,
+            "dim": wanted.embedder.dim,
+        },
+        "index": wanted.index or DEFAULT_INDEX,
+    }
+
+
+def check_settings(
+    folder: Path, settings: Mapping[str, Any], model: Model | None, wanted: Wanted
+) -> None:
+    """Refuse whatever is not as it is remembered. Raises KnowledgeBaseError."""
+    if model is not None:
+        _check_model(folder, settings, model)
+    if wanted.template is not None and wanted.template.to_dict() != settings["template"]:
+        raise KnowledgeBaseError(
+            f"{folder} holds chunks for the template {settings['template']['name']!r}, not for "
+            f"this {wanted.template.name!r}; leave the template out or ingest into another folder"
+        )
+    vectors = settings["vectors"]
+    for name, value, known in (
+        ("chunk_tokens", wanted.chunk_tokens, settings["chunking"]["chunk_tokens"]),
+        ("overlap", wanted.overlap, settings["chunking"]["overlap"]),
+        ("chunk_by", wanted.chunk_by, settings["chunking"]["by"]),
+        ("stored", wanted.stored, settings["layout"]["stored"]),
+        ("store", wanted.store, settings["store"]),
+        ("index", wanted.index, vectors["index"] if vectors else wanted.index),
+    ):
+        if value is not None and value != known:
+            raise KnowledgeBaseError(
+                f"{folder} has {name}={known}, not {value}; leave it out or ingest into "
+                "another folder"
+            )
+    if wanted.salt is not None and wanted.salt != settings["salt"]:
+        raise KnowledgeBaseError(
+            f"{folder} was made with another salt; leave it out or ingest into another folder"
+        )
+    if wanted.embedder is not None and vectors is not None:
+        known, given = vectors["embedder"]["digest"], wanted.embedder.digest
+        if given != known:
+            raise KnowledgeBaseError(
+                f"{folder} holds vectors of the embedder {vectors['embedder']['path'] or known} "
+                f"with digest {known[:16]}, not of this one with {given[:16]}; use its embedder or "
+                "ingest into another folder"
+            )
+
+
+def _check_model(folder: Path, settings: Mapping[str, Any], model: Model) -> None:
+    known = settings["model"]
+    if model.digest != known["digest"]:
+        raise KnowledgeBaseError(
+            f"{folder} belongs to model {known['path']} with digest {known['digest'][:16]}, "
+            f"not to {model.path} with digest {model.digest[:16]}; use its model or ingest "
+            "into another folder"
+        )
+    if model.fingerprint != known["fingerprint"]:
+        raise KnowledgeBaseError(
+            f"{folder} was made in {settings['layout']['dtype']} under fingerprint "
+            f"{known['fingerprint'][:16]}, this model is {model.config.dtype} with fingerprint "
+            f"{model.fingerprint[:16]}; load it with the same dtype and config or ingest again"
+        )
+    digest = None if model.tokenizer is None else model.tokenizer.digest
+    if digest != settings["tokenizer"]:
+        raise KnowledgeBaseError(
+            f"{folder} was cut with tokenizer {settings['tokenizer'][:16]}, the model has "
+            f"{digest and digest[:16]}; restore the tokenizer or ingest into another folder"
+        )

@@ -1,0 +1,70 @@
+"""What a knowledge base holds and how it was made, as numbers."""
+
+import collections
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxrag.catalog import Catalog
+from jaxrag.knowledge_base.upkeep import Claim
+from jaxrag.knowledge_base.vectors import ChunkVectors
+from jaxrag.store import ChunkStore, ReadThrough
+
+
+def collect_stats(
+    folder: Path,
+    catalog: Catalog,
+    settings: Mapping[str, Any],
+    store: ChunkStore | ReadThrough,
+    vectors: ChunkVectors | None,
+) -> dict[str, Any]:
+    """Counts and settings, JSON-able; reads every commit record of the store."""
+    counts = catalog.counts()
+    claim = Claim.of(catalog, settings)
+    variants: collections.Counter[str] = collections.Counter()
+    orphans: collections.Counter[str] = collections.Counter()
+    for record in store.records():
+        variants[record.encoder] += 1
+        if not claim.holds(record):
+            orphans["chunks"] += 1
+            orphans["bytes"] += store.layout.nbytes(record.tokens)
+    stored = store.stats().get(store.fingerprint)
+    known = settings["vectors"]
+    return {
+        "path": str(folder),
+        "id": settings["id"],
+        "model": settings["model"]["path"],
+        "model_digest": settings["model"]["digest"],
+        "template": settings["template"]["name"],
+        "chunk_by": settings["chunking"]["by"],
+        "chunk_tokens": settings["chunking"]["chunk_tokens"],
+        "overlap": settings["chunking"]["overlap"],
+        "documents": counts["documents"],
+        "chunks": counts["chunks"],
+        "tokens": counts["tokens"],
+        "encoders": {name: counts["encoded"].get(name, 0) for name in settings["encoders"]},
+        "stored": {
+            "kv": settings["layout"]["stored"],
+            "location": settings["store"] or str(folder),
+            "salted": bool(settings["salt"]),
+            "max_bytes": settings["max_bytes"],
+            "chunks": stored.chunks if stored else 0,
+            "tokens": stored.tokens if stored else 0,
+            "bytes": stored.nbytes if stored else 0,
+            "corrupt": stored.corrupt if stored else 0,
+            "variants": dict(sorted(variants.items())),
+            "orphans": orphans["chunks"],
+            "orphan_bytes": orphans["bytes"],
+        },
+        "vectors": None
+        if known is None or vectors is None
+        else {
+            "index": known["index"],
+            "embedder": known["embedder"]["path"],
+            "embedder_digest": known["embedder"]["digest"],
+            "dim": known["embedder"]["dim"],
+            "vectors": len(vectors.index),
+            "complete": settings["vectors_complete"] and len(vectors.index) >= counts["chunks"],
+        },
+        "last_gc": settings["last_gc"],
+    }

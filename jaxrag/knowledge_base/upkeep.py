@@ -1,0 +1,226 @@
+"""Upkeep of a knowledge base: sweep what nobody needs, check what is stored, repair it."""
+
+import contextlib
+import dataclasses
+import datetime
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from jaxrag.catalog import Catalog
+from jaxrag.encode import encode_chunks, provenance
+from jaxrag.errors import KnowledgeBaseError
+from jaxrag.knowledge_base.opening import CATALOG
+from jaxrag.knowledge_base.vectors import ChunkVectors
+from jaxrag.models.model import Model
+from jaxrag.prompts import PromptTemplate
+from jaxrag.store import ChunkStore, ReadThrough, Record
+from jaxrag.store.owners import Owner, Owners, this_owner
+from jaxrag.types import HostArray
+
+_REPAIR_BATCH = 256  # chunks that are encoded together
+_EMBED_BATCH = 1024  # texts between two commits of the index
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoveReport:
+    """What became of the ids that were to be removed."""
+
+    documents: int
+    chunks: int
+    unknown: tuple[str, ...]  # ids that name no document
+
+
+@dataclasses.dataclass(frozen=True)
+class GcReport:
+    """What a collection removed, or would remove."""
+
+    chunks: int
+    damaged: int  # chunks whose commit record is unreadable
+    attempts: int  # of writers that died or came late
+    nbytes: int  # of all these
+    vectors: int
+    dry_run: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyReport:
+    """What a check of every chunk's KV found; the four together are all of them."""
+
+    ok: int
+    repaired: int
+    damaged: tuple[str, ...]  # keys of chunks whose KV is missing or corrupt, and still is
+    dropped: int  # not stored, as is to be expected under a size limit
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """What one knowledge base needs of a repository."""
+
+    catalog: Catalog
+    encoders: Sequence[str]
+    prefix_content: str | None  # content id of the template's prefix
+
+    @classmethod
+    def of(cls, catalog: Catalog, settings: Mapping[str, Any]) -> "Claim":
+        """The claim of the knowledge base with this catalog."""
+        return cls(catalog, settings["encoders"], settings["prefix_content"])
+
+    def holds(self, record: Record) -> bool:
+        """Whether the knowledge base needs this chunk."""
+        return record.content_id == self.prefix_content or self.catalog.is_live(
+            record.key, record.content_id, record.encoder, self.encoders
+        )
+
+
+@contextlib.contextmanager
+def all_claims(
+    own: Claim, own_id: str, owners: Owners, others: Sequence[Path], gone: Sequence[str]
+) -> Iterator[list[Claim]]:
+    """The claims of every knowledge base whose chunks lie in the repository, this one first.
+
+    One that lies where it was registered on this host is found by itself.
+
+    Args:
+      own, own_id: this knowledge base. owners: of the repository.
+      others: folders of knowledge bases that lie elsewhere now.
+      gone: ids of those that exist no more.
+
+    Raises KnowledgeBaseError when one can neither be asked nor was said to be gone.
+    """
+    with contextlib.ExitStack() as stack:
+        named: dict[str, Claim] = {}
+        for folder in others:
+            catalog = Catalog.open(folder / CATALOG)
+            stack.callback(catalog.close)
+            settings = catalog.settings()
+            named[settings["id"]] = Claim.of(catalog, settings)
+        claims = [own]
+        for owner in owners.all():
+            if owner.id == own_id or owner.id in gone:
+                continue
+            claim = named.get(owner.id) or _registered(owner, stack)
+            if claim is None:
+                raise KnowledgeBaseError(
+                    f"the repository also holds chunks of knowledge base {owner.id}, last seen at "
+                    f"{owner.host}:{owner.folder}; name its folder in others, or its id in gone if "
+                    "it exists no more"
+                )
+            claims.append(claim)
+        yield claims
+
+
+def _registered(owner: Owner, stack: contextlib.ExitStack) -> Claim | None:
+    """The claim of an owner that still lies where it was registered."""
+    path = Path(owner.folder) / CATALOG
+    if owner != this_owner(owner.id, Path(owner.folder)) or not path.is_file():
+        return None
+    catalog = Catalog.open(path)
+    stack.callback(catalog.close)
+    settings = catalog.settings()
+    return Claim.of(catalog, settings) if settings["id"] == owner.id else None
+
+
+def sweep(
+    store: ChunkStore | ReadThrough,
+    claims: Sequence[Claim],
+    vectors: ChunkVectors | None,
+    grace_seconds: float,
+    dry_run: bool,
+) -> GcReport:
+    """Remove KV that no claim holds and vectors of no chunk, where older than the grace."""
+    report = store.gc(
+        lambda record: any(claim.holds(record) for claim in claims),
+        grace_seconds=grace_seconds,
+        dry_run=dry_run,
+    )
+    strays = 0
+    if vectors is not None:
+        found = claims[0].catalog.strays(vectors.index.ids(), grace_seconds, dry_run)
+        strays = len(found)
+        if not dry_run:
+            vectors.remove(found)
+    return GcReport(
+        chunks=report.chunks,
+        damaged=report.damaged,
+        attempts=report.attempts,
+        nbytes=report.nbytes,
+        vectors=strays,
+        dry_run=dry_run,
+    )
+
+
+def gc_note(report: GcReport) -> dict[str, Any]:
+    """What is remembered of a collection, JSON-able."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"finished": now, "chunks": report.chunks, "bytes": report.nbytes,
+            "vectors": report.vectors}  # fmt: skip
+
+
+def verify(
+    store: ChunkStore | ReadThrough,
+    catalog: Catalog,
+    model: Model | None,
+    template: PromptTemplate,
+    max_bytes_per_second: float | None,
+    *,
+    limited: bool,
+    progress: bool,
+) -> VerifyReport:
+    """Check every chunk's KV; with a model, encode what is damaged or missing again.
+
+    Under a size limit (``limited``), a chunk that is missing has been dropped and is left so.
+    """
+    found = store.verify(
+        catalog.all_keys(), max_bytes_per_second=max_bytes_per_second, progress=progress
+    )
+    damaged = [*found.corrupt, *(() if limited else found.missing)]
+    dropped = len(found.missing) if limited else 0
+    if model is None or not damaged:
+        return VerifyReport(found.ok, 0, tuple(damaged), dropped)
+    prefix = template.prefix_ids(model.text_tokenizer())
+    repaired = []
+    for encoder, chunks in chunks_of(catalog, model, template, damaged).items():
+        for batch in itertools.batched(chunks.items(), _REPAIR_BATCH):
+            tokens = [ids for _, ids in batch]
+            for index, kv in encode_chunks(model, encoder, prefix, tokens):
+                key, record = batch[index][0], provenance(model, encoder, prefix, tokens[index])
+                store.put(key, kv, record=record, replace=True)
+                repaired.append(key)
+    left = set(damaged) - set(repaired)
+    still = tuple(key for key in damaged if key in left)
+    return VerifyReport(found.ok, len(repaired), still, dropped)
+
+
+def chunks_of(
+    catalog: Catalog, model: Model, template: PromptTemplate, keys: Iterable[str]
+) -> dict[str, dict[str, HostArray]]:
+    """The tokens behind store keys as they stand in the prompt: encoder -> key -> ids [T] int32.
+
+    A key that no chunk of the catalog has is left out.
+    """
+    tokenizer = model.text_tokenizer()
+    found: dict[str, dict[str, HostArray]] = {}
+    for key in keys:
+        chunk = catalog.chunk_of(key)
+        if chunk is not None:
+            ids = template.chunk_ids(tokenizer, chunk.ids, chunk.title)
+            found.setdefault(chunk.encoder, {})[key] = ids
+    return found
+
+
+def embed_missing(catalog: Catalog, vectors: ChunkVectors, progress: bool) -> int:
+    """Make the vectors of chunks that have none; returns how many."""
+    missing = np.setdiff1d(catalog.chunk_ids(), vectors.index.ids())
+    with tqdm(
+        desc="embed", unit="chunk", total=len(missing), disable=None if progress else True
+    ) as bar:
+        for start in range(0, len(missing), _EMBED_BATCH):
+            texts = catalog.searched_texts(missing[start : start + _EMBED_BATCH])
+            vectors.add(list(texts), list(texts.values()))
+            bar.update(len(texts))
+    return len(missing)

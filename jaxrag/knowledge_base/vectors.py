@@ -1,0 +1,94 @@
+"""The vectors of a knowledge base's chunks: an embedder and the index that it fills."""
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrag.embed import Embedder, as_embedder, load_embedder
+from jaxrag.errors import KnowledgeBaseError
+from jaxrag.index.base import Mode, VectorIndex
+from jaxrag.index.names import index_named
+from jaxrag.types import HostArray
+
+VECTORS = "vectors"  # folder of the index, in that of the knowledge base
+
+
+GivenEmbedder = str | os.PathLike[str] | Embedder | Callable[[list[str]], Any]
+
+
+def choose_embedder(given: GivenEmbedder | None) -> tuple[Embedder | None, str | None]:
+    """The embedder that was given, and its directory where it was given as one."""
+    if given is None:
+        return None, None
+    if isinstance(given, str | os.PathLike):
+        path = Path(given).absolute()
+        return load_embedder(path), str(path)
+    return as_embedder(given), None
+
+
+class ChunkVectors:
+    """Embeds texts and keeps their vectors; both parts are opened when they are needed."""
+
+    def __init__(
+        self, folder: Path, settings: Mapping[str, Any], embedder: Embedder | None, mode: Mode
+    ) -> None:
+        """Bind what the setting "vectors" describes.
+
+        Args:
+          folder: of the knowledge base. settings: the setting.
+          embedder: the one that was given; None loads it from the remembered directory.
+          mode: "rw" may add and remove.
+        """
+        self.folder = folder
+        self.settings = settings
+        self._given = embedder
+        self._mode: Mode = mode
+
+    @functools.cached_property
+    def index(self) -> VectorIndex:
+        """The index. Raises StoreError when it cannot be opened."""
+        kind = index_named(self.settings["index"])
+        dim = self.settings["embedder"]["dim"]
+        return kind.open(self.folder / VECTORS, dim, mode=self._mode)
+
+    @functools.cached_property
+    def embedder(self) -> Embedder:
+        """The embedder. Raises KnowledgeBaseError when it is not at hand, or is another one."""
+        if self._given is not None:
+            return self._given
+        known = self.settings["embedder"]
+        if known["path"] is None:
+            raise KnowledgeBaseError(
+                f"{self.folder} was embedded by a function of digest {known['digest'][:16]}; open "
+                "it with embedder=, or search with mode='bm25'"
+            )
+        found = load_embedder(known["path"])
+        if found.digest != known["digest"]:
+            raise KnowledgeBaseError(
+                f"{known['path']} has digest {found.digest[:16]}, {self.folder} was embedded with "
+                f"{known['digest'][:16]}; restore that embedder or ingest into another folder"
+            )
+        return found
+
+    def make(self) -> None:
+        """Make an empty index where there is none."""
+        self.index.close()
+
+    def add(self, chunk_ids: Sequence[int], texts: Sequence[str]) -> None:
+        """Embed the texts and keep their vectors, durably."""
+        if texts:
+            self.index.add(np.asarray(chunk_ids, np.int64), self.embedder(texts, "passage"))
+
+    def remove(self, chunk_ids: Sequence[int] | HostArray) -> None:
+        """Forget vectors; an id that has none is left out."""
+        if len(chunk_ids):
+            self.index.remove(np.asarray(chunk_ids, np.int64))
+
+    def close(self) -> None:
+        """Close the index if it was opened."""
+        if "index" in self.__dict__:
+            self.index.close()

@@ -1,0 +1,145 @@
+"""Reading everything that is stored against its digests, and putting fresh bytes over damage."""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
+from jaxrag.store.assemble import Found, Refused
+from jaxrag.store.layout import KVLayout
+from jaxrag.store.record import SCALE, Provenance, Record
+from jaxrag.store.writer import PutResult
+
+_RECORDS_AT_ONCE = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Fresh:
+    """A chunk made again."""
+
+    kv: NDArray[Any]  # [L, 2, T, K, H]
+    record: Provenance
+    aux: Mapping[str, NDArray[Any]] | None = None
+
+
+Repair = Callable[[Record | str], Fresh | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyReport:
+    """What a verification found. Every key is counted or named once."""
+
+    ok: int
+    repaired: tuple[str, ...]
+    corrupt: tuple[str, ...]  # and not repaired
+    missing: tuple[str, ...]  # and not repaired: no record, or its bytes are gone
+
+
+class Scrubbed(Protocol):
+    """What is needed of a store."""
+
+    layout: KVLayout
+
+    def find(self, keys: Iterable[str]) -> dict[str, Found]:
+        """Per key its record, or why there is none."""
+
+    def get(self, key: str, out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """The verified KV of a chunk."""
+
+    def aux(self, key: str, name: str) -> NDArray[Any]:
+        """A verified auxiliary array."""
+
+    def put(
+        self,
+        key: str,
+        kv: NDArray[Any],
+        *,
+        record: Provenance,
+        aux: Mapping[str, NDArray[Any]] | None,
+        replace: bool,
+    ) -> PutResult:
+        """Store a chunk."""
+
+
+def scrub(
+    store: Scrubbed,
+    keys: Iterable[str],
+    max_bytes_per_second: float | None,
+    repair: Repair | None,
+    progress: bool,
+) -> VerifyReport:
+    """``KVStore.verify`` says what this does."""
+    if max_bytes_per_second is not None and not max_bytes_per_second > 0:
+        raise StoreError(
+            f"max_bytes_per_second={max_bytes_per_second!r}: expected a positive number"
+        )
+    pace = _Pace(max_bytes_per_second)
+    buffer = np.empty(0, store.layout.numpy_dtype)
+    ok = 0
+    repaired, corrupt, missing = [], [], []
+    with tqdm(desc="verify", unit="B", unit_scale=True, disable=None if progress else True) as bar:
+        for batch in itertools.batched(keys, _RECORDS_AT_ONCE):
+            for key, found in store.find(batch).items():
+                refused: Refused | None = None
+                if isinstance(found, Record):
+                    elements = int(np.prod(found.shape))
+                    if buffer.size < elements:
+                        buffer = np.empty(elements, buffer.dtype)
+                    refused = _check(store, found, buffer[:elements].reshape(found.shape))
+                    bar.update(found.nbytes)
+                    pace.wait(found.nbytes)
+                else:
+                    refused = found
+                if refused is None:
+                    ok += 1
+                elif repair is not None and _repair(store, key, found, repair):
+                    repaired.append(key)
+                elif isinstance(refused, ChunkMissing):
+                    missing.append(key)
+                else:
+                    corrupt.append(key)
+    return VerifyReport(ok, tuple(repaired), tuple(corrupt), tuple(missing))
+
+
+def _check(store: Scrubbed, record: Record, out: NDArray[Any]) -> Refused | None:
+    try:
+        store.get(record.key, out)
+        for name in record.aux:
+            if name != SCALE:  # verified with the KV
+                store.aux(record.key, name)
+    except (ChunkMissing, ChunkCorrupt) as error:
+        return error
+    return None
+
+
+def _repair(store: Scrubbed, key: str, found: Found, repair: Repair) -> bool:
+    """Put what ``repair`` makes; whether the key can be read now, thanks to us or to others."""
+    fresh = repair(found if isinstance(found, Record) else key)
+    if fresh is None:
+        return False
+    put = store.put(key, fresh.kv, record=fresh.record, aux=fresh.aux, replace=True)
+    return put.won or isinstance(store.find([key])[key], Record)
+
+
+class _Pace:
+    """Sleeps so that not more than so many bytes pass in a second, on average."""
+
+    def __init__(self, bytes_per_second: float | None) -> None:
+        self._rate = bytes_per_second
+        self._start = time.monotonic()
+        self._passed = 0
+
+    def wait(self, nbytes: int) -> None:
+        """Count bytes that passed."""
+        if self._rate is None:
+            return
+        self._passed += nbytes
+        ahead = self._passed / self._rate - (time.monotonic() - self._start)
+        if ahead > 0:
+            time.sleep(ahead)

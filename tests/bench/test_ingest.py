@@ -1,0 +1,49 @@
+"""The ingest benchmark measures what it says, on a tiny model; no number is judged."""
+
+import dataclasses
+import json
+
+import pytest
+
+from jaxrag.bench.ingest import Options, report, run
+from jaxrag.cli import main
+from jaxrag.errors import RequestError
+
+
+def test_both_sides_run_the_same_tokens(model_dir, tmp_path, capsys):
+    out = tmp_path / "result.json"
+    sizes = ["--tokens", "700", "--chunk-tokens", "100", "--repeats", "1"]
+    assert main(["bench", "ingest", "--model", str(model_dir), *sizes, "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    result = json.loads(out.read_text(encoding="utf-8"))
+    assert result["tokens"] >= 700
+    assert result["chunks"] >= 7
+    for name in ("plain", "ingest"):
+        row = result[name]
+        assert row["tokens_per_second"] == pytest.approx(result["tokens"] / row["seconds"])
+        assert row["chunks_per_second"] == pytest.approx(result["chunks"] / row["seconds"])
+        assert row["flop_utilisation"] > 0
+        assert row["processor_seconds"] > 0
+    ratio = result["plain"]["seconds"] / result["ingest"]["seconds"]
+    assert result["ingest_over_plain"] == pytest.approx(ratio)
+    assert f"{result['ingest_over_plain']:.1%} of the plain forward pass" in shown
+    assert "\n".join(report(result)) in shown
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"repeats": 0}, "repeats=0"),
+        ({"tokens": 10}, "tokens=10"),
+        ({"folder": "nowhere"}, "folder nowhere"),
+    ],
+)
+def test_bad_options_are_refused(change, message):
+    with pytest.raises(RequestError, match=message):
+        dataclasses.replace(Options(), **change)
+
+
+def test_result_counts_the_chunks_that_are_kept(model_dir):
+    result = run(Options(model=str(model_dir), tokens=500, chunk_tokens=64, repeats=1))
+    assert result["kv_bytes"] > 0
+    assert result["chunks"] * 64 >= result["tokens"] - 64 * 3
