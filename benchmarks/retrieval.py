@@ -175,14 +175,15 @@ def lsa(texts: Sequence[str]) -> Embed:
 
 
 def _right_singular_vectors(matrix: scipy.sparse.csr_matrix, count: int) -> Vectors:
-    """The first ``count``, by randomized subspace iteration (Halko et al. 2011, algorithm 4.4)."""
+    """The first ``count`` (or the rank), by randomized subspace iteration (Halko et al. 2011, algorithm 4.4)."""
     block = np.random.default_rng(0).standard_normal((matrix.shape[0], count + 16))
     for _ in range(5):
         block, _ = np.linalg.qr(matrix @ (matrix.T @ block))
     projected = matrix.T @ block
     squares, rotation = np.linalg.eigh(projected.T @ projected)  # ascending
-    made: Vectors = (projected @ rotation[:, ::-1][:, :count]).T
-    return made / np.sqrt(squares[::-1][:count, None])
+    order = [i for i in reversed(range(len(squares))) if squares[i] > 1e-9 * squares[-1]][:count]
+    made: Vectors = (projected @ rotation[:, order] / np.sqrt(squares[order])).T
+    return made
 
 
 def train_tokenizer(texts: Sequence[str], folder: Path) -> Tokenizer:

@@ -13,6 +13,7 @@ from jax import lax
 from jaxrag.cache import PAGE, PagePool, Resident, pages_for
 from jaxrag.config import ModelConfig
 from jaxrag.encode import chunk_key, encode_chunks, provenance
+from jaxrag.errors import StoreError
 from jaxrag.models.model import Model
 from jaxrag.rope import RopeTable, place
 from jaxrag.segments import bucket
@@ -49,8 +50,8 @@ def bring_in(
 ) -> Loaded:
     """Map chunks into the pool, reading or encoding what is not there yet.
 
-    A chunk that the store does not hold, or holds corrupt, is encoded, stored (where the store is
-    writable), used, and named in ``notes``. Raises RequestError when the pool is too small.
+    A chunk that the store does not hold, or holds corrupt, is encoded, stored (where the store can
+    be written), used, and named in ``notes``. Raises RequestError when the pool is too small.
     """
     owners = model.cache.owners
     keys = [chunk_key(store.fingerprint, model, encoder, prefix_ids, ids) for ids in chunks]
@@ -66,7 +67,7 @@ def bring_in(
         load_seconds = time.perf_counter() - start
         refused = {key: wanted[key] for key in wanted if key in missing or key in corrupt}
         start = time.perf_counter()
-        _encode(model, store, encoder, prefix_ids, refused, pages)
+        not_stored = _encode(model, store, encoder, prefix_ids, refused, pages)
         encode_seconds = time.perf_counter() - start
     except BaseException:
         for taken in pages.values():
@@ -77,7 +78,7 @@ def bring_in(
         raise
     if refused:
         tokens = sum(map(len, refused.values()))
-        kept = "stored" if store.writable else "not stored: the store is open for reading only"
+        kept = "stored" if not_stored is None else f"not stored: {not_stored}"
         why = f"{len(missing)} not in the store, {len(corrupt)} corrupt there"
         notes.append(f"{len(refused)} chunk(s), {tokens} tokens, encoded ({why}) and {kept}")
     for key, ids in wanted.items():
@@ -136,20 +137,28 @@ def _encode(
     prefix_ids: HostArray,
     wanted: dict[str, HostArray],
     pages: dict[str, tuple[int, ...]],
-) -> None:
-    """Encode chunks, store them durably where the store may be written, and place them."""
+) -> str | None:
+    """Encode chunks, store them durably where the store may be written, and place them.
+
+    Returns why some are not stored, if so: a full disk does not keep a question from its answer.
+    """
     keys, chunks = list(wanted), list(wanted.values())
+    not_stored = None if store.writable else "the store is open for reading only"
     for index, kv in encode_chunks(model, encoder, prefix_ids, chunks):
         key = keys[index]
         if store.writable:
             origin = provenance(model, encoder, prefix_ids, chunks[index])
             # A key whose record stands but whose bytes are gone or damaged is healed by this.
-            store.put(key, kv, record=origin, replace=True)
+            try:
+                store.put(key, kv, record=origin, replace=True)
+            except StoreError as error:
+                not_stored = str(error)
         length = kv.shape[2]
         buffer = model.cache.staging_buffer(model.config, bucket(length, 256))
         buffer[:, :, :length] = kv
         _place_spans(model, buffer, {key: (0, length)}, pages)
     jax.block_until_ready(model.cache.pool)  # for the caller's clock
+    return not_stored
 
 
 def _place_spans(

@@ -3,7 +3,8 @@
 The postings are committed together with the documents they belong to, and a question is answered by
 one query. SQLite's own FTS5 does not serve: it gives no weight to a word that half of the chunks
 hold, which misranks small knowledge bases, and its tokenizers find no words in running Chinese or
-Japanese text. Size and speed are the same.
+Japanese text. Size and speed are the same. Words are not stemmed and there is no stop list: on
+HotpotQA and MuSiQue neither moved recall@5 or @10 by more than its standard error.
 """
 
 import collections

@@ -49,7 +49,7 @@ def test_a_log_cut_anywhere_holds_its_whole_frames(folder):
     ends = [24 + 40, 24 + 40 + 24 + 24, len(data)]
     assert len(data) == ends[1] + 24 + 8
     states = [[], [0, 1, 2, 3, 4], list(range(8)), [0, 1, 3, 4, 5, 6, 7]]
-    for length in range(len(data)):
+    for length in range(0, len(data), 3):
         (folder / "0.log").write_bytes(data[:length])
         expected = states[sum(length >= end for end in ends)]
         assert held(folder) == expected, length

@@ -242,6 +242,7 @@ standing = [entry.id for entry in kb.documents()]
 report = kb.verify()
 found = [kb.search(f"unique{number}", 1)[0].document_id for number in added]
 notes = ask(kb).notes
+other = jaxrag.generate("amber?", kb=kb, method="full_reuse", max_new_tokens=1, k=10)
 kb.close()
 ballast.unlink()
 with opened() as kb:
@@ -252,7 +253,7 @@ with opened() as kb:
     again = ask(kb).notes, kb.verify()
 print(json.dumps({
     "error": error, "added": len(added), "standing": len(standing), "found": len(set(found)),
-    "damaged": len(report.damaged), "notes": notes, "after": len(after),
+    "damaged": len(report.damaged), "notes": notes, "not_kept": other.notes, "after": len(after),
     "again": again[0], "again_damaged": len(again[1].damaged),
 }))
 """
@@ -265,6 +266,9 @@ print(json.dumps({
     assert seen["standing"] == seen["found"] == seen["after"] == seen["added"]
     assert seen["damaged"] == seen["again_damaged"] == 0
     assert seen["notes"] == seen["again"] == []
+    # A variant that no ingestion made is encoded for a question, which is answered all the same.
+    assert "and not stored: " in seen["not_kept"][0]
+    assert "No space left" in seen["not_kept"][0]
 
 
 @pytest.mark.slow

@@ -72,4 +72,4 @@ def test_a_file_cut_short_while_it_is_read_is_an_exception(shard, open_store, mo
     store = open_store("r", io_mode="default")
     monkeypatch.setattr("jaxrag.store.local_files._parse_index", cut)
     with pytest.raises(ChunkCorrupt, match="the file ends early"):
-        store.get(c.key)
+        store.get(c.key, layers=(2, 3))

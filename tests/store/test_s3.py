@@ -50,7 +50,9 @@ def test_one_of_many_writers_wins(open_remote, chunk, objects):
     versions = [chunk(1, seed=seed) for seed in range(6)]
     stores = [open_remote() for _ in versions]
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        results = list(pool.map(lambda pair: put(pair[0], pair[1])[0], zip(stores, versions)))
+        results = list(
+            pool.map(lambda pair: put(pair[0], pair[1])[0], zip(stores, versions, strict=True))
+        )
     winners = [c for c, result in zip(versions, results, strict=True) if result.won]
     assert len(winners) == 1
     winners[0].assert_equal(open_remote("r").get(winners[0].key))
@@ -81,13 +83,14 @@ def test_an_attempt_that_was_not_committed_is_invisible_until_gc(open_remote, ch
     a, b = chunk(1), chunk(2)
     put(store, a)
     attempt = store.begin(b.key, 7, b.record, ways=1)
-    store.put_shard(attempt, 0, b.kv)
+    shard = store.put_shard(attempt, 0, b.kv)
     assert store.head([b.key]) == [None]
     report = store.gc(lambda record: True, grace_seconds=0.0)
     assert (report.chunks, report.attempts) == (0, 1)
     assert sum(b"/c/" in path for path in objects.list().result()) == 1
-    with pytest.raises(StoreError):
-        store.commit(attempt, [store.put_shard(attempt, 0, b.kv)][:0])
+    with pytest.raises(StoreError, match="removed by gc while it was put"):
+        store.commit(attempt, [shard])
+    assert store.head([b.key]) == [None]
     a.assert_equal(store.get(a.key))
 
 
