@@ -175,7 +175,10 @@ def lsa(texts: Sequence[str]) -> Embed:
 
 
 def _right_singular_vectors(matrix: scipy.sparse.csr_matrix, count: int) -> Vectors:
-    """The first ``count`` (or the rank), by randomized subspace iteration (Halko et al. 2011, algorithm 4.4)."""
+    """The first ``count``, or fewer: as many as the rank.
+
+    By randomized subspace iteration (Halko et al. 2011, algorithm 4.4).
+    """
     block = np.random.default_rng(0).standard_normal((matrix.shape[0], count + 16))
     for _ in range(5):
         block, _ = np.linalg.qr(matrix @ (matrix.T @ block))

@@ -171,6 +171,6 @@ def _faiss() -> Any:
         import faiss
     except ImportError:
         raise RetrievalError(
-            "the index 'faiss' needs the package faiss-cpu; install jaxrag[faiss] or use 'exact'"
+            "the index 'faiss' needs the package faiss-cpu; pip install faiss-cpu, or use 'exact'"
         ) from None
     return faiss

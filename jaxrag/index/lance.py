@@ -223,7 +223,7 @@ def _lancedb() -> tuple[Any, Any]:
         import pyarrow
     except ImportError:
         raise RetrievalError(
-            "the index 'lance' needs the package lancedb; install jaxrag[lance] or use 'exact'"
+            "the index 'lance' needs the package lancedb; pip install lancedb, or use 'exact'"
         ) from None
     return lancedb, pyarrow
 
