@@ -14,12 +14,14 @@ from jaxrag.errors import ChunkCorrupt
 from jaxrag.store.assemble import Refused
 from jaxrag.store.backend import ReadFuture
 from jaxrag.store.grid import aux_grid
-from jaxrag.store.local_files import load_layers, will_need
+from jaxrag.store.local_files import load_layers
 from jaxrag.store.namespace import Namespace, aux_path
 from jaxrag.store.reading import Wanted, settle
 from jaxrag.store.record import SCALE, Record, digest
 
-_THREADS = 8  # more than cores: cold reads wait for the disk
+# Each reads one file from front to back, which the system's read-ahead likes best. Measured cold:
+# four such threads reach 1.1 of dd, eight that share a file 0.7, and advice to read ahead less.
+_THREADS = 4
 
 
 class Loader:
@@ -41,10 +43,8 @@ class Loader:
         if directory is None:
             tasks = [self._start_remote(want) for want in wanted]
         else:
-            for want in wanted:  # all, before the first is waited for
-                attempt = directory / self._space.bytes_of(want.record)
-                will_need(attempt, want.grid, want.layers)
-            tasks = [self._start_local(want, directory) for want in wanted]
+            runs = max(1, _THREADS // max(1, len(wanted)))
+            tasks = [self._start_local(want, directory, runs) for want in wanted]
         # Until every task is done the destinations are not the caller's.
         concurrent.futures.wait(itertools.chain.from_iterable(tasks))
         return [_first([task.result() for task in run]) for run in tasks]
@@ -68,10 +68,12 @@ class Loader:
                 )
         return array
 
-    def _start_local(self, want: Wanted, directory: Path) -> list[Future[Refused | None]]:
-        """Begin to read a chunk, in a few runs of layers at a time."""
+    def _start_local(
+        self, want: Wanted, directory: Path, runs: int
+    ) -> list[Future[Refused | None]]:
+        """Begin to read a chunk, in that many runs of layers at a time."""
         first, end = want.layers
-        runs = min(end - first, _THREADS)
+        runs = min(end - first, runs)
         edges = [first + (end - first) * run // runs for run in range(runs + 1)]
         attempt = directory / self._space.bytes_of(want.record)
         scale = self._scale(want)

@@ -24,7 +24,6 @@ from jaxrag.store.grid import Grid
 from jaxrag.store.reading import Wanted, settle
 
 _CHECKSUM_BYTES = 4  # crc32c behind the index
-_ADVICE_BYTES = 1 << 20
 _POLYNOMIAL = 0x82F63B78  # of crc32c, reflected
 
 ReadLayer = Callable[[int, NDArray[Any]], None]  # layer, and [2, T, K / ways, H] to fill
@@ -81,24 +80,6 @@ def load_layers(
             return ChunkCorrupt(f"chunk {key}: bytes refused: {error.strerror}")
         raise StoreError(f"{directory}: cannot read chunk {key}: {error.strerror}") from error
     return None
-
-
-def will_need(directory: Path, grid: Grid, layers: tuple[int, int] | None = None) -> None:
-    """Ask the system, where it can be asked, to bring layers (first, end) into memory."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    first, end = layers or (0, grid.shape[0])
-    for rank in range(grid.ways):
-        with contextlib.suppress(OSError):  # whoever reads the file says what is wrong with it
-            fd = os.open(directory / grid.file(rank), os.O_RDONLY)
-            try:
-                # Linux brings in no more than the device's read-ahead for one advice.
-                for offset in range(
-                    first * grid.layer_nbytes, end * grid.layer_nbytes, _ADVICE_BYTES
-                ):
-                    os.posix_fadvise(fd, offset, _ADVICE_BYTES, os.POSIX_FADV_WILLNEED)
-            finally:
-                os.close(fd)
 
 
 def _reader(fd: int, offsets: tuple[int, ...], io_mode: IOMode) -> ReadLayer:
