@@ -32,7 +32,8 @@ RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
 STORE_MAY_IMPORT = {"store", "errors", "config", "types"}  # the store knows bytes, not models
 KERNEL_RULES = {"pallas_kernels.visibility", "pallas_kernels.rotation"}  # data and pure rules
 BANNED = {"torch", "transformers"}
-PEER_SCRIPTS = {"jaxrag.bench.peer_transformers"}  # run by the peer's interpreter, never imported
+# Run by the peer's interpreter, never imported.
+PEER_SCRIPTS = {"jaxrag.bench.peer_train", "jaxrag.bench.peer_transformers"}
 
 
 def module_name(path):

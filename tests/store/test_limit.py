@@ -127,7 +127,9 @@ def test_a_chunk_larger_than_the_limit_is_refused_and_nothing_leaves(open_store,
 
 
 def test_reading_changes_nothing_on_disk(open_store, chunk, size, tmp_path):
-    put(open_store(max_bytes=3 * size), chunk(1))
+    writer = open_store(max_bytes=3 * size)
+    put(writer, chunk(1))
+    writer.close()
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "kb").rglob("*")}
     reader = open_store(mode="r", max_bytes=size)
     reader.get(chunk(1).key)
