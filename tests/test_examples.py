@@ -28,7 +28,8 @@ def catalog(tmp_path_factory):
             Chunk(index, start, end, np.zeros(1, np.int32), document.text[start:end])
             for index, (start, end) in enumerate((s, s + CHARACTERS) for s in pieces)
         ]
-        made.put([Entry(document, "", chunks, {})])
+        contents = [f"{document.id}:{chunk.index}" for chunk in chunks]
+        made.put([Entry(document, "", chunks, {}, contents, made.reserve(len(chunks)))])
     yield made
     made.close()
 

@@ -8,14 +8,12 @@ best, which a busy machine disturbs least.
 
 import contextlib
 import dataclasses
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrag.bench.machine import describe
+from jaxrag.bench.peer import Peer
 from jaxrag.cache import PAGE
 from jaxrag.config import DType, ModelConfig, RopeConfig
 from jaxrag.encode import chunk_key
@@ -91,49 +90,6 @@ class Options:
             raise RequestError("repeats and question tokens must be positive")
 
 
-class Peer:
-    """A peer process that prefills whole prompts on request."""
-
-    def __init__(self, python: str, model: str, dtype: str) -> None:
-        script = Path(__file__).with_name("peer_transformers.py")
-        try:
-            self._process = subprocess.Popen(
-                [python, str(script), model, dtype],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        except OSError as error:
-            raise RequestError(f"--peer-python {python}: cannot be run ({error})") from None
-        self.about = self._read()
-
-    def seconds(self, ids: Sequence[int]) -> tuple[float, int]:
-        """Time of one full prefill and the first token's id."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"ids": list(ids)}) + "\n")
-        self._process.stdin.flush()
-        answer = self._read()
-        return answer["seconds"], answer["top"]
-
-    def close(self) -> None:
-        """End the process and close its pipes."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-        self._process.wait()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self.close()
-            raise RequestError(
-                f"the peer ended with exit code {self._process.returncode}; does its interpreter "
-                "import torch and transformers? Its messages stand above"
-            )
-        return dict(json.loads(line))
-
-
 def run(options: Options) -> dict[str, Any]:
     """Measure every context; returns the rows, the machine and the setting, JSON-able."""
     with contextlib.ExitStack() as stack:
@@ -145,7 +101,7 @@ def run(options: Options) -> dict[str, Any]:
         model = load_model(path, dtype=options.dtype, cache_tokens=tokens)
         peer = None
         if options.peer_python:
-            peer = Peer(options.peer_python, path, options.dtype)
+            peer = Peer(options.peer_python, "peer_transformers.py", path, options.dtype)
             stack.callback(peer.close)
         store = ChunkStore.open(
             work / "store",
@@ -213,8 +169,9 @@ def _measure(
             times[name].append(seconds)
         if peer is not None:
             time.sleep(SETTLE_SECONDS)
-            seconds, tops["peer"] = peer.seconds(whole.tolist())
-            times["peer"].append(seconds)
+            answer = peer.ask({"ids": whole.tolist()})
+            tops["peer"] = answer["top"]
+            times["peer"].append(answer["seconds"])
     median = {name: statistics.median(t[1:]) for name, t in times.items() if t}
     best = {name: min(t[1:]) for name, t in times.items() if t}
     row: dict[str, Any] = {

@@ -66,6 +66,25 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     ingest.add_argument("--out", metavar="FILE", help="also write the JSON result there")
     add_json(ingest)
     ingest.set_defaults(run=run_ingest)
+    train = add_command(
+        kinds,
+        "train-step",
+        "time of a training step, full and block, beside a peer; growth with packed chunks",
+        "jaxrag bench train-step --peer transformers --peer-python PEER/bin/python",
+    )
+    train.add_argument("--models", default="0.8M,15M", metavar="NAME,...", help="(0.8M,15M)")
+    train.add_argument("--rows", type=int, default=8, metavar="B", help="of a step (8)")
+    train.add_argument("--row-tokens", type=int, default=512, metavar="T", help="(512)")
+    train.add_argument("--repeats", type=int, default=5, metavar="N", help="after a warm-up (5)")
+    train.add_argument(
+        "--growth", default="8,16,32,64,128", metavar="N,...", help="chunks of a row; '' for none"
+    )
+    train.add_argument("--peer", choices=("transformers",), help="measure this one beside ours")
+    train.add_argument("--peer-python", metavar="PATH", help="interpreter that imports the peer")
+    train.add_argument("--seed", type=int, default=0)
+    train.add_argument("--out", metavar="FILE", help="also write the JSON result there")
+    add_json(train)
+    train.set_defaults(run=run_train_step)
 
 
 def run_ttft(args: argparse.Namespace) -> None:
@@ -106,6 +125,30 @@ def run_store(args: argparse.Namespace) -> None:
         rounds=args.rounds,
         cold=not args.no_cold,
         folder=args.folder,
+        seed=args.seed,
+    )
+    result = run(options)
+    _give_out(args, result, report(result))
+
+
+def run_train_step(args: argparse.Namespace) -> None:
+    """Print two tables, or one JSON object."""
+    from jaxrag.bench.train_step import Options, report, run
+    from jaxrag.bench.ttft import default_peer
+
+    _require_folder(args.out)
+    if args.peer_python and not args.peer:
+        raise RequestError("--peer-python without --peer; add --peer transformers")
+    sizes = [size for size in args.growth.split(",") if size]
+    if not all(size.isdigit() for size in sizes):
+        raise RequestError(f"--growth {args.growth!r}: expected integers such as 8,16,32")
+    options = Options(
+        models=tuple(args.models.split(",")),
+        rows=args.rows,
+        row_tokens=args.row_tokens,
+        repeats=args.repeats,
+        growth=tuple(map(int, sizes)),
+        peer_python=(args.peer_python or default_peer()) if args.peer else None,
         seed=args.seed,
     )
     result = run(options)

@@ -1,0 +1,124 @@
+"""`jaxrag train`: a training run from a TOML file."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxrag.cli.options import (
+    add_command,
+    add_json,
+    human_count,
+    keep_compiled,
+    print_json,
+    table,
+)
+
+if TYPE_CHECKING:
+    from jaxrag.train.config import TrainConfig
+
+TERMINATED = 143  # 128 + SIGTERM: a scheduler starts the same command again, with --resume
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Register the command."""
+    parser = add_command(
+        commands,
+        "train",
+        "train a model, or fine-tune it to block attention",
+        "jaxrag train configs/train/turborag-qwen2-7b.toml --out runs/turborag --resume",
+    )
+    add_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What ``jaxrag train`` and scripts/train.py take."""
+    parser.add_argument("config", metavar="CONFIG", help="a .toml file as in configs/train")
+    parser.add_argument("--out", metavar="DIR", help="folder of the run (runs/NAME of the config)")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on where the run in --out stopped"
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="stop after step N (all)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="replace a setting, such as optimizer.learning_rate=1e-4; repeatable",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print sizes and estimated cost, train nothing"
+    )
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0 when the run (or its first --steps) is done, 143 when SIGTERM ended it."""
+    from jaxrag.errors import ConfigError
+    from jaxrag.train.config import load_config
+    from jaxrag.train.loop import train
+
+    config = load_config(args.config, args.set)
+    if args.steps is not None and args.steps < 1:
+        raise ConfigError(f"--steps {args.steps}: expected a positive integer")
+    if args.dry_run:
+        return _dry_run(config, args.json)
+    keep_compiled()
+    report = train(
+        config,
+        args.out or Path("runs") / Path(args.config).stem,
+        resume=args.resume,
+        stop_after=args.steps,
+        progress=not args.json,
+    )
+    if args.json:
+        print_json(dataclasses.asdict(report))
+    else:
+        rate = report.tokens / report.seconds
+        loss = "" if report.loss is None else f", loss {report.loss:.4f}"
+        print(
+            f"{report.stopped} at step {report.step}{loss}; {human_count(report.tokens)} tokens in "
+            f"{report.seconds:.0f} s, {human_count(rate)} tokens/s"
+        )
+        if report.packing_efficiency is not None:
+            print(f"rows were {report.packing_efficiency:.1%} full")
+        for name, count in report.skipped.items():
+            if count:
+                print(f"skipped {count} samples of {name}")
+        for what, directory in (("last weights", report.model), ("best weights", report.best)):
+            if directory is not None:
+                print(f"{what}: {directory}")
+    return TERMINATED if report.stopped == "terminated" else 0
+
+
+def _dry_run(config: "TrainConfig", as_json: bool) -> int:
+    """Print the cost; reads sizes only, no weights and no data."""
+    from jaxrag.train.cost import estimate
+    from jaxrag.train.start import model_config
+
+    cost = estimate(config, model_config(config))
+    if as_json:
+        print_json({
+            **dataclasses.asdict(cost),
+            "device_bytes": cost.device_bytes,
+            "h100_hours": cost.h100_hours,
+        })  # fmt: skip
+        return 0
+    gib = 2**30
+    rows = [
+        ["parameters", human_count(cost.params)],
+        ["trained", human_count(cost.trained_params)],
+        ["tokens a step, at most", human_count(cost.tokens_per_step)],
+        ["tokens in all", human_count(cost.tokens)],
+        ["FLOPs a step, at most", human_count(cost.flops_per_step)],
+        ["FLOPs in all", human_count(cost.flops)],
+        ["GPU hours (H100 at 40 %)", f"{cost.h100_hours:.3g}"],
+        ["memory of a device, GiB", f"{cost.device_bytes / gib:.3g}"],
+        ["  weights", f"{cost.weight_bytes / gib:.3g}"],
+        ["  optimizer", f"{cost.optimizer_bytes / gib:.3g}"],
+        ["  gradients", f"{cost.gradient_bytes / gib:.3g}"],
+        ["  activations", f"{cost.activation_bytes / gib:.3g}"],
+    ]
+    print(table(rows, right=(1,)))
+    return 0

@@ -1,0 +1,132 @@
+"""Cross-entropy over a large vocabulary without the logits of a whole batch.
+
+Logits exist for a slice of every row at a time. The gradient of a cross-entropy is known as soon as
+its logits are, so it is computed in the same pass and nothing is computed twice.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jaxrag.types import Array
+
+
+class TokenLoss(struct.PyTreeNode):
+    """What was predicted of each token; float32 [B, T]."""
+
+    loss: Array  # -log p(target)
+    correct: Array  # bool: is the target the most likely token (the first of equals)?
+
+
+def token_loss(hidden: Array, head: Array, targets: Array, tied: bool, tokens: int) -> TokenLoss:
+    """Loss of every token, no gradient: hidden [B, T, D], targets [B, T].
+
+    ``head`` is [V, D] when ``tied``, else [D, V]; ``tokens`` at most have their logits at once.
+    """
+    slices, length = _slices((hidden, targets), tokens)
+
+    def one(_: None, part: tuple[Array, Array]) -> tuple[None, TokenLoss]:
+        hidden, targets = part
+        logits = _logits(hidden, head, tied)
+        loss = jax.nn.logsumexp(logits, axis=-1) - _at(logits, _hits(targets, logits))
+        return None, TokenLoss(loss, jnp.argmax(logits, axis=-1) == targets)
+
+    _, found = lax.scan(one, None, slices)
+    return jax.tree.map(lambda x: _joined(x, length), found)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def weighted_loss(
+    hidden: Array, head: Array, targets: Array, weights: Array, tied: bool, tokens: int
+) -> tuple[Array, TokenLoss]:
+    """Sum of weights x token loss, float32 [], and what it is made of (which has no gradient).
+
+    Args:
+      hidden: [B, T, D]. head: [V, D] when ``tied``, else [D, V], of the same dtype.
+      targets: [B, T] int32. weights: [B, T] float32, 0 where nothing is predicted.
+      tokens: at most so many tokens have their logits at once, but one of each row.
+    """
+    found = token_loss(hidden, head, targets, tied, tokens)
+    return (found.loss * weights).sum(), found
+
+
+_Gradients = tuple[Array, Array]  # of hidden and head, for a cotangent of 1
+
+
+def _forward(
+    hidden: Array, head: Array, targets: Array, weights: Array, tied: bool, tokens: int
+) -> tuple[tuple[Array, TokenLoss], _Gradients]:
+    slices, length = _slices((hidden, targets, weights), tokens)
+
+    def one(
+        d_head: Array, part: tuple[Array, Array, Array]
+    ) -> tuple[Array, tuple[TokenLoss, Array]]:
+        hidden, targets, weights = part
+        logits = _logits(hidden, head, tied)
+        total = jax.nn.logsumexp(logits, axis=-1)
+        hits = _hits(targets, logits)
+        d_logits = (jnp.exp(logits - total[..., None]) - hits) * weights[..., None]
+        d_logits = d_logits.astype(hidden.dtype)
+        terms = "bcv,bcd->vd" if tied else "bcv,bcd->dv"
+        d_head += jnp.einsum(terms, d_logits, hidden, preferred_element_type=jnp.float32)
+        terms = "bcv,vd->bcd" if tied else "bcv,dv->bcd"
+        d_hidden = jnp.einsum(terms, d_logits, head).astype(hidden.dtype)
+        found = TokenLoss(total - _at(logits, hits), jnp.argmax(logits, axis=-1) == targets)
+        return d_head, (found, d_hidden)
+
+    start = jnp.zeros(head.shape, jnp.float32)
+    d_head, (found, d_hidden) = lax.scan(one, start, slices)
+    found, d_hidden = jax.tree.map(lambda x: _joined(x, length), (found, d_hidden))
+    loss = (found.loss * weights).sum()
+    return (loss, found), (d_hidden, d_head)
+
+
+def _backward(
+    tied: bool, tokens: int, gradients: _Gradients, cotangents: tuple[Array, TokenLoss]
+) -> tuple[Array, Array, None, None]:
+    d_hidden, d_head = gradients
+    scale, _ = cotangents
+    d_head = (d_head * scale).astype(d_hidden.dtype)
+    return (d_hidden * scale).astype(d_hidden.dtype), d_head, None, None
+
+
+weighted_loss.defvjp(_forward, _backward)
+
+
+def _logits(hidden: Array, head: Array, tied: bool) -> Array:
+    """As decoder.unembed: float32."""
+    terms = "bcd,vd->bcv" if tied else "bcd,dv->bcv"
+    return jnp.einsum(terms, hidden, head, preferred_element_type=jnp.float32)
+
+
+def _hits(targets: Array, logits: Array) -> Array:
+    """[..., V] bool: which entry is the target. A comparison, so V may be split over devices."""
+    return targets[..., None] == jnp.arange(logits.shape[-1], dtype=targets.dtype)
+
+
+def _at(logits: Array, hits: Array) -> Array:
+    return jnp.where(hits, logits, 0.0).sum(-1)
+
+
+def _slices[T](tree: T, tokens: int) -> tuple[T, int]:
+    """Arrays [B, T, ...] as slices [n, B, c, ...] with B * c <= tokens, and T."""
+    first = jax.tree.leaves(tree)[0]
+    batch, length = first.shape[:2]
+    count = -(-length // max(1, tokens // batch))
+    width = -(-length // count)
+
+    def cut(x: Array) -> Array:
+        short = count * width - length
+        x = jnp.pad(x, [(0, 0), (0, short), *[(0, 0)] * (x.ndim - 2)])
+        return jnp.moveaxis(x.reshape(batch, count, width, *x.shape[2:]), 1, 0)
+
+    return jax.tree.map(cut, tree), length
+
+
+def _joined(x: Array, length: int) -> Array:
+    """Inverse of ``_slices`` for one array."""
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]

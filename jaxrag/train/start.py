@@ -1,0 +1,179 @@
+"""From a config to everything a run needs before its first step: model, mesh, data, programs."""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrag.config import ModelConfig, config_from_dict, read_toml
+from jaxrag.errors import ConfigError
+from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
+from jaxrag.models.digest import weights_digest
+from jaxrag.models.hf import load_config, load_hf
+from jaxrag.models.record import read_record
+from jaxrag.models.spec import Params, init_params, param_shardings
+from jaxrag.rope import RopeTable, rope_table
+from jaxrag.sharding import Rules, make_mesh, replicated
+from jaxrag.tokenizer import Tokenizer, check_vocab
+from jaxrag.train.checkpoints import abstract_state
+from jaxrag.train.config import TrainConfig
+from jaxrag.train.lora import init_adapters, merge_all
+from jaxrag.train.packing import TrainBatch
+from jaxrag.train.step import Program, TrainState, new_state, program_of, state_shardings
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A run that could start; nothing is on the devices but the rotation table."""
+
+    config: TrainConfig
+    model: ModelConfig
+    tokenizer: Tokenizer
+    tokenizer_dir: Path
+    end_id: int  # ends every response
+    mesh: Mesh
+    program: Program
+    shardings: TrainState
+    rope: RopeTable
+
+    @property
+    def weights_digest(self) -> str:
+        """Identity of the weights the run starts from; "" for random ones."""
+        path = self.config.model.path
+        return "" if path is None else weights_digest(path)
+
+    def frozen(self) -> Params | None:
+        """The weights that adapters are added to; None where all weights are trained."""
+        return None if self.config.lora is None else self._weights(self.config.compute.dtype)
+
+    def first_state(self) -> TrainState:
+        """The state before the first step, on the mesh."""
+        key = jax.random.key(self.config.model.seed)
+        if self.config.lora is not None:
+            make: Any = functools.partial(init_adapters, self.model, self.config.lora, key)
+            trained: Any = jax.jit(make, out_shardings=self.shardings.trained)()
+        else:
+            trained = self._weights("float32")
+        make = functools.partial(new_state, self.config)
+        return jax.jit(make, out_shardings=self.shardings, donate_argnums=0)(trained)
+
+    def like_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of a state, to restore one."""
+        key = jax.random.key(0)
+
+        def make() -> TrainState:
+            if self.config.lora is not None:
+                return new_state(self.config, init_adapters(self.model, self.config.lora, key))
+            return new_state(self.config, init_params(self.model, key, "float32"))
+
+        return abstract_state(make, self.shardings)
+
+    def merged(self, state: TrainState, frozen: Params | None) -> Params:
+        """The whole model as it is, in the dtype of its config, on the mesh."""
+
+        def merge(trained: Any, frozen: Params | None) -> Any:
+            scale = self.program.lora_scale
+            params = trained
+            if scale is not None and frozen is not None:
+                params = merge_all(frozen, trained, scale)
+            return jax.tree.map(lambda x: x.astype(self.model.dtype), params)
+
+        place = param_shardings(self.model, self.mesh)
+        merged: Params = jax.jit(merge, out_shardings=place)(state.trained, frozen)
+        return merged
+
+    def on_host(self, params: Params) -> Params:
+        """Parameters that this process can read as a whole."""
+        if jax.process_count() == 1:
+            return params
+        gathered: Params = multihost_utils.process_allgather(params, tiled=True)
+        return gathered
+
+    def place(self, batch: TrainBatch, parts: int | None) -> TrainBatch:
+        """Host rows [B, T] over the mesh: [A, B / A, T] in ``parts``, [B, T] for None.
+
+        Every process has all rows and puts its own onto its devices.
+        """
+        spec = PartitionSpec(Rules().batch)
+        if parts is not None:
+            spec = PartitionSpec(None, *spec)
+        place = NamedSharding(self.mesh, spec)
+
+        def put(x: Any) -> Any:
+            rows = x if parts is None else x.reshape(parts, -1, *x.shape[1:])
+            return jax.make_array_from_callback(rows.shape, place, lambda index: rows[index])
+
+        return jax.tree.map(put, batch)
+
+    def _weights(self, dtype: str) -> Params:
+        path = self.config.model.path
+        if path is None:
+            make = functools.partial(init_params, self.model, dtype=dtype)
+            place = param_shardings(self.model, self.mesh)
+            key = jax.random.key(self.config.model.seed)
+            return jax.jit(make, out_shardings=place)(key)
+        load = load_checkpoint if is_checkpoint(path) else load_hf
+        return load(Path(path), mesh=self.mesh, dtype=dtype)[1]
+
+
+def set_up(config: TrainConfig) -> Setup:
+    """Read model config and tokenizer, and check that run, model and mesh fit each other.
+
+    Raises ConfigError, ModelError or TokenizerError.
+    """
+    model = model_config(config)
+    tokenizer_dir = Path(config.model.tokenizer or config.model.path or "")
+    tokenizer = Tokenizer.load(tokenizer_dir)
+    check_vocab(tokenizer, model)
+    ends = [*model.eos_ids, *tokenizer.eos_ids]
+    if not ends:
+        raise ConfigError(f"{tokenizer_dir}: no end-of-sequence token, so no response can end")
+    c = config.compute
+    mesh = make_mesh(c.data, c.fsdp, c.tensor)
+    _check_mesh(model, config)
+    composite = "composite" in (config.data.positions, *(part.positions for part in config.eval))
+    if composite and model.sliding_window is not None:
+        raise ConfigError(
+            f"composite positions do not follow the order of the prompt, and this model's sliding "
+            f"window ({model.sliding_window} tokens) is measured in order; use reordered positions"
+        )
+    table = rope_table(model.rope, min(config.data.row_tokens, model.max_positions))
+    return Setup(
+        config=config,
+        model=model,
+        tokenizer=tokenizer,
+        tokenizer_dir=tokenizer_dir,
+        end_id=ends[0],
+        mesh=mesh,
+        program=program_of(config, model, mesh),
+        shardings=state_shardings(config, model, mesh),
+        rope=jax.device_put(jax.tree.map(np.asarray, table), replicated(mesh)),
+    )
+
+
+def model_config(config: TrainConfig) -> ModelConfig:
+    """The sizes of the model, from its directory or its TOML file; no weights are read."""
+    if config.model.config is not None:
+        return config_from_dict(read_toml(Path(config.model.config)), config.model.config)
+    path = Path(config.model.path or "")
+    return read_record(path).config if is_checkpoint(path) else load_config(path)
+
+
+def _check_mesh(model: ModelConfig, config: TrainConfig) -> None:
+    """Refuse a mesh that would replicate what it should split."""
+    for axis, names in (
+        ("tensor", ("num_heads", "num_kv_heads", "mlp_dim", "vocab_size")),
+        ("fsdp", ("model_dim",)),
+    ):
+        ways = getattr(config.compute, axis)
+        for name in names:
+            if getattr(model, name) % ways:
+                raise ConfigError(
+                    f"compute.{axis}={ways} does not divide the model's {name}="
+                    f"{getattr(model, name)}; choose a divisor of it"
+                )

@@ -1,0 +1,257 @@
+"""One training step: loss, gradient, update, compiled once for every batch of a run."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrag.attention import PACKED_OUT, PackedAttend
+from jaxrag.config import ModelConfig
+from jaxrag.models.decoder import Layer, forward
+from jaxrag.models.spec import LayerParams, Params, param_shardings
+from jaxrag.rope import RopeTable
+from jaxrag.sharding import Rules, replicated
+from jaxrag.train.config import LossPart, TrainConfig
+from jaxrag.train.lora import Adapters, adapter_shardings, merge_layer
+from jaxrag.train.loss import TokenLoss, token_loss, weighted_loss
+from jaxrag.train.optimizer import learning_rate, make_optimizer
+from jaxrag.train.packing import CONTEXT, RESPONSE, TrainBatch
+from jaxrag.types import Array
+
+_BATCH = PartitionSpec(Rules().batch)
+
+
+class TrainState(struct.PyTreeNode):
+    """What a step changes; float32 but for the counter.
+
+    There is no random state: the step draws nothing, and the data's order follows from its seed
+    and ``stream.Position``, which is saved beside this.
+    """
+
+    step: Array  # int32 [], steps done
+    trained: Params | Adapters  # all weights, or the adapters
+    optimizer: optax.OptState
+
+
+class Metrics(struct.PyTreeNode):
+    """Of one step, on the device; nothing waits for it."""
+
+    loss: Array  # what was minimised, per reduction
+    response_loss: Array  # mean over response tokens
+    context_loss: Array  # mean over the other predicted tokens
+    accuracy: Array  # share of response tokens that are the most likely ones
+    grad_norm: Array  # before clipping
+    learning_rate: Array
+
+
+class _Sums(NamedTuple):
+    """Over one part of a batch."""
+
+    response_loss: Array
+    context_loss: Array
+    correct: Array
+
+
+Step = Callable[[TrainState, Params | None, RopeTable, TrainBatch], tuple[TrainState, Metrics]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """How the model of a run is computed; shared by training and evaluation.
+
+    ``frozen`` weights are passed beside the adapters when ``lora_scale`` is set, else they are None
+    and ``trained`` holds all weights.
+    """
+
+    config: ModelConfig
+    dtype: str
+    remat: str
+    logits_tokens: int
+    lora_scale: float | None
+    mesh: Mesh
+
+    def hidden(
+        self, trained: Any, frozen: Params | None, rope: RopeTable, batch: TrainBatch
+    ) -> tuple[Array, Array]:
+        """hidden [B, T, D] after the final norm, and the output matrix; both in ``dtype``."""
+        outer: Params = trained if frozen is None else frozen
+        layers: Any = outer.layers if frozen is None else (outer.layers, trained)
+        params = outer.replace(
+            embed=self._cast(outer.embed),
+            layers=layers,
+            final_norm=self._cast(outer.final_norm),
+            lm_head=None if outer.lm_head is None else self._cast(outer.lm_head),
+        )
+        attend = PackedAttend(self.config, rope, prefix_visible=False)
+        hidden, _, _ = forward(params, self.config, batch.tokens, None, attend, self._wrap)
+        return hidden, params.embed if params.lm_head is None else params.lm_head
+
+    @property
+    def tied(self) -> bool:
+        """Is the output matrix [V, D]?"""
+        return self.config.tie_embeddings
+
+    def _wrap(self, layer: Layer) -> Layer:
+        """Cast and merge one layer's weights inside the scan, then what remat says."""
+
+        def wrapped(carry: tuple[Array, Any], scanned: Any) -> tuple[tuple[Array, Any], Any]:
+            x, cache = carry
+            weights, *rest = scanned
+            if self.lora_scale is None:
+                p: LayerParams = self._cast(weights)
+            else:
+                base, adapters = weights
+                p = merge_layer(self._cast(base), adapters, self.lora_scale)
+            x = lax.with_sharding_constraint(x, NamedSharding(self.mesh, _BATCH))
+            return layer((x, cache), (p, *rest))
+
+        if self.remat == "none":
+            return wrapped
+        return jax.checkpoint(wrapped, policy=_policy(self.remat), prevent_cse=False)
+
+    def _cast(self, tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(self.dtype), tree)
+
+
+def _policy(remat: str) -> Callable[..., Any]:
+    policies = jax.checkpoint_policies
+    attention = policies.save_only_these_names(PACKED_OUT)
+    return {
+        "full": policies.nothing_saveable,
+        "attention": attention,
+        "dots": policies.save_from_both_policies(
+            attention, policies.dots_with_no_batch_dims_saveable
+        ),
+    }[remat]
+
+
+def program_of(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> Program:
+    """The program of a run."""
+    return Program(
+        config=model,
+        dtype=config.compute.dtype,
+        remat=config.compute.remat,
+        logits_tokens=config.loss.logits_tokens,
+        lora_scale=None if config.lora is None else config.lora.alpha / config.lora.rank,
+        mesh=mesh,
+    )
+
+
+def new_state(config: TrainConfig, trained: Params | Adapters) -> TrainState:
+    """The state before the first step; jit it to place the optimizer's part."""
+    optimizer = make_optimizer(config.optimizer).init(trained)
+    return TrainState(step=jnp.zeros((), jnp.int32), trained=trained, optimizer=optimizer)
+
+
+def state_shardings(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> TrainState:
+    """NamedSharding of the whole state: the optimizer's copies lie as the weights do."""
+    trained: Any
+    if config.lora is None:
+        trained = param_shardings(model, mesh)
+    else:
+        trained = adapter_shardings(model, config.lora, mesh)
+    shapes = jax.tree.map(lambda _: jax.ShapeDtypeStruct((), jnp.float32), trained)
+    transform = make_optimizer(config.optimizer)
+    optimizer = optax.tree.map_params(
+        transform,
+        lambda _, place: place,
+        jax.eval_shape(transform.init, shapes),
+        trained,
+        transform_non_params=lambda _: replicated(mesh),
+    )
+    step: Any = replicated(mesh)
+    return TrainState(step=step, trained=trained, optimizer=optimizer)
+
+
+def make_step(config: TrainConfig, program: Program, shardings: TrainState) -> Step:
+    """The compiled step. It takes the state (donated), frozen weights, rope and a batch [A, B, T].
+
+    The A parts are computed one after the other and their gradients added in float32; what the
+    loss is divided by is counted over the whole batch first, so A changes nothing but memory.
+    """
+    optimizer, rate = make_optimizer(config.optimizer), learning_rate(config.optimizer)
+
+    def step(
+        state: TrainState, frozen: Params | None, rope: RopeTable, batch: TrainBatch
+    ) -> tuple[TrainState, Metrics]:
+        num_response, num_context = (
+            jnp.maximum((batch.kinds == kind).sum(), 1).astype(jnp.float32)
+            for kind in (RESPONSE, CONTEXT)
+        )
+        weights = _weights(config.loss, batch.kinds, num_response, num_context)
+
+        def loss_of(trained: Any, part: TrainBatch, weights: Array) -> tuple[Array, _Sums]:
+            hidden, head = program.hidden(trained, frozen, rope, part)
+            loss, found = weighted_loss(
+                hidden, head, part.targets, weights, program.tied, program.logits_tokens
+            )
+            return loss, _sums(found, part.kinds)
+
+        gradient_of = jax.value_and_grad(loss_of, has_aux=True)
+        parts = batch.kinds.shape[0]
+        if parts == 1:
+            part, its_weights = jax.tree.map(lambda x: x[0], (batch, weights))
+            (loss, sums), gradient = gradient_of(state.trained, part, its_weights)
+        else:
+
+            def add(total: Any, part: tuple[TrainBatch, Array]) -> tuple[Any, None]:
+                return jax.tree.map(jnp.add, total, gradient_of(state.trained, *part)), None
+
+            one = jax.tree.map(lambda x: x[0], (batch, weights))
+            shapes = jax.eval_shape(gradient_of, state.trained, *one)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            ((loss, sums), gradient), _ = lax.scan(add, zeros, (batch, weights))
+        updates, opt_state = optimizer.update(gradient, state.optimizer, state.trained)
+        metrics = Metrics(
+            loss=loss,
+            response_loss=sums.response_loss / num_response,
+            context_loss=sums.context_loss / num_context,
+            accuracy=sums.correct / num_response,
+            grad_norm=optax.tree.norm(gradient),
+            learning_rate=jnp.asarray(rate(state.step), jnp.float32),
+        )
+        trained = optax.apply_updates(state.trained, updates)
+        return TrainState(step=state.step + 1, trained=trained, optimizer=opt_state), metrics
+
+    placed = (shardings, replicated(program.mesh))
+    return jax.jit(step, donate_argnums=0, out_shardings=placed)
+
+
+def make_evaluation(
+    program: Program,
+) -> Callable[[Any, Params | None, RopeTable, TrainBatch], TokenLoss]:
+    """The compiled forward pass of a batch [B, T], to the loss of each of its tokens."""
+
+    def evaluate(
+        trained: Any, frozen: Params | None, rope: RopeTable, batch: TrainBatch
+    ) -> TokenLoss:
+        hidden, head = program.hidden(trained, frozen, rope, batch)
+        return token_loss(hidden, head, batch.targets, program.tied, program.logits_tokens)
+
+    return jax.jit(evaluate, out_shardings=replicated(program.mesh))
+
+
+def _weights(part: LossPart, kinds: Array, num_response: Array, num_context: Array) -> Array:
+    """What each token's loss counts: float32, the shape of ``kinds``."""
+    response = (kinds == RESPONSE).astype(jnp.float32)
+    context = (kinds == CONTEXT).astype(jnp.float32) * part.lm_weight
+    if part.reduction == "sum":
+        return response + context
+    return response / num_response + context / num_context
+
+
+def _sums(found: TokenLoss, kinds: Array) -> _Sums:
+    def over(x: Array, kind: int) -> Array:
+        return jnp.where(kinds == kind, x.astype(jnp.float32), 0.0).sum()
+
+    return _Sums(
+        response_loss=over(found.loss, RESPONSE),
+        context_loss=over(found.loss, CONTEXT),
+        correct=over(found.correct, RESPONSE),
+    )

@@ -1,0 +1,226 @@
+"""Whole runs of a tiny model: they learn, stop, resume bit for bit, and refuse what they must."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrag.errors import ConfigError, TrainError
+from jaxrag.models.model import load_model
+from jaxrag.train.log import read_metrics
+from jaxrag.train.loop import train
+from jaxrag.train.start import set_up
+
+ROOT = Path(__file__).parents[2]
+
+
+def weights(directory):
+    return {
+        jax.tree_util.keystr(path): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(load_model(directory).params)
+    }
+
+
+def complete(run):
+    """Steps of the checkpoints that are written completely."""
+    return sorted(int(p.name) for p in (run / "checkpoints").glob("*") if p.name.isdigit())
+
+
+def assert_same_weights(a, b):
+    a, b = weights(a), weights(b)
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+def test_a_run_learns_and_exports(train_config, tmp_path, model_dir):
+    (source,) = train_config().data.sources
+    config = train_config(**{
+        "optimizer.steps": 12,
+        "run.eval_every": 4,
+        "run.best": "held/accuracy",
+        "data.mode": "both",
+        "eval": [{"name": "held", "paths": source.paths, "samples": 6}],
+    })  # fmt: skip
+    calls = []
+
+    def hook(step, params):
+        calls.append((step, params.embed.shape))
+        return {"hook": float(step)}
+
+    report = train(config, tmp_path / "run", evaluate=hook, progress=False)
+    assert (report.stopped, report.step) == ("finished", 12)
+    assert 0.5 < report.packing_efficiency <= 1
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < 0.8 * losses[0]
+    assert report.loss == pytest.approx(losses[-1])
+    curve = {line["step"]: line for line in lines if "held/accuracy" in line}
+    assert sorted(curve) == [0, 4, 8, 12]
+    assert curve[12]["held/loss"] < curve[0]["held/loss"]
+    assert [step for step, _ in calls] == [0, 4, 8, 12]
+    assert curve[8]["hook"] == 8.0
+    before, after = weights(model_dir), weights(report.model)
+    assert {name: x.shape for name, x in before.items()} == {
+        name: x.shape for name, x in after.items()
+    }
+    assert any((before[name] != after[name]).any() for name in before)
+    assert Path(report.best, "tokenizer.json").is_file()
+
+
+def test_paused_and_resumed_equals_uninterrupted(train_config, tmp_path):
+    config = train_config()
+    whole = train(config, tmp_path / "whole", progress=False)
+    part = train(config, tmp_path / "parts", stop_after=3, progress=False)
+    assert (part.stopped, part.step) == ("paused", 3)
+    rest = train(config, tmp_path / "parts", resume=True, progress=False)
+    assert (rest.stopped, rest.step) == ("finished", 6)
+    assert rest.loss == whole.loss
+    assert_same_weights(whole.model, rest.model)
+    logs = [
+        [(line["step"], line["loss"]) for line in read_metrics(tmp_path / run / "metrics.jsonl")]
+        for run in ("whole", "parts")
+    ]
+    assert logs[0] == logs[1]
+
+
+def test_killed_run_resumes_bit_for_bit(train_values, tmp_path):
+    """kill -9 in the middle, --resume: the weights of a run that nobody touched."""
+    values = train_values(**{"optimizer.steps": 200, "run.save_every": 3})
+    path = tmp_path / "run.toml"
+    path.write_text(as_toml(values), encoding="utf-8")
+    out = tmp_path / "killed"
+    command = [sys.executable, "-m", "jaxrag", "train", str(path), "--out", str(out), "--resume"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not complete(out) and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not (out / "model").exists()
+    last = max(complete(out)) + 4
+    again = subprocess.run([*command, "--steps", str(last)], cwd=ROOT, capture_output=True)
+    assert again.returncode == 0, again.stderr.decode()
+    command[command.index(str(out))] = str(tmp_path / "whole")
+    whole = subprocess.run([*command, "--steps", str(last)], cwd=ROOT, capture_output=True)
+    assert whole.returncode == 0, whole.stderr.decode()
+    assert_same_weights(out / "model", tmp_path / "whole" / "model")
+
+
+def test_sigterm_saves_and_exits(train_config, tmp_path):
+    config = train_config(**{"optimizer.steps": 500, "run.save_every": 0, "run.eval_every": 5})
+
+    def hook(step, params):
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    report = train(config, tmp_path / "run", evaluate=hook, progress=False)
+    assert (report.stopped, report.step, report.model) == ("terminated", 5, None)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    more = train(config, tmp_path / "run", resume=True, stop_after=6, progress=False)
+    assert more.step == 6
+
+
+def test_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(train_config, tmp_path):
+    settings = {"optimizer.learning_rate": 1e30, "optimizer.clip_norm": 0.0, "run.save_every": 1}
+    config = train_config(**settings, **{"optimizer.warmup_steps": 0})
+    with pytest.raises(TrainError, match=r"(loss|grad_norm)=(nan|inf) in step \d"):
+        train(config, tmp_path / "run", progress=False)
+    assert complete(tmp_path / "run")
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_resume_refuses_another_config(train_config, tmp_path):
+    out = tmp_path / "run"
+    train(train_config(), out, stop_after=1, progress=False)
+    with pytest.raises(TrainError, match="holds a run already"):
+        train(train_config(), out, progress=False)
+    changed = train_config(**{"optimizer.learning_rate": 3e-3})
+    with pytest.raises(TrainError, match=r"optimizer\.learning_rate: 0\.01 -> 0\.003"):
+        train(changed, out, resume=True, progress=False)
+    record = json.loads((out / "run.json").read_text())
+    (out / "run.json").write_text(json.dumps({**record, "weights": "other"}))
+    with pytest.raises(TrainError, match="weights of model.path changed"):
+        train(train_config(), out, resume=True, progress=False)
+    (out / "run.json").write_text(json.dumps(record))
+    often = train_config(**{"run.save_every": 1})
+    assert train(often, out, resume=True, stop_after=2, progress=False).step == 2
+
+
+def test_lora_trains_adapters_and_exports_the_merged_model(train_config, tmp_path, model_dir):
+    config = train_config(**{
+        "lora": {"rank": 4, "alpha": 8.0, "targets": ["q", "v", "down"]},
+        "optimizer.steps": 10,
+    })  # fmt: skip
+    report = train(config, tmp_path / "run", progress=False)
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    before, after = weights(model_dir), weights(report.model)
+    changed = {name for name in before if (before[name] != after[name]).any()}
+    assert changed == {".layers.q", ".layers.v", ".layers.down"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "match"),
+    [
+        ("compute.tensor", 4, r"compute\.tensor=4 does not divide .*num_heads=6"),
+        ("compute.fsdp", 16, "not a multiple of accumulate"),
+        ("compute.data", 3, "not a multiple of accumulate"),
+        ("model.path", None, "either path or config"),
+    ],
+)
+def test_mesh_and_model_are_checked_first(train_config, setting, value, match):
+    with pytest.raises(ConfigError, match=match):
+        set_up(train_config(**{setting: value}))
+
+
+def test_tensorboard_events_are_written(train_config, tmp_path):
+    pytest.importorskip("tensorboardX")
+    train(train_config(**{"run.tensorboard": True}), tmp_path / "run", stop_after=2, progress=False)
+    assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+
+
+def test_checkpoints_keep_the_last_and_the_best(train_config, tmp_path):
+    config = train_config(**{
+        "optimizer.steps": 8, "run.save_every": 1, "run.keep": 2, "run.eval_every": 1,
+        "run.best": "score",
+    })  # fmt: skip
+    scores = {3: 0.9, 5: 0.7}
+    report = train(
+        config, tmp_path / "run", evaluate=lambda step, _: {"score": scores.get(step, 0.1)},
+        progress=False,
+    )  # fmt: skip
+    assert complete(tmp_path / "run") == [3, 7, 8]
+    assert report.best is not None
+    with pytest.raises(AssertionError):
+        assert_same_weights(report.best, report.model)
+
+
+def as_toml(values):
+    """Nested plain values as TOML, through inline tables."""
+
+    def write(value):
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{k} = {write(v)}" for k, v in value.items()) + "}"
+        if isinstance(value, list):
+            return "[" + ", ".join(map(write, value)) + "]"
+        return json.dumps(value)
+
+    return "".join(f"{key} = {write(value)}\n" for key, value in values.items())
+
+
+def test_settings_survive_the_trip_through_the_record(train_config):
+    from jaxrag.train.config import TrainConfig, to_dict
+    from jaxrag.train.fields import build
+
+    config = train_config()
+    assert build(TrainConfig, to_dict(config), "again") == config

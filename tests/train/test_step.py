@@ -1,0 +1,197 @@
+"""The compiled step: sharded, accumulated and rematerialised alike, and equal to inference."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrag.methods import METHODS
+from jaxrag.prefill import Prompt, map_request, prefill, unmap
+from jaxrag.train.config import OptimizerPart
+from jaxrag.train.lora import init_adapters, merge_all
+from jaxrag.train.optimizer import decays, learning_rate
+from jaxrag.train.packing import Packer, lay_piece
+from jaxrag.train.samples import Final, TrainSample
+from jaxrag.train.start import set_up
+from jaxrag.train.step import make_step
+from jaxrag.train.stream import Stream
+
+
+def few_steps(config, count=3):
+    """Losses and gradient norms of the first steps, the state after them, the step's cache size."""
+    setup = set_up(config)
+    stream = Stream(config.data, setup.tokenizer, setup.end_id, setup.model.max_positions)
+    state, frozen = setup.first_state(), setup.frozen()
+    step = make_step(config, setup.program, setup.shardings)
+    found = []
+    for data in itertools.islice(stream.steps(stream.start()), count):
+        batch = setup.place(data.batch, config.compute.accumulate)
+        state, metrics = step(state, frozen, setup.rope, batch)
+        found.append([float(metrics.loss), float(metrics.grad_norm), float(metrics.accuracy)])
+    return np.array(found), state, step
+
+
+@pytest.fixture
+def settings():
+    return {"data.mode": "both", "data.rows": 8, "loss.lm_weight": 0.5}
+
+
+def test_sharded_equals_one_device(train_config, settings):
+    """Law 11: data, fsdp and tensor splits change nothing but where things lie."""
+    expected, state, _ = few_steps(train_config(**settings))
+    split = {"compute.data": 2, "compute.fsdp": 2, "compute.tensor": 2}
+    found, sharded, _ = few_steps(train_config(**settings, **split))
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    weight = sharded.trained.layers.gate
+    assert len({shard.index for shard in weight.addressable_shards}) == 4  # fsdp x tensor
+    moments = jax.tree.leaves(sharded.optimizer)
+    assert any(len({str(s.index) for s in m.addressable_shards}) == 4 for m in moments)
+    np.testing.assert_allclose(weight, state.trained.layers.gate, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"compute.remat": "full", "loss.logits_tokens": 100},
+        {"compute.remat": "dots"},
+        {"compute.remat": "attention", "compute.accumulate": 4},
+    ],
+)
+def test_accumulation_and_remat_change_nothing(train_config, settings, change):
+    expected, _, _ = few_steps(train_config(**settings), 2)
+    found, _, _ = few_steps(train_config(**settings, **change), 2)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def test_one_compilation_serves_both_modes_and_every_batch(train_config, settings):
+    _, _, step = few_steps(train_config(**settings), 4)
+    assert step._cache_size() == 1
+
+
+def test_bfloat16_is_close_and_masters_stay_float32(train_config, settings):
+    expected, _, _ = few_steps(train_config(**settings), 2)
+    found, state, _ = few_steps(train_config(**settings, **{"compute.dtype": "bfloat16"}), 2)
+    np.testing.assert_allclose(found[:, :2], expected[:, :2], rtol=0.03)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.trained)} == {jnp.dtype("float32")}
+
+
+def test_sum_reduction_counts_every_token(train_config, settings):
+    summed, _, _ = few_steps(train_config(**settings, **{"loss.reduction": "sum"}), 1)
+    mean, _, _ = few_steps(train_config(**settings), 1)
+    assert summed[0, 0] > 20 * mean[0, 0]
+
+
+def test_adapters_start_as_the_model_and_merge_exactly(train_config, settings):
+    lora = {"lora": {"rank": 3, "alpha": 6.0, "targets": ["q", "k", "v", "o", "gate", "down"]}}
+    config = train_config(**settings, **lora)
+    plain, _, _ = few_steps(train_config(**settings), 1)
+    found, state, _ = few_steps(config, 3)
+    np.testing.assert_allclose(found[0, 0], plain[0, 0], rtol=1e-5)
+    assert found[2, 0] < found[0, 0]
+    setup = set_up(config)
+    adapted, _ = logits_of(setup, state.trained, setup.frozen())
+    merged_setup = set_up(train_config(**settings))
+    whole = merge_all(setup.frozen(), state.trained, 2.0)
+    merged, _ = logits_of(merged_setup, whole, None)
+    np.testing.assert_allclose(adapted, merged, rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_have_the_shapes_of_their_targets(train_config):
+    config = train_config(**{"lora": {"rank": 2, "alpha": 2.0, "targets": ["o", "up"]}})
+    setup = set_up(config)
+    adapters = init_adapters(setup.model, config.lora, jax.random.key(0))
+    m = setup.model
+    assert adapters["o"].a.shape == (m.num_layers, m.num_heads, m.head_dim, 2)
+    assert adapters["o"].b.shape == (m.num_layers, 2, m.model_dim)
+    assert adapters["up"].b.shape == (m.num_layers, 2, m.mlp_dim)
+
+
+RNG = np.random.default_rng(5)
+
+
+def some_ids(count):
+    return RNG.integers(5, 600, count).astype(np.int32)
+
+
+SAMPLE = TrainSample(
+    prefix=some_ids(6),
+    chunks=(some_ids(20), some_ids(33), some_ids(9)),
+    finals=(Final(some_ids(7), some_ids(4)), Final(some_ids(5), some_ids(3))),
+)
+
+
+def logits_of(setup, trained, frozen, full=False, positions="reordered"):
+    """Logits [T, V] of SAMPLE, which shares its row with another one; and where it starts."""
+    piece = lay_piece(SAMPLE, full, positions)
+    other = lay_piece(
+        TrainSample(some_ids(3), (some_ids(40),), (Final(some_ids(4), some_ids(2)),)),
+        not full,
+        "reordered",
+    )
+    packer = Packer(2, 200)
+    assert packer.add([other, piece, piece, other])
+    batch = setup.place(packer.batch(), None)
+    row = next(r for r, members in enumerate(packer.members) if members[0] is not piece)
+    at = len(packer.members[row][0])
+
+    @jax.jit
+    def run(trained, frozen, rope, batch):
+        hidden, head = setup.program.hidden(trained, frozen, rope, batch)
+        return hidden @ (head.T if setup.program.tied else head)
+
+    logits = run(trained, frozen, setup.rope, batch)
+    return np.asarray(logits[row, at : at + len(piece)]), at
+
+
+@pytest.mark.parametrize(
+    ("method", "full", "positions"),
+    [
+        ("full_attention", True, "reordered"),
+        ("turborag", False, "reordered"),
+        ("turborag_composite", False, "composite"),
+    ],
+)
+def test_training_forward_equals_cached_inference(
+    train_config, text_model, method, full, positions
+):
+    """Law 2: chunks encoded alone and read from the cache give the logits that were trained."""
+    setup = set_up(train_config())
+    logits, _ = logits_of(setup, setup.first_state().trained, None, full, positions)
+    at = SAMPLE.num_shared
+    for final in SAMPLE.finals:
+        asked = at + len(final.question)
+        for answered in (0, len(final.response) - 1):
+            ids = np.concatenate((final.question, final.response[:answered]))
+            prompt = Prompt(SAMPLE.prefix, SAMPLE.chunks, ids)
+            mapped = map_request(text_model, text_model.memory, METHODS[method], prompt, 0)
+            cached, _ = prefill(text_model, [mapped])
+            unmap(text_model, mapped)
+            np.testing.assert_allclose(
+                logits[asked + answered - 1], cached[0], rtol=1e-3, atol=2e-4
+            )
+        at += len(final)
+
+
+def test_norms_and_biases_do_not_decay(train_config):
+    setup = set_up(train_config())
+    mask = decays(setup.like_state().trained)
+    assert mask.embed and mask.layers.q and mask.layers.down
+    assert not mask.final_norm and not mask.layers.attn_norm and not mask.layers.mlp_norm
+
+
+@pytest.mark.parametrize(
+    ("decay", "expected"),
+    [
+        ("linear", [0.5, 1.0, 1.0, 0.775, 0.55]),
+        ("cosine", [0.5, 1.0, 1.0, 0.8682, 0.55]),
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0]),
+    ],
+)
+def test_schedule(decay, expected):
+    part = OptimizerPart(steps=10, learning_rate=1.0, warmup_steps=2, decay=decay, final_share=0.1)
+    rate = learning_rate(part)
+    found = [float(rate(step)) for step in (0, 1, 2, 4, 6)]
+    np.testing.assert_allclose(found, expected, atol=1e-3)
+    assert float(rate(10)) == pytest.approx(1.0 if decay == "constant" else 0.1)
