@@ -13,7 +13,7 @@ CACHE := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
 	JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format goldens bench-ttft clean
+.PHONY: help demo test test-all test-oracle lint format goldens bench-ttft clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,11 @@ test: $(VENV)/.installed-test ## Run the tests (CPU; minutes)
 test-all: $(VENV)/.installed-test ## Run the tests and the slow ones
 	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(JOBS) -m "not oracle and not gpu" $(TEST_FLAGS)
 
+test-oracle: $(VENV)/.installed-test ## Run the tests that compare with transformers, with PEER_PYTHON=...
+	@test -n "$(PEER_PYTHON)" || { echo "PEER_PYTHON is not set: name a python that imports torch and" \
+		"transformers, as in 'make test-oracle PEER_PYTHON=.../bin/python'" >&2; exit 1; }
+	$(CACHE) JAX_PLATFORMS=cpu PEER_PYTHON=$(PEER_PYTHON) $(BIN)/python -m pytest -m oracle $(TEST_FLAGS)
+
 lint: $(VENV)/.installed-dev ## Check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -53,6 +58,7 @@ goldens: ## Rebuild tests/goldens with PEER_PYTHON=a python that has torch and t
 	@test -n "$(PEER_PYTHON)" || { echo "PEER_PYTHON is not set: name a python that imports torch and" \
 		"transformers, as in 'make goldens PEER_PYTHON=.../bin/python'" >&2; exit 1; }
 	$(PEER_PYTHON) scripts/make_goldens.py
+	$(PEER_PYTHON) scripts/make_embedder_goldens.py
 
 bench-ttft: $(VENV)/.installed-test ## Time to first token; beside transformers if PEER_PYTHON is set
 	$(BIN)/jaxrag bench ttft $(if $(PEER_PYTHON),--peer transformers --peer-python $(PEER_PYTHON)) \

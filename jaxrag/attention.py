@@ -8,16 +8,26 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 
 from jaxrag.cache import PagePool, PageTable
 from jaxrag.config import ModelConfig
 from jaxrag.rope import RopeTable, place, scale_rotary
 from jaxrag.types import Array, Partial, Tokens
-from pallas_kernels import paged_attention, segment_attention
+from pallas_kernels import key_mass, paged_attention, segment_attention
 from pallas_kernels.segment_attention import SAVED as PACKED_OUT
 
-__all__ = ["PACKED_OUT", "Attend", "PackedAttend", "PagedAttend", "merge"]
+__all__ = [
+    "PACKED_OUT",
+    "Attend",
+    "ChunkMassAttend",
+    "LastQueries",
+    "PackedAttend",
+    "PagedAttend",
+    "attention_received",
+    "merge",
+]
 
 
 class Attend(Protocol):
@@ -116,6 +126,103 @@ class PagedAttend:
             window=window,
         )
         return out, cache, None
+
+
+@dataclasses.dataclass(frozen=True)
+class LastQueries:
+    """Another attend that also carries queries: the cache is (its cache, q [B, T, N, H]).
+
+    After the last layer q holds that layer's queries before rotation.
+    """
+
+    attend: Attend
+
+    def __call__(
+        self,
+        layer: Array,
+        window: Array | int | None,
+        q: Array,
+        k: Array,
+        v: Array,
+        tokens: Tokens,
+        cache: tuple[Any, Array],
+    ) -> tuple[Array, tuple[Any, Array], Any]:
+        """Attend as the other does, and keep q."""
+        out, inner, collected = self.attend(layer, window, q, k, v, tokens, cache[0])
+        return out, (inner, q), collected
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkMassAttend:
+    """Causal attention of whole prompts that sums where it goes; the cache is the sum so far.
+
+    ``columns`` [B, T] int32 gives each token a column 0 .. C-1, or -1. The cache, float32
+    [B, T, C], grows in every layer by the share of each token's attention, averaged over the heads,
+    that falls on each column.
+    """
+
+    config: ModelConfig
+    rope: RopeTable
+    columns: Array
+
+    def __call__(
+        self,
+        layer: Array,
+        window: Array | int | None,
+        q: Array,
+        k: Array,
+        v: Array,
+        tokens: Tokens,
+        cache: Array,
+    ) -> tuple[Array, Array, None]:
+        """Attend to V, then to one-hot columns in place of V: their mixture is the shares."""
+        packed = PackedAttend(self.config, self.rope, prefix_visible=True)
+        out, _, _ = packed(layer, window, q, k, v, tokens, None)
+        dim = q.shape[-1]
+        wide = (q.astype(jnp.float32), k.astype(jnp.float32))
+        shares = []
+        for first in range(0, cache.shape[-1], dim):
+            hot = jax.nn.one_hot(self.columns - first, dim)[:, :, None]
+            hot = jnp.broadcast_to(hot, k.shape)
+            share, _, _ = packed(layer, window, *wide, hot, tokens, None)
+            shares.append(share.mean(axis=2))
+        return out, cache + jnp.concatenate(shares, -1)[..., : cache.shape[-1]], None
+
+
+def attention_received(
+    config: ModelConfig,
+    rope: RopeTable,
+    pool: PagePool,
+    table: PageTable,
+    groups: Array,
+    q: Array,
+    query_position: Array,
+    *,
+    causal: bool,
+) -> Array:
+    """Attention that every slot of the table gets in the last layer: [B, S] float32.
+
+    q [B, T, N, H] are that layer's queries before rotation, query_position [B, T] (-1 is padding);
+    summed over queries and heads, the softmax within the pages of one label of ``groups`` [B, M].
+    """
+    window = config.sliding_window
+    if not causal or (config.window_layers is not None and not config.window_layers[-1]):
+        window = None
+    return key_mass(
+        scale_rotary(q, config.rope),
+        pool.k,
+        table.pages + (config.num_layers - 1) * (pool.k.shape[0] // config.num_layers),
+        table.offsets,
+        table.slot_position,
+        query_position,
+        groups,
+        rope.cos,
+        rope.sin,
+        interleaved=config.rope.interleaved,
+        scale=config.head_dim**-0.5,
+        causal=causal,
+        window=window,
+    )
 
 
 def merge(partials: Sequence[Partial]) -> Partial:

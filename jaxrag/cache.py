@@ -8,7 +8,7 @@ released when it ends.
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,11 @@ from flax import struct
 from jaxrag.config import ModelConfig
 from jaxrag.errors import RequestError
 from jaxrag.offload import StagingBuffers
+from jaxrag.segments import bucket
 from jaxrag.types import HIDDEN, Array, HostArray
 
 PAGE = 16  # tokens a page
+MIN_TABLE_PAGES = 256  # tables are padded to powers of two from here; hidden pages cost nothing
 
 
 class PagePool(struct.PyTreeNode):
@@ -194,6 +196,19 @@ class TableBuilder:
         self._positions.append(np.full(len(pages) * PAGE, HIDDEN, np.int32))
         return first
 
+    def hide(self, slots: HostArray) -> None:
+        """Nobody sees these slots of this request any more; the pages stay as they are."""
+        positions = np.concatenate(self._positions)
+        positions[slots] = HIDDEN
+        self._positions = [positions]
+
+    def copy(self) -> "TableBuilder":
+        """The same pages; what is added to or hidden in one does not show in the other."""
+        other = TableBuilder()
+        other.pages, other._offsets = list(self.pages), list(self._offsets)
+        other._positions = list(self._positions)
+        return other
+
     def rows(self, num_pages: int) -> tuple[HostArray, HostArray, HostArray]:
         """pages [M], offsets [M], slot_position [M*page], padded to ``num_pages`` hidden pages."""
         pad = num_pages - len(self.pages)
@@ -203,6 +218,18 @@ class TableBuilder:
             np.pad(np.array(self._offsets, np.int32), (0, pad)),
             slot_position,
         )
+
+
+def batch_table(
+    builders: Sequence[TableBuilder], rows: int, put: Callable[[HostArray, int], Array]
+) -> PageTable:
+    """The table of a batch of ``rows`` requests, empty ones added, on the device.
+
+    ``put(array, rows)`` places an array whose first axis is the batch (Model.put_batch).
+    """
+    num_pages = bucket(max(len(b.pages) for b in builders), MIN_TABLE_PAGES)
+    table = stack_tables([*builders, *[TableBuilder()] * (rows - len(builders))], num_pages)
+    return jax.tree.map(lambda x: put(np.asarray(x), rows), table)
 
 
 def stack_tables(builders: Sequence[TableBuilder], num_pages: int) -> PageTable:

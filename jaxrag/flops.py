@@ -40,6 +40,16 @@ def turborag_flops(
     return num_input * c.num_layers * (qkv + attention + output + mlp)
 
 
+def score_flops(config: ModelConfig, num_queries: int, num_keys: int) -> int:
+    """Scores of one layer alone, one product: what a selector spends on top of its passes.
+
+    Raises RequestError on a negative number of tokens.
+    """
+    _check_count("num_queries", num_queries)
+    _check_count("num_keys", num_keys)
+    return 2 * config.num_heads * config.head_dim * num_queries * num_keys
+
+
 def block_attention_flops(config: ModelConfig, num_computed: int) -> int:
     """Prefill to the first token, in the convention of Block-Attention section 3.2, table 2.
 

@@ -5,13 +5,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
+
 from jaxrag.answer import Answer, FinishReason, SamplingRows, decode, reserved
 from jaxrag.errors import RequestError
 from jaxrag.flops import turborag_flops
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import Method
 from jaxrag.models.model import Model
-from jaxrag.prefill import Mapped, map_request, prefill, unmap
+from jaxrag.prefill import Mapped, Prompt, map_request, prefill, unmap
 from jaxrag.prompts import PromptTemplate
 from jaxrag.request import (
     DECODE_BLOCK,
@@ -35,8 +37,10 @@ class Result:
       timings: seconds: retrieve, load (storage and encoding to pool), prefill, ttft (all of them
         up to the first token on the host), per_token (mean of the others). Requests that ran as
         one batch share load and prefill.
-      counts: chunk tokens: reused + recomputed + encoded; encoded were not in the store.
-      flops: prefill to the first token, TurboRAG appendix C, on-the-fly encoding included.
+      counts: chunk tokens: reused + recomputed + encoded; encoded were not in the store (whether
+        they were recomputed after that or not).
+      flops: to the first token, TurboRAG appendix C: prefill with what is recomputed, the
+        selector's own passes, and encoding on the fly.
       notes: reuse that did not happen and why; empty when everything went as asked.
     """
 
@@ -77,6 +81,7 @@ def generate(
     documents: Sequence[Text] | None = None,
     model: Model | None = None,
     method: str | Method = "turborag",
+    recompute_ratio: float | None = None,
     template: str | PromptTemplate | None = None,
     k: int = 5,
     where: Mapping[str, Any] | None = None,
@@ -95,8 +100,10 @@ def generate(
       documents: each one chunk, its KV kept in memory by the model object; with ``kb`` as well they
         are used instead of retrieval, and kept in its store.
       model: needed without ``kb``. method: a preset of methods.METHODS or a Method.
-      template: a prompts.TEMPLATES name, TOML path or PromptTemplate; the knowledge base's own, or
-        the method's, when None. max_new_tokens: upper bound of the answer.
+      recompute_ratio: share of the chunk tokens that are computed again, 0..1, for methods with a
+        selector; the method's own when None.
+      template: a prompts.TEMPLATES name, TOML path or PromptTemplate; that of the knowledge base,
+        else of the model, else of the method, when None. max_new_tokens: upper bound of the answer.
       sampling: greedy when None; for a list of questions one for all of them, seed included, or a
         list with one for each.
       stop: strings that end the answer and are not part of it.
@@ -119,6 +126,7 @@ def generate(
         kb=kb,
         model=model,
         method=method,
+        recompute_ratio=recompute_ratio,
         template=template,
         k=k,
         max_new_tokens=max_new_tokens,
@@ -234,17 +242,12 @@ def _result(
     prefill_seconds: float,
     per_token: float,
 ) -> Result:
-    prompt, config = request.prompt, settings.model.config
-    chunk_tokens = sum(map(len, prompt.chunks))
-    encoded = 0
-    if settings.method.encoder is not None and prompt.chunks:
-        flags = mapped.loaded[-1].encoded
-        encoded = sum(len(c) for c, was in zip(prompt.chunks, flags, strict=True) if was)
-    recomputed = chunk_tokens if settings.method.encoder is None else 0
-    flops = turborag_flops(config, len(mapped.ids), prompt.num_tokens)
+    config = settings.model.config
+    counts = _counts(settings.method, request.prompt, mapped)
+    flops = turborag_flops(config, len(mapped.ids), request.prompt.num_tokens)
+    flops += 0 if mapped.choice is None else mapped.choice.flops
     for part in mapped.loaded:
-        for resident, was in zip(part.residents, part.encoded, strict=True):
-            flops += turborag_flops(config, resident.tokens, resident.tokens) if was else 0
+        flops += sum(turborag_flops(config, *run) for run in part.runs)
     assert answer.finish_reason is not None
     return Result(
         text=answer.text,
@@ -259,11 +262,24 @@ def _result(
             "ttft": request.retrieve_seconds + load_seconds + prefill_seconds,
             "per_token": per_token,
         },
-        counts={
-            "reused": chunk_tokens - recomputed - encoded,
-            "recomputed": recomputed,
-            "encoded": encoded,
-        },
+        counts=counts,
         flops=flops,
         notes=request.notes + [note for part in mapped.loaded for note in part.notes],
     )
+
+
+def _counts(method: Method, prompt: Prompt, mapped: Mapped) -> dict[str, int]:
+    """Chunk tokens by where their KV came from; a token that was not in the store is encoded."""
+    lengths = [len(chunk) for chunk in prompt.chunks]
+    total = sum(lengths)
+    if method.encoder is None:
+        return {"reused": 0, "recomputed": total, "encoded": 0}
+    encoded = np.repeat(mapped.chunks_encoded, lengths).astype(bool)
+    recomputed = np.zeros(total, bool)
+    if mapped.choice is not None:
+        recomputed[mapped.choice.tokens] = True
+    return {
+        "reused": int((~encoded & ~recomputed).sum()),
+        "recomputed": int((recomputed & ~encoded).sum()),
+        "encoded": int(encoded.sum()),
+    }

@@ -31,15 +31,38 @@ from jaxrag.store.writer import ChunkWriter
 from jaxrag.types import HostArray
 
 BATCH_TOKENS = 1 << 16  # of one catalog commit
+UNKNOWN_EXAMPLES = 5  # words that a report shows
 
 _Future = concurrent.futures.Future
+
+
+@dataclasses.dataclass(frozen=True)
+class RefreshReport:
+    """What became of the KV of all chunks that is encoded behind their neighbours.
+
+    A chunk counts once for every such encoder: ``chunks == encoded + reused + unchanged``.
+    """
+
+    chunks: int
+    encoded: int  # their neighbours are new or others, and the KV was computed
+    reused: int  # so are theirs, and the KV was stored already, or the same as another's
+    unchanged: int
+    encoded_tokens: int
+    context_tokens: int  # that stood in front of these
+    seconds: float
+
+    @property
+    def chunks_per_minute(self) -> float:
+        """Encoded chunks per minute of the whole run."""
+        return 60 * self.encoded / self.seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class AddReport:
     """What became of the documents that were given.
 
-    A chunk counts once for every encoder, so ``encoded + reused == chunks * len(encoders)``.
+    A chunk counts once for every encoder that sees no other chunks, so ``encoded + reused ==
+    chunks * len(encoders)`` of these. ``seconds`` are without those of ``neighbours``.
     """
 
     documents: int  # in the knowledge base now, of those given
@@ -52,6 +75,9 @@ class AddReport:
     encoded_tokens: int
     skipped: tuple[BadDocument, ...]
     seconds: float
+    unknown_tokens: int = 0  # of ``tokens``, those that the vocabulary has only "unknown" for
+    unknown_words: tuple[str, ...] = ()  # a few of what they stand for
+    neighbours: RefreshReport | None = None  # the variants that see neighbours, of all documents
 
     @property
     def tokens_per_second(self) -> float:
@@ -83,7 +109,7 @@ class Ingest:
     model: Model
     template: PromptTemplate
     chunking: Chunking
-    encoders: tuple[str, ...]
+    encoders: tuple[str, ...]  # none that sees neighbours
     store: KVStore
     catalog: Catalog
     vectors: Vectors | None = None
@@ -139,6 +165,8 @@ class Ingest:
             encoded_tokens=count["encoded_tokens"],
             skipped=tuple(skipped),
             seconds=time.perf_counter() - start,
+            unknown_tokens=count["unknown"],
+            unknown_words=tuple(pipeline.unknown_words),
         )
 
     def _keep_prefix(self) -> None:
@@ -208,6 +236,7 @@ class _Pipeline:
         bar: "tqdm[Any]",
     ) -> None:
         self.count: collections.Counter[str] = collections.Counter()
+        self.unknown_words: dict[str, None] = {}
         self._ingest = ingest
         self._writer = writer
         self._committer = committer
@@ -225,6 +254,7 @@ class _Pipeline:
             count["replaced"] += prepared.replaces
             count["chunks"] += len(prepared.token_ids)
             count["tokens"] += prepared.num_tokens
+            self._count_unknown(prepared)
         fraction = intake.fraction() if intake is not None else None
         if intake is not None and fraction:
             characters = intake.characters / fraction
@@ -245,6 +275,19 @@ class _Pipeline:
             self._commit.result()
         if self._bar.total is not None:
             self._bar.total = self._bar.n
+
+    def _count_unknown(self, prepared: Prepared) -> None:
+        """Count what the tokenizer does not know; only chunks that hold some are read again."""
+        tokenizer = self._ingest.model.text_tokenizer()
+        if tokenizer.unk_id is None:
+            return
+        for chunk in prepared.entry.chunks:
+            unknown = int((chunk.ids == tokenizer.unk_id).sum())
+            self.count["unknown"] += unknown
+            if unknown and len(self.unknown_words) < UNKNOWN_EXAMPLES:
+                words = tokenizer.unknown_words(chunk.text)
+                room = UNKNOWN_EXAMPLES - len(self.unknown_words)
+                self.unknown_words |= dict.fromkeys(words[:room])
 
     def _encode(
         self, encoder: str, batch: Iterable[Prepared]

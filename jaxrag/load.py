@@ -12,7 +12,13 @@ from jax import lax
 
 from jaxrag.cache import PAGE, PagePool, Resident, pages_for
 from jaxrag.config import ModelConfig
-from jaxrag.encode import chunk_key, encode_chunks, provenance
+from jaxrag.encode import (
+    StoredNeighbours,
+    chunk_key,
+    encode_chunks,
+    encoder_named,
+    provenance,
+)
 from jaxrag.errors import StoreError
 from jaxrag.models.model import Model
 from jaxrag.rope import RopeTable, place
@@ -30,6 +36,7 @@ class Loaded:
     keys: list[str]
     residents: list[Resident]
     encoded: list[bool]  # was not in the store and had to be prefilled
+    runs: list[tuple[int, int]]  # (tokens, keys the last one sees) of every prefill on the way
     load_seconds: float
     encode_seconds: float
     notes: list[str]
@@ -47,14 +54,22 @@ def bring_in(
     encoder: str,
     prefix_ids: HostArray,
     chunks: Sequence[HostArray],
+    neighbours: Sequence[Sequence[HostArray]] | None = None,
 ) -> Loaded:
     """Map chunks into the pool, reading or encoding what is not there yet.
 
     A chunk that the store does not hold, or holds corrupt, is encoded, stored (where the store can
-    be written), used, and named in ``notes``. Raises RequestError when the pool is too small.
+    be written), used, and named in ``notes``. ``neighbours`` of every chunk are needed by encoders
+    that see them, as ``encode_chunks`` says. Raises RequestError when the pool is too small.
     """
     owners = model.cache.owners
-    keys = [chunk_key(store.fingerprint, model, encoder, prefix_ids, ids) for ids in chunks]
+    seen: Sequence[Sequence[HostArray] | None]
+    seen = [None] * len(chunks) if neighbours is None else neighbours
+    keys = [
+        chunk_key(store.fingerprint, model, encoder, prefix_ids, ids, others)
+        for ids, others in zip(chunks, seen, strict=True)
+    ]
+    before = dict(zip(keys, seen, strict=True))
     found = {key: owners.borrow(key) for key in dict.fromkeys(keys)}
     wanted = {key: ids for key, ids in zip(keys, chunks, strict=True) if found[key] is None}
     pages: dict[str, tuple[int, ...]] = {}
@@ -67,7 +82,7 @@ def bring_in(
         load_seconds = time.perf_counter() - start
         refused = {key: wanted[key] for key in wanted if key in missing or key in corrupt}
         start = time.perf_counter()
-        not_stored = _encode(model, store, encoder, prefix_ids, refused, pages)
+        not_stored, runs = _encode(model, store, encoder, prefix_ids, refused, before, pages)
         encode_seconds = time.perf_counter() - start
     except BaseException:
         for taken in pages.values():
@@ -93,6 +108,7 @@ def bring_in(
         keys=keys,
         residents=residents,
         encoded=[key in refused for key in keys],
+        runs=runs,
         load_seconds=load_seconds,
         encode_seconds=encode_seconds,
         notes=notes,
@@ -136,18 +152,27 @@ def _encode(
     encoder: str,
     prefix_ids: HostArray,
     wanted: dict[str, HostArray],
+    before: Mapping[str, Sequence[HostArray] | None],
     pages: dict[str, tuple[int, ...]],
-) -> str | None:
+) -> tuple[str | None, list[tuple[int, int]]]:
     """Encode chunks, store them durably where the store may be written, and place them.
 
-    Returns why some are not stored, if so: a full disk does not keep a question from its answer.
+    ``before`` holds every key's neighbours, or None. Returns why some are not stored, if so (a full
+    disk does not keep a question from its answer), and the prefills as ``Loaded.runs`` counts them.
     """
     keys, chunks = list(wanted), list(wanted.values())
     not_stored = None if store.writable else "the store is open for reading only"
-    for index, kv in encode_chunks(model, encoder, prefix_ids, chunks):
+    others = [before[key] or () for key in keys]
+    seen = prefix_ids if encoder_named(encoder).sees_prefix else prefix_ids[:0]
+    own_kv = StoredNeighbours(model, seen, store)
+    runs = []
+    for index, kv in encode_chunks(model, encoder, prefix_ids, chunks, others, own_kv):
+        num_before = len(seen) + sum(map(len, others[index]))
+        joint = encoder_named(encoder).neighbours == "joint"
+        runs.append((len(chunks[index]) + num_before * joint, num_before + len(chunks[index])))
         key = keys[index]
         if store.writable:
-            origin = provenance(model, encoder, prefix_ids, chunks[index])
+            origin = provenance(model, encoder, prefix_ids, chunks[index], others[index])
             # A key whose record stands but whose bytes are gone or damaged is healed by this.
             try:
                 store.put(key, kv, record=origin, replace=True)
@@ -158,7 +183,8 @@ def _encode(
         buffer[:, :, :length] = kv
         _place_spans(model, buffer, {key: (0, length)}, pages)
     jax.block_until_ready(model.cache.pool)  # for the caller's clock
-    return not_stored
+    runs += [(length, len(seen) + length) for length in own_kv.computed]
+    return not_stored, runs
 
 
 def _place_spans(

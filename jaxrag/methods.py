@@ -1,11 +1,21 @@
 """Methods as settings of a few seams over one core; every paper's preset is one line."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrag.config import ModelConfig, read_toml, strict_fields
 from jaxrag.errors import RequestError
 from jaxrag.segments import POSITION_SCHEMES, PositionScheme
+from jaxrag.select import (
+    CacheCraft,
+    FirstK,
+    KvDeviation,
+    NoTokens,
+    QueryGuided,
+    Selector,
+    selector_from,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,12 +27,19 @@ class Method:
         computes the whole prompt with full attention and reuses nothing.
       positions: of reused chunks: "reordered" equals order, "composite" restarts at every chunk.
       template: the prompt format used where neither the caller nor the knowledge base names one.
+      selector: which chunk tokens are computed again at question time (select.SELECTORS).
+      recompute_ratio: how many: ceil(ratio x chunk tokens), 0..1; None: the selector's own number.
+        Nothing is selected at 0 (plain reuse); 1 is equal to full attention.
+      first_encoder: the encoder of the prompt's first chunk, where it differs.
     """
 
     name: str
     encoder: str | None
     positions: PositionScheme = "reordered"
     template: str = "turborag"
+    selector: Selector = dataclasses.field(default_factory=NoTokens)
+    recompute_ratio: float | None = None
+    first_encoder: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse combinations that are wrong by construction."""
@@ -35,9 +52,57 @@ class Method:
                 f"method {self.name!r}: composite positions overlap and need the isolated encoder, "
                 f"not {self.encoder!r}; use positions='reordered'"
             )
+        self.selector.check_ratio(self.recompute_ratio)
+        if self.encoder is None and (self.recomputes or self.first_encoder is not None):
+            raise RequestError(
+                f"method {self.name!r} computes the whole prompt: there is nothing to select; "
+                f"name an encoder, or leave selector, recompute_ratio and first_encoder out"
+            )
+        if self.positions == "composite" and self.recomputes:
+            raise RequestError(
+                f"method {self.name!r}: recomputed tokens see what stands before them by position, "
+                f"and composite positions overlap; use positions='reordered'"
+            )
+
+    @property
+    def recomputes(self) -> bool:
+        """May any chunk token be computed again?"""
+        return not isinstance(self.selector, NoTokens) and self.recompute_ratio != 0
+
+    def encoder_of(self, chunk: int) -> str:
+        """The encoder of the chunk at this place of the prompt."""
+        name = self.first_encoder if chunk == 0 and self.first_encoder else self.encoder
+        assert name is not None
+        return name
+
+    def exact(self, num_prefix: int, num_chunks: int) -> tuple[bool, ...]:
+        """For each chunk: is its stored KV what full attention would compute?
+
+        True of the first chunk where it was encoded behind the same prefix, and of no other.
+        """
+        if not num_chunks:
+            return ()
+        behind_prefix = self.encoder_of(0) == "after_prefix"
+        alone = self.encoder_of(0) == "isolated" and num_prefix == 0
+        return (behind_prefix or alone, *[False] * (num_chunks - 1))
+
+    def room(self, lengths: Sequence[int]) -> int:
+        """Most slots of its own that a request needs for recomputed tokens of such chunks."""
+        return self.selector.room(lengths, self.recompute_ratio) if self.recomputes else 0
+
+    def with_ratio(self, ratio: float) -> "Method":
+        """The same method at another recompute ratio; RequestError where it has no meaning."""
+        if self.encoder is None:
+            raise RequestError(
+                f"recompute_ratio={ratio}: method {self.name!r} computes the whole prompt; leave "
+                f"the ratio out, or choose fusionrag, cacheblend, cache_craft or epic"
+            )
+        return dataclasses.replace(self, recompute_ratio=ratio)
 
     def check(self, config: ModelConfig) -> None:
         """Refuse a model that this method cannot serve."""
+        if self.recomputes:
+            self.selector.check(config)
         if self.positions == "composite" and config.sliding_window is not None:
             raise RequestError(
                 f"method {self.name!r}: composite positions do not follow the order of the prompt, "
@@ -52,6 +117,18 @@ METHODS: dict[str, Method] = {
     "turborag": Method("turborag", encoder="isolated"),
     "turborag_composite": Method("turborag_composite", encoder="isolated", positions="composite"),
     "block_attention": Method("block_attention", encoder="isolated", template="block_attention"),
+    "cacheblend": Method(
+        "cacheblend", encoder="after_prefix", selector=KvDeviation(), recompute_ratio=0.15
+    ),
+    "cache_craft": Method("cache_craft", encoder="after_prefix", selector=CacheCraft()),
+    "epic": Method("epic", encoder="isolated", selector=FirstK()),
+    "fusionrag": Method(
+        "fusionrag",
+        encoder="neighbours",
+        first_encoder="after_prefix",
+        selector=QueryGuided(),
+        recompute_ratio=0.15,
+    ),
 }
 
 
@@ -65,7 +142,10 @@ def method_named(method: str | Method) -> Method:
     if method.endswith(".toml"):
         path = Path(method)
         values = {"name": path.stem, "encoder": None, **read_toml(path)}
-        method = Method(**strict_fields(Method, values, str(path)))
+        values = strict_fields(Method, values, str(path))
+        if "selector" in values:
+            values["selector"] = selector_from(values["selector"], f"{path}: selector")
+        method = Method(**values)
         if method.template.endswith(".toml"):  # named from where the file stands
             method = dataclasses.replace(method, template=str(path.parent / method.template))
         return method

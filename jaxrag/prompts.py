@@ -6,21 +6,37 @@ recognised in the template's own text only, never in documents or questions.
 """
 
 import dataclasses
+import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
 from jaxrag.config import read_toml, strict_fields
 from jaxrag.errors import ConfigError, TokenizerError
-from jaxrag.tokenizer import Tokenizer
+from jaxrag.tokenizer import PROMPT_FILE, Tokenizer
 from jaxrag.types import HostArray
 
-ChunkOrder = Literal["best_first", "best_last"]
+ChunkOrder = Literal["best_first", "best_last", "document"]
 
 _FIELD = re.compile(r"\{(text|title|question)\}")
 _CHUNKS_HERE = "\u241e"  # stands for the chunks while a chat template is rendered
+
+
+class OfDocument(Protocol):
+    """A chunk that knows its place."""
+
+    @property
+    def document_id(self) -> str:
+        """The document it was cut from."""
+        ...
+
+    @property
+    def chunk_index(self) -> int:
+        """Its place among the document's chunks."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +49,9 @@ class PromptTemplate:
       chunk: around every chunk; holds {text} and may hold {title}.
       final: after the chunks; holds {question}.
       chat: render prefix and final block as one user message of the model's chat template.
-      chunk_order: retrieved chunks by descending ("best_first") or ascending score.
+      chunk_order: retrieved chunks by descending ("best_first") or ascending ("best_last") score;
+        or "document": those of one document together in their order, the document with the best
+        chunk first, so that "she" follows her name and a correction what it corrects.
     """
 
     name: str
@@ -84,6 +102,17 @@ class PromptTemplate:
     def final_ids(self, tokenizer: Tokenizer, question: str) -> HostArray:
         """Token ids of the final block: int32 [T]."""
         return _fill(self._around_chunks(tokenizer)[1], tokenizer, {"question": question})
+
+    def arrange[C: OfDocument](self, found: Sequence[C]) -> list[C]:
+        """Retrieved chunks, given best first, in the order of the prompt."""
+        if self.chunk_order == "best_last":
+            return list(found[::-1])
+        if self.chunk_order == "document":
+            place: dict[str, int] = {}
+            for chunk in found:
+                place.setdefault(chunk.document_id, len(place))
+            return sorted(found, key=lambda chunk: (place[chunk.document_id], chunk.chunk_index))
+        return list(found)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain form; ``template_from_dict`` is its inverse."""
@@ -176,3 +205,21 @@ def template_named(name: str) -> PromptTemplate:
     raise ConfigError(
         f"template {name!r}: expected one of {', '.join(TEMPLATES)} or the path of a .toml file"
     )
+
+
+def read_prompt(directory: str | Path) -> PromptTemplate | None:
+    """The template that a model directory brings in ``prompt.toml``; None when there is none.
+
+    The file is a template's TOML file like any other. Raises ConfigError for one that is not.
+    """
+    path = Path(directory) / PROMPT_FILE
+    return template_named(str(path)) if path.is_file() else None
+
+
+def write_prompt(directory: str | Path, template: PromptTemplate) -> None:
+    """Write ``prompt.toml``: every field but the name, which belongs to the file."""
+    values = {key: value for key, value in template.to_dict().items() if key != "name"}
+    # JSON strings and booleans are TOML too, but for DEL, which JSON leaves as it is.
+    lines = (f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
+    text = "".join(lines).replace("\x7f", "\\u007f")
+    (Path(directory) / PROMPT_FILE).write_text(text, encoding="utf-8")

@@ -2,27 +2,32 @@
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxrag.answer import reserved
 from jaxrag.cache import PAGE, pages_for
+from jaxrag.encode import encoder_named
 from jaxrag.errors import RequestError
 from jaxrag.index.filters import Filter
 from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.knowledge_base.neighbours import each_other
 from jaxrag.methods import Method, method_named
 from jaxrag.models.model import Model, as_token_ids
 from jaxrag.prefill import Prompt, check_length
 from jaxrag.prompts import PromptTemplate, template_named
 from jaxrag.sampling import Sampling
 from jaxrag.store import KVStore
+from jaxrag.tokenizer import Tokenizer
 from jaxrag.types import HostArray
 
 Text = str | Sequence[int] | HostArray  # text, or token ids where a model has no tokenizer
 
 DECODE_BLOCK = 8  # tokens between two waits for the device when nobody watches
+_SHOWN_WORDS = 5  # of those that a tokenizer lacks
+_SHOWN_CHARACTERS = 40  # of each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +77,7 @@ class _Chunk:
     source: Source
     title: str
     ids: HostArray  # [T] int32
+    chunk_id: int | None = None  # in the knowledge base; None where it was given
 
 
 def resolve(
@@ -79,6 +85,7 @@ def resolve(
     kb: KnowledgeBase | None,
     model: Model | None,
     method: str | Method,
+    recompute_ratio: float | None = None,
     template: str | PromptTemplate | None,
     k: int,
     max_new_tokens: int,
@@ -90,6 +97,8 @@ def resolve(
     Raises RequestError, and TokenizerError when stop strings are given to a model without text.
     """
     method = method_named(method)
+    if recompute_ratio is not None:
+        method = method.with_ratio(recompute_ratio)
     if kb is not None and model is not None and kb.model is not model:
         raise RequestError("model= differs from the knowledge base's model; pass only kb=")
     model = model if kb is None else kb.model
@@ -107,7 +116,9 @@ def resolve(
         if kb is None:
             raise RequestError("where= chooses documents of a knowledge base; pass kb= with it")
     method.check(model.config)
-    chosen = template if template is not None else (kb.template if kb else method.template)
+    chosen = template
+    if chosen is None:
+        chosen = kb.template if kb else model.template or method.template
     return Settings(
         model=model,
         kb=kb,
@@ -126,7 +137,9 @@ def prepare(
 ) -> Request:
     """Retrieve the chunks, or take the documents, and turn every part into token ids.
 
-    Runs nothing on the device. Raises RequestError for a question that cannot be served: empty,
+    Runs nothing on the device. Words that the tokenizer lacks are named in the notes. Raises
+    RequestError for a question that cannot be served: empty, of words that the model cannot read
+    (one of them, if its vocabulary is a list of words; all of them, if it is one of sub-words),
     longer than the model's context, larger than the cache, or with neither documents nor a
     knowledge base; TokenizerError for text that meets a model without a tokenizer.
     """
@@ -134,12 +147,11 @@ def prepare(
     start = time.perf_counter()
     if isinstance(question, str):
         _check_text("the question", question)
+        _check_words(model.text_tokenizer(), question)
     if documents is not None:
         found = [_given(i, document, model) for i, document in enumerate(documents)]
     else:
         found = _retrieve(settings, question)
-        if template.chunk_order == "best_last":
-            found = found[::-1]
     retrieve_seconds = time.perf_counter() - start
     notes = [] if found else ["no chunk was found for the question; it was asked without any"]
     if isinstance(question, str):
@@ -147,12 +159,15 @@ def prepare(
         prefix = template.prefix_ids(tokenizer)
         final = template.final_ids(tokenizer, question)
         chunks = tuple(template.chunk_ids(tokenizer, chunk.ids, chunk.title) for chunk in found)
+        given = [document for document in documents or () if isinstance(document, str)]
+        notes += _unknown(tokenizer, template, question, given, np.concatenate((prefix, final)))
     else:  # token ids stand for themselves: no template, as there may be no tokenizer
         prefix = np.zeros(0, np.int32)
         final = as_token_ids(question, model.config, "question")
         chunks = tuple(chunk.ids for chunk in found)
     prompt = Prompt(prefix, chunks, final)
     check_length(model, prompt, settings.max_new_tokens)
+    prompt = dataclasses.replace(prompt, neighbours=_neighbours(settings, found, prompt))
     sources = [chunk.source for chunk in found]
     request = Request(prompt, sources, sampling, retrieve_seconds, notes)
     _check_cache(settings, request)
@@ -169,7 +184,8 @@ def pages_of(settings: Settings, requests: Sequence[Request]) -> int:
         if settings.method.encoder is None:
             owned += pages_for(prompt.num_tokens + reserve)
             continue
-        owned += pages_for(len(prompt.final) + reserve)
+        room = settings.method.room([len(chunk) for chunk in prompt.chunks])
+        owned += pages_for(len(prompt.final) + room + reserve)
         shared["prefix", prompt.prefix.tobytes()] = len(prompt.prefix)
         shared |= {("chunk", ids.tobytes()): len(ids) for ids in prompt.chunks}
     return owned + sum(map(pages_for, shared.values()))
@@ -193,6 +209,44 @@ def _check_text(what: str, text: str) -> None:
         ) from None
 
 
+def _check_words(tokenizer: Tokenizer, question: str) -> None:
+    """Refuse a question whose sense the tokenizer would lose."""
+    unknown = tokenizer.unknown_words(question)
+    if unknown and (tokenizer.is_word_level or not tokenizer.knows_a_word(question)):
+        raise RequestError(
+            f"the question holds {_some(unknown)}: not in this model's vocabulary of "
+            f"{tokenizer.vocab_size} entries; ask in words that it knows, or use another model"
+        )
+
+
+def _unknown(
+    tokenizer: Tokenizer,
+    template: PromptTemplate,
+    question: str,
+    documents: Sequence[str],
+    around: HostArray,
+) -> Iterator[str]:
+    """Notes on what becomes the unknown token; ``around`` are the ids around the chunks."""
+    asked = tokenizer.unknown_words(question)
+    given = dict.fromkeys(word for text in documents for word in tokenizer.unknown_words(text))
+    for what, words in (("question", asked), ("documents", list(given))):
+        if words:
+            yield f"the model's vocabulary lacks words of the {what}: {_some(words)}"
+    lost = 0 if tokenizer.unk_id is None else int((around == tokenizer.unk_id).sum())
+    if lost and not asked:
+        yield (
+            f"the model's vocabulary lacks {lost} tokens of the template {template.name!r}; "
+            "use the one that it was trained with"
+        )
+
+
+def _some(words: Sequence[str]) -> str:
+    """Up to five of them, quoted, and how many more there are."""
+    shown = ", ".join(repr(word[:_SHOWN_CHARACTERS]) for word in words[:_SHOWN_WORDS])
+    more = len(words) - _SHOWN_WORDS
+    return shown + (f" and {more} more" if more > 0 else "")
+
+
 def _check_cache(settings: Settings, request: Request) -> None:
     need, there = pages_of(settings, [request]), settings.model.cache.owners.num_pages
     if need > there:
@@ -212,9 +266,31 @@ def _retrieve(settings: Settings, question: Text) -> list[_Chunk]:
             Source(h.document_id, h.chunk_index, h.file, h.score, h.text, h.page, h.start, h.end),
             h.title,
             h.ids,
+            h.chunk_id,
         )
-        for h in settings.kb.search(question, settings.k, where=settings.where)
+        for h in settings.template.arrange(
+            settings.kb.search(question, settings.k, where=settings.where)
+        )
     ]
+
+
+def _neighbours(
+    settings: Settings, found: Sequence[_Chunk], prompt: Prompt
+) -> tuple[tuple[HostArray, ...], ...] | None:
+    """What each chunk was, or is to be, encoded behind; None where the method's encoder sees none.
+
+    Neighbours in the knowledge base of chunks that were retrieved. Chunks that were given are each
+    other's, in their order, as many as there may be.
+    """
+    names = (settings.method.encoder, settings.method.first_encoder)
+    seeing = [name for name in names if name is not None and encoder_named(name).sees_neighbours]
+    if not seeing:
+        return None
+    chunk_ids = [chunk.chunk_id for chunk in found if chunk.chunk_id is not None]
+    if settings.kb is not None and len(chunk_ids) == len(found):
+        return tuple(settings.kb.neighbours_of(chunk_ids, seeing[0], settings.template))
+    room = settings.model.config.max_positions - len(prompt.prefix)
+    return tuple(each_other(prompt.chunks, room))
 
 
 def _given(index: int, document: Text, model: Model) -> _Chunk:

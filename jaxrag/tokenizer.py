@@ -16,12 +16,14 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+from tokenizers import models
 
 from jaxrag.chat import render_template
 from jaxrag.config import ModelConfig
 from jaxrag.errors import TokenizerError
 from jaxrag.types import HostArray
 
+PROMPT_FILE = "prompt.toml"  # the prompt format of the model, see jaxrag.prompts
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -33,6 +35,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "generation_config.json",
+    PROMPT_FILE,
 )
 TEMPLATE_DIRECTORY = "additional_chat_templates"
 
@@ -100,6 +103,24 @@ class Tokenizer:
         """Whether a prompt of this model begins with BOS."""
         return self.bos_id is not None and self.bos_id in self.leading_ids
 
+    @functools.cached_property
+    def unk_id(self) -> int | None:
+        """The id that stands for whatever the vocabulary lacks; None where nothing does.
+
+        Byte-level and byte-fallback tokenizers spell everything, with or without such an id.
+        """
+        model = self._text.model
+        if isinstance(model, models.Unigram):
+            unigram_id: int | None = json.loads(self._text.to_str())["model"]["unk_id"]
+            return unigram_id
+        token = model.unk_token
+        return None if token is None else self._text.token_to_id(token)
+
+    @property
+    def is_word_level(self) -> bool:
+        """Whether the vocabulary is a list of words, so that any other word is lost as a whole."""
+        return isinstance(self._text.model, models.WordLevel)
+
     @property
     def has_chat_template(self) -> bool:
         """Whether ``render_chat`` has a template to render."""
@@ -117,6 +138,37 @@ class Tokenizer:
         """Ids int32 [T], and for each the (start, end) characters of the text it covers."""
         encoding = self._text.encode(text, add_special_tokens=False)
         return np.asarray(encoding.ids, np.int32), list(encoding.offsets)
+
+    def unknown_words(self, text: str) -> list[str]:
+        """What of a text becomes the unknown token, each piece once, in order of appearance.
+
+        A piece is a word or mark for a word-level vocabulary; for one of sub-words the characters
+        that it cannot spell, neighbours joined. Empty where ``unk_id`` is None.
+        """
+        return list(dict.fromkeys(text[start:end] for start, end in self._unknown_spans(text)))
+
+    def knows_a_word(self, text: str) -> bool:
+        """Whether a letter or digit of a text is left when the unknown pieces are taken out."""
+        edges = [0, *(edge for span in self._unknown_spans(text) for edge in span), len(text)]
+        known = (text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
+        return any(character.isalnum() for piece in known for character in piece)
+
+    def _unknown_spans(self, text: str) -> list[tuple[int, int]]:
+        """Half-open ranges of characters, ascending, white space at their ends left out."""
+        if self.unk_id is None:
+            return []
+        ids, offsets = self.encode_with_offsets(text)
+        spans: list[tuple[int, int]] = []
+        for i in np.flatnonzero(ids == self.unk_id):
+            start, end = offsets[i]
+            piece = text[start:end]
+            start, end = end - len(piece.lstrip()), start + len(piece.rstrip())
+            if start >= end:
+                continue
+            if not self.is_word_level and spans and spans[-1][1] == start:
+                start = spans.pop()[0]
+            spans.append((start, end))
+        return spans
 
     def encode_batch(self, texts: Sequence[str]) -> list[HostArray]:
         """``encode`` of many texts, in parallel."""
@@ -254,7 +306,10 @@ def check_vocab(tokenizer: Tokenizer, config: ModelConfig) -> None:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the files of a tokenizer, and the generation settings beside them, byte for byte."""
+    """Copy a tokenizer's files, and the generation settings and prompt format beside them.
+
+    Byte for byte; what the source lacks is left out.
+    """
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)

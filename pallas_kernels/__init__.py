@@ -1,6 +1,7 @@
 """Attention ops, one contract each, with the jnp reference (`xla`). Imports jax only."""
 
+from pallas_kernels.key_mass import key_mass
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.segment_attention import segment_attention
 
-__all__ = ["paged_attention", "segment_attention"]
+__all__ = ["key_mass", "paged_attention", "segment_attention"]

@@ -68,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
             kb=kb,
             model=load(args, args.model, args.dtype) if kb is None else None,
             method=method,
+            recompute_ratio=args.recompute_ratio,
             template=args.template,
             k=args.k,
             max_new_tokens=args.max_new_tokens,

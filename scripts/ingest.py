@@ -16,11 +16,10 @@ import sys
 from collections.abc import Sequence
 
 from jaxrag.cli import run_command
+from jaxrag.cli.distributed import add_distributed, join
 from jaxrag.cli.ingest import add_arguments
 from jaxrag.cli.ingest import run as ingest
 from jaxrag.errors import RequestError
-
-_LONGEST_RUN = 30 * 86_400  # seconds that the first process to end waits for the last
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,46 +31,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--distributed",
     )
     add_arguments(parser)
-    parser.add_argument(
-        "--distributed", action="store_true", help="take the part of this process's rank"
-    )
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where needed")
-    parser.add_argument("--processes", type=int, metavar="N", help="how many, where needed")
-    parser.add_argument("--process-id", type=int, metavar="I", help="which one, where needed")
+    add_distributed(parser, "take the part of this process's rank")
     return run_command(run, parser.parse_args(argv))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ingest the part of this process."""
-    given = (args.coordinator, args.processes, args.process_id)
-    if args.distributed:
-        if args.shard is not None:
-            raise RequestError(f"--shard {args.shard} with --distributed: pass one of the two")
-        args.shard = rank_shard(*given)
-    elif given != (None, None, None):
-        raise RequestError("--coordinator, --processes and --process-id need --distributed")
+    """Ingest the part of this process, which uses its own devices only."""
+    if args.distributed and args.shard is not None:
+        raise RequestError(f"--shard {args.shard} with --distributed: pass one of the two")
+    if join(args):
+        import jax
+
+        args.shard = f"{jax.process_index()}/{jax.process_count()}"
     return ingest(args)
-
-
-def rank_shard(
-    coordinator: str | None = None, processes: int | None = None, process_id: int | None = None
-) -> str:
-    """Join jax.distributed; returns "I/N" of this process.
-
-    Every process uses its own devices only. Raises RequestError when it cannot join.
-    """
-    import jax
-
-    try:
-        jax.distributed.initialize(
-            coordinator, processes, process_id, shutdown_timeout_seconds=_LONGEST_RUN
-        )
-    except (RuntimeError, ValueError) as error:
-        raise RequestError(
-            f"jax.distributed cannot start ({' '.join(str(error).split())[:200]}); pass "
-            "--coordinator, --processes and --process-id, or --shard I/N"
-        ) from None
-    return f"{jax.process_index()}/{jax.process_count()}"
 
 
 if __name__ == "__main__":

@@ -104,12 +104,17 @@ def run(args: argparse.Namespace) -> int:
 
 def merged(reports: Sequence["AddReport"], seconds: float) -> "AddReport":
     """One report of several parts: counts are added, ``seconds`` is the whole run's."""
-    names = [f.name for f in dataclasses.fields(reports[0]) if f.name not in ("skipped", "seconds")]
+    from jaxrag.ingest import UNKNOWN_EXAMPLES
+
+    own = ("skipped", "seconds", "unknown_words", "neighbours")
+    names = [f.name for f in dataclasses.fields(reports[0]) if f.name not in own]
+    unknown = dict.fromkeys(word for report in reports for word in report.unknown_words)
     return dataclasses.replace(
         reports[0],
         **{name: sum(getattr(report, name) for report in reports) for name in names},
         skipped=tuple(itertools.chain.from_iterable(report.skipped for report in reports)),
         seconds=seconds,
+        unknown_words=tuple(unknown)[:UNKNOWN_EXAMPLES],
     )
 
 

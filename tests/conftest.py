@@ -22,7 +22,7 @@ from jaxrag.config import ModelConfig, RopeConfig
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.spec import init_params
-from jaxrag.prompts import TEMPLATES
+from jaxrag.prompts import TEMPLATES, template_named
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -112,6 +112,20 @@ def model_dir(
 def text_model(model_dir: Path) -> Model:
     """The model of ``model_dir``."""
     return load_model(model_dir, cache_tokens=8192)
+
+
+@pytest.fixture(scope="session")
+def word_model_dir(
+    tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., ModelConfig]
+) -> Path:
+    """A Hugging Face directory of a random Llama that knows 470 words and brings its prompt."""
+    configs = Path(__file__).parents[1] / "configs"
+    config = tiny_config(vocab_size=512, num_layers=1, max_positions=1024)
+    directory = tmp_path_factory.mktemp("word-model") / "llama"
+    params = init_params(config, jax.random.key(4))
+    template = template_named(str(configs / "templates" / "short.toml"))
+    export_hf(directory, params, config, configs / "tokenizers" / "synthetic", template=template)
+    return directory
 
 
 @pytest.fixture(scope="session")

@@ -45,6 +45,27 @@ def test_how_files_are_read_and_cut_can_be_said(ingest, tmp_path):
         assert kb.search("更多", k=1)[0].section == "Two"
 
 
+def test_chunks_are_encoded_behind_their_neighbours(ingest, tmp_path, capsys, model_dir):
+    for number in range(5):
+        (tmp_path / f"{number}.txt").write_text(f"The salt well number {number} of Yanjing.")
+    paths = [tmp_path / f"{number}.txt" for number in range(5)]
+    options = ["--encoder", "neighbours", "--neighbours", "2", "--similar-by", "bm25"]
+    code, report, _ = ingest(*paths[:4], options=options)
+    assert (code, report["encoded"]) == (0, 0)
+    assert (report["neighbours"]["chunks"], report["neighbours"]["encoded"]) == (4, 4)
+    kb = ["--kb", str(tmp_path / "kb")]
+    assert main(["ingest", str(paths[4]), *kb, "--model", str(model_dir)]) == 0  # remembered
+    assert "behind their neighbours: encoded " in capsys.readouterr().out
+    assert main(["ask", "Which salt well?", *kb, "--method", "fusionrag", "--k", "3",
+                 "--max-new-tokens", "2", "--recompute-ratio", "0.2", "--json"]) == 0  # fmt: skip
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["counts"]["encoded"] == 0
+    assert answer["counts"]["recomputed"] > 0
+    code, _, err = ingest(paths[0], options=["--neighbours", "3"])
+    assert (code, err.count("\n")) == (1, 1)
+    assert "neighbours=3 without an encoder" in err or "has neighbours=2, not 3" in err
+
+
 def test_report_names_bad_files_whatever_they_are_called(ingest, tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
@@ -57,6 +78,22 @@ def test_report_names_bad_files_whatever_they_are_called(ingest, tmp_path):
     assert len(err.splitlines()) == 3
     assert "caf\\udce9.txt" in err
     assert "two\\nlines.txt" in err
+
+
+def test_words_that_the_model_cannot_read_are_a_warning(word_model_dir, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("File 23: Kora Toxer lives in Baldorf.")
+    command = ["ingest", str(tmp_path / "a.txt"), "--kb", str(tmp_path / "kb")]
+    command += ["--model", str(word_model_dir), "--chunk-tokens", "64"]
+    assert main(command) == 0
+    assert capsys.readouterr().err == ""
+    (tmp_path / "a.txt").write_text("Kora Toxer lives in Hamburg, a town of Hamburg; a b c d e.")
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    assert "1 documents (0 unchanged, 1 replaced)" in out
+    assert err == (
+        "warning: the model's vocabulary lacks 9 of 19 tokens, such as 'Hamburg', ',', 'town', "
+        "';', 'b'; it reads them all as one unknown word\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,7 +154,8 @@ def test_reports_of_parts_are_added_up():
     merged = runpy.run_path(str(SCRIPTS / "ray_ingest.py"))["merged"]
     bad = BadDocument("a", "why")
     parts = [
-        AddReport(1, 0, 1, 5, 50, 4, 1, 40, (bad,), 3.0),
-        AddReport(2, 1, 0, 3, 30, 3, 0, 30, (), 9.0),
+        AddReport(1, 0, 1, 5, 50, 4, 1, 40, (bad,), 3.0, 4, ("a", "b", "c")),
+        AddReport(2, 1, 0, 3, 30, 3, 0, 30, (), 9.0, 5, ("b", "d", "e", "f")),
     ]
-    assert merged(parts, 10.0) == AddReport(3, 1, 1, 8, 80, 7, 1, 70, (bad,), 10.0)
+    whole = AddReport(3, 1, 1, 8, 80, 7, 1, 70, (bad,), 10.0, 9, ("a", "b", "c", "d", "e"))
+    assert merged(parts, 10.0) == whole

@@ -12,8 +12,18 @@ from jaxrag.prompts import template_named
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MODELS = CONFIGS / "models"
-PARAMS = {"llama-3-8b": 8_030_261_248, "mistral-7b": 7_248_023_552, "qwen2-7b": 7_615_616_512}
-KV_BYTES = {"llama-3-8b": 128 * 1024, "mistral-7b": 128 * 1024, "qwen2-7b": 56 * 1024}
+PARAMS = {
+    "llama-3-8b": 8_030_261_248,
+    "mistral-7b": 7_248_023_552,
+    "qwen2-7b": 7_615_616_512,
+    "synthetic-0.8m": 820352,
+}
+KV_BYTES = {
+    "llama-3-8b": 128 * 1024,
+    "mistral-7b": 128 * 1024,
+    "qwen2-7b": 56 * 1024,
+    "synthetic-0.8m": 4096,
+}
 
 
 def test_every_model_file_is_checked():

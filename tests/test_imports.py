@@ -20,11 +20,11 @@ LAYERS = (
     ("models",),
     ("index", "embed", "documents", "sentences", "chunking"),
     ("encode", "catalog", "cutting", "ingest", "load", "export", "knowledge_base"),
+    ("select",),
     ("prefill", "methods"),
     ("answer", "request", "generation", "batch_files", "batch"),
     ("jaxrag",),
-    ("evals",),
-    ("train",),
+    ("evals", "train"),
     ("bench",),
     ("cli", "__main__"),
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """Prompt templates: what stands where, BOS exactly once, and text that is never a special token."""
 
+import dataclasses
 import json
 import shutil
 
@@ -7,7 +8,14 @@ import numpy as np
 import pytest
 
 from jaxrag.errors import ConfigError, TokenizerError
-from jaxrag.prompts import TEMPLATES, PromptTemplate, template_from_dict, template_named
+from jaxrag.prompts import (
+    TEMPLATES,
+    PromptTemplate,
+    read_prompt,
+    template_from_dict,
+    template_named,
+    write_prompt,
+)
 from jaxrag.tokenizer import Tokenizer
 
 CHAT = "{{ bos_token }}{% for m in messages %}<|user|>\n{{ m.content }}\n{% endfor %}<|assistant|>"
@@ -135,7 +143,7 @@ def test_chat_needs_a_chat_template_that_repeats_the_message(tokenizer, load_wit
         ({"final": "no question"}, r"final must hold \{question\} once"),
         ({"final": "{question} {title}"}, "final must hold"),
         ({"prefix": "{question}"}, "prefix must hold no placeholder"),
-        ({"chunk_order": "random"}, "expected one of best_first, best_last"),
+        ({"chunk_order": "random"}, "expected one of best_first, best_last, document"),
     ],
 )
 def test_a_template_that_would_lose_something_is_refused(changes, words):
@@ -188,6 +196,52 @@ def test_a_bad_toml_template_is_refused_by_key(tmp_path, text, words):
     path.write_text(text)
     with pytest.raises(ConfigError, match=words):
         template_named(str(path))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_survives_the_prompt_file(tmp_path, name):
+    write_prompt(tmp_path, TEMPLATES[name])
+    assert read_prompt(tmp_path) == dataclasses.replace(TEMPLATES[name], name="prompt")
+
+
+def test_the_prompt_file_keeps_every_character(tmp_path):
+    hostile = "\"'\\ \x00\x08\x1f\x7f\x85\r\n\t # \u2028 \U0001f389 = [a]"
+    template = PromptTemplate(
+        "prompt", hostile, hostile + "{text}", "{question}" + hostile, chat=True,
+        chunk_order="document",
+    )  # fmt: skip
+    write_prompt(tmp_path, template)
+    assert read_prompt(tmp_path) == template
+
+
+def test_no_prompt_file_is_no_template_and_a_bad_one_is_refused(tmp_path):
+    assert read_prompt(tmp_path) is None
+    (tmp_path / "prompt.toml").write_text('prefix = ""\nchunk = "no text"\nfinal = "{question}"')
+    with pytest.raises(ConfigError, match=r"'prompt'.*chunk must hold \{text\} once"):
+        read_prompt(tmp_path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    document_id: str
+    chunk_index: int
+
+
+FOUND = [Found(*pair) for pair in (("b", 2), ("a", 1), ("c", 0), ("b", 0), ("a", 3), ("b", 1))]
+
+
+@pytest.mark.parametrize(
+    ("order", "places"),
+    [
+        ("best_first", [0, 1, 2, 3, 4, 5]),
+        ("best_last", [5, 4, 3, 2, 1, 0]),
+        ("document", [3, 5, 0, 1, 4, 2]),
+    ],
+)
+def test_retrieved_chunks_are_arranged(order, places):
+    template = PromptTemplate("t", "", "{text}", "{question}", chunk_order=order)
+    assert template.arrange(FOUND) == [FOUND[i] for i in places]
+    assert template.arrange([]) == []
 
 
 @pytest.mark.parametrize("name", ["turborga", "missing.toml", ""])

@@ -286,3 +286,81 @@ def test_chat_templates_by_name(tmp_path):
     assert tokenizer.render_chat(user) == "file>"
     assert tokenizer.render_chat(user, add_generation_prompt=False) == "file"
     assert tokenizer.render_chat(user, template="rag") == "rag file"
+
+
+def word_level():
+    """A word a token, as small models have it; marks stand alone."""
+    vocabulary = ["<unk>", "\u2581who", "\u2581lives", "\u2581here", "?", "\u2581caf\u00e9"]
+    made = tokenizers.Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>")
+    )
+    made.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Metaspace(prepend_scheme="always"),
+            pre_tokenizers.Split(tokenizers.Regex(r"[^\w\u2581]"), "isolated"),
+        ]
+    )
+    made.add_special_tokens(["<unk>"])
+    return made
+
+
+def unigram():
+    """Sub-words without bytes to fall back to, as T5 has them; id 2 is the unknown one."""
+    pieces = [("a", -1.0), ("b", -1.5), ("<unk>", -9.0), ("\u2581", -2.0), ("\u2581ab", -2.5)]
+    made = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=2))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    return made
+
+
+def word_piece():
+    made = tokenizers.Tokenizer(
+        models.WordPiece({"[UNK]": 0, "ab": 1, "##a": 2}, unk_token="[UNK]")
+    )
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return made
+
+
+def wrapped(tokenizer):
+    return Tokenizer(tokenizer.to_str().encode(), {}, {})
+
+
+@pytest.mark.parametrize(
+    ("make", "unk_id", "text", "unknown"),
+    [
+        (word_level, 0, "who lives here?", []),
+        (word_level, 0, " who lives\n in  Upper-Senn, here? in", ["in", "Upper", "-", "Senn", ","]),
+        (word_level, 0, "cafe\u0301 caf\u00e9 cafe", ["cafe"]),
+        (word_level, 0, "<unk> who", ["<", "unk", ">"]),
+        (unigram, 2, "ab ba", []),
+        (unigram, 2, "ab \u6851ab\u6851\u6851 zz ab zz", ["\u6851", "\u6851\u6851", "zz"]),
+        (word_piece, 0, "aba abba ab \u6851", ["abba", "\u6851"]),
+        (byte_level, None, "\u03a9 \u6851 anything", []),
+    ],
+)
+def test_unknown_words(make, unk_id, text, unknown):
+    tokenizer = wrapped(make())
+    assert tokenizer.unk_id == unk_id
+    assert tokenizer.unknown_words(text) == unknown
+    assert tokenizer.is_word_level == (make is word_level)
+
+
+def test_byte_fallback_knows_every_word():
+    tokenizer = wrapped(byte_fallback())
+    assert tokenizer.unk_id == 0
+    assert tokenizer.unknown_words("\u03a9 \u6851 \U0001f389") == []
+
+
+@pytest.mark.parametrize(
+    ("make", "text", "knows"),
+    [
+        (unigram, "ab \u6851", True),
+        (unigram, "\u6851\u6851 zz \u6851?", False),
+        (word_level, "who??", True),
+        (word_level, "what? ?", False),
+        (byte_level, "\u6851", True),
+        (unigram, "\u6851a\u6851", True),
+    ],
+)
+def test_whether_a_word_is_known(make, text, knows):
+    assert wrapped(make()).knows_a_word(text) is knows

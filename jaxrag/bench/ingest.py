@@ -5,6 +5,11 @@ Both are measured in turn, so that a slow moment of the machine falls on both; t
 warm-up that compiles. The best of each is compared, since what else runs on a machine only ever
 slows down; medians stand beside it. Processor seconds, of all threads, are hardly disturbed by
 others: on a CPU their ratio says what ingest costs beyond the forward pass.
+
+With an encoder that sees neighbours every round also makes a knowledge base of that variant: the
+chunks' own KV first (``after_prefix``), which is not part of the figure, then every chunk behind
+its neighbours, from their search to the committed KV. The time of a chunk over that of an isolated
+one is set against the same ratio of their FLOPs.
 """
 
 import contextlib
@@ -32,6 +37,8 @@ from jaxrag.bench.ttft import LLAMA_100M
 from jaxrag.chunking import Chunking, split
 from jaxrag.config import DType, ModelConfig
 from jaxrag.documents import Document
+from jaxrag.encode import encoder_named
+from jaxrag.encode.behind import batch_rows
 from jaxrag.encode.rows import packed_batches
 from jaxrag.errors import RequestError
 from jaxrag.flops import forward_flops
@@ -62,6 +69,8 @@ class Options:
     repeats: int = 5
     folder: str | None = None  # where the knowledge bases go; None is the temporary folder
     seed: int = 0
+    encoder: str = "isolated"
+    neighbours: int = 10  # read by encoders that see them
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be measured."""
@@ -70,6 +79,9 @@ class Options:
                 f"repeats={self.repeats} chunk_tokens={self.chunk_tokens} tokens={self.tokens}: "
                 "expected positive numbers and at least one chunk"
             )
+        encoder_named(self.encoder)
+        if self.neighbours < 1:
+            raise RequestError(f"neighbours={self.neighbours}: expected at least 1 chunk")
         if self.folder is not None and not Path(self.folder).is_dir():
             raise RequestError(f"folder {self.folder}: expected a folder that exists")
 
@@ -84,6 +96,7 @@ def run(options: Options) -> dict[str, Any]:
         model = load_model(path, dtype=options.dtype)
         documents, batches = _corpus(model, texts, options)
         clocks: dict[str, list[Clock]] = {"plain": [], "ingest": []}
+        behind: list[_Behind] = []
         peaks: list[float] = []
         for round_ in tqdm(range(options.repeats + 1), desc="rounds", disable=None):
             peaks.append(matmul_peak(options.dtype))
@@ -100,7 +113,77 @@ def run(options: Options) -> dict[str, Any]:
                 _clock(clocks["ingest"]),
             ):
                 kb.add(documents)
-        return _result(options, model, batches, clocks, max(peaks))
+            if encoder_named(options.encoder).sees_neighbours:
+                place = work / f"behind{round_}"
+                behind.append(_encode_behind(model, documents, batches, options, place))
+        result = _result(options, model, batches, clocks, max(peaks))
+        if behind:
+            result["neighbours"] = _neighbours_result(options, result, behind[1:])
+        return result
+
+
+@dataclasses.dataclass(frozen=True)
+class _Behind:
+    """One round of encoding every chunk behind its neighbours."""
+
+    refreshed: ingest.RefreshReport
+    flops: int
+
+
+def _encode_behind(
+    model: Model,
+    documents: Sequence[Document],
+    batches: Sequence[Sequence[HostArray]],
+    options: Options,
+    path: Path,
+) -> _Behind:
+    with KnowledgeBase.open(
+        path,
+        model,
+        template=TEMPLATE,
+        chunk_tokens=options.chunk_tokens,
+        overlap=0,
+        encoders=("after_prefix", options.encoder),
+        neighbours=options.neighbours,
+    ) as kb:
+        refreshed = kb.add(documents).neighbours
+        assert refreshed is not None
+        prefix = len(TEMPLATES[TEMPLATE].prefix_ids(model.text_tokenizer()))
+        lengths = (len(ids) for batch in batches for ids in batch)
+        flops = 0
+        for document in documents:
+            chunk_ids = kb.chunks.of_document(document.id)
+            for others in kb.neighbours_of(chunk_ids, options.encoder):
+                length, before = next(lengths), prefix + sum(map(len, others))
+                joint = encoder_named(options.encoder).neighbours == "joint"
+                span = (before + length, 0) if joint else (length, before)
+                flops += forward_flops(model.config, [span], num_logits=0)
+    return _Behind(refreshed, flops)
+
+
+def _neighbours_result(
+    options: Options, result: dict[str, Any], rounds: Sequence[_Behind]
+) -> dict[str, Any]:
+    """Throughput behind neighbours, and the time of a chunk beside its FLOPs."""
+    best = min(rounds, key=lambda it: it.refreshed.seconds)
+    report, isolated = best.refreshed, result["ingest"]
+    flops_ratio = best.flops / report.encoded * result["chunks"] / result["flops"]
+    time_ratio = report.seconds / report.encoded * isolated["chunks_per_second"]
+    return {
+        "encoder": options.encoder,
+        "top_n": options.neighbours,
+        "batch_rows": batch_rows(options.chunk_tokens),
+        "encoded": report.encoded,
+        "context_tokens": report.context_tokens,
+        "seconds": report.seconds,
+        "median_seconds": statistics.median(it.refreshed.seconds for it in rounds),
+        "chunks_per_minute": report.chunks_per_minute,
+        "flops": best.flops,
+        "flops_per_second": best.flops / report.seconds,
+        "flops_ratio": flops_ratio,
+        "time_ratio": time_ratio,
+        "time_over_flops": time_ratio / flops_ratio,
+    }
 
 
 def _result(
@@ -133,6 +216,7 @@ def _result(
         "chunks": len(lengths),
         "chunk_tokens": options.chunk_tokens,
         "repeats": options.repeats,
+        "flops": flops,
         "kv_bytes": sum(lengths) * model.config.kv_bytes_per_token,
         "matmul_peak_flops_per_second": peak,
         **measured,
@@ -163,6 +247,14 @@ def report(result: dict[str, Any]) -> Iterator[str]:
         f"{result['ingest_over_plain_processor']:.1%} by processor seconds); matmul peak "
         f"{result['matmul_peak_flops_per_second'] / 1e9:.1f} GFLOP/s"
     )
+    if "neighbours" in result:
+        row = result["neighbours"]
+        yield (
+            f"{row['encoder']} {row['top_n']}: {row['chunks_per_minute']:.1f} chunks/min, batches "
+            f"of {row['batch_rows']}, {row['flops_per_second'] / 1e9:.1f} GFLOP/s; a chunk takes "
+            f"{row['time_ratio']:.2f} times an isolated one's time for {row['flops_ratio']:.2f} "
+            f"times its FLOPs ({row['time_over_flops']:.2f})"
+        )
 
 
 def matmul_peak(dtype: DType, repeats: int = 5) -> float:

@@ -51,6 +51,15 @@ class Catalog(Reader):
             raise
         return catalog
 
+    @staticmethod
+    def is_empty(path: Path) -> bool:
+        """Whether the file is about to become a catalog: another process is inside ``create``.
+
+        Raises StoreError for a file that is no database.
+        """
+        with contextlib.closing(Database(path)) as database:
+            return database.is_empty()
+
     @classmethod
     def create(cls, path: Path, settings: Mapping[str, Any]) -> Self:
         """Make the catalog with these settings, or open the one that is there already.
@@ -132,9 +141,11 @@ class Catalog(Reader):
                 raise KnowledgeBaseError(
                     f"{self.path.parent}: another process changed the embedder; open it again"
                 )
+            gone: list[str] = []
             for entry in entries:
-                left += self._remove(connection, entry.document.id)
+                left += self._remove(connection, entry.document.id, gone)
                 self._insert(connection, entry, now)
+            self._forget_contexts(connection, gone)
             if vectors != "null":
                 connection.executemany("INSERT INTO leaving VALUES (?)", [(i,) for i in left])
         return left
@@ -163,15 +174,53 @@ class Catalog(Reader):
                             [(i, encoder, key) for i, key in zip(chunk_ids, own, strict=True)],
                         )
 
+    def put_contexts(
+        self, encoder: str, rows: Iterable[tuple[int, str, Sequence[str]]]
+    ) -> list[int]:
+        """Record the keys of chunks that were encoded behind others, all in one transaction.
+
+        Args:
+          encoder: one that sees neighbours. rows: (chunk id, store key, content ids of the chunks
+            in front of it, in order). Replaces what is recorded of these chunks.
+
+        Returns the chunk ids that were recorded: one that has left, or that has seen a chunk which
+        has left, is passed over.
+        """
+        recorded = []
+        with self._database.transaction() as connection:
+            for chunk_id, key, content_ids in rows:
+                (whole,) = connection.execute(
+                    "SELECT EXISTS (SELECT 1 FROM chunks WHERE id = ?) AND NOT EXISTS "
+                    "(SELECT 1 FROM json_each(?) WHERE value NOT IN (SELECT content_id FROM chunks "
+                    "WHERE content_id = value))",
+                    (chunk_id, json.dumps(content_ids)),
+                ).fetchone()
+                if not whole:
+                    continue
+                connection.execute(
+                    "DELETE FROM chunk_keys WHERE chunk_id = ? AND encoder = ?", (chunk_id, encoder)
+                )
+                connection.execute(
+                    "INSERT INTO chunk_keys VALUES (?, ?, ?)", (chunk_id, encoder, key)
+                )
+                connection.executemany(
+                    "INSERT INTO contexts VALUES (?, ?, ?, ?)",
+                    [(chunk_id, encoder, place, c) for place, c in enumerate(content_ids)],
+                )
+                recorded.append(chunk_id)
+        return recorded
+
     def remove(self, document_ids: Iterable[str]) -> list[int]:
         """Remove documents, in one transaction; returns the chunk ids that left, as ``put`` does.
 
         An id that names no document is left out.
         """
         left: list[int] = []
+        gone: list[str] = []
         with self._database.transaction() as connection:
             for document_id in document_ids:
-                left += self._remove(connection, document_id)
+                left += self._remove(connection, document_id, gone)
+            self._forget_contexts(connection, gone)
             if _vectors(connection) != "null":
                 connection.executemany("INSERT INTO leaving VALUES (?)", [(i,) for i in left])
         return left
@@ -213,16 +262,29 @@ class Catalog(Reader):
             mask &= (chunk_ids < first) | (chunk_ids > last)
         return chunk_ids[mask]
 
-    def _remove(self, connection: sqlite3.Connection, document_id: str) -> list[int]:
+    def _remove(
+        self, connection: sqlite3.Connection, document_id: str, gone: list[str]
+    ) -> list[int]:
+        """Remove a document; returns its chunk ids and adds their content ids to ``gone``."""
         rows = connection.execute(
-            "SELECT chunks.id, title, text FROM chunks "
+            "SELECT chunks.id, title, text, content_id FROM chunks "
             "JOIN documents ON documents.id = document_id WHERE document_id = ?",
             (document_id,),
         ).fetchall()
-        for chunk_id, title, text in rows:
+        for chunk_id, title, text, content_id in rows:
             self._index.remove(chunk_id, searched_text(title, text))
+            gone.append(content_id)
         connection.execute("DELETE FROM documents WHERE id = ?", (document_id,))
         return [row[0] for row in rows]
+
+    def _forget_contexts(self, connection: sqlite3.Connection, gone: list[str]) -> None:
+        """Forget the keys of KV that has seen a chunk whose content no chunk has any more."""
+        connection.execute(
+            "DELETE FROM chunk_keys WHERE (chunk_id, encoder) IN (SELECT chunk_id, encoder "
+            "FROM json_each(?) JOIN contexts ON content_id = value "
+            "WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE content_id = value))",
+            (json.dumps(sorted(dict.fromkeys(gone))),),
+        )
 
     def _insert(self, connection: sqlite3.Connection, entry: Entry, now: str) -> None:
         document, chunks = entry.document, entry.chunks

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jaxrag.errors import KnowledgeBaseError, StoreError
 
-FORMAT = 2
+FORMAT = 3
 BUSY_SECONDS = 60.0
 _APPLICATION = 0x4A524147  # "JRAG", SQLite's application_id
 
@@ -36,6 +36,12 @@ _SCHEMA = (
         chunk_id INTEGER NOT NULL REFERENCES chunks(id) ON DELETE CASCADE,
         encoder TEXT NOT NULL, key TEXT NOT NULL, PRIMARY KEY (chunk_id, encoder)) WITHOUT ROWID""",
     "CREATE INDEX chunk_keys_by_key ON chunk_keys (key)",
+    # What stood in front of a chunk when it was encoded, for encoders that see other chunks.
+    """CREATE TABLE contexts (
+        chunk_id INTEGER NOT NULL, encoder TEXT NOT NULL, place INTEGER NOT NULL,
+        content_id TEXT NOT NULL, PRIMARY KEY (chunk_id, encoder, place),
+        FOREIGN KEY (chunk_id, encoder) REFERENCES chunk_keys ON DELETE CASCADE) WITHOUT ROWID""",
+    "CREATE INDEX contexts_by_content ON contexts (content_id)",
     # AUTOINCREMENT is not needed: the next reservation starts behind the largest ``last`` ever,
     # and the newest row is never removed.
     "CREATE TABLE reservations (first INTEGER PRIMARY KEY, last INTEGER NOT NULL, made REAL)",

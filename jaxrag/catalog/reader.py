@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 
 from jaxrag.catalog.database import Database
-from jaxrag.catalog.rows import DocumentEntry, Hit, KeyedChunk, from_blob, read_hits
+from jaxrag.catalog.rows import (
+    ChunkTokens,
+    DocumentEntry,
+    Hit,
+    KeyedChunk,
+    from_blob,
+    read_hits,
+)
 from jaxrag.chunking import Chunk
 from jaxrag.index.base import searched_text
 from jaxrag.index.bm25 import BM25Index
@@ -117,6 +124,48 @@ class Reader:
             )
             return {chunk_id: searched_text(title, text) for chunk_id, title, text in rows}
 
+    def tokens(self, chunk_ids: Iterable[int]) -> dict[int, ChunkTokens]:
+        """The tokens of those chunks that the catalog holds, by id."""
+        with self._database.use() as connection:
+            rows = connection.execute(
+                "SELECT chunks.id, content_id, title, ids FROM chunks "
+                "JOIN documents ON documents.id = document_id "
+                "WHERE chunks.id IN (SELECT value FROM json_each(?))",
+                (json.dumps([int(i) for i in chunk_ids]),),
+            ).fetchall()
+        return {i: ChunkTokens(content, title, from_blob(ids)) for i, content, title, ids in rows}
+
+    def with_content(self, content_ids: Iterable[str]) -> dict[str, ChunkTokens]:
+        """The tokens of chunks by content id; one that no chunk has is left out."""
+        with self._database.use() as connection:
+            rows = connection.execute(
+                "SELECT MIN(chunks.id), content_id, title, ids FROM chunks "
+                "JOIN documents ON documents.id = document_id "
+                "WHERE content_id IN (SELECT value FROM json_each(?)) GROUP BY content_id",
+                (json.dumps(list(content_ids)),),
+            ).fetchall()
+        return {
+            content: ChunkTokens(content, title, from_blob(ids)) for _, content, title, ids in rows
+        }
+
+    def contexts(self, chunk_ids: Iterable[int], encoder: str) -> dict[int, list[str]]:
+        """What stood in front of chunks when they were encoded: content ids in order, by chunk id.
+
+        Chunks without a key of this encoder are left out.
+        """
+        asked = json.dumps([int(i) for i in chunk_ids])
+        with self._database.use() as connection:
+            rows = connection.execute(
+                "SELECT chunk_id, content_id FROM chunk_keys "
+                "LEFT JOIN contexts USING (chunk_id, encoder) WHERE encoder = ? "
+                "AND chunk_id IN (SELECT value FROM json_each(?)) ORDER BY chunk_id, place",
+                (encoder, asked),
+            ).fetchall()
+        found: dict[int, list[str]] = {}
+        for chunk_id, content_id in rows:
+            found.setdefault(chunk_id, []).extend([] if content_id is None else [content_id])
+        return found
+
     def counts(self) -> dict[str, Any]:
         """Numbers of documents, chunks and tokens, and of chunks by encoder variant."""
         with self._database.snapshot() as connection:
@@ -148,11 +197,12 @@ class Reader:
         """A chunk that has this store key, and the encoder that makes it; None when none has."""
         with self._database.use() as connection:
             row = connection.execute(
-                "SELECT encoder, title, ids FROM chunk_keys JOIN chunks ON chunks.id = chunk_id "
+                "SELECT chunk_id, encoder, title, ids "
+                "FROM chunk_keys JOIN chunks ON chunks.id = chunk_id "
                 "JOIN documents ON documents.id = document_id WHERE key = ? LIMIT 1",
                 (key,),
             ).fetchone()
-        return None if row is None else KeyedChunk(row[0], row[1], from_blob(row[2]))
+        return None if row is None else KeyedChunk(row[0], row[1], row[2], from_blob(row[3]))
 
     def all_keys(self) -> Iterator[str]:
         """Every store key of every chunk, ascending, each once; streamed."""

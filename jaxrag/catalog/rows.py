@@ -62,7 +62,17 @@ class Entry:
 class KeyedChunk:
     """What is needed to encode the chunk of a store key again."""
 
+    chunk_id: int
     encoder: str
+    title: str  # of its document
+    ids: HostArray  # [T] int32, without the prompt template's markers
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ChunkTokens:
+    """The tokens of a chunk, and what they are called in keys."""
+
+    content_id: str
     title: str  # of its document
     ids: HostArray  # [T] int32, without the prompt template's markers
 

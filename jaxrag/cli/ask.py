@@ -28,7 +28,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         commands,
         "ask",
         "answer a question from cached chunks",
-        'jaxrag ask "Who built the bridge?" --kb kb --method turborag --k 5',
+        'jaxrag ask "Who built the bridge?" --kb kb --method cacheblend --recompute-ratio 0.15',
     )
     parser.add_argument("question", help="the question, as text")
     parser.add_argument("--kb", metavar="DIR", help="knowledge base to retrieve from")
@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
     options: dict[str, Any] = {
         "documents": None if args.documents is None else _read(args.documents),
         "method": method,
+        "recompute_ratio": args.recompute_ratio,
         "template": args.template,
         "k": args.k,
         "where": where_of(args),

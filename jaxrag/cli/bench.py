@@ -64,8 +64,47 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     ingest.add_argument("--folder", metavar="DIR", help="a disk to measure (temporary files)")
     ingest.add_argument("--seed", type=int, default=0)
     ingest.add_argument("--out", metavar="FILE", help="also write the JSON result there")
+    ingest.add_argument(
+        "--encoder",
+        choices=("isolated", "neighbours", "neighbours_joint"),
+        default="isolated",
+        help="also encode every chunk behind similar ones (isolated)",
+    )
+    ingest.add_argument("--neighbours", type=int, default=10, metavar="N", help="how many (10)")
     add_json(ingest)
     ingest.set_defaults(run=run_ingest)
+    reuse = add_command(
+        kinds,
+        "reuse",
+        "KV stored and computed over many queries, beside a standard prefix cache; simulated",
+        "jaxrag bench reuse --data DIR --out benchmarks/results/reuse.json",
+    )
+    reuse.add_argument(
+        "--data", required=True, metavar="DIR", help="files of RGB, Natural Questions and HotpotQA"
+    )
+    reuse.add_argument("--queries", type=int, default=1000, metavar="N", help="(1000)")
+    reuse.add_argument("--chunks-per-query", type=int, default=5, metavar="N", help="(5)")
+    reuse.add_argument(
+        "--kb-share", type=float, default=0.6, metavar="P", help="of the knowledge base (0.6)"
+    )
+    reuse.add_argument(
+        "--shared-share", type=float, default=0.3, metavar="P", help="new, of many users (0.3)"
+    )
+    reuse.add_argument(
+        "--popularity", type=float, default=1.0, metavar="S", help="exponent of the Zipf law (1)"
+    )
+    reuse.add_argument(
+        "--no-shuffle", action="store_true", help="popular chunks first in every prompt"
+    )
+    reuse.add_argument(
+        "--pool", type=float, default=1.0, metavar="P", help="share of the passages in use (1)"
+    )
+    reuse.add_argument("--tokenizer", metavar="DIR", help="counts tokens (words are counted)")
+    reuse.add_argument("--no-sensitivity", action="store_true", help="leave that table out")
+    reuse.add_argument("--seed", type=int, default=0)
+    reuse.add_argument("--out", metavar="FILE", help="also write the JSON result there")
+    add_json(reuse)
+    reuse.set_defaults(run=run_reuse)
     train = add_command(
         kinds,
         "train-step",
@@ -168,6 +207,30 @@ def run_ingest(args: argparse.Namespace) -> None:
         repeats=args.repeats,
         folder=args.folder,
         seed=args.seed,
+        encoder=args.encoder,
+        neighbours=args.neighbours,
+    )
+    result = run(options)
+    _give_out(args, result, report(result))
+
+
+def run_reuse(args: argparse.Namespace) -> None:
+    """Print tables, or one JSON object."""
+    from jaxrag.bench.reuse import Options, report, run
+
+    _require_folder(args.out)
+    options = Options(
+        data=args.data,
+        queries=args.queries,
+        chunks_per_query=args.chunks_per_query,
+        kb_share=args.kb_share,
+        shared_share=args.shared_share,
+        popularity=args.popularity,
+        shuffle=not args.no_shuffle,
+        pool=args.pool,
+        tokenizer=args.tokenizer,
+        seed=args.seed,
+        sensitivity=not args.no_sensitivity,
     )
     result = run(options)
     _give_out(args, result, report(result))

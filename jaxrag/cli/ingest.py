@@ -49,10 +49,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--encoder",
         action="append",
         metavar="NAME",
-        help="isolated or after_prefix; may be repeated (isolated)",
+        help="isolated, after_prefix, neighbours or neighbours_joint; may be repeated (isolated)",
     )
     parser.add_argument(
-        "--template", metavar="NAME", help="turborag, block_attention, plain or a .toml file"
+        "--neighbours",
+        type=int,
+        metavar="N",
+        help="similar chunks that --encoder neighbours encodes a chunk behind (10)",
+    )
+    parser.add_argument(
+        "--similar-by",
+        choices=("vectors", "bm25"),
+        help="how these are found (vectors where there is an embedder, else bm25)",
+    )
+    parser.add_argument(
+        "--template",
+        metavar="NAME",
+        help="turborag, block_attention, plain or a .toml file (that of the model, else turborag)",
     )
     parser.add_argument("--chunk-tokens", type=int, metavar="N", help="largest chunk (512)")
     parser.add_argument("--overlap", type=int, metavar="N", help="tokens two chunks share (10)")
@@ -96,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shard",
         metavar="I/N",
         help="only the documents that fall to part I of N by their id, so that N processes share "
-        "the work (0/1)",
+        "the work; a last run without it encodes what sees neighbours (0/1)",
     )
     add_json(parser)
 
@@ -138,6 +151,8 @@ def ingest(
         overlap=args.overlap,
         chunk_by=args.chunk_by,
         encoders=args.encoder,
+        neighbours=args.neighbours,
+        similar_by=args.similar_by,
         stored=args.kv,
         salt=args.salt,
         store=args.store,
@@ -152,6 +167,13 @@ def print_report(report: "AddReport", as_json: bool) -> None:
     """What was left out on stderr, the rest on stdout."""
     for bad in report.skipped:
         print(f"skipped {bad.source}: {bad.reason}", file=sys.stderr)
+    if report.unknown_tokens:
+        print(
+            f"warning: the model's vocabulary lacks {human_count(report.unknown_tokens)} of "
+            f"{human_count(report.tokens)} tokens, such as "
+            f"{', '.join(map(repr, report.unknown_words))}; it reads them all as one unknown word",
+            file=sys.stderr,
+        )
     if as_json:
         rates = {
             "tokens_per_second": report.tokens_per_second,
@@ -166,5 +188,12 @@ def print_report(report: "AddReport", as_json: bool) -> None:
         f"{human_count(report.chunks_per_second)} chunks/s, "
         f"{human_count(report.tokens_per_second)} tokens/s"
     )
+    if report.neighbours is not None:
+        near = report.neighbours
+        print(
+            f"behind their neighbours: encoded {near.encoded} chunks, reused {near.reused}, "
+            f"unchanged {near.unchanged}; {near.seconds:.1f} s, "
+            f"{human_count(near.chunks_per_minute)} chunks/min"
+        )
     if report.skipped:
         print(f"left out {len(report.skipped)}; see above")

@@ -62,14 +62,23 @@ def add_where(parser: argparse.ArgumentParser) -> None:
 
 
 def add_generation(parser: argparse.ArgumentParser) -> None:
-    """--method, --template, --k, --max-new-tokens, --stop and the settings of sampling."""
+    """--method, --recompute-ratio, --template, --k, --max-new-tokens, --stop and sampling."""
     parser.add_argument(
         "--method",
         default="turborag",
-        help="full_attention, full_reuse, turborag, turborag_composite, block_attention (turborag)",
+        help="full_attention, full_reuse, turborag, turborag_composite, block_attention, "
+        "cacheblend, cache_craft, epic, fusionrag, or a .toml file (turborag)",
     )
     parser.add_argument(
-        "--template", metavar="NAME", help="a template's name or .toml file (that of --kb)"
+        "--recompute-ratio",
+        type=float,
+        metavar="R",
+        help="share of the chunk tokens computed again, 0 to 1 (the method's own)",
+    )
+    parser.add_argument(
+        "--template",
+        metavar="NAME",
+        help="a template's name or .toml file (that of --kb or --model)",
     )
     parser.add_argument("--k", type=int, default=5, metavar="N", help="chunks to retrieve (5)")
     add_where(parser)

@@ -5,6 +5,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxrag.cli.distributed import add_distributed, join
 from jaxrag.cli.options import (
     add_command,
     add_json,
@@ -16,6 +17,7 @@ from jaxrag.cli.options import (
 
 if TYPE_CHECKING:
     from jaxrag.train.config import TrainConfig
+    from jaxrag.train.loop import Report
 
 TERMINATED = 143  # 128 + SIGTERM: a scheduler starts the same command again, with --resume
 
@@ -28,12 +30,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "train a model, or fine-tune it to block attention",
         "jaxrag train configs/train/turborag-qwen2-7b.toml --out runs/turborag --resume",
     )
-    add_arguments(parser)
-    parser.set_defaults(run=run)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``jaxrag train`` and scripts/train.py take."""
     parser.add_argument("config", metavar="CONFIG", help="a .toml file as in configs/train")
     parser.add_argument("--out", metavar="DIR", help="folder of the run (runs/NAME of the config)")
     parser.add_argument(
@@ -50,11 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="print sizes and estimated cost, train nothing"
     )
+    add_distributed(parser, "one process of a run on many hosts; see scripts/cluster")
     add_json(parser)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when the run (or its first --steps) is done, 143 when SIGTERM ended it."""
+    import jax
+
     from jaxrag.errors import ConfigError
     from jaxrag.train.config import load_config
     from jaxrag.train.loop import train
@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--steps {args.steps}: expected a positive integer")
     if args.dry_run:
         return _dry_run(config, args.json)
+    join(args)
     keep_compiled()
     report = train(
         config,
@@ -72,7 +73,13 @@ def run(args: argparse.Namespace) -> int:
         stop_after=args.steps,
         progress=not args.json,
     )
-    if args.json:
+    if jax.process_index() == 0:
+        _print(report, args.json)
+    return TERMINATED if report.stopped == "terminated" else 0
+
+
+def _print(report: "Report", as_json: bool) -> None:
+    if as_json:
         print_json(dataclasses.asdict(report))
     else:
         rate = report.tokens / report.seconds
@@ -89,7 +96,6 @@ def run(args: argparse.Namespace) -> int:
         for what, directory in (("last weights", report.model), ("best weights", report.best)):
             if directory is not None:
                 print(f"{what}: {directory}")
-    return TERMINATED if report.stopped == "terminated" else 0
 
 
 def _dry_run(config: "TrainConfig", as_json: bool) -> int:

@@ -5,7 +5,11 @@ A chunk is encoded once; what it saw while it was encoded is part of its key.
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
+from jaxrag.encode.behind import OwnKV, encode_behind
+from jaxrag.encode.joint import encode_jointly
+from jaxrag.encode.own import StoredNeighbours
 from jaxrag.encode.rows import encode_rows
 from jaxrag.errors import RequestError
 from jaxrag.models.model import Model
@@ -13,15 +17,35 @@ from jaxrag.store import Provenance, content_id, context_id
 from jaxrag.store import chunk_key as store_key
 from jaxrag.types import HostArray
 
-__all__ = ["ENCODERS", "Encoder", "chunk_key", "encode_chunks", "encoder_named", "provenance"]
+__all__ = [
+    "ENCODERS",
+    "Encoder",
+    "StoredNeighbours",
+    "chunk_key",
+    "encode_chunks",
+    "encoder_named",
+    "provenance",
+]
 
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-    """What a chunk may see while it is encoded, beside itself."""
+    """What a chunk may see while it is encoded, beside itself.
+
+    Attributes:
+      name: as keys and settings hold it. sees_prefix: whether the prompt's prefix stands in front.
+      neighbours: whether other chunks stand between prefix and chunk: "none"; "stored", with the
+        KV that each of them has under ``after_prefix``; "joint", prefilled together with the chunk.
+    """
 
     name: str
     sees_prefix: bool
+    neighbours: Literal["none", "stored", "joint"] = "none"
+
+    @property
+    def sees_neighbours(self) -> bool:
+        """Whether the chunk is encoded behind other chunks."""
+        return self.neighbours != "none"
 
 
 ENCODERS: dict[str, Encoder] = {
@@ -29,6 +53,10 @@ ENCODERS: dict[str, Encoder] = {
     "isolated": Encoder("isolated", sees_prefix=False),
     # Full reuse: behind the prompt's prefix, as if it were the first chunk.
     "after_prefix": Encoder("after_prefix", sees_prefix=True),
+    # FusionRAG section 3.1, equation 10: behind the prefix and the KV of the most similar chunks.
+    "neighbours": Encoder("neighbours", sees_prefix=True, neighbours="stored"),
+    # An ablation: as in a prompt under full attention, where the neighbours know of each other.
+    "neighbours_joint": Encoder("neighbours_joint", sees_prefix=True, neighbours="joint"),
 }
 
 
@@ -40,16 +68,31 @@ def encoder_named(name: str) -> Encoder:
 
 
 def provenance(
-    model: Model, encoder: str, prefix_ids: HostArray, token_ids: HostArray
+    model: Model,
+    encoder: str,
+    prefix_ids: HostArray,
+    token_ids: HostArray,
+    neighbours: Sequence[HostArray] | None = None,
 ) -> Provenance:
-    """What a chunk's KV is made from: its tokens, and what it saw while it was encoded."""
+    """What a chunk's KV is made from: its tokens, and what it saw while it was encoded.
+
+    The arguments are those of ``chunk_key``.
+    """
     tokenizer = "" if model.tokenizer is None else model.tokenizer.digest
-    seen = prefix_ids if encoder_named(encoder).sees_prefix else prefix_ids[:0]
-    return Provenance(encoder, content_id(tokenizer, token_ids), context_id(encoder, seen))
+    chosen = encoder_named(encoder)
+    others = _checked(chosen, None if neighbours is None else [neighbours], 1)[0]
+    seen = prefix_ids if chosen.sees_prefix else prefix_ids[:0]
+    context = context_id(encoder, seen, [content_id(tokenizer, ids) for ids in others])
+    return Provenance(encoder, content_id(tokenizer, token_ids), context)
 
 
 def chunk_key(
-    fingerprint: str, model: Model, encoder: str, prefix_ids: HostArray, token_ids: HostArray
+    fingerprint: str,
+    model: Model,
+    encoder: str,
+    prefix_ids: HostArray,
+    token_ids: HostArray,
+    neighbours: Sequence[HostArray] | None = None,
 ) -> str:
     """Deterministic key of a chunk's KV in a store.
 
@@ -57,13 +100,20 @@ def chunk_key(
       fingerprint: the store's: model, how the KV is stored, and the tenant's salt.
       model: whose tokenizer the ids belong to. encoder: a key of ENCODERS.
       prefix_ids: [P] int32, what the encoder may see. token_ids: [T] int32, as they are encoded.
+      neighbours: [T'] int32 each, the chunks in front of it in their order; content and order
+        count. Needed by encoders that see neighbours, and refused by the others unless empty.
     """
-    origin = provenance(model, encoder, prefix_ids, token_ids)
+    origin = provenance(model, encoder, prefix_ids, token_ids, neighbours)
     return store_key(fingerprint, origin.content_id, origin.context_id)
 
 
 def encode_chunks(
-    model: Model, encoder: str, prefix_ids: HostArray, chunks: Sequence[HostArray]
+    model: Model,
+    encoder: str,
+    prefix_ids: HostArray,
+    chunks: Sequence[HostArray],
+    neighbours: Sequence[Sequence[HostArray]] | None = None,
+    own_kv: OwnKV | None = None,
 ) -> Iterator[tuple[int, HostArray]]:
     """Encode chunks in full packed batches.
 
@@ -71,9 +121,43 @@ def encode_chunks(
       model: the model. encoder: a key of ENCODERS.
       prefix_ids: [P] int32, read by encoders that see the prefix.
       chunks: token ids, int32 [T] each.
+      neighbours: for every chunk the chunks in front of it, in their order, int32 [T'] each;
+        needed by encoders that see neighbours.
+      own_kv: gives the neighbours' own KV to the encoder "neighbours", as ``StoredNeighbours`` of
+        a store does; None computes it.
 
     Yields:
       (index into chunks, kv [L, 2, T, K, H] in the model's dtype), each chunk once, in batch order.
+
+    Raises RequestError for a chunk that is empty or does not fit the model's context with what it
+    sees, and for neighbours that are missing or that the encoder does not see.
     """
-    prefix = prefix_ids if encoder_named(encoder).sees_prefix else prefix_ids[:0]
-    return encode_rows(model, prefix, chunks)
+    chosen = encoder_named(encoder)
+    others = _checked(chosen, neighbours, len(chunks))
+    prefix = prefix_ids if chosen.sees_prefix else prefix_ids[:0]
+    if not chosen.sees_neighbours:
+        return encode_rows(model, prefix, chunks)
+    if chosen.neighbours == "joint":
+        return encode_jointly(model, prefix, chunks, others)
+    own_kv = own_kv or StoredNeighbours(model, prefix, None)
+    return encode_behind(model, prefix, chunks, others, own_kv)
+
+
+def _checked(
+    encoder: Encoder, neighbours: Sequence[Sequence[HostArray]] | None, count: int
+) -> Sequence[Sequence[HostArray]]:
+    """The neighbours of ``count`` chunks, empty where the encoder sees none."""
+    if neighbours is None:
+        if encoder.sees_neighbours:
+            raise RequestError(
+                f"encoder {encoder.name!r} needs the neighbours of every chunk; pass neighbours=, "
+                "empty for a chunk that has none"
+            )
+        return [()] * count
+    if len(neighbours) != count:
+        raise RequestError(f"neighbours of {len(neighbours)} chunks for {count}; give one of each")
+    if not encoder.sees_neighbours and any(map(len, neighbours)):
+        raise RequestError(
+            f"encoder {encoder.name!r} sees no neighbours; leave them out, or use 'neighbours'"
+        )
+    return neighbours

@@ -53,9 +53,9 @@ def encode_rows(
     for tokens, rope, places in packed_batches(model, prefix, chunks):
         running.append((places, *_encode(model.params, model.config, tokens, rope)))
         if len(running) > 1:  # the device works on one batch while the host takes the one before
-            yield from _collect(*running.pop(0))
+            yield from take_places(*running.pop(0))
     for batch in running:
-        yield from _collect(*batch)
+        yield from take_places(*batch)
 
 
 def packed_batches(
@@ -79,7 +79,7 @@ def _lay_rows(
     Returns the tokens on the device and where every chunk stands.
     """
     used = max(len(prefix) + sum(len(chunks[i]) for i in row) for row in rows)
-    shape = (model.batch_ways, _row_length(used))
+    shape = (model.batch_ways, row_length(used))
     ids = np.zeros(shape, np.int32)
     positions = np.zeros(shape, np.int32)
     segments = np.full(shape, EMPTY, np.int32)
@@ -100,12 +100,29 @@ def _lay_rows(
     return Tokens(ids=put(ids), positions=put(positions), segments=put(segments)), places
 
 
-def _row_length(used: int) -> int:
+def check_context(
+    model: Model,
+    prefix: HostArray,
+    chunks: Sequence[HostArray],
+    neighbours: Sequence[Sequence[HostArray]],
+) -> None:
+    """Refuse chunks that are empty, or do not fit the model's context with what stands before."""
+    limit = model.config.max_positions
+    for index, (chunk, others) in enumerate(zip(chunks, neighbours, strict=True)):
+        before = len(prefix) + sum(map(len, others))
+        if not len(chunk) or before + len(chunk) > limit:
+            raise RequestError(
+                f"chunk {index} has {len(chunk)} tokens behind {before}: expected at least 1, and "
+                f"{limit} in all; use fewer neighbours or smaller chunks"
+            )
+
+
+def row_length(used: int) -> int:
     """A width that few programs are compiled for, with at most 255 tokens of padding beyond 512."""
     return bucket(used, 128) if used <= 512 else -(-used // 256) * 256
 
 
-def _collect(places: Places, k: Array, v: Array) -> Iterator[tuple[int, HostArray]]:
+def take_places(places: Places, k: Array, v: Array) -> Iterator[tuple[int, HostArray]]:
     """Wait for a batch; (index, kv [L, 2, T, K, H]) of every chunk in it, copies of their own."""
     host_k, host_v = np.asarray(k), np.asarray(v)
     for index, row, here in places:

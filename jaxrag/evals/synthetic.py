@@ -54,6 +54,8 @@ class SyntheticTask:
       relations: how many relations the people of a sample share, the bridge among them.
       places: chunks about places, of those; they are never asked about people.
       headers: share of samples whose chunks begin with a file number.
+      pronouns: share of the second facts of a chunk that say "she" or "he" for a person whom the
+        chunk has named.
       full_names: share of questions that give first and last name, the others the first name.
       linked: share of bridge values that are people of the sample.
       mix: relative frequency of each kind of question, where the documents allow it.
@@ -65,6 +67,7 @@ class SyntheticTask:
     relations: int = 3
     places: int = 0
     headers: float = 1.0
+    pronouns: float = 0.5
     full_names: float = 0.6
     linked: float = 0.8
     mix: Mapping[str, float] = dataclasses.field(
@@ -89,7 +92,7 @@ class SyntheticTask:
             raise ConfigError(f"mix={dict(self.mix)}: expected weights of {', '.join(KINDS)}")
         if self.questions < 1 or self.split not in ("train", "test"):
             raise ConfigError(f"questions={self.questions}, split={self.split!r}: not usable")
-        for name in ("headers", "full_names", "linked"):
+        for name in ("headers", "pronouns", "full_names", "linked"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected a share from 0 to 1")
 
@@ -255,7 +258,7 @@ class _Drawing:
             rng.shuffle(said)
             sentences = [f"File {number}:"] if self.headers else []
             for n, (relation, value) in enumerate(said):
-                pronoun = part == 1 or (n > 0 and rng.random() < 0.5)
+                pronoun = part == 1 or (n > 0 and rng.random() < self.task.pronouns)
                 sentences.append(self._sentence(RELATIONS[relation], person, pronoun, value))
             texts.append(" ".join(sentences))
         return texts

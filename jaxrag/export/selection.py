@@ -55,7 +55,7 @@ class Selector:
 
     def hits(self, hits: Sequence[Hit]) -> Selection:
         """The chunks of a search, in the order in which the template puts them into a prompt."""
-        ordered = hits[::-1] if self.template.chunk_order == "best_last" else hits
+        ordered = self.template.arrange(hits)
         chosen = []
         for hit in ordered:
             chunks = self.catalog.chunks(hit.document_id)

@@ -59,6 +59,10 @@ class VectorIndex(Protocol):
         """
         ...
 
+    def get(self, ids: Ids) -> Vectors:
+        """The vectors of ids [N] in their order, float32 [N, E]; StoreError when one is missing."""
+        ...
+
     def ids(self) -> Ids:
         """Every id it holds, ascending, int64 [N]."""
         ...
@@ -147,6 +151,23 @@ def checked_vectors(vectors: Vectors, dim: int) -> Vectors:
     if not np.isfinite(made).all():
         raise RequestError("vectors hold NaN or infinity; look at what the embedder returned")
     return made
+
+
+def in_order(wanted: Ids, ids: Ids, vectors: Vectors, folder: Path) -> Vectors:
+    """Rows of ``vectors`` [R, E], whose ids [R] are distinct, as ``wanted`` [N] names them.
+
+    Raises StoreError, which names ``folder``, for an id that has no row.
+    """
+    order = np.argsort(ids)
+    if not len(wanted):
+        return np.zeros((0, vectors.shape[1]), np.float32)
+    missing = np.setdiff1d(wanted, ids)
+    if len(missing):
+        raise StoreError(
+            f"{folder} has no vector of chunk {missing[0]} and {len(missing) - 1} others; embed "
+            "what is missing (`jaxrag kb verify --repair`)"
+        )
+    return np.ascontiguousarray(vectors[order[np.searchsorted(ids, wanted, sorter=order)]])
 
 
 def checked_k(k: int) -> int:

@@ -63,6 +63,10 @@ class ExactIndex:
         queries = checked_vectors(vectors, self._rows.dim)
         return search_rows(self._rows.refresh(), queries, checked_k(k), allowed)
 
+    def get(self, ids: Ids) -> Vectors:
+        """The vectors of ids [N], float32 [N, E]; see ``VectorIndex``."""
+        return self._rows.get(checked_ids(ids))
+
     def ids(self) -> Ids:
         """Every id, ascending."""
         rows = self._rows.refresh()

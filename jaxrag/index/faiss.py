@@ -93,6 +93,10 @@ class FaissIndex:
         ids = np.where(missing, NOTHING, rows.ids[found] if len(rows.ids) else found)
         return ids, np.where(missing, np.float32(-np.inf), scores)
 
+    def get(self, ids: Ids) -> Vectors:
+        """The vectors of ids [N], float32 [N, E]; see ``VectorIndex``."""
+        return self._rows.get(checked_ids(ids))
+
     def ids(self) -> Ids:
         """Every id, ascending."""
         rows = self._rows.refresh()

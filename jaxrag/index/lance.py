@@ -24,6 +24,7 @@ from jaxrag.index.base import (
     checked_k,
     checked_rows,
     checked_vectors,
+    in_order,
     refuse_missing,
 )
 
@@ -125,6 +126,21 @@ class LanceIndex:
             best = np.lexsort((named, -score))[:k]
             ids[query, : len(best)], scores[query, : len(best)] = named[best], score[best]
         return ids, scores
+
+    def get(self, ids: Ids) -> Vectors:
+        """The vectors of ids [N], float32 [N, E]; see ``VectorIndex``."""
+        wanted = checked_ids(ids)
+        found, rows = [np.zeros(0, np.int64)], [np.zeros((0, self._dim), np.float32)]
+        for start in range(0, len(wanted), _LISTED_IDS):
+            asked = np.unique(wanted[start : start + _LISTED_IDS])
+            with _errors(self._folder):
+                ask = self._table.search().where(_among(asked)).select(["id", "vector"])
+                table = ask.limit(len(asked)).to_arrow()
+            vectors = table["vector"].combine_chunks().flatten().to_numpy()
+            found.append(table["id"].to_numpy().astype(np.int64))
+            rows.append(vectors.reshape(-1, self._dim).astype(np.float32))
+        named, first = np.unique(np.concatenate(found), return_index=True)
+        return in_order(wanted, named, np.concatenate(rows)[first], self._folder)
 
     def ids(self) -> Ids:
         """Every id, ascending."""

@@ -30,7 +30,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from jaxrag.errors import StoreError
-from jaxrag.index.base import Ids, Mode, Vectors, refuse_missing
+from jaxrag.index.base import Ids, Mode, Vectors, in_order, refuse_missing
 
 FORMAT = 1
 _META = "rows.json"
@@ -112,6 +112,12 @@ class RowFile:
             digest = _digest(ids)
             digest.update(vectors.data)
             self._log(rows, _frame(len(ids), ids, digest.intdigest()))
+
+    def get(self, ids: Ids) -> Vectors:
+        """The rows of ids [N] in their order, float32 [N, E]; StoreError when one is missing."""
+        rows = self.refresh()
+        chosen = np.flatnonzero(rows.live & np.isin(rows.ids, ids))
+        return in_order(ids, rows.ids[chosen], rows.vectors[chosen], self.folder)
 
     def remove(self, ids: Ids) -> None:
         """Forget ids; durable when it returns."""

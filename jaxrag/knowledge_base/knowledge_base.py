@@ -1,6 +1,7 @@
 """The knowledge base itself: open, add, remove, search, keep in order."""
 
 import concurrent.futures
+import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Self, get_args, overload
@@ -13,11 +14,11 @@ from jaxrag.index.base import Reranker, Retriever
 from jaxrag.index.filters import Filter
 from jaxrag.ingest import AddReport, Ingest, Source
 from jaxrag.knowledge_base import upkeep
-from jaxrag.knowledge_base.opened import Opened
+from jaxrag.knowledge_base.maintained import Maintained
+from jaxrag.knowledge_base.neighbours import SimilarBy, recorded_chunks
 from jaxrag.knowledge_base.opening import find_folder, open_catalog, store_location
 from jaxrag.knowledge_base.search import Search, SearchMode
 from jaxrag.knowledge_base.settings import Wanted
-from jaxrag.knowledge_base.stats import collect_stats
 from jaxrag.knowledge_base.vectors import GivenEmbedder, choose_embedder
 from jaxrag.load import bring_in, release
 from jaxrag.models.model import Model
@@ -27,10 +28,8 @@ from jaxrag.tokenizer import Tokenizer
 
 Tier = Literal["page", "host", "device"]
 
-DEFAULT_GRACE_SECONDS = 3600.0
 
-
-class KnowledgeBase(Opened):
+class KnowledgeBase(Maintained):
     """Documents and the cached KV of their chunks, for one model and one prompt template.
 
     The folder holds ``catalog.sqlite`` (documents, chunks, full-text index), the vector index if
@@ -49,6 +48,8 @@ class KnowledgeBase(Opened):
         overlap: int | None = None,
         chunk_by: ChunkBy | None = None,
         encoders: Sequence[str] | None = None,
+        neighbours: int | None = None,
+        similar_by: SimilarBy | None = None,
         stored: str | None = None,
         salt: str | None = None,
         store: str | os.PathLike[str] | None = None,
@@ -65,11 +66,15 @@ class KnowledgeBase(Opened):
           path: the folder, or its file:// URL.
           model: what encodes the chunks. None opens an existing knowledge base for search, or with
             mode "rw" for everything but adding.
-          template: prompt format, or the name of one ("turborag" for a new knowledge base).
+          template: prompt format, or the name of one (for a new knowledge base the one that the
+            model brings, else "turborag").
           chunk_tokens: largest chunk (512). overlap: tokens that consecutive chunks share (a
             fiftieth of chunk_tokens). chunk_by: "tokens", "sentence" or "markdown" ("tokens").
           encoders: names of the KV variants to keep of every chunk ("isolated"). A variant that an
             existing knowledge base lacks is kept from now on; adding a document again makes it.
+          neighbours: how many similar chunks a chunk is encoded behind, by encoders that see them
+            (10). similar_by: "vectors", or "bm25" with the chunk's text as the question ("vectors"
+            where there is an embedder).
           stored: "native" keeps KV in the model's dtype, "int8" in half the bytes or less.
           salt: of a tenant; knowledge bases of different salts share no key in one repository.
           store: URL (s3://, gs://) or folder of the chunk repository; the folder itself when None.
@@ -104,6 +109,8 @@ class KnowledgeBase(Opened):
             overlap=overlap,
             chunk_by=chunk_by,
             encoders=None if encoders is None else tuple(encoders),
+            neighbours=neighbours,
+            similar_by=similar_by,
             stored=stored,
             salt=salt,
             store=None if store is None else store_location(store),
@@ -132,11 +139,13 @@ class KnowledgeBase(Opened):
         file or folder, or a mapping with a "text". A document whose id is known is replaced as a
         whole when it changed and left alone when it did not; KV is encoded of the chunks that
         changed. Bad documents are skipped and named in the report; a run that was cut short is
-        continued by adding the same documents again.
+        continued by adding the same documents again. Variants that are encoded behind similar
+        chunks come last, of every chunk whose neighbours are others now (``refresh``).
 
         Args:
           documents: what to add. progress: draw a bar on stderr, where that is a terminal.
-          shard: (i, n) takes the i-th of n parts of them, for n processes with the same list.
+          shard: (i, n) takes the i-th of n parts of them, for n processes with the same list;
+            with n > 1, call ``refresh`` when all have ended.
 
         Raises:
           KnowledgeBaseError: opened without a model, or for reading. DocumentError: not a list of
@@ -153,12 +162,15 @@ class KnowledgeBase(Opened):
             model,
             self.template,
             self.chunking,
-            self.encoders,
+            tuple(name for name in self.encoders if name not in self._behind_others),
             self.store,
             self._catalog,
             self._vectors,
         )
-        return ingest.run(documents, progress, shard)
+        report = ingest.run(documents, progress, shard)
+        if self._behind_others and (shard is None or shard[1] == 1):
+            return dataclasses.replace(report, neighbours=self.refresh(progress=progress))
+        return report
 
     def update(self, documents: Iterable[Source], *, progress: bool = False) -> AddReport:
         """Replace documents by others of the same ids; ``add`` by another name."""
@@ -166,6 +178,8 @@ class KnowledgeBase(Opened):
 
     def remove(self, ids: Iterable[str]) -> upkeep.RemoveReport:
         """Remove documents by id. They are unreachable when this returns; ``gc`` frees their bytes.
+
+        So is the KV of chunks that have seen them; with a model it is encoded again (``refresh``).
 
         Raises RequestError for a single text, KnowledgeBaseError when opened for reading.
         """
@@ -176,18 +190,21 @@ class KnowledgeBase(Opened):
         unknown = tuple(i for i in distinct if self._catalog.document(i) is None)
         left = self._catalog.remove(distinct)
         self._finish_removals()
-        return upkeep.RemoveReport(len(distinct) - len(unknown), len(left), unknown)
+        again = self.refresh() if left and self.model and self._behind_others else None
+        return upkeep.RemoveReport(len(distinct) - len(unknown), len(left), unknown, again)
 
     @overload
     def search(
         self, question: str, k: int = 5, *,
         where: Mapping[str, Any] | None = None, mode: SearchMode | None = None,
     ) -> list[Hit]: ...  # fmt: skip
+
     @overload
     def search(
         self, question: list[str] | tuple[str, ...], k: int = 5, *,
         where: Mapping[str, Any] | None = None, mode: SearchMode | None = None,
     ) -> list[list[Hit]]: ...  # fmt: skip
+
     def search(
         self,
         question: str | list[str] | tuple[str, ...],
@@ -225,20 +242,6 @@ class KnowledgeBase(Opened):
         """Every document, or those whose metadata matches, by id."""
         return self._catalog.documents(None if where is None else Filter.parse(where))
 
-    def embed(self, *, progress: bool = False) -> int:
-        """Make the vectors that chunks lack, after an embedder was added; returns how many.
-
-        A run that was cut short is continued by the next. Raises KnowledgeBaseError without an
-        embedder or when opened for reading.
-        """
-        self._require_writable("embed its chunks")
-        if self._vectors is None:
-            raise KnowledgeBaseError(f"{self.path} has no embedder; open it with embedder=")
-        made = upkeep.embed_missing(self._catalog, self._vectors, progress)
-        self._catalog.set("vectors_complete", True)
-        self._settings["vectors_complete"] = True
-        return made
-
     def prefetch(
         self, what: str | Sequence[str], *, k: int = 5, tier: Tier = "page"
     ) -> "concurrent.futures.Future[Any]":
@@ -265,80 +268,15 @@ class KnowledgeBase(Opened):
         if tier != "device":
             return self.store.prefetch(keys, tier=tier)
         model = self._require_model("prefetch to its device")
-        chunks = upkeep.chunks_of(self._catalog, model, self.template, keys)
+        chunks = recorded_chunks(self._catalog, model, self.template, keys)
         prefix = self.template.prefix_ids(model.text_tokenizer())
         for encoder, by_key in chunks.items():
-            release(model, bring_in(model, self.store, encoder, prefix, list(by_key.values())))
+            tokens = [it.ids for it in by_key.values()]
+            others = [it.neighbours for it in by_key.values()]
+            release(model, bring_in(model, self.store, encoder, prefix, tokens, others))
         done: concurrent.futures.Future[Any] = concurrent.futures.Future()
         done.set_result(None)
         return done
-
-    def gc(
-        self,
-        *,
-        grace_seconds: float = DEFAULT_GRACE_SECONDS,
-        dry_run: bool = False,
-        others: Sequence[str | os.PathLike[str]] = (),
-        gone: Sequence[str] = (),
-    ) -> upkeep.GcReport:
-        """Free what removed and replaced documents, and writers that died, have left behind.
-
-        Nothing younger than the grace is touched, so that it may run beside writers and readers.
-
-        Args:
-          grace_seconds: longer than any request or ingested batch takes. dry_run: only count.
-          others: folders of other knowledge bases in the same repository that are not where they
-            were opened for writing last. gone: ids of those that exist no more.
-
-        Raises KnowledgeBaseError when another knowledge base of the repository cannot be asked, or
-        this one was opened for reading; StoreError when files cannot be removed.
-        """
-        self._require_writable("collect its garbage")
-        if not grace_seconds >= 0:
-            raise RequestError(f"grace_seconds={grace_seconds}: expected 0 or more")
-        self._finish_removals()
-        owners = self._owners()
-        claim = upkeep.Claim.of(self._catalog, self._catalog.settings())
-        folders = [find_folder(path) for path in others]
-        with upkeep.all_claims(claim, self.id, owners, folders, gone) as claims:
-            report = upkeep.sweep(self.store, claims, self._vectors, grace_seconds, dry_run)
-        if not dry_run:
-            for owner_id in gone:
-                owners.forget(owner_id)
-            self._catalog.set("last_gc", upkeep.gc_note(report))
-        return report
-
-    def verify(
-        self,
-        *,
-        repair: bool = False,
-        max_bytes_per_second: float | None = None,
-        progress: bool = False,
-    ) -> upkeep.VerifyReport:
-        """Read the KV of every chunk and hold it against its digests.
-
-        Args:
-          repair: encode damaged and missing chunks again, and embed those whose vectors are gone.
-          max_bytes_per_second: of reading.
-          progress: draw a bar on stderr, where that is a terminal.
-
-        Raises KnowledgeBaseError for a repair without a model or when opened for reading.
-        """
-        if repair:
-            self._require_model("repair chunks")
-            self._require_writable("repair chunks")
-        report = upkeep.verify(
-            self.store,
-            self._catalog,
-            self.model if repair else None,
-            self.template,
-            max_bytes_per_second,
-            limited=self._settings["max_bytes"] is not None and self._settings["store"] is None,
-            progress=progress,
-        )
-        if repair and self._vectors is not None and not self._all_embedded():
-            self.embed(progress=progress)
-        return report
 
     def export(
         self,
@@ -387,13 +325,3 @@ class KnowledgeBase(Opened):
         chosen = encoder or self.encoders[0]
         selector = Selector(self._catalog, self.template, self._tokenizer(tokenizer), chosen)
         return export_selected(request, selector, self.store, self.config, out, progress)
-
-    def stats(self) -> dict[str, Any]:
-        """Counts and settings, JSON-able.
-
-        ``stored`` is what the chunk store holds under this knowledge base's fingerprint, the KV of
-        the template's prefix among it. Reads every commit record of the store.
-        """
-        return collect_stats(
-            self.path, self._catalog, self._catalog.settings(), self.store, self._vectors
-        )

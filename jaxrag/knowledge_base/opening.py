@@ -8,7 +8,13 @@ from typing import Any
 
 from jaxrag.catalog import Catalog
 from jaxrag.errors import KnowledgeBaseError
-from jaxrag.knowledge_base.settings import Wanted, check_settings, new_settings, vector_settings
+from jaxrag.knowledge_base.settings import (
+    Wanted,
+    check_settings,
+    neighbour_settings,
+    new_settings,
+    vector_settings,
+)
 from jaxrag.knowledge_base.vectors import ChunkVectors
 from jaxrag.models.model import Model
 from jaxrag.store import ChunkStore, KVLayout, ReadThrough
@@ -51,7 +57,8 @@ def open_catalog(
     Returns the catalog and the mode, chosen where it is None. Raises what ``KnowledgeBase.open``
     raises.
     """
-    if (folder / CATALOG).is_file():
+    writes = model is not None and mode != "r"
+    if (folder / CATALOG).is_file() and not (writes and Catalog.is_empty(folder / CATALOG)):
         catalog = Catalog.open(folder / CATALOG)
     elif model is None or mode == "r":
         raise KnowledgeBaseError(
@@ -113,6 +120,9 @@ def _extend(
             raise KnowledgeBaseError(
                 f"{folder} has no {new[0]!r} chunks; open it for writing with its model to add them"
             )
+        if settings["neighbours"] is None:
+            embedded = wanted.embedder is not None or settings["vectors"] is not None
+            catalog.set("neighbours", neighbour_settings(wanted, embedded))
         catalog.extend("encoders", new)
     if wanted.max_bytes is not None and (wanted.max_bytes or None) != settings["max_bytes"]:
         if mode == "r":

@@ -4,7 +4,7 @@ import dataclasses
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from jaxrag.embed import Embedder
 from jaxrag.encode import encoder_named, provenance
 from jaxrag.errors import KnowledgeBaseError
 from jaxrag.index.names import index_named
+from jaxrag.knowledge_base.neighbours import DEFAULT_TOP_N, SimilarBy
 from jaxrag.models.model import Model
 from jaxrag.prompts import PromptTemplate, template_named
 from jaxrag.store.keys import derive
@@ -34,6 +35,8 @@ class Wanted:
     overlap: int | None
     chunk_by: ChunkBy | None
     encoders: tuple[str, ...] | None
+    neighbours: int | None
+    similar_by: SimilarBy | None
     stored: str | None
     salt: str | None
     store: str | None  # a URL, or an absolute path
@@ -48,6 +51,13 @@ class Wanted:
             encoder_named(name)
         if self.encoders is not None and not self.encoders:
             raise KnowledgeBaseError("encoders is empty; name at least one, such as 'isolated'")
+        top_n, by = self.neighbours, self.similar_by
+        if top_n is not None and (type(top_n) is not int or top_n < 1):
+            raise KnowledgeBaseError(f"neighbours={top_n!r}: expected at least 1 chunk")
+        if by is not None and by not in get_args(SimilarBy):
+            raise KnowledgeBaseError(
+                f"similar_by={by!r}: expected one of {', '.join(get_args(SimilarBy))}"
+            )
         if self.stored not in (None, "native", "int8"):
             raise KnowledgeBaseError(f"stored={self.stored!r}: expected 'native' or 'int8'")
         if self.salt is not None and not isinstance(self.salt, str):
@@ -70,7 +80,7 @@ def new_settings(model: Model, wanted: Wanted) -> dict[str, Any]:
     sizes that make no chunks, TokenizerError for a model without a tokenizer.
     """
     tokenizer, config = model.text_tokenizer(), model.config
-    template = wanted.template or template_named(DEFAULT_TEMPLATE)
+    template = wanted.template or model.template or template_named(DEFAULT_TEMPLATE)
     size = DEFAULT_CHUNK_TOKENS if wanted.chunk_tokens is None else wanted.chunk_tokens
     overlap = size // _OVERLAP_SHARE if wanted.overlap is None else wanted.overlap
     chunking = Chunking(size, overlap, wanted.chunk_by or "tokens")
@@ -103,10 +113,31 @@ def new_settings(model: Model, wanted: Wanted) -> dict[str, Any]:
         ),
         "chunking": dataclasses.asdict(chunking),
         "encoders": list(dict.fromkeys(wanted.encoders or DEFAULT_ENCODERS)),
+        "neighbours": neighbour_settings(wanted, wanted.embedder is not None),
         "vectors": None,  # added once its index is there
         "vectors_complete": False,
         "last_gc": None,
     }
+
+
+def neighbour_settings(wanted: Wanted, embedded: bool) -> dict[str, Any] | None:
+    """The setting "neighbours" that the wanted encoders need; None when none of them sees any.
+
+    Raises KnowledgeBaseError for a number of neighbours that nobody sees, and for neighbours by
+    vectors where chunks have none (``embedded`` is false).
+    """
+    if not any(encoder_named(name).sees_neighbours for name in wanted.encoders or ()):
+        for name, value in (("neighbours", wanted.neighbours), ("similar_by", wanted.similar_by)):
+            if value is not None:
+                raise KnowledgeBaseError(
+                    f"{name}={value} without an encoder that sees neighbours; name the encoder "
+                    "'neighbours' as well, or leave it out"
+                )
+        return None
+    by = wanted.similar_by or ("vectors" if embedded else "bm25")
+    if by == "vectors" and not embedded:
+        raise KnowledgeBaseError("similar_by='vectors' without an embedder; pass embedder=")
+    return {"top_n": wanted.neighbours or DEFAULT_TOP_N, "by": by}
 
 
 def vector_settings(wanted: Wanted) -> dict[str, Any] | None:
@@ -134,11 +165,15 @@ def check_settings(
             f"{folder} holds chunks for the template {settings['template']['name']!r}, not for "
             f"this {wanted.template.name!r}; leave the template out or ingest into another folder"
         )
-    vectors = settings["vectors"]
+    vectors, neighbours = settings["vectors"], settings["neighbours"] or {}
+    if not neighbours:
+        neighbour_settings(wanted, wanted.embedder is not None or vectors is not None)
     for name, value, known in (
         ("chunk_tokens", wanted.chunk_tokens, settings["chunking"]["chunk_tokens"]),
         ("overlap", wanted.overlap, settings["chunking"]["overlap"]),
         ("chunk_by", wanted.chunk_by, settings["chunking"]["by"]),
+        ("neighbours", wanted.neighbours, neighbours.get("top_n", wanted.neighbours)),
+        ("similar_by", wanted.similar_by, neighbours.get("by", wanted.similar_by)),
         ("stored", wanted.stored, settings["layout"]["stored"]),
         ("store", wanted.store, settings["store"]),
         ("index", wanted.index, vectors["index"] if vectors else wanted.index),

@@ -43,6 +43,7 @@ def collect_stats(
         "chunks": counts["chunks"],
         "tokens": counts["tokens"],
         "encoders": {name: counts["encoded"].get(name, 0) for name in settings["encoders"]},
+        "neighbours": settings["neighbours"],
         "stored": {
             "kv": settings["layout"]["stored"],
             "location": settings["store"] or str(folder),

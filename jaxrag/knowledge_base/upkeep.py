@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import datetime
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,16 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrag.catalog import Catalog
-from jaxrag.encode import encode_chunks, provenance
+from jaxrag.encode import StoredNeighbours, encode_chunks, provenance
 from jaxrag.errors import KnowledgeBaseError
+from jaxrag.ingest import RefreshReport
+from jaxrag.knowledge_base.neighbours import recorded_chunks
 from jaxrag.knowledge_base.opening import CATALOG
 from jaxrag.knowledge_base.vectors import ChunkVectors
 from jaxrag.models.model import Model
 from jaxrag.prompts import PromptTemplate
 from jaxrag.store import ChunkStore, ReadThrough, Record
 from jaxrag.store.owners import Owner, Owners, this_owner
-from jaxrag.types import HostArray
 
 _REPAIR_BATCH = 256  # chunks that are encoded together
 _EMBED_BATCH = 1024  # texts between two commits of the index
@@ -33,6 +34,7 @@ class RemoveReport:
     documents: int
     chunks: int
     unknown: tuple[str, ...]  # ids that name no document
+    neighbours: RefreshReport | None = None  # the variants that see neighbours, encoded again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,34 +185,20 @@ def verify(
     if model is None or not damaged:
         return VerifyReport(found.ok, 0, tuple(damaged), dropped)
     prefix = template.prefix_ids(model.text_tokenizer())
+    own_kv = StoredNeighbours(model, prefix, store)
     repaired = []
-    for encoder, chunks in chunks_of(catalog, model, template, damaged).items():
+    for encoder, chunks in recorded_chunks(catalog, model, template, damaged).items():
         for batch in itertools.batched(chunks.items(), _REPAIR_BATCH):
-            tokens = [ids for _, ids in batch]
-            for index, kv in encode_chunks(model, encoder, prefix, tokens):
-                key, record = batch[index][0], provenance(model, encoder, prefix, tokens[index])
+            ids = [it.ids for _, it in batch]
+            others = [it.neighbours for _, it in batch]
+            for index, kv in encode_chunks(model, encoder, prefix, ids, others, own_kv):
+                key = batch[index][0]
+                record = provenance(model, encoder, prefix, ids[index], others[index])
                 store.put(key, kv, record=record, replace=True)
                 repaired.append(key)
     left = set(damaged) - set(repaired)
     still = tuple(key for key in damaged if key in left)
     return VerifyReport(found.ok, len(repaired), still, dropped)
-
-
-def chunks_of(
-    catalog: Catalog, model: Model, template: PromptTemplate, keys: Iterable[str]
-) -> dict[str, dict[str, HostArray]]:
-    """The tokens behind store keys as they stand in the prompt: encoder -> key -> ids [T] int32.
-
-    A key that no chunk of the catalog has is left out.
-    """
-    tokenizer = model.text_tokenizer()
-    found: dict[str, dict[str, HostArray]] = {}
-    for key in keys:
-        chunk = catalog.chunk_of(key)
-        if chunk is not None:
-            ids = template.chunk_ids(tokenizer, chunk.ids, chunk.title)
-            found.setdefault(chunk.encoder, {})[key] = ids
-    return found
 
 
 def embed_missing(catalog: Catalog, vectors: ChunkVectors, progress: bool) -> int:

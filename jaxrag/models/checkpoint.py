@@ -3,6 +3,7 @@
 DIR/jaxrag.json     config and weights digest
 DIR/params/         the parameters by name, restorable onto any mesh
 DIR/tokenizer.json  and the other files of the tokenizer, where there is one
+DIR/prompt.toml     the prompt format of the model, where it has one
 """
 
 import dataclasses
@@ -38,8 +39,9 @@ def save_checkpoint(
 ) -> None:
     """Save parameters as they are (``config.dtype`` says how they are loaded), in a new directory.
 
-    ``tokenizer_dir`` is a model directory whose tokenizer files are copied. Raises ModelError when
-    the directory exists and is not empty; it is complete or absent, never half-written.
+    ``tokenizer_dir`` is a model directory whose tokenizer files and prompt format are copied.
+    Raises ModelError when the directory exists and is not empty; it is complete or absent, never
+    half-written.
     """
     with new_directory(Path(directory)) as temporary:
         with ocp.StandardCheckpointer() as checkpointer:

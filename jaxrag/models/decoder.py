@@ -78,6 +78,25 @@ def forward(
     Returns:
       hidden [B, T, D] after the final norm; the cache; what attend collected, stacked over L.
     """
+    x, cache, collected = run_layers(
+        params, config, tokens, cache, attend, config.num_layers, wrap_layer
+    )
+    return rms_norm(x, params.final_norm, config.norm_eps), cache, collected
+
+
+def run_layers(
+    params: Params,
+    config: ModelConfig,
+    tokens: Tokens,
+    cache: Any,
+    attend: Attend,
+    num_layers: int,
+    wrap_layer: Callable[[Layer], Layer] | None = None,
+) -> tuple[Array, Any, Any]:
+    """Run the first ``num_layers`` layers over tokens [B, T]; arguments and results as ``forward``.
+
+    The first result is the residual stream x [B, T, D] before any further norm.
+    """
     x = params.embed[tokens.ids]
     layer_ids = jnp.arange(config.num_layers, dtype=jnp.int32)
 
@@ -97,9 +116,24 @@ def forward(
         return (x + out, cache), collected
 
     scanned = (params.layers, layer_ids, _windows(config))
+    if num_layers < config.num_layers:
+        scanned = jax.tree.map(lambda a: a[:num_layers], scanned)
     body = layer if wrap_layer is None else wrap_layer(layer)
     (x, cache), collected = lax.scan(body, (x, cache), scanned)
-    return rms_norm(x, params.final_norm, config.norm_eps), cache, collected
+    return x, cache, collected
+
+
+def keys_and_values(
+    params: Params, config: ModelConfig, tokens: Tokens, cache: Any, attend: Attend, layer: int
+) -> tuple[Array, Array, Any]:
+    """K before rotation and V [B, T, K, H] of one layer (0-based), and the cache.
+
+    Only the layers before it run, and nothing of this layer but its projections.
+    """
+    x, cache, _ = run_layers(params, config, tokens, cache, attend, layer)
+    p = jax.tree.map(lambda a: a[layer], params.layers)
+    _, k, v = _qkv(rms_norm(x, p.attn_norm, config.norm_eps), p, config)
+    return k, v, cache
 
 
 def unembed(params: Params, hidden: Array) -> Array:

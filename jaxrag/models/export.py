@@ -22,6 +22,7 @@ from jaxrag.models.new_directory import new_directory, refuse_existing
 from jaxrag.models.record import is_checkpoint, read_record
 from jaxrag.models.spec import Params
 from jaxrag.models.tensor_files import INDEX_FILE, SINGLE_FILE, NewTensor, write_file
+from jaxrag.prompts import PromptTemplate, write_prompt
 from jaxrag.tokenizer import copy_tokenizer
 from jaxrag.types import Array, HostArray
 
@@ -35,13 +36,15 @@ def export_hf(
     config: ModelConfig,
     tokenizer_dir: str | Path | None = None,
     max_file_bytes: int = _MAX_FILE_BYTES,
+    template: PromptTemplate | None = None,
 ) -> None:
     """Write ``config.json`` and safetensors that transformers loads, in a new directory.
 
     Tensors keep the dtype of ``params``. Weights above ``max_file_bytes`` are split over files with
-    an index. ``tokenizer_dir`` is a model directory whose tokenizer files are copied. Raises
-    ModelError when the directory exists and is not empty, ConfigError when the family's
-    ``config.json`` cannot express the config.
+    an index. ``tokenizer_dir`` is a model directory whose tokenizer files and prompt format are
+    copied; ``template`` is written as the prompt format instead. Raises ModelError when the
+    directory exists and is not empty, ConfigError when the family's ``config.json`` cannot express
+    the config.
     """
     family = FAMILIES[config.family]
     hf_config = _hf_config(family, config)
@@ -53,6 +56,8 @@ def export_hf(
             _write_shards(temporary, shards)
         if tokenizer_dir is not None:
             copy_tokenizer(Path(tokenizer_dir), temporary)
+        if template is not None:
+            write_prompt(temporary, template)
         _write_json(temporary / "config.json", hf_config)
 
 

@@ -21,6 +21,7 @@ from jaxrag.models.decoder import forward, unembed
 from jaxrag.models.digest import params_digest, weights_digest
 from jaxrag.models.hf import load_hf
 from jaxrag.models.spec import Params, init_params, param_shardings
+from jaxrag.prompts import PromptTemplate, read_prompt
 from jaxrag.rope import RopeTable, rope_table
 from jaxrag.segments import bucket, positions_follow_order
 from jaxrag.sharding import Rules, replicated, sharding
@@ -41,7 +42,8 @@ class Model:
     """A decoder ready to serve. Make one with ``load_model`` or ``random_model``.
 
     ``cache`` is the paged pool, made at the first request; ``memory`` keeps the KV of documents
-    that were passed without a knowledge base.
+    that were passed without a knowledge base. ``template`` is the prompt format that the model was
+    trained with, from its directory's ``prompt.toml``; it is used where nobody names another.
     """
 
     config: ModelConfig
@@ -51,6 +53,7 @@ class Model:
     path: str | None = None
     mesh: Mesh | None = None
     cache_tokens: int | None = None
+    template: PromptTemplate | None = None
 
     def __post_init__(self) -> None:
         """Refuse a tokenizer of another model before anything is computed."""
@@ -234,10 +237,12 @@ def load_model(
       cache_tokens: size of the paged pool; None = 1 GiB on CPU, half of the free memory on GPU.
 
     Raises:
-      ModelError, ConfigError: a missing, truncated, unsupported or inconsistent directory.
+      ModelError, ConfigError: a missing, truncated, unsupported or inconsistent directory, or a
+        ``prompt.toml`` that is no prompt template.
       TokenizerError: a tokenizer that cannot be read or is larger than the vocabulary.
     """
     path = Path(path)
+    template = read_prompt(path)
     load = load_checkpoint if is_checkpoint(path) else load_hf
     config, params, tokenizer = load(path, mesh=mesh, dtype=dtype)
     return Model(
@@ -248,6 +253,7 @@ def load_model(
         path=str(path),
         mesh=mesh,
         cache_tokens=cache_tokens,
+        template=template,
     )
 
 

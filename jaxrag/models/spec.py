@@ -126,8 +126,14 @@ def num_params(config: ModelConfig) -> int:
     return sum(math.prod(s.shape) for s in jax.tree.leaves(param_specs(config), is_leaf=is_spec))
 
 
-def init_params(config: ModelConfig, key: jax.Array, dtype: str | None = None) -> Params:
-    """Random parameters (normal, 1/sqrt(fan_in)) in ``dtype`` (default ``config.dtype``)."""
+def init_params(
+    config: ModelConfig, key: jax.Array, dtype: str | None = None, *, for_training: bool = False
+) -> Params:
+    """Random parameters (normal, 1/sqrt(fan_in)) in ``dtype`` (default ``config.dtype``).
+
+    ``for_training`` divides what writes into the residual stream, ``o`` and ``down``, by
+    sqrt(2 L) (GPT-2, section 2.3), so that the stream does not grow with depth.
+    """
     specs, treedef = jax.tree.flatten(param_specs(config), is_leaf=is_spec)
     keys = jax.random.split(key, len(specs))
     target = jnp.dtype(dtype or config.dtype)
@@ -140,4 +146,11 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: str | None = None) -
         values = jax.random.normal(leaf_key, spec.shape, jnp.float32) * spec.fan_in**-0.5
         return values.astype(target)
 
-    return jax.tree.unflatten(treedef, [make(spec, k) for spec, k in zip(specs, keys, strict=True)])
+    made: Params = jax.tree.unflatten(
+        treedef, [make(spec, k) for spec, k in zip(specs, keys, strict=True)]
+    )
+    if not for_training:
+        return made
+    shrink = (2 * config.num_layers) ** -0.5
+    layers = made.layers
+    return made.replace(layers=layers.replace(o=layers.o * shrink, down=layers.down * shrink))

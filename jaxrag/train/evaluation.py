@@ -1,25 +1,73 @@
-"""Held-out questions during training: loss and exact match, in full or in block mode.
+"""Held-out questions, many packed into a row: loss and exact match, in full or in block mode.
 
 A response counts when every one of its tokens, its end included, is the most likely one after the
 right tokens before it; greedy decoding would then produce exactly this response. The curve of it
-over the steps is Block-Attention's Fig. 4.
+over the steps of a run is Block-Attention's Fig. 4.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
 from jaxrag.errors import TrainError
 from jaxrag.prompts import template_named
+from jaxrag.segments import pack
 from jaxrag.tokenizer import Tokenizer
 from jaxrag.train.config import DataPart, EvalPart
 from jaxrag.train.loss import TokenLoss
-from jaxrag.train.packing import RESPONSE, Packer, Piece, TrainBatch, lay_piece
+from jaxrag.train.packing import Piece, TrainBatch, lay_piece, pack_batch
 from jaxrag.train.samples import Writer
 from jaxrag.train.sources import Limits, open_source
+from jaxrag.types import HostArray
+
+Losses = Callable[[TrainBatch], TokenLoss]  # the forward pass of a batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """One entry per question, in the order of the pieces and of the questions in each."""
+
+    loss: HostArray  # float64 [Q], summed over the tokens of the response
+    tokens: HostArray  # int64 [Q], of the response, its end included
+    right: HostArray  # bool [Q], exact match
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedPieces:
+    """Pieces packed into batches [B, T]: make one with ``pack_pieces``, score it many times."""
+
+    pieces: tuple[Piece, ...]
+    batches: tuple[tuple[tuple[int, ...], ...], ...]  # numbers of the pieces in each row
+    row_tokens: int
+
+    def score(
+        self, losses: Losses, progress: Callable[[int], None] = lambda pieces: None
+    ) -> Scores:
+        """Run every batch; ``progress`` hears how many pieces each one held."""
+        columns: list[tuple[HostArray, ...]] = [()] * len(self.pieces)
+        for rows in self.batches:
+            batch = pack_batch([[self.pieces[i] for i in row] for row in rows], self.row_tokens)
+            found = losses(batch)
+            loss, correct = jax.device_get((found.loss, found.correct))
+            for row, numbers in enumerate(rows):
+                at = 0
+                for number in numbers:
+                    piece = self.pieces[number]
+                    columns[number] = _of_piece(piece, loss[row, at:], correct[row, at:])
+                    at += len(piece)
+            progress(sum(map(len, rows)))
+        return Scores(*(np.concatenate(column) for column in zip(*columns, strict=True)))
+
+
+def pack_pieces(pieces: Sequence[Piece], rows: int, row_tokens: int) -> PackedPieces:
+    """Pack pieces of at most ``row_tokens`` tokens into batches of ``rows`` rows each."""
+    packed = pack([len(piece) for piece in pieces], row_tokens)
+    packed += [[] for _ in range(-len(packed) % rows)]  # every batch has the one compiled shape
+    numbered = tuple(map(tuple, packed))
+    batches = tuple(numbered[at : at + rows] for at in range(0, len(numbered), rows))
+    return PackedPieces(tuple(pieces), batches, row_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,24 +75,15 @@ class HeldOut:
     """The packed samples of one ``[[eval]]``, made once."""
 
     name: str
-    batches: tuple[tuple[TrainBatch, tuple[tuple[Piece, ...], ...]], ...]  # and pieces of each row
+    packed: PackedPieces
 
-    def measure(self, losses: Callable[[TrainBatch], TokenLoss]) -> dict[str, float]:
+    def measure(self, losses: Losses) -> dict[str, float]:
         """``NAME/loss`` (mean over response tokens) and ``NAME/accuracy`` (exact match)."""
-        total = tokens = right = questions = 0.0
-        for batch, rows in self.batches:
-            found: TokenLoss = jax.device_get(losses(batch))
-            response = np.asarray(batch.kinds) == RESPONSE
-            total += float(found.loss[response].sum(dtype=np.float64))
-            tokens += int(response.sum())
-            for row, pieces in enumerate(rows):
-                at = 0
-                for piece in pieces:
-                    for first, end in piece.questions:
-                        right += bool(found.correct[row, at + first : at + end].all())
-                        questions += 1
-                    at += len(piece)
-        return {f"{self.name}/loss": total / tokens, f"{self.name}/accuracy": right / questions}
+        scores = self.packed.score(losses)
+        return {
+            f"{self.name}/loss": float(scores.loss.sum() / scores.tokens.sum()),
+            f"{self.name}/accuracy": float(scores.right.mean()),
+        }
 
 
 def held_out(
@@ -67,20 +106,16 @@ def held_out(
     ]
     if not pieces:
         raise TrainError(f"[[eval]] {part.name!r}: no usable sample")
-    return HeldOut(part.name, tuple(_packed(pieces, rows, data.row_tokens)))
+    return HeldOut(part.name, pack_pieces(pieces, rows, data.row_tokens))
 
 
-def _packed(
-    pieces: list[Piece], rows: int, row_tokens: int
-) -> Iterator[tuple[TrainBatch, tuple[tuple[Piece, ...], ...]]]:
-    packer = Packer(rows, row_tokens)
-
-    def full() -> Any:
-        return packer.batch(), tuple(map(tuple, packer.members))
-
-    for piece in pieces:
-        if not packer.add([piece]):
-            yield full()
-            packer = Packer(rows, row_tokens)
-            packer.add([piece])
-    yield full()
+def _of_piece(
+    piece: Piece, loss: HostArray, correct: HostArray
+) -> tuple[HostArray, HostArray, HostArray]:
+    """Loss, tokens and exact match of the piece's questions, from those of its row's tokens."""
+    spans = piece.questions
+    return (
+        np.array([loss[a:b].sum(dtype=np.float64) for a, b in spans], np.float64),
+        np.array([b - a for a, b in spans], np.int64),
+        np.array([correct[a:b].all() for a, b in spans], np.bool_),
+    )

@@ -19,6 +19,7 @@ from jaxrag.errors import TrainError
 from jaxrag.flops import forward_flops
 from jaxrag.models.export import export_hf
 from jaxrag.models.spec import Params
+from jaxrag.prompts import template_named
 from jaxrag.train.checkpoints import Checkpoints
 from jaxrag.train.config import TrainConfig, changed_field, to_dict
 from jaxrag.train.cost import passes
@@ -149,6 +150,7 @@ class _Run:
         self.evaluate = evaluate
         self.first = jax.process_index() == 0
         self.progress = progress and self.first
+        self.template = template_named(config.data.template)  # of the export: as it is trained
         self.step = make_step(config, setup.program, setup.shardings)
         self.losses = make_evaluation(setup.program)
         self.peak = measured_peak(config.compute.dtype) * jax.process_count()
@@ -333,7 +335,9 @@ class _Run:
         params = self.setup.on_host(self.setup.merged(state, frozen))
         if self.first:
             shutil.rmtree(target, ignore_errors=True)  # of an earlier end of this run
-            export_hf(target, params, self.setup.model, self.setup.tokenizer_dir)
+            export_hf(
+                target, params, self.setup.model, self.setup.tokenizer_dir, template=self.template
+            )
         return str(target)
 
     def _export_best(self, frozen: Params | None) -> str | None:

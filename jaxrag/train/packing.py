@@ -128,24 +128,29 @@ class Packer:
 
     def batch(self) -> TrainBatch:
         """The rows as arrays [B, T]."""
-        shape = (self.rows, self.row_tokens)
-        names = ("ids", "positions", "segments", "examples", "targets")
-        arrays: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in names}
-        kinds: Any = np.zeros(shape, np.int8)
-        assert EMPTY == NOTHING == 0
-        for row, members in enumerate(self.members):
-            at = 0
-            for example, piece in enumerate(members):
-                here = slice(at, at + len(piece))
-                for name in names:
-                    arrays[name][row, here] = getattr(piece, name)
-                arrays["examples"][row, here] |= example_ids(example)
-                kinds[row, here] = piece.kinds
-                at = here.stop
-        targets = arrays.pop("targets")
-        return TrainBatch(tokens=Tokens(**arrays), targets=targets, kinds=kinds)
+        return pack_batch(self.members, self.row_tokens)
 
     @property
     def efficiency(self) -> float:
         """Share of the rows' tokens that are not padding."""
         return 1 - sum(self.free) / (self.rows * self.row_tokens)
+
+
+def pack_batch(rows: Sequence[Sequence[Piece]], row_tokens: int) -> TrainBatch:
+    """Rows of pieces, one behind the other and apart from each other, as arrays [B, T]."""
+    shape = (len(rows), row_tokens)
+    names = ("ids", "positions", "segments", "examples", "targets")
+    arrays: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in names}
+    kinds: Any = np.zeros(shape, np.int8)
+    assert EMPTY == NOTHING == 0
+    for row, members in enumerate(rows):
+        at = 0
+        for example, piece in enumerate(members):
+            here = slice(at, at + len(piece))
+            for name in names:
+                arrays[name][row, here] = getattr(piece, name)
+            arrays["examples"][row, here] |= example_ids(example)
+            kinds[row, here] = piece.kinds
+            at = here.stop
+    targets = arrays.pop("targets")
+    return TrainBatch(tokens=Tokens(**arrays), targets=targets, kinds=kinds)

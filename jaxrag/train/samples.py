@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxrag.config import ModelConfig
+from jaxrag.errors import ConfigError
 from jaxrag.evals.synthetic import Sample
 from jaxrag.prompts import PromptTemplate
 from jaxrag.tokenizer import Tokenizer
@@ -177,6 +179,14 @@ class Writer:
             raise BadRow("messages: expected the last two to be of user and assistant")
         prompt = _rendered(self.tokenizer, turns[:-1])
         return self._prompt(split_chat(prompt), {"response": turns[-1][1]})
+
+
+def response_end(model: ModelConfig, tokenizer: Tokenizer, where: object) -> int:
+    """The id that ends every response; ConfigError, naming ``where``, when there is none."""
+    ends = [*model.eos_ids, *tokenizer.eos_ids]
+    if not ends:
+        raise ConfigError(f"{where}: no end-of-sequence token, so no response can end")
+    return ends[0]
 
 
 def _rendered(tokenizer: Tokenizer, turns: Sequence[tuple[str, str]]) -> list[str]:

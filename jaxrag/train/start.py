@@ -24,6 +24,7 @@ from jaxrag.train.checkpoints import abstract_state
 from jaxrag.train.config import TrainConfig
 from jaxrag.train.lora import init_adapters, merge_all
 from jaxrag.train.packing import TrainBatch
+from jaxrag.train.samples import response_end
 from jaxrag.train.step import Program, TrainState, new_state, program_of, state_shardings
 
 
@@ -113,7 +114,7 @@ class Setup:
     def _weights(self, dtype: str) -> Params:
         path = self.config.model.path
         if path is None:
-            make = functools.partial(init_params, self.model, dtype=dtype)
+            make = functools.partial(init_params, self.model, dtype=dtype, for_training=True)
             place = param_shardings(self.model, self.mesh)
             key = jax.random.key(self.config.model.seed)
             return jax.jit(make, out_shardings=place)(key)
@@ -130,9 +131,7 @@ def set_up(config: TrainConfig) -> Setup:
     tokenizer_dir = Path(config.model.tokenizer or config.model.path or "")
     tokenizer = Tokenizer.load(tokenizer_dir)
     check_vocab(tokenizer, model)
-    ends = [*model.eos_ids, *tokenizer.eos_ids]
-    if not ends:
-        raise ConfigError(f"{tokenizer_dir}: no end-of-sequence token, so no response can end")
+    end_id = response_end(model, tokenizer, tokenizer_dir)
     c = config.compute
     mesh = make_mesh(c.data, c.fsdp, c.tensor)
     _check_mesh(model, config)
@@ -148,7 +147,7 @@ def set_up(config: TrainConfig) -> Setup:
         model=model,
         tokenizer=tokenizer,
         tokenizer_dir=tokenizer_dir,
-        end_id=ends[0],
+        end_id=end_id,
         mesh=mesh,
         program=program_of(config, model, mesh),
         shardings=state_shardings(config, model, mesh),

@@ -36,6 +36,8 @@ def test_both_sides_run_the_same_tokens(model_dir, tmp_path, capsys):
         ({"repeats": 0}, "repeats=0"),
         ({"tokens": 10}, "tokens=10"),
         ({"folder": "nowhere"}, "folder nowhere"),
+        ({"neighbours": 0}, "neighbours=0"),
+        ({"encoder": "magic"}, "encoder 'magic'"),
     ],
 )
 def test_bad_options_are_refused(change, message):
@@ -47,3 +49,20 @@ def test_result_counts_the_chunks_that_are_kept(model_dir):
     result = run(Options(model=str(model_dir), tokens=500, chunk_tokens=64, repeats=1))
     assert result["kv_bytes"] > 0
     assert result["chunks"] * 64 >= result["tokens"] - 64 * 3
+
+
+@pytest.mark.parametrize(
+    "encoder", ["neighbours", pytest.param("neighbours_joint", marks=pytest.mark.slow)]
+)
+def test_chunks_behind_neighbours_are_timed_beside_their_flops(model_dir, encoder):
+    sizes = {"tokens": 400, "chunk_tokens": 64, "repeats": 1, "neighbours": 2}
+    result = run(Options(model=str(model_dir), encoder=encoder, **sizes))
+    row = result["neighbours"]
+    assert row["encoded"] == result["chunks"]
+    assert row["chunks_per_minute"] == pytest.approx(60 * row["encoded"] / row["seconds"])
+    # Behind two neighbours of its length, a chunk attends to 5 times the pairs it has by itself, or
+    # 9 times if these run too; weights are multiplied with 1 or 3 times the tokens.
+    low, high = (3, 9.5) if encoder == "neighbours_joint" else (1, 5.5)
+    assert low < row["flops_ratio"] < high
+    assert row["time_over_flops"] == pytest.approx(row["time_ratio"] / row["flops_ratio"])
+    assert f"{encoder} 2: {row['chunks_per_minute']:.1f} chunks/min" in "\n".join(report(result))

@@ -316,7 +316,7 @@ def test_missing_foreign_and_newer_files_are_refused(tmp_path, catalog):
         Catalog.create(tmp_path / "other.sqlite", {})
     assert (tmp_path / "other.sqlite").read_bytes() == before
     catalog._database.connection.execute("PRAGMA user_version = 99")
-    with pytest.raises(KnowledgeBaseError, match="format 99, this version reads format 2"):
+    with pytest.raises(KnowledgeBaseError, match="format 99, this version reads format 3"):
         Catalog.open(catalog.path)
     (tmp_path / "text.sqlite").write_text("this is no database at all " * 100)
     with pytest.raises(StoreError, match="not a database"):
@@ -333,3 +333,38 @@ def test_locked_catalog_says_so(catalog, monkeypatch):
     catalog._database.connection.execute("ROLLBACK")
     other.put([made])
     other.close()
+
+
+def test_keys_of_kv_that_has_seen_other_chunks_live_as_long_as_these(catalog):
+    catalog.put([entry(catalog, "a", "one"), entry(catalog, "b", "two"), entry(catalog, "c", "3")])
+    one, two, three = (catalog.ids_of_document(name)[0] for name in "abc")
+    names = {i: f"content of {text}" for i, text in ((one, "one"), (two, "two"), (three, "3"))}
+    rows = [
+        (one, "k1", [names[two], names[three]]),
+        (two, "k2", [names[one]]),
+        (three, "k3", []),
+        (999, "k4", []),  # no chunk
+    ]
+    assert catalog.put_contexts("near", rows) == [one, two, three]
+    contexts = catalog.contexts([one, two, three, 999], "near")
+    assert contexts == {one: [names[two], names[three]], two: [names[one]], three: []}
+    assert catalog.contexts([one], "isolated") == {one: []}
+    assert catalog.chunk_of("k1").chunk_id == one
+    # The same text under another id keeps them; once it is gone they are.
+    catalog.put([entry(catalog, "b", "two"), entry(catalog, "d", "two")])
+    assert catalog.keys_of([one, two, three], "near") == {one: "k1", three: "k3"}
+    catalog.remove(["b"])
+    assert catalog.keys_of([one, three], "near") == {one: "k1", three: "k3"}
+    catalog.remove(["d"])
+    assert catalog.keys_of([one, three], "near") == {three: "k3"}
+    assert catalog.keys_of([one, three], "isolated") == {one: "a-0", three: "c-0"}
+    assert catalog.contexts([one, three], "near") == {three: []}
+    assert catalog.put_contexts("near", [(one, "k5", [names[three], names[two]])]) == []
+    assert catalog.put_contexts("near", [(one, "k5", [names[three]])]) == [one]
+    catalog.put_contexts("near", [(one, "k6", [])])
+    assert catalog.contexts([one], "near") == {one: []}
+    found = catalog.with_content([names[three], "content of nothing"])
+    assert [(c.content_id, bytes(c.ids.astype(np.uint8))) for c in found.values()] == [
+        (names[three], b"3")
+    ]
+    assert catalog.tokens([one, 999])[one].content_id == names[one]

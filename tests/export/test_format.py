@@ -76,7 +76,7 @@ def test_tables_and_columns_of_the_catalog(tmp_path):
     for name in tables:
         if connection.execute(f"PRAGMA table_info({name})").fetchall():
             assert name in documented
-    for name in ("settings", "documents", "chunks", "chunk_keys"):
+    for name in ("settings", "documents", "chunks", "chunk_keys", "contexts"):
         columns = {row[1] for row in connection.execute(f"PRAGMA table_info({name})")}
         assert columns == set(re.findall(r"`(\w+)`", documented[name][0])), name
     (version,) = connection.execute("PRAGMA user_version").fetchone()

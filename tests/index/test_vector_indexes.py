@@ -59,6 +59,19 @@ def test_finds_the_largest_inner_products(index):
     assert len(index) == 700
 
 
+def test_vectors_are_given_back_by_id(index):
+    data = vectors(40)
+    index.add(np.arange(0, 80, 2), data)
+    index.add(np.array([6]), data[:1] + 1)
+    index.remove(np.array([4]))
+    asked = np.array([20, 6, 0, 20])
+    np.testing.assert_array_equal(index.get(asked), [data[10], data[0] + 1, data[0], data[10]])
+    assert index.get(np.zeros(0, np.int64)).shape == (0, DIM)
+    for missing in (4, 5, 1000):
+        with pytest.raises(StoreError, match=f"has no vector of chunk {missing}"):
+            index.get(np.array([20, missing]))
+
+
 def test_only_allowed_ids_are_found(index):
     data, queries = vectors(60), vectors(3, seed=1)
     index.add(np.arange(60), data)

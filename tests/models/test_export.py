@@ -1,5 +1,6 @@
 """Hugging Face -> ours -> Hugging Face gives the same bytes, and nothing is left half-written."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +13,9 @@ from jaxrag.errors import ConfigError, ModelError
 from jaxrag.models.checkpoint import is_checkpoint
 from jaxrag.models.export import convert, export_hf
 from jaxrag.models.hf import load_config, load_hf
+from jaxrag.models.model import load_model
 from jaxrag.models.tensor_files import read_tensors
+from jaxrag.prompts import PromptTemplate
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
@@ -45,13 +48,35 @@ def test_stored_values_survive_a_narrower_config(tmp_path):
 def test_tokenizer_files_go_along(tmp_path):
     source = shutil.copytree(GOLDENS / "llama", tmp_path / "source")
     (source / "additional_chat_templates").mkdir()
-    files = {"tokenizer_config.json": "{}", "additional_chat_templates/rag.jinja": "x"}
+    prompt = 'prefix = ""\nchunk = "{text}"\nfinal = "{question}"\n'
+    files = {
+        "tokenizer_config.json": "{}",
+        "additional_chat_templates/rag.jinja": "x",
+        "prompt.toml": prompt,
+    }
     for name, text in files.items():
         (source / name).write_text(text)
     convert(source, tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "back")
     for name, text in files.items():
         assert (tmp_path / "back" / name).read_text() == text
+
+
+def test_the_prompt_format_of_an_export(model_dir, tiny_config, random_params, tmp_path):
+    given = PromptTemplate("any name", "Read:", "{text}.", "{question}", chunk_order="document")
+    config = tiny_config(vocab_size=600)
+    export_hf(tmp_path / "a", random_params(config), config, model_dir, template=given)
+    expected = dataclasses.replace(given, name="prompt")
+    assert load_model(tmp_path / "a").template == expected
+    convert(tmp_path / "a", tmp_path / "b")
+    assert load_model(tmp_path / "b").template == expected
+    export_hf(tmp_path / "c", random_params(config), config, tmp_path / "a")
+    assert load_model(tmp_path / "c").template == expected
+    export_hf(tmp_path / "d", random_params(config), config, model_dir)
+    assert load_model(tmp_path / "d").template is None
+    (tmp_path / "d" / "prompt.toml").write_text("prefix = 3")
+    with pytest.raises(ConfigError, match=r"prompt\.toml"):
+        load_model(tmp_path / "d")
 
 
 def test_large_weights_are_split_and_load_again(tiny_config, random_params, tmp_path):

@@ -1,5 +1,6 @@
 """Whole runs of a tiny model: they learn, stop, resume bit for bit, and refuse what they must."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 
 from jaxrag.errors import ConfigError, TrainError
 from jaxrag.models.model import load_model
+from jaxrag.prompts import read_prompt, template_named
 from jaxrag.train.log import read_metrics
 from jaxrag.train.loop import train
 from jaxrag.train.start import set_up
@@ -73,6 +75,9 @@ def test_a_run_learns_and_exports(train_config, tmp_path, model_dir):
     }
     assert any((before[name] != after[name]).any() for name in before)
     assert Path(report.best, "tokenizer.json").is_file()
+    for directory in (report.best, report.model):
+        trained = dataclasses.replace(template_named(config.data.template), name="prompt")
+        assert read_prompt(directory) == trained
 
 
 def test_paused_and_resumed_equals_uninterrupted(train_config, tmp_path):

@@ -1,0 +1,38 @@
+"""The flags of jax.distributed, for commands that run as one program on many hosts."""
+
+import argparse
+
+from jaxrag.errors import RequestError
+
+_LONGEST_RUN = 30 * 86_400  # seconds that the first process to end waits for the last
+
+
+def add_distributed(parser: argparse.ArgumentParser, what: str) -> None:
+    """Flags that ``join`` reads; ``what`` is the help text of --distributed."""
+    parser.add_argument("--distributed", action="store_true", help=what)
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where needed")
+    parser.add_argument("--processes", type=int, metavar="N", help="how many, where needed")
+    parser.add_argument("--process-id", type=int, metavar="I", help="which one, where needed")
+
+
+def join(args: argparse.Namespace) -> bool:
+    """Join jax.distributed where --distributed says so; returns whether it did.
+
+    Slurm, Open MPI and TPU pods are known to JAX; anybody else names coordinator, number and rank.
+    Raises RequestError when it cannot join, or for one of those flags without --distributed.
+    """
+    given = (args.coordinator, args.processes, args.process_id)
+    if not args.distributed:
+        if given != (None, None, None):
+            raise RequestError("--coordinator, --processes and --process-id need --distributed")
+        return False
+    import jax
+
+    try:
+        jax.distributed.initialize(*given, shutdown_timeout_seconds=_LONGEST_RUN)
+    except (RuntimeError, ValueError) as error:
+        raise RequestError(
+            f"jax.distributed cannot start ({' '.join(str(error).split())[:200]}); pass "
+            "--coordinator, --processes and --process-id"
+        ) from None
+    return True

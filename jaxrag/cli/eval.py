@@ -1,0 +1,202 @@
+"""`jaxrag eval`: how well models answer."""
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxrag.cli.options import add_command, add_json, keep_compiled, print_json, table
+from jaxrag.errors import RequestError
+
+if TYPE_CHECKING:
+    from jaxrag.evals.accuracy import Cell, Options
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Register the command and its parts."""
+    parser = add_command(
+        commands,
+        "eval",
+        "measure how well models answer",
+        "jaxrag eval synthetic --model full=runs/full/model --model dual=runs/dual/model",
+    )
+    kinds = parser.add_subparsers(title="evaluations", metavar="NAME", required=True)
+    synthetic = add_command(
+        kinds,
+        "synthetic",
+        "exact match on the synthetic multi-document task, read in full and block-wise",
+        "jaxrag eval synthetic --model full=checkpoints/synthetic-0.8m/full "
+        "--model dual=checkpoints/synthetic-0.8m/dual --compare dual:block,full:full --out x.json",
+    )
+    synthetic.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="a model directory and what to call it; repeatable",
+    )
+    synthetic.add_argument(
+        "--questions", type=int, default=4000, metavar="N", help="of every model (4000)"
+    )
+    synthetic.add_argument(
+        "--chunks", default="6", metavar="N|N-M", help="documents of a question, as 6 or 4-6 (6)"
+    )
+    synthetic.add_argument("--seed", type=int, default=7, help="of the questions (7)")
+    synthetic.add_argument("--split", choices=("test", "train"), default="test", help="(test)")
+    synthetic.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="another setting of the task, such as relations=4; repeatable",
+    )
+    synthetic.add_argument(
+        "--read",
+        default="full,block,composite",
+        metavar="NAME,...",
+        help="how prompts are read (full,block,composite)",
+    )
+    synthetic.add_argument(
+        "--baseline", metavar="NAME", help="the model that losses refer to (the first one)"
+    )
+    synthetic.add_argument(
+        "--compare",
+        action="append",
+        default=[],
+        metavar="A:READ,B:READ",
+        help="also the paired difference of these two; repeatable",
+    )
+    synthetic.add_argument(
+        "--generate",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also answer the first N questions one at a time from cached chunks (0)",
+    )
+    synthetic.add_argument(
+        "--template", metavar="NAME", help="a template's name or .toml file (the model's own)"
+    )
+    synthetic.add_argument(
+        "--response-start",
+        default="",
+        metavar="TEXT",
+        help="text before every answer, as data.response_start of the training ('')",
+    )
+    synthetic.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of weights and activations (the model's)",
+    )
+    synthetic.add_argument("--out", metavar="FILE", help="also write the JSON result there")
+    synthetic.add_argument("--markdown", metavar="FILE", help="also write the tables there")
+    add_json(synthetic)
+    synthetic.set_defaults(run=run_synthetic)
+    curve = add_command(
+        kinds,
+        "curve",
+        "draw accuracy over training steps, of one or more runs",
+        "jaxrag eval curve dual=runs/dual control=runs/control --out curve.png",
+    )
+    curve.add_argument(
+        "runs", nargs="+", metavar="RUN", help="folder of a run, or NAME=FOLDER for the legend"
+    )
+    curve.add_argument("--out", required=True, metavar="FILE", help="a .png, .svg or .pdf file")
+    curve.add_argument(
+        "--names", default="", metavar="NAME,...", help="which [[eval]] of the runs (all)"
+    )
+    add_json(curve)
+    curve.set_defaults(run=run_curve)
+
+
+def run_synthetic(args: argparse.Namespace) -> None:
+    """Print the tables, or one JSON object."""
+    from jaxrag.bench.machine import describe
+    from jaxrag.evals.accuracy import run
+    from jaxrag.evals.accuracy_report import markdown, tables
+
+    options = _options(args)
+    for option, path in (("--out", args.out), ("--markdown", args.markdown)):
+        if path and not Path(path).absolute().parent.is_dir():
+            raise RequestError(f"{option} {path}: its folder does not exist; make it first")
+    keep_compiled()
+    result = run(options, progress=not args.json) | {"machine": describe()}
+    if args.out:
+        Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if args.markdown:
+        Path(args.markdown).write_text(markdown(result), encoding="utf-8")
+    if args.json:
+        print_json(result)
+        return
+    for shown in tables(result):
+        numbers = range(shown.names, len(shown.rows[0]))
+        print(f"{shown.title}\n{table(shown.rows, numbers)}\n")
+
+
+def run_curve(args: argparse.Namespace) -> None:
+    """Write the picture; print its points as one JSON object, or where it is."""
+    from jaxrag.evals.plots import check_picture, draw_curves, read_curves
+
+    out = Path(args.out)
+    check_picture(out)
+    runs = [(name or Path(path).name, Path(path)) for name, path in map(_named, args.runs)]
+    if len({name for name, _ in runs}) < len(runs):
+        raise RequestError("two runs have the same name; call them NAME=FOLDER")
+    curves = read_curves(runs, [name for name in args.names.split(",") if name])
+    draw_curves(curves, out)
+    if args.json:
+        print_json({"out": str(out), "curves": [curve._asdict() for curve in curves]})
+    else:
+        print(f"{out}: " + ", ".join(f"{curve.run} {curve.name}" for curve in curves))
+
+
+def _options(args: argparse.Namespace) -> "Options":
+    from jaxrag.evals.accuracy import Options
+    from jaxrag.evals.synthetic import SyntheticTask
+    from jaxrag.train.fields import build, override
+
+    models: dict[str, str] = {}
+    for text in args.model:
+        name, path = _named(text)
+        if not name or not path:
+            raise RequestError(f"--model {text}: expected NAME=DIR")
+        if name in models:
+            raise RequestError(f"--model {text}: there is a model {name!r} already; rename one")
+        models[name] = path
+    chunks = re.fullmatch(r"(\d+)(?:-(\d+))?", args.chunks)
+    if chunks is None:
+        raise RequestError(f"--chunks {args.chunks}: expected a number such as 6, or 4-6")
+    task: dict[str, Any] = {
+        "chunks": [int(chunks[1]), int(chunks[2] or chunks[1])],
+        "split": args.split,
+    }
+    for assignment in args.set:
+        task = override(task, assignment)
+    return Options(
+        models=models,
+        task=build(SyntheticTask, task, "the task"),
+        seed=args.seed,
+        questions=args.questions,
+        reads=tuple(read for read in args.read.split(",") if read),
+        baseline=args.baseline,
+        compare=tuple(map(_compared, args.compare)),
+        answer=args.generate,
+        template=args.template,
+        response_start=args.response_start,
+        dtype=args.dtype,
+    )
+
+
+def _named(text: str) -> tuple[str, str]:
+    """NAME=PATH as both parts; the name is empty where there is none."""
+    name, equals, path = text.partition("=")
+    return (name, path) if equals else ("", text)
+
+
+def _compared(text: str) -> "tuple[Cell, Cell]":
+    from jaxrag.evals.accuracy import Cell
+
+    found = re.fullmatch(r"([^:,]+):([^:,]+),([^:,]+):([^:,]+)", text)
+    if found is None:
+        raise RequestError(f"--compare {text}: expected MODEL:READ,MODEL:READ")
+    return Cell(found[1], found[2]), Cell(found[3], found[4])

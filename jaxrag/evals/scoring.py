@@ -1,0 +1,204 @@
+"""Questions of a task put to a model: scored packed, and answered one at a time through the cache.
+
+Both give the same verdict, exact match of the greedy answer. Packed, all questions on one set of
+documents run in one row with the right answers given (``train.evaluation``), a thousand times
+cheaper than answering; ``answered`` is the real thing: stored chunks, page tables, decoding.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrag.config import ModelConfig
+from jaxrag.errors import ConfigError, RequestError
+from jaxrag.evals.synthetic import Sample, SyntheticTask
+from jaxrag.evals.synthetic import samples as endless
+from jaxrag.generation import generate
+from jaxrag.methods import method_named
+from jaxrag.models.model import Model
+from jaxrag.prompts import PromptTemplate
+from jaxrag.rope import RopeTable
+from jaxrag.segments import PositionScheme, bucket
+from jaxrag.sharding import make_mesh
+from jaxrag.train.evaluation import Losses, pack_pieces
+from jaxrag.train.loss import TokenLoss
+from jaxrag.train.packing import TrainBatch, lay_piece
+from jaxrag.train.samples import TrainSample, Writer, response_end
+from jaxrag.train.step import Program, make_evaluation
+from jaxrag.types import HostArray
+
+ROWS = 8  # of a batch
+ROW_TOKENS = 512  # at least
+LOGITS_TOKENS = 4096  # tokens whose [V] logits exist at once
+
+Heard = Callable[[int], None]  # told how many samples or questions are done
+
+
+def _silent(done: int) -> None:
+    """Nobody watches."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """One way to read a prompt: as a packed mask, and the preset that does it with cached KV."""
+
+    full: bool
+    positions: PositionScheme
+    method: str
+
+
+READS: dict[str, Read] = {
+    "full": Read(full=True, positions="reordered", method="full_attention"),
+    "block": Read(full=False, positions="reordered", method="turborag"),
+    "composite": Read(full=False, positions="composite", method="turborag_composite"),
+}
+
+
+def draw(task: SyntheticTask, seed: int, questions: int) -> tuple[Sample, ...]:
+    """The first samples of the sequence that hold so many questions; the last one may lose some."""
+    drawn: list[Sample] = []
+    left = questions
+    for sample in endless(task, seed):
+        drawn.append(dataclasses.replace(sample, questions=sample.questions[:left]))
+        left -= len(drawn[-1].questions)
+        if not left:
+            return tuple(drawn)
+    raise AssertionError("the sequence has no end")
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """Samples as the token ids of one model, ready to be scored. Make one with ``write``."""
+
+    model: Model
+    template: PromptTemplate
+    samples: tuple[Sample, ...]
+    ids: tuple[TrainSample, ...]
+
+
+def write(
+    model: Model,
+    samples: Sequence[Sample],
+    template: PromptTemplate | None = None,
+    response_start: str = "",
+) -> Written:
+    """Tokenise samples for a model.
+
+    Args:
+      model: with its tokenizer. samples: what to ask.
+      template: prompt format; None = the one that the model brings.
+      response_start: text before every answer, as ``data.response_start`` of its training.
+
+    Raises:
+      TokenizerError: the model has no tokenizer.
+      ConfigError: no template is given and the model brings none, or no token ends an answer.
+      RequestError: a prompt is longer than the model's context, or has words that the model's
+        vocabulary lacks.
+    """
+    tokenizer, where = model.text_tokenizer(), model.path or "the model"
+    template = template or model.template
+    if template is None:
+        raise ConfigError(
+            f"{where} brings no prompt.toml, so its prompt format is unknown; pass --template NAME"
+        )
+    end_id = response_end(model.config, tokenizer, where)
+    writer = Writer(tokenizer, template, end_id, response_start, refusal="")
+    ids = tuple(map(writer.write_synthetic, samples))
+    longest = max(sample.num_positions for sample in ids)
+    if longest > model.config.max_positions:
+        raise RequestError(
+            f"prompts of up to {longest} tokens do not fit into {where}, whose context has "
+            f"{model.config.max_positions}; ask with fewer chunks"
+        )
+    _refuse_unknown_words(model, samples)
+    return Written(model, template, tuple(samples), ids)
+
+
+def scored(written: Written, read: Read, heard: Heard = _silent) -> HostArray:
+    """Exact match of every question, bool [Q], in order; ``heard`` counts samples.
+
+    Raises RequestError for composite positions and a model with a sliding window.
+    """
+    model = written.model
+    method_named(read.method).check(model.config)
+    pieces = [lay_piece(sample, read.full, read.positions) for sample in written.ids]
+    row_tokens = bucket(max(map(len, pieces)), ROW_TOKENS)
+    packed = pack_pieces(pieces, ROWS, row_tokens)
+    return packed.score(forward_losses(model, row_tokens), heard).right
+
+
+def forward_losses(model: Model, row_tokens: int) -> Losses:
+    """The forward pass of training, with the weights of a loaded model."""
+    evaluate = _evaluation(model.config, model.mesh or make_mesh())
+    rope = model.rope(row_tokens)
+
+    def losses(batch: TrainBatch) -> TokenLoss:
+        placed = jax.tree.map(lambda x: model.put_batch(x, len(x)), batch)
+        return evaluate(model.params, None, rope, placed)
+
+    return losses
+
+
+@functools.lru_cache(maxsize=4)
+def _evaluation(
+    config: ModelConfig, mesh: Mesh
+) -> Callable[[Any, None, RopeTable, TrainBatch], TokenLoss]:
+    """Compiled once for all models of the same sizes."""
+    return make_evaluation(
+        Program(
+            config=config,
+            dtype=config.dtype,
+            remat="none",
+            logits_tokens=LOGITS_TOKENS,
+            lora_scale=None,
+            mesh=mesh,
+        )
+    )
+
+
+def answered(written: Written, read: Read, count: int, heard: Heard = _silent) -> HostArray:
+    """Exact match of the first ``count`` questions, bool [count], each really answered.
+
+    One request at a time, greedy, from the KV of chunks that were encoded ahead of it; ``heard``
+    counts questions. Raises RequestError as ``generate`` does.
+    """
+    asked = [
+        (sample, question.question, ids.response)
+        for sample, tokens in zip(written.samples, written.ids, strict=True)
+        for question, ids in zip(sample.questions, tokens.finals, strict=True)
+    ][:count]
+    longest = max(len(response) for _, _, response in asked)
+    right = []
+    for sample, question, response in asked:
+        out = generate(
+            question,
+            documents=sample.chunks,
+            model=written.model,
+            method=read.method,
+            template=written.template,
+            max_new_tokens=longest,
+        )
+        right.append(out.finish_reason == "stop" and out.token_ids == response[:-1].tolist())
+        heard(1)
+    return np.array(right, np.bool_)
+
+
+def _refuse_unknown_words(model: Model, samples: Sequence[Sample]) -> None:
+    """An answer of unknown tokens would count as right when unknown tokens are predicted."""
+    tokenizer = model.text_tokenizer()
+    if tokenizer.unk_id is None:
+        return
+    texts = [text for sample in samples for text in sample.chunks]
+    texts += [f"{q.question} {q.answer}" for sample in samples for q in sample.questions]
+    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        if (ids == tokenizer.unk_id).any():
+            word = tokenizer.unknown_words(text)[0]
+            raise RequestError(
+                f"{model.path or 'the model'}: its vocabulary lacks {word!r}, a word of the task; "
+                "evaluate a model whose tokenizer knows the task's words"
+            )

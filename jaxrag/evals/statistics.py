@@ -1,0 +1,97 @@
+"""Intervals for shares of questions that are asked several to a sample.
+
+Questions on the same documents are right or wrong together, so they count for less than as many
+independent ones. Every variance here is the cluster-robust one (Taylor linearisation over samples,
+as for ratios in survey statistics): what an estimate would change by if a question weighed a little
+more is added up within each sample, and those sums are squared. Intervals are
+
+- of a share: Wilson's score interval with the effective number of questions, n over the design
+  effect (cluster-robust variance over that of independent questions, at least 1);
+- of a difference and of a ratio of differences: estimate +- 1.96 standard errors; for a difference
+  never less than those of independent pairs with half a question added to each cell of their
+  2 x 2 table (Agresti and Min 2005), so that agreement on few questions is not taken for certain.
+
+All of them are asymptotic in the number of samples; with less than some thirty they are too narrow.
+"""
+
+import math
+import statistics
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrag.types import HostArray
+
+LEVEL = 0.95
+_Z = statistics.NormalDist().inv_cdf((1 + LEVEL) / 2)
+
+
+class Estimate(NamedTuple):
+    """A share or a difference of shares, as a fraction of 1, with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+    n: int  # questions
+
+
+def share(right: HostArray, samples: HostArray) -> Estimate | None:
+    """How often ``right`` (bool [Q]) holds; ``samples`` [Q] numbers the sample of each question.
+
+    None for no question.
+    """
+    n = len(right)
+    if not n:
+        return None
+    p = float(right.mean())
+    independent = p * (1 - p) / n
+    effect = _variance((right - p) / n, samples) / independent if independent else 1.0
+    effective = n / max(effect, 1.0)
+    middle = p + _Z**2 / (2 * effective)
+    half = _Z * math.sqrt(p * (1 - p) / effective + _Z**2 / (4 * effective**2))
+    scale = 1 + _Z**2 / effective
+    # At the ends of the scale rounding would put the bound beside the value.
+    low = 0.0 if p == 0 else (middle - half) / scale
+    high = 1.0 if p == 1 else (middle + half) / scale
+    return Estimate(p, low, high, n)
+
+
+def difference(a: HostArray, b: HostArray, samples: HostArray) -> Estimate | None:
+    """How much more often ``a`` holds than ``b``, of the same questions: paired, bool [Q] each.
+
+    None for no question.
+    """
+    n = len(a)
+    if not n:
+        return None
+    each = a.astype(np.float64) - b
+    value = float(each.mean())
+    discordant = float(np.abs(each).sum()) + 1
+    independent = (discordant - each.sum() ** 2 / (n + 2)) / (n + 2) ** 2
+    half = _Z * math.sqrt(max(_variance((each - value) / n, samples), independent))
+    return Estimate(value, max(value - half, -1.0), min(value + half, 1.0), n)
+
+
+def recovery(
+    lost: HostArray, back: HostArray, best: HostArray, samples: HostArray
+) -> Estimate | None:
+    """(back - lost) / (best - lost): how much of a loss was made good, of the same questions.
+
+    None where the loss, ``best - lost``, is not above 0 with its whole interval: the ratio means
+    nothing then.
+    """
+    loss = difference(best, lost, samples)
+    if loss is None or loss.low <= 0:
+        return None
+    gain = back.astype(np.float64) - lost
+    room = best.astype(np.float64) - lost
+    value = float(gain.sum() / room.sum())
+    half = _Z * math.sqrt(_variance((gain - value * room) / room.sum(), samples))
+    return Estimate(value, value - half, value + half, len(lost))
+
+
+def _variance(influence: HostArray, samples: HostArray) -> float:
+    """Cluster-robust variance of an estimate from each question's influence on it, [Q]."""
+    groups, index = np.unique(samples, return_inverse=True)
+    sums = np.bincount(index, weights=influence, minlength=len(groups))
+    return float((sums**2).sum() * len(groups) / max(len(groups) - 1, 1))

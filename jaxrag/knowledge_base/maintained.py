@@ -1,0 +1,181 @@
+"""A knowledge base that is kept in order: vectors, neighbours, garbage, damage, counts."""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrag.encode import encoder_named
+from jaxrag.errors import KnowledgeBaseError, RequestError
+from jaxrag.ingest import RefreshReport
+from jaxrag.knowledge_base import upkeep
+from jaxrag.knowledge_base.neighbours import DEFAULT_TOP_N, Neighbours, SimilarBy, refresh
+from jaxrag.knowledge_base.opened import Opened
+from jaxrag.knowledge_base.opening import find_folder
+from jaxrag.knowledge_base.stats import collect_stats
+from jaxrag.models.model import Model
+from jaxrag.prompts import PromptTemplate
+from jaxrag.types import HostArray
+
+DEFAULT_GRACE_SECONDS = 3600.0
+
+
+class Maintained(Opened):
+    """What is done with the documents that are there."""
+
+    def refresh(self, *, progress: bool = False) -> RefreshReport:
+        """Encode every chunk whose neighbours are not those that its KV was encoded behind.
+
+        Of the encoder variants that see neighbours; ``add``, ``update`` and ``remove`` do it by
+        themselves. Needed after documents were removed without a model or added in shards: until
+        then a question encodes what it misses. Searches the neighbours of every chunk.
+
+        Raises KnowledgeBaseError when opened without a model or for reading, or when neighbours
+        are found by vectors and chunks lack theirs.
+        """
+        model = self._require_model("encode chunks behind their neighbours")
+        self._require_writable("encode its chunks")
+        neighbours = self._neighbours(model)
+        self._check_vectors(neighbours.by)
+        return refresh(neighbours, self.store, self._behind_others, progress)
+
+    def neighbours_of(
+        self, chunk_ids: Sequence[int], encoder: str, template: PromptTemplate | None = None
+    ) -> list[tuple[HostArray, ...]]:
+        """What stands in front of chunks under an encoder that sees neighbours.
+
+        As recorded with their KV; where there is none, as a search finds them now.
+
+        Args:
+          chunk_ids: of hits. encoder: a key of ENCODERS.
+          template: what wraps them; None is the knowledge base's own.
+
+        Returns for every chunk the token ids of its neighbours, int32 [T] each, in order. Raises
+        KnowledgeBaseError without a model, for a chunk that has left meanwhile, and as ``refresh``.
+        """
+        neighbours = self._neighbours(self._require_model("find neighbours as token ids"))
+        if template is not None:
+            neighbours = dataclasses.replace(neighbours, template=template)
+        placed = neighbours.recorded(chunk_ids, encoder)
+        others = [i for i in chunk_ids if i not in placed]
+        if others:
+            self._check_vectors(neighbours.by)
+            placed |= neighbours.find(others)
+        gone = [i for i in chunk_ids if i not in placed]
+        if gone:
+            raise KnowledgeBaseError(f"{self.path} holds chunk {gone[0]} no more; search again")
+        return [placed[i].neighbours for i in chunk_ids]
+
+    def embed(self, *, progress: bool = False) -> int:
+        """Make the vectors that chunks lack, after an embedder was added; returns how many.
+
+        A run that was cut short is continued by the next. Raises KnowledgeBaseError without an
+        embedder or when opened for reading.
+        """
+        self._require_writable("embed its chunks")
+        if self._vectors is None:
+            raise KnowledgeBaseError(f"{self.path} has no embedder; open it with embedder=")
+        made = upkeep.embed_missing(self._catalog, self._vectors, progress)
+        self._catalog.set("vectors_complete", True)
+        self._settings["vectors_complete"] = True
+        return made
+
+    def gc(
+        self,
+        *,
+        grace_seconds: float = DEFAULT_GRACE_SECONDS,
+        dry_run: bool = False,
+        others: Sequence[str | os.PathLike[str]] = (),
+        gone: Sequence[str] = (),
+    ) -> upkeep.GcReport:
+        """Free what removed and replaced documents, and writers that died, have left behind.
+
+        Nothing younger than the grace is touched, so that it may run beside writers and readers.
+
+        Args:
+          grace_seconds: longer than any request or ingested batch takes. dry_run: only count.
+          others: folders of other knowledge bases in the same repository that are not where they
+            were opened for writing last. gone: ids of those that exist no more.
+
+        Raises KnowledgeBaseError when another knowledge base of the repository cannot be asked, or
+        this one was opened for reading; StoreError when files cannot be removed.
+        """
+        self._require_writable("collect its garbage")
+        if not grace_seconds >= 0:
+            raise RequestError(f"grace_seconds={grace_seconds}: expected 0 or more")
+        self._finish_removals()
+        owners = self._owners()
+        claim = upkeep.Claim.of(self._catalog, self._catalog.settings())
+        folders = [find_folder(path) for path in others]
+        with upkeep.all_claims(claim, self.id, owners, folders, gone) as claims:
+            report = upkeep.sweep(self.store, claims, self._vectors, grace_seconds, dry_run)
+        if not dry_run:
+            for owner_id in gone:
+                owners.forget(owner_id)
+            self._catalog.set("last_gc", upkeep.gc_note(report))
+        return report
+
+    def verify(
+        self,
+        *,
+        repair: bool = False,
+        max_bytes_per_second: float | None = None,
+        progress: bool = False,
+    ) -> upkeep.VerifyReport:
+        """Read the KV of every chunk and hold it against its digests.
+
+        Args:
+          repair: encode damaged and missing chunks again, and embed those whose vectors are gone.
+          max_bytes_per_second: of reading.
+          progress: draw a bar on stderr, where that is a terminal.
+
+        Raises KnowledgeBaseError for a repair without a model or when opened for reading.
+        """
+        if repair:
+            self._require_model("repair chunks")
+            self._require_writable("repair chunks")
+        report = upkeep.verify(
+            self.store,
+            self._catalog,
+            self.model if repair else None,
+            self.template,
+            max_bytes_per_second,
+            limited=self._settings["max_bytes"] is not None and self._settings["store"] is None,
+            progress=progress,
+        )
+        if repair and self._vectors is not None and not self._all_embedded():
+            self.embed(progress=progress)
+        return report
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and settings, JSON-able.
+
+        ``stored`` is what the chunk store holds under this knowledge base's fingerprint, the KV of
+        the template's prefix among it. Reads every commit record of the store.
+        """
+        return collect_stats(
+            self.path, self._catalog, self._catalog.settings(), self.store, self._vectors
+        )
+
+    @property
+    def _behind_others(self) -> tuple[str, ...]:
+        """The variants that see neighbours."""
+        return tuple(name for name in self.encoders if encoder_named(name).sees_neighbours)
+
+    def _neighbours(self, model: Model) -> Neighbours:
+        """How neighbours are found: as the settings say, or by default where no variant needs it.
+
+        By default, ten by vectors where every chunk has one, else by words.
+        """
+        known = self._settings["neighbours"]
+        if known is None:
+            by = "vectors" if self._all_embedded() else "bm25"
+            known = {"top_n": DEFAULT_TOP_N, "by": by}
+        return Neighbours(self._catalog, self._vectors, model, self.template, **known)
+
+    def _check_vectors(self, by: SimilarBy) -> None:
+        if by == "vectors" and not self._all_embedded():
+            raise KnowledgeBaseError(
+                f"{self.path} has chunks without a vector to find their neighbours by; call "
+                "embed(), or run `jaxrag kb verify --repair`"
+            )

@@ -1,0 +1,265 @@
+"""The neighbours of chunks, and the KV that is encoded behind them (FusionRAG section 3.1).
+
+The neighbours of a chunk are the ``top_n`` other chunks of the knowledge base most similar to it,
+the most similar first. The chunk itself is none of them and takes none of the places; nor does one
+with the same tokens as the chunk or as a nearer neighbour. The list ends before the first that does
+not fit the model's context behind the prefix and in front of the chunk.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+from tqdm import tqdm
+
+from jaxrag.catalog import Catalog, ChunkTokens
+from jaxrag.encode import StoredNeighbours, chunk_key, encode_chunks, provenance
+from jaxrag.index.base import NOTHING
+from jaxrag.ingest import RefreshReport
+from jaxrag.knowledge_base.vectors import ChunkVectors
+from jaxrag.models.model import Model
+from jaxrag.prompts import PromptTemplate
+from jaxrag.store import KVStore
+from jaxrag.types import HostArray
+
+SimilarBy = Literal["vectors", "bm25"]
+
+DEFAULT_TOP_N = 10  # FusionRAG section 5.3.2
+
+_BATCH = 64  # chunks between two commits
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Placed:
+    """A chunk and the chunks in front of it, as token ids int32 [T] that stand in a prompt."""
+
+    ids: HostArray
+    neighbours: tuple[HostArray, ...] = ()
+    content_ids: tuple[str, ...] = ()  # of the neighbours
+
+
+@dataclasses.dataclass(frozen=True)
+class Neighbours:
+    """How the neighbours of a knowledge base's chunks are found.
+
+    Attributes:
+      catalog, vectors, model, template: of the knowledge base; ``vectors`` of every chunk are
+        needed to find neighbours by vectors.
+      top_n: how many a chunk has at most.
+      by: "vectors" ranks by the inner product of the chunks' own vectors, "bm25" by the words of
+        the chunk as a question.
+    """
+
+    catalog: Catalog
+    vectors: ChunkVectors | None
+    model: Model
+    template: PromptTemplate
+    top_n: int
+    by: SimilarBy
+
+    @functools.cached_property
+    def prefix(self) -> HostArray:
+        """Token ids of the template's prefix, int32 [P]."""
+        return self.template.prefix_ids(self.model.text_tokenizer())
+
+    def find(self, chunk_ids: Sequence[int]) -> dict[int, Placed]:
+        """Search the neighbours of chunks; ids of no chunk are left out."""
+        own = self.catalog.tokens(chunk_ids)
+        found: dict[int, list[ChunkTokens]] = {}
+        waiting, depth = list(own), self.top_n + 1
+        while waiting:
+            rankings = self._rank(waiting, depth)
+            tokens = self.catalog.tokens(itertools.chain(*rankings.values()))
+            waiting = []
+            for chunk_id, ranking in rankings.items():
+                others: dict[str, ChunkTokens] = {}
+                for other in ranking:
+                    if other in tokens and tokens[other].content_id != own[chunk_id].content_id:
+                        others.setdefault(tokens[other].content_id, tokens[other])
+                if len(others) < self.top_n and len(ranking) >= depth:  # equal chunks took places
+                    waiting.append(chunk_id)
+                else:
+                    found[chunk_id] = list(others.values())[: self.top_n]
+            depth *= 2
+        return {chunk_id: self._place(own[chunk_id], found[chunk_id]) for chunk_id in own}
+
+    def recorded(self, chunk_ids: Sequence[int], encoder: str) -> dict[int, Placed]:
+        """The neighbours that chunks were encoded behind; of those with KV of this encoder."""
+        contexts = self.catalog.contexts(chunk_ids, encoder)
+        own = self.catalog.tokens(contexts)
+        others = self.catalog.with_content(set(itertools.chain(*contexts.values())))
+        return {
+            chunk_id: self._place(own[chunk_id], [others[name] for name in contexts[chunk_id]])
+            for chunk_id in own
+            if others.keys() >= set(contexts[chunk_id])
+        }
+
+    def _rank(self, chunk_ids: Sequence[int], depth: int) -> dict[int, list[int]]:
+        """For every chunk up to ``depth`` chunk ids, most similar first, itself perhaps included.
+
+        Where fewer are returned, there are no others.
+        """
+        if self.by == "bm25":
+            return {
+                chunk_id: [hit.chunk_id for hit in self.catalog.search(text, depth)]
+                for chunk_id, text in self.catalog.searched_texts(chunk_ids).items()
+            }
+        assert self.vectors is not None
+        index = self.vectors.index
+        found, _ = index.search(index.get(np.asarray(chunk_ids, np.int64)), depth)
+        return {
+            chunk_id: row[row != NOTHING].tolist()
+            for chunk_id, row in zip(chunk_ids, found, strict=True)
+        }
+
+    def _place(self, own: ChunkTokens, others: Sequence[ChunkTokens]) -> Placed:
+        ids = self._prompt_ids(own)
+        room = self.model.config.max_positions - len(self.prefix) - len(ids)
+        neighbours = _that_fit(map(self._prompt_ids, others), room)
+        return Placed(ids, neighbours, tuple(it.content_id for it in others[: len(neighbours)]))
+
+    def _prompt_ids(self, chunk: ChunkTokens) -> HostArray:
+        return self.template.chunk_ids(self.model.text_tokenizer(), chunk.ids, chunk.title)
+
+
+def each_other(
+    chunks: Sequence[HostArray], room: int, top_n: int = DEFAULT_TOP_N
+) -> Iterator[tuple[HostArray, ...]]:
+    """For each of some chunks, int32 [T], the others as its neighbours, in their order.
+
+    At most ``top_n``, equal chunks once, and no more than fit ``room`` tokens with the chunk.
+    """
+    distinct = {ids.tobytes(): ids for ids in chunks}
+    for own in chunks:
+        others = [ids for name, ids in distinct.items() if name != own.tobytes()]
+        yield _that_fit(others[:top_n], room - len(own))
+
+
+def _that_fit(chunks: Iterable[HostArray], room: int) -> tuple[HostArray, ...]:
+    """Chunks up to the first that does not fit ``room`` tokens any more."""
+    fitting: list[HostArray] = []
+    for ids in chunks:
+        room -= len(ids)
+        if room < 0:
+            break
+        fitting.append(ids)
+    return tuple(fitting)
+
+
+def refresh(
+    neighbours: Neighbours, store: KVStore, encoders: Sequence[str], progress: bool
+) -> RefreshReport:
+    """Encode every chunk whose neighbours, their order included, are not those of its KV.
+
+    The neighbours of all chunks are searched anew. KV that is stored already is not encoded again,
+    so a run that was cut short is continued by the next. Chunks of documents that leave meanwhile,
+    and those that would have seen them, are passed over.
+
+    Args:
+      neighbours: of the knowledge base. store: its chunk KV.
+      encoders: those of its variants that see neighbours.
+      progress: draw a bar on stderr, where that is a terminal.
+    """
+    start = time.perf_counter()
+    count: collections.Counter[str] = collections.Counter()
+    chunk_ids = neighbours.catalog.chunk_ids().tolist()
+    with tqdm(
+        desc="encode behind neighbours",
+        unit="chunk",
+        total=len(chunk_ids) * len(encoders),
+        disable=None if progress else True,
+    ) as bar:
+        for batch in itertools.batched(chunk_ids, _BATCH):
+            placed = neighbours.find(batch)
+            for encoder in encoders:
+                count.update(_refresh_batch(neighbours, store, encoder, placed))
+                bar.update(len(batch))
+    return RefreshReport(
+        chunks=count["chunks"],
+        encoded=count["encoded"],
+        reused=count["reused"],
+        unchanged=count["unchanged"],
+        encoded_tokens=count["encoded_tokens"],
+        context_tokens=count["context_tokens"],
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _refresh_batch(
+    neighbours: Neighbours, store: KVStore, encoder: str, placed: Mapping[int, Placed]
+) -> dict[str, int]:
+    """Bring the KV of some chunks up to date; returns what was counted."""
+    model, prefix = neighbours.model, neighbours.prefix
+    keys = {
+        chunk_id: chunk_key(store.fingerprint, model, encoder, prefix, it.ids, it.neighbours)
+        for chunk_id, it in placed.items()
+    }
+    known = neighbours.catalog.keys_of(placed, encoder)
+    changed = [chunk_id for chunk_id in placed if known.get(chunk_id) != keys[chunk_id]]
+    wanted = {keys[chunk_id]: placed[chunk_id] for chunk_id in changed}
+    missing = _missing(store, wanted)
+    _encode(model, store, encoder, prefix, missing)
+    neighbours.catalog.put_contexts(encoder, [(i, keys[i], placed[i].content_ids) for i in changed])
+    # What nobody held when it was found may have been swept before this commit made it live.
+    stored = {key: it for key, it in wanted.items() if key not in missing}
+    _encode(model, store, encoder, prefix, _missing(store, stored))
+    return {
+        "chunks": len(placed),
+        "unchanged": len(placed) - len(changed),
+        "reused": len(changed) - len(missing),
+        "encoded": len(missing),
+        "encoded_tokens": sum(len(it.ids) for it in missing.values()),
+        "context_tokens": sum(
+            len(prefix) + sum(map(len, it.neighbours)) for it in missing.values()
+        ),
+    }
+
+
+def _missing(store: KVStore, wanted: Mapping[str, Placed]) -> dict[str, Placed]:
+    records = store.head(list(wanted), on_corrupt="skip")
+    return {
+        key: it for (key, it), record in zip(wanted.items(), records, strict=True) if record is None
+    }
+
+
+def _encode(
+    model: Model, store: KVStore, encoder: str, prefix: HostArray, wanted: Mapping[str, Placed]
+) -> None:
+    """Encode chunks and make their KV durable."""
+    keys, chunks = list(wanted), list(wanted.values())
+    encoded = encode_chunks(
+        model,
+        encoder,
+        prefix,
+        [it.ids for it in chunks],
+        [it.neighbours for it in chunks],
+        StoredNeighbours(model, prefix, store),
+    )
+    with store.writer() as writer:
+        for index, kv in encoded:
+            it = chunks[index]
+            record = provenance(model, encoder, prefix, it.ids, it.neighbours)
+            writer.submit(keys[index], kv, record)
+
+
+def recorded_chunks(
+    catalog: Catalog, model: Model, template: PromptTemplate, keys: Iterable[str]
+) -> dict[str, dict[str, Placed]]:
+    """What is needed to encode store keys again: encoder -> key -> chunk and neighbours.
+
+    A key that no chunk of the catalog has is left out.
+    """
+    neighbours = Neighbours(catalog, None, model, template, 0, "bm25")
+    found: dict[str, dict[str, Placed]] = {}
+    for key in keys:
+        chunk = catalog.chunk_of(key)
+        if chunk is not None:
+            placed = neighbours.recorded([chunk.chunk_id], chunk.encoder)
+            if chunk.chunk_id in placed:
+                found.setdefault(chunk.encoder, {})[key] = placed[chunk.chunk_id]
+    return found

@@ -1,0 +1,83 @@
+"""Selectors: which chunk tokens are computed again at question time, at equal rules for all.
+
+What is forced is the same for every selector: the final block is always computed, a chunk that the
+store does not hold is encoded before anything is selected, and a chunk whose KV is exact already
+(the first one, encoded behind this very prefix) is left alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrag.config import strict_fields
+from jaxrag.errors import ConfigError
+from jaxrag.models.model import Model
+from jaxrag.select.base import Choice, Scene, Selector, budget_of
+from jaxrag.select.cache_craft import CacheCraft
+from jaxrag.select.extremes import AllTokens, NoTokens
+from jaxrag.select.first_k import FirstK
+from jaxrag.select.kv_deviation import KvDeviation
+from jaxrag.select.query_guided import QueryGuided
+from jaxrag.select.random_tokens import RandomTokens
+
+__all__ = [
+    "SELECTORS",
+    "AllTokens",
+    "CacheCraft",
+    "Choice",
+    "FirstK",
+    "KvDeviation",
+    "NoTokens",
+    "QueryGuided",
+    "RandomTokens",
+    "Scene",
+    "Selector",
+    "budget_of",
+    "choose",
+    "selector_from",
+]
+
+SELECTORS: dict[str, type[Selector]] = {
+    "none": NoTokens,
+    "all": AllTokens,
+    "random": RandomTokens,
+    "first_k": FirstK,  # EPIC
+    "kv_deviation": KvDeviation,  # CacheBlend
+    "cache_craft": CacheCraft,
+    "query_guided": QueryGuided,  # FusionRAG
+}
+
+
+def selector_from(value: str | Mapping[str, Any] | Selector, where: str = "selector") -> Selector:
+    """A selector by name, from a table {name = ..., settings}, or the selector itself.
+
+    Raises ConfigError for an unknown name or setting, RequestError for a value out of range.
+    """
+    if isinstance(value, Selector):
+        return value
+    settings = {"name": value} if isinstance(value, str) else dict(value)
+    name = settings.pop("name", None)
+    if name not in SELECTORS:
+        raise ConfigError(f"{where}: name={name!r}: expected one of {', '.join(SELECTORS)}")
+    settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+    return SELECTORS[name](**strict_fields(SELECTORS[name], settings, where))
+
+
+def choose(model: Model, selector: Selector, scenes: Sequence[Scene]) -> list[Choice]:
+    """Choose the tokens to recompute for a batch of requests.
+
+    The selector is not run for a request where there is nothing to decide: at ratio 0 or 1, or
+    where the KV of every chunk is exact.
+    """
+    choices: dict[int, Choice] = {}
+    for index, scene in enumerate(scenes):
+        if scene.ratio == 0 or not scene.candidates.any():
+            choices[index] = Choice(np.zeros(0, np.int64))
+        elif scene.ratio == 1:
+            choices[index] = Choice(np.flatnonzero(scene.candidates))
+    rest = [index for index in range(len(scenes)) if index not in choices]
+    if rest:
+        chosen = selector.select(model, [scenes[index] for index in rest])
+        choices |= dict(zip(rest, chosen, strict=True))
+    return [choices[index] for index in range(len(scenes))]

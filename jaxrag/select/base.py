@@ -1,0 +1,142 @@
+"""What a selector is given and what it returns; budgets, and the choice of the best tokens."""
+
+import abc
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from decimal import Decimal
+
+import numpy as np
+
+from jaxrag.cache import PAGE, TableBuilder
+from jaxrag.config import ModelConfig
+from jaxrag.errors import RequestError
+from jaxrag.models.model import Model
+from jaxrag.types import HostArray
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """One request before anything is recomputed: its tokens, and its chunks' KV in the pool.
+
+    Chunk tokens are counted through all chunks in prompt order: 0 .. C-1. Token c stands at
+    position ``len(prefix) + c`` of the prompt (positions are reordered wherever anything is
+    recomputed).
+
+    Attributes:
+      prefix, final: int32 token ids. chunks: the same of every chunk.
+      table: pages of the prefix and the chunks, then ``scratch`` pages of the request's own.
+      chunk_slots: [C] int32 slot of each chunk token in the table.
+      scratch: first slot of the request's own pages; free until the selection is done.
+      exact: whether a chunk's KV already is what full attention would compute; then no token of it
+        is ever chosen.
+      seen: for each chunk, which chunks of this prompt its KV saw when it was encoded, in the order
+        in which they stood then.
+      ratio: share of the chunk tokens to recompute; None leaves the number to the selector.
+    """
+
+    prefix: HostArray
+    chunks: tuple[HostArray, ...]
+    final: HostArray
+    table: TableBuilder
+    chunk_slots: HostArray
+    scratch: int
+    exact: tuple[bool, ...]
+    seen: tuple[tuple[int, ...], ...]
+    ratio: float | None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every chunk."""
+        return [len(chunk) for chunk in self.chunks]
+
+    @property
+    def num_chunk_tokens(self) -> int:
+        """C."""
+        return sum(self.lengths)
+
+    @functools.cached_property
+    def chunk_of(self) -> HostArray:
+        """[C] the chunk of every chunk token."""
+        return np.repeat(np.arange(len(self.chunks)), self.lengths)
+
+    @functools.cached_property
+    def local(self) -> HostArray:
+        """[C] the place of every chunk token inside its chunk."""
+        return np.concatenate([np.zeros(0, np.int64), *map(np.arange, self.lengths)])
+
+    @functools.cached_property
+    def candidates(self) -> HostArray:
+        """[C] bool: may the token be chosen?"""
+        return np.repeat(np.logical_not(self.exact), self.lengths)
+
+    @property
+    def budget(self) -> int:
+        """Tokens to choose where ``ratio`` says so."""
+        assert self.ratio is not None
+        return min(budget_of(self.ratio, self.num_chunk_tokens), int(self.candidates.sum()))
+
+    def first_page(self, chunk: int) -> int:
+        """The table's page at which a chunk begins; its other pages follow."""
+        start = sum(self.lengths[:chunk])
+        return int(self.chunk_slots[start]) // PAGE
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The chunk tokens to recompute, ascending, [R] int64; FLOPs spent on finding them."""
+
+    tokens: HostArray
+    flops: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Selector(abc.ABC):
+    """Chooses the tokens to recompute. A selector is its settings: frozen, comparable, hashable.
+
+    Attributes:
+      name: the key of SELECTORS; a field, so that a record of the settings says what they are of.
+    """
+
+    name: str = dataclasses.field(init=False)
+
+    def check_ratio(self, ratio: float | None) -> None:
+        """Refuse a recompute ratio that makes no sense here (RequestError)."""
+        check_range(ratio)
+        if ratio is None:
+            raise RequestError(
+                f"selector {self.name!r} needs a recompute_ratio, such as 0.15; got None"
+            )
+
+    def check(self, config: ModelConfig) -> None:  # noqa: B027  most have nothing to refuse
+        """Refuse a model that this selector cannot work on (RequestError)."""
+
+    def room(self, lengths: Sequence[int], ratio: float | None) -> int:
+        """Most slots of its own that a request needs for chunks of these lengths."""
+        return sum(lengths) if ratio is None else budget_of(ratio, sum(lengths))
+
+    @abc.abstractmethod
+    def select(self, model: Model, scenes: Sequence[Scene]) -> list[Choice]:
+        """Choose for every request of a batch; deterministic, whatever else is in the batch."""
+
+
+def budget_of(ratio: float, num_tokens: int) -> int:
+    """ceil(ratio x tokens), of the decimal number that was written: 0.07 x 100 is 7."""
+    return math.ceil(Decimal(repr(ratio)) * num_tokens)
+
+
+def check_range(ratio: float | None) -> None:
+    """RequestError unless 0 <= ratio <= 1 (or None)."""
+    if ratio is not None and not 0 <= ratio <= 1:
+        raise RequestError(f"recompute_ratio={ratio}: expected a number from 0 to 1, such as 0.15")
+
+
+def best(scores: HostArray, candidates: HostArray, budget: int) -> HostArray:
+    """Indices of the ``budget`` highest scores [C] among the candidates, ascending.
+
+    Ties go to the earlier token.
+    """
+    among = np.flatnonzero(candidates)
+    order = np.argsort(-scores[among].astype(np.float64), kind="stable")
+    return np.sort(among[order[:budget]])

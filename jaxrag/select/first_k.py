@@ -1,0 +1,54 @@
+"""EPIC (LegoLink): the first tokens of every chunk."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrag.errors import RequestError
+from jaxrag.models.model import Model
+from jaxrag.select.base import Choice, Scene, Selector, budget_of, check_range
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstK(Selector):
+    """The first k tokens of every chunk, which a chunk encoded alone uses as its attention sink.
+
+    No pass over the tokens is needed. A ratio replaces ``k`` by ceil(ratio x chunk) in every chunk.
+    """
+
+    k: int = 16
+    name: str = dataclasses.field(default="first_k", init=False)
+
+    def __post_init__(self) -> None:
+        """Refuse a negative k."""
+        if self.k < 0:
+            raise RequestError(f"first_k: k={self.k}: expected a number of tokens, 0 or more")
+
+    def check_ratio(self, ratio: float | None) -> None:
+        """Any ratio, or none for ``k``."""
+        check_range(ratio)
+
+    def room(self, lengths: Sequence[int], ratio: float | None) -> int:
+        """The chosen tokens."""
+        return sum(self._counts(lengths, ratio))
+
+    def _counts(self, lengths: Sequence[int], ratio: float | None) -> list[int]:
+        if ratio is None:
+            return [min(self.k, length) for length in lengths]
+        return [budget_of(ratio, length) for length in lengths]
+
+    def select(self, model: Model, scenes: Sequence[Scene]) -> list[Choice]:
+        """Choose by place alone."""
+        return [
+            Choice(
+                np.flatnonzero(
+                    scene.candidates
+                    & (
+                        scene.local
+                        < np.repeat(self._counts(scene.lengths, scene.ratio), scene.lengths)
+                    )
+                )
+            )
+            for scene in scenes
+        ]

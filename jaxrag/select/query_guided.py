@@ -1,0 +1,176 @@
+"""FusionRAG's query-guided selection: the tokens that the question attends to in the last layer."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrag.attention import LastQueries, PackedAttend, PagedAttend, attention_received
+from jaxrag.cache import PagePool, PageTable, batch_table, pages_for
+from jaxrag.config import ModelConfig
+from jaxrag.errors import RequestError
+from jaxrag.flops import score_flops, turborag_flops
+from jaxrag.models.decoder import forward
+from jaxrag.models.model import Model
+from jaxrag.models.spec import Params
+from jaxrag.rope import RopeTable
+from jaxrag.segments import bucket
+from jaxrag.select.base import Choice, Scene, Selector, best
+from jaxrag.types import EMPTY, FINAL, HIDDEN, Array, HostArray, Tokens
+
+Over = Literal["question", "cache"]
+Place = Literal["as_cached", "behind"]
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryGuided(Selector):
+    """FusionRAG section 3.2: sum the columns of the last layer's attention from the question.
+
+    Two variants were published:
+
+    ``over="question"`` (the paper's text): the final block is prefilled alone, from position 0 on.
+    Its last-layer queries meet each chunk's cached keys in a softmax of that chunk's own, without a
+    mask, so that a token's score depends neither on the chunk's place in the prompt nor on other
+    chunks. ``place`` says where the keys stand: "as_cached" leaves them where the encoder put them,
+    behind the prefix, as the paper does; "behind" moves the question to directly behind the chunk.
+
+    ``over="cache"`` (later code): the final block is prefilled over the assembled cache at its true
+    positions; one causal softmax over everything it sees, so that chunks compete. Costs a prefill
+    of the final block with all of the context.
+
+    Scores are summed over the final block's tokens and over the heads. The question is the whole
+    final block, the template's words around it included.
+    """
+
+    over: Over = "question"
+    place: Place = "as_cached"
+    name: str = dataclasses.field(default="query_guided", init=False)
+
+    def __post_init__(self) -> None:
+        """Refuse unknown variants."""
+        for field, kind in (("over", Over), ("place", Place)):
+            if getattr(self, field) not in get_args(kind):
+                raise RequestError(
+                    f"query_guided: {field}={getattr(self, field)!r}: expected one of "
+                    f"{', '.join(get_args(kind))}"
+                )
+
+    def select(self, model: Model, scenes: Sequence[Scene]) -> list[Choice]:
+        """Choose the tokens with the highest scores over all chunks."""
+        return [
+            Choice(best(scores, scene.candidates, scene.budget), self._flops(model.config, scene))
+            for scene, scores in zip(scenes, self.scores(model, scenes), strict=True)
+        ]
+
+    def scores(self, model: Model, scenes: Sequence[Scene]) -> list[HostArray]:
+        """Attention that every chunk token gets from the question: [C] float32 each."""
+        rows = bucket(len(scenes), 1)
+        width = bucket(max(len(scene.final) for scene in scenes))
+        variant = self._alone if self.over == "question" else self._over_cache
+        host = np.asarray(variant(model, scenes, rows, width))
+        return [host[row, scene.chunk_slots] for row, scene in enumerate(scenes)]
+
+    def _alone(self, model: Model, scenes: Sequence[Scene], rows: int, width: int) -> Array:
+        ids, order = _final_rows(scenes, rows, width)
+        table = batch_table([scene.table for scene in scenes], rows, model.put_batch)
+        offsets = np.zeros(table.pages.shape, np.int32)
+        groups = np.zeros(table.pages.shape, np.int32)
+        seen = np.full(table.slot_position.shape, HIDDEN, np.int32)
+        for row, scene in enumerate(scenes):
+            seen[row, scene.chunk_slots] = 0
+            for chunk, length in enumerate(scene.lengths):
+                first = scene.first_page(chunk)
+                pages = slice(first, first + pages_for(length))
+                at = len(scene.prefix) if self.place == "as_cached" else -length
+                offsets[row, pages], groups[row, pages] = at, first
+        put = functools.partial(model.put_batch, batch=rows)
+        table = PageTable(pages=table.pages, offsets=put(offsets), slot_position=put(seen))
+        rope = model.rope(table.slot_position.shape[1])
+        return _received_alone(
+            model.params,
+            model.config,
+            rope,
+            model.cache.pool,
+            table,
+            *(put(x) for x in (groups, ids, order)),
+        )
+
+    def _over_cache(self, model: Model, scenes: Sequence[Scene], rows: int, width: int) -> Array:
+        ids, _ = _final_rows(scenes, rows, width)
+        table = batch_table([scene.table for scene in scenes], rows, model.put_batch)
+        num_slots = table.slot_position.shape[1]
+        positions = np.full(ids.shape, -1, np.int32)
+        slots = np.full(ids.shape, num_slots, np.int32)
+        for row, scene in enumerate(scenes):
+            at = np.arange(len(scene.final))
+            positions[row, at] = len(scene.prefix) + scene.num_chunk_tokens + at
+            slots[row, at] = scene.scratch + at
+        batch = [model.put_batch(x, rows) for x in (ids, positions, slots)]
+        model.cache.pool, received = _received_over_cache(
+            model.params, model.config, model.rope(num_slots), model.cache.pool, table, *batch
+        )
+        return received
+
+    def _flops(self, config: ModelConfig, scene: Scene) -> int:
+        final, chunks = len(scene.final), scene.num_chunk_tokens
+        if self.over == "question":
+            return turborag_flops(config, final, final) + score_flops(config, final, chunks)
+        context = len(scene.prefix) + chunks + final
+        return turborag_flops(config, final, context) + score_flops(config, final, context)
+
+
+def _final_rows(scenes: Sequence[Scene], rows: int, width: int) -> tuple[HostArray, HostArray]:
+    """Final blocks [rows, width] and their tokens' order in them, -1 in padding."""
+    ids = np.zeros((rows, width), np.int32)
+    order = np.full((rows, width), -1, np.int32)
+    for row, scene in enumerate(scenes):
+        ids[row, : len(scene.final)] = scene.final
+        order[row, : len(scene.final)] = np.arange(len(scene.final))
+    return ids, order
+
+
+def _no_queries(config: ModelConfig, ids: Array) -> Array:
+    return jnp.zeros((*ids.shape, config.num_heads, config.head_dim), config.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def _received_alone(
+    params: Params,
+    config: ModelConfig,
+    rope: RopeTable,
+    pool: PagePool,
+    table: PageTable,
+    groups: Array,
+    ids: Array,
+    order: Array,
+) -> Array:
+    """Attention that slots get from final blocks [B, T] which saw nothing else: [B, S]."""
+    segments = jnp.where(order >= 0, FINAL, EMPTY)
+    tokens = Tokens(ids=ids, positions=jnp.maximum(order, 0), segments=segments)
+    attend = LastQueries(PackedAttend(config, rope, prefix_visible=True))
+    _, (_, q), _ = forward(params, config, tokens, (None, _no_queries(config, ids)), attend)
+    return attention_received(config, rope, pool, table, groups, q, order, causal=False)
+
+
+@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("pool",))
+def _received_over_cache(
+    params: Params,
+    config: ModelConfig,
+    rope: RopeTable,
+    pool: PagePool,
+    table: PageTable,
+    ids: Array,
+    positions: Array,
+    slots: Array,
+) -> tuple[PagePool, Array]:
+    """The pool, and the attention that slots get from final blocks over all that is cached."""
+    table = table.reveal(slots, positions)
+    tokens = Tokens(ids=ids, positions=positions, segments=jnp.full_like(ids, FINAL))
+    attend = LastQueries(PagedAttend(config, rope, table, slots))
+    _, (pool, q), _ = forward(params, config, tokens, (pool, _no_queries(config, ids)), attend)
+    groups = jnp.zeros_like(table.pages)
+    return pool, attention_received(config, rope, pool, table, groups, q, positions, causal=True)

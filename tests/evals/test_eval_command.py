@@ -1,0 +1,125 @@
+"""`jaxrag eval`: a run of it, and one line for everything that can go wrong."""
+
+import json
+import shutil
+
+import pytest
+
+from jaxrag.cli import main
+
+
+@pytest.fixture
+def jaxrag(capsys):
+    """Run the program in this process: exit code, stdout, stderr."""
+
+    def call(*arguments):
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as leaving:
+            code = leaving.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def refused(jaxrag):
+    """What must fail with one line on stderr that holds these words."""
+
+    def call(*arguments, words):
+        code, out, err = jaxrag("eval", *arguments)
+        assert (code, out) == (1, "")
+        assert err.startswith("jaxrag: error: ") and err.count("\n") == 1, err
+        for word in words:
+            assert word in err
+
+    return call
+
+
+def test_synthetic_writes_what_it_prints(jaxrag, village_dir, tmp_path):
+    out, tables = tmp_path / "result.json", tmp_path / "tables.md"
+    code, printed, err = jaxrag(
+        "eval", "synthetic", "--model", f"a={village_dir}", "--model", f"b={village_dir}",
+        "--questions", 12, "--chunks", "2-3", "--generate", 4, "--compare", "a:block,b:block",
+        "--set", "relations=2", "--set", "headers=0.5",
+        "--out", out, "--markdown", tables, "--json",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    result = json.loads(printed)
+    assert result == json.loads(out.read_text())
+    assert result["questions"]["all"] == 12
+    assert result["task"]["chunks"] == [2, 3] and result["task"]["split"] == "test"
+    assert result["task"]["relations"] == 2 and result["task"]["headers"] == 0.5
+    assert [(c["model"], c["read"]) for c in result["cells"]] == [
+        (model, read) for model in "ab" for read in ("full", "block", "composite")
+    ]
+    assert [row["differing"] for row in result["answered"]] == [[]] * 6
+    assert result["models"]["a"]["weights"] == result["models"]["b"]["weights"]
+    assert result["machine"]["versions"]["jax"]
+    same = [row for row in result["differences"] if (row["a"], row["b"]) == ("a:block", "b:block")]
+    assert same[0]["difference"]["all"]["value"] == 0
+    assert "| questions |  | 12 |" in tables.read_text()
+
+
+def test_synthetic_prints_tables(jaxrag, village_dir):
+    code, out, err = jaxrag(
+        "eval", "synthetic", "--model", f"small={village_dir}", "--questions", 5, "--read", "block"
+    )
+    assert code == 0
+    assert "exact match in %, 5 questions" in out
+    assert "shortcut" in out and "small" in out
+    assert "100%" in err  # of the progress bar
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), ["--model NAME=DIR"]),
+        (("--model", "DIR"), ["--model DIR: expected NAME=DIR"]),
+        (("--model", "a=nowhere"), ["nowhere"]),
+        (("--model", "a=x", "--model", "a=y"), ["'a' already"]),
+        (("--model", "a=x", "--questions", "0"), ["--questions 0"]),
+        (("--model", "a=x", "--read", "full,diagonal"), ["diagonal", "composite"]),
+        (("--model", "a=x", "--chunks", "six"), ["--chunks six"]),
+        (("--model", "a=x", "--chunks", "6-4"), ["chunks=(6, 4)"]),
+        (("--model", "a=x", "--set", "colour=1"), ["colour"]),
+        (("--model", "a=x", "--set", "relations=99"), ["relations=99"]),
+        (("--model", "a=x", "--baseline", "b"), ["--baseline b"]),
+        (("--model", "a=x", "--compare", "a"), ["--compare a", "MODEL:READ"]),
+        (("--model", "a=x", "--out", "no/where.json"), ["--out no/where.json", "folder"]),
+        (("--model", "a=x", "--markdown", "no/where.md"), ["--markdown", "folder"]),
+    ],
+)
+def test_synthetic_refuses_bad_options(refused, arguments, words):
+    refused("synthetic", *arguments, words=words)
+
+
+def test_synthetic_refuses_models_that_cannot_be_asked(refused, village_dir, model_dir, tmp_path):
+    ask = ("--questions", 2)
+    refused("synthetic", "--model", f"a={model_dir}", *ask, words=["prompt.toml", "--template"])
+    bare = shutil.copytree(village_dir, tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    refused("synthetic", "--model", f"a={bare}", *ask, words=["tokenizer.json"])
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    refused("synthetic", "--model", f"a={empty}", *ask, words=["empty"])
+    refused(
+        "synthetic", "--model", f"a={village_dir}", "--template", "plian", *ask, words=["'plian'"]
+    )
+
+
+def test_curve_draws_runs(jaxrag, refused, tmp_path):
+    pytest.importorskip("matplotlib")
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 0, "full/accuracy": 0.5}\n')
+    one, two, out = tmp_path / "one", tmp_path / "two", tmp_path / "curve.png"
+    code, printed, _ = jaxrag("eval", "curve", one, f"other={two}", "--out", out, "--json")
+    assert code == 0 and out.is_file()
+    curves = json.loads(printed)["curves"]
+    assert [curve["run"] for curve in curves] == ["one", "other"]
+    assert curves[0]["steps"] == [0] and curves[0]["accuracy"] == [0.5]
+    refused("curve", one, tmp_path / "none", "--out", out, words=["none", "metrics.jsonl"])
+    refused("curve", one, f"one={two}", "--out", out, words=["same name"])
+    refused("curve", one, "--out", tmp_path / "curve.txt", words=["curve.txt", ".png"])
+    refused("curve", one, "--names", "block", "--out", out, words=["'block'", "full"])

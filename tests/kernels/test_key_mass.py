@@ -1,0 +1,122 @@
+"""Attention received by paged keys against dense numpy: groups, offsets, windows, hidden slots."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrag.config import RopeConfig
+from jaxrag.rope import place, rope_table
+from jaxrag.types import HIDDEN
+from pallas_kernels import key_mass
+
+PAGE, POOL, K, G, H = 16, 60, 2, 3, 10
+N = K * G
+ROPES = {
+    "half": RopeConfig(5_000.0, 10, False, None),
+    "interleaved": RopeConfig(5_000.0, 6, True, None),
+}
+
+
+def rotated(x, turn, rope):
+    """x [..., H] turned by the angles of ``turn`` [...], negative ones too, in float64."""
+    dim = rope.rotary_dim
+    angle = np.asarray(turn)[..., None] * rope.theta ** -(np.arange(0, dim, 2) / dim)
+    cos, sin = np.cos(angle), np.sin(angle)
+    first, second = (
+        (slice(0, dim, 2), slice(1, dim, 2))
+        if rope.interleaved
+        else (slice(0, dim // 2), slice(dim // 2, dim))
+    )
+    out = np.array(x, np.float64)
+    a, b = out[..., first].copy(), out[..., second].copy()
+    out[..., first], out[..., second] = a * cos - b * sin, b * cos + a * sin
+    return out
+
+
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+@pytest.mark.parametrize(
+    ("queries", "causal", "window"),
+    [(5, True, None), (5, False, None), (70, True, 40), (130, False, None)],
+)
+def test_mass_is_the_column_sum_of_dense_softmax(rng, rope, queries, causal, window):
+    batch, pages = 2, 21
+    table = rng.permutation(POOL)[: batch * pages].reshape(batch, pages)
+    pool = rng.normal(size=(POOL, PAGE, K, H)).astype(np.float32)
+    offsets = rng.integers(-60, 200, (batch, pages))
+    groups = np.sort(rng.integers(0, pages, (batch, pages)) // 4, axis=1)
+    positions = rng.integers(0, 330, (batch, pages * PAGE))
+    hidden = rng.random((batch, pages * PAGE)) < 0.3
+    hidden[:, 5 * PAGE : 6 * PAGE] = True
+    slots = np.where(hidden, HIDDEN, positions)
+    at = rng.integers(100, 400, (batch, queries))
+    at[0, queries // 2 :] = -1
+    q = rng.normal(size=(batch, queries, N, H)).astype(np.float32)
+    poisoned = pool.copy()
+    for row in range(batch):
+        for slot in np.flatnonzero(hidden[row]):
+            poisoned[table[row, slot // PAGE], slot % PAGE] = np.nan
+    ropes = rope_table(rope, 1024)
+    got = key_mass(
+        jnp.asarray(q),
+        jnp.asarray(poisoned),
+        *(jnp.asarray(x, jnp.int32) for x in (table, offsets, slots, at, groups)),
+        ropes.cos,
+        ropes.sin,
+        interleaved=rope.interleaved,
+        scale=0.3,
+        causal=causal,
+        window=window,
+    )
+    assert got.shape == (batch, pages * PAGE)
+    for row in range(batch):
+        keys = rotated(
+            pool[table[row]], np.broadcast_to(offsets[row, :, None, None], (pages, PAGE, K)), rope
+        ).reshape(-1, K, H)
+        label = groups[row].repeat(PAGE)
+        expected = np.zeros(pages * PAGE)
+        for i in np.flatnonzero(at[row] >= 0):
+            turned = rotated(q[row, i], np.full(N, at[row, i]), rope)
+            see = ~hidden[row]
+            if causal:
+                see = see & (positions[row] <= at[row, i])
+                if window is not None:
+                    see &= at[row, i] - positions[row] < window
+            for n in range(N):
+                scores = 0.3 * keys[:, n // G] @ turned[n]
+                for group in np.unique(label):
+                    here = see & (label == group)
+                    if here.any():
+                        w = np.exp(scores[here] - scores[here].max())
+                        expected[here] += w / w.sum()
+        np.testing.assert_allclose(got[row], expected, rtol=2e-3, atol=2e-4)
+
+
+def test_keys_in_place_and_turned_keys_are_the_same(rng):
+    """A page's offset turns its keys as if they had been placed there."""
+    rope, ropes = ROPES["half"], rope_table(ROPES["half"], 1024)
+    raw = jnp.asarray(rng.normal(size=(2, PAGE, K, H)), jnp.float32)
+    local = jnp.arange(2 * PAGE).reshape(2, PAGE)
+    q = jnp.asarray(rng.normal(size=(1, 4, N, H)), jnp.float32)
+
+    def mass(pool, offset):
+        return key_mass(
+            q,
+            pool,
+            jnp.array([[0, 1]]),
+            jnp.full((1, 2), offset),
+            jnp.zeros((1, 2 * PAGE), jnp.int32),
+            jnp.arange(200, 204)[None],
+            jnp.zeros((1, 2), jnp.int32),
+            ropes.cos,
+            ropes.sin,
+            interleaved=False,
+            scale=0.3,
+            causal=False,
+        )
+
+    placed, turned = (
+        mass(place(raw, local + 70, ropes, rope), 0),
+        mass(place(raw, local, ropes, rope), 70),
+    )
+    np.testing.assert_allclose(placed, turned, rtol=1e-4)
+    assert float(turned.sum()) == pytest.approx(4 * N, rel=1e-5)

@@ -1,0 +1,136 @@
+"""Random models of every family, small prompts, and the two ways to run them."""
+
+import contextlib
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrag.encode import encode_chunks
+from jaxrag.methods import Method
+from jaxrag.models.decoder import forward
+from jaxrag.models.model import random_model
+from jaxrag.prefill import Prompt, map_request, prefill, unmap
+from jaxrag.rope import place
+from jaxrag.select import NoTokens
+from jaxrag.types import Tokens
+
+
+@pytest.fixture(scope="session")
+def model_of(tiny_config):
+    """Random models by family and changes, made once: compiled functions are shared by config."""
+    made = {}
+
+    def make(family="llama", **changes):
+        key = (family, *sorted(changes.items()))
+        if key not in made:
+            made[key] = random_model(tiny_config(family, **changes), cache_tokens=2048)
+        return made[key]
+
+    return make
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """Attention of a whole prompt over dense K and V: fresh where ``fresh`` [T], else ``stored``.
+
+    ``stored`` [L, 2, T, K, H] is K before rotation and V. Collects q, k, v as they come.
+    """
+
+    config: object
+    rope: object
+    stored: jax.Array
+    fresh: jax.Array
+
+    def __call__(self, layer, window, q, k, v, tokens, cache):
+        keep = self.fresh[None, :, None, None]
+        k_all = jax.numpy.where(keep, k, self.stored[layer, 0][None])
+        v_all = jax.numpy.where(keep, v, self.stored[layer, 1][None])
+        order = tokens.positions[0]
+        see = order[None, :] <= order[:, None]
+        if window is not None:
+            see &= order[:, None] - order[None, :] < window
+        group = q.shape[2] // k.shape[2]
+        q_in, k_in = (place(x, tokens.positions, self.rope, self.config.rope) for x in (q, k_all))
+        scores = jax.numpy.einsum("btnh,bsnh->bnts", q_in, k_in.repeat(group, 2))
+        scores = jax.numpy.where(see, scores * q.shape[-1] ** -0.5, -jax.numpy.inf)
+        weights = jax.nn.softmax(scores, -1)
+        out = jax.numpy.einsum("bnts,bsnh->btnh", weights, v_all.repeat(group, 2))
+        return out, cache, (q, k, v)
+
+
+class Work:
+    """What the tests of this folder do with a model and a prompt."""
+
+    @staticmethod
+    def ids(rng, *lengths):
+        return tuple(rng.integers(3, 101, n).astype(np.int32) for n in lengths)
+
+    @classmethod
+    def prompt(cls, rng, prefix=5, chunks=(37, 20, 1, 16), final=9):
+        return Prompt(cls.ids(rng, prefix)[0], cls.ids(rng, *chunks), cls.ids(rng, final)[0])
+
+    @staticmethod
+    def method(selector, ratio, encoder="after_prefix"):
+        return Method("tried", encoder=encoder, selector=selector, recompute_ratio=ratio)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def mapped(model, method, *prompts):
+        """Requests mapped into the pool; their pages go back at the end."""
+        parts = []
+        try:
+            for prompt in prompts:
+                parts.append(map_request(model, model.memory, method, prompt, reserve_tokens=0))
+            yield parts
+        finally:
+            for part in parts:
+                unmap(model, part)
+
+    @classmethod
+    def online(cls, model, method, *prompts):
+        """Logits of each prompt's last token, and what was recomputed (None: nothing at all)."""
+        with cls.mapped(model, method, *prompts) as parts:
+            logits, _ = prefill(model, parts)
+            chosen = [None if p.choice is None else p.choice.tokens for p in parts]
+            return np.asarray(logits)[: len(prompts)], chosen
+
+    @staticmethod
+    def dense(model, prompt, chosen, encoder="after_prefix"):
+        """The whole prompt without a pool, chunk tokens but the chosen as stored: hidden, q, k, v.
+
+        q, k and v are those of all layers, [L, T, heads, H], before rotation.
+        """
+        whole = np.concatenate((prompt.prefix, *prompt.chunks, prompt.final))
+        fresh = np.ones(len(whole), bool)
+        first = len(prompt.prefix)
+        last = len(whole) - len(prompt.final)
+        fresh[first:last] = False
+        fresh[first + np.asarray(chosen, int)] = True
+        config = model.config
+        shape = (config.num_layers, 2, len(whole), config.num_kv_heads, config.head_dim)
+        stored = np.zeros(shape, np.float32)
+        starts = first + np.cumsum([0, *map(len, prompt.chunks)])
+        for i, kv in encode_chunks(model, encoder, prompt.prefix, prompt.chunks):
+            stored[:, :, starts[i] : starts[i + 1]] = kv
+        ids = jax.numpy.asarray(whole[None])
+        tokens = Tokens(ids, jax.numpy.arange(len(whole))[None], jax.numpy.full_like(ids, 2))
+        attend = Dense(config, model.rope(len(whole)), jax.numpy.asarray(stored), fresh)
+        hidden, _, (q, k, v) = forward(model.params, config, tokens, None, attend)
+        arrays = (np.asarray(x[:, 0], np.float64) for x in (q, k, v))
+        return hidden[0], stored.astype(np.float64), *arrays
+
+    @classmethod
+    def full_logits(cls, model, prompt):
+        whole = np.concatenate((prompt.prefix, *prompt.chunks, prompt.final))[None]
+        return np.asarray(model.logits(whole)[0, -1])
+
+    @classmethod
+    def reuse_logits(cls, model, prompt, encoder="after_prefix"):
+        return cls.online(model, cls.method(NoTokens(), None, encoder), prompt)[0][0]
+
+
+@pytest.fixture(scope="session")
+def work():
+    return Work

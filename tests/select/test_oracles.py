@@ -1,0 +1,279 @@
+"""Every selector against slow numpy written from the papers' equations."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from jaxrag.prefill import Prompt
+from jaxrag.rope import frequencies
+from jaxrag.select import CacheCraft, FirstK, KvDeviation, QueryGuided, RandomTokens, budget_of
+from jaxrag.select.base import best
+from jaxrag.select.cache_craft import cache_fix_overhead, order_penalty, scaled_counts
+
+FAMILIES = ("llama", "mistral", "glm")  # plain, windowed, partial and interleaved rotary
+LENGTHS = (37, 20, 1, 16)
+STARTS = (0, 37, 57, 58, 74)
+chunk_of = np.repeat(np.arange(4), LENGTHS)
+CLOSE = {"rtol": 2e-4, "atol": 1e-6}
+
+
+def rotated(x, positions, config):
+    """RoPE in float64: x [T, heads, H] at these positions [T]."""
+    angle = np.asarray(positions)[:, None, None] * frequencies(config.rope)
+    cos, sin, dim = np.cos(angle), np.sin(angle), config.rope.rotary_dim
+    out = x.copy()
+    if config.rope.interleaved:
+        first, second = slice(0, dim, 2), slice(1, dim, 2)
+    else:
+        first, second = slice(0, dim // 2), slice(dim // 2, dim)
+    a, b = x[..., first], x[..., second]
+    out[..., first], out[..., second] = a * cos - b * sin, b * cos + a * sin
+    return out
+
+
+def weights(q, k, see):
+    """Softmax attention [N, T, S] of rotated q [T, N, H] to k [S, K, H] where ``see`` [T, S]."""
+    k = k.repeat(q.shape[1] // k.shape[1], 1)
+    scores = np.einsum("tnh,snh->nts", q, k) / np.sqrt(q.shape[-1])
+    scores = np.where(see, scores, -np.inf)
+    scores = np.exp(scores - scores.max(-1, keepdims=True))
+    return scores / scores.sum(-1, keepdims=True)
+
+
+def causal(n, config):
+    order = np.arange(n)
+    see = order[None] <= order[:, None]
+    if config.sliding_window is not None:
+        see &= order[:, None] - order[None] < config.sliding_window
+    return see
+
+
+def top(scores, budget, among):
+    """The budget's best of these indices, ties to the earlier."""
+    return sorted(sorted(among, key=lambda i: (-scores[i], i))[:budget])
+
+
+@pytest.fixture
+def tried(work, model_of, rng):
+    """``tried(family, selector, ratio)``: model, prompt, its scene and what was chosen."""
+
+    def run(family, selector, ratio, encoder="after_prefix", of=lambda *_: None):
+        # A window that reaches over every chunk's border, so that all of its tokens deviate.
+        changes = {"sliding_window": 24} if family == "mistral" else {}
+        model, prompt = model_of(family, **changes), work.prompt(rng)
+        with work.mapped(model, work.method(selector, ratio, encoder), prompt) as (part,):
+            (choice,) = selector.select(model, [part.scene])
+            return model, prompt, choice.tokens.tolist(), of(model, [part.scene])
+
+    return run
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("place", ["as_cached", "behind"])
+def test_query_guided_by_the_question_alone(tried, work, family, place):
+    """FusionRAG 3.2: last layer, question alone, a softmax in every chunk, column sums."""
+    selector = QueryGuided(place=place)
+    model, prompt, chosen, (scores,) = tried(family, selector, 0.3, of=selector.scores)
+    config, size = model.config, len(prompt.final)
+    _, _, q, _, _ = work.dense(model, Prompt(prompt.final[:0], (), prompt.final), ())
+    _, stored, *_ = work.dense(model, prompt, ())
+    expected = np.zeros(74)
+    for start, end in itertools.pairwise(STARTS):
+        k = stored[-1, 0, 5 + start : 5 + end]
+        first_key = len(prompt.prefix) if place == "as_cached" else 0
+        first_query = 0 if place == "as_cached" else end - start
+        w = weights(
+            rotated(q[-1], first_query + np.arange(size), config),
+            rotated(k, first_key + np.arange(end - start), config),
+            np.ones((size, end - start), bool),
+        )
+        expected[start:end] = w.sum((0, 1))
+    np.testing.assert_allclose(scores, expected, **CLOSE)
+    assert expected.sum() == pytest.approx(4 * size * config.num_heads)  # chunks weigh the same
+    assert chosen == top(expected, 23, range(37, 74))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_query_guided_over_the_cache(tried, work, family):
+    selector = QueryGuided(over="cache")
+    model, prompt, chosen, (scores,) = tried(family, selector, 0.3, of=selector.scores)
+    _, stored, q, k, _ = work.dense(model, prompt, ())
+    whole = prompt.num_tokens
+    keys = k[-1].copy()
+    keys[5:79] = stored[-1, 0, 5:79]
+    w = weights(
+        rotated(q[-1], np.arange(whole), model.config),
+        rotated(keys, np.arange(whole), model.config),
+        causal(whole, model.config),
+    )
+    expected = w[:, -len(prompt.final) :, 5:79].sum((0, 1))
+    np.testing.assert_allclose(scores, expected, **CLOSE)
+    assert chosen == top(expected.astype(np.float32), 23, range(37, 74))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("part", ["v", "k", "kv"])
+def test_kv_deviation(tried, work, family, part):
+    """FusionRAG equations 7 and 8: squared deviation of the second layer's fresh KV."""
+    selector = KvDeviation(part=part)
+    model, prompt, chosen, (deviations,) = tried(family, selector, 0.2, of=selector.deviations)
+    _, stored, _, k, v = work.dense(model, prompt, range(74))
+    expected = np.zeros(74)
+    for token in range(74):
+        for name, new in (("k", k), ("v", v)):
+            if name in part:
+                old = stored[1, "kv".index(name), 5 + token]
+                expected[token] += ((new[1, 5 + token] - old) ** 2).sum()
+    np.testing.assert_allclose(deviations, expected, rtol=2e-4, atol=1e-9)
+    assert (expected[:37] < 1e-9).all()  # behind the prefix as it was encoded: nothing deviates
+    assert chosen == top(expected, 15, range(37, 74))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kv_deviation_with_gradual_filtering(tried, work, family):
+    """The second check sees the first one's tokens fresh, all else as stored."""
+    selector = KvDeviation(layers=(1, 2), widths=(1.6,))
+    model, prompt, chosen, _ = tried(family, selector, 0.2)
+    _, stored, _, _, v = work.dense(model, prompt, range(74))
+    first = ((v[1, 5:79] - stored[1, 1, 5:79]) ** 2).sum((1, 2))
+    kept = top(first, 24, range(37, 74))
+    _, _, _, _, v = work.dense(model, prompt, kept)
+    second = ((v[2, 5:79] - stored[2, 1, 5:79]) ** 2).sum((1, 2))
+    assert chosen == top(second, 15, kept)
+    assert chosen != top(first, 15, range(37, 74))  # the second look matters
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("ratio", [None, 0.2])
+def test_cache_craft(tried, work, family, ratio):
+    """CCI, CFO and the tokens that look back the most, from the dense attention of two layers."""
+    selector = CacheCraft(alpha=0.5)
+    model, prompt, chosen, (shares,) = tried(family, selector, ratio, of=selector.shares)
+    _, _, q, k, _ = work.dense(model, prompt, range(74))
+    whole = prompt.num_tokens
+    attention = np.mean(
+        [
+            weights(
+                rotated(q[layer], np.arange(whole), model.config),
+                rotated(k[layer], np.arange(whole), model.config),
+                causal(whole, model.config),
+            ).mean(0)
+            for layer in range(2)
+        ],
+        axis=0,
+    )[5:79, 5:79]
+    for i in range(4):
+        expected = attention[:, chunk_of == i].sum(1)
+        np.testing.assert_allclose(shares[:, i], expected, **CLOSE)
+    wanted = [0.0]
+    for i in range(1, 4):
+        a = sum(
+            attention[chunk_of == i][:, chunk_of == j].sum() / (LENGTHS[i] * LENGTHS[j])
+            for j in range(i)
+        )
+        b = attention[chunk_of == i][:, chunk_of == i].sum() / LENGTHS[i] ** 2
+        wanted.append(0.5 / (1 + np.exp(-a / b)) * LENGTHS[i])
+    if ratio is None:
+        counts = [int(np.ceil(w)) for w in wanted]
+    else:
+        counts = [len([t for t in chosen if chunk_of[t] == i]) for i in range(4)]
+        assert sum(counts) == 15
+        share = 15 * np.array(wanted) / sum(wanted)
+        assert np.abs(np.minimum(share, LENGTHS) - counts).max() <= 1
+    expected = []
+    for i in range(1, 4):
+        back = attention[:, chunk_of < i].sum(1).astype(np.float32)
+        expected += top(back, counts[i], np.flatnonzero(chunk_of == i))
+    assert chosen == expected
+
+
+def test_cache_craft_counts_what_the_kv_saw(rng):
+    """Overlap and order of what a chunk was encoded behind, by the formulas as they are written."""
+    lengths = np.array([5, 3, 4, 6])
+    shares = rng.random((18, 4)).astype(np.float32)
+    seen = ((), (0,), (1, 0), (0, 2, 1))
+    got = cache_fix_overhead(shares, lengths, seen, alpha=0.8)
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+
+    def inter(i, j):
+        return shares[starts[i] : starts[i + 1], j].astype(np.float64).sum()
+
+    for i, order in enumerate(seen):
+        if i == 0:
+            assert got[0] == 0
+            continue
+        a = sum(inter(i, j) / (lengths[i] * lengths[j]) for j in range(i))
+        b = inter(i, i) / lengths[i] ** 2
+        beta = sum(inter(i, j) for j in order) / sum(inter(i, j) for j in range(i))
+        pairs = list(itertools.combinations(order, 2))
+        gamma = sum(x > y for x, y in pairs) / max(len(pairs), 1)
+        expected = 0.8 / (1 + np.exp(-a / b)) * (1 - beta * (1 - gamma))
+        assert got[i] == pytest.approx(expected, rel=1e-6)
+    assert got[1] == 0  # it saw all there is, in this order
+    assert got[3] < cache_fix_overhead(shares, lengths, ((), (), (), ()), alpha=0.8)[3]
+
+
+def test_order_penalty_is_the_share_of_inverted_pairs():
+    assert order_penalty([]) == order_penalty([4]) == order_penalty([1, 2, 3]) == 0
+    assert order_penalty([3, 2, 1]) == 1
+    assert order_penalty([2, 1, 3]) == pytest.approx(1 / 3)
+
+
+def test_scaled_counts_are_whole_in_proportion_and_within_the_limits(rng):
+    for _ in range(200):
+        limits = rng.integers(0, 30, rng.integers(1, 8))
+        chunk_weights = rng.random(len(limits)) * (rng.random(len(limits)) < 0.7)
+        total = int(rng.integers(0, limits.sum() + 1))
+        counts = scaled_counts(chunk_weights, limits, total)
+        assert counts.sum() == total
+        assert ((counts >= 0) & (counts <= limits)).all()
+        if chunk_weights.any() and (total * chunk_weights / chunk_weights.sum() <= limits).all():
+            assert np.abs(counts - total * chunk_weights / chunk_weights.sum()).max() < 1
+    assert scaled_counts(np.array([0.0, 1.0]), np.array([4, 4]), 6).tolist() == [2, 4]
+
+
+def test_first_k(tried):
+    _, _, chosen, _ = tried("llama", FirstK(k=3), None, "isolated")
+    assert chosen == [0, 1, 2, 37, 38, 39, 57, 58, 59, 60]
+    _, _, chosen, _ = tried("llama", FirstK(), 0.1, "isolated")
+    assert chosen == [0, 1, 2, 3, 37, 38, 57, 58, 59]  # ceil(3.7), ceil(2.0), 1, ceil(1.6)
+    assert tried("llama", FirstK(k=0), None)[2] == []
+
+
+def test_random_is_a_function_of_seed_and_request(work, model_of, rng):
+    model, prompts = model_of(), [work.prompt(rng), work.prompt(rng)]
+
+    def chosen(selector, *prompts):
+        _, tokens = work.online(model, work.method(selector, 0.2, "isolated"), *prompts)
+        return [t.tolist() for t in tokens]
+
+    one, two = chosen(RandomTokens(), *prompts)
+    assert len(one) == len(set(one)) == 15
+    assert one != two
+    assert chosen(RandomTokens(), prompts[1]) == [two]
+    assert chosen(RandomTokens(seed=1), prompts[0]) != [one]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "tokens", "expected"),
+    [
+        (0.07, 100, 7),
+        (0.15, 20, 3),
+        (0.15, 21, 4),
+        (0.3, 10, 3),
+        (0, 9, 0),
+        (1.0, 9, 9),
+        (1e-6, 9, 1),
+    ],
+)
+def test_the_budget_is_the_ceiling_of_the_decimal_number(ratio, tokens, expected):
+    assert budget_of(ratio, tokens) == expected
+
+
+def test_best_takes_candidates_only_and_ties_go_to_the_earlier():
+    scores = np.array([5, 1, 3, 3, 3, 9], np.float32)
+    among = np.array([False, True, True, True, True, True])
+    assert best(scores, among, 3).tolist() == [2, 3, 5]
+    assert best(scores, among, 0).tolist() == []
+    assert best(scores, among, 99).tolist() == [1, 2, 3, 4, 5]
