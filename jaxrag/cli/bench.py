@@ -25,6 +25,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     ttft.add_argument("--contexts", default="512,1024,2048,4096,8192", metavar="N,N,...")
     ttft.add_argument("--question-tokens", type=int, default=50, metavar="N")
     ttft.add_argument("--method", default="full_reuse", help="a method that reuses (full_reuse)")
+    ttft.add_argument(
+        "--ratios",
+        metavar="R,R,...",
+        help="recompute ratios such as 0,0.05,0.15,0.30,1.0, of a method that recomputes (its own)",
+    )
     ttft.add_argument("--repeats", type=int, default=5, metavar="N", help="after a warm-up (5)")
     ttft.add_argument("--peer", choices=("transformers",), help="measure this one beside ours")
     ttft.add_argument("--peer-python", metavar="PATH", help="interpreter that can import the peer")
@@ -142,6 +147,7 @@ def run_ttft(args: argparse.Namespace) -> None:
         contexts=tuple(map(int, sizes)),
         question_tokens=args.question_tokens,
         method=args.method,
+        ratios=_numbers("--ratios", args.ratios),
         repeats=args.repeats,
         peer_python=(args.peer_python or default_peer()) if args.peer else None,
         seed=args.seed,
@@ -234,6 +240,14 @@ def run_reuse(args: argparse.Namespace) -> None:
     )
     result = run(options)
     _give_out(args, result, report(result))
+
+
+def _numbers(option: str, text: str | None) -> tuple[float, ...]:
+    """The numbers of an option such as --ratios 0,0.15; none where it is left out."""
+    try:
+        return () if text is None else tuple(map(float, text.split(",")))
+    except ValueError:
+        raise RequestError(f"{option} {text!r}: expected numbers such as 0,0.15,1.0") from None
 
 
 def _require_folder(out: str | None) -> None:
