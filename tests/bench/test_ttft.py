@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jaxrag.bench.ttft import LLAMA_100M, Options, report, run
-from jaxrag.bench.ttft_ratios import slopes
+from jaxrag.bench.ttft_ratios import report_ratios, slopes
 from jaxrag.cli import main
 from jaxrag.errors import RequestError
 from jaxrag.models.export import export_hf
@@ -116,6 +116,35 @@ def test_the_slope_is_that_of_the_line():
     assert found["disk"]["per_share"] == pytest.approx(0)
     assert found["flops"]["over_full"] == pytest.approx(0.5)
     assert slopes({**row, "ratios": row["ratios"][:1]}) is None
+
+
+def test_a_method_with_a_number_of_its_own_is_measured_at_that():
+    assert [m.recompute_ratio for m in Options(method="epic").recomputing()] == [None]
+    assert [m.recompute_ratio for m in Options(method="fusionrag").recomputing()] == [0.15]
+    assert not Options(method="turborag").recomputing()
+    assert not Options(method="epic").plain().recomputes
+    it = {
+        "ratio": None, "recomputed_tokens": 32, "seconds": {"pool": 0.1, "disk": 0.2},
+        "full_over_pool": 10.0, "full_over_disk": 5.0, "flops": 2e9, "selection_flops": 0,
+        "flops_over_full": 0.25,
+    }  # fmt: skip
+    result = {
+        "encoders": {"first": "isolated", "others": "isolated"},
+        "rows": [{"context": 1024, "ratios": [it], "slope": None}],
+    }
+    *_, line = report_ratios(result)
+    assert line.split() == [
+        "1024",
+        "own",
+        "32",
+        "100.0",
+        "200.0",
+        "10.0",
+        "5.0",
+        "2.00",
+        "0.00",
+        "25.0%",
+    ]
 
 
 def test_a_peer_that_cannot_run_is_named(model_dir):
