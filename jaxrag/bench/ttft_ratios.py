@@ -47,13 +47,13 @@ def _line(x: Sequence[float], y: Sequence[float], full: float) -> dict[str, floa
 def report_ratios(result: dict[str, Any]) -> Iterator[str]:
     """The rows of a time-to-first-token result that recompute, as lines of a table."""
     encoders = result["encoders"]
-    seen = f"chunks encoded {encoders['others']}"
-    if encoders["first"] != encoders["others"]:
-        seen += f", the first one {encoders['first']}"
+    seen = f"encoder {encoders['others']}"
     if encoder_named(encoders["others"]).sees_neighbours:
-        seen += "; a chunk's neighbours are the other chunks of its prompt"
+        seen += ", where a chunk's neighbours are the other chunks of its prompt"
+    if encoders["first"] != encoders["others"]:
+        seen += f"; {encoders['first']} for the first chunk"
     yield ""
-    yield f"recomputed ({seen}); above, nothing is"
+    yield f"chunk tokens computed again, by ratio (none are above); {seen}"
     yield (
         f"{'context':>8} {'ratio':>6} {'tokens':>7} {'pool':>8} {'disk':>8} {'full/pool':>9} "
         f"{'full/disk':>9} {'GFLOP':>9} {'selecting':>9} {'of full':>8}"

@@ -133,18 +133,7 @@ def test_a_method_with_a_number_of_its_own_is_measured_at_that():
         "rows": [{"context": 1024, "ratios": [it], "slope": None}],
     }
     *_, line = report_ratios(result)
-    assert line.split() == [
-        "1024",
-        "own",
-        "32",
-        "100.0",
-        "200.0",
-        "10.0",
-        "5.0",
-        "2.00",
-        "0.00",
-        "25.0%",
-    ]
+    assert " ".join(line.split()) == "1024 own 32 100.0 200.0 10.0 5.0 2.00 0.00 25.0%"
 
 
 def test_a_peer_that_cannot_run_is_named(model_dir):
