@@ -165,19 +165,19 @@ def _question_attention(result: dict[str, Any]) -> Any:
     upper.suptitle("From the question to the chunks, mean of heads and layers", x=0.01, ha="left")
 
     bars, *maps = lower.subplots(1, 1 + len(names), width_ratios=(1.5, *[1] * len(names)))
-    labels = [str(index) for index in range(len(result["chunks"]))]
-    parts: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
-        ("prefix", lambda it: np.mean(it["prefix"])),
-        ("question", lambda it: np.mean(it["final"])),
-    ]
-    at = np.arange(len(labels) + len(parts))
+    num_chunks = len(result["chunks"])
+    gap = max(1.0, num_chunks / 8)  # the other two bars stand apart from many narrow ones
+    at = np.array([*range(num_chunks), num_chunks - 1 + gap, num_chunks - 1 + 2 * gap])
+    width = np.array([*[0.4] * num_chunks, 0.4 * gap, 0.4 * gap])
     for index, name in enumerate(names):
         it = attention[name]
-        sums = [*np.mean(it["chunks"], 0), *[of(it) for _, of in parts]]
-        bars.bar(at + 0.4 * index - 0.2, 100 * np.array(sums), 0.4, color=colours[name], label=name)
-    ticks = at if len(labels) <= _MANY_CHUNKS else at[len(labels) :]
-    bars.set_xticks(ticks, [*labels, *[part for part, _ in parts]][-len(ticks) :])
-    for label in bars.get_xticklabels()[-len(parts) :]:
+        sums = [*np.mean(it["chunks"], 0), np.mean(it["prefix"]), np.mean(it["final"])]
+        places = at + width * (index - 0.5)
+        bars.bar(places, 100 * np.array(sums), width, color=colours[name], label=name)
+    every = -(-num_chunks // 10)
+    shown = [*range(0, num_chunks, every)]
+    bars.set_xticks([*shown, *at[-2:]], [*map(str, shown), "prefix", "question"])
+    for label in bars.get_xticklabels()[-2:]:
         label.set(rotation=45, ha="right", rotation_mode="anchor")
     bars.set_xlabel("chunk")
     bars.set_ylabel("attention, %")
