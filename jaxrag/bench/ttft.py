@@ -4,6 +4,11 @@ Every row is one context length. The measurements of a row alternate (full prefi
 disk, from the pool, the peer's full prefill), so that a slow moment of the machine falls on all of
 them; the first round is a warm-up that compiles. Of the others the medians are reported, and the
 best, which a busy machine disturbs least.
+
+A method that recomputes tokens has one more row for every recompute ratio: the same prompt from the
+pool and from the disk, the selector's own passes included, beside the FLOPs of both. Chunks that
+are encoded behind neighbours have the other chunks of the prompt for neighbours; how long that
+encoding took is not part of any row.
 """
 
 import contextlib
@@ -15,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +29,13 @@ from tqdm import tqdm
 
 from jaxrag.bench.machine import describe
 from jaxrag.bench.peer import Peer
+from jaxrag.bench.ttft_ratios import report_ratios, slopes
 from jaxrag.cache import PAGE
 from jaxrag.config import DType, ModelConfig, RopeConfig
-from jaxrag.encode import chunk_key
+from jaxrag.encode import chunk_key, encoder_named
 from jaxrag.errors import RequestError
 from jaxrag.flops import block_attention_flops, turborag_flops
+from jaxrag.knowledge_base.neighbours import each_other
 from jaxrag.methods import METHODS, Method
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import Model, load_model
@@ -68,13 +75,17 @@ LLAMA_100M = ModelConfig(
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to measure. ``model`` None makes a random Llama of 100M parameters."""
+    """What to measure. ``model`` None makes a random Llama of 100M parameters.
+
+    ``ratios`` are recompute ratios, of methods that recompute; none stands for the method's own.
+    """
 
     model: str | None = None
     dtype: DType = "float32"
     contexts: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
     question_tokens: int = 50
     method: str = "full_reuse"
+    ratios: tuple[float, ...] = ()
     repeats: int = 5
     peer_python: str | None = None  # interpreter with torch and transformers; None = no peer
     seed: int = 0
@@ -88,6 +99,27 @@ class Options:
             raise RequestError(f"contexts {self.contexts}: expected multiples of {CHUNK_TOKENS}")
         if self.repeats < 1 or self.question_tokens < 1:
             raise RequestError("repeats and question tokens must be positive")
+        if len(set(self.ratios)) != len(self.ratios):
+            raise RequestError(f"ratios {self.ratios}: expected each of them once")
+        if self.ratios and not METHODS[self.method].recomputes:
+            choosing = ", ".join(name for name, m in METHODS.items() if m.recomputes)
+            raise RequestError(
+                f"method {self.method!r} recomputes nothing; leave the ratios out, or take one of "
+                f"{choosing}"
+            )
+        self.recomputing()  # refuses a ratio out of range
+
+    def plain(self) -> Method:
+        """The method with nothing recomputed."""
+        method = METHODS[self.method]
+        return method.with_ratio(0) if method.recomputes else method
+
+    def recomputing(self) -> list[Method]:
+        """The method at every ratio that is measured; empty for one that recomputes nothing."""
+        method = METHODS[self.method]
+        if not method.recomputes:
+            return []
+        return [method.with_ratio(ratio) for ratio in sorted(self.ratios)] or [method]
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -115,11 +147,13 @@ def run(options: Options) -> dict[str, Any]:
             for context in options.contexts:
                 rows.append(_measure(model, store, work / "store", options, context, peer))
                 bar.update()
+        plain = options.plain()
         return {
             "benchmark": "ttft",
             "model": options.model or f"random Llama, {num_params(model.config) / 1e6:.1f}M",
             "dtype": options.dtype,
             "method": options.method,
+            "encoders": {"first": plain.encoder_of(0), "others": plain.encoder_of(1)},
             "question_tokens": options.question_tokens,
             "chunk_tokens": CHUNK_TOKENS,
             "repeats": options.repeats,
@@ -136,6 +170,16 @@ def _write_random(directory: Path, options: Options) -> Path:
     return directory
 
 
+class _First(NamedTuple):
+    """One measurement: seconds to the first token, its id, and what was computed for it."""
+
+    seconds: float
+    top: int
+    recomputed: int  # chunk tokens
+    flops: int  # all of it
+    selection_flops: int  # of these
+
+
 def _measure(
     model: Model,
     store: ChunkStore,
@@ -150,23 +194,30 @@ def _measure(
         return rng.integers(3, model.config.vocab_size, count).astype(np.int32)
 
     chunks = tuple(ids(CHUNK_TOKENS) for _ in range(context // CHUNK_TOKENS))
-    prompt = Prompt(np.zeros(0, np.int32), chunks, ids(options.question_tokens))
+    neighbours = tuple(each_other(chunks, model.config.max_positions))
+    prompt = Prompt(np.zeros(0, np.int32), chunks, ids(options.question_tokens), neighbours)
     whole = np.concatenate((*chunks, prompt.final))
-    full, reuse = METHODS["full_attention"], METHODS[options.method]
+    full, reuse = METHODS["full_attention"], options.plain()
     times: dict[str, list[float]] = {name: [] for name in ("full", "pool", "disk", "cold", "peer")}
     tops: dict[str, int] = {}
+    recomputing = [_Recomputing(method) for method in options.recomputing()]
     for _ in range(options.repeats + 1):
         _forget(model, reuse, prompt)
         time.sleep(SETTLE_SECONDS)
-        seconds, tops["full"] = _first_token(model, store, full, prompt)
-        times["full"].append(seconds)
+        first = _first_token(model, store, full, prompt)
+        tops["full"] = first.top
+        times["full"].append(first.seconds)
         for name in ("cold", "disk", "pool"):
             if name == "cold":
                 _drop_page_cache(store_path)
             if name != "pool":
                 _forget(model, reuse, prompt)
-            seconds, tops["reuse"] = _first_token(model, store, reuse, prompt)
-            times[name].append(seconds)
+            times[name].append(_first_token(model, store, reuse, prompt).seconds)
+        for it in recomputing:
+            for name in ("disk", "pool"):
+                if name == "disk":
+                    _forget(model, it.method, prompt)
+                it.firsts[name].append(_first_token(model, store, it.method, prompt))
         if peer is not None:
             time.sleep(SETTLE_SECONDS)
             answer = peer.ask({"ids": whole.tolist()})
@@ -188,6 +239,9 @@ def _measure(
             "reuse_block_attention": block_attention_flops(model.config, len(prompt.final)),
         },
     }
+    if recomputing:
+        row["ratios"] = [it.row(row, context, tops["full"]) for it in recomputing]
+        row["slope"] = slopes(row)
     if peer is not None:
         row["peer_over_full"] = median["peer"] / median["full"]
         row["peer_over_full_best"] = best["peer"] / best["full"]
@@ -196,24 +250,61 @@ def _measure(
     return row
 
 
-def _first_token(model: Model, store: KVStore, method: Method, prompt: Prompt) -> tuple[float, int]:
-    """Seconds from token ids to the first token's id on the host, and that id."""
+@dataclasses.dataclass
+class _Recomputing:
+    """A method at one recompute ratio, and its measurements of one prompt."""
+
+    method: Method
+    firsts: dict[str, list[_First]] = dataclasses.field(
+        default_factory=lambda: {"pool": [], "disk": []}
+    )
+
+    def row(self, context_row: dict[str, Any], chunk_tokens: int, full_top: int) -> dict[str, Any]:
+        """Medians and best of all measurements but the first, beside the row of the context."""
+        times = {name: [it.seconds for it in kept[1:]] for name, kept in self.firsts.items()}
+        median = {name: statistics.median(seconds) for name, seconds in times.items()}
+        full, last = context_row["seconds"]["full"], self.firsts["pool"][-1]
+        return {
+            "ratio": self.method.recompute_ratio,
+            "recomputed_tokens": last.recomputed,
+            "recomputed_share": last.recomputed / chunk_tokens,
+            "seconds": median,
+            "best_seconds": {name: min(seconds) for name, seconds in times.items()},
+            "full_over_pool": full / median["pool"],
+            "full_over_disk": full / median["disk"],
+            "flops": last.flops,
+            "selection_flops": last.selection_flops,
+            "flops_over_full": last.flops / context_row["flops"]["full"],
+            "same_first_token_as_full": last.top == full_top,
+        }
+
+
+def _first_token(model: Model, store: KVStore, method: Method, prompt: Prompt) -> _First:
+    """From token ids to the first token's id on the host."""
     start = time.perf_counter()
     mapped = map_request(model, store, method, prompt, reserve_tokens=0)
     try:
         logits, _ = prefill(model, [mapped])
         top = int(jnp.argmax(logits[0]))
-        return time.perf_counter() - start, top
+        seconds = time.perf_counter() - start
+        choice = mapped.choice
+        selection = 0 if choice is None else choice.flops
+        computed = turborag_flops(model.config, len(mapped.ids), prompt.num_tokens)
+        recomputed = 0 if choice is None else len(choice.tokens)
+        return _First(seconds, top, recomputed, computed + selection, selection)
     finally:
         unmap(model, mapped)
 
 
 def _forget(model: Model, method: Method, prompt: Prompt) -> None:
     """Drop the prompt's chunks from the pool; the store keeps them."""
-    assert method.encoder is not None
-    for chunk in prompt.chunks:
+    for index, chunk in enumerate(prompt.chunks):
+        encoder, others = method.encoder_of(index), None
+        if encoder_named(encoder).sees_neighbours:
+            assert prompt.neighbours is not None
+            others = prompt.neighbours[index]
         model.cache.owners.forget(
-            chunk_key(model.fingerprint, model, method.encoder, prompt.prefix, chunk)
+            chunk_key(model.fingerprint, model, encoder, prompt.prefix, chunk, others)
         )
 
 
@@ -243,6 +334,8 @@ def report(result: dict[str, Any]) -> Iterator[str]:
                 f" {row['peer_over_full_best']:>5.2f} {row['peer_over_pool']:>9.1f}"
             )
         yield line
+    if any("ratios" in row for row in result["rows"]):
+        yield from report_ratios(result)
 
 
 def default_peer() -> str:

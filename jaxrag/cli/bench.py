@@ -6,7 +6,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jaxrag.cli.options import add_command, add_json, print_json
+from jaxrag.cli.options import (
+    add_command,
+    add_json,
+    add_model,
+    add_where,
+    open_kb,
+    print_json,
+    where_of,
+)
 from jaxrag.errors import RequestError
 
 
@@ -25,6 +33,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     ttft.add_argument("--contexts", default="512,1024,2048,4096,8192", metavar="N,N,...")
     ttft.add_argument("--question-tokens", type=int, default=50, metavar="N")
     ttft.add_argument("--method", default="full_reuse", help="a method that reuses (full_reuse)")
+    ttft.add_argument(
+        "--ratios",
+        metavar="R,R,...",
+        help="recompute ratios such as 0,0.05,0.15,0.30,1.0, of a method that recomputes (its own)",
+    )
     ttft.add_argument("--repeats", type=int, default=5, metavar="N", help="after a warm-up (5)")
     ttft.add_argument("--peer", choices=("transformers",), help="measure this one beside ours")
     ttft.add_argument("--peer-python", metavar="PATH", help="interpreter that can import the peer")
@@ -105,6 +118,32 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     reuse.add_argument("--out", metavar="FILE", help="also write the JSON result there")
     add_json(reuse)
     reuse.set_defaults(run=run_reuse)
+    explain = add_command(
+        kinds,
+        "explain",
+        "pictures of one prompt: KV deviation, tokens that selectors choose, question attention",
+        'jaxrag bench explain --kb kb --question "Who built the bridge?" --out pictures',
+    )
+    explain.add_argument("--kb", required=True, metavar="DIR", help="where chunks come from")
+    explain.add_argument("--question", required=True, metavar="Q", help="the question, as text")
+    add_model(explain, required=False, text="the one that the knowledge base remembers")
+    explain.add_argument(
+        "--method", default="fusionrag", help="whose stored KV is looked at (fusionrag)"
+    )
+    explain.add_argument(
+        "--recompute-ratio",
+        type=float,
+        metavar="R",
+        help="share of the chunk tokens that selectors choose (the method's own, or 0.15)",
+    )
+    explain.add_argument("--template", metavar="NAME", help="a template's name or .toml file")
+    explain.add_argument("--k", type=int, default=5, metavar="N", help="chunks to retrieve (5)")
+    add_where(explain)
+    explain.add_argument(
+        "--out", required=True, metavar="DIR", help="folder for the pictures and explain.json"
+    )
+    add_json(explain)
+    explain.set_defaults(run=run_explain)
     train = add_command(
         kinds,
         "train-step",
@@ -142,6 +181,7 @@ def run_ttft(args: argparse.Namespace) -> None:
         contexts=tuple(map(int, sizes)),
         question_tokens=args.question_tokens,
         method=args.method,
+        ratios=_numbers("--ratios", args.ratios),
         repeats=args.repeats,
         peer_python=(args.peer_python or default_peer()) if args.peer else None,
         seed=args.seed,
@@ -234,6 +274,36 @@ def run_reuse(args: argparse.Namespace) -> None:
     )
     result = run(options)
     _give_out(args, result, report(result))
+
+
+def run_explain(args: argparse.Namespace) -> None:
+    """Write the pictures and the numbers; print a summary, or one JSON object."""
+    from jaxrag.bench.explain import explain, method_to_explain, report
+    from jaxrag.bench.explain_plots import check_folder, draw
+    from jaxrag.request import prepare, resolve
+    from jaxrag.sampling import Sampling
+
+    folder, where = Path(args.out), where_of(args)
+    method = method_to_explain(args.method, args.recompute_ratio)
+    check_folder(folder)
+    with open_kb(args) as kb:
+        settings = resolve(
+            kb=kb, model=None, method=method, template=args.template, k=args.k,
+            max_new_tokens=1, stop=(), where=where,
+        )  # fmt: skip
+        request = prepare(settings, args.question, None, Sampling())
+        result = {"question": args.question, **explain(settings, request)}
+    pictures = draw(result, folder)
+    args.out = folder / "explain.json"
+    _give_out(args, result, [*report(result), "", *[f"wrote {path}" for path in pictures]])
+
+
+def _numbers(option: str, text: str | None) -> tuple[float, ...]:
+    """The numbers of an option such as --ratios 0,0.15; none where it is left out."""
+    try:
+        return () if text is None else tuple(map(float, text.split(",")))
+    except ValueError:
+        raise RequestError(f"{option} {text!r}: expected numbers such as 0,0.15,1.0") from None
 
 
 def _require_folder(out: str | None) -> None:

@@ -13,7 +13,7 @@ from jaxrag.train.log import METRICS_FILE, read_metrics
 FORMATS = (".png", ".svg", ".pdf")
 _METRIC = "/accuracy"
 _STYLES = ("-", "--", ":", "-.")
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito
 
 
 class Curve(NamedTuple):
@@ -58,7 +58,7 @@ def check_picture(path: Path) -> None:
         raise RequestError(f"{path}: expected a name that ends in {', '.join(FORMATS)}")
     if not path.absolute().parent.is_dir():
         raise RequestError(f"{path}: its folder does not exist; make it first")
-    _matplotlib()
+    figure_class()
 
 
 def draw_curves(curves: Sequence[Curve], path: Path) -> None:
@@ -67,7 +67,7 @@ def draw_curves(curves: Sequence[Curve], path: Path) -> None:
     Raises ConfigError when matplotlib is not installed, RequestError for a file it cannot write.
     """
     check_picture(path)
-    figure = _matplotlib()(figsize=(6.4, 4.0), dpi=150, layout="constrained")
+    figure = figure_class()(figsize=(6.4, 4.0), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     runs = list(dict.fromkeys(curve.run for curve in curves))
     names = list(dict.fromkeys(curve.name for curve in curves))
@@ -75,7 +75,7 @@ def draw_curves(curves: Sequence[Curve], path: Path) -> None:
         axes.plot(
             curve.steps,
             [100 * value for value in curve.accuracy],
-            color=_COLOURS[names.index(curve.name) % len(_COLOURS)],
+            color=COLOURS[names.index(curve.name) % len(COLOURS)],
             linestyle=_STYLES[runs.index(curve.run) % len(_STYLES)],
             marker="o",
             markersize=3,
@@ -92,7 +92,7 @@ def draw_curves(curves: Sequence[Curve], path: Path) -> None:
     figure.savefig(path)
 
 
-def _matplotlib() -> Any:
+def figure_class() -> Any:
     """The Figure class, which draws without a display and without global state."""
     try:
         from matplotlib.figure import Figure

@@ -17,7 +17,7 @@ from jaxrag.select.base import Choice, Scene, Selector, budget_of
 from jaxrag.select.cache_craft import CacheCraft
 from jaxrag.select.extremes import AllTokens, NoTokens
 from jaxrag.select.first_k import FirstK
-from jaxrag.select.kv_deviation import KvDeviation
+from jaxrag.select.kv_deviation import KvDeviation, layer_deviations
 from jaxrag.select.query_guided import QueryGuided
 from jaxrag.select.random_tokens import RandomTokens
 
@@ -35,6 +35,7 @@ __all__ = [
     "Selector",
     "budget_of",
     "choose",
+    "layer_deviations",
     "selector_from",
 ]
 

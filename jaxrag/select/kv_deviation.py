@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxrag.attention import PackedAttend, PagedAttend
 from jaxrag.cache import PAGE, PagePool, PageTable, batch_table
@@ -15,7 +16,7 @@ from jaxrag.config import ModelConfig
 from jaxrag.encode.rows import row_length
 from jaxrag.errors import RequestError
 from jaxrag.flops import turborag_flops
-from jaxrag.models.decoder import keys_and_values
+from jaxrag.models.decoder import forward, keys_and_values
 from jaxrag.models.model import Model
 from jaxrag.models.spec import Params
 from jaxrag.rope import RopeTable, place
@@ -116,29 +117,18 @@ class KvDeviation(Selector):
 
     def deviations(self, model: Model, scenes: Sequence[Scene]) -> list[HostArray]:
         """Deviation of every chunk token in ``layers[0]``: [C] float32 each."""
-        rows = bucket(len(scenes), 1)
-        used = [len(scene.prefix) + scene.num_chunk_tokens for scene in scenes]
-        shape = (rows, row_length(max(used)))
-        ids, segments = np.zeros(shape, np.int32), np.full(shape, EMPTY, np.int32)
-        slots, local = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-        for row, scene in enumerate(scenes):
-            ids[row, : used[row]] = np.concatenate((scene.prefix, *scene.chunks))
-            segments[row, : used[row]] = FINAL  # one causal block
-            slots[row, len(scene.prefix) : used[row]] = scene.chunk_slots
-            local[row, len(scene.prefix) : used[row]] = scene.local
-        table = batch_table([scene.table for scene in scenes], rows, model.put_batch)
+        table, batch = _whole_rows(model, scenes)
         out = _whole_deviation(
             model.params,
             model.config,
-            model.rope(shape[1]),
+            model.rope(batch[0].shape[1]),
             model.cache.pool,
             table,
-            *(model.put_batch(x, rows) for x in (ids, segments, slots, local)),
+            *batch,
             self.layers[0],
             self.part,
         )
-        host = np.asarray(out)
-        return [host[row, len(scene.prefix) : used[row]] for row, scene in enumerate(scenes)]
+        return [_of_chunks(np.asarray(out[row]), scene) for row, scene in enumerate(scenes)]
 
     def _next_check(
         self, model: Model, scenes: Sequence[Scene], kept: Sequence[HostArray], layer: int
@@ -176,6 +166,41 @@ class KvDeviation(Selector):
         return deviations
 
 
+def layer_deviations(model: Model, scene: Scene) -> tuple[HostArray, HostArray]:
+    """Deviation of every chunk token in every layer, of K and of V: [L, C] float32 each.
+
+    The stored KV against one pass of full attention over all of the prompt before the final block
+    (FusionRAG equation 7); squared differences, summed over KV heads and dimensions.
+    """
+    table, batch = _whole_rows(model, [scene])
+    rope = model.rope(batch[0].shape[1])
+    both = _layer_deviations(model.params, model.config, rope, model.cache.pool, table, *batch)
+    k, v = (_of_chunks(np.asarray(out[:, 0]), scene) for out in both)
+    return k, v
+
+
+def _of_chunks(rows: HostArray, scene: Scene) -> HostArray:
+    """The chunk tokens of what was laid out by ``_whole_rows``: [..., T] -> [..., C]."""
+    first = len(scene.prefix)
+    return rows[..., first : first + scene.num_chunk_tokens]
+
+
+def _whole_rows(model: Model, scenes: Sequence[Scene]) -> tuple[PageTable, list[Array]]:
+    """Prefix and chunks of every scene in a row: the table; ids, segments, slots, local [B, T]."""
+    rows = bucket(len(scenes), 1)
+    used = [len(scene.prefix) + scene.num_chunk_tokens for scene in scenes]
+    shape = (rows, row_length(max(used)))
+    ids, segments = np.zeros(shape, np.int32), np.full(shape, EMPTY, np.int32)
+    slots, local = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    for row, scene in enumerate(scenes):
+        ids[row, : used[row]] = np.concatenate((scene.prefix, *scene.chunks))
+        segments[row, : used[row]] = FINAL  # one causal block
+        slots[row, len(scene.prefix) : used[row]] = scene.chunk_slots
+        local[row, len(scene.prefix) : used[row]] = scene.local
+    table = batch_table([scene.table for scene in scenes], rows, model.put_batch)
+    return table, [model.put_batch(x, rows) for x in (ids, segments, slots, local)]
+
+
 def _flags(tokens: HostArray, scene: Scene) -> HostArray:
     flags = np.zeros(scene.num_chunk_tokens, bool)
     flags[tokens] = True
@@ -197,11 +222,39 @@ def _whole_deviation(
     part: Part,
 ) -> Array:
     """Deviation [B, T] of prompts' KV in ``layer`` from that in their slots [B, T]."""
-    positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-    tokens = Tokens(ids=ids, positions=positions, segments=segments)
     attend = PackedAttend(config, rope, prefix_visible=True)
-    k, v, _ = keys_and_values(params, config, tokens, None, attend, layer)
+    k, v, _ = keys_and_values(params, config, _in_order(ids, segments), None, attend, layer)
     return _deviation(config, rope, pool, table.pages, slots, local, k, v, layer, part)
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def _layer_deviations(
+    params: Params,
+    config: ModelConfig,
+    rope: RopeTable,
+    pool: PagePool,
+    table: PageTable,
+    ids: Array,
+    segments: Array,
+    slots: Array,
+    local: Array,
+) -> tuple[Array, Array]:
+    """Deviation of K and of V [L, B, T] of prompts in their slots [B, T]."""
+    attend = PackedAttend(config, rope, prefix_visible=True, collect=True)
+    _, _, fresh = forward(params, config, _in_order(ids, segments), None, attend)
+
+    def of_layer(scanned: tuple[Array, tuple[Array, Array]]) -> tuple[Array, Array]:
+        layer, (k, v) = scanned
+        at = (config, rope, pool, table.pages, slots, local, k, v, layer)
+        return _deviation(*at, "k"), _deviation(*at, "v")
+
+    return lax.map(of_layer, (jnp.arange(config.num_layers), fresh))
+
+
+def _in_order(ids: Array, segments: Array) -> Tokens:
+    """Tokens [B, T] whose positions are their order."""
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+    return Tokens(ids=ids, positions=positions, segments=segments)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "layer", "part"), donate_argnames=("pool",))
@@ -236,7 +289,7 @@ def _deviation(
     local: Array,
     k: Array,
     v: Array,
-    layer: int,
+    layer: Array | int,
     part: Part,
 ) -> Array:
     """Squared difference of fresh k, v [B, T, K, H] from the cached, over heads and dims: [B, T].

@@ -7,10 +7,12 @@ import jax
 import pytest
 
 from jaxrag.bench.ttft import LLAMA_100M, Options, report, run
+from jaxrag.bench.ttft_ratios import report_ratios, slopes
 from jaxrag.cli import main
 from jaxrag.errors import RequestError
 from jaxrag.models.export import export_hf
 from jaxrag.models.spec import init_params, num_params
+from jaxrag.store import ChunkStore
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +21,11 @@ def model_dir(tmp_path_factory, tiny_config):
     path = tmp_path_factory.mktemp("bench") / "model"
     export_hf(path, init_params(config, jax.random.key(0)), config)
     return str(path)
+
+
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch):
+    monkeypatch.setattr("jaxrag.bench.ttft.SETTLE_SECONDS", 0)
 
 
 def test_default_model_has_100m_parameters():
@@ -41,6 +48,92 @@ def test_rows_hold_every_measurement(model_dir, tmp_path, capsys):
         assert str(row["context"]) in table
     assert result["machine"]["versions"]["jax"] == jax.__version__
     assert result["peer"] is None
+    assert all("ratios" not in row for row in result["rows"])
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """How many chunks every call to a store asked for."""
+    counts = []
+
+    def get_many(self, keys, get=ChunkStore.get_many, **rest):
+        counts.append(len(keys))
+        return get(self, keys, **rest)
+
+    monkeypatch.setattr(ChunkStore, "get_many", get_many)
+    return counts
+
+
+@pytest.mark.parametrize(("method", "read"), [("fusionrag", [1, 1]), ("cacheblend", [2])])
+def test_a_method_that_recomputes_has_a_row_for_every_ratio(model_dir, reads, method, read):
+    options = Options(
+        model=model_dir, contexts=(1024,), question_tokens=7, method=method, repeats=1,
+        ratios=(1.0, 0, 0.15),
+    )  # fmt: skip
+    result = run(options)
+    assert reads[-5 * len(read) :] == 5 * read  # cold, disk, and the disk at every ratio
+    [row] = result["rows"]
+    none, some, all_ = row["ratios"]
+    assert [it["ratio"] for it in row["ratios"]] == [0, 0.15, 1.0]
+    # The first chunk is encoded behind the (empty) prefix: exact, so that 512 tokens remain.
+    assert [it["recomputed_tokens"] for it in row["ratios"]] == [0, 154, 512]
+    assert all_["recomputed_share"] == 0.5
+    assert all_["same_first_token_as_full"]
+    flops = row["flops"]
+    assert none["flops"] == flops["reuse"] and not none["selection_flops"]
+    assert some["selection_flops"] > 0 and not all_["selection_flops"]
+    computed = (some["flops"] - some["selection_flops"]) / flops["full"]
+    assert computed == pytest.approx((154 + 7) / row["prompt_tokens"], rel=1e-6)
+    assert all_["flops_over_full"] == pytest.approx(519 / 1031, rel=1e-6)
+    for it in row["ratios"]:
+        assert set(it["seconds"]) == set(it["best_seconds"]) == {"pool", "disk"}
+        assert it["full_over_pool"] == row["seconds"]["full"] / it["seconds"]["pool"]
+    assert row["slope"]["flops"]["per_share"] > 0
+    assert result["encoders"]["first"] == "after_prefix"
+    lines = list(report(result))
+    others = "neighbours are the other chunks" in lines[4]
+    assert others == (method == "fusionrag")
+    assert [line.split()[:3] for line in lines[6:9]] == [
+        ["1024", "0", "0"], ["1024", "0.15", "154"], ["1024", "1", "512"],
+    ]  # fmt: skip
+    assert lines[9].startswith("slope at 1024: ")
+
+
+def test_the_slope_is_that_of_the_line():
+    times = {"full": 8.0}
+    row = {
+        "seconds": times,
+        "flops": {"full": 100},
+        "ratios": [
+            {"recomputed_share": x, "seconds": {"pool": 1 + 4 * x, "disk": 2.0}, "flops": 50 * x}
+            for x in (0, 0.25, 0.75)
+        ],
+    }
+    found = slopes(row)
+    assert found["pool"] == pytest.approx(
+        {"per_share": 4.0, "at_zero": 1.0, "over_full": 0.5, "r_squared": 1.0}
+    )
+    assert found["disk"]["per_share"] == pytest.approx(0)
+    assert found["flops"]["over_full"] == pytest.approx(0.5)
+    assert slopes({**row, "ratios": row["ratios"][:1]}) is None
+
+
+def test_a_method_with_a_number_of_its_own_is_measured_at_that():
+    assert [m.recompute_ratio for m in Options(method="epic").recomputing()] == [None]
+    assert [m.recompute_ratio for m in Options(method="fusionrag").recomputing()] == [0.15]
+    assert not Options(method="turborag").recomputing()
+    assert not Options(method="epic").plain().recomputes
+    it = {
+        "ratio": None, "recomputed_tokens": 32, "seconds": {"pool": 0.1, "disk": 0.2},
+        "full_over_pool": 10.0, "full_over_disk": 5.0, "flops": 2e9, "selection_flops": 0,
+        "flops_over_full": 0.25,
+    }  # fmt: skip
+    result = {
+        "encoders": {"first": "isolated", "others": "isolated"},
+        "rows": [{"context": 1024, "ratios": [it], "slope": None}],
+    }
+    *_, line = report_ratios(result)
+    assert " ".join(line.split()) == "1024 own 32 100.0 200.0 10.0 5.0 2.00 0.00 25.0%"
 
 
 def test_a_peer_that_cannot_run_is_named(model_dir):
@@ -65,11 +158,19 @@ def test_a_peer_that_dies_is_named(model_dir, tmp_path, capfd):
         ({"method": "full_attention"}, "expected one that reuses"),
         ({"contexts": (500,)}, "multiples of 512"),
         ({"repeats": 0}, "must be positive"),
+        ({"ratios": (0.1,)}, "'full_reuse' recomputes nothing; .* cacheblend, cache_craft"),
+        ({"method": "cacheblend", "ratios": (0.1, 1.5)}, "recompute_ratio=1.5"),
+        ({"method": "cacheblend", "ratios": (0.1, 0.1)}, "each of them once"),
     ],
 )
 def test_bad_options_are_refused(change, message):
     with pytest.raises(RequestError, match=message):
         dataclasses.replace(Options(), **change)
+
+
+def test_ratios_that_are_no_numbers_are_refused(capsys):
+    assert main(["bench", "ttft", "--method", "epic", "--ratios", "0,half"]) == 1
+    assert "--ratios '0,half': expected numbers such as" in capsys.readouterr().err
 
 
 def test_report_shows_the_peer():
