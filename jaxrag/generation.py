@@ -38,9 +38,9 @@ class Result:
         one batch share load and prefill.
       counts: chunk tokens: reused + recomputed + encoded; encoded were not in the store (whether
         they were recomputed after that or not, and encoded for it or computed in place).
-      reuse: of the prefix and of every chunk: what was reused, how, and why not.
       flops: to the first token, TurboRAG appendix C: prefill with what is recomputed, the
         selector's own passes, and encoding on the fly.
+      reuse: of the prefix and of every chunk: what was reused, how, and why not.
       notes: reuse that did not happen and why; empty when everything went as asked.
     """
 
@@ -51,8 +51,8 @@ class Result:
     sources: list[Source]
     timings: dict[str, float]
     counts: dict[str, int]
-    reuse: list[PartReuse]
     flops: int
+    reuse: list[PartReuse]
     notes: list[str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def _result(
             "per_token": per_token,
         },
         counts=token_counts(reuse),
-        reuse=reuse,
         flops=flops,
+        reuse=reuse,
         notes=request.notes + [note for part in mapped.loaded for note in part.notes],
     )
