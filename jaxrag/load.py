@@ -194,7 +194,9 @@ def _why(
     for key, reason in reasons.items():
         text = str(reason).removeprefix(f"chunk {key}: ")
         known = [name for name in names if (key, name) in there]
-        why[key] = f"damaged: {text}" if isinstance(reason, ChunkCorrupt) else text
+        if isinstance(reason, ChunkCorrupt):
+            text = f"damaged: {text}"
+        why[key] = "not in the store" if text.startswith("not in ") else text
         if known:
             why[key] += f" under {encoder}, but under {' and '.join(known)}"
     return why
