@@ -182,6 +182,8 @@ def _why(
 
     Of these only the ones that see no neighbours are looked at: those of a chunk are unknown here.
     """
+    if not reasons:
+        return {}
     names = [name for name, it in ENCODERS.items() if name != encoder and not it.sees_neighbours]
     others = {
         (key, name): chunk_key(store.fingerprint, model, name, prefix_ids, ids)

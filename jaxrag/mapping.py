@@ -181,7 +181,7 @@ def map_request(
         positions=np.concatenate(positions).astype(np.int32),
         slots=np.concatenate(slots).astype(np.int32),
         first_slot=first_slot,
-        keep={k: part for k, part in zip(keys, parts, strict=False) if part.pages and part.exact},
+        keep=_to_keep(method, store, keys, parts),
         borrowed=borrowed,
     )
     if method.recomputes:
@@ -198,11 +198,13 @@ def unmap(model: Model, mapped: Mapped) -> None:
 def keep_leading(model: Model, mapped: Mapped) -> None:
     """The leading parts of a request are computed: later prompts may begin with them."""
     owners = model.cache.owners
+    given: set[int] = set()
     for key, part in mapped.keep.items():
         if key not in owners:  # another request of the batch may have been first
             owners.admit(key, part.pages, len(part.ids))
             mapped.borrowed.append(key)
-            mapped.owned = [page for page in mapped.owned if page not in part.pages]
+            given.update(part.pages)
+    mapped.owned = [page for page in mapped.owned if page not in given]
     mapped.keep = {}
 
 
@@ -231,6 +233,16 @@ def _kept_keys(model: Model, store: KVStore, prompt: Prompt) -> list[str]:
         if index:
             before.append(named(ids))
     return keys
+
+
+def _to_keep(
+    method: Method, store: KVStore, keys: Sequence[str], parts: Sequence[Part]
+) -> dict[str, Part]:
+    """The parts that are computed here and exact, by key; none behind KV that was rounded."""
+    if method.encoder is not None and store.layout.stored != "native":
+        return {}
+    both = zip(keys, parts, strict=False)  # no keys where nothing is kept
+    return {key: part for key, part in both if part.pages and part.exact}
 
 
 def _leading_hits(

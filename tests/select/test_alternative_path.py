@@ -209,6 +209,13 @@ def test_a_batch_keeps_one_copy_and_gives_every_page_back(rng, work, model_of):
     for row, prompt in enumerate((one, other)):
         np.testing.assert_allclose(logits[row], work.full_logits(model, prompt), **CLOSE)
     assert owners.num_free == owners.num_pages - (1 + 3 + 2 + 1 + 1)
+    with mapped(model, store, method, one, other) as parts:  # law 5: both on the same pages
+        first, second = ([part.resident for part in request.parts] for request in parts)
+        assert first == second and None not in first
+        logits, _ = prefill.prefill(model, parts)
+    for row, prompt in enumerate((one, other)):
+        np.testing.assert_allclose(logits[row], work.full_logits(model, prompt), **CLOSE)
+    assert owners.num_free == owners.num_pages - (1 + 3 + 2 + 1 + 1)
     owners.give_back(owners.take(owners.num_pages, "a test"))
     assert owners.num_free == owners.num_pages
     assert hows(run(model, store, method, one)[2]) == ["computed"] * 5
@@ -229,6 +236,16 @@ def test_gaps_behind_exact_parts_are_kept_and_others_are_not(rng, work, model_of
     logits, chosen, rows = run(model, store, recompute, prompt)
     assert chosen == [57]  # the one token of the only chunk that is neither exact nor computed
     np.testing.assert_allclose(logits, work.full_logits(model, prompt), **CLOSE)
+
+
+def test_nothing_is_kept_behind_rounded_kv(rng, work, model_of):
+    model, prompt = model_of(), work.prompt(rng)
+    layout = dataclasses.replace(model.kv_layout, stored="int8")
+    fingerprint = derive(model.fingerprint, "int8", f"test {next(_salts)}")
+    store = MemoryStore(fingerprint, layout, max_tokens=512)
+    for _ in range(2):
+        rows = run(model, store, method_with(prefix_cache=True), prompt)[2]
+        assert hows(rows)[1:] == ["in place"] * 4
 
 
 def test_another_salt_shares_no_leading_part(rng, work, model_of):
