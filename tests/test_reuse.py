@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -148,3 +149,35 @@ def test_ask_shows_the_account(kb, capsys):
     assert "chunk hit: chunk " in line and "; it was there once" in line
     assert main([*arguments, "--method", "full_attention"]) == 1
     assert "no chunk is missed" in capsys.readouterr().err
+
+
+def test_prompts_that_begin_alike_share_their_leading_parts(text_model):
+    method = dataclasses.replace(METHODS["full_attention"], prefix_cache=True)
+    documents = [text + " " + str(np.e) for text in TEXTS.values()]
+    questions = [QUESTION, "What crosses the river?", "Wool?"]
+    options = {"documents": documents, "model": text_model, "max_new_tokens": 5, "batch_size": 1}
+    full = generate(questions, method="full_attention", **options)
+    kept = generate(questions, method=method, **options)
+    assert [result.token_ids for result in kept] == [result.token_ids for result in full]
+    served_first = max(kept, key=lambda result: result.flops)
+    for result in kept:
+        first = result is served_first
+        assert {row.how for row in result.reuse} == {"computed" if first else "prefix hit"}
+        total = sum(result.counts.values())
+        assert result.counts["reused"] == (0 if first else total)
+    turned = generate(QUESTION, method=method, **{**options, "documents": documents[::-1]})
+    assert [row.how for row in turned.reuse] == ["prefix hit", *["computed"] * 3]
+
+
+def test_the_example_file_finds_then_fills_then_recomputes(text_model):
+    path = Path(__file__).parents[1] / "configs" / "methods" / "fusionrag_in_place.toml"
+    documents = [text + " " + str(np.sqrt(2)) for text in TEXTS.values()]
+    options = {"documents": documents, "model": text_model, "max_new_tokens": 5}
+    full = generate(QUESTION, method="full_attention", **options)
+    gaps = generate(QUESTION, method=str(path), **options)
+    assert [row.how for row in of_chunks(gaps)] == ["in place"] * 3
+    assert gaps.token_ids == full.token_ids
+    kept = generate(QUESTION, method=str(path), **options)
+    assert [row.how for row in kept.reuse] == ["prefix hit"] * 4
+    assert kept.token_ids == full.token_ids
+    assert kept.counts["recomputed"] == 0
