@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrag import prefill
+from jaxrag.cache import PagePool
 from jaxrag.errors import RequestError
 from jaxrag.methods import METHODS, Method
 from jaxrag.models.decoder import unembed
@@ -174,6 +175,26 @@ def test_law_12_a_batch_with_gaps_is_one_at_a_time(rng, work, model_of, name):
         together = np.asarray(logits)
     for row, expected in enumerate(alone):
         np.testing.assert_allclose(together[row], expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_slots_of_gaps_may_hold_nan(rng, work, model_of, name):
+    """Nothing reads the slots of a gap before they are computed."""
+    model, prompt, method = model_of(), work.prompt(rng), method_with(name)
+    store = new_store(model)
+    put(model, store, method, prompt.prefix, prompt.chunks[1], prompt.chunks[3])
+    expected, chosen, _ = run(model, store, method, prompt)
+    with mapped(model, store, method, prompt) as (part,):
+        pool = model.cache.pool
+        pages = np.array(part.owned)
+        layers = np.arange(model.config.num_layers)[:, None] * model.cache.owners.num_pages
+        rows = (layers + pages).ravel()
+        model.cache.pool = PagePool(k=pool.k.at[rows].set(np.nan), v=pool.v.at[rows].set(np.nan))
+        logits, _ = prefill.prefill(model, [part])
+        again = [] if part.choice is None else part.choice.tokens.tolist()
+    model.forget_cache()
+    assert again == chosen
+    np.testing.assert_array_equal(logits[0], expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
