@@ -110,11 +110,13 @@ def test_law_3_whatever_the_selector_and_in_small_pieces(rng, work, model_of, na
 
 
 @pytest.mark.parametrize("name", SELECTORS)
-@pytest.mark.parametrize("stored", [(0, 1, 3), (1,), (2, 3)])
-def test_a_gap_sees_all_that_precedes_it(rng, work, model_of, name, stored, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "stored"), [("mistral", (0, 1, 3)), ("llama", (1,)), ("qwen3", (2, 3))]
+)
+def test_a_gap_sees_all_that_precedes_it(rng, work, model_of, name, family, stored, monkeypatch):
     """Gaps and chosen tokens are as in a dense forward in which all else stays as stored."""
     monkeypatch.setattr(prefill, "PREFILL_TOKENS", 32)
-    model, prompt, method = model_of("mistral"), work.prompt(rng), method_with(name)
+    model, prompt, method = model_of(family), work.prompt(rng), method_with(name)
     store = new_store(model)
     put(model, store, method, prompt.prefix, *(prompt.chunks[i] for i in stored))
     logits, chosen, rows = run(model, store, method, prompt)
