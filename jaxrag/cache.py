@@ -180,13 +180,19 @@ class TableBuilder:
         """Slots added so far."""
         return len(self.pages) * PAGE
 
-    def map_chunk(self, chunk: Resident, offset: int) -> None:
-        """Map a shared chunk at a position: its slots are visible from there on."""
+    def map_chunk(self, chunk: Resident, offset: int, turned: bool = False) -> int:
+        """Map a shared chunk at a position: its slots are visible from there on.
+
+        ``turned`` says that its keys were rotated to that very position when they were computed.
+        Returns the first of its slots.
+        """
+        first = self.num_slots
         positions = np.full(len(chunk.pages) * PAGE, HIDDEN, np.int32)
         positions[: chunk.tokens] = np.arange(chunk.tokens) + offset
         self.pages += chunk.pages
-        self._offsets += [offset] * len(chunk.pages)
+        self._offsets += [0 if turned else offset] * len(chunk.pages)
         self._positions.append(positions)
+        return first
 
     def reserve(self, pages: Sequence[int]) -> int:
         """Add pages the request owns, hidden until written; returns the first of their slots."""

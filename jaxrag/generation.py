@@ -5,15 +5,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-import numpy as np
-
 from jaxrag.answer import Answer, FinishReason, SamplingRows, decode, reserved
 from jaxrag.errors import RequestError
 from jaxrag.flops import turborag_flops
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import Method
 from jaxrag.models.model import Model
-from jaxrag.prefill import Mapped, Prompt, map_request, prefill, unmap
+from jaxrag.prefill import Mapped, map_request, prefill, unmap
 from jaxrag.prompts import PromptTemplate
 from jaxrag.request import (
     DECODE_BLOCK,
@@ -26,6 +24,7 @@ from jaxrag.request import (
     prepare,
     resolve,
 )
+from jaxrag.reuse import PartReuse, account, token_counts
 from jaxrag.sampling import Sampling
 
 
@@ -38,9 +37,10 @@ class Result:
         up to the first token on the host), per_token (mean of the others). Requests that ran as
         one batch share load and prefill.
       counts: chunk tokens: reused + recomputed + encoded; encoded were not in the store (whether
-        they were recomputed after that or not).
+        they were recomputed after that or not, and encoded for it or computed in place).
       flops: to the first token, TurboRAG appendix C: prefill with what is recomputed, the
         selector's own passes, and encoding on the fly.
+      reuse: of the prefix and of every chunk: what was reused, how, and why not.
       notes: reuse that did not happen and why; empty when everything went as asked.
     """
 
@@ -52,6 +52,7 @@ class Result:
     timings: dict[str, float]
     counts: dict[str, int]
     flops: int
+    reuse: list[PartReuse]
     notes: list[str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -243,7 +244,8 @@ def _result(
     per_token: float,
 ) -> Result:
     config = settings.model.config
-    counts = _counts(settings.method, request.prompt, mapped)
+    maintained = settings.kb.encoders if settings.kb and request.retrieved else None
+    reuse = account(settings.method, mapped, maintained)
     flops = turborag_flops(config, len(mapped.ids), request.prompt.num_tokens)
     flops += 0 if mapped.choice is None else mapped.choice.flops
     for part in mapped.loaded:
@@ -262,24 +264,8 @@ def _result(
             "ttft": request.retrieve_seconds + load_seconds + prefill_seconds,
             "per_token": per_token,
         },
-        counts=counts,
+        counts=token_counts(reuse),
         flops=flops,
+        reuse=reuse,
         notes=request.notes + [note for part in mapped.loaded for note in part.notes],
     )
-
-
-def _counts(method: Method, prompt: Prompt, mapped: Mapped) -> dict[str, int]:
-    """Chunk tokens by where their KV came from; a token that was not in the store is encoded."""
-    lengths = [len(chunk) for chunk in prompt.chunks]
-    total = sum(lengths)
-    if method.encoder is None:
-        return {"reused": 0, "recomputed": total, "encoded": 0}
-    encoded = np.repeat(mapped.chunks_encoded, lengths).astype(bool)
-    recomputed = np.zeros(total, bool)
-    if mapped.choice is not None:
-        recomputed[mapped.choice.tokens] = True
-    return {
-        "reused": int((~encoded & ~recomputed).sum()),
-        "recomputed": int((recomputed & ~encoded).sum()),
-        "encoded": int(encoded.sum()),
-    }

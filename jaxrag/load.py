@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,33 +14,63 @@ from jax import lax
 from jaxrag.cache import PAGE, PagePool, Resident, pages_for
 from jaxrag.config import ModelConfig
 from jaxrag.encode import (
+    ENCODERS,
     StoredNeighbours,
     chunk_key,
     encode_chunks,
     encoder_named,
     provenance,
 )
-from jaxrag.errors import StoreError
+from jaxrag.errors import ChunkCorrupt, StoreError
 from jaxrag.models.model import Model
 from jaxrag.rope import RopeTable, place
 from jaxrag.segments import bucket
-from jaxrag.store import KVStore
+from jaxrag.store import KVStore, Refused
 from jaxrag.types import Array, HostArray
 
 WINDOW_TOKENS = 2048  # of chunks that are read and placed at once
 
+Misses = Literal["encode", "in_place"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Where the KV of one chunk came from.
+
+    Attributes:
+      how: "pool": it lay on the device; "store": it was read; "encoded": it was computed and kept;
+        "nowhere": it is not there, and whoever asked for it computes it.
+      why: why it had to be computed; "" where it was found.
+    """
+
+    how: Literal["pool", "store", "encoded", "nowhere"]
+    why: str = ""
+
+    @property
+    def hit(self) -> bool:
+        """Was nothing computed?"""
+        return self.how in ("pool", "store")
+
 
 @dataclasses.dataclass
 class Loaded:
-    """Chunks mapped into the pool for one request, in prompt order. Give back with ``release``."""
+    """Chunks mapped into the pool for one request, in prompt order. Give back with ``release``.
+
+    ``residents`` is None for a chunk that is nowhere; ``keys`` are those of all others.
+    """
 
     keys: list[str]
-    residents: list[Resident]
-    encoded: list[bool]  # was not in the store and had to be prefilled
+    residents: list[Resident | None]
+    found: list[Found]
     runs: list[tuple[int, int]]  # (tokens, keys the last one sees) of every prefill on the way
     load_seconds: float
     encode_seconds: float
     notes: list[str]
+
+    @property
+    def encoded(self) -> list[bool]:
+        """Of each chunk: had it to be prefilled to be brought in?"""
+        return [found.how == "encoded" for found in self.found]
 
 
 def release(model: Model, loaded: Loaded) -> None:
@@ -55,12 +86,14 @@ def bring_in(
     prefix_ids: HostArray,
     chunks: Sequence[HostArray],
     neighbours: Sequence[Sequence[HostArray]] | None = None,
+    misses: Misses = "encode",
 ) -> Loaded:
     """Map chunks into the pool, reading or encoding what is not there yet.
 
     A chunk that the store does not hold, or holds corrupt, is encoded, stored (where the store can
-    be written), used, and named in ``notes``. ``neighbours`` of every chunk are needed by encoders
-    that see them, as ``encode_chunks`` says. Raises RequestError when the pool is too small.
+    be written), used, and named in ``notes``; with ``misses="in_place"`` it is named there and
+    nothing else. ``neighbours`` of every chunk are needed by encoders that see them, as
+    ``encode_chunks`` says. Raises RequestError when the pool is too small.
     """
     owners = model.cache.owners
     seen: Sequence[Sequence[HostArray] | None]
@@ -71,18 +104,25 @@ def bring_in(
     ]
     before = dict(zip(keys, seen, strict=True))
     found = {key: owners.borrow(key) for key in dict.fromkeys(keys)}
+    inside = {key for key, resident in found.items() if resident is not None}
     wanted = {key: ids for key, ids in zip(keys, chunks, strict=True) if found[key] is None}
     pages: dict[str, tuple[int, ...]] = {}
-    notes: list[str] = []
     try:
         for key, ids in wanted.items():
             pages[key] = owners.take(pages_for(len(ids)), f"a chunk of {len(ids)} tokens")
         start = time.perf_counter()
-        missing, corrupt = _read(model, store, wanted, pages)
+        reasons = _read(model, store, wanted, pages)
         load_seconds = time.perf_counter() - start
-        refused = {key: wanted[key] for key in wanted if key in missing or key in corrupt}
+        refused = {key: wanted[key] for key in reasons}
+        why = _why(model, store, encoder, prefix_ids, refused, reasons)
         start = time.perf_counter()
-        not_stored, runs = _encode(model, store, encoder, prefix_ids, refused, before, pages)
+        not_stored, runs = None, list[tuple[int, int]]()
+        if misses == "in_place":
+            for key in refused:
+                del wanted[key]
+                owners.give_back(pages.pop(key))
+        else:
+            not_stored, runs = _encode(model, store, encoder, prefix_ids, refused, before, pages)
         encode_seconds = time.perf_counter() - start
     except BaseException:
         for taken in pages.values():
@@ -91,46 +131,93 @@ def bring_in(
             if resident is not None:
                 owners.release(key)
         raise
-    if refused:
-        tokens = sum(map(len, refused.values()))
-        kept = "stored" if not_stored is None else f"not stored: {not_stored}"
-        why = f"{len(missing)} not in the store, {len(corrupt)} corrupt there"
-        notes.append(f"{len(refused)} chunk(s), {tokens} tokens, encoded ({why}) and {kept}")
+    how = {key: Found("pool" if key in inside else "store") for key in found}
+    for key in reasons:
+        how[key] = Found("nowhere" if misses == "in_place" else "encoded", why[key])
     for key, ids in wanted.items():
         found[key] = owners.admit(key, pages[key], len(ids))
-    residents: list[Resident] = []
+    residents: list[Resident | None] = []
     for index, key in enumerate(keys):
-        again = key in keys[:index]
-        resident = owners.borrow(key) if again else found[key]
-        assert resident is not None
-        residents.append(resident)
+        residents.append(owners.borrow(key) if key in keys[:index] else found[key])
     return Loaded(
-        keys=keys,
+        keys=[key for key, it in zip(keys, residents, strict=True) if it is not None],
         residents=residents,
-        encoded=[key in refused for key in keys],
+        found=[how[key] for key in keys],
         runs=runs,
         load_seconds=load_seconds,
         encode_seconds=encode_seconds,
-        notes=notes,
+        notes=_notes(refused, reasons, misses, not_stored),
     )
+
+
+def _notes(
+    refused: Mapping[str, HostArray],
+    reasons: Mapping[str, Refused],
+    misses: Misses,
+    not_stored: str | None,
+) -> list[str]:
+    """One line on what was not found, or none."""
+    if not refused:
+        return []
+    corrupt = sum(isinstance(reason, ChunkCorrupt) for reason in reasons.values())
+    why = f"{len(refused) - corrupt} not in the store, {corrupt} corrupt there"
+    done = "encoded" if misses == "encode" else "computed in place"
+    if misses == "in_place":
+        kept = "not stored"
+    else:
+        kept = "stored" if not_stored is None else f"not stored: {not_stored}"
+    tokens = sum(map(len, refused.values()))
+    return [f"{len(refused)} chunk(s), {tokens} tokens, {done} ({why}) and {kept}"]
+
+
+def _why(
+    model: Model,
+    store: KVStore,
+    encoder: str,
+    prefix_ids: HostArray,
+    wanted: Mapping[str, HostArray],
+    reasons: Mapping[str, Refused],
+) -> dict[str, str]:
+    """Per key why the store refused it, and under which other encoders the chunk is there.
+
+    Of these only the ones that see no neighbours are looked at: those of a chunk are unknown here.
+    """
+    if not reasons:
+        return {}
+    names = [name for name, it in ENCODERS.items() if name != encoder and not it.sees_neighbours]
+    others = {
+        (key, name): chunk_key(store.fingerprint, model, name, prefix_ids, ids)
+        for key, ids in wanted.items()
+        for name in names
+    }
+    held = store.head(list(others.values()), on_corrupt="skip")
+    there = {at for at, record in zip(others, held, strict=True) if record is not None}
+    why = {}
+    for key, reason in reasons.items():
+        text = str(reason).removeprefix(f"chunk {key}: ")
+        known = [name for name in names if (key, name) in there]
+        if isinstance(reason, ChunkCorrupt):
+            text = f"damaged: {text}"
+        why[key] = "not in the store" if text.startswith("not in ") else text
+        if known:
+            why[key] += f" under {encoder}, but under {' and '.join(known)}"
+    return why
 
 
 def _read(
     model: Model, store: KVStore, wanted: dict[str, HostArray], pages: dict[str, tuple[int, ...]]
-) -> tuple[list[str], list[str]]:
-    """Read what the store holds into the pool; returns the missing and the corrupt keys."""
-    missing: list[str] = []
-    corrupt: list[str] = []
+) -> dict[str, Refused]:
+    """Read what the store holds into the pool; per key that it refused, why."""
+    refused: dict[str, Refused] = {}
     for keys in _windows({key: len(ids) for key, ids in wanted.items()}):
         tokens = sum(len(wanted[key]) for key in keys)
         buffer = model.cache.staging_buffer(model.config, bucket(tokens, 256))
         read = store.get_many(keys, out=buffer, on_missing="skip")
         if read.offsets:
             _place_spans(model, buffer, read.offsets, pages)
-        missing += read.missing
-        corrupt += read.corrupt
+        refused |= read.refused
     jax.block_until_ready(model.cache.pool)  # for the caller's clock
-    return missing, corrupt
+    return refused
 
 
 def _windows(lengths: Mapping[str, int]) -> list[list[str]]:

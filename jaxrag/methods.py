@@ -3,9 +3,11 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from jaxrag.config import ModelConfig, read_toml, strict_fields
 from jaxrag.errors import RequestError
+from jaxrag.load import Misses
 from jaxrag.segments import POSITION_SCHEMES, PositionScheme
 from jaxrag.select import (
     CacheCraft,
@@ -31,6 +33,12 @@ class Method:
       recompute_ratio: how many: ceil(ratio x chunk tokens), 0..1; None: the selector's own number.
         Nothing is selected at 0 (plain reuse); 1 is equal to full attention.
       first_encoder: the encoder of the prompt's first chunk, where it differs.
+      misses: what becomes of a chunk that the store does not hold: "encode" makes its stored form,
+        keeps it and reuses that; "in_place" computes it where it stands, over all that precedes it,
+        and keeps nothing, so that answers depend on what the store held.
+      prefix_cache: keep in the device pool the leading parts of a prompt that were computed as
+        under full attention, and take them for a later prompt that begins with the same. Exact, but
+        under a method that reuses chunks answers depend on what the pool held.
     """
 
     name: str
@@ -40,6 +48,8 @@ class Method:
     selector: Selector = dataclasses.field(default_factory=NoTokens)
     recompute_ratio: float | None = None
     first_encoder: str | None = None
+    misses: Misses = "encode"
+    prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         """Refuse combinations that are wrong by construction."""
@@ -53,6 +63,20 @@ class Method:
                 f"not {self.encoder!r}; use positions='reordered'"
             )
         self.selector.check_ratio(self.recompute_ratio)
+        if self.misses not in get_args(Misses):
+            raise RequestError(
+                f"misses={self.misses!r}: expected one of {', '.join(get_args(Misses))}"
+            )
+        if self.encoder is None and self.misses != "encode":
+            raise RequestError(
+                f"method {self.name!r} computes the whole prompt: no chunk is missed; leave "
+                f"misses={self.misses!r} out, or choose a method that reuses chunks"
+            )
+        if self.positions == "composite" and (self.misses != "encode" or self.prefix_cache):
+            raise RequestError(
+                f"method {self.name!r}: what is computed in place sees all that precedes it by "
+                f"position, and composite positions overlap; use positions='reordered'"
+            )
         if self.encoder is None and (self.recomputes or self.first_encoder is not None):
             raise RequestError(
                 f"method {self.name!r} computes the whole prompt: there is nothing to select; "

@@ -68,6 +68,7 @@ class Request:
     sampling: Sampling
     retrieve_seconds: float
     notes: list[str]
+    retrieved: bool = False  # are the chunks those of the knowledge base?
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +170,7 @@ def prepare(
     check_length(model, prompt, settings.max_new_tokens)
     prompt = dataclasses.replace(prompt, neighbours=_neighbours(settings, found, prompt))
     sources = [chunk.source for chunk in found]
-    request = Request(prompt, sources, sampling, retrieve_seconds, notes)
+    request = Request(prompt, sources, sampling, retrieve_seconds, notes, documents is None)
     _check_cache(settings, request)
     return request
 
@@ -180,12 +181,15 @@ def pages_of(settings: Settings, requests: Sequence[Request]) -> int:
     shared: dict[tuple[str, bytes], int] = {}
     owned = 0
     for request in requests:
-        prompt = request.prompt
-        if settings.method.encoder is None:
+        prompt, method = request.prompt, settings.method
+        if method.encoder is None and not method.prefix_cache:
             owned += pages_for(prompt.num_tokens + reserve)
             continue
-        room = settings.method.room([len(chunk) for chunk in prompt.chunks])
+        room = method.room([len(chunk) for chunk in prompt.chunks])
         owned += pages_for(len(prompt.final) + room + reserve)
+        if method.encoder is None or method.misses == "in_place":  # what is missed is not shared
+            owned += sum(map(pages_for, map(len, (prompt.prefix, *prompt.chunks))))
+            continue
         shared["prefix", prompt.prefix.tobytes()] = len(prompt.prefix)
         shared |= {("chunk", ids.tobytes()): len(ids) for ids in prompt.chunks}
     return owned + sum(map(pages_for, shared.values()))

@@ -18,6 +18,7 @@ from jaxrag.cli.options import (
     add_json,
     add_model,
     load,
+    method_of,
     open_kb,
     print_json,
     sampling_of,
@@ -53,10 +54,9 @@ def run(args: argparse.Namespace) -> int:
     """Answer, and print the throughput."""
     from jaxrag.batch import answer_file
     from jaxrag.batch_files import QuestionFile, Shard
-    from jaxrag.methods import method_named
     from jaxrag.request import resolve
 
-    shard, sampling, method = Shard.parse(args.shard), sampling_of(args), method_named(args.method)
+    shard, sampling, method = Shard.parse(args.shard), sampling_of(args), method_of(args)
     if args.kb is None and args.model is None:
         raise RequestError(
             "pass --kb DIR, or --model DIR where the questions bring their own documents"

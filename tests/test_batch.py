@@ -53,7 +53,8 @@ def read(path):
 
 def plain(answer):
     """An answer without what differs from run to run."""
-    return {name: value for name, value in answer.items() if name not in ("timings", "notes")}
+    varies = ("timings", "notes", "reuse")
+    return {name: value for name, value in answer.items() if name not in varies}
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ LAYERS = (
     ("index", "embed", "documents", "sentences", "chunking"),
     ("encode", "catalog", "cutting", "ingest", "load", "export", "knowledge_base"),
     ("select",),
-    ("prefill", "methods"),
+    ("mapping", "prefill", "methods", "reuse"),
     ("answer", "request", "generation", "batch_files", "batch"),
     ("jaxrag",),
     ("evals", "train"),

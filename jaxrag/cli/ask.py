@@ -12,6 +12,7 @@ from jaxrag.cli.options import (
     add_model,
     human_count,
     load,
+    method_of,
     open_kb,
     print_json,
     sampling_of,
@@ -44,12 +45,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     """Print the answer as it grows, then its sources and its account; or one JSON object."""
     from jaxrag.generation import Result, generate
-    from jaxrag.methods import method_named
 
-    method = method_named(args.method)
     options: dict[str, Any] = {
         "documents": None if args.documents is None else _read(args.documents),
-        "method": method,
+        "method": method_of(args),
         "recompute_ratio": args.recompute_ratio,
         "template": args.template,
         "k": args.k,
@@ -105,5 +104,19 @@ def _print_account(result: Any) -> None:
     counts = "  ".join(f"{name} {value}" for name, value in result.counts.items())
     print(f"\n{result.method}: {result.finish_reason}; {times}")
     print(f"chunk tokens: {counts}; {human_count(result.flops)}FLOP to the first token")
+    if result.reuse:
+        print(f"reuse: {_reuse_line(result.reuse)}")
     for note in result.notes:
         print(f"note: {note}")
+
+
+def _reuse_line(rows: Sequence[Any]) -> str:
+    """Parts by how they came, such as "prefix hit: prefix; in place: chunk 0 (not in kb/kv)"."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        again = f" ({row.recomputed} recomputed)" if row.recomputed else ""
+        groups.setdefault((row.how, row.why), []).append(row.part + again)
+    return "; ".join(
+        f"{how}: {', '.join(parts)}" + (f" ({why})" if why else "")
+        for (how, why), parts in groups.items()
+    )

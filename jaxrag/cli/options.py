@@ -1,6 +1,7 @@
 """Arguments that several commands share, and how they are turned into objects."""
 
 import argparse
+import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from jaxrag.errors import ConfigError, KnowledgeBaseError, RequestError
 
 if TYPE_CHECKING:
     from jaxrag.knowledge_base import KnowledgeBase
+    from jaxrag.methods import Method
     from jaxrag.models.model import Model
     from jaxrag.sampling import Sampling
 
@@ -62,7 +64,7 @@ def add_where(parser: argparse.ArgumentParser) -> None:
 
 
 def add_generation(parser: argparse.ArgumentParser) -> None:
-    """--method, --recompute-ratio, --template, --k, --max-new-tokens, --stop and sampling."""
+    """--method and what changes it, --template, --k, --max-new-tokens, --stop and sampling."""
     parser.add_argument(
         "--method",
         default="turborag",
@@ -74,6 +76,17 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="R",
         help="share of the chunk tokens computed again, 0 to 1 (the method's own)",
+    )
+    parser.add_argument(
+        "--misses",
+        choices=("encode", "in_place"),
+        help="chunks that the store does not hold: encode and keep them, or compute them where "
+        "they stand, over all that precedes them, and keep nothing (the method's own)",
+    )
+    parser.add_argument(
+        "--prefix-cache",
+        action="store_true",
+        help="keep leading parts as full attention computed them, for prompts that begin alike",
     )
     parser.add_argument(
         "--template",
@@ -90,6 +103,18 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="ends the answer; repeatable"
     )
+
+
+def method_of(args: argparse.Namespace) -> "Method":
+    """The Method of --method with --misses and --prefix-cache; RequestError where they clash."""
+    from jaxrag.methods import method_named
+
+    method = method_named(args.method)
+    if args.misses is not None:
+        method = dataclasses.replace(method, misses=args.misses)
+    if args.prefix_cache:
+        method = dataclasses.replace(method, prefix_cache=True)
+    return method
 
 
 def where_of(args: argparse.Namespace) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from decimal import Decimal
 
@@ -31,6 +32,8 @@ class Scene:
       scratch: first slot of the request's own pages; free until the selection is done.
       exact: whether a chunk's KV already is what full attention would compute; then no token of it
         is ever chosen.
+      in_place: whether a chunk is not in the pool and all of it is computed with this request; no
+        token of it is chosen, and its slots hold nothing yet.
       seen: for each chunk, which chunks of this prompt its KV saw when it was encoded, in the order
         in which they stood then.
       ratio: share of the chunk tokens to recompute; None leaves the number to the selector.
@@ -43,6 +46,7 @@ class Scene:
     chunk_slots: HostArray
     scratch: int
     exact: tuple[bool, ...]
+    in_place: tuple[bool, ...]
     seen: tuple[tuple[int, ...], ...]
     ratio: float | None
 
@@ -69,7 +73,12 @@ class Scene:
     @functools.cached_property
     def candidates(self) -> HostArray:
         """[C] bool: may the token be chosen?"""
-        return np.repeat(np.logical_not(self.exact), self.lengths)
+        return np.repeat(np.logical_not(self.settled), self.lengths)
+
+    @property
+    def settled(self) -> tuple[bool, ...]:
+        """Whether there is nothing to choose in a chunk: it is exact, or all of it is computed."""
+        return tuple(map(operator.or_, self.exact, self.in_place))
 
     @property
     def budget(self) -> int:

@@ -83,10 +83,10 @@ class CacheCraft(Selector):
         lengths = np.array(scene.lengths)
         earlier = np.where(np.arange(len(lengths)) < chunk_of[:, None], shares, 0.0)
         overhead = cache_fix_overhead(shares, lengths, scene.seen, self.alpha)
-        overhead[list(scene.exact)] = 0.0
+        overhead[list(scene.settled)] = 0.0
         wanted = np.minimum(np.ceil(overhead * lengths).astype(int), lengths)
         if scene.ratio is not None:
-            free = np.where(scene.exact, 0, lengths)
+            free = np.where(scene.settled, 0, lengths)
             wanted = scaled_counts(overhead * lengths, free, scene.budget)
         parts = [
             best(earlier.sum(1), scene.candidates & (chunk_of == i), int(count))

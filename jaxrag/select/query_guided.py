@@ -81,7 +81,8 @@ class QueryGuided(Selector):
         groups = np.zeros(table.pages.shape, np.int32)
         seen = np.full(table.slot_position.shape, HIDDEN, np.int32)
         for row, scene in enumerate(scenes):
-            seen[row, scene.chunk_slots] = 0
+            cached = np.repeat(np.logical_not(scene.in_place), scene.lengths)
+            seen[row, scene.chunk_slots[cached]] = 0
             for chunk, length in enumerate(scene.lengths):
                 first = scene.first_page(chunk)
                 pages = slice(first, first + pages_for(length))

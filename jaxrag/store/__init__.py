@@ -1,6 +1,6 @@
 """Chunk KV by key: bit-exact, verified on every read, shared by any number of processes."""
 
-from jaxrag.store.assemble import Assembled
+from jaxrag.store.assemble import Assembled, Refused
 from jaxrag.store.attempts import Attempt, Shard
 from jaxrag.store.base import KVStore, Stats
 from jaxrag.store.chunk_store import ChunkStore
@@ -28,6 +28,7 @@ __all__ = [
     "PutResult",
     "ReadThrough",
     "Record",
+    "Refused",
     "Shard",
     "Stats",
     "VerifyReport",

@@ -33,8 +33,17 @@ class Assembled:
 
     kv: NDArray[Any]  # [L, 2, sum T, K, H]
     offsets: dict[str, tuple[int, int]]  # key -> (first token, tokens), in the order asked for
-    missing: tuple[str, ...]  # keys without a committed chunk
-    corrupt: tuple[str, ...]  # keys whose record or bytes were refused
+    refused: dict[str, Refused]  # key -> why it is not among them
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Keys without a committed chunk, or whose bytes are gone."""
+        return tuple(k for k, reason in self.refused.items() if isinstance(reason, ChunkMissing))
+
+    @property
+    def corrupt(self) -> tuple[str, ...]:
+        """Keys whose record or bytes were refused."""
+        return tuple(k for k, reason in self.refused.items() if isinstance(reason, ChunkCorrupt))
 
 
 def assemble(
@@ -95,12 +104,7 @@ def assemble(
             buffer[:, :, end : end + size] = want.out
         offsets[key] = (end, size)
         end += size
-    return Assembled(
-        kv=buffer[:, :, :end],
-        offsets=offsets,
-        missing=tuple(k for k, reason in refused.items() if isinstance(reason, ChunkMissing)),
-        corrupt=tuple(k for k, reason in refused.items() if isinstance(reason, ChunkCorrupt)),
-    )
+    return Assembled(kv=buffer[:, :, :end], offsets=offsets, refused=refused)
 
 
 def require_choice(value: object, choices: Any, name: str) -> None:
