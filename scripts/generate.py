@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     from jaxrag.methods import method_named
     from jaxrag.request import resolve
 
-    shard, sampling, method = Shard.parse(args.shard), sampling_of(args), method_named(args.method)
+    shard, sampling = Shard.parse(args.shard), sampling_of(args)
+    method_named(args.method)  # refused before a model is read
     if args.kb is None and args.model is None:
         raise RequestError(
             "pass --kb DIR, or --model DIR where the questions bring their own documents"
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         settings = resolve(
             kb=kb,
             model=load(args, args.model, args.dtype) if kb is None else None,
-            method=method,
+            method=args.method,
             recompute_ratio=args.recompute_ratio,
             template=args.template,
             k=args.k,

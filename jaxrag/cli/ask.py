@@ -46,10 +46,10 @@ def run(args: argparse.Namespace) -> int:
     from jaxrag.generation import Result, generate
     from jaxrag.methods import method_named
 
-    method = method_named(args.method)
+    method_named(args.method)  # refused before a model is read
     options: dict[str, Any] = {
         "documents": None if args.documents is None else _read(args.documents),
-        "method": method,
+        "method": args.method,
         "recompute_ratio": args.recompute_ratio,
         "template": args.template,
         "k": args.k,

@@ -73,7 +73,8 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
         "--recompute-ratio",
         type=float,
         metavar="R",
-        help="share of the chunk tokens computed again, 0 to 1 (the method's own)",
+        help="share of the chunk tokens computed again, 0 to 1 (what `jaxrag kb gate` found, else "
+        "the method's own)",
     )
     parser.add_argument(
         "--template",
@@ -90,6 +91,27 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="ends the answer; repeatable"
     )
+
+
+def ratios_of(text: str) -> tuple[float, ...]:
+    """Recompute ratios such as 0,0.15,1.0; RequestError when one is not a number from 0 to 1."""
+    ratios = []
+    for part in filter(None, text.split(",")):
+        try:
+            ratios.append(float(part))
+        except ValueError:
+            ratios.append(-1.0)
+        if not 0 <= ratios[-1] <= 1:
+            raise RequestError(f"--ratios {text}: {part!r} is no number from 0 to 1, such as 0.15")
+    return tuple(ratios)
+
+
+def chunks_of(text: str) -> list[int]:
+    """Fewest and most chunks of --chunks, such as 6 or 4-6."""
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if found is None:
+        raise RequestError(f"--chunks {text}: expected a number such as 6, or 4-6")
+    return [int(found[1]), int(found[2] or found[1])]
 
 
 def where_of(args: argparse.Namespace) -> dict[str, Any] | None:
