@@ -33,7 +33,8 @@ def gated(
             f"the gate of {method.name!r} in this knowledge base was for other settings of the "
             f"method or another template, and is not used; run `jaxrag kb gate` again",
         )
-    ratio = gate["ratio"]
+    ratio, probes = gate["ratio"], gate["questions"]
     return method.with_ratio(ratio), (
-        f"recompute_ratio {ratio:g}, as the knowledge base's gate found for {method.name}",
+        f"recompute_ratio {ratio:g}, as the knowledge base's gate found for {method.name} on "
+        f"{probes} questions",
     )

@@ -56,6 +56,8 @@ class Options:
         ):
             if len(set(values)) < len(values):
                 raise RequestError(f"--{name} {','.join(map(str, values))}: name each once")
+        if not self.ratios:
+            raise RequestError("no recompute ratio; name some, such as --ratios 0,0.15,1.0")
         for name in ("questions", "batch_size", "neighbours"):
             if getattr(self, name) < 1:
                 option = name.replace("_", "-")

@@ -62,6 +62,7 @@ def test_cells_that_give_the_same_answers_are_served_once():
         ({"methods": ("fusion",)}, "'fusion'"),
         ({"methods": ("epic", "epic")}, "each once"),
         ({"ratios": (0.1, 0.1)}, "each once"),
+        ({"ratios": ()}, "no recompute ratio"),
         ({"ratios": (1.5,)}, "recompute_ratio=1.5"),
         ({"methods": ("turborag",), "ratios": (0.1,)}, "none of the methods recomputes"),
         ({"encoders": ("isolated",)}, "--encoders isolated"),
