@@ -9,6 +9,7 @@ from jaxrag.answer import Answer, FinishReason, SamplingRows, decode, reserved
 from jaxrag.errors import RequestError
 from jaxrag.flops import turborag_flops
 from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.load import Misses
 from jaxrag.methods import Method
 from jaxrag.models.model import Model
 from jaxrag.prefill import Mapped, map_request, prefill, unmap
@@ -41,7 +42,8 @@ class Result:
       flops: to the first token, TurboRAG appendix C: prefill with what is recomputed, the
         selector's own passes, and encoding on the fly.
       reuse: of the prefix and of every chunk: what was reused, how, and why not.
-      notes: reuse that did not happen and why; empty when everything went as asked.
+      notes: reuse that did not happen and why, a recompute ratio that nobody named; empty when
+        everything went as asked.
     """
 
     text: str
@@ -83,6 +85,8 @@ def generate(
     model: Model | None = None,
     method: str | Method = "turborag",
     recompute_ratio: float | None = None,
+    misses: Misses | None = None,
+    prefix_cache: bool | None = None,
     template: str | PromptTemplate | None = None,
     k: int = 5,
     where: Mapping[str, Any] | None = None,
@@ -102,7 +106,9 @@ def generate(
         are used instead of retrieval, and kept in its store.
       model: needed without ``kb``. method: a preset of methods.METHODS or a Method.
       recompute_ratio: share of the chunk tokens that are computed again, 0..1, for methods with a
-        selector; the method's own when None.
+        selector. None: for a method that is named, what the gate of the knowledge base found
+        (`jaxrag kb gate`), else the method's own.
+      misses, prefix_cache: as in Method; the method's own when None.
       template: a prompts.TEMPLATES name, TOML path or PromptTemplate; that of the knowledge base,
         else of the model, else of the method, when None. max_new_tokens: upper bound of the answer.
       sampling: greedy when None; for a list of questions one for all of them, seed included, or a
@@ -128,6 +134,8 @@ def generate(
         model=model,
         method=method,
         recompute_ratio=recompute_ratio,
+        misses=misses,
+        prefix_cache=prefix_cache,
         template=template,
         k=k,
         max_new_tokens=max_new_tokens,
@@ -171,15 +179,23 @@ def serve(
     Requests of similar length run together, so that little of a batch is padding; a batch is
     smaller than ``batch_size`` where the cache holds no more at once.
     """
+    for batch in batches(settings, requests, batch_size):
+        *_, last = _run(settings, [requests[i] for i in batch], block=DECODE_BLOCK)
+        yield dict(zip(batch, last, strict=True))  # type: ignore[arg-type]
+
+
+def batches(
+    settings: Settings, requests: Sequence[Request], batch_size: int
+) -> Iterator[list[int]]:
+    """Indices of the requests that run together; all of them once, the shortest prompts first."""
     room = settings.model.cache.owners.num_pages
     waiting = sorted(range(len(requests)), key=lambda i: requests[i].prompt.num_tokens)
     while waiting:
         size = min(batch_size, len(waiting))
         while size > 1 and pages_of(settings, [requests[i] for i in waiting[:size]]) > room:
             size -= 1
-        batch, waiting = waiting[:size], waiting[size:]
-        *_, last = _run(settings, [requests[i] for i in batch], block=DECODE_BLOCK)
-        yield dict(zip(batch, last, strict=True))  # type: ignore[arg-type]
+        yield waiting[:size]
+        waiting = waiting[size:]
 
 
 def _run(

@@ -11,9 +11,11 @@ from jaxrag.answer import reserved
 from jaxrag.cache import PAGE, pages_for
 from jaxrag.encode import encoder_named
 from jaxrag.errors import RequestError
+from jaxrag.gated import gated
 from jaxrag.index.filters import Filter
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.knowledge_base.neighbours import each_other
+from jaxrag.load import Misses
 from jaxrag.methods import Method, method_named
 from jaxrag.models.model import Model, as_token_ids
 from jaxrag.prefill import Prompt, check_length
@@ -57,6 +59,7 @@ class Settings:
     max_new_tokens: int
     stop: tuple[str, ...]
     where: Mapping[str, Any] | None = None  # which documents may be retrieved
+    notes: tuple[str, ...] = ()  # of every request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +90,8 @@ def resolve(
     model: Model | None,
     method: str | Method,
     recompute_ratio: float | None = None,
+    misses: Misses | None = None,
+    prefix_cache: bool | None = None,
     template: str | PromptTemplate | None,
     k: int,
     max_new_tokens: int,
@@ -95,11 +100,19 @@ def resolve(
 ) -> Settings:
     """Check the arguments that all questions share; they are those of ``generate``.
 
+    A method that is named, with no ratio, runs at the ratio that the gate of the knowledge base
+    found; a Method says its ratio itself.
+
     Raises RequestError, and TokenizerError when stop strings are given to a model without text.
     """
+    named = isinstance(method, str)
     method = method_named(method)
     if recompute_ratio is not None:
         method = method.with_ratio(recompute_ratio)
+    if misses is not None:
+        method = dataclasses.replace(method, misses=misses)
+    if prefix_cache is not None:
+        method = dataclasses.replace(method, prefix_cache=prefix_cache)
     if kb is not None and model is not None and kb.model is not model:
         raise RequestError("model= differs from the knowledge base's model; pass only kb=")
     model = model if kb is None else kb.model
@@ -116,20 +129,25 @@ def resolve(
         Filter.parse(where)
         if kb is None:
             raise RequestError("where= chooses documents of a knowledge base; pass kb= with it")
-    method.check(model.config)
     chosen = template
     if chosen is None:
         chosen = kb.template if kb else model.template or method.template
+    chosen = template_named(chosen) if isinstance(chosen, str) else chosen
+    notes: tuple[str, ...] = ()
+    if kb is not None and named and recompute_ratio is None:
+        method, notes = gated(kb, method, chosen)
+    method.check(model.config)
     return Settings(
         model=model,
         kb=kb,
         store=model.memory if kb is None else kb.store,
         method=method,
-        template=template_named(chosen) if isinstance(chosen, str) else chosen,
+        template=chosen,
         k=k,
         max_new_tokens=max_new_tokens,
         stop=tuple(stop),
         where=where,
+        notes=notes,
     )
 
 
@@ -154,7 +172,9 @@ def prepare(
     else:
         found = _retrieve(settings, question)
     retrieve_seconds = time.perf_counter() - start
-    notes = [] if found else ["no chunk was found for the question; it was asked without any"]
+    notes = list(settings.notes)
+    if not found:
+        notes.append("no chunk was found for the question; it was asked without any")
     if isinstance(question, str):
         tokenizer = model.text_tokenizer()
         prefix = template.prefix_ids(tokenizer)

@@ -18,7 +18,6 @@ from jaxrag.cli.options import (
     add_json,
     add_model,
     load,
-    method_of,
     open_kb,
     print_json,
     sampling_of,
@@ -54,9 +53,11 @@ def run(args: argparse.Namespace) -> int:
     """Answer, and print the throughput."""
     from jaxrag.batch import answer_file
     from jaxrag.batch_files import QuestionFile, Shard
+    from jaxrag.methods import method_named
     from jaxrag.request import resolve
 
-    shard, sampling, method = Shard.parse(args.shard), sampling_of(args), method_of(args)
+    shard, sampling = Shard.parse(args.shard), sampling_of(args)
+    method_named(args.method)  # refused before a model is read
     if args.kb is None and args.model is None:
         raise RequestError(
             "pass --kb DIR, or --model DIR where the questions bring their own documents"
@@ -67,8 +68,10 @@ def run(args: argparse.Namespace) -> int:
         settings = resolve(
             kb=kb,
             model=load(args, args.model, args.dtype) if kb is None else None,
-            method=method,
+            method=args.method,
             recompute_ratio=args.recompute_ratio,
+            misses=args.misses,
+            prefix_cache=args.prefix_cache or None,
             template=args.template,
             k=args.k,
             max_new_tokens=args.max_new_tokens,

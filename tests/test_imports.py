@@ -22,7 +22,7 @@ LAYERS = (
     ("encode", "catalog", "cutting", "ingest", "load", "export", "knowledge_base"),
     ("select",),
     ("mapping", "prefill", "methods", "reuse"),
-    ("answer", "request", "generation", "batch_files", "batch"),
+    ("gated", "answer", "request", "generation", "batch_files", "batch"),
     ("jaxrag",),
     ("evals", "train"),
     ("bench",),

@@ -81,7 +81,13 @@ def method_to_explain(method: str | Method, ratio: float | None) -> Method:
             f"recompute_ratio={ratio}: expected a number between 0 and 1, such as 0.15; at 0 and 1 "
             f"there is nothing to choose"
         )
-    return dataclasses.replace(method, selector=RandomTokens(), recompute_ratio=ratio)
+    return dataclasses.replace(
+        method,
+        selector=RandomTokens(),
+        recompute_ratio=ratio,
+        misses="encode",
+        prefix_cache=False,
+    )
 
 
 def explain(settings: Settings, request: Request) -> dict[str, Any]:

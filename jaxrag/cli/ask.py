@@ -12,7 +12,6 @@ from jaxrag.cli.options import (
     add_model,
     human_count,
     load,
-    method_of,
     open_kb,
     print_json,
     sampling_of,
@@ -45,11 +44,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     """Print the answer as it grows, then its sources and its account; or one JSON object."""
     from jaxrag.generation import Result, generate
+    from jaxrag.methods import method_named
 
+    method_named(args.method)  # refused before a model is read
     options: dict[str, Any] = {
         "documents": None if args.documents is None else _read(args.documents),
-        "method": method_of(args),
+        "method": args.method,
         "recompute_ratio": args.recompute_ratio,
+        "misses": args.misses,
+        "prefix_cache": args.prefix_cache or None,
         "template": args.template,
         "k": args.k,
         "where": where_of(args),

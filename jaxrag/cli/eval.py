@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxrag.cli.options import add_command, add_json, keep_compiled, print_json, table
+from jaxrag.cli import eval_methods
+from jaxrag.cli.options import add_command, add_json, chunks_of, keep_compiled, print_json, table
 from jaxrag.errors import RequestError
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     synthetic.add_argument("--markdown", metavar="FILE", help="also write the tables there")
     add_json(synthetic)
     synthetic.set_defaults(run=run_synthetic)
+    eval_methods.add_parser(kinds)
     curve = add_command(
         kinds,
         "curve",
@@ -163,13 +165,7 @@ def _options(args: argparse.Namespace) -> "Options":
         if name in models:
             raise RequestError(f"--model {text}: there is a model {name!r} already; rename one")
         models[name] = path
-    chunks = re.fullmatch(r"(\d+)(?:-(\d+))?", args.chunks)
-    if chunks is None:
-        raise RequestError(f"--chunks {args.chunks}: expected a number such as 6, or 4-6")
-    task: dict[str, Any] = {
-        "chunks": [int(chunks[1]), int(chunks[2] or chunks[1])],
-        "split": args.split,
-    }
+    task: dict[str, Any] = {"chunks": chunks_of(args.chunks), "split": args.split}
     for assignment in args.set:
         task = override(task, assignment)
     return Options(

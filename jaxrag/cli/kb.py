@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 
-from jaxrag.cli import export
+from jaxrag.cli import export, gate
 from jaxrag.cli.options import (
     add_command,
     add_json,
@@ -88,6 +88,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_model(verify, required=False, text="for --repair: the one the knowledge base remembers")
     verify.set_defaults(run=run_verify)
 
+    gate.add_parser(actions)
     export.add_parser(actions)
 
 
@@ -102,7 +103,7 @@ def run_stats(args: argparse.Namespace) -> None:
         return
     rows = []
     for name, value in stats.items():
-        if name in ("stored", "vectors", "last_gc") and value is not None:
+        if name in ("stored", "vectors", "last_gc", "gates") and value is not None:
             prefix = name.replace("_", " ")
             rows += [[f"{prefix} {part}", _plain(number)] for part, number in value.items()]
         else:

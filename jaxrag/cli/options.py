@@ -1,7 +1,6 @@
 """Arguments that several commands share, and how they are turned into objects."""
 
 import argparse
-import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,6 @@ from jaxrag.errors import ConfigError, KnowledgeBaseError, RequestError
 
 if TYPE_CHECKING:
     from jaxrag.knowledge_base import KnowledgeBase
-    from jaxrag.methods import Method
     from jaxrag.models.model import Model
     from jaxrag.sampling import Sampling
 
@@ -75,7 +73,8 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
         "--recompute-ratio",
         type=float,
         metavar="R",
-        help="share of the chunk tokens computed again, 0 to 1 (the method's own)",
+        help="share of the chunk tokens computed again, 0 to 1 (what `jaxrag kb gate` found, else "
+        "the method's own)",
     )
     parser.add_argument(
         "--misses",
@@ -105,16 +104,25 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def method_of(args: argparse.Namespace) -> "Method":
-    """The Method of --method with --misses and --prefix-cache; RequestError where they clash."""
-    from jaxrag.methods import method_named
+def ratios_of(text: str) -> tuple[float, ...]:
+    """Recompute ratios such as 0,0.15,1.0; RequestError when one is not a number from 0 to 1."""
+    ratios = []
+    for part in filter(None, text.split(",")):
+        try:
+            ratios.append(float(part))
+        except ValueError:
+            ratios.append(-1.0)
+        if not 0 <= ratios[-1] <= 1:
+            raise RequestError(f"--ratios {text}: {part!r} is no number from 0 to 1, such as 0.15")
+    return tuple(ratios)
 
-    method = method_named(args.method)
-    if args.misses is not None:
-        method = dataclasses.replace(method, misses=args.misses)
-    if args.prefix_cache:
-        method = dataclasses.replace(method, prefix_cache=True)
-    return method
+
+def chunks_of(text: str) -> list[int]:
+    """Fewest and most chunks of --chunks, such as 6 or 4-6."""
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if found is None:
+        raise RequestError(f"--chunks {text}: expected a number such as 6, or 4-6")
+    return [int(found[1]), int(found[2] or found[1])]
 
 
 def where_of(args: argparse.Namespace) -> dict[str, Any] | None:

@@ -97,10 +97,11 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
 
 def markdown(result: dict[str, Any]) -> str:
     """All tables as Markdown, each under its title."""
-    return "\n".join(_markdown_table(table) for table in tables(result))
+    return "\n".join(markdown_table(table) for table in tables(result))
 
 
-def _markdown_table(table: Table) -> str:
+def markdown_table(table: Table) -> str:
+    """The rows under the title as a sentence."""
     head, *rows = table.rows
     rule = ["---"] * table.names + ["---:"] * (len(head) - table.names)
     lines = "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
@@ -108,14 +109,14 @@ def _markdown_table(table: Table) -> str:
 
 
 def _percent(estimate: dict[str, float] | None) -> str:
-    return _shown(estimate, ".1f")
+    return shown(estimate, ".1f")
 
 
 def _points(estimate: dict[str, float] | None) -> str:
-    return _shown(estimate, "+.1f")
+    return shown(estimate, "+.1f")
 
 
-def _shown(estimate: dict[str, float] | None, form: str) -> str:
+def shown(estimate: dict[str, float] | None, form: str) -> str:
     """95.8 [95.1, 96.4], from fractions."""
     if estimate is None:
         return "undefined"

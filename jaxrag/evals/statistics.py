@@ -11,6 +11,9 @@ more is added up within each sample, and those sums are squared. Intervals are
   never less than those of independent pairs with half a question added to each cell of their
   2 x 2 table (Agresti and Min 2005), so that agreement on few questions is not taken for certain.
 
+A question's verdict is a bool, or a score from 0 to 1 such as F1: scores vary less than verdicts of
+the same mean, so the terms for independent questions bound theirs from above.
+
 All of them are asymptotic in the number of samples; with less than some thirty they are too narrow.
 """
 
@@ -36,9 +39,9 @@ class Estimate(NamedTuple):
 
 
 def share(right: HostArray, samples: HostArray) -> Estimate | None:
-    """How often ``right`` (bool [Q]) holds; ``samples`` [Q] numbers the sample of each question.
+    """How often ``right`` (bool or 0..1, [Q]) holds.
 
-    None for no question.
+    ``samples`` [Q] numbers the sample of each question. None for no question.
     """
     n = len(right)
     if not n:
@@ -57,9 +60,9 @@ def share(right: HostArray, samples: HostArray) -> Estimate | None:
 
 
 def difference(a: HostArray, b: HostArray, samples: HostArray) -> Estimate | None:
-    """How much more often ``a`` holds than ``b``, of the same questions: paired, bool [Q] each.
+    """How much more often ``a`` holds than ``b``, of the same questions.
 
-    None for no question.
+    Paired, bool or 0..1, [Q] each. None for no question.
     """
     n = len(a)
     if not n:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrag.encode import encoder_named
@@ -18,6 +18,8 @@ from jaxrag.prompts import PromptTemplate
 from jaxrag.types import HostArray
 
 DEFAULT_GRACE_SECONDS = 3600.0
+
+GATE = "gate:"  # settings of this prefix, one a method, so that two gates do not meet
 
 
 class Maintained(Opened):
@@ -147,6 +149,24 @@ class Maintained(Opened):
             self.embed(progress=progress)
         return report
 
+    @property
+    def gates(self) -> dict[str, dict[str, Any]]:
+        """By method: the recompute ratio that `jaxrag kb gate` found, with what was measured."""
+        return {
+            name.removeprefix(GATE): value
+            for name, value in self._settings.items()
+            if name.startswith(GATE)
+        }
+
+    def set_gate(self, method: str, gate: Mapping[str, Any]) -> None:
+        """Remember what a gate found for a method, instead of what an earlier one did.
+
+        Raises KnowledgeBaseError when opened for reading.
+        """
+        self._require_writable("remember a gate")
+        self._catalog.set(GATE + method, dict(gate))
+        self._settings[GATE + method] = dict(gate)
+
     def stats(self) -> dict[str, Any]:
         """Counts and settings, JSON-able.
 
@@ -155,7 +175,7 @@ class Maintained(Opened):
         """
         return collect_stats(
             self.path, self._catalog, self._catalog.settings(), self.store, self._vectors
-        )
+        ) | {"gates": {name: gate["ratio"] for name, gate in self.gates.items()}}
 
     @property
     def _behind_others(self) -> tuple[str, ...]:

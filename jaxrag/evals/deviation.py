@@ -1,0 +1,121 @@
+"""How far the KV that an answer is read from stands from full attention's, layer by layer."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrag.cache import PAGE, PagePool
+from jaxrag.config import ModelConfig
+from jaxrag.encode import encode_chunks
+from jaxrag.methods import Method
+from jaxrag.models.model import Model
+from jaxrag.prefill import Mapped, Prompt, map_request, prefill, unmap
+from jaxrag.rope import RopeTable, place
+from jaxrag.segments import bucket
+from jaxrag.store import KVStore
+from jaxrag.types import Array, HostArray
+
+
+class Deviation(NamedTuple):
+    """Means over chunk tokens, [L, 2] float64 each; on axis 1, 0 is K and 1 is V.
+
+    ``squared`` is the squared difference, summed over KV heads and dimensions (FusionRAG equations
+    7 and 8); ``relative`` divides it by the squared length of what full attention computes.
+    """
+
+    squared: HostArray
+    relative: HostArray
+
+
+def kv_deviation(
+    model: Model, store: KVStore, method: Method, prompts: Sequence[Prompt]
+) -> Deviation:
+    """Deviation of the chunk tokens' KV as the answers to these prompts see it.
+
+    After recomputation: a recomputed token counts with its new KV. Prompts are mapped and prefilled
+    one at a time, in the way ``generate`` does; each has a chunk. Raises RequestError as
+    ``map_request`` does.
+    """
+    shape = (model.config.num_layers, 2)
+    apart, length, tokens = np.zeros(shape), np.zeros(shape), 0
+    whole = [np.concatenate((it.prefix, *it.chunks)) for it in prompts]
+    fresh = dict(encode_chunks(model, "isolated", whole[0][:0], whole))  # plain causal attention
+    for index, prompt in enumerate(prompts):
+        mapped = map_request(model, store, method, prompt, 0)
+        try:
+            prefill(model, [mapped])
+            one = _of_request(model, mapped, prompt, fresh[index])
+        finally:
+            unmap(model, mapped)
+        apart, length = apart + one[0], length + one[1]
+        tokens += sum(map(len, prompt.chunks))
+    return Deviation(apart / tokens, apart / length)
+
+
+def _of_request(model: Model, mapped: Mapped, prompt: Prompt, fresh: HostArray) -> HostArray:
+    """Sums over the chunk tokens, [2, L, 2]: squared difference, squared length of ``fresh``.
+
+    ``fresh`` [L, 2, T, K, H] is the KV of prefix and chunks under full attention.
+    """
+    page, slot, places = _where(mapped, prompt)
+    count = len(page)
+    size = bucket(count, 64)
+    padded = np.zeros((*fresh.shape[:2], size, *fresh.shape[3:]), fresh.dtype)
+    padded[:, :, :count] = fresh[:, :, len(prompt.prefix) :]
+    sums = _sums(
+        model.config,
+        model.rope(int(places.max()) + 1),
+        model.cache.pool,
+        *map(jnp.asarray, (padded, *(np.pad(x, (0, size - count)) for x in (page, slot, places)))),
+        jnp.asarray(np.arange(size) < count),
+    )
+    return np.asarray(sums, np.float64)
+
+
+def _where(mapped: Mapped, prompt: Prompt) -> tuple[HostArray, HostArray, HostArray]:
+    """Of each chunk token, int32 [C]: its page, its slot there, what its key is rotated to."""
+    prefix, count = len(prompt.prefix), sum(map(len, prompt.chunks))
+    own_pages = np.array(mapped.table.pages, np.int32)
+    if not mapped.chunk_loads:  # computed as a whole
+        order = np.arange(prefix, prefix + count, dtype=np.int32)
+        slots = mapped.first_slot + order
+        return own_pages[slots // PAGE], slots % PAGE, order
+    loaded = [part.residents[at] for part, at in mapped.chunk_loads]
+    places: HostArray = np.concatenate([np.arange(it.tokens, dtype=np.int32) for it in loaded])
+    page = np.concatenate([np.repeat(it.pages, PAGE)[: it.tokens] for it in loaded])
+    slot: HostArray = places % PAGE
+    if mapped.choice is not None:
+        chosen = mapped.choice.tokens
+        slots = mapped.first_slot + np.arange(len(chosen), dtype=np.int32)
+        page[chosen], slot[chosen] = own_pages[slots // PAGE], slots % PAGE
+        places[chosen] = prefix + chosen
+    return page.astype(np.int32), slot, places
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def _sums(
+    config: ModelConfig,
+    rope: RopeTable,
+    pool: PagePool,
+    fresh: Array,
+    page: Array,
+    slot: Array,
+    places: Array,
+    real: Array,
+) -> Array:
+    """[2, L, 2] float32: squared differences from the pool, and squared lengths."""
+    num_pages = pool.k.shape[0] // config.num_layers
+    rows = []
+    for layer in range(config.num_layers):
+        k = place(fresh[layer, 0], places, rope, config.rope)
+        for new, cached in ((k, pool.k), (fresh[layer, 1], pool.v)):
+            new = new.astype(jnp.float32)
+            old = cached[page + layer * num_pages, slot]
+            apart = jnp.square(new - old.astype(jnp.float32)).sum((1, 2))
+            length = jnp.square(new).sum((1, 2))
+            rows.append(jnp.stack([jnp.where(real, x, 0).sum() for x in (apart, length)]))
+    return jnp.stack(rows).reshape(config.num_layers, 2, 2).transpose(2, 0, 1)

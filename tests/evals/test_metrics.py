@@ -1,0 +1,32 @@
+"""Word metrics against the published rules' own answers."""
+
+import pytest
+
+from jaxrag.evals.metrics import exact_match, normalised, token_f1
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "score"),
+    [
+        ("The Eiffel Tower, Paris.", "Eiffel Tower", 0.8),
+        ("The answer is Paris Paris", "Paris", 0.4),
+        ("U.S.A.", "USA", 1.0),
+        ("twenty-one", "twenty one", 0.0),
+        ("a", "the", 0.0),  # both are empty once normalised
+        ("", "Paris", 0.0),
+    ],
+)
+def test_f1(answer, gold, score):
+    assert token_f1(answer, [gold]) == pytest.approx(score)
+
+
+def test_the_best_of_several_right_answers_counts():
+    assert token_f1("the river Ost", ["a lake", "river"]) == pytest.approx(2 / 3)
+    assert token_f1("anything", []) == 0
+    assert exact_match("The Paris.", ["rome", "paris"])
+    assert not exact_match("Paris, France", ["paris"])
+
+
+def test_normalisation_keeps_what_is_not_ascii():
+    assert normalised("An  “Apple”, twenty-one\n") == "“apple” twentyone"
+    assert normalised("theatre anthem") == "theatre anthem"  # articles are words of their own
