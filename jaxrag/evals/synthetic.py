@@ -56,7 +56,11 @@ class SyntheticTask:
       headers: share of samples whose chunks begin with a file number.
       pronouns: share of the second facts of a chunk that say "she" or "he" for a person whom the
         chunk has named.
+      pairs: share of people with a second chunk, which says "she" or "he".
+      bridge: whether one of the relations has people as values; there are no two hops without it.
       full_names: share of questions that give first and last name, the others the first name.
+      plain: share of statements and questions in the one form that is the same for every relation,
+        "The home of X is V." and "What is the home of X?"; the others take any form.
       linked: share of bridge values that are people of the sample.
       mix: relative frequency of each kind of question, where the documents allow it.
       questions: most questions of one sample.
@@ -68,7 +72,10 @@ class SyntheticTask:
     places: int = 0
     headers: float = 1.0
     pronouns: float = 0.5
+    pairs: float = 0.5
+    bridge: bool = True
     full_names: float = 0.6
+    plain: float = 0.0
     linked: float = 0.8
     mix: Mapping[str, float] = dataclasses.field(
         default_factory=lambda: dict(zip(KINDS, (0.30, 0.25, 0.10, 0.25, 0.10), strict=True))
@@ -84,15 +91,17 @@ class SyntheticTask:
                 f"chunks={self.chunks}, places={self.places}: expected 1 <= fewest <= most and "
                 "fewer place chunks than chunks"
             )
-        if not 2 <= self.relations <= len(RELATIONS) - len(BRIDGES) + 1:
-            raise ConfigError(f"relations={self.relations}: expected 2..{len(RELATIONS) - 1}")
+        fewest, most = (2, 1) if self.bridge else (1, 0)
+        most += len(RELATIONS) - len(BRIDGES)
+        if not fewest <= self.relations <= most:
+            raise ConfigError(f"relations={self.relations}: expected {fewest}..{most}")
         if high > len(FILES):
             raise ConfigError(f"chunks={self.chunks}: expected at most {len(FILES)} of them")
         if set(self.mix) - set(KINDS) or not any(self.mix.values()) or min(self.mix.values()) < 0:
             raise ConfigError(f"mix={dict(self.mix)}: expected weights of {', '.join(KINDS)}")
         if self.questions < 1 or self.split not in ("train", "test"):
             raise ConfigError(f"questions={self.questions}, split={self.split!r}: not usable")
-        for name in ("headers", "pronouns", "full_names", "linked"):
+        for name in ("headers", "pronouns", "pairs", "full_names", "plain", "linked"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected a share from 0 to 1")
 
@@ -160,7 +169,10 @@ class _Drawing:
         self.statements: dict[_Chunk, list[tuple[str, Value]]] = {}
         bridge = rng.choice(BRIDGES)
         others = [name for name in RELATIONS if name not in BRIDGES]
-        self.relations = [bridge, *rng.sample(others, task.relations - 1)]
+        if task.bridge:
+            self.relations = [bridge, *rng.sample(others, task.relations - 1)]
+        else:
+            self.relations = rng.sample(others, task.relations)
 
     def draw(self) -> Sample:
         task, rng = self.task, self.rng
@@ -170,7 +182,7 @@ class _Drawing:
         people = pairs = 0
         while left:
             people, left = people + 1, left - 1
-            if left and rng.random() < 0.5:
+            if left and rng.random() < task.pairs:
                 pairs, left = pairs + 1, left - 1
         drawn = self._people(people + 2)
         self.people, self.strangers = drawn[:people], drawn[people:]
@@ -268,7 +280,11 @@ class _Drawing:
         if pronoun:
             subject, own = ("She", "her") if person.she else ("He", "his")
         shown = value.name if isinstance(value, Person) else value
-        return relation.said(self.rng.randrange(relation.wordings), subject, own, shown)
+        wording = relation.wordings - 1 if self._plain() else self.rng.randrange(relation.wordings)
+        return relation.said(wording, subject, own, shown)
+
+    def _plain(self) -> bool:
+        return self.task.plain > 0 and self.rng.random() < self.task.plain
 
     def _place(self) -> str:
         """A chunk that only distracts."""
@@ -322,7 +338,8 @@ class _Drawing:
         if len(asked) == 3:
             subject = f"the {RELATIONS[asked[1]].noun} of {subject}"
             fact = _Fact(self.values[_Fact(person, asked[1])], relation)  # type: ignore[arg-type]
-        question = rng.choice(RELATIONS[relation].questions).format(X=subject)
+        forms = RELATIONS[relation].questions
+        question = (forms[-1] if self._plain() else rng.choice(forms)).format(X=subject)
         if kind == "unknown":
             return Question(question, REFUSAL, kind, 0.0)
         said = [value for (_, name), value in self.values.items() if name == relation]

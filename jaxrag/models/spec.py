@@ -131,8 +131,9 @@ def init_params(
 ) -> Params:
     """Random parameters (normal, 1/sqrt(fan_in)) in ``dtype`` (default ``config.dtype``).
 
-    ``for_training`` divides what writes into the residual stream, ``o`` and ``down``, by
-    sqrt(2 L) (GPT-2, section 2.3), so that the stream does not grow with depth.
+    ``for_training`` divides what writes into the residual stream, ``o`` and ``down``, by 2 L, so
+    that the stream is the tokens' own at first: embeddings have the norm 1, what a layer writes
+    would have sqrt(D).
     """
     specs, treedef = jax.tree.flatten(param_specs(config), is_leaf=is_spec)
     keys = jax.random.split(key, len(specs))
@@ -151,6 +152,6 @@ def init_params(
     )
     if not for_training:
         return made
-    shrink = (2 * config.num_layers) ** -0.5
+    shrink = 1 / (2 * config.num_layers)
     layers = made.layers
     return made.replace(layers=layers.replace(o=layers.o * shrink, down=layers.down * shrink))

@@ -136,7 +136,12 @@ class LossPart:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerPart:
-    """``[optimizer]``: AdamW; norms and biases do not decay. ``clip_norm`` 0 does not clip."""
+    """``[optimizer]``: AdamW; norms and biases do not decay. ``clip_norm`` 0 does not clip.
+
+    ``residual_rate`` multiplies the learning rate of ``o`` and ``down``, which write into the
+    residual stream. Adam moves every weight by the same amount, whatever the size of the stream;
+    from random weights the stream is small, and they drown the tokens at the rate of the others.
+    """
 
     steps: int
     learning_rate: float
@@ -148,6 +153,7 @@ class OptimizerPart:
     epsilon: float = 1e-8
     weight_decay: float = 0.0
     clip_norm: float = 1.0
+    residual_rate: float = 1.0
 
     def __post_init__(self) -> None:
         """Refuse a schedule that cannot be."""
@@ -156,6 +162,8 @@ class OptimizerPart:
                 f"[optimizer]: steps={self.steps}, warmup_steps={self.warmup_steps}: expected a "
                 "positive number and at most as many warm-up steps"
             )
+        if self.residual_rate <= 0:
+            raise ConfigError(f"[optimizer]: residual_rate={self.residual_rate}: expected above 0")
         if self.learning_rate <= 0 or self.clip_norm < 0 or not 0 <= self.final_share <= 1:
             raise ConfigError(
                 f"[optimizer]: learning_rate={self.learning_rate}, clip_norm={self.clip_norm}, "

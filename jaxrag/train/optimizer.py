@@ -34,9 +34,12 @@ def make_optimizer(part: OptimizerPart) -> optax.GradientTransformation:
         weight_decay=part.weight_decay,
         mask=decays,
     )
-    if not part.clip_norm:
-        return adamw
-    return optax.chain(optax.clip_by_global_norm(part.clip_norm), adamw)
+    rules = [adamw]
+    if part.clip_norm:
+        rules.insert(0, optax.clip_by_global_norm(part.clip_norm))
+    if part.residual_rate != 1.0:
+        rules.append(optax.masked(optax.scale(part.residual_rate), writes_residual))
+    return optax.chain(*rules) if len(rules) > 1 else adamw
 
 
 def decays(params: Any) -> Any:
@@ -45,5 +48,14 @@ def decays(params: Any) -> Any:
     def of(path: tuple[Any, ...], _: Array) -> bool:
         name = jax.tree_util.keystr(path[-1:])
         return "norm" not in name and "bias" not in name
+
+    return jax.tree_util.tree_map_with_path(of, params)
+
+
+def writes_residual(params: Any) -> Any:
+    """Which leaves write into the residual stream, by name: ``o`` and ``down``."""
+
+    def of(path: tuple[Any, ...], _: Array) -> bool:
+        return jax.tree_util.keystr(path[-1:], simple=True) in ("o", "down")
 
     return jax.tree_util.tree_map_with_path(of, params)

@@ -142,6 +142,19 @@ def test_distractors_never_part_a_pronoun_from_its_name():
         world_of(sample(WIDE, 2, index))  # asserts that every pronoun has somebody to mean
 
 
+def test_documents_of_the_first_lessons():
+    task = SyntheticTask(
+        chunks=(3, 3), relations=1, pairs=0.0, bridge=False, plain=1.0, pronouns=0.0, full_names=1.0
+    )
+    for index in range(50):
+        drawn = sample(task, 4, index)
+        assert {q.kind for q in drawn.questions} <= {"hop1", "unknown"}
+        for chunk in drawn.chunks:
+            assert re.fullmatch(r"(File \d+: )?The [a-z ]+ of [A-Z]\w+ [A-Z]\w+ is \w+\.", chunk)
+        for question in drawn.questions:
+            assert re.fullmatch(r"What is the [a-z ]+ of [A-Z]\w+ [A-Z]\w+\?", question.question)
+
+
 def test_the_shortcut_is_measured():
     rows = describe(SyntheticTask(), 0, 400)
     assert sum(rows[kind]["share"] for kind in KINDS) == pytest.approx(1)
@@ -158,6 +171,9 @@ def test_the_shortcut_is_measured():
         ({"chunks": (4, 99)}, "at most"),
         ({"relations": 1}, "relations"),
         ({"relations": 9}, "relations"),
+        ({"relations": 7, "bridge": False}, "relations"),
+        ({"pairs": -0.1}, "pairs"),
+        ({"plain": 2.0}, "plain"),
         ({"mix": {"hop3": 1.0}}, "mix"),
         ({"mix": {"hop1": 0.0}}, "mix"),
         ({"mix": {"hop1": -1.0}}, "mix"),

@@ -1,5 +1,6 @@
 """The compiled step: sharded, accumulated and rematerialised alike, and equal to inference."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -11,7 +12,7 @@ from jaxrag.methods import METHODS
 from jaxrag.prefill import Prompt, map_request, prefill, unmap
 from jaxrag.train.config import OptimizerPart
 from jaxrag.train.lora import init_adapters, merge_all
-from jaxrag.train.optimizer import decays, learning_rate
+from jaxrag.train.optimizer import decays, learning_rate, make_optimizer
 from jaxrag.train.packing import Packer, lay_piece
 from jaxrag.train.samples import Final, TrainSample
 from jaxrag.train.start import set_up
@@ -179,6 +180,23 @@ def test_norms_and_biases_do_not_decay(train_config):
     mask = decays(setup.like_state().trained)
     assert mask.embed and mask.layers.q and mask.layers.down
     assert not mask.final_norm and not mask.layers.attn_norm and not mask.layers.mlp_norm
+
+
+def test_what_writes_into_the_stream_has_a_rate_of_its_own(train_config):
+    weights = set_up(train_config()).first_state().trained
+    gradient = jax.tree.map(jnp.ones_like, weights)
+    part = OptimizerPart(steps=10, learning_rate=1.0)
+    updates = []
+    for rule in (part, dataclasses.replace(part, residual_rate=0.25)):
+        optimizer = make_optimizer(rule)
+        updates.append(optimizer.update(gradient, optimizer.init(weights), weights)[0])
+    usual, slower = updates
+    for name in ("o", "down"):
+        np.testing.assert_allclose(
+            getattr(slower.layers, name), 0.25 * getattr(usual.layers, name), rtol=1e-6
+        )
+    np.testing.assert_array_equal(slower.layers.q, usual.layers.q)
+    np.testing.assert_array_equal(slower.embed, usual.embed)
 
 
 @pytest.mark.parametrize(
