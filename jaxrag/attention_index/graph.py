@@ -22,12 +22,13 @@ def project(lists: HostArray, count: int, degree: int, span: int, top: int) -> H
         top: first ranks that every other key of a list is linked to.
     """
     ends: list[tuple[HostArray, HostArray]] = []
-    for step in range(1, min(span, lists.shape[1] - 1) + 1):
+    width = lists.shape[1]
+    for step in range(1, min(span, width - 1) + 1):
         near, far = lists[:, :-step].ravel(), lists[:, step:].ravel()
         ends += [(near, far), (far, near)]
-    for rank in range(min(top, lists.shape[1] - 1)):
-        below = lists[:, rank + 1 :]
-        ends.append((below.ravel(), np.repeat(lists[:, rank], below.shape[1])))
+    for first in range(min(top, width - 1)):
+        below = lists[:, first + 1 :]
+        ends.append((below.ravel(), np.repeat(lists[:, first], below.shape[1])))
     if not ends:
         return np.full((count, degree), -1, np.int32)
     pairs = np.concatenate([source.astype(np.int64) * count + target for source, target in ends])

@@ -29,7 +29,8 @@ class Keys:
         if keys.ndim != 2 or 0 in keys.shape:
             raise RetrievalError(f"keys of shape {list(keys.shape)}: expected [S, H], not empty")
         with np.errstate(over="ignore"):
-            codes = np.ascontiguousarray(keys, np.float16 if storage == "float16" else np.float32)
+            kept = np.float16 if storage == "float16" else np.float32
+            codes: HostArray = np.ascontiguousarray(keys, kept)
         if not np.isfinite(codes).all():
             raise RetrievalError(
                 f"keys are not finite in {storage}; use storage='float32' or mend the model"
