@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrag.attention_index import faiss_objects, graph, lists
 from jaxrag.attention_index.keys import Keys
-from jaxrag.attention_index.knn import nearest
+from jaxrag.attention_index.knn import Neighbours, nearest
 from jaxrag.attention_index.spec import (
     Exact,
     Hnsw,
@@ -123,7 +123,13 @@ class AttentionIndex:
         return made
 
 
-def build(keys: HostArray, queries: HostArray | None, spec: Spec) -> AttentionIndex:
+def build(
+    keys: HostArray,
+    queries: HostArray | None,
+    spec: Spec,
+    *,
+    knn: Callable[[HostArray, HostArray, int], Neighbours] = nearest,
+) -> AttentionIndex:
     """Index the keys of one KV head.
 
     Args:
@@ -132,6 +138,7 @@ def build(keys: HostArray, queries: HostArray | None, spec: Spec) -> AttentionIn
             rotated to where questions will come from (``QueryBank.at``). Kinds that are not
             trained ignore them.
         spec: which kind, and its sizes.
+        knn: finds the keys that training queries want; ``nearest_on_device`` where there is one.
 
     Returns:
         The index. With fewer keys than ``exact_below`` or fewer queries than ``min_queries`` it is
@@ -160,7 +167,7 @@ def build(keys: HostArray, queries: HostArray | None, spec: Spec) -> AttentionIn
         raise RetrievalError(
             f"training queries of shape {shape} for keys {list(keys.shape)}: expected [G, m, H]"
         )
-    return _trained(np.asarray(keys, np.float32), np.asarray(queries, np.float32), spec)
+    return _trained(np.asarray(keys, np.float32), np.asarray(queries, np.float32), spec, knn)
 
 
 def _why_exact(count: int, queries: HostArray | None, spec: Spec) -> str:
@@ -175,9 +182,13 @@ def _why_exact(count: int, queries: HostArray | None, spec: Spec) -> str:
     return ""
 
 
-def _trained(keys: HostArray, queries: HostArray, spec: Trained) -> AttentionIndex:
-    knn = min(spec.knn, len(keys))
-    heads = [nearest(head, keys, knn).ids for head in queries]
+def _trained(
+    keys: HostArray,
+    queries: HostArray,
+    spec: Trained,
+    knn: Callable[[HostArray, HostArray, int], Neighbours],
+) -> AttentionIndex:
+    heads = [knn(head, keys, min(spec.knn, len(keys))).ids for head in queries]
     met = np.bincount(np.concatenate([found.ravel() for found in heads]), minlength=len(keys))
     order = np.argsort(-met, kind="stable")
     wanted = order[: np.count_nonzero(met)].astype(np.int32)

@@ -78,6 +78,13 @@ class Searcher:
         self._tail[self._tail_count : count] = keys
         self._tail_count = count
 
+    def all_keys(self) -> HostArray:
+        """Every key, the tail included, [S, H] float32 in the caller's rows, to build again."""
+        keys = np.empty((len(self), self.index.keys.dim), np.float32)
+        keys[self.index.rows()] = self.index.keys.decode()
+        keys[len(self.index) :] = self._tail[: self._tail_count]
+        return keys
+
     def search(
         self,
         queries: HostArray,

@@ -213,6 +213,18 @@ def test_a_tail_is_scanned_exactly_and_belongs_to_one_request(searcher, head):
         mine.append(np.zeros(3, np.float32))
 
 
+def test_an_index_is_built_again_with_its_tail(head):
+    grown = searcher_of("lists", head).fork()
+    more = head.keys[:50] + 3
+    grown.append(more)
+    keys = grown.all_keys()
+    np.testing.assert_array_equal(keys, np.concatenate([head.keys, more]))
+    again = open_index(build(keys, head.train, LISTS))
+    assert len(again) == len(again.index) == 650
+    found, slow = again.search(head.test[:, 0], 650), grown.search(head.test[:, 0], 650)
+    np.testing.assert_array_equal(found.ids, slow.ids)
+
+
 @pytest.mark.parametrize("storage", ["float16", "uint8"])
 def test_small_storages_find_nearly_the_same(head, recall_of, storage):
     for kind in (Exact, ProjectedGraph, QueryLists):
