@@ -11,17 +11,30 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from jaxrag.attention import PagedAttend
 from jaxrag.cache import PagePool, PageTable
 from jaxrag.config import ModelConfig
-from jaxrag.models.decoder import unembed
+from jaxrag.decode import (
+    DecodeAttend,
+    DecodeRule,
+    Decoding,
+    Dense,
+    QueryBank,
+    order_of,
+    prepare,
+)
+from jaxrag.models.decoder import forward, unembed
 from jaxrag.models.model import Model
 from jaxrag.models.spec import Params
 from jaxrag.prefill import Mapped, run_tokens
 from jaxrag.rope import RopeTable
 from jaxrag.sampling import Sampling, sample
-from jaxrag.types import Array, HostArray
+from jaxrag.segments import bucket
+from jaxrag.types import FINAL, Array, HostArray, Tokens
 
 FinishReason = Literal["stop", "length"]
+
+DENSE = Dense()
 
 
 class SamplingRows(struct.PyTreeNode):
@@ -51,11 +64,14 @@ def decode(
     logits: Array,
     settings: SamplingRows,
     block: int,
+    rule: DecodeRule = DENSE,
+    bank: QueryBank | None = None,
 ) -> Iterator[HostArray]:
     """Generate forever: yields ids [B, 1] (the first token), then [B, block] at a time.
 
     The caller stops when it has enough; pages must have been reserved for every token that is run.
-    A larger block means fewer waits of the host for the device.
+    A larger block means fewer waits of the host for the device. Tokens attend by ``rule``; ``bank``
+    holds the queries that it asked prefill for.
     """
     rows = logits.shape[0]
     pad = rows - len(requests)
@@ -66,15 +82,42 @@ def decode(
     ids = _sample(logits, settings, token_index)
     yield np.asarray(ids)[:, None]
     rope = model.rope(hidden_slot)
+    decoding = _prepare(model, requests, table, rule, bank, position, slot)
     while True:
         batch = [model.put_batch(x, rows) for x in (position, slot, token_index)]
-        model.cache.pool, table, ids, new = _decode_block(
-            model.params, model.config, rope, model.cache.pool, table, settings, ids, *batch, block
-        )
+        model.cache.pool, table, decoding, ids, new = _decode_block(
+            model.params, model.config, rope, model.cache.pool, table, decoding, settings, ids,
+            *batch, block, rule,
+        )  # fmt: skip
         position = np.where(position >= 0, position + block, -1).astype(np.int32)
         slot = np.where(position >= 0, slot + block, slot).astype(np.int32)
         token_index = token_index + np.int32(block)
         yield np.asarray(new)
+
+
+def _prepare(
+    model: Model,
+    requests: Sequence[Mapped],
+    table: PageTable,
+    rule: DecodeRule,
+    bank: QueryBank | None,
+    position: HostArray,
+    slot: HostArray,
+) -> Decoding | None:
+    """What the rule carries from step to step; None where it is dense."""
+    if rule == DENSE:
+        return None
+    rows, config = len(position), model.config
+    order = model.put_batch(order_of(np.asarray(table.slot_position), position, slot), rows)
+    if bank is None or rule.observe is None:
+        shape = (config.num_layers, rows, 0, config.num_heads, config.head_dim)
+        none = np.zeros((rows, 0), np.int32)
+        bank = QueryBank(queries=jnp.zeros(shape, config.dtype), positions=jnp.asarray(none))
+    room = bucket(max(r.table.num_slots - r.next_slot for r in requests))
+    last = model.put_batch(np.where(position >= 0, position - 1, -1).astype(np.int32), rows)
+    rope = model.rope(table.slot_position.shape[1])
+    state = prepare(config, rope, model.cache.pool, table, order, last, bank, rule, room)
+    return Decoding(order=order, state=state)
 
 
 @jax.jit
@@ -83,34 +126,68 @@ def _sample(logits: Array, settings: SamplingRows, token_index: Array) -> Array:
     return sample(logits, s.temperature, s.top_k, s.top_p, s.seeds, token_index)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "block"), donate_argnames=("pool",))
+@functools.partial(
+    jax.jit, static_argnames=("config", "block", "rule"), donate_argnames=("pool", "decoding")
+)
 def _decode_block(
     params: Params,
     config: ModelConfig,
     rope: RopeTable,
     pool: PagePool,
     table: PageTable,
+    decoding: Decoding | None,
     settings: SamplingRows,
     ids: Array,
     position: Array,
     slot: Array,
     token_index: Array,
     block: int,
-) -> tuple[PagePool, PageTable, Array, Array]:
-    """Feed ``ids`` [B] back, sample ``block`` more: pool, table, last ids [B], ids [B, block]."""
+    rule: DecodeRule,
+) -> tuple[PagePool, PageTable, Decoding | None, Array, Array]:
+    """Feed ``ids`` [B] back, sample ``block`` more.
+
+    Returns pool, table, what the rule carries, last ids [B] and new ids [B, block].
+    """
     live = position >= 0
 
-    def step(carry: tuple[PagePool, PageTable, Array], n: Array) -> tuple[Any, Array]:
-        pool, table, ids = carry
+    def step(carry: tuple[Any, ...], n: Array) -> tuple[Any, Array]:
+        pool, table, decoding, ids = carry
         at = jnp.where(live, position + n, -1)[:, None]
         to = jnp.where(live, slot + n, table.slot_position.shape[1])[:, None]
-        hidden, pool, table = run_tokens(params, config, rope, pool, table, ids[:, None], at, to)
+        if decoding is None:
+            hidden, pool, table = run_tokens(
+                params, config, rope, pool, table, ids[:, None], at, to
+            )
+        else:
+            hidden, pool, table, decoding = _run_by_rule(
+                params, config, rope, pool, table, decoding, ids[:, None], at, to, rule
+            )
         logits = unembed(params, hidden[:, 0])
         ids = _sample(logits, settings, token_index + n + 1)
-        return (pool, table, ids), ids
+        return (pool, table, decoding, ids), ids
 
-    (pool, table, ids), new = lax.scan(step, (pool, table, ids), jnp.arange(block))
-    return pool, table, ids, new.T
+    carry, new = lax.scan(step, (pool, table, decoding, ids), jnp.arange(block))
+    return (*carry, new.T)
+
+
+def _run_by_rule(
+    params: Params,
+    config: ModelConfig,
+    rope: RopeTable,
+    pool: PagePool,
+    table: PageTable,
+    decoding: Decoding,
+    ids: Array,
+    positions: Array,
+    slots: Array,
+    rule: DecodeRule,
+) -> tuple[Array, PagePool, PageTable, Decoding]:
+    """As ``prefill.run_tokens`` for one token a row, [B, 1], attending by the rule."""
+    table = table.reveal(slots, positions)
+    tokens = Tokens(ids=ids, positions=positions, segments=jnp.full_like(ids, FINAL))
+    attend = DecodeAttend(PagedAttend(config, rope, table, slots), rule, decoding.order)
+    hidden, (pool, state), _ = forward(params, config, tokens, (pool, decoding.state), attend)
+    return hidden, pool, table, decoding.replace(state=state)
 
 
 def reserved(max_new_tokens: int, block: int) -> int:

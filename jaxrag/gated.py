@@ -4,6 +4,7 @@ import dataclasses
 import json
 from typing import Any
 
+from jaxrag.decode import Dense
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import Method
 from jaxrag.prompts import PromptTemplate
@@ -18,6 +19,8 @@ def gate_subject(method: Method, template: PromptTemplate) -> dict[str, Any]:
     values = dataclasses.asdict(method)
     for other in ("recompute_ratio", "misses", "prefix_cache"):
         del values[other]
+    if method.decode == Dense():  # as before there were rules
+        del values["decode"]
     subject = {"method": values, "template": template.to_dict()}
     return dict(json.loads(json.dumps(subject)))
 

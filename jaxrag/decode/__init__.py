@@ -1,0 +1,58 @@
+"""Decode rules: which keys a generated token attends to, over the same paged pool for all."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrag.config import strict_fields
+from jaxrag.decode.base import DecodeRule, Observe, QueryBank, View
+from jaxrag.decode.dense import Dense, StaticWindow
+from jaxrag.decode.exact import Flat, TopN
+from jaxrag.decode.infllm import InfLLM
+from jaxrag.decode.quest import Quest
+from jaxrag.decode.snapkv import SnapKV
+from jaxrag.decode.step import DecodeAttend, Decoding, order_of, prepare
+from jaxrag.errors import ConfigError
+
+__all__ = [
+    "DECODE_RULES",
+    "DecodeAttend",
+    "DecodeRule",
+    "Decoding",
+    "Dense",
+    "Flat",
+    "InfLLM",
+    "Observe",
+    "QueryBank",
+    "Quest",
+    "SnapKV",
+    "StaticWindow",
+    "TopN",
+    "View",
+    "order_of",
+    "prepare",
+    "rule_from",
+]
+
+DECODE_RULES: dict[str, type[DecodeRule]] = {
+    "dense": Dense,
+    "static_window": StaticWindow,  # StreamingLLM
+    "snapkv": SnapKV,
+    "infllm": InfLLM,
+    "quest": Quest,
+    "flat": Flat,
+    "topn": TopN,  # KCache
+}
+
+
+def rule_from(value: str | Mapping[str, Any] | DecodeRule, where: str = "decode") -> DecodeRule:
+    """A rule by name, from a table {name = ..., settings}, or the rule itself.
+
+    Raises ConfigError for an unknown name or setting, RequestError for a value out of range.
+    """
+    if isinstance(value, DecodeRule):
+        return value
+    settings = {"name": value} if isinstance(value, str) else dict(value)
+    name = settings.pop("name", None)
+    if name not in DECODE_RULES:
+        raise ConfigError(f"{where}: name={name!r}: expected one of {', '.join(DECODE_RULES)}")
+    return DECODE_RULES[name](**strict_fields(DECODE_RULES[name], settings, where))

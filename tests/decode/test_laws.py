@@ -1,0 +1,104 @@
+"""Laws 7, 8 and 12 of the decode rules, on random models in float32."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxrag.decode import DECODE_RULES, Dense, Flat, InfLLM, Quest, SnapKV, StaticWindow, TopN
+
+CLOSE = {"rtol": 1e-4, "atol": 2e-5}
+
+# Settings under which a rule leaves nothing out of a prompt of a hundred tokens.
+EVERYTHING = [
+    StaticWindow(sink=0, recent=200),
+    StaticWindow(sink=3, recent=200, positions="cache"),
+    StaticWindow(sink=200, recent=20),
+    Flat(k=300, sink=2, recent=5),
+    Flat(k=1, sink=4, recent=300),
+    TopN(n=400, device_layers=0),
+    TopN(n=400, device_layers=0, renormalise=True),
+    TopN(n=1, device_layers=3),
+    Quest(budget=512, dense_layers=0),
+    SnapKV(capacity=300, window=4),
+    InfLLM(block=8, blocks=40, representatives=2, sink=4, recent=12),
+    InfLLM(block=8, blocks=2, sink=4, recent=300, positions="cache"),
+]
+# Settings that leave most of such a prompt out.
+SPARSE = [
+    StaticWindow(sink=4, recent=8),
+    StaticWindow(sink=4, recent=8, positions="cache"),
+    Flat(k=6, sink=4, recent=8),
+    TopN(n=8),
+    TopN(n=8, device_layers=0, renormalise=True),
+    Quest(budget=32, dense_layers=1),
+    SnapKV(capacity=20, window=4),
+    InfLLM(block=8, blocks=2, representatives=2, sink=4, recent=12),
+    InfLLM(block=8, blocks=2, representatives=2, sink=4, recent=12, positions="cache"),
+]
+
+
+def name_of(rule):
+    fields = dataclasses.asdict(rule)
+    return fields.pop("name") + "-" + "-".join(str(v) for v in fields.values())
+
+
+@pytest.mark.parametrize("rule", EVERYTHING, ids=name_of)
+def test_law_8_a_rule_that_leaves_nothing_out_is_dense(
+    model_of, ids, a_prompt, decoded, next_logits, rule
+):
+    model, prompt = model_of(), a_prompt()
+    (given,) = ids(9)
+    for method in ("full_attention", "turborag"):
+        expected = next_logits(model, method, prompt, Dense(), given)
+        np.testing.assert_allclose(
+            next_logits(model, method, prompt, rule, given), expected, **CLOSE
+        )
+    one, other = (decoded(model, "turborag", [prompt], r) for r in (Dense(), rule))
+    np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("rule", SPARSE, ids=name_of)
+def test_a_rule_that_leaves_something_out_differs(
+    model_of, ids, a_prompt, decoded, next_logits, rule
+):
+    model, prompt = model_of(), a_prompt()
+    (given,) = ids(5)
+    dense, ours = (next_logits(model, "turborag", prompt, r, given) for r in (Dense(), rule))
+    assert np.abs(dense - ours).max() > 1e-3
+    assert np.isfinite(ours).all()
+
+
+@pytest.mark.parametrize("rule", SPARSE, ids=name_of)
+def test_law_12_a_batch_equals_one_at_a_time(model_of, ids, a_prompt, decoded, next_logits, rule):
+    model = model_of()
+    shared = ids(37, 21)
+    prompts = [
+        dataclasses.replace(a_prompt(final=n), chunks=shared[: 1 + i % 2])
+        for i, n in enumerate((9, 3, 30))
+    ]
+    for method in ("full_attention", "turborag"):
+        together = decoded(model, method, prompts, rule)
+        for row, prompt in enumerate(prompts):
+            np.testing.assert_array_equal(decoded(model, method, [prompt], rule)[0], together[row])
+
+
+@pytest.mark.parametrize("rule", [Flat(k=6, sink=4, recent=8), Quest(32, 0), SnapKV(20, 4)],
+                         ids=name_of)  # fmt: skip
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "glm", "glm4"])
+def test_every_family(model_of, ids, a_prompt, next_logits, family, rule):
+    """Rules choose keys as the model scores them: biases, norms, partial and interleaved rotary."""
+    model, prompt = model_of(family), a_prompt()
+    wide = {"k": 300} if isinstance(rule, Flat) else {}
+    wide = {"budget": 512} if isinstance(rule, Quest) else wide or {"capacity": 300}
+    rule = dataclasses.replace(rule, **wide)
+    (given,) = ids(3)
+    expected = next_logits(model, "turborag", prompt, Dense(), given)
+    np.testing.assert_allclose(
+        next_logits(model, "turborag", prompt, rule, given), expected, **CLOSE
+    )
+
+
+def test_every_rule_is_tested():
+    tested = {rule.name for rule in EVERYTHING} & {rule.name for rule in SPARSE}
+    assert tested == set(DECODE_RULES) - {"dense"}
