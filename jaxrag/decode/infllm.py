@@ -22,7 +22,8 @@ class InfLLM(DecodeRule):
     summed over the heads, and all heads read the same blocks (InfLLM section 3.2). The paper ranks
     keys by the queries of the tokens that follow each; queries of reused chunks are not there when
     a question is asked, so the last ``observed`` of the prompt take their place for all. In a block
-    of generated tokens the first ones represent it.
+    of generated tokens the first ones represent it. The block that the edge of the window cuts is
+    always read.
 
     Attributes:
       positions: "original": keys where they stand; "cache": as published, all keys outside the
@@ -92,9 +93,11 @@ class InfLLM(DecodeRule):
         representatives = state[:, :, None]
         scores = view.scores_at(representatives, representatives <= local, far)
         scores = scores.reshape(*scores.shape[:3], -1, self.representatives)
-        counts = (scores > -jnp.inf).sum(-1)
-        mean = jnp.where(scores > -jnp.inf, scores, 0.0).sum(-1) / jnp.maximum(counts, 1)
-        relevance = jnp.where((counts > 0).all((1, 2)), mean.sum((1, 2)), -jnp.inf)  # [B, C]
+        relevance = scores.mean(-1).sum((1, 2))  # [B, C]
+        first = self.sink + jnp.arange(relevance.shape[-1]) * self.block
+        edge = local[:, 0, 0]
+        relevance = jnp.where(first + self.block - 1 <= edge, relevance, -jnp.inf)
+        relevance = jnp.where((first <= edge) & (edge < first + self.block - 1), jnp.inf, relevance)
         best_score, best = lax.top_k(relevance, min(self.blocks, relevance.shape[-1]))
         where = self.sink + best[..., None] * self.block + jnp.arange(self.block)
         where = where.reshape(where.shape[0], 1, 1, -1).astype(jnp.int32)

@@ -60,7 +60,7 @@ def decoded():
 
 @pytest.fixture(scope="session")
 def next_logits():
-    """Logits after given tokens: ``next_logits(model, method, prompt, rule, given)``."""
+    """Logits after given tokens: ``next_logits(model, method, prompts, rule, given)``."""
     return _next_logits
 
 
@@ -87,15 +87,16 @@ def _decoded(model, method, prompts, rule, steps=12, block=4):
             unmap(model, part)
 
 
-def _next_logits(model, method, prompt, rule, given):
-    """Logits [n, V] after each of the ``given`` tokens, decoded one at a time by the rule."""
+def _next_logits(model, method, prompts, rule, given):
+    """Logits [B, n, V] after each of the ``given`` [B, n] tokens, decoded one at a time."""
     method = dataclasses.replace(METHODS[method], decode=rule)
-    mapped = map_request(model, model.memory, method, prompt, len(given))
+    mapped = [map_request(model, model.memory, method, p, given.shape[1]) for p in prompts]
     try:
-        _, table, bank = prefill.prefill_observed(model, [mapped], rule.observe)
-        return _rule_logits(model, [mapped], table, rule, bank, np.asarray(given)[None])[0]
+        _, table, bank = prefill.prefill_observed(model, mapped, rule.observe)
+        return _rule_logits(model, mapped, table, rule, bank, np.asarray(given))
     finally:
-        unmap(model, mapped)
+        for part in mapped:
+            unmap(model, part)
 
 
 def _rule_logits(model, mapped, table, rule, bank, given):
