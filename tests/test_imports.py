@@ -18,7 +18,7 @@ LAYERS = (
     ("rope", "segments", "attention", "cache", "sharding", "sampling", "chat", "tokenizer",
      "prompts", "flops", "offload", "store"),
     ("models",),
-    ("index", "embed", "documents", "sentences", "chunking"),
+    ("index", "embed", "documents", "sentences", "chunking", "attention_index"),
     ("encode", "catalog", "cutting", "ingest", "load", "export", "knowledge_base"),
     ("select", "decode"),
     ("mapping", "prefill", "methods", "reuse"),
