@@ -19,10 +19,14 @@ from jaxrag.decode import (
     DecodeRule,
     Decoding,
     Dense,
-    QueryBank,
+    HostSearch,
+    PromptQueries,
+    Retrieval,
+    index_keys,
     order_of,
     prepare,
 )
+from jaxrag.errors import RequestError
 from jaxrag.models.decoder import forward, unembed
 from jaxrag.models.model import Model
 from jaxrag.models.spec import Params
@@ -65,7 +69,7 @@ def decode(
     settings: SamplingRows,
     block: int,
     rule: DecodeRule = DENSE,
-    bank: QueryBank | None = None,
+    bank: PromptQueries | None = None,
 ) -> Iterator[HostArray]:
     """Generate forever: yields ids [B, 1] (the first token), then [B, block] at a time.
 
@@ -79,45 +83,71 @@ def decode(
     position = np.array([r.next_position for r in requests] + [-1] * pad, np.int32)
     slot = np.array([r.next_slot for r in requests] + [hidden_slot] * pad, np.int32)
     token_index = np.zeros(rows, np.int32)
+    host = None if rule.searches is None else host_search(model)
+    decoding = start_decoding(model, requests, table, rule, bank, position, slot, host)
     ids = _sample(logits, settings, token_index)
-    yield np.asarray(ids)[:, None]
     rope = model.rope(hidden_slot)
-    decoding = _prepare(model, requests, table, rule, bank, position, slot)
-    while True:
-        batch = [model.put_batch(x, rows) for x in (position, slot, token_index)]
-        model.cache.pool, table, decoding, ids, new = _decode_block(
-            model.params, model.config, rope, model.cache.pool, table, decoding, settings, ids,
-            *batch, block, rule,
-        )  # fmt: skip
-        position = np.where(position >= 0, position + block, -1).astype(np.int32)
-        slot = np.where(position >= 0, slot + block, slot).astype(np.int32)
-        token_index = token_index + np.int32(block)
-        yield np.asarray(new)
+    try:
+        yield np.asarray(ids)[:, None]
+        while True:
+            batch = [model.put_batch(x, rows) for x in (position, slot, token_index)]
+            model.cache.pool, table, decoding, ids, new = _decode_block(
+                model.params, model.config, rope, model.cache.pool, table, decoding, settings, ids,
+                *batch, block, rule, host,
+            )  # fmt: skip
+            position = np.where(position >= 0, position + block, -1).astype(np.int32)
+            slot = np.where(position >= 0, slot + block, slot).astype(np.int32)
+            token_index = token_index + np.int32(block)
+            yield np.asarray(new)
+    finally:
+        if host is not None and decoding is not None:
+            host.release(np.asarray(decoding.state.numbers[0]).tolist())
 
 
-def _prepare(
+@functools.lru_cache(maxsize=8)
+def host_search(model: Model) -> HostSearch:
+    """The one place where indexes of this model's requests are searched; compiled steps name it."""
+    if model.mesh is not None and model.mesh.size > 1:
+        raise RequestError(
+            f"an index is searched on the host for one device, and the model is on "
+            f"{model.mesh.size}; load it without a mesh, or use decode='dense'"
+        )
+    return HostSearch()
+
+
+def start_decoding(
     model: Model,
     requests: Sequence[Mapped],
     table: PageTable,
     rule: DecodeRule,
-    bank: QueryBank | None,
+    bank: PromptQueries | None,
     position: HostArray,
     slot: HostArray,
+    host: HostSearch | None,
 ) -> Decoding | None:
-    """What the rule carries from step to step; None where it is dense."""
+    """What the rule carries from step to step; None where it is dense.
+
+    ``position`` and ``slot`` [B] are those of the first generated tokens.
+    """
     if rule == DENSE:
         return None
     rows, config = len(position), model.config
-    order = model.put_batch(order_of(np.asarray(table.slot_position), position, slot), rows)
+    order = order_of(np.asarray(table.slot_position), position, slot)
     if bank is None or rule.observe is None:
         shape = (config.num_layers, rows, 0, config.num_heads, config.head_dim)
         none = np.zeros((rows, 0), np.int32)
-        bank = QueryBank(queries=jnp.zeros(shape, config.dtype), positions=jnp.asarray(none))
+        bank = PromptQueries(queries=jnp.zeros(shape, config.dtype), positions=jnp.asarray(none))
     room = bucket(max(r.table.num_slots - r.next_slot for r in requests))
-    last = model.put_batch(np.where(position >= 0, position - 1, -1).astype(np.int32), rows)
-    rope = model.rope(table.slot_position.shape[1])
-    state = prepare(config, rope, model.cache.pool, table, order, last, bank, rule, room)
-    return Decoding(order=order, state=state)
+    last = np.where(position >= 0, position - 1, -1).astype(np.int32)
+    placed = model.put_batch(order, rows)
+    common = (config, model.rope(table.slot_position.shape[1]), model.cache.pool, table)
+    state: Any
+    if isinstance(rule, Retrieval):
+        assert host is not None
+        state = index_keys(host, *common, order, last, bank, rule, room)
+    else:
+        state = prepare(*common, placed, model.put_batch(last, rows), bank, rule, room)
+    return Decoding(order=placed, state=state)
 
 
 @jax.jit
@@ -127,7 +157,9 @@ def _sample(logits: Array, settings: SamplingRows, token_index: Array) -> Array:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("config", "block", "rule"), donate_argnames=("pool", "decoding")
+    jax.jit,
+    static_argnames=("config", "block", "rule", "host"),
+    donate_argnames=("pool", "decoding"),
 )
 def _decode_block(
     params: Params,
@@ -143,6 +175,7 @@ def _decode_block(
     token_index: Array,
     block: int,
     rule: DecodeRule,
+    host: HostSearch | None,
 ) -> tuple[PagePool, PageTable, Decoding | None, Array, Array]:
     """Feed ``ids`` [B] back, sample ``block`` more.
 
@@ -159,8 +192,8 @@ def _decode_block(
                 params, config, rope, pool, table, ids[:, None], at, to
             )
         else:
-            hidden, pool, table, decoding = _run_by_rule(
-                params, config, rope, pool, table, decoding, ids[:, None], at, to, rule
+            hidden, pool, table, decoding = run_by_rule(
+                params, config, rope, pool, table, decoding, ids[:, None], at, to, rule, host
             )
         logits = unembed(params, hidden[:, 0])
         ids = _sample(logits, settings, token_index + n + 1)
@@ -170,7 +203,7 @@ def _decode_block(
     return (*carry, new.T)
 
 
-def _run_by_rule(
+def run_by_rule(
     params: Params,
     config: ModelConfig,
     rope: RopeTable,
@@ -181,11 +214,12 @@ def _run_by_rule(
     positions: Array,
     slots: Array,
     rule: DecodeRule,
+    host: HostSearch | None,
 ) -> tuple[Array, PagePool, PageTable, Decoding]:
     """As ``prefill.run_tokens`` for one token a row, [B, 1], attending by the rule."""
     table = table.reveal(slots, positions)
     tokens = Tokens(ids=ids, positions=positions, segments=jnp.full_like(ids, FINAL))
-    attend = DecodeAttend(PagedAttend(config, rope, table, slots), rule, decoding.order)
+    attend = DecodeAttend(PagedAttend(config, rope, table, slots), rule, decoding.order, host)
     hidden, (pool, state), _ = forward(params, config, tokens, (pool, decoding.state), attend)
     return hidden, pool, table, decoding.replace(state=state)
 

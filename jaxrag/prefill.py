@@ -11,7 +11,7 @@ from jax import lax
 from jaxrag.attention import PagedAttend
 from jaxrag.cache import PagePool, PageTable, batch_table
 from jaxrag.config import ModelConfig
-from jaxrag.decode import Observe, QueryBank
+from jaxrag.decode import Observe, PromptQueries
 from jaxrag.mapping import Mapped, Prompt, check_length, keep_leading, map_request, unmap
 from jaxrag.models.decoder import forward, unembed
 from jaxrag.models.model import Model
@@ -62,7 +62,7 @@ def prefill(model: Model, requests: Sequence[Mapped]) -> tuple[Array, PageTable]
 
 def prefill_observed(
     model: Model, requests: Sequence[Mapped], observe: Observe | None
-) -> tuple[Array, PageTable, QueryBank]:
+) -> tuple[Array, PageTable, PromptQueries]:
     """As ``prefill``, and keep queries of tokens that were run: the last, or evenly spread ones.
 
     The bank holds as many queries a row as asked for, fewer where all requests run fewer tokens
@@ -103,7 +103,7 @@ def prefill_observed(
 
 def _empty_bank(
     model: Model, requests: Sequence[Mapped], observe: Observe | None, rows: int
-) -> tuple[HostArray, QueryBank]:
+) -> tuple[HostArray, PromptQueries]:
     """Which of the tokens to run are observed, [B, W] (-1: none), and a bank for their queries."""
     config = model.config
     width = 0
@@ -121,7 +121,7 @@ def _empty_bank(
         positions[row, :count] = request.positions[chosen]
     shape = (config.num_layers, rows, width, config.num_heads, config.head_dim)
     queries = jnp.zeros(shape, config.dtype)
-    return observed, QueryBank(queries=queries, positions=model.put_batch(positions, rows))
+    return observed, PromptQueries(queries=queries, positions=model.put_batch(positions, rows))
 
 
 def run_tokens(

@@ -1,33 +1,42 @@
 """Decode rules: which keys a generated token attends to, over the same paged pool for all."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrag.attention_index import spec_from
 from jaxrag.config import strict_fields
-from jaxrag.decode.base import DecodeRule, Observe, QueryBank, View
+from jaxrag.decode.base import DecodeRule, Observe, PromptQueries, View
 from jaxrag.decode.dense import Dense, StaticWindow
 from jaxrag.decode.exact import Flat, TopN
+from jaxrag.decode.host_search import Account, HostSearch
 from jaxrag.decode.infllm import InfLLM
 from jaxrag.decode.quest import Quest
+from jaxrag.decode.retrieval import Ivf, Retrieval
 from jaxrag.decode.snapkv import SnapKV
-from jaxrag.decode.step import DecodeAttend, Decoding, order_of, prepare
+from jaxrag.decode.step import DecodeAttend, Decoding, index_keys, order_of, prepare
 from jaxrag.errors import ConfigError
 
 __all__ = [
     "DECODE_RULES",
+    "Account",
     "DecodeAttend",
     "DecodeRule",
     "Decoding",
     "Dense",
     "Flat",
+    "HostSearch",
     "InfLLM",
+    "Ivf",
     "Observe",
-    "QueryBank",
+    "PromptQueries",
     "Quest",
+    "Retrieval",
     "SnapKV",
     "StaticWindow",
     "TopN",
     "View",
+    "index_keys",
     "order_of",
     "prepare",
     "rule_from",
@@ -40,6 +49,8 @@ DECODE_RULES: dict[str, type[DecodeRule]] = {
     "infllm": InfLLM,
     "quest": Quest,
     "flat": Flat,
+    "ivf": Ivf,
+    "retrieval": Retrieval,  # RetrievalAttention
     "topn": TopN,  # KCache
 }
 
@@ -55,4 +66,6 @@ def rule_from(value: str | Mapping[str, Any] | DecodeRule, where: str = "decode"
     name = settings.pop("name", None)
     if name not in DECODE_RULES:
         raise ConfigError(f"{where}: name={name!r}: expected one of {', '.join(DECODE_RULES)}")
+    if "index" in settings and not dataclasses.is_dataclass(settings["index"]):
+        settings["index"] = spec_from(settings["index"])
     return DECODE_RULES[name](**strict_fields(DECODE_RULES[name], settings, where))

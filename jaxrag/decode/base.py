@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxrag.attention import paged_attention, paged_scores, slot_scores, slot_values
+from jaxrag.attention_index import Spec
 from jaxrag.cache import PagePool
 from jaxrag.config import ModelConfig
+from jaxrag.decode.host_search import HostSearch
 from jaxrag.errors import RequestError
 from jaxrag.rope import RopeTable, rotate, scale_rotary
 from jaxrag.types import HIDDEN, Array, Partial
@@ -23,7 +25,7 @@ class Observe:
     count: int
 
 
-class QueryBank(struct.PyTreeNode):
+class PromptQueries(struct.PyTreeNode):
     """Queries of some prompt tokens, of every layer, before rotation."""
 
     queries: Array  # [L, B, W, N, H]
@@ -48,6 +50,7 @@ class View:
     order: Array  # [B, S]
     position: Array  # [B]; -1 is a padding row
     q: Array | None = None  # [B, N, H] before rotation
+    host: HostSearch | None = None  # for rules that search
 
     @property
     def scale(self) -> float:
@@ -216,6 +219,11 @@ class DecodeRule(abc.ABC):
     @property
     def observe(self) -> Observe | None:
         """Which queries of the prompt the rule needs; None: it needs none."""
+        return None
+
+    @property
+    def searches(self) -> Spec | None:
+        """The kind of index that the rule searches on the host; None: it needs none."""
         return None
 
     @property

@@ -106,7 +106,8 @@ def _rule_logits(model, mapped, table, rule, bank, given):
     slot = np.full(rows, table.slot_position.shape[1], np.int32)
     position[: len(mapped)] = [m.next_position for m in mapped]
     slot[: len(mapped)] = [m.next_slot for m in mapped]
-    decoding = answer._prepare(model, mapped, table, rule, bank, position, slot)
+    host = None if rule.searches is None else answer.host_search(model)
+    decoding = answer.start_decoding(model, mapped, table, rule, bank, position, slot, host)
     rope = model.rope(table.slot_position.shape[1])
     out = []
     for step in range(given.shape[1]):
@@ -119,10 +120,12 @@ def _rule_logits(model, mapped, table, rule, bank, given):
         if decoding is None:
             hidden, model.cache.pool, table = _DENSE(*args, *batch)
         else:
-            hidden, model.cache.pool, table, decoding = _RULE(*args, decoding, *batch, rule)
+            hidden, model.cache.pool, table, decoding = _RULE(*args, decoding, *batch, rule, host)
         out.append(np.asarray(unembed(model.params, hidden[:, 0]))[: len(mapped)])
+    if host is not None:
+        host.release(np.asarray(decoding.state.numbers[0]).tolist())
     return np.stack(out, axis=1)
 
 
 _DENSE = jax.jit(prefill.run_tokens, static_argnums=1)
-_RULE = jax.jit(answer._run_by_rule, static_argnums=(1, 9))
+_RULE = jax.jit(answer.run_by_rule, static_argnums=(1, 9, 10))
