@@ -4,7 +4,6 @@ import dataclasses
 import json
 from typing import Any
 
-from jaxrag.decode import Dense
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import Method
 from jaxrag.prompts import PromptTemplate
@@ -14,13 +13,11 @@ def gate_subject(method: Method, template: PromptTemplate) -> dict[str, Any]:
     """What a gate is about, JSON-able: how chunks are reused, at any ratio, and the prompt format.
 
     What becomes of misses and of leading parts is left out: there KV is exact, or behind more of
-    what precedes it than a stored chunk's.
+    what precedes it than a stored chunk's. So is the decode rule: the gate looks at prefill.
     """
     values = dataclasses.asdict(method)
-    for other in ("recompute_ratio", "misses", "prefix_cache"):
+    for other in ("recompute_ratio", "misses", "prefix_cache", "decode"):
         del values[other]
-    if method.decode == Dense():  # as before there were rules
-        del values["decode"]
     subject = {"method": values, "template": template.to_dict()}
     return dict(json.loads(json.dumps(subject)))
 

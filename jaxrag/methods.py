@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 from jaxrag.config import ModelConfig, read_toml, strict_fields
-from jaxrag.decode import DecodeRule, Dense, TopN, rule_from
+from jaxrag.decode import DecodeRule, Dense, Retrieval, TopN, rule_from
 from jaxrag.errors import RequestError
 from jaxrag.load import Misses
 from jaxrag.segments import POSITION_SCHEMES, PositionScheme
@@ -162,6 +162,7 @@ METHODS: dict[str, Method] = {
         selector=QueryGuided(),
         recompute_ratio=0.15,
     ),
+    "retrieval_attention": Method("retrieval_attention", encoder=None, decode=Retrieval()),
     "kcache": Method("kcache", encoder=None, decode=TopN()),
 }
 

@@ -58,14 +58,30 @@ DECODE_RULES: dict[str, type[DecodeRule]] = {
 def rule_from(value: str | Mapping[str, Any] | DecodeRule, where: str = "decode") -> DecodeRule:
     """A rule by name, from a table {name = ..., settings}, or the rule itself.
 
+    As one text the settings follow the name: "topn:n=64,renormalise=true".
+
     Raises ConfigError for an unknown name or setting, RequestError for a value out of range.
     """
     if isinstance(value, DecodeRule):
         return value
-    settings = {"name": value} if isinstance(value, str) else dict(value)
+    settings = _read(value, where) if isinstance(value, str) else dict(value)
     name = settings.pop("name", None)
     if name not in DECODE_RULES:
         raise ConfigError(f"{where}: name={name!r}: expected one of {', '.join(DECODE_RULES)}")
     if "index" in settings and not dataclasses.is_dataclass(settings["index"]):
         settings["index"] = spec_from(settings["index"])
     return DECODE_RULES[name](**strict_fields(DECODE_RULES[name], settings, where))
+
+
+def _read(text: str, where: str) -> dict[str, Any]:
+    """The table that a text such as "flat:k=50" stands for."""
+    name, _, rest = text.partition(":")
+    settings: dict[str, Any] = {"name": name}
+    for part in filter(None, rest.split(",")):
+        field, equals, value = part.partition("=")
+        if not equals or not value:
+            raise ConfigError(f"{where}: {part!r} of {text!r}: expected field=value, such as k=50")
+        words = {"true": True, "false": False}
+        number = value.removeprefix("-").isdigit()
+        settings[field] = int(value) if number else words.get(value.lower(), value)
+    return settings
