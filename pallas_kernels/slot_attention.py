@@ -73,7 +73,7 @@ def slot_values(scores: Array, v_pool: Array, pages: Array, slots: Array) -> tup
       count hold, NaN included, is unused.
     """
     batch, _, _, _ = scores.shape
-    top = scores.max(-1, keepdims=True)
+    top = scores.max(-1, keepdims=True, initial=-jnp.inf)
     top = jnp.where(jnp.isfinite(top), top, 0.0)
     weights = jnp.exp(scores - top)
     total = weights.sum(-1)

@@ -11,6 +11,7 @@ from jaxrag.decode.dense import Dense, StaticWindow
 from jaxrag.decode.exact import Flat, TopN
 from jaxrag.decode.host_search import Account, HostSearch
 from jaxrag.decode.infllm import InfLLM
+from jaxrag.decode.memory import Bytes, break_even, bytes_of, index_bytes
 from jaxrag.decode.quest import Quest
 from jaxrag.decode.retrieval import Ivf, Retrieval
 from jaxrag.decode.snapkv import SnapKV
@@ -20,6 +21,7 @@ from jaxrag.errors import ConfigError
 __all__ = [
     "DECODE_RULES",
     "Account",
+    "Bytes",
     "DecodeAttend",
     "DecodeRule",
     "Decoding",
@@ -36,6 +38,9 @@ __all__ = [
     "StaticWindow",
     "TopN",
     "View",
+    "break_even",
+    "bytes_of",
+    "index_bytes",
     "index_keys",
     "order_of",
     "prepare",

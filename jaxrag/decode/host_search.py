@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import io_callback
 
 from jaxrag import attention_index
-from jaxrag.attention_index import Searcher, Spec, build, open_index, search_heads
+from jaxrag.attention_index import Exact, Found, Searcher, Spec, build, open_index, search_heads
 from jaxrag.config import ModelConfig
 from jaxrag.types import Array, HostArray
 
@@ -28,8 +28,9 @@ class Account:
 
     Attributes:
       keys, index_bytes: keys indexed, and bytes of them and of what is built over them on the host.
-      searches, scanned: queries of single heads, and keys whose score they computed; counted only
-        where ``HostSearch.count`` is set.
+      searches, scanned: queries of single heads, and keys whose score they computed. wanted, found:
+        keys that an exact search in float32 gives, and how many of them were found. Only where
+        ``HostSearch.measure`` is set.
       notes: why an index became an exact scan, each reason once.
     """
 
@@ -37,6 +38,8 @@ class Account:
     index_bytes: int = 0
     searches: int = 0
     scanned: int = 0
+    wanted: int = 0
+    found: int = 0
     notes: tuple[str, ...] = ()
 
 
@@ -44,13 +47,15 @@ class Account:
 class HostSearch:
     """The indexes of all requests in decode with one model: [layer][KV head] by request number.
 
-    ``count`` counts the keys that are scanned; FAISS then searches one query at a time.
+    ``measure`` counts the keys that are scanned and compares what was found with an exact search:
+    slower, and with one more copy of the keys of requests that are admitted then.
     """
 
     threads: int | None = None
-    count: bool = False
+    measure: bool = False
     account: Account = dataclasses.field(default_factory=Account)
     _indexes: dict[int, list[list[Searcher]]] = dataclasses.field(default_factory=dict)
+    _exact: dict[int, list[list[Searcher]]] = dataclasses.field(default_factory=dict)
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     _pool: ThreadPoolExecutor | None = None
 
@@ -58,6 +63,7 @@ class HostSearch:
         """A number for a request; its layers are added in order."""
         number = next(self._numbers)
         self._indexes[number] = []
+        self._exact[number] = []
         return number
 
     def add_layer(
@@ -77,11 +83,15 @@ class HostSearch:
                 notes=tuple(filter(None, notes)),
             )
         self._indexes[number].append(searchers)
+        exact = Exact("float32")
+        asked = keys if searchers and self.measure else keys[:0]
+        self._exact[number].append([open_index(build(head, None, exact)) for head in asked])
 
     def release(self, numbers: Sequence[int]) -> None:
         """The requests are done."""
         for number in numbers:
             self._indexes.pop(number, None)
+            self._exact.pop(number, None)
 
     def find(self, numbers: Array, layer: Array, q: Array, k: int) -> Array:
         """Rows of the best k keys for q [B, K, G, H], rotated: [B, K, G, k] int32, -1 where none.
@@ -104,15 +114,23 @@ class HostSearch:
             if number == NOBODY or not (searchers := self._indexes[int(number)][layer]):
                 continue
             most = min(k, len(searchers[0]))
-            found = search_heads(searchers, q[row], most, self._pool, count=self.count)
+            found = search_heads(searchers, q[row], most, self._pool, count=self.measure)
             out[row, ..., :most] = found.ids
-            if self.count:
-                self.account = dataclasses.replace(
-                    self.account,
-                    searches=self.account.searches + found.scanned.size,
-                    scanned=self.account.scanned + int(found.scanned.sum()),
-                )
+            if self.measure and (exact := self._exact[int(number)][layer]):
+                wanted = search_heads(exact, q[row], most, self._pool).ids
+                self._count(found, wanted)
         return out
+
+    def _count(self, found: Found, wanted: HostArray) -> None:
+        """Add searches of [K, G] heads to the account."""
+        both = (found.ids[..., :, None] == wanted[..., None, :]).any(-2)
+        self.account = dataclasses.replace(
+            self.account,
+            searches=self.account.searches + found.scanned.size,
+            scanned=self.account.scanned + int(found.scanned.sum()),
+            wanted=self.account.wanted + wanted.size,
+            found=self.account.found + int(both.sum()),
+        )
 
 
 def training_queries(

@@ -34,6 +34,8 @@ class Retrieval(DecodeRule):
     Attributes:
       rerotate: rotate training queries to where the answer begins; else they stand where they were
         in the prompt, as in the paper, and more keys have to be scanned.
+      max_host_bytes: ceiling of the indexes of one batch on the host, checked before anything is
+        built; None for none.
     """
 
     k: int = 100
@@ -42,12 +44,15 @@ class Retrieval(DecodeRule):
     index: Spec = dataclasses.field(default_factory=ProjectedGraph)
     queries: int = 2048
     rerotate: bool = True
+    max_host_bytes: int | None = None
     name: str = dataclasses.field(default="retrieval", init=False)
 
     def __post_init__(self) -> None:
         """Refuse a window without the newest token, k of zero and no queries."""
         require_zero_or_more(self.name, sink=self.sink)
         require(self.name, k=self.k, recent=self.recent, queries=self.queries)
+        if self.max_host_bytes is not None:
+            require(self.name, max_host_bytes=self.max_host_bytes)
 
     @property
     def observe(self) -> Observe | None:

@@ -14,7 +14,9 @@ from jaxrag.cache import PagePool, PageTable
 from jaxrag.config import ModelConfig
 from jaxrag.decode.base import DecodeRule, PromptQueries, View
 from jaxrag.decode.host_search import NOBODY, HostSearch, training_queries
+from jaxrag.decode.memory import index_bytes
 from jaxrag.decode.retrieval import Indexed, Retrieval
+from jaxrag.errors import RequestError
 from jaxrag.rope import RopeTable
 from jaxrag.types import HIDDEN, Array, HostArray, Tokens
 
@@ -88,6 +90,12 @@ def index_keys(
     """
     rows = len(position)
     end = np.maximum(position + 2 - rule.recent, rule.sink)  # the first that is not indexed
+    need = sum(index_bytes(rule.index, config, int(n)) for n in np.maximum(end - rule.sink, 0))
+    if rule.max_host_bytes is not None and need > rule.max_host_bytes:
+        raise RequestError(
+            f"decode rule {rule.name!r}: the indexes of {rows} request(s) may take {need} bytes of "
+            f"host memory, max_host_bytes={rule.max_host_bytes}; raise it, or ask fewer at once"
+        )
     numbers = [host.admit() if at >= 0 else NOBODY for at in position]
     wanted = np.asarray(bank.positions)
     for layer in range(config.num_layers):

@@ -300,7 +300,7 @@ def test_retrieval_finds_what_flat_finds(tiny_config):
     """With an exact index, found keys and the tail behind them are the top k of all the rest."""
     made = scene(tiny_config)
     rule = Retrieval(k=7, sink=5, recent=20, index=Exact("float32"))
-    host = HostSearch(count=True)
+    host = HostSearch(measure=True)
     number = host.admit()
     end = PROMPT + 1 - rule.recent
     keys = np.stack([made.turned(made.keys[p], p) for p in range(5, end)], axis=1)
@@ -315,6 +315,7 @@ def test_retrieval_finds_what_flat_finds(tiny_config):
     np.testing.assert_allclose(found[0], flat[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found[1], flat[1], rtol=1e-6)
     assert host.account.searches == 6 and host.account.scanned == 6 * (end - 5)
+    assert host.account.found == host.account.wanted == 6 * 7
     assert host.account.keys == 2 * 2 * (end - 5)
     assert host.account.index_bytes >= host.account.keys * 10 * 4
     host.release([number])
