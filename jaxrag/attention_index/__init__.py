@@ -3,7 +3,7 @@
 from jaxrag.attention_index.bank import QueryBank, rotated, spread
 from jaxrag.attention_index.index import AttentionIndex, build, lists_arrays
 from jaxrag.attention_index.keys import Keys
-from jaxrag.attention_index.knn import nearest
+from jaxrag.attention_index.knn import nearest, nearest_on_device
 from jaxrag.attention_index.lists import ListArrays, search_lists
 from jaxrag.attention_index.search import Found, Searcher, open_index, search_heads
 from jaxrag.attention_index.spec import (
@@ -39,6 +39,7 @@ __all__ = [
     "lists_arrays",
     "name_of",
     "nearest",
+    "nearest_on_device",
     "open_index",
     "rotated",
     "search_heads",

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrag.attention_index import faiss_objects, graph, lists
 from jaxrag.attention_index.keys import Keys
-from jaxrag.attention_index.knn import nearest
+from jaxrag.attention_index.knn import Neighbours, nearest
 from jaxrag.attention_index.spec import (
     Exact,
     Hnsw,
@@ -75,11 +75,12 @@ class AttentionIndex:
 
     def rows(self) -> HostArray:
         """[S] int32 the caller's row of each key in the index's order."""
-        return order_of(self.wanted, len(self.keys))
+        return _order(self.wanted, len(self.keys))
 
     def tables_to_arrays(self) -> dict[str, HostArray]:
         """Everything but the keys, by name; ``from_tables`` puts them back over the same keys."""
-        head = {"spec": table_of(self.spec), "note": self.note}
+        shape = [len(self.keys), self.keys.dim]
+        head = {"spec": table_of(self.spec), "note": self.note, "keys": shape}
         text = np.frombuffer(json.dumps(head, sort_keys=True).encode(), np.uint8).copy()
         return {"head": text, "wanted": self.wanted, **self.tables}
 
@@ -100,26 +101,35 @@ class AttentionIndex:
         """The index of ``tables_to_arrays`` over its keys [S, H], in the caller's rows."""
         rest = dict(arrays)
         wanted = _take(rest, "wanted")
-        if keys.ndim != 2 or (len(wanted) and wanted.max() >= len(keys)):
+        spec, _, shape = _head(_take(rest, "head"))
+        if list(keys.shape) != shape:
             raise RetrievalError(
-                f"an index of {len(wanted)} wanted keys does not fit keys {list(keys.shape)}"
+                f"keys of shape {list(keys.shape)}: the saved index is of {shape}; build it again"
             )
-        spec, _ = _head(_take(rest, "head"))
-        stored = Keys.encode(keys[order_of(wanted, len(keys))], spec.storage)
+        stored = Keys.encode(keys[_order(wanted, len(keys))], spec.storage)
         return cls._from(dict(arrays), stored)
 
     @classmethod
     def _from(cls, arrays: dict[str, HostArray], keys: Keys) -> "AttentionIndex":
-        spec, note = _head(_take(arrays, "head"))
-        if keys.storage != spec.storage:
-            raise RetrievalError(f"keys are {keys.storage}, expected {spec.storage}; build again")
+        spec, note, shape = _head(_take(arrays, "head"))
+        if keys.storage != spec.storage or list(keys.codes.shape) != shape:
+            raise RetrievalError(
+                f"keys are {keys.storage} {list(keys.codes.shape)}, expected {spec.storage} "
+                f"{shape}; build the index again"
+            )
         wanted = _take(arrays, "wanted")
         made = cls(spec, note, keys, wanted, arrays)
         _check(made)
         return made
 
 
-def build(keys: HostArray, queries: HostArray | None, spec: Spec) -> AttentionIndex:
+def build(
+    keys: HostArray,
+    queries: HostArray | None,
+    spec: Spec,
+    *,
+    knn: Callable[[HostArray, HostArray, int], Neighbours] = nearest,
+) -> AttentionIndex:
     """Index the keys of one KV head.
 
     Args:
@@ -128,6 +138,7 @@ def build(keys: HostArray, queries: HostArray | None, spec: Spec) -> AttentionIn
             rotated to where questions will come from (``QueryBank.at``). Kinds that are not
             trained ignore them.
         spec: which kind, and its sizes.
+        knn: finds the keys that training queries want; ``nearest_on_device`` where there is one.
 
     Returns:
         The index. With fewer keys than ``exact_below`` or fewer queries than ``min_queries`` it is
@@ -156,7 +167,7 @@ def build(keys: HostArray, queries: HostArray | None, spec: Spec) -> AttentionIn
         raise RetrievalError(
             f"training queries of shape {shape} for keys {list(keys.shape)}: expected [G, m, H]"
         )
-    return _trained(np.asarray(keys, np.float32), np.asarray(queries, np.float32), spec)
+    return _trained(np.asarray(keys, np.float32), np.asarray(queries, np.float32), spec, knn)
 
 
 def _why_exact(count: int, queries: HostArray | None, spec: Spec) -> str:
@@ -171,9 +182,13 @@ def _why_exact(count: int, queries: HostArray | None, spec: Spec) -> str:
     return ""
 
 
-def _trained(keys: HostArray, queries: HostArray, spec: Trained) -> AttentionIndex:
-    knn = min(spec.knn, len(keys))
-    heads = [nearest(head, keys, knn).ids for head in queries]
+def _trained(
+    keys: HostArray,
+    queries: HostArray,
+    spec: Trained,
+    knn: Callable[[HostArray, HostArray, int], Neighbours],
+) -> AttentionIndex:
+    heads = [knn(head, keys, min(spec.knn, len(keys))).ids for head in queries]
     met = np.bincount(np.concatenate([found.ravel() for found in heads]), minlength=len(keys))
     order = np.argsort(-met, kind="stable")
     wanted = order[: np.count_nonzero(met)].astype(np.int32)
@@ -237,17 +252,20 @@ def lists_arrays(index: AttentionIndex) -> lists.ListArrays:
     )
 
 
-def order_of(wanted: HostArray, count: int) -> HostArray:
+def _order(wanted: HostArray, count: int) -> HostArray:
     """The caller's rows in an index's order: the wanted ones, then the others ascending; int32."""
+    if len(wanted) and not 0 <= wanted.min() <= wanted.max() < count:
+        raise RetrievalError(f"wanted rows of a saved index are outside its {count} keys")
     rest = np.ones(count, bool)
     rest[wanted] = False
     return np.concatenate([wanted, np.flatnonzero(rest)]).astype(np.int32)
 
 
-def _head(text: HostArray) -> tuple[Spec, str]:
+def _head(text: HostArray) -> tuple[Spec, str, list[int]]:
+    """The spec, the note and the shape of the keys."""
     try:
         head: dict[str, Any] = json.loads(text.tobytes())
-        return spec_from(head["spec"]), str(head["note"])
+        return spec_from(head["spec"]), str(head["note"]), list(head["keys"])
     except (ValueError, KeyError, TypeError) as error:
         raise RetrievalError(f"the head of a saved index is damaged: {error}") from error
 

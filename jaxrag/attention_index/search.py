@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrag.attention_index import faiss_objects, lists
 from jaxrag.attention_index.index import AttentionIndex
-from jaxrag.attention_index.spec import Exact, Hnsw, Ivf, QueryLists, effort_of
+from jaxrag.attention_index.spec import Exact, Hnsw, Ivf, QueryLists, Spec, effort_of
 from jaxrag.errors import RequestError, RetrievalError
 from jaxrag.types import HostArray
 
@@ -78,30 +78,42 @@ class Searcher:
         self._tail[self._tail_count : count] = keys
         self._tail_count = count
 
+    def all_keys(self) -> HostArray:
+        """Every key, the tail included, [S, H] float32 in the caller's rows, to build again."""
+        keys = np.empty((len(self), self.index.keys.dim), np.float32)
+        keys[self.index.rows()] = self.index.keys.decode()
+        keys[len(self.index) :] = self._tail[: self._tail_count]
+        return keys
+
     def search(
-        self, queries: HostArray, k: int, *, effort: int | None = None, count: bool = False
+        self,
+        queries: HostArray,
+        k: int,
+        *,
+        effort: int | Sequence[int] | None = None,
+        count: bool = False,
     ) -> Found:
         """The ``k`` keys with the largest inner product, for each query head.
 
         Args:
             queries: [G, H] float32, rotated as the keys are.
             k: keys wanted. All of them, tail included, are found exactly.
-            effort: ef or probes of this search; None takes the spec's.
+            effort: ef or probes of this search, for all heads or one each; None takes the spec's.
             count: have FAISS count what it scans; counted searches run one at a time.
 
         Raises:
             RequestError: ``k`` or ``effort`` out of range.
             RetrievalError: queries of the wrong shape or number of heads.
         """
-        queries = self._checked(queries, k, effort)
+        queries = self._checked(queries, k)
         heads, tail = len(queries), self._tail[: self._tail_count]
-        effort = effort_of(self.index.spec) if effort is None else effort
+        efforts = self._efforts(heads, effort)
         if k >= len(self.index):
             scores = queries @ self.index.keys.decode().T
             ids = np.broadcast_to(self.index.rows(), scores.shape)
             scanned = np.full(heads, len(self.index), np.int64)
         else:
-            ids, scores, scanned = self._core(queries, k, effort, count)
+            ids, scores, scanned = self._core(queries, k, efforts, count)
         if len(tail):
             behind = np.arange(len(self.index), len(self), dtype=np.int32)
             ids = np.concatenate([ids, np.broadcast_to(behind, (heads, len(tail)))], axis=1)
@@ -109,7 +121,7 @@ class Searcher:
             scanned = np.where(scanned < 0, scanned, scanned + len(tail))
         return Found(*_best(ids, scores, k), scanned)
 
-    def _checked(self, queries: HostArray, k: int, effort: int | None) -> HostArray:
+    def _checked(self, queries: HostArray, k: int) -> HostArray:
         dim, parts = self.index.keys.dim, self.index.parts
         if queries.ndim != 2 or queries.shape[1] != dim or parts not in (None, len(queries)):
             raise RetrievalError(
@@ -117,19 +129,24 @@ class Searcher:
             )
         if not 1 <= k <= len(self):
             raise RequestError(f"k={k} of {len(self)} keys: expected 1 to {len(self)}")
-        if effort is not None and effort < 1:
-            raise RequestError(f"effort={effort}: expected at least 1")
         return np.ascontiguousarray(queries, np.float32)
 
+    def _efforts(self, heads: int, effort: int | Sequence[int] | None) -> list[int]:
+        """One effort a head; 0 where the index has none."""
+        given = effort_of(self.index.spec) or 0 if effort is None else effort
+        efforts = [given] * heads if isinstance(given, int) else list(given)
+        if len(efforts) != heads or (effort is not None and min(efforts) < 1):
+            raise RequestError(f"effort={effort}: expected at least 1, or that for {heads} heads")
+        return efforts
+
     def _core(
-        self, queries: HostArray, k: int, effort: int | None, count: bool
+        self, queries: HostArray, k: int, efforts: Sequence[int], count: bool
     ) -> tuple[HostArray, HostArray, HostArray]:
         """Ids in the caller's rows, scores and counts of every head, without the tail."""
         heads = len(queries)
         spec = self.index.spec
         if isinstance(spec, QueryLists):
-            assert effort is not None
-            return self._lists(queries, k, effort)
+            return self._lists(queries, k, efforts)
         ids = np.empty((heads, k), np.int64)
         scores = np.empty((heads, k), np.float32)
         scanned = np.full(heads, -1, np.int64)
@@ -139,10 +156,10 @@ class Searcher:
             if count and not isinstance(spec, Exact):
                 with _COUNTING:
                     _reset_counts()
-                    scores[one], ids[one] = _walk(engine, spec, queries[one], k, effort)
+                    scores[one], ids[one] = _walk(engine, spec, queries[one], k, efforts[head])
                     scanned[head] = _counted(engine, spec)
             else:
-                scores[one], ids[one] = _walk(engine, spec, queries[one], k, effort)
+                scores[one], ids[one] = _walk(engine, spec, queries[one], k, efforts[head])
         if isinstance(spec, Exact):
             scanned[:] = len(self.index)
         missing = ids < 0
@@ -154,7 +171,7 @@ class Searcher:
         )
 
     def _lists(
-        self, queries: HostArray, k: int, probes: int
+        self, queries: HostArray, k: int, probes: Sequence[int]
     ) -> tuple[HostArray, HostArray, HostArray]:
         heads = len(queries)
         centroids, table = self.index.tables["centroids"], self.index.tables["table"]
@@ -164,7 +181,7 @@ class Searcher:
         assert self._rows is not None
         for head, query in enumerate(queries):
             part = head if self.index.parts else 0
-            some = lists.candidates(query, centroids[part], table[part], probes)
+            some = lists.candidates(query, centroids[part], table[part], probes[head])
             scanned[head] = len(some) + len(centroids[part])
             kept, values = self._nearest_of(query, some, k)
             ids[head, : len(kept)], scores[head, : len(kept)] = self._rows[kept], values
@@ -253,7 +270,7 @@ def search_heads(
 
 
 def _walk(
-    engine: Any, spec: Any, query: HostArray, k: int, effort: int | None
+    engine: Any, spec: Spec, query: HostArray, k: int, effort: int
 ) -> tuple[HostArray, HostArray]:
     """One query [1, H] through a FAISS index."""
     faiss = faiss_objects.faiss_module()
@@ -265,7 +282,7 @@ def _walk(
     if isinstance(spec, Ivf):
         parameters = faiss.SearchParametersIVF(nprobe=effort)
     else:
-        parameters = faiss.SearchParametersHNSW(efSearch=max(effort or 0, k))
+        parameters = faiss.SearchParametersHNSW(efSearch=max(effort, k))
     scores, ids = engine.search(query, k, params=parameters)
     return scores, ids
 
@@ -276,7 +293,7 @@ def _reset_counts() -> None:
     faiss.cvar.indexIVF_stats.reset()
 
 
-def _counted(engine: Any, spec: Any) -> int:
+def _counted(engine: Any, spec: Spec) -> int:
     faiss = faiss_objects.faiss_module()
     if isinstance(spec, Ivf):
         return int(faiss.cvar.indexIVF_stats.ndis) + int(engine.nlist)

@@ -1,10 +1,10 @@
 """Attention indexes beside FAISS's exact scan, IVF and HNSW, on generated heads.
 
 For every length: recall of the exact top k by queries asked behind the context, the share of keys
-scanned, seconds to build, bytes, and processor time of a search. Each kind's search knob is the
-smallest that reaches the target on validation queries; what is reported is measured on other ones.
-Warm: one KV head again and again. Cold: more KV heads than the caches hold, in turn, as decoding
-visits them. All kinds run in the same process on one thread.
+scanned, seconds to build, bytes, and processor time of a search. Each kind's search knob is, for
+each query head, the smallest that reaches the target on validation queries; what is reported is
+measured on other ones. Warm: one KV head again and again. Cold: more KV heads than the caches hold,
+in turn, as decoding visits them. All kinds run in the same process on one thread.
 """
 
 import dataclasses
@@ -50,6 +50,7 @@ HEADS = {
 
 _WIDTHS = (100, 120, 140, 160, 180, 200, 240, 280, 320, 360, 400, 480, 560, 640, 800, 960, 1120,
            1280, 1600, 2000, 2400, 3200, 4800, 6400, 9600)  # fmt: skip
+Efforts = list[int] | None  # one a query head; None for what has no knob
 _PROBES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224,
            256, 320, 384, 448, 512, 640, 768, 1024, 1536)  # fmt: skip
 
@@ -205,14 +206,14 @@ def measure(heads: Heads, name: str, options: Options) -> Iterator[dict[str, Any
         index = build(keys, queries, kind.spec)
         seconds, processor = time.perf_counter() - start, time.process_time() - used
         searcher = open_index(index)
-        effort = tune(searcher, validation, truth[0], kind.efforts, options)
-        found, scanned = quality(searcher, test, truth[1], options.k, effort)
+        efforts = tune(searcher, validation, truth[0], kind.efforts, options)
+        found, scanned = quality(searcher, test, truth[1], options.k, efforts)
         yield {
             "head": name,
             "context": heads.context,
             "keys": len(keys),
             "engine": engine,
-            "effort": effort,
+            "efforts": efforts,
             "recall": float(found.mean()),
             "recall_of_heads": found.tolist(),
             "scanned": float(scanned.mean()) / len(keys),
@@ -221,7 +222,7 @@ def measure(heads: Heads, name: str, options: Options) -> Iterator[dict[str, Any
             "build_processor_seconds": processor,
             "key_bytes": index.keys.nbytes / len(keys),
             "index_bytes": index.nbytes / len(keys),
-            **latency(index, searcher, test, effort, options),
+            **latency(index, searcher, test, efforts, options),
         }
 
 
@@ -231,13 +232,13 @@ def exact_rows(queries: HostArray, keys: HostArray, k: int) -> HostArray:
 
 
 def quality(
-    searcher: Searcher, queries: HostArray, truth: HostArray, k: int, effort: int | None
+    searcher: Searcher, queries: HostArray, truth: HostArray, k: int, efforts: Efforts
 ) -> tuple[HostArray, HostArray]:
     """Mean recall and mean keys scanned of each query head: [G] and [G]."""
     hits = np.zeros(queries.shape[:2])
     scanned = np.zeros(queries.shape[:2])
     for number in range(queries.shape[1]):
-        found = searcher.search(queries[:, number], k, effort=effort, count=True)
+        found = searcher.search(queries[:, number], k, effort=efforts, count=True)
         scanned[:, number] = found.scanned
         for head, ids in enumerate(found.ids):
             hits[head, number] = np.isin(truth[head, number], ids).mean()
@@ -250,32 +251,36 @@ def tune(
     truth: HostArray,
     efforts: Sequence[int],
     options: Options,
-) -> int | None:
-    """The smallest effort whose mean recall on these queries reaches the target, or the last."""
+) -> Efforts:
+    """Per query head the smallest effort whose recall on these queries reaches the target.
+
+    The largest where none does, and None for what has no knob.
+    """
     if not efforts:
         return None
-    low, high = 0, len(efforts) - 1
-    while low < high:
+    ladder, heads = np.array(efforts), len(queries)
+    low, high = np.zeros(heads, int), np.full(heads, len(efforts) - 1)
+    while (low < high).any():
         middle = (low + high) // 2
-        found, _ = quality(searcher, queries, truth, options.k, efforts[middle])
-        if found.mean() >= options.target + options.margin:
-            high = middle
-        else:
-            low = middle + 1
-    return efforts[low]
+        found, _ = quality(searcher, queries, truth, options.k, ladder[middle].tolist())
+        reached = found >= options.target + options.margin
+        low = np.where((low < high) & ~reached, middle + 1, low)
+        high = np.where((low <= high) & reached, middle, high)
+    chosen: list[int] = ladder[high].tolist()
+    return chosen
 
 
 def latency(
     index: AttentionIndex,
     searcher: Searcher,
     queries: HostArray,
-    effort: int | None,
+    efforts: Efforts,
     options: Options,
 ) -> dict[str, float]:
     """Microseconds of one query head's search: processor time of the best round, median wall."""
-    warm = _rounds([searcher], queries, effort, options)
+    warm = _rounds([searcher], queries, efforts, options)
     copies = max(4, math.ceil(options.cold_bytes / searcher.nbytes))
-    cold = _rounds([_copy(index) for _ in range(copies)], queries, effort, options)
+    cold = _rounds([_copy(index) for _ in range(copies)], queries, efforts, options)
     return {
         "warm_us": warm[0],
         "warm_wall_us": warm[1],
@@ -291,7 +296,7 @@ def _copy(index: AttentionIndex) -> Searcher:
 
 
 def _rounds(
-    searchers: Sequence[Searcher], queries: HostArray, effort: int | None, options: Options
+    searchers: Sequence[Searcher], queries: HostArray, efforts: Efforts, options: Options
 ) -> tuple[float, float]:
     group, number = queries.shape[:2]
     processor, wall = [], []
@@ -299,7 +304,9 @@ def _rounds(
     for _ in range(options.rounds + 1):
         start, used = time.perf_counter(), time.process_time()
         for _ in range(options.searches):
-            searchers[at % len(searchers)].search(queries[:, at % number], options.k, effort=effort)
+            searchers[at % len(searchers)].search(
+                queries[:, at % number], options.k, effort=efforts
+            )
             at += 1
         processor.append(time.process_time() - used)
         wall.append(time.perf_counter() - start)
@@ -335,6 +342,11 @@ def break_even(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return made
 
 
+def mean_of(efforts: Efforts) -> str:
+    """The mean effort of the heads, for a table."""
+    return f"{statistics.mean(efforts):.0f}" if efforts else ""
+
+
 def report(result: dict[str, Any]) -> Iterator[str]:
     """The result as lines of tables."""
     options = result["options"]
@@ -358,7 +370,7 @@ def report(result: dict[str, Any]) -> Iterator[str]:
         ]  # fmt: skip
         ratio = f"{base[0] / row['cold_us']:8.2f}" if base else f"{'':>8}"
         yield (
-            f"{row['engine']:<26} {row['effort'] or '':>6} {row['recall']:6.3f} "
+            f"{row['engine']:<26} {mean_of(row['efforts']):>6} {row['recall']:6.3f} "
             f"{min(row['recall_of_heads']):6.3f} {100 * row['scanned']:7.2f}% "
             f"{row['build_seconds']:8.1f} {row['key_bytes']:6.0f} {row['index_bytes']:7.1f} "
             f"{row['warm_us']:8.0f} {row['cold_us']:8.0f} {ratio}"

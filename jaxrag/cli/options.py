@@ -3,7 +3,8 @@
 import argparse
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.errors import ConfigError, KnowledgeBaseError, RequestError
@@ -261,3 +262,19 @@ def human_count(number: float) -> str:
         if abs(number) >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
+
+
+def require_folder(out: str | None) -> None:
+    """Refuse an --out that cannot be written, before the work."""
+    if out and not Path(out).absolute().parent.is_dir():
+        raise RequestError(f"--out {out}: its folder does not exist; make it first")
+
+
+def give_out(args: argparse.Namespace, result: dict[str, Any], lines: Iterable[str]) -> None:
+    """Write a result to --out; print it as JSON or as lines."""
+    if args.out:
+        Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if args.json:
+        print_json(result)
+    else:
+        print("\n".join(lines))

@@ -14,6 +14,7 @@ from jaxrag.attention_index import (
     graph,
     lists,
     nearest,
+    nearest_on_device,
 )
 from jaxrag.attention_index import knn as knn_module
 from jaxrag.errors import RequestError, RetrievalError
@@ -29,6 +30,27 @@ def test_nearest_is_the_sorted_scores_whatever_the_blocks(head, k, monkeypatch):
         found = nearest(head.test[0], head.keys, k)
         np.testing.assert_array_equal(found.ids, expected)
         np.testing.assert_allclose(found.scores, -np.sort(-scores, axis=1)[:, :k], rtol=1e-5)
+
+
+@pytest.mark.parametrize("k", [1, 7, 100])
+def test_nearest_on_a_device_is_nearest(head, k, monkeypatch):
+    expected = nearest(head.test[0], head.keys, k)
+    for queries, keys in ((1024, 16384), (13, 37), (20, 256)):
+        monkeypatch.setattr(knn_module, "_QUERIES", queries)
+        monkeypatch.setattr(knn_module, "_KEYS", keys)
+        found = nearest_on_device(head.test[0], head.keys, k)
+        np.testing.assert_array_equal(found.ids, expected.ids)
+        np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-5)
+    with pytest.raises(RequestError, match="k=601 of 600 keys"):
+        nearest_on_device(head.test[0], head.keys, 601)
+
+
+def test_an_index_may_be_built_from_neighbours_found_on_a_device(head):
+    spec = ProjectedGraph(degree=8, knn=10, **SMALL)
+    host = build(head.keys, head.train, spec)
+    device = build(head.keys, head.train, spec, knn=nearest_on_device)
+    for name, array in host.to_arrays().items():
+        np.testing.assert_array_equal(device.to_arrays()[name], array)
 
 
 def test_nearest_takes_the_smaller_row_among_equals():

@@ -140,6 +140,18 @@ def test_faiss_walks_our_links(head):
             assert abs(int(found.scanned[part]) - compared) <= 1  # the entry
 
 
+def test_every_head_may_have_an_effort_of_its_own(head):
+    for name in ("graph", "lists", "ivf"):
+        searcher, query = searcher_of(name, head), head.test[:, 2]
+        mixed = searcher.search(query, 5, effort=[1, 9], count=True)
+        for part, effort in enumerate((1, 9)):
+            alone = searcher.search(query, 5, effort=effort, count=True)
+            assert mixed.ids[part].tolist() == alone.ids[part].tolist()
+            assert mixed.scanned[part] == alone.scanned[part]
+        with pytest.raises(RequestError, match="expected at least 1, or that for 2 heads"):
+            searcher.search(query, 5, effort=[1, 2, 3])
+
+
 def slow_lists(index, queries, k, probes):
     """The lists of the nearest centroids, scanned one key at a time."""
     rows, keys = index.rows(), index.keys.decode()
@@ -201,6 +213,18 @@ def test_a_tail_is_scanned_exactly_and_belongs_to_one_request(searcher, head):
         mine.append(np.zeros(3, np.float32))
 
 
+def test_an_index_is_built_again_with_its_tail(head):
+    grown = searcher_of("lists", head).fork()
+    more = head.keys[:50] + 3
+    grown.append(more)
+    keys = grown.all_keys()
+    np.testing.assert_array_equal(keys, np.concatenate([head.keys, more]))
+    again = open_index(build(keys, head.train, LISTS))
+    assert len(again) == len(again.index) == 650
+    found, slow = again.search(head.test[:, 0], 650), grown.search(head.test[:, 0], 650)
+    np.testing.assert_array_equal(found.ids, slow.ids)
+
+
 @pytest.mark.parametrize("storage", ["float16", "uint8"])
 def test_small_storages_find_nearly_the_same(head, recall_of, storage):
     for kind in (Exact, ProjectedGraph, QueryLists):
@@ -257,7 +281,7 @@ def test_tables_go_over_keys_that_are_kept_elsewhere(head):
     assert sum(array.nbytes for array in arrays.values()) < index.nbytes + 600
     loaded = AttentionIndex.from_tables(arrays, head.keys)
     np.testing.assert_array_equal(loaded.keys.codes, index.keys.codes)
-    with pytest.raises(RetrievalError, match=r"wanted keys does not fit keys \[100, 16\]"):
+    with pytest.raises(RetrievalError, match=r"\[100, 16\]: the saved index is of \[600, 16\]"):
         AttentionIndex.from_tables(arrays, head.keys[:100])
 
 
@@ -268,7 +292,10 @@ def test_tables_go_over_keys_that_are_kept_elsewhere(head):
         (lambda a: a.pop("wanted"), "no array 'wanted'"),
         (lambda a: a.update(links_0=a["links_0"] + 600), "links_0 of a saved index points outside"),
         (lambda a: a.update(head=a["head"][:9]), "the head of a saved index is damaged"),
-        (lambda a: a.update(key_codes=a["key_codes"].astype("f4")), "keys are float32, expected"),
+        (
+            lambda a: a.update(key_codes=a["key_codes"].astype("f4")),
+            r"keys are float32 \[600, 16\], expected",
+        ),
     ],
 )
 def test_damaged_arrays_are_refused(head, change, message):
