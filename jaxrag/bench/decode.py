@@ -222,8 +222,8 @@ def _live_bytes() -> int:
 
 def report(result: dict[str, Any]) -> Iterator[str]:
     """The result as lines of a table."""
-    yield f"{result['model']}, {result['dtype']}; chunks of {result['chunk_tokens']} tokens, each "
-    yield f"encoded alone; milliseconds per token, median and best of {result['steps']}; latency only"
+    yield f"{result['model']}, {result['dtype']}; chunks of {result['chunk_tokens']} tokens, each"
+    yield f"encoded alone; milliseconds a token, median and best of {result['steps']}; latency only"
     yield (
         f"{'context':>8} {'rule':<16} {'median':>8} {'best':>8} {'of dense':>8} {'prepare s':>9} "
         f"{'scanned':>8} {'recall':>7} {'device MB':>10} {'host MB':>9} {'index MB':>9}"
@@ -252,8 +252,8 @@ def report(result: dict[str, Any]) -> Iterator[str]:
             even = row["break_even"]
             yield (
                 f"{row['context']} {row['rule']}: KCache section 3.2 on {A100.name}: not slower "
-                f"from {even['tokens']} tokens on, or {even['grouped_tokens']} where the heads of a "
-                f"group fetch for themselves; V hides behind prefill: {even['prefill_hidden']}"
+                f"from {even['tokens']} tokens on, or {even['grouped_tokens']} where the heads of "
+                f"a group fetch for themselves; V hides behind prefill: {even['prefill_hidden']}"
             )
 
 
