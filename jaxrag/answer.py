@@ -23,6 +23,7 @@ from jaxrag.decode import (
     PromptQueries,
     Retrieval,
     index_keys,
+    numbers_of,
     order_of,
     prepare,
 )
@@ -70,12 +71,14 @@ def decode(
     block: int,
     rule: DecodeRule = DENSE,
     bank: PromptQueries | None = None,
+    room: int | None = None,
 ) -> Iterator[HostArray]:
     """Generate forever: yields ids [B, 1] (the first token), then [B, block] at a time.
 
     The caller stops when it has enough; pages must have been reserved for every token that is run.
     A larger block means fewer waits of the host for the device. Tokens attend by ``rule``; ``bank``
-    holds the queries that it asked prefill for.
+    holds the queries that it asked prefill for. ``room`` is the most tokens that will be run; None:
+    as many as pages were reserved for.
     """
     rows = logits.shape[0]
     pad = rows - len(requests)
@@ -84,9 +87,10 @@ def decode(
     slot = np.array([r.next_slot for r in requests] + [hidden_slot] * pad, np.int32)
     token_index = np.zeros(rows, np.int32)
     host = None if rule.searches is None else host_search(model)
-    decoding = start_decoding(model, requests, table, rule, bank, position, slot, host)
+    decoding = start_decoding(model, requests, table, rule, bank, position, slot, host, room)
     ids = _sample(logits, settings, token_index)
     rope = model.rope(hidden_slot)
+    numbers = [] if host is None else numbers_of(decoding)
     try:
         yield np.asarray(ids)[:, None]
         while True:
@@ -100,8 +104,8 @@ def decode(
             token_index = token_index + np.int32(block)
             yield np.asarray(new)
     finally:
-        if host is not None and decoding is not None:
-            host.release(np.asarray(decoding.state.numbers[0]).tolist())
+        if host is not None:
+            host.release(numbers)
 
 
 @functools.lru_cache(maxsize=8)
@@ -124,6 +128,7 @@ def start_decoding(
     position: HostArray,
     slot: HostArray,
     host: HostSearch | None,
+    room: int | None = None,
 ) -> Decoding | None:
     """What the rule carries from step to step; None where it is dense.
 
@@ -137,7 +142,9 @@ def start_decoding(
         shape = (config.num_layers, rows, 0, config.num_heads, config.head_dim)
         none = np.zeros((rows, 0), np.int32)
         bank = PromptQueries(queries=jnp.zeros(shape, config.dtype), positions=jnp.asarray(none))
-    room = bucket(max(r.table.num_slots - r.next_slot for r in requests))
+    if room is None:
+        room = max(r.table.num_slots - r.next_slot for r in requests)
+    room = bucket(room)
     last = np.where(position >= 0, position - 1, -1).astype(np.int32)
     placed = model.put_batch(order, rows)
     common = (config, model.rope(table.slot_position.shape[1]), model.cache.pool, table)

@@ -221,7 +221,7 @@ def _run(
         logits, table, bank = prefill_observed(model, mapped, rule.observe)
         rows = SamplingRows.of([r.sampling for r in requests], logits.shape[0])
         answers = [_new_answer(settings) for _ in requests]
-        blocks = decode(model, mapped, table, logits, rows, block, rule, bank)
+        blocks = decode(model, mapped, table, logits, rows, block, rule, bank, reserve)
         first_at, decoded = 0.0, 0
         for ids in blocks:
             if not first_at:

@@ -15,7 +15,7 @@ from jaxrag.decode.memory import Bytes, break_even, bytes_of, index_bytes
 from jaxrag.decode.quest import Quest
 from jaxrag.decode.retrieval import Ivf, Retrieval
 from jaxrag.decode.snapkv import SnapKV
-from jaxrag.decode.step import DecodeAttend, Decoding, index_keys, order_of, prepare
+from jaxrag.decode.step import DecodeAttend, Decoding, index_keys, numbers_of, order_of, prepare
 from jaxrag.errors import ConfigError
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "bytes_of",
     "index_bytes",
     "index_keys",
+    "numbers_of",
     "order_of",
     "prepare",
     "rule_from",

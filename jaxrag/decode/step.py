@@ -98,20 +98,32 @@ def index_keys(
         )
     numbers = [host.admit() if at >= 0 else NOBODY for at in position]
     wanted = np.asarray(bank.positions)
-    for layer in range(config.num_layers):
-        keys = np.asarray(_keys(config, rope, pool, table, jnp.int32(layer), jnp.asarray(position)))
-        queries = np.asarray(bank.queries[layer].astype(jnp.float32))
-        for row in np.flatnonzero(position >= 0):
-            here = keys[row, order[row, rule.sink : end[row]]].transpose(1, 0, 2)
-            at = int(position[row]) + 1 if rule.rerotate else None
-            trained = training_queries(queries[row], wanted[row], config, at)
-            host.add_layer(numbers[row], np.ascontiguousarray(here), trained, rule.searches)
+    last = jnp.asarray(position)
+    try:
+        for layer in range(config.num_layers):
+            keys = np.asarray(_keys(config, rope, pool, table, jnp.int32(layer), last))
+            queries = np.asarray(bank.queries[layer].astype(jnp.float32))
+            for row in np.flatnonzero(position >= 0):
+                here = keys[row, order[row, rule.sink : end[row]]].transpose(1, 0, 2)
+                at = int(position[row]) + 1 if rule.rerotate else None
+                trained = training_queries(queries[row], wanted[row], config, at)
+                host.add_layer(numbers[row], np.ascontiguousarray(here), trained, rule.searches)
+    except BaseException:
+        host.release(numbers)
+        raise
     tail = np.where(position[:, None] >= 0, end[:, None] + np.arange(room), -1).astype(np.int32)
     number = jnp.asarray(np.array(numbers, np.int32))
     return Indexed(
         numbers=jnp.broadcast_to(number, (config.num_layers, rows)),
         tail=jnp.broadcast_to(tail[:, None, None], (config.num_layers, rows, 1, 1, room)),
     )
+
+
+def numbers_of(decoding: Decoding | None) -> list[int]:
+    """The numbers under which the host knows the requests; none where no index is searched."""
+    if decoding is None or not isinstance(decoding.state, Indexed):
+        return []
+    return [int(number) for number in np.asarray(decoding.state.numbers[0])]
 
 
 @functools.partial(jax.jit, static_argnames=("config",))

@@ -123,7 +123,7 @@ def _rule_logits(model, mapped, table, rule, bank, given):
             hidden, model.cache.pool, table, decoding = _RULE(*args, decoding, *batch, rule, host)
         out.append(np.asarray(unembed(model.params, hidden[:, 0]))[: len(mapped)])
     if host is not None:
-        host.release(np.asarray(decoding.state.numbers[0]).tolist())
+        host.release(answer.numbers_of(decoding))
     return np.stack(out, axis=1)
 
 

@@ -5,9 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxrag import answer, prefill
+from jaxrag.attention_index import Exact, ProjectedGraph
 from jaxrag.attention_index import Ivf as IvfIndex
 from jaxrag.decode import (
     DECODE_RULES,
+    Account,
     Dense,
     Flat,
     InfLLM,
@@ -17,7 +20,10 @@ from jaxrag.decode import (
     SnapKV,
     StaticWindow,
     TopN,
+    step,
 )
+from jaxrag.errors import RequestError
+from jaxrag.generation import generate
 
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 
@@ -119,6 +125,57 @@ def test_every_family(model_of, ids, a_prompt, next_logits, family, rule):
     given = ids(3)[0][None]
     expected, ours = (next_logits(model, "turborag", [prompt], r, given) for r in (Dense(), rule))
     np.testing.assert_allclose(ours, expected, **CLOSE)
+
+
+def test_a_graph_trained_on_the_prompt_is_searched(model_of, ids, a_prompt, next_logits):
+    """Prefill keeps the queries, the host builds graphs from them, and decoding finds keys there."""
+    model, prompt = model_of(), a_prompt(final=60)
+    graph = ProjectedGraph(degree=16, knn=24, ef=80, exact_below=0, min_queries=32)
+    rule = Retrieval(k=6, sink=4, recent=8, index=graph, queries=64)
+    host = answer.host_search(model)
+    host.account, host.measure = Account(), True
+    try:
+        given = ids(5)[0][None]
+        ours = next_logits(model, "full_attention", [prompt], rule, given)
+    finally:
+        host.measure = False
+    account = host.account
+    assert account.notes == () and account.searches == 3 * 5 * 6
+    assert account.found / account.wanted > 0.9
+    if account.found == account.wanted:
+        flat = next_logits(model, "full_attention", [prompt], Flat(6, 4, 8), given)
+        np.testing.assert_allclose(ours, flat, **CLOSE)
+
+
+def test_a_host_ceiling_is_checked_before_anything_is_built(model_of, a_prompt, decoded):
+    rule = Retrieval(k=6, sink=4, recent=8, index=Exact("float16"), max_host_bytes=1000)
+    with pytest.raises(RequestError, match="bytes of host memory, max_host_bytes=1000; raise it"):
+        decoded(model_of(), "turborag", [a_prompt()], rule)
+
+
+@pytest.mark.slow
+def test_another_length_does_not_recompile(ids, model_of):
+    """Prompts and answers of other lengths run through what is compiled already."""
+    model = model_of("llama", num_layers=2)
+    rules = [rule for rule in SPARSE if getattr(rule, "device_layers", 0) < 2]
+
+    def ask(question, documents, new_tokens):
+        for rule in rules:
+            generate(ids(question)[0], documents=list(ids(*documents)), model=model, decode=rule,
+                     method="turborag", max_new_tokens=new_tokens)  # fmt: skip
+
+    compiled = (
+        prefill._prefill_piece,
+        answer._decode_block,
+        answer._sample,
+        step.prepare,
+        step._keys,
+    )
+    ask(30, (100, 90), 9)
+    before = [function._cache_size() for function in compiled]
+    for question, documents, new_tokens in ((25, (98, 91), 16), (17, (90, 90), 3)):
+        ask(question, documents, new_tokens)
+    assert [function._cache_size() for function in compiled] == before
 
 
 def test_every_rule_is_tested():
