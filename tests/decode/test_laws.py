@@ -128,7 +128,7 @@ def test_every_family(model_of, ids, a_prompt, next_logits, family, rule):
 
 
 def test_a_graph_trained_on_the_prompt_is_searched(model_of, ids, a_prompt, next_logits):
-    """Prefill keeps the queries, the host builds graphs from them, and decoding finds keys there."""
+    """Prefill keeps queries, the host builds graphs from them, and decoding finds keys there."""
     model, prompt = model_of(), a_prompt(final=60)
     graph = ProjectedGraph(degree=16, knn=24, ef=80, exact_below=0, min_queries=32)
     rule = Retrieval(k=6, sink=4, recent=8, index=graph, queries=64)
@@ -148,7 +148,8 @@ def test_a_graph_trained_on_the_prompt_is_searched(model_of, ids, a_prompt, next
 
 
 def test_a_host_ceiling_is_checked_before_anything_is_built(model_of, a_prompt, decoded):
-    rule = Retrieval(k=6, sink=4, recent=8, index=Exact("float16"), max_host_bytes=1000)
+    exact = Exact("float16")
+    rule = Retrieval(k=6, sink=4, recent=8, index=exact, max_host_bytes=1000)
     with pytest.raises(RequestError, match="bytes of host memory, max_host_bytes=1000; raise it"):
         decoded(model_of(), "turborag", [a_prompt()], rule)
 
@@ -164,13 +165,7 @@ def test_another_length_does_not_recompile(ids, model_of):
             generate(ids(question)[0], documents=list(ids(*documents)), model=model, decode=rule,
                      method="turborag", max_new_tokens=new_tokens)  # fmt: skip
 
-    compiled = (
-        prefill._prefill_piece,
-        answer._decode_block,
-        answer._sample,
-        step.prepare,
-        step._keys,
-    )
+    compiled = (prefill._prefill_piece, answer._decode_block, step.prepare, step._keys)
     ask(30, (100, 90), 9)
     before = [function._cache_size() for function in compiled]
     for question, documents, new_tokens in ((25, (98, 91), 16), (17, (90, 90), 3)):
