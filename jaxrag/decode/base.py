@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from jaxrag.attention import paged_attention, paged_scores, slot_scores, slot_values
 from jaxrag.attention_index import Spec
@@ -260,6 +261,15 @@ class DecodeRule(abc.ABC):
     @abc.abstractmethod
     def attend(self, view: View, layer: Array, state: Any) -> tuple[Partial, Any]:
         """Attention of the newest token in one layer, float32, and the layer's state after it."""
+
+
+def highest(scores: Array, count: int) -> tuple[Array, Array]:
+    """The ``count`` highest scores [..., S], best first, and where they are; all where S is less.
+
+    Ties go to the earlier one.
+    """
+    best, at = lax.top_k(scores, min(count, scores.shape[-1]))
+    return best, at
 
 
 def require(rule: str, **counts: int) -> None:

@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxrag.attention import merge
 from jaxrag.config import ModelConfig
-from jaxrag.decode.base import DecodeRule, View, require, require_zero_or_more
+from jaxrag.decode.base import DecodeRule, View, highest, require, require_zero_or_more
 from jaxrag.errors import RequestError
 from jaxrag.types import Array, Partial
 
@@ -39,7 +39,7 @@ class Flat(DecodeRule):
         """The window, and the best of the rest."""
         window = view.attend_at(*view.window(self.sink, self.recent))
         rest = view.outside_window(self.sink, self.recent)[:, None, None]
-        scores, slots = _best(jnp.where(rest, view.scores(), -jnp.inf), self.k)
+        scores, slots = highest(jnp.where(rest, view.scores(), -jnp.inf), self.k)
         return merge([window, view.mix(scores, slots)]), state
 
 
@@ -93,7 +93,7 @@ class TopN(DecodeRule):
 
     def _top(self, view: View) -> Partial:
         everything = view.scores()
-        scores, slots = _best(everything, self.n)
+        scores, slots = highest(everything, self.n)
         kept = view.mix(scores, slots)
         if self.renormalise:
             return kept
@@ -103,8 +103,3 @@ class TopN(DecodeRule):
         lse = (jnp.log(total) + top[..., 0]).reshape(kept.lse.shape)  # -inf: nothing is seen
         share = jnp.exp(kept.lse - jnp.where(jnp.isfinite(lse), lse, 0.0))
         return Partial(out=kept.out * share[..., None], lse=lse)
-
-
-def _best(scores: Array, count: int) -> tuple[Array, Array]:
-    """The highest scores [..., S] and their slots; all of them where there are fewer."""
-    return tuple(lax.top_k(scores, min(count, scores.shape[-1])))

@@ -4,10 +4,9 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 
 from jaxrag.attention import merge
-from jaxrag.decode.base import DecodeRule, Observe, View, require, require_zero_or_more
+from jaxrag.decode.base import DecodeRule, Observe, View, highest, require, require_zero_or_more
 from jaxrag.decode.dense import Positions, check_positions
 from jaxrag.errors import RequestError
 from jaxrag.types import Array, Partial
@@ -82,7 +81,7 @@ class InfLLM(DecodeRule):
         short = -scores.shape[-1] % self.block
         scores = jnp.pad(scores, ((0, 0), (0, 0), (0, short)), constant_values=-jnp.inf)
         scores = scores.reshape(*scores.shape[:2], -1, self.block)
-        _, best = lax.top_k(scores, self.representatives)  # ties go to the first
+        _, best = highest(scores, self.representatives)  # ties go to the first
         first = self.sink + jnp.arange(scores.shape[2]) * self.block
         return (best + first[:, None]).reshape(*scores.shape[:2], -1).astype(jnp.int32)
 
@@ -98,7 +97,7 @@ class InfLLM(DecodeRule):
         edge = local[:, 0, 0]
         relevance = jnp.where(first + self.block - 1 <= edge, relevance, -jnp.inf)
         relevance = jnp.where((first <= edge) & (edge < first + self.block - 1), jnp.inf, relevance)
-        best_score, best = lax.top_k(relevance, min(self.blocks, relevance.shape[-1]))
+        best_score, best = highest(relevance, self.blocks)
         where = self.sink + best[..., None] * self.block + jnp.arange(self.block)
         where = where.reshape(where.shape[0], 1, 1, -1).astype(jnp.int32)
         chosen = jnp.repeat(best_score > -jnp.inf, self.block, axis=-1)[:, None, None]

@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxrag.cache import PAGE
 from jaxrag.config import ModelConfig
-from jaxrag.decode.base import DecodeRule, View, require, require_zero_or_more
+from jaxrag.decode.base import DecodeRule, View, highest, require, require_zero_or_more
 from jaxrag.errors import RequestError
 from jaxrag.rope import rotate, scale_rotary
 from jaxrag.types import Array, Partial
@@ -89,7 +89,7 @@ class Quest(DecodeRule):
         bound = jnp.where(jnp.arange(num_pages) == own[:, None, None], jnp.inf, bound)
         seen = view.seen.reshape(batch, 1, 1, num_pages, page)
         bound = jnp.where(seen.any(-1), bound, -jnp.inf)
-        _, best = lax.top_k(bound, min(self.budget // page, num_pages))
+        _, best = highest(bound, self.budget // page)
         slots = best[..., None] * page + jnp.arange(page)
         slots = slots.reshape(*best.shape[:-1], -1)
         return view.mix(view.scores_of_slots(slots), slots)

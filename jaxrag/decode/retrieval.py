@@ -5,12 +5,11 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
 
 from jaxrag.attention import merge
 from jaxrag.attention_index import Ivf as IvfIndex
 from jaxrag.attention_index import ProjectedGraph, Spec
-from jaxrag.decode.base import DecodeRule, Observe, View, require, require_zero_or_more
+from jaxrag.decode.base import DecodeRule, Observe, View, highest, require, require_zero_or_more
 from jaxrag.rope import place
 from jaxrag.types import Array, Partial
 
@@ -82,7 +81,7 @@ class Retrieval(DecodeRule):
         both = jnp.concatenate(scores, axis=-1)
         shape = both.shape[:-1]
         where = jnp.concatenate([jnp.broadcast_to(w, (*shape, w.shape[-1])) for w in wheres], -1)
-        best, at = lax.top_k(both, self.k)
+        best, at = highest(both, self.k)
         slots = view.slots_of(jnp.take_along_axis(where, at, axis=-1))
         return merge([window, view.mix(best, slots)]), state
 

@@ -10,7 +10,7 @@ from flax import struct
 from jax import lax
 
 from jaxrag.attention import merge
-from jaxrag.decode.base import DecodeRule, Observe, View, require
+from jaxrag.decode.base import DecodeRule, Observe, View, highest, require
 from jaxrag.errors import RequestError
 from jaxrag.rope import place
 from jaxrag.types import Array, Partial
@@ -69,7 +69,7 @@ class SnapKV(DecodeRule):
         earlier = jnp.arange(by_position.shape[-1]) < start[:, None, None, None]
         ranked = _average(jnp.where(earlier, by_position, 0.0), self.kernel)
         ranked = jnp.where(earlier, ranked, -1.0)
-        best, chosen = lax.top_k(ranked, min(self.capacity - self.window, ranked.shape[-1]))
+        best, chosen = highest(ranked, self.capacity - self.window)
         tail = start[:, None] + jnp.arange(self.window + room)
         return Kept(
             chosen=jnp.where(best >= 0, chosen, -1).astype(jnp.int32),
