@@ -135,7 +135,7 @@ def test_an_index_that_scans_everything_is_named(model_of, ids):
     options = {"documents": documents, "model": model_of(), "method": "turborag"}
     rule = Retrieval(k=6, sink=4, recent=8)
     for out in generate(questions, decode=rule, max_new_tokens=5, **options):
-        (note,) = [note for note in out.notes if "decode rule" in note]
+        note = next(note for note in out.notes if "decode rule" in note)
         assert "'retrieval'" in note and "32768" in note
 
 
