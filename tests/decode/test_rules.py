@@ -118,17 +118,16 @@ def test_generate_and_its_option(model_of, ids):
     document, question = (list(map(int, x)) for x in ids(90, 7))
     options = {"documents": [document], "model": model, "max_new_tokens": 9}
     plain = generate(question, method="turborag", **options)
-    wide = generate(question, method="turborag", decode="topn:n=512", **options)
-    assert wide.token_ids == plain.token_ids
     narrow = generate(
         question, method="turborag", decode="static_window:sink=1,recent=2", **options
     )
     assert narrow.token_ids != plain.token_ids and narrow.token_ids[0] == plain.token_ids[0]
-    assert wide.notes == narrow.notes == plain.notes
+    assert narrow.notes == plain.notes
     with pytest.raises(ConfigError, match="name='none'"):
         generate(question, decode="none", **options)
 
 
+@pytest.mark.slow
 def test_an_index_that_scans_everything_is_named(model_of, ids):
     """Too few keys for a graph: the result says so, and every request of a batch does."""
     documents, questions = list(ids(90)), [list(map(int, q)) for q in ids(7, 5)]
