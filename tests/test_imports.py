@@ -20,7 +20,7 @@ LAYERS = (
     ("models",),
     ("index", "embed", "documents", "sentences", "chunking", "attention_index"),
     ("encode", "catalog", "cutting", "ingest", "load", "export", "knowledge_base"),
-    ("select",),
+    ("select", "decode"),
     ("mapping", "prefill", "methods", "reuse"),
     ("gated", "answer", "request", "generation", "batch_files", "batch"),
     ("jaxrag",),

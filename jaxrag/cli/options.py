@@ -68,7 +68,8 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
         "--method",
         default="turborag",
         help="full_attention, full_reuse, turborag, turborag_composite, block_attention, "
-        "cacheblend, cache_craft, epic, fusionrag, or a .toml file (turborag)",
+        "cacheblend, cache_craft, epic, fusionrag, retrieval_attention, kcache, or a .toml file "
+        "(turborag)",
     )
     parser.add_argument(
         "--recompute-ratio",
@@ -87,6 +88,12 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
         "--prefix-cache",
         action="store_true",
         help="keep leading parts as full attention computed them, for prompts that begin alike",
+    )
+    parser.add_argument(
+        "--decode",
+        metavar="RULE",
+        help="how generated tokens attend: dense, static_window, snapkv, infllm, quest, flat, ivf, "
+        "retrieval, topn; settings follow a colon, as in topn:n=64 (the method's own)",
     )
     parser.add_argument(
         "--template",
