@@ -1,0 +1,210 @@
+"""Long prompts put to a model, by one method after the other.
+
+Every method answers the same prompts, as ``generate`` does with ``documents=``: one document that
+holds the whole haystack, or the chunks it is cut into.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from jaxrag.cache import PAGE
+from jaxrag.errors import ConfigError
+from jaxrag.evals.long.case import Frame
+from jaxrag.evals.long.plan import Item, Options, plan
+from jaxrag.evals.statistics import LEVEL, Estimate, difference, share
+from jaxrag.generation import Result, serve
+from jaxrag.methods import Method
+from jaxrag.models.model import Model, load_model
+from jaxrag.prompts import PromptTemplate, template_named
+from jaxrag.request import DECODE_BLOCK, Request, Settings, prepare, resolve
+from jaxrag.sampling import Sampling
+from jaxrag.types import HostArray
+
+FIFTHS = 5  # of the haystack, for the table by depth
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """What one method answered: the results and their scores [Q] float64, in the plan's order."""
+
+    results: list[Result]
+    scores: HostArray
+
+
+def run(options: Options, progress: bool = True) -> dict[str, Any]:
+    """Measure; JSON-able, scores as fractions of 1, ``report`` prints it and ``heatmap`` draws it.
+
+    Raises RequestError, ModelError, TokenizerError, ConfigError or DocumentError for what cannot be
+    asked, before the model computes anything.
+    """
+    model = load_model(options.model, dtype=options.dtype)
+    tokenizer = model.text_tokenizer()
+    template = model.template if options.template is None else template_named(options.template)
+    if template is None:
+        raise ConfigError(
+            f"{options.model} brings no prompt.toml, so its prompt format is unknown; pass "
+            "--template NAME"
+        )
+    for method in options.resolved:
+        method.check(model.config)
+    frame = Frame(tokenizer, template, options.chunk_tokens, options.lead)
+    items = plan(options, frame, model.config.max_positions, progress)
+    model = dataclasses.replace(model, cache_tokens=_cache_tokens(options, frame, items))
+    prepared = {
+        method.name: {
+            task: _requests(options, model, template, method, task, items)
+            for task in options.chosen
+        }
+        for method in options.resolved
+    }
+    answers: dict[str, Answers] = {}
+    total = len(items) * len(prepared)
+    with tqdm(total=total, unit="question", desc="eval", disable=not progress) as bar:
+        for name, by_task in prepared.items():
+            bar.set_postfix_str(name)
+            answers[name] = _answer(options, by_task, items, bar)
+    return {
+        "suite": options.suite,
+        "flavour": options.flavour,
+        "tasks": list(options.chosen),
+        "lengths": list(options.lengths),
+        "depths": list(options.depths) if options.suite == "needle" else None,
+        "questions": options.questions,
+        "seed": options.seed,
+        "chunk_tokens": options.chunk_tokens,
+        "filler": list(options.filler),
+        "lead": options.lead,
+        "answer_tokens": {task: options.answer_tokens(task) for task in options.chosen},
+        "interval": f"{LEVEL:.0%} (jaxrag/evals/statistics.py)",
+        "model": {
+            "path": options.model,
+            "weights": model.digest,
+            "dtype": model.config.dtype,
+            "template": template.to_dict(),
+        },
+        "methods": {method.name: repr(method) for method in options.resolved},
+        **_tables(options, items, answers),
+        "items": [_item(i, item, answers) for i, item in enumerate(items)],
+    }
+
+
+def _cache_tokens(options: Options, frame: Frame, items: Sequence[Item]) -> int:
+    """Room for a batch of the longest prompts under the method that needs most."""
+    need = 0
+    _, around = frame.markers()
+    for item in items:
+        chunks = [len(chunk) + around for chunk in item.fitted.chunks]
+        recomputed = max(method.room(chunks) for method in options.resolved)
+        own = item.fitted.num_tokens + recomputed + options.answer_tokens(item.task) + DECODE_BLOCK
+        pages = (len(chunks) + 3) * PAGE  # every part begins a page
+        need = max(need, own + pages)
+    return need * options.batch_size
+
+
+def _requests(
+    options: Options,
+    model: Model,
+    template: PromptTemplate,
+    method: Method,
+    task: str,
+    items: Sequence[Item],
+) -> tuple[Settings, dict[int, Request]]:
+    """The prompts of a task, by their place in the plan, with the beginning of their answers."""
+    settings = resolve(
+        kb=None,
+        model=model,
+        method=method,
+        template=template,
+        k=1,
+        max_new_tokens=options.answer_tokens(task),
+        stop=(),
+    )
+    requests = {}
+    for i, item in enumerate(items):
+        if item.task == task:
+            fitted = item.fitted
+            request = prepare(settings, fitted.case.question, fitted.chunks, Sampling())
+            final = np.concatenate((request.prompt.final, fitted.lead))
+            prompt = dataclasses.replace(request.prompt, final=final)
+            assert prompt.num_tokens == item.length
+            requests[i] = dataclasses.replace(request, prompt=prompt)
+    return settings, requests
+
+
+def _answer(
+    options: Options,
+    by_task: dict[str, tuple[Settings, dict[int, Request]]],
+    items: Sequence[Item],
+    bar: "tqdm[Any]",
+) -> Answers:
+    found: dict[int, Result] = {}
+    for settings, requests in by_task.values():
+        places = list(requests)
+        for batch in serve(settings, list(requests.values()), options.batch_size):
+            found |= {places[i]: result for i, result in batch.items()}
+            bar.update(len(batch))
+    results = [found[i] for i in range(len(items))]
+    scores = [
+        options.chosen[item.task].score(result.text, item.fitted.case.expected)
+        for item, result in zip(items, results, strict=True)
+    ]
+    return Answers(results, np.array(scores, np.float64))
+
+
+def _tables(options: Options, items: Sequence[Item], answers: dict[str, Answers]) -> dict[str, Any]:
+    """Scores by task and length, by depth, and each method against the first."""
+    task = np.array([item.task for item in items])
+    length = np.array([item.length for item in items])
+    depth = np.array([np.nan if item.depth is None else item.depth for item in items])
+    fifth = np.minimum(np.nan_to_num(depth * FIFTHS), FIFTHS - 1).astype(int)
+    groups = [
+        {"task": name, "length": size, "rows": (task == name) & (length == size)}
+        for name in options.chosen
+        for size in options.lengths
+    ]
+    cells, grid, by_depth, differences = [], [], [], []
+    first = options.resolved[0].name
+    for name, own in answers.items():
+        for group in groups:
+            rows = group["rows"]
+            named = {"method": name, "task": group["task"], "length": group["length"]}
+            cells.append(named | {"score": _share(own.scores[rows])})
+            if name != first:
+                less = (own.scores[rows], answers[first].scores[rows])
+                found = difference(*less, np.arange(rows.sum()))
+                differences.append(named | {"minus": first, "difference": _plain(found)})
+            if np.isnan(depth[rows]).any():
+                continue
+            for place in options.depths if options.suite == "needle" else ():
+                score = _share(own.scores[rows & (depth == place)])
+                grid.append(named | {"depth": place, "score": score})
+            for n in range(FIFTHS) if options.suite != "needle" else ():
+                score = _share(own.scores[rows & (fifth == n)])
+                by_depth.append(named | {"fifth": n, "score": score})
+    return {"cells": cells, "grid": grid, "by_depth": by_depth, "differences": differences}
+
+
+def _share(scores: HostArray) -> dict[str, float] | None:
+    return _plain(share(scores, np.arange(len(scores))))
+
+
+def _plain(estimate: Estimate | None) -> dict[str, float] | None:
+    return None if estimate is None else estimate._asdict()
+
+
+def _item(number: int, item: Item, answers: dict[str, Answers]) -> dict[str, Any]:
+    return {
+        "task": item.task,
+        "length": item.length,
+        "depth": item.depth,
+        "needles_at": list(item.fitted.at),
+        "chunks": len(item.fitted.chunks),
+        "question": item.fitted.case.question,
+        "expected": list(item.fitted.case.expected),
+        "answers": {name: own.results[number].text for name, own in answers.items()},
+        "scores": {name: float(own.scores[number]) for name, own in answers.items()},
+    }
