@@ -88,8 +88,7 @@ def _add_arguments(parser: argparse.ArgumentParser, suite: str) -> None:
             action="append",
             default=[],
             metavar="FILE",
-            help="a text file whose sentences make up the prose of haystacks; repeatable (generated "
-            "sentences)",
+            help="text whose sentences are the prose of haystacks; repeatable (generated ones)",
         )
     parser.add_argument(
         "--questions",

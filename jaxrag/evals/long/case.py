@@ -97,7 +97,7 @@ class Frame:
         before, around = self.markers()
         needles = in_text(tokenizer, case.needles, case.glue) if case.needles else []
         room = length - prefix - final
-        filler = self._filler(case, max(room, 1))
+        filler = self._filler(case, max(room - sum(map(len, needles)), 1))
         count = 1
         least = sum(map(len, (*needles, *filler[: case.least])))
         if self.chunk_tokens is not None:
@@ -117,8 +117,8 @@ class Frame:
                     "for a longer one"
                 )
             units = _hide(filler, needles, case.depths, tokens)
-            groups = _pack(units, self.chunk_tokens)
-            if len(groups) <= count and _spread(groups, count):
+            groups = _spread(_pack(units, self.chunk_tokens), count)
+            if len(groups) == count:
                 break
             count += 1
         at = [0] * len(needles)
@@ -181,17 +181,17 @@ class Frame:
 
 
 def in_text(tokenizer: Tokenizer, sentences: Sequence[str], glue: str) -> list[HostArray]:
-    """Ids of each sentence as it has them between others, int32 [T]; the glue is part of one.
+    """Ids of each sentence as it has them between others, int32 [T], the glue before it included.
 
-    Cut where characters end: a token that two sentences share goes to the later one.
+    Cut where characters end: a token that two sentences share goes to the earlier one.
     """
     parts = (sentences[-1], *sentences, sentences[0])
-    edges = np.cumsum([0, *(len(part) + len(glue) for part in parts[:-1])])
+    ends = np.cumsum([len(part) + len(glue) for part in parts[:-1]]) - len(glue)
     ids, offsets = tokenizer.encode_with_offsets(glue.join(parts))
     spans = np.array(offsets, np.int64).reshape(-1, 2)
     reached = np.concatenate(([0], np.maximum.accumulate(spans[:, 1])))[:-1]
     cuts = np.flatnonzero(spans[:, 0] >= reached)
-    firsts = cuts[np.searchsorted(reached[cuts], edges[1:], side="right") - 1]
+    firsts = cuts[np.searchsorted(reached[cuts], ends)]
     return [ids[a:b] for a, b in itertools.pairwise(firsts)]
 
 
@@ -237,15 +237,21 @@ def _pack(units: Sequence[_Unit], chunk_tokens: int | None) -> list[list[_Unit]]
     return groups
 
 
-def _spread(groups: list[list[_Unit]], count: int) -> bool:
-    """Split the chunks of most units until there are so many; False where none can be split.
+def _spread(groups: list[list[_Unit]], count: int) -> list[list[_Unit]]:
+    """The chunks, split until there are so many; fewer where no more can be split.
 
-    One chunk fewer needs less of the room, which only a longer haystack could fill.
+    One chunk fewer would leave room for the marks around it, and a longer haystack, which fills
+    that room, needs the chunk.
     """
+    groups = list(groups)
     while len(groups) < count:
         most = max(range(len(groups)), key=lambda i: len(groups[i]))
         group = groups[most]
-        if len(group) < 2:
-            return False
+        if len(group) == 1:  # of single sentences, the longest that is no needle is cut
+            sizes = [len(group[0].ids) if group[0].needle < 0 else 0 for group in groups]
+            most = int(np.argmax(sizes))
+            if sizes[most] < 2:
+                break
+            group = [_Unit(half, -1) for half in np.array_split(groups[most][0].ids, 2)]
         groups[most : most + 1] = [group[: len(group) // 2], group[len(group) // 2 :]]
-    return True
+    return groups

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxrag.evals.plots import check_picture, figure_class
 
 
@@ -26,8 +28,12 @@ def draw_heatmap(result: Mapping[str, Any], path: Path) -> None:
     )
     panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
     for name, axes in zip(names, panels, strict=True):
-        scores = [[100 * found[name, length, depth] for length in lengths] for depth in depths]
+        scores = np.array([[100 * found[name, n, depth] for n in lengths] for depth in depths])
         image = axes.imshow(scores, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+        for (row, column), score in np.ndenumerate(scores):
+            pale = 20 < score < 80  # the colours of the middle
+            axes.text(column, row, f"{score:.0f}", ha="center", va="center", fontsize=6,
+                      color="black" if pale else "white")  # fmt: skip
         axes.set_title(name, fontsize=9)
         axes.set_xlabel("tokens of the prompt", fontsize=8)
         axes.set_xticks(range(len(lengths)), [_tokens(n) for n in lengths], rotation=45)

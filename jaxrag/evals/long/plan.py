@@ -132,6 +132,7 @@ class _Place:
     task: str
     length: int
     depth: float
+    question: int  # its number among those of this task and length
 
 
 def plan(options: Options, frame: Frame, max_positions: int, progress: bool) -> list[Item]:
@@ -149,30 +150,30 @@ def plan(options: Options, frame: Frame, max_positions: int, progress: bool) -> 
         )
     filler = text_prose(options.filler) if options.filler else prose
     places = list(_places(options))
-    items: dict[int, Item] = {}
-    # The shortest first: a length that is too short is found before the long prompts are made.
-    order = sorted(range(len(places)), key=lambda i: places[i].length)
-    with tqdm(total=len(places), unit="prompt", desc="prompts", disable=not progress) as bar:
-        for i in order:
-            items[i] = _item(options, frame, filler, places[i], i)
-            bar.update()
-    return [items[i] for i in range(len(places))]
+    shortest = [place for place in places if place.length == min(options.lengths)]
+    for place in {place.task: place for place in shortest}.values():
+        _item(options, frame, filler, place)  # what cannot be asked, before the long prompts
+    silent = None if progress else True
+    return [
+        _item(options, frame, filler, place)
+        for place in tqdm(places, unit="prompt", desc="prompts", disable=silent, leave=False)
+    ]
 
 
 def _places(options: Options) -> Iterator[_Place]:
-    """Tasks with one needle are asked at even depths, each in the middle of its share."""
+    """Needles of the grid at its depths; those of the others in the middle of equal shares."""
     even = [(n + 0.5) / options.questions for n in range(options.questions)]
     depths: Sequence[float] = even
     if options.suite == "needle":
         depths = [depth for depth in options.depths for _ in range(options.questions)]
     for length in options.lengths:
         for task in options.chosen:
-            for depth in depths:
-                yield _Place(task, length, depth)
+            for question, depth in enumerate(depths):
+                yield _Place(task, length, depth, question)
 
 
-def _item(options: Options, frame: Frame, filler: Prose, place: _Place, number: int) -> Item:
-    name = f"{options.seed} {place.task} {place.length} {place.depth:.6f} {number}"
+def _item(options: Options, frame: Frame, filler: Prose, place: _Place) -> Item:
+    name = f"{options.seed} {place.task} {place.length} {place.question}"
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
     task = options.chosen[place.task]
     case = task.make(Draw(random.Random(seed), place.depth, filler))

@@ -1,6 +1,6 @@
 """The result of ``run`` as tables, for a terminal and as Markdown."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxrag.evals.accuracy_report import Table, markdown_table, shown
@@ -31,7 +31,7 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
             "score in % by depth of the needle, 0 at the start",
             [
                 ["method", "tokens", *(f"{100 * depth:g} %" for depth in depths)],
-                *_by_place(result["grid"], "depth", with_task=False),
+                *_by_place(result, "grid", "depth"),
             ],
             names=2,
         )
@@ -40,7 +40,7 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
             "score in % of tasks with one needle, by the fifth of the haystack that it stands in",
             [
                 ["task", "method", "tokens", "first", "second", "third", "fourth", "last"],
-                *_by_place(result["by_depth"], "fifth", with_task=True),
+                *_by_place(result, "by_depth", "fifth"),
             ],
             names=3,
         )
@@ -62,15 +62,24 @@ def _rows(result: Mapping[str, Any], part: str, value: str, form: str) -> list[l
     found: dict[tuple[str, str], list[str]] = {}
     for cell in result[part]:
         found.setdefault((cell["task"], cell["method"]), []).append(shown(cell[value], form))
-    order = {task: i for i, task in enumerate(result["tasks"])}
-    return [[*key, *found[key]] for key in sorted(found, key=lambda key: order[key[0]])]
+    return [[*key, *found[key]] for key in _by_task(result, found)]
 
 
-def _by_place(cells: list[dict[str, Any]], place: str, with_task: bool) -> list[list[str]]:
-    """A row of plain means for every task, method and length; the JSON has the intervals."""
-    found: dict[tuple[str, str, str], dict[float, str]] = {}
-    for cell in cells:
+def _by_place(result: Mapping[str, Any], part: str, place: str) -> list[list[str]]:
+    """Means of every task, method and length by place, whole per cents; intervals are in the JSON.
+
+    The task is left out where it is the needle.
+    """
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for cell in result[part]:
         key = (cell["task"], cell["method"], str(cell["length"]))
         score = cell["score"]
-        found.setdefault(key, {})[cell[place]] = f"{100 * score['value']:.0f}" if score else ""
-    return [[*key[0 if with_task else 1 :], *row.values()] for key, row in found.items()]
+        found.setdefault(key, []).append(f"{100 * score['value']:.0f}" if score else "")
+    skip = 1 if part == "grid" else 0
+    return [[*key[skip:], *found[key]] for key in _by_task(result, found)]
+
+
+def _by_task[Key: tuple[str, ...]](result: Mapping[str, Any], keys: Iterable[Key]) -> list[Key]:
+    """By task and method in the order of the result; the rest keeps its order."""
+    tasks, methods = result["tasks"], list(result["methods"])
+    return sorted(keys, key=lambda key: (tasks.index(key[0]), methods.index(key[1])))

@@ -5,7 +5,7 @@ holds the whole haystack, or the chunks it is cut into.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,8 @@ from jaxrag.evals.long.case import Frame
 from jaxrag.evals.long.plan import Item, Options, plan
 from jaxrag.evals.statistics import LEVEL, Estimate, difference, share
 from jaxrag.generation import Result, serve
-from jaxrag.methods import Method
-from jaxrag.models.model import Model, load_model
-from jaxrag.prompts import PromptTemplate, template_named
+from jaxrag.models.model import load_model
+from jaxrag.prompts import template_named
 from jaxrag.request import DECODE_BLOCK, Request, Settings, prepare, resolve
 from jaxrag.sampling import Sampling
 from jaxrag.types import HostArray
@@ -54,19 +53,31 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
     frame = Frame(tokenizer, template, options.chunk_tokens, options.lead)
     items = plan(options, frame, model.config.max_positions, progress)
     model = dataclasses.replace(model, cache_tokens=_cache_tokens(options, frame, items))
-    prepared = {
-        method.name: {
-            task: _requests(options, model, template, method, task, items)
-            for task in options.chosen
-        }
+    settings = {
+        (method.name, task): resolve(
+            kb=None,
+            model=model,
+            method=method,
+            template=template,
+            k=1,
+            max_new_tokens=options.answer_tokens(task),
+            stop=(),
+        )
         for method in options.resolved
+        for task in options.chosen
     }
+    firsts = {(item.task, item.length): item for item in reversed(items)}
+    for (_, task), one in settings.items():  # what a method refuses, it refuses before any work
+        for length in options.lengths:
+            _request(one, firsts[task, length])
     answers: dict[str, Answers] = {}
-    total = len(items) * len(prepared)
-    with tqdm(total=total, unit="question", desc="eval", disable=not progress) as bar:
-        for name, by_task in prepared.items():
-            bar.set_postfix_str(name)
-            answers[name] = _answer(options, by_task, items, bar)
+    total = len(items) * len(options.resolved)
+    silent = None if progress else True
+    with tqdm(total=total, unit="question", desc="eval", disable=silent) as bar:
+        for method in options.resolved:
+            bar.set_postfix_str(method.name)
+            own = {task: settings[method.name, task] for task in options.chosen}
+            answers[method.name] = _answer(options, own, items, bar)
     return {
         "suite": options.suite,
         "flavour": options.flavour,
@@ -105,46 +116,25 @@ def _cache_tokens(options: Options, frame: Frame, items: Sequence[Item]) -> int:
     return need * options.batch_size
 
 
-def _requests(
-    options: Options,
-    model: Model,
-    template: PromptTemplate,
-    method: Method,
-    task: str,
-    items: Sequence[Item],
-) -> tuple[Settings, dict[int, Request]]:
-    """The prompts of a task, by their place in the plan, with the beginning of their answers."""
-    settings = resolve(
-        kb=None,
-        model=model,
-        method=method,
-        template=template,
-        k=1,
-        max_new_tokens=options.answer_tokens(task),
-        stop=(),
-    )
-    requests = {}
-    for i, item in enumerate(items):
-        if item.task == task:
-            fitted = item.fitted
-            request = prepare(settings, fitted.case.question, fitted.chunks, Sampling())
-            final = np.concatenate((request.prompt.final, fitted.lead))
-            prompt = dataclasses.replace(request.prompt, final=final)
-            assert prompt.num_tokens == item.length
-            requests[i] = dataclasses.replace(request, prompt=prompt)
-    return settings, requests
+def _request(settings: Settings, item: Item) -> Request:
+    """The prompt of an item, with the beginning of its answer."""
+    fitted = item.fitted
+    request = prepare(settings, fitted.case.question, fitted.chunks, Sampling())
+    final = np.concatenate((request.prompt.final, fitted.lead))
+    prompt = dataclasses.replace(request.prompt, final=final)
+    assert prompt.num_tokens == item.length
+    return dataclasses.replace(request, prompt=prompt)
 
 
 def _answer(
-    options: Options,
-    by_task: dict[str, tuple[Settings, dict[int, Request]]],
-    items: Sequence[Item],
-    bar: "tqdm[Any]",
+    options: Options, settings: Mapping[str, Settings], items: Sequence[Item], bar: "tqdm[Any]"
 ) -> Answers:
+    """One method's answers; ``settings`` by task."""
     found: dict[int, Result] = {}
-    for settings, requests in by_task.values():
-        places = list(requests)
-        for batch in serve(settings, list(requests.values()), options.batch_size):
+    for task, one in settings.items():
+        places = [i for i, item in enumerate(items) if item.task == task]
+        requests = [_request(one, items[i]) for i in places]
+        for batch in serve(one, requests, options.batch_size):
             found |= {places[i]: result for i, result in batch.items()}
             bar.update(len(batch))
     results = [found[i] for i in range(len(items))]
@@ -155,7 +145,9 @@ def _answer(
     return Answers(results, np.array(scores, np.float64))
 
 
-def _tables(options: Options, items: Sequence[Item], answers: dict[str, Answers]) -> dict[str, Any]:
+def _tables(
+    options: Options, items: Sequence[Item], answers: Mapping[str, Answers]
+) -> dict[str, Any]:
     """Scores by task and length, by depth, and each method against the first."""
     task = np.array([item.task for item in items])
     length = np.array([item.length for item in items])
@@ -196,7 +188,7 @@ def _plain(estimate: Estimate | None) -> dict[str, float] | None:
     return None if estimate is None else estimate._asdict()
 
 
-def _item(number: int, item: Item, answers: dict[str, Answers]) -> dict[str, Any]:
+def _item(number: int, item: Item, answers: Mapping[str, Answers]) -> dict[str, Any]:
     return {
         "task": item.task,
         "length": item.length,

@@ -69,9 +69,11 @@ class Niah:
 
         def filler() -> Iterator[str]:
             rng = random.Random(seed)
-            if self.haystack != "needles":
-                return (words.noise if self.haystack == "noise" else draw.prose)(rng)
-            return self._distractors(rng, {word for pair in told for word in pair})
+            if self.haystack == "needles":
+                return self._distractors(rng, {word for pair in told for word in pair})
+            sentences = words.noise if self.haystack == "noise" else draw.prose
+            secret = [value for _, value in told]  # a user's text may hold such a number
+            return (text for text in sentences(rng) if not any(one in text for one in secret))
 
         plural = "s" if self.asked * self.values > 1 else ""
         return Case(
@@ -240,7 +242,7 @@ def _listed(parts: list[str]) -> str:
 
 
 def _village(make: Callable[[random.Random, float], Case]) -> Task:
-    return Task(lambda draw: make(draw.rng, draw.depth), among_words, 8, one_needle=True)
+    return Task(lambda draw: make(draw.rng, draw.depth), string_match_all, 8, one_needle=True)
 
 
 _GRID = Task(Niah("prose"), string_match_all, 32, one_needle=True)

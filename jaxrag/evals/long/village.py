@@ -1,16 +1,20 @@
 """Needle, passkey and key-value retrieval in the words of the synthetic task.
 
 A model that knows only the words of ``evals.world`` cannot read numbers or prose. Here the filler
-are facts about invented people and places, the needle is one more, and the answer is one word that
-stands nowhere else. The person who is asked about is of the task's test split, so a model that was
-trained on it has not met them.
+are facts about invented people and places, the needle is one more, and the answer is a person whose
+names stand nowhere else. Two words are asked for because prefill gives the first token of an
+answer, so that a decode rule shows from the second one on. Who is asked about is of the task's test
+split: a model that was trained on it has not met them.
 """
 
+import functools
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from jaxrag.evals.long.case import Case
+from jaxrag.evals.long.words import shuffled
 from jaxrag.evals.world import (
     BRIDGES,
     FIRST_HE,
@@ -24,92 +28,111 @@ from jaxrag.evals.world import (
     split_of,
 )
 
-_TOLD = tuple(relation for name, relation in RELATIONS.items() if name not in BRIDGES)
+
+class _Scene(NamedTuple):
+    """Who is asked about, what is asked, who it is, and the seed of the filler."""
+
+    asked: Person
+    relation: Relation
+    answer: Person
+    seed: int
+
+    def others(self, rng: random.Random) -> Iterator[Person]:
+        """Everybody who shares no name with the two, once, in random order."""
+        people = _everybody()
+        for n in shuffled(rng, len(people)):
+            if _apart(people[n], self.asked) and _apart(people[n], self.answer):
+                yield people[n]
+
+    def other(self, rng: random.Random) -> str:
+        """The name of one of them."""
+        return next(self.others(rng)).name
 
 
 def needle(rng: random.Random, depth: float) -> Case:
-    """One fact of one person; the filler tells the same kinds of fact about others."""
-    person, others = _people(rng)
-    relation = rng.choice(_TOLD)
-    value = rng.choice(VALUES[relation.value])
+    """One fact of one person; the filler tells facts of every kind about others."""
+    scene = _scene(rng)
+    relations = list(RELATIONS.values())
 
-    def facts(rng: random.Random) -> Iterator[str]:
-        for other in others:
-            told = rng.choice(_TOLD)
-            yield _said(rng, told, other.name, _other(rng, told, value))
+    def facts() -> Iterator[str]:
+        rng = random.Random(scene.seed)
+        for other in scene.others(rng):
+            relation = rng.choice(relations)
+            people = relation.value == "person"
+            value = scene.other(rng) if people else rng.choice(VALUES[relation.value])
+            yield _said(rng, relation, other.name, value)
 
-    return _case(rng, person, relation, value, depth, facts)
+    return Case(
+        needles=(_said(rng, scene.relation, scene.asked.name, scene.answer.name),),
+        depths=(depth,),
+        filler=facts,
+        question=rng.choice(scene.relation.questions).format(X=scene.asked.name),
+        expected=(scene.answer.name,),
+    )
 
 
 def passkey(rng: random.Random, depth: float) -> Case:
     """One fact of one person; the filler tells of places only, and repeats itself."""
-    person, _ = _people(rng)
-    relation = rng.choice([one for one in _TOLD if one.value != "place"])
-    value = rng.choice(VALUES[relation.value])
+    scene = _scene(rng)
+    relations = list(PLACE_RELATIONS.values())
 
-    def facts(rng: random.Random) -> Iterator[str]:
+    def facts() -> Iterator[str]:
+        rng = random.Random(scene.seed)
         while True:
-            told = rng.choice(list(PLACE_RELATIONS.values()))
-            yield _said(rng, told, rng.choice(VALUES["place"]), rng.choice(VALUES[told.value]))
+            relation = rng.choice(relations)
+            place, value = rng.choice(VALUES["place"]), rng.choice(VALUES[relation.value])
+            yield _said(rng, relation, place, value)
 
-    return _case(rng, person, relation, value, depth, facts)
+    return Case(
+        needles=(_said(rng, scene.relation, scene.asked.name, scene.answer.name),),
+        depths=(depth,),
+        filler=facts,
+        question=rng.choice(scene.relation.questions).format(X=scene.asked.name),
+        expected=(scene.answer.name,),
+    )
 
 
 def key_value(rng: random.Random, depth: float) -> Case:
-    """The same fact of everybody, in the same words: people are the keys."""
-    person, others = _people(rng)
-    relation = rng.choice(_TOLD)
-    value = rng.choice(VALUES[relation.value])
+    """The same fact of everybody, in the same words: people are keys, and people are values."""
+    scene = _scene(rng)
+    relation = scene.relation
     plain = relation.wordings - 1
 
-    def facts(rng: random.Random) -> Iterator[str]:
-        for other in others:
-            yield relation.said(plain, other.name, "", _other(rng, relation, value))
+    def facts() -> Iterator[str]:
+        rng = random.Random(scene.seed)
+        for other in scene.others(rng):
+            yield relation.said(plain, other.name, "", scene.other(rng))
 
-    return _case(rng, person, relation, value, depth, facts, plain=True)
-
-
-def _case(
-    rng: random.Random,
-    person: Person,
-    relation: Relation,
-    value: str,
-    depth: float,
-    facts: Callable[[random.Random], Iterator[str]],
-    plain: bool = False,
-) -> Case:
-    seed = rng.getrandbits(64)
-    if plain:
-        told = relation.said(relation.wordings - 1, person.name, "", value)
-        question = relation.questions[-1]
-    else:
-        told, question = _said(rng, relation, person.name, value), rng.choice(relation.questions)
     return Case(
-        needles=(told,),
+        needles=(relation.said(plain, scene.asked.name, "", scene.answer.name),),
         depths=(depth,),
-        filler=lambda: facts(random.Random(seed)),
-        question=question.format(X=person.name),
-        expected=(value,),
+        filler=facts,
+        question=relation.questions[-1].format(X=scene.asked.name),
+        expected=(scene.answer.name,),
     )
+
+
+def _scene(rng: random.Random) -> _Scene:
+    people = _everybody()
+    order = shuffled(rng, len(people))
+    asked = next(p for p in map(people.__getitem__, order) if split_of(p.first, p.last) == "test")
+    answer = next(p for p in map(people.__getitem__, order) if _apart(p, asked))
+    return _Scene(asked, RELATIONS[rng.choice(BRIDGES)], answer, rng.getrandbits(64))
+
+
+@functools.cache
+def _everybody() -> tuple[Person, ...]:
+    return tuple(
+        Person(first, last, she)
+        for names, she in ((FIRST_SHE, True), (FIRST_HE, False))
+        for first, last in itertools.product(names, LAST)
+    )
+
+
+def _apart(one: Person, other: Person) -> bool:
+    """Whether two people share neither name."""
+    return one.first != other.first and one.last != other.last
 
 
 def _said(rng: random.Random, relation: Relation, subject: str, value: str) -> str:
     return relation.said(rng.randrange(relation.wordings), subject, "", value)
-
-
-def _other(rng: random.Random, relation: Relation, taken: str) -> str:
-    """A value of the relation that is not the one asked for."""
-    return rng.choice([value for value in VALUES[relation.value] if value != taken])
-
-
-def _people(rng: random.Random) -> tuple[Person, list[Person]]:
-    """Who is asked about, and everybody who shares neither name with them, in random order."""
-    everybody = [
-        Person(first, last, she)
-        for names, she in ((FIRST_SHE, True), (FIRST_HE, False))
-        for first, last in itertools.product(names, LAST)
-    ]
-    rng.shuffle(everybody)
-    asked = next(one for one in everybody if split_of(one.first, one.last) == "test")
-    others = [one for one in everybody if one.first != asked.first and one.last != asked.last]
-    return asked, others

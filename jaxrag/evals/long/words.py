@@ -11,6 +11,8 @@ from jaxrag.sentences import sentence_starts
 
 Prose = Callable[[random.Random], Iterator[str]]  # endless sentences of a haystack
 
+_LONGEST = 100  # words of a sentence of a text file
+
 
 def _each(listed: str) -> tuple[str, ...]:
     return tuple(listed.split())
@@ -108,7 +110,8 @@ def noise(rng: random.Random) -> Iterator[str]:
 def text_prose(paths: Sequence[str | Path]) -> Prose:
     """Sentences of text files, from a random one on and around; white space becomes one space.
 
-    Raises DocumentError for a file that cannot be read as UTF-8 or holds no sentence.
+    A sentence of more than a hundred words is cut, so that a needle finds its place in any text.
+    Raises DocumentError for a file that cannot be read as UTF-8 or is empty.
     """
     sentences: list[str] = []
     for path in paths:
@@ -118,11 +121,12 @@ def text_prose(paths: Sequence[str | Path]) -> Prose:
             raise DocumentError(f"{path}: cannot be read ({error.strerror})") from None
         except UnicodeDecodeError as error:
             raise DocumentError(f"{path}: not UTF-8 at byte {error.start}; convert it") from None
-        edges = [0, *sentence_starts(text), len(text)]
-        found = [" ".join(text[a:b].split()) for a, b in itertools.pairwise(edges)]
-        if not any(found):
+        if not text.strip():
             raise DocumentError(f"{path}: holds no text; leave the file out")
-        sentences += filter(None, found)
+        edges = [0, *sentence_starts(text), len(text)]
+        for start, end in itertools.pairwise(edges):
+            parts = text[start:end].split()
+            sentences += (" ".join(part) for part in itertools.batched(parts, _LONGEST))
 
     def read(rng: random.Random) -> Iterator[str]:
         start = rng.randrange(len(sentences))
@@ -134,7 +138,7 @@ def text_prose(paths: Sequence[str | Path]) -> Prose:
 def names(rng: random.Random) -> Iterator[str]:
     """Different keys of three words each, such as "amber oak lantern"; ends when all are drawn."""
     every = len(SHADES) * len(MATERIALS) * len(THINGS)
-    for n in _shuffled(rng, every):
+    for n in shuffled(rng, every):
         n, shade = divmod(n, len(SHADES))
         thing, material = divmod(n, len(MATERIALS))
         yield f"{SHADES[shade]} {MATERIALS[material]} {THINGS[thing]}"
@@ -143,7 +147,7 @@ def names(rng: random.Random) -> Iterator[str]:
 def numbers(rng: random.Random, digits: int = 7) -> Iterator[str]:
     """Different numbers of so many digits, the first of them not 0."""
     low = 10 ** (digits - 1)
-    for n in _shuffled(rng, 9 * low):
+    for n in shuffled(rng, 9 * low):
         yield str(low + n)
 
 
@@ -160,7 +164,7 @@ def coined(rng: random.Random) -> Iterator[str]:
     every = 1
     for part in parts:
         every *= len(part)
-    for n in _shuffled(rng, every):
+    for n in shuffled(rng, every):
         letters = []
         for part in parts:
             n, at = divmod(n, len(part))
@@ -168,7 +172,7 @@ def coined(rng: random.Random) -> Iterator[str]:
         yield "".join(letters)
 
 
-def _shuffled(rng: random.Random, count: int) -> Iterator[int]:
+def shuffled(rng: random.Random, count: int) -> Iterator[int]:
     """0 .. count-1 in random order, in memory of what is drawn only."""
     moved: dict[int, int] = {}  # Fisher and Yates on a list that is kept as its changes
     for left in range(count, 0, -1):
