@@ -82,6 +82,12 @@ def _add_arguments(parser: argparse.ArgumentParser, suite: str) -> None:
             help="village: in the words of the synthetic task, for models that know no others "
             "(plain)",
         )
+        parser.add_argument(
+            "--split",
+            choices=("test", "train"),
+            default="test",
+            help="of the people whom the village flavour asks about (test)",
+        )
     if suite != "infinitebench":
         parser.add_argument(
             "--filler",
@@ -125,6 +131,11 @@ def _add_arguments(parser: argparse.ArgumentParser, suite: str) -> None:
         choices=("float32", "bfloat16", "float16"),
         help="of weights, activations and KV (the model's)",
     )
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="only write the prompts, as JSONL that `jaxrag train` reads, and ask nothing",
+    )
     parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
     parser.add_argument("--markdown", metavar="FILE", help="also write the tables there")
     add_json(parser)
@@ -135,16 +146,26 @@ def run(args: argparse.Namespace) -> None:
     from jaxrag.bench.machine import describe
     from jaxrag.evals.long.heatmap import draw_heatmap
     from jaxrag.evals.long.report import markdown, tables
-    from jaxrag.evals.long.run import run
+    from jaxrag.evals.long.run import prompts, run
     from jaxrag.evals.plots import check_picture
 
     options = _options(args)
-    for option, path in (("--out", args.out), ("--markdown", args.markdown)):
+    for option in ("out", "markdown", "prompts"):
+        path = getattr(args, option)
         if path and not Path(path).absolute().parent.is_dir():
-            raise RequestError(f"{option} {path}: its folder does not exist; make it first")
+            raise RequestError(f"--{option} {path}: its folder does not exist; make it first")
     picture = getattr(args, "heatmap", None)
     if picture:
         check_picture(Path(picture))
+    if args.prompts:
+        rows = prompts(options, progress=not args.json)
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        Path(args.prompts).write_text(text, encoding="utf-8")
+        if args.json:
+            print_json({"prompts": args.prompts, "count": len(rows)})
+        else:
+            print(f"{args.prompts}: {len(rows)} prompts")
+        return
     keep_compiled()
     result = run(options, progress=not args.json) | {"machine": describe()}
     if args.out:
@@ -158,6 +179,9 @@ def run(args: argparse.Namespace) -> None:
         return
     for one in tables(result):
         print(f"{one.title}\n{table(one.rows, range(one.names, len(one.rows[0])))}\n")
+    for name, notes in result["notes"].items():
+        for note in notes:
+            print(f"{name}: {note}")
     if picture:
         print(picture)
 
@@ -176,6 +200,7 @@ def _options(args: argparse.Namespace) -> "Options":
         depths=depths,
         questions=args.questions,
         seed=args.seed,
+        split=getattr(args, "split", "test"),
         chunk_tokens=args.chunk_tokens,
         filler=tuple(getattr(args, "filler", ())),
         lead=not args.no_lead,

@@ -117,10 +117,12 @@ class Frame:
                     "for a longer one"
                 )
             units = _hide(filler, needles, case.depths, tokens)
-            groups = _spread(_pack(units, self.chunk_tokens), count)
+            packed = _pack(units, self.chunk_tokens)
+            groups = _spread(packed, count)
             if len(groups) == count:
                 break
-            count += 1
+            # More chunks leave less room: so many as are packed now are enough.
+            count = max(count + 1, len(packed))
         at = [0] * len(needles)
         order = prefix
         for group in groups:

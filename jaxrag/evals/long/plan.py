@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from typing import get_args
 
 from tqdm import tqdm
 
@@ -11,6 +12,7 @@ from jaxrag.errors import RequestError
 from jaxrag.evals.long.case import Fitted, Frame
 from jaxrag.evals.long.tasks import SUITES, Draw, Task
 from jaxrag.evals.long.words import Prose, prose, text_prose
+from jaxrag.evals.world import Split
 from jaxrag.methods import Method, method_named
 
 GRID_DEPTHS = tuple(n / 10 for n in range(11))
@@ -29,6 +31,7 @@ class Options:
         theirs evenly. questions: of each task, length and depth.
       chunk_tokens: the haystack is cut into chunks of at most so many tokens; None = it is one.
       filler: text files whose sentences are the haystack of tasks that hide needles in prose.
+      split: "test" or "train", the people whom the village flavour asks about.
       lead: end prompts with the first words of the answer, where the task has some.
       max_new_tokens: of an answer; None = the task's. batch_size: questions that run together.
       template, dtype: None = the model's own.
@@ -43,6 +46,7 @@ class Options:
     depths: tuple[float, ...] = GRID_DEPTHS
     questions: int = 10
     seed: int = 7
+    split: Split = "test"
     chunk_tokens: int | None = None
     filler: tuple[str, ...] = ()
     lead: bool = True
@@ -93,6 +97,8 @@ class Options:
                 f"--filler {self.filler[0]}: no {self.flavour} task of {self.suite} hides its "
                 "needle in prose; leave it out"
             )
+        if self.split not in get_args(Split):
+            raise RequestError(f"--split {self.split}: expected {' or '.join(get_args(Split))}")
         named = [method.name for method in self.resolved]
         if not named or len(set(named)) < len(named):
             raise RequestError(
@@ -176,6 +182,6 @@ def _item(options: Options, frame: Frame, filler: Prose, place: _Place) -> Item:
     name = f"{options.seed} {place.task} {place.length} {place.question}"
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
     task = options.chosen[place.task]
-    case = task.make(Draw(random.Random(seed), place.depth, filler))
+    case = task.make(Draw(random.Random(seed), place.depth, filler, options.split))
     depth = place.depth if task.one_needle else None
     return Item(place.task, place.length, depth, frame.fit(case, place.length))

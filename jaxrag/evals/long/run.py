@@ -17,7 +17,7 @@ from jaxrag.evals.long.case import Frame
 from jaxrag.evals.long.plan import Item, Options, plan
 from jaxrag.evals.statistics import LEVEL, Estimate, difference, share
 from jaxrag.generation import Result, serve
-from jaxrag.models.model import load_model
+from jaxrag.models.model import Model, load_model
 from jaxrag.prompts import template_named
 from jaxrag.request import DECODE_BLOCK, Request, Settings, prepare, resolve
 from jaxrag.sampling import Sampling
@@ -34,23 +34,34 @@ class Answers:
     scores: HostArray
 
 
+def prompts(options: Options, progress: bool = True) -> list[dict[str, Any]]:
+    """The prompts as rows that `jaxrag train` reads: chunks, question, answers; and what they are.
+
+    Raises as ``run`` does; the methods are not looked at.
+    """
+    model, frame = _opened(options)
+    return [
+        {
+            "chunks": [frame.tokenizer.decode(chunk) for chunk in item.fitted.chunks],
+            "question": item.fitted.case.question,
+            "answers": [", ".join(item.fitted.case.expected)],
+            "task": item.task,
+            "length": item.length,
+            "depth": item.depth,
+        }
+        for item in plan(options, frame, model.config.max_positions, progress)
+    ]
+
+
 def run(options: Options, progress: bool = True) -> dict[str, Any]:
     """Measure; JSON-able, scores as fractions of 1, ``report`` prints it and ``heatmap`` draws it.
 
     Raises RequestError, ModelError, TokenizerError, ConfigError or DocumentError for what cannot be
     asked, before the model computes anything.
     """
-    model = load_model(options.model, dtype=options.dtype)
-    tokenizer = model.text_tokenizer()
-    template = model.template if options.template is None else template_named(options.template)
-    if template is None:
-        raise ConfigError(
-            f"{options.model} brings no prompt.toml, so its prompt format is unknown; pass "
-            "--template NAME"
-        )
+    model, frame = _opened(options)
     for method in options.resolved:
         method.check(model.config)
-    frame = Frame(tokenizer, template, options.chunk_tokens, options.lead)
     items = plan(options, frame, model.config.max_positions, progress)
     model = dataclasses.replace(model, cache_tokens=_cache_tokens(options, frame, items))
     settings = {
@@ -58,7 +69,7 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
             kb=None,
             model=model,
             method=method,
-            template=template,
+            template=frame.template,
             k=1,
             max_new_tokens=options.answer_tokens(task),
             stop=(),
@@ -86,6 +97,7 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
         "depths": list(options.depths) if options.suite == "needle" else None,
         "questions": options.questions,
         "seed": options.seed,
+        "split": options.split,
         "chunk_tokens": options.chunk_tokens,
         "filler": list(options.filler),
         "lead": options.lead,
@@ -95,12 +107,29 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
             "path": options.model,
             "weights": model.digest,
             "dtype": model.config.dtype,
-            "template": template.to_dict(),
+            "template": frame.template.to_dict(),
         },
         "methods": {method.name: repr(method) for method in options.resolved},
         **_tables(options, items, answers),
+        "notes": {
+            name: sorted({note for result in own.results for note in result.notes})
+            for name, own in answers.items()
+        },
         "items": [_item(i, item, answers) for i, item in enumerate(items)],
     }
+
+
+def _opened(options: Options) -> tuple[Model, Frame]:
+    """The model, and what stands around the haystacks that it is given."""
+    model = load_model(options.model, dtype=options.dtype)
+    tokenizer = model.text_tokenizer()
+    template = model.template if options.template is None else template_named(options.template)
+    if template is None:
+        raise ConfigError(
+            f"{options.model} brings no prompt.toml, so its prompt format is unknown; pass "
+            "--template NAME"
+        )
+    return model, Frame(tokenizer, template, options.chunk_tokens, options.lead)
 
 
 def _cache_tokens(options: Options, frame: Frame, items: Sequence[Item]) -> int:

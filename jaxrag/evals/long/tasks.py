@@ -9,6 +9,7 @@ from typing import Literal
 from jaxrag.evals.long import village, words
 from jaxrag.evals.long.case import Case
 from jaxrag.evals.long.scores import Score, among_words, first_integer, string_match_all
+from jaxrag.evals.world import Split
 
 DEPTHS = tuple(n / 39 for n in range(40))  # where RULER hides needles
 
@@ -20,11 +21,13 @@ class Draw:
     Attributes:
       rng: all chance. depth: of the needle, for tasks that hide one; 0..1.
       prose: the filler of tasks that hide needles in running text.
+      split: of the people whom the village flavour asks about.
     """
 
     rng: random.Random
     depth: float
     prose: words.Prose = words.prose
+    split: Split = "test"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,8 +244,10 @@ def _listed(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-def _village(make: Callable[[random.Random, float], Case]) -> Task:
-    return Task(lambda draw: make(draw.rng, draw.depth), string_match_all, 8, one_needle=True)
+def _village(make: Callable[[random.Random, float, Split], Case]) -> Task:
+    return Task(
+        lambda draw: make(draw.rng, draw.depth, draw.split), string_match_all, 8, one_needle=True
+    )
 
 
 _GRID = Task(Niah("prose"), string_match_all, 32, one_needle=True)

@@ -3,8 +3,8 @@
 A model that knows only the words of ``evals.world`` cannot read numbers or prose. Here the filler
 are facts about invented people and places, the needle is one more, and the answer is a person whose
 names stand nowhere else. Two words are asked for because prefill gives the first token of an
-answer, so that a decode rule shows from the second one on. Who is asked about is of the task's test
-split: a model that was trained on it has not met them.
+answer, so that a decode rule shows from the second one on. Who is asked about is of one split of
+the synthetic task: a model that was trained on the other has not met them.
 """
 
 import functools
@@ -25,6 +25,7 @@ from jaxrag.evals.world import (
     VALUES,
     Person,
     Relation,
+    Split,
     split_of,
 )
 
@@ -49,9 +50,9 @@ class _Scene(NamedTuple):
         return next(self.others(rng)).name
 
 
-def needle(rng: random.Random, depth: float) -> Case:
+def needle(rng: random.Random, depth: float, split: Split = "test") -> Case:
     """One fact of one person; the filler tells facts of every kind about others."""
-    scene = _scene(rng)
+    scene = _scene(rng, split)
     relations = list(RELATIONS.values())
 
     def facts() -> Iterator[str]:
@@ -71,9 +72,9 @@ def needle(rng: random.Random, depth: float) -> Case:
     )
 
 
-def passkey(rng: random.Random, depth: float) -> Case:
+def passkey(rng: random.Random, depth: float, split: Split = "test") -> Case:
     """One fact of one person; the filler tells of places only, and repeats itself."""
-    scene = _scene(rng)
+    scene = _scene(rng, split)
     relations = list(PLACE_RELATIONS.values())
 
     def facts() -> Iterator[str]:
@@ -92,9 +93,9 @@ def passkey(rng: random.Random, depth: float) -> Case:
     )
 
 
-def key_value(rng: random.Random, depth: float) -> Case:
+def key_value(rng: random.Random, depth: float, split: Split = "test") -> Case:
     """The same fact of everybody, in the same words: people are keys, and people are values."""
-    scene = _scene(rng)
+    scene = _scene(rng, split)
     relation = scene.relation
     plain = relation.wordings - 1
 
@@ -112,10 +113,10 @@ def key_value(rng: random.Random, depth: float) -> Case:
     )
 
 
-def _scene(rng: random.Random) -> _Scene:
+def _scene(rng: random.Random, split: Split) -> _Scene:
     people = _everybody()
     order = shuffled(rng, len(people))
-    asked = next(p for p in map(people.__getitem__, order) if split_of(p.first, p.last) == "test")
+    asked = next(p for p in map(people.__getitem__, order) if split_of(p.first, p.last) == split)
     answer = next(p for p in map(people.__getitem__, order) if _apart(p, asked))
     return _Scene(asked, RELATIONS[rng.choice(BRIDGES)], answer, rng.getrandbits(64))
 

@@ -43,7 +43,7 @@ def test_needle_writes_what_it_prints(jaxrag, village_dir, village_model, tmp_pa
     code, printed, err = jaxrag(
         "needle", "--model", village_dir, "--flavour", "village", "--lengths", "70",
         "--depths", "0,1", "--questions", 1, "--chunk-tokens", 32, "--methods", "turborag",
-        "--batch-size", 2, "--out", out, "--markdown", text, "--heatmap", picture, "--json",
+        "--batch-size", 2, "--max-new-tokens", 1, "--out", out, "--markdown", text, "--heatmap", picture, "--json",
     )  # fmt: skip
     assert (code, err) == (0, "")
     result = json.loads(printed)
@@ -56,6 +56,18 @@ def test_needle_writes_what_it_prints(jaxrag, village_dir, village_model, tmp_pa
         answer = item["answers"]["turborag"]
         assert item["scores"]["turborag"] == string_match_all(answer, item["expected"])
         assert item["chunks"] == 2
+
+
+def test_prompts_are_written_without_asking(jaxrag, village_dir, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    code, printed, _ = jaxrag(
+        "infinitebench", "--model", village_dir, "--flavour", "village", "--lengths", "90",
+        "--questions", 3, "--split", "train", "--prompts", path,
+    )  # fmt: skip
+    assert (code, printed) == (0, f"{path}: 6 prompts\n")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["task"] for row in rows] == ["passkey"] * 3 + ["kv_retrieval"] * 3
+    assert all(row["answers"][0] in row["chunks"][0] for row in rows)
 
 
 @pytest.mark.slow
@@ -100,6 +112,13 @@ def test_ruler_asks_a_model_of_any_words(jaxrag, model_dir, tmp_path):
     assert "by the fifth of the haystack" in printed and "paired" not in printed
 
 
+@pytest.mark.parametrize("name", ["needle", "ruler", "infinitebench"])
+def test_every_help_has_an_example(jaxrag, name):
+    code, out, err = jaxrag(name, "--help")
+    assert (code, err) == (0, "")
+    assert f"example: jaxrag eval {name} " in " ".join(out.split())
+
+
 GIVEN = ("--model", "nowhere", "--lengths")
 
 
@@ -112,6 +131,7 @@ GIVEN = ("--model", "nowhere", "--lengths")
         (("needle", *GIVEN, "4k", "--heatmap", "x.txt"), ["x.txt", ".png"]),
         (("needle", *GIVEN, "4k", "--out", "no/where.json"), ["--out no/where.json", "folder"]),
         (("needle", *GIVEN, "4k", "--markdown", "no/x.md"), ["--markdown", "folder"]),
+        (("needle", *GIVEN, "4k", "--prompts", "no/x.jsonl"), ["--prompts", "folder"]),
         (("needle", *GIVEN, "4k", "--methods", "turbo"), ["'turbo'", "turborag"]),
         (("needle", *GIVEN, "4k"), ["nowhere"]),
         (("ruler", *GIVEN, "4k", "--tasks", "qa_1"), ["--tasks qa_1", "niah_single_1"]),

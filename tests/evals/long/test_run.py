@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from jaxrag.evals.long.heatmap import draw_heatmap
 from jaxrag.evals.long.plan import Options, plan
 from jaxrag.evals.long.report import markdown, tables
 from jaxrag.evals.statistics import difference, share
+from jaxrag.evals.world import split_of
 from jaxrag.generation import Result
+from jaxrag.train.samples import Writer
 
 NEEDLE = Options(
     suite="needle",
@@ -29,7 +32,7 @@ RETRIEVAL = dataclasses.replace(NEEDLE, suite="infinitebench", questions=10)
 
 
 def a_result(text):
-    return Result(text, [], "stop", "", [], {}, {}, 0, [], [])
+    return Result(text, [], "stop", "", [], {}, {}, 0, [], ["a note"])
 
 
 @pytest.fixture
@@ -118,6 +121,7 @@ def test_every_figure_is_of_the_prompts_it_names(asked):
     expected = difference(turbo[:12], full[:12], np.arange(12))
     assert one["length"] == 200 and one["difference"] == expected._asdict()
     assert json.loads(json.dumps(result, allow_nan=False))["seed"] == 7
+    assert result["notes"] == {"full_attention": ["a note"], "turborag": ["a note"]}
 
 
 def test_every_prompt_is_on_record(asked):
@@ -185,6 +189,20 @@ def test_the_heat_map_shows_the_grid(asked, tmp_path):
         draw_heatmap(result, tmp_path / "map.txt")
 
 
+def test_prompts_can_be_trained_on(monkeypatch, village_model):
+    monkeypatch.setattr(running, "load_model", lambda path, dtype: village_model)
+    options = dataclasses.replace(NEEDLE, split="train", lengths=(150,), depths=(0.5,))
+    rows = running.prompts(options, progress=False)
+    writer = Writer(village_model.tokenizer, village_model.template, 1, "", "")
+    for row in rows:
+        sample = writer.write(row)
+        assert sample.num_shared + len(sample.finals[0].question) == 150 == row["length"]
+        assert sum(row["answers"][0] in chunk for chunk in row["chunks"]) == 1
+        assert (row["task"], row["depth"]) == ("needle", 0.5)
+    asked = {re.findall(r"([A-Z]\w+) ([A-Z]\w+)", row["question"])[-1] for row in rows}
+    assert len(asked) == 4 and {split_of(*name) for name in asked} == {"train"}
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -200,6 +218,7 @@ def test_the_heat_map_shows_the_grid(asked, tmp_path):
         ({"batch_size": 0}, "--batch-size 0"),
         ({"chunk_tokens": 0}, "--chunk-tokens 0"),
         ({"max_new_tokens": 0}, "--max-new-tokens 0"),
+        ({"split": "dev"}, "--split dev: expected train or test"),
         ({"filler": ("x.txt",)}, "--filler x.txt: no village task"),
         ({"methods": ()}, "--methods"),
         ({"methods": ("turborag", "turborag")}, "each once"),
