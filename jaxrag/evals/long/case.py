@@ -149,7 +149,8 @@ class Frame:
         """Sentences of at least so many tokens together, and no fewer than ``case.least``."""
         source, found, total = case.filler(), list[HostArray](), 0
         while total < tokens or len(found) < case.least:
-            batch = list(itertools.islice(source, max((tokens - total) // 8, 0) + 8))
+            missing = max(tokens - total, 0) * len(found) // max(total, 1)  # as long as these
+            batch = list(itertools.islice(source, missing + 64))
             if not batch:
                 raise RequestError(
                     f"the filler of this task ends after {total} tokens, {tokens} are needed; ask "

@@ -5,6 +5,7 @@ holds the whole haystack, or the chunks it is cut into.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -182,30 +183,28 @@ def _tables(
     length = np.array([item.length for item in items])
     depth = np.array([np.nan if item.depth is None else item.depth for item in items])
     fifth = np.minimum(np.nan_to_num(depth * FIFTHS), FIFTHS - 1).astype(int)
-    groups = [
-        {"task": name, "length": size, "rows": (task == name) & (length == size)}
-        for name in options.chosen
-        for size in options.lengths
-    ]
-    cells, grid, by_depth, differences = [], [], [], []
     first = options.resolved[0].name
-    for name, own in answers.items():
-        for group in groups:
-            rows = group["rows"]
-            named = {"method": name, "task": group["task"], "length": group["length"]}
-            cells.append(named | {"score": _share(own.scores[rows])})
-            if name != first:
-                less = (own.scores[rows], answers[first].scores[rows])
-                found = difference(*less, np.arange(rows.sum()))
-                differences.append(named | {"minus": first, "difference": _plain(found)})
-            if np.isnan(depth[rows]).any():
-                continue
-            for place in options.depths if options.suite == "needle" else ():
-                score = _share(own.scores[rows & (depth == place)])
-                grid.append(named | {"depth": place, "score": score})
-            for n in range(FIFTHS) if options.suite != "needle" else ():
-                score = _share(own.scores[rows & (fifth == n)])
-                by_depth.append(named | {"fifth": n, "score": score})
+    cells: list[dict[str, Any]] = []
+    grid: list[dict[str, Any]] = []
+    by_depth: list[dict[str, Any]] = []
+    differences: list[dict[str, Any]] = []
+    for name, one, size in itertools.product(answers, options.chosen, options.lengths):
+        rows = (task == one) & (length == size)
+        scores = answers[name].scores
+        named = {"method": name, "task": one, "length": size}
+        cells.append({**named, "score": _share(scores[rows])})
+        if name != first:
+            less = difference(scores[rows], answers[first].scores[rows], np.arange(rows.sum()))
+            differences.append({**named, "minus": first, "difference": _plain(less)})
+        if np.isnan(depth[rows]).any():
+            continue
+        if options.suite == "needle":
+            for place in options.depths:
+                here = scores[rows & (depth == place)]
+                grid.append({**named, "depth": place, "score": _share(here)})
+        else:
+            for n in range(FIFTHS):
+                by_depth.append({**named, "fifth": n, "score": _share(scores[rows & (fifth == n)])})
     return {"cells": cells, "grid": grid, "by_depth": by_depth, "differences": differences}
 
 

@@ -43,7 +43,8 @@ def test_needle_writes_what_it_prints(jaxrag, village_dir, village_model, tmp_pa
     code, printed, err = jaxrag(
         "needle", "--model", village_dir, "--flavour", "village", "--lengths", "70",
         "--depths", "0,1", "--questions", 1, "--chunk-tokens", 32, "--methods", "turborag",
-        "--batch-size", 2, "--max-new-tokens", 1, "--out", out, "--markdown", text, "--heatmap", picture, "--json",
+        "--batch-size", 2, "--max-new-tokens", 1, "--out", out, "--markdown", text,
+        "--heatmap", picture, "--json",
     )  # fmt: skip
     assert (code, err) == (0, "")
     result = json.loads(printed)
