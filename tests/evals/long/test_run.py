@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import types
 
 import numpy as np
 import pytest
@@ -15,7 +16,6 @@ from jaxrag.evals.long.plan import Options, plan
 from jaxrag.evals.long.report import markdown, tables
 from jaxrag.evals.statistics import difference, share
 from jaxrag.evals.world import split_of
-from jaxrag.generation import Result
 from jaxrag.train.samples import Writer
 
 NEEDLE = Options(
@@ -32,7 +32,7 @@ RETRIEVAL = dataclasses.replace(NEEDLE, suite="infinitebench", questions=10)
 
 
 def a_result(text):
-    return Result(text, [], "stop", "", [], {}, {}, 0, [], ["a note"])
+    return types.SimpleNamespace(text=text, notes=["a note"])
 
 
 @pytest.fixture
