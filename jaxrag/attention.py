@@ -15,7 +15,14 @@ from jaxrag.cache import PagePool, PageTable
 from jaxrag.config import ModelConfig
 from jaxrag.rope import RopeTable, place, scale_rotary
 from jaxrag.types import Array, Partial, Tokens
-from pallas_kernels import key_mass, paged_attention, segment_attention
+from pallas_kernels import (
+    key_mass,
+    paged_attention,
+    paged_scores,
+    segment_attention,
+    slot_scores,
+    slot_values,
+)
 from pallas_kernels.segment_attention import SAVED as PACKED_OUT
 
 __all__ = [
@@ -27,6 +34,10 @@ __all__ = [
     "PagedAttend",
     "attention_received",
     "merge",
+    "paged_attention",
+    "paged_scores",
+    "slot_scores",
+    "slot_values",
 ]
 
 
@@ -89,13 +100,16 @@ class PagedAttend:
     """New tokens write their K and V to pages the request owns, then attend through its table.
 
     ``table`` must already show the new tokens' slots (PageTable.reveal). ``slots`` [B, T] are the
-    request's slots to write to; a slot beyond the table is padding and is dropped.
+    request's slots to write to; a slot beyond the table is padding and is dropped. With ``collect``
+    [B, W] int32, the queries before rotation of these tokens of the call are stacked over the
+    layers: [L, B, W, N, H].
     """
 
     config: ModelConfig
     rope: RopeTable
     table: PageTable
     slots: Array
+    collect: Array | None = None
 
     def __call__(
         self,
@@ -106,11 +120,9 @@ class PagedAttend:
         v: Array,
         tokens: Tokens,
         cache: PagePool,
-    ) -> tuple[Array, PagePool, None]:
-        """Write, then attend. Owned pages have offset 0, so new keys are rotated absolutely."""
-        pages = self.table.pages + layer * (cache.k.shape[0] // self.config.num_layers)
-        used = jnp.maximum(tokens.positions, 0)
-        cache = cache.write(pages, self.slots, place(k, used, self.rope, self.config.rope), v)
+    ) -> tuple[Array, PagePool, Array | None]:
+        """Write, then attend."""
+        pages, cache = self.write(layer, k, v, tokens, cache)
         out, _ = paged_attention(
             scale_rotary(q, self.config.rope),
             cache.k,
@@ -125,7 +137,21 @@ class PagedAttend:
             scale=self.config.head_dim**-0.5,
             window=window,
         )
-        return out, cache, None
+        if self.collect is None:
+            return out, cache, None
+        return out, cache, jnp.take_along_axis(q, self.collect[:, :, None, None], axis=1)
+
+    def write(
+        self, layer: Array, k: Array, v: Array, tokens: Tokens, cache: PagePool
+    ) -> tuple[Array, PagePool]:
+        """The table's pages [B, M] in this layer, and the pool with the new K and V.
+
+        Owned pages have offset 0, so new keys are rotated absolutely.
+        """
+        pages = self.table.pages + layer * (cache.k.shape[0] // self.config.num_layers)
+        used = jnp.maximum(tokens.positions, 0)
+        placed = place(k, used, self.rope, self.config.rope)
+        return pages, cache.write(pages, self.slots, placed, v)
 
 
 @dataclasses.dataclass(frozen=True)

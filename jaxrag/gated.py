@@ -13,10 +13,10 @@ def gate_subject(method: Method, template: PromptTemplate) -> dict[str, Any]:
     """What a gate is about, JSON-able: how chunks are reused, at any ratio, and the prompt format.
 
     What becomes of misses and of leading parts is left out: there KV is exact, or behind more of
-    what precedes it than a stored chunk's.
+    what precedes it than a stored chunk's. So is the decode rule: the gate looks at prefill.
     """
     values = dataclasses.asdict(method)
-    for other in ("recompute_ratio", "misses", "prefix_cache"):
+    for other in ("recompute_ratio", "misses", "prefix_cache", "decode"):
         del values[other]
     subject = {"method": values, "template": template.to_dict()}
     return dict(json.loads(json.dumps(subject)))

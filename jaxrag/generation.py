@@ -5,14 +5,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from jaxrag.answer import Answer, FinishReason, SamplingRows, decode, reserved
+from jaxrag.answer import Answer, FinishReason, SamplingRows, decode, host_search, reserved
+from jaxrag.decode import Account, DecodeRule
 from jaxrag.errors import RequestError
 from jaxrag.flops import turborag_flops
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.load import Misses
 from jaxrag.methods import Method
 from jaxrag.models.model import Model
-from jaxrag.prefill import Mapped, map_request, prefill, unmap
+from jaxrag.prefill import Mapped, map_request, prefill_observed, unmap
 from jaxrag.prompts import PromptTemplate
 from jaxrag.request import (
     DECODE_BLOCK,
@@ -42,8 +43,8 @@ class Result:
       flops: to the first token, TurboRAG appendix C: prefill with what is recomputed, the
         selector's own passes, and encoding on the fly.
       reuse: of the prefix and of every chunk: what was reused, how, and why not.
-      notes: reuse that did not happen and why, a recompute ratio that nobody named; empty when
-        everything went as asked.
+      notes: reuse that did not happen and why, a recompute ratio that nobody named, an index that
+        scans all keys and why; empty when everything went as asked.
     """
 
     text: str
@@ -87,6 +88,7 @@ def generate(
     recompute_ratio: float | None = None,
     misses: Misses | None = None,
     prefix_cache: bool | None = None,
+    decode: str | DecodeRule | None = None,
     template: str | PromptTemplate | None = None,
     k: int = 5,
     where: Mapping[str, Any] | None = None,
@@ -109,6 +111,8 @@ def generate(
         selector. None: for a method that is named, what the gate of the knowledge base found
         (`jaxrag kb gate`), else the method's own.
       misses, prefix_cache: as in Method; the method's own when None.
+      decode: how generated tokens attend, a name of decode.DECODE_RULES or a DecodeRule; the
+        method's own when None.
       template: a prompts.TEMPLATES name, TOML path or PromptTemplate; that of the knowledge base,
         else of the model, else of the method, when None. max_new_tokens: upper bound of the answer.
       sampling: greedy when None; for a list of questions one for all of them, seed included, or a
@@ -136,6 +140,7 @@ def generate(
         recompute_ratio=recompute_ratio,
         misses=misses,
         prefix_cache=prefix_cache,
+        decode=decode,
         template=template,
         k=k,
         max_new_tokens=max_new_tokens,
@@ -212,10 +217,14 @@ def _run(
                 map_request(model, settings.store, settings.method, request.prompt, reserve)
             )
         load_seconds = time.perf_counter() - start
-        logits, table = prefill(model, mapped)
+        rule = settings.method.decode
+        host = None if rule.searches is None else host_search(model)
+        if host is not None:
+            host.account = Account()
+        logits, table, bank = prefill_observed(model, mapped, rule.observe)
         rows = SamplingRows.of([r.sampling for r in requests], logits.shape[0])
         answers = [_new_answer(settings) for _ in requests]
-        blocks = decode(model, mapped, table, logits, rows, block)
+        blocks = decode(model, mapped, table, logits, rows, block, rule, bank, reserve)
         first_at, decoded = 0.0, 0
         for ids in blocks:
             if not first_at:
@@ -235,10 +244,11 @@ def _run(
             unmap(model, part)
         if model.cache.pool.k.is_deleted():  # interrupted while the pool was donated
             model.forget_cache()
+    notes = [] if host is None else [f"decode rule {rule.name!r}: {n}" for n in host.account.notes]
     prefill_seconds = first_at - start - load_seconds
     per_token = (end - first_at) / decoded if decoded else 0.0
     yield [
-        _result(settings, *parts, load_seconds, prefill_seconds, per_token)
+        _result(settings, *parts, load_seconds, prefill_seconds, per_token, notes)
         for parts in zip(requests, mapped, answers, strict=True)
     ]
 
@@ -258,6 +268,7 @@ def _result(
     load_seconds: float,
     prefill_seconds: float,
     per_token: float,
+    notes: Sequence[str],
 ) -> Result:
     config = settings.model.config
     maintained = settings.kb.encoders if settings.kb and request.retrieved else None
@@ -283,5 +294,5 @@ def _result(
         counts=token_counts(reuse),
         flops=flops,
         reuse=reuse,
-        notes=request.notes + [note for part in mapped.loaded for note in part.notes],
+        notes=[*request.notes, *(n for part in mapped.loaded for n in part.notes), *notes],
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 from jaxrag.config import ModelConfig, read_toml, strict_fields
+from jaxrag.decode import DecodeRule, Dense, Retrieval, TopN, rule_from
 from jaxrag.errors import RequestError
 from jaxrag.load import Misses
 from jaxrag.segments import POSITION_SCHEMES, PositionScheme
@@ -22,7 +23,7 @@ from jaxrag.select import (
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """How a prompt with chunks is prefilled.
+    """How a prompt with chunks is prefilled, and how the answer attends to it.
 
     Attributes:
       name: for results. encoder: which stored form of a chunk is used (encode.ENCODERS); None
@@ -39,6 +40,7 @@ class Method:
       prefix_cache: keep in the device pool the leading parts of a prompt that were computed as
         under full attention, and take them for a later prompt that begins with the same. Exact, but
         under a method that reuses chunks answers depend on what the pool held.
+      decode: how generated tokens attend (decode.DECODE_RULES).
     """
 
     name: str
@@ -50,6 +52,7 @@ class Method:
     first_encoder: str | None = None
     misses: Misses = "encode"
     prefix_cache: bool = False
+    decode: DecodeRule = dataclasses.field(default_factory=Dense)
 
     def __post_init__(self) -> None:
         """Refuse combinations that are wrong by construction."""
@@ -81,6 +84,11 @@ class Method:
             raise RequestError(
                 f"method {self.name!r} computes the whole prompt: there is nothing to select; "
                 f"name an encoder, or leave selector, recompute_ratio and first_encoder out"
+            )
+        if self.positions == "composite" and self.decode.by_position:
+            raise RequestError(
+                f"method {self.name!r}: decode rule {self.decode.name!r} chooses keys by position, "
+                f"and composite positions overlap; use positions='reordered' or decode='dense'"
             )
         if self.positions == "composite" and self.recomputes:
             raise RequestError(
@@ -125,6 +133,7 @@ class Method:
 
     def check(self, config: ModelConfig) -> None:
         """Refuse a model that this method cannot serve."""
+        self.decode.check(config)
         if self.recomputes:
             self.selector.check(config)
         if self.positions == "composite" and config.sliding_window is not None:
@@ -153,6 +162,8 @@ METHODS: dict[str, Method] = {
         selector=QueryGuided(),
         recompute_ratio=0.15,
     ),
+    "retrieval_attention": Method("retrieval_attention", encoder=None, decode=Retrieval()),
+    "kcache": Method("kcache", encoder=None, decode=TopN()),
 }
 
 
@@ -169,6 +180,8 @@ def method_named(method: str | Method) -> Method:
         values = strict_fields(Method, values, str(path))
         if "selector" in values:
             values["selector"] = selector_from(values["selector"], f"{path}: selector")
+        if "decode" in values:
+            values["decode"] = rule_from(values["decode"], f"{path}: decode")
         method = Method(**values)
         if method.template.endswith(".toml"):  # named from where the file stands
             method = dataclasses.replace(method, template=str(path.parent / method.template))

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrag.answer import reserved
+from jaxrag.answer import host_search, reserved
 from jaxrag.cache import PAGE, pages_for
+from jaxrag.decode import DecodeRule, rule_from
 from jaxrag.encode import encoder_named
 from jaxrag.errors import RequestError
 from jaxrag.gated import gated
@@ -92,6 +93,7 @@ def resolve(
     recompute_ratio: float | None = None,
     misses: Misses | None = None,
     prefix_cache: bool | None = None,
+    decode: str | DecodeRule | None = None,
     template: str | PromptTemplate | None,
     k: int,
     max_new_tokens: int,
@@ -113,6 +115,8 @@ def resolve(
         method = dataclasses.replace(method, misses=misses)
     if prefix_cache is not None:
         method = dataclasses.replace(method, prefix_cache=prefix_cache)
+    if decode is not None:
+        method = dataclasses.replace(method, decode=rule_from(decode))
     if kb is not None and model is not None and kb.model is not model:
         raise RequestError("model= differs from the knowledge base's model; pass only kb=")
     model = model if kb is None else kb.model
@@ -137,6 +141,8 @@ def resolve(
     if kb is not None and named and recompute_ratio is None:
         method, notes = gated(kb, method, chosen)
     method.check(model.config)
+    if method.decode.searches is not None:
+        host_search(model)  # refuses a model on several devices
     return Settings(
         model=model,
         kb=kb,

@@ -53,11 +53,14 @@ def run(args: argparse.Namespace) -> int:
     """Answer, and print the throughput."""
     from jaxrag.batch import answer_file
     from jaxrag.batch_files import QuestionFile, Shard
+    from jaxrag.decode import rule_from
     from jaxrag.methods import method_named
     from jaxrag.request import resolve
 
     shard, sampling = Shard.parse(args.shard), sampling_of(args)
     method_named(args.method)  # refused before a model is read
+    if args.decode is not None:
+        rule_from(args.decode, "--decode")
     if args.kb is None and args.model is None:
         raise RequestError(
             "pass --kb DIR, or --model DIR where the questions bring their own documents"
@@ -72,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
             recompute_ratio=args.recompute_ratio,
             misses=args.misses,
             prefix_cache=args.prefix_cache or None,
+            decode=args.decode,
             template=args.template,
             k=args.k,
             max_new_tokens=args.max_new_tokens,

@@ -43,16 +43,20 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Print the answer as it grows, then its sources and its account; or one JSON object."""
+    from jaxrag.decode import rule_from
     from jaxrag.generation import Result, generate
     from jaxrag.methods import method_named
 
     method_named(args.method)  # refused before a model is read
+    if args.decode is not None:
+        rule_from(args.decode, "--decode")
     options: dict[str, Any] = {
         "documents": None if args.documents is None else _read(args.documents),
         "method": args.method,
         "recompute_ratio": args.recompute_ratio,
         "misses": args.misses,
         "prefix_cache": args.prefix_cache or None,
+        "decode": args.decode,
         "template": args.template,
         "k": args.k,
         "where": where_of(args),

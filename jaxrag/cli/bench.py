@@ -1,18 +1,18 @@
 """`jaxrag bench`: measurements that anybody can repeat."""
 
 import argparse
-import json
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
+from jaxrag.cli.bench_decode import add_decode
+from jaxrag.cli.bench_index import add_index
 from jaxrag.cli.options import (
     add_command,
     add_json,
     add_model,
     add_where,
+    give_out,
     open_kb,
-    print_json,
+    require_folder,
     where_of,
 )
 from jaxrag.errors import RequestError
@@ -163,6 +163,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     train.add_argument("--out", metavar="FILE", help="also write the JSON result there")
     add_json(train)
     train.set_defaults(run=run_train_step)
+    add_index(kinds)
+    add_decode(kinds)
 
 
 def run_ttft(args: argparse.Namespace) -> None:
@@ -172,7 +174,7 @@ def run_ttft(args: argparse.Namespace) -> None:
     sizes = args.contexts.split(",")
     if not all(size.isdigit() for size in sizes):
         raise RequestError(f"--contexts {args.contexts!r}: expected integers such as 512,4096")
-    _require_folder(args.out)
+    require_folder(args.out)
     if args.peer_python and not args.peer:
         raise RequestError("--peer-python without --peer; add --peer transformers")
     options = Options(
@@ -187,14 +189,14 @@ def run_ttft(args: argparse.Namespace) -> None:
         seed=args.seed,
     )
     result = run(options)
-    _give_out(args, result, report(result))
+    give_out(args, result, report(result))
 
 
 def run_store(args: argparse.Namespace) -> None:
     """Print a table, or one JSON object."""
     from jaxrag.bench.store import Options, report, run
 
-    _require_folder(args.out)
+    require_folder(args.out)
     options = Options(
         chunks=args.chunks,
         layers=args.layers,
@@ -207,7 +209,7 @@ def run_store(args: argparse.Namespace) -> None:
         seed=args.seed,
     )
     result = run(options)
-    _give_out(args, result, report(result))
+    give_out(args, result, report(result))
 
 
 def run_train_step(args: argparse.Namespace) -> None:
@@ -215,7 +217,7 @@ def run_train_step(args: argparse.Namespace) -> None:
     from jaxrag.bench.train_step import Options, report, run
     from jaxrag.bench.ttft import default_peer
 
-    _require_folder(args.out)
+    require_folder(args.out)
     if args.peer_python and not args.peer:
         raise RequestError("--peer-python without --peer; add --peer transformers")
     sizes = [size for size in args.growth.split(",") if size]
@@ -231,14 +233,14 @@ def run_train_step(args: argparse.Namespace) -> None:
         seed=args.seed,
     )
     result = run(options)
-    _give_out(args, result, report(result))
+    give_out(args, result, report(result))
 
 
 def run_ingest(args: argparse.Namespace) -> None:
     """Print a table, or one JSON object."""
     from jaxrag.bench.ingest import Options, report, run
 
-    _require_folder(args.out)
+    require_folder(args.out)
     options = Options(
         model=args.model,
         dtype=args.dtype,
@@ -251,14 +253,14 @@ def run_ingest(args: argparse.Namespace) -> None:
         neighbours=args.neighbours,
     )
     result = run(options)
-    _give_out(args, result, report(result))
+    give_out(args, result, report(result))
 
 
 def run_reuse(args: argparse.Namespace) -> None:
     """Print tables, or one JSON object."""
     from jaxrag.bench.reuse import Options, report, run
 
-    _require_folder(args.out)
+    require_folder(args.out)
     options = Options(
         data=args.data,
         queries=args.queries,
@@ -273,7 +275,7 @@ def run_reuse(args: argparse.Namespace) -> None:
         sensitivity=not args.no_sensitivity,
     )
     result = run(options)
-    _give_out(args, result, report(result))
+    give_out(args, result, report(result))
 
 
 def run_explain(args: argparse.Namespace) -> None:
@@ -295,7 +297,7 @@ def run_explain(args: argparse.Namespace) -> None:
         result = {"question": args.question, **explain(settings, request)}
     pictures = draw(result, folder)
     args.out = folder / "explain.json"
-    _give_out(args, result, [*report(result), "", *[f"wrote {path}" for path in pictures]])
+    give_out(args, result, [*report(result), "", *[f"wrote {path}" for path in pictures]])
 
 
 def _numbers(option: str, text: str | None) -> tuple[float, ...]:
@@ -304,18 +306,3 @@ def _numbers(option: str, text: str | None) -> tuple[float, ...]:
         return () if text is None else tuple(map(float, text.split(",")))
     except ValueError:
         raise RequestError(f"{option} {text!r}: expected numbers such as 0,0.15,1.0") from None
-
-
-def _require_folder(out: str | None) -> None:
-    """Refuse an --out that cannot be written, before the work."""
-    if out and not Path(out).absolute().parent.is_dir():
-        raise RequestError(f"--out {out}: its folder does not exist; make it first")
-
-
-def _give_out(args: argparse.Namespace, result: dict[str, Any], lines: Iterable[str]) -> None:
-    if args.out:
-        Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if args.json:
-        print_json(result)
-    else:
-        print("\n".join(lines))

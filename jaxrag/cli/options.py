@@ -3,7 +3,8 @@
 import argparse
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.errors import ConfigError, KnowledgeBaseError, RequestError
@@ -67,7 +68,8 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
         "--method",
         default="turborag",
         help="full_attention, full_reuse, turborag, turborag_composite, block_attention, "
-        "cacheblend, cache_craft, epic, fusionrag, or a .toml file (turborag)",
+        "cacheblend, cache_craft, epic, fusionrag, retrieval_attention, kcache, or a .toml file "
+        "(turborag)",
     )
     parser.add_argument(
         "--recompute-ratio",
@@ -86,6 +88,12 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
         "--prefix-cache",
         action="store_true",
         help="keep leading parts as full attention computed them, for prompts that begin alike",
+    )
+    parser.add_argument(
+        "--decode",
+        metavar="RULE",
+        help="how generated tokens attend: dense, static_window, snapkv, infllm, quest, flat, ivf, "
+        "retrieval, topn; settings follow a colon, as in topn:n=64 (the method's own)",
     )
     parser.add_argument(
         "--template",
@@ -254,3 +262,19 @@ def human_count(number: float) -> str:
         if abs(number) >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
+
+
+def require_folder(out: str | None) -> None:
+    """Refuse an --out that cannot be written, before the work."""
+    if out and not Path(out).absolute().parent.is_dir():
+        raise RequestError(f"--out {out}: its folder does not exist; make it first")
+
+
+def give_out(args: argparse.Namespace, result: dict[str, Any], lines: Iterable[str]) -> None:
+    """Write a result to --out; print it as JSON or as lines."""
+    if args.out:
+        Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if args.json:
+        print_json(result)
+    else:
+        print("\n".join(lines))

@@ -1,0 +1,101 @@
+"""Training queries: kept before RoPE from prefill, and rotated to where decoding will ask from.
+
+RetrievalAttention builds its index from the queries of prefill at their own positions. A query of
+decode stands elsewhere, and what it wants moves with its position; a bank rotated to that position
+finds the same keys with a fraction of the scan.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from jaxrag.config import RopeConfig
+from jaxrag.errors import RequestError, RetrievalError
+from jaxrag.rope import attention_factor, frequencies
+from jaxrag.types import HostArray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class QueryBank:
+    """Queries of the heads that share one KV head, before RoPE.
+
+    Attributes:
+      queries: [G, m, H] float16, float32 or bfloat16; m strided tokens of each query head.
+      positions: [m] int32, where those tokens stood.
+    """
+
+    queries: HostArray
+    positions: HostArray
+
+    def __post_init__(self) -> None:
+        """Refuse arrays that do not belong together."""
+        if self.queries.ndim != 3 or 0 in self.queries.shape:
+            raise RetrievalError(
+                f"a query bank of shape {list(self.queries.shape)}: expected [G, m, H], none empty"
+            )
+        if self.positions.shape != self.queries.shape[1:2]:
+            raise RetrievalError(
+                f"positions of shape {list(self.positions.shape)} for {self.queries.shape[1]} "
+                "queries: expected one position for each"
+            )
+
+    @classmethod
+    def strided(cls, queries: HostArray, count: int, first: int = 0) -> "QueryBank":
+        """Keep ``count`` of the queries [G, T, H] of a prefill, evenly spread, in float16.
+
+        ``first`` is the position of the first one. All are kept when there are fewer.
+        """
+        if count < 1:
+            raise RequestError(f"a query bank of {count} queries: expected at least 1")
+        total = queries.shape[1]
+        chosen = np.arange(min(count, total), dtype=np.int64) * total // max(min(count, total), 1)
+        with np.errstate(over="ignore"):
+            kept = queries[:, chosen].astype(np.float16)
+        if not np.isfinite(kept).all():
+            raise RetrievalError("queries are not finite in float16; scale them or keep float32")
+        return cls(kept, (first + chosen).astype(np.int32))
+
+    def at(self, rope: RopeConfig, positions: HostArray | int) -> HostArray:
+        """The queries rotated to one position or to one each: [G, m, H] float32.
+
+        A YaRN attention factor is multiplied in, as ``rope.place`` does.
+        """
+        places = np.broadcast_to(np.asarray(positions, np.float64), self.positions.shape)
+        return rotated(self.queries.astype(np.float32), places, rope)
+
+    def own(self, rope: RopeConfig) -> HostArray:
+        """The queries at their own positions, as RetrievalAttention trains: [G, m, H] float32."""
+        return self.at(rope, self.positions)
+
+
+def rotated(x: HostArray, positions: HostArray, rope: RopeConfig) -> HostArray:
+    """Heads x [..., S, H] float32, before RoPE, placed at positions [S]; numpy's ``rope.place``."""
+    angles = np.asarray(positions, np.float64)[:, None] * frequencies(rope)
+    factor = attention_factor(rope)
+    cos = (np.cos(angles) * factor).astype(np.float32)
+    sin = (np.sin(angles) * factor).astype(np.float32)
+    half = rope.rotary_dim // 2
+    if rope.interleaved:
+        first, second = slice(0, rope.rotary_dim, 2), slice(1, rope.rotary_dim, 2)
+    else:
+        first, second = slice(0, half), slice(half, rope.rotary_dim)
+    out = np.array(x, np.float32)
+    a, b = x[..., first], x[..., second]
+    out[..., first] = a * cos - b * sin
+    out[..., second] = b * cos + a * sin
+    return out
+
+
+def spread(count: int, start: int, end: int, *, logarithmic: bool = False) -> HostArray:
+    """``count`` positions over [start, end), for a bank that must serve all of them: [count] int32.
+
+    Neighbouring queries of a bank get distant positions, so that every part of the document is
+    asked for from everywhere. ``logarithmic`` puts as many positions into every doubling of the
+    distance from ``start``.
+    """
+    if not 0 <= start < end or count < 1:
+        raise RequestError(f"{count} positions from {start} to {end}: expected 0 <= start < end")
+    golden = (np.arange(count) * 0.6180339887498949) % 1.0  # low discrepancy in any order
+    width = end - start
+    steps = np.exp2(golden * np.log2(width)) if logarithmic else 1 + golden * (width - 1)
+    return (start - 1 + np.round(steps)).astype(np.int32)

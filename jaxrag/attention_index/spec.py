@@ -1,0 +1,221 @@
+"""How an index over the keys of one KV head is built and searched: one frozen dataclass a kind."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from jaxrag.errors import ConfigError
+
+Storage = Literal["float16", "float32", "uint8"]
+Share = Literal["q_head", "group"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact:
+    """Every key is scanned.
+
+    Attributes:
+      storage: how keys are kept; uint8 is 8 bits a value over each dimension's range, and lossy.
+    """
+
+    storage: Storage = "float16"
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown storage."""
+        _check(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProjectedGraph:
+    """A graph over keys, projected from the nearest keys of training queries.
+
+    RetrievalAttention (section 3.3) links "keys connected to the same query". Here a key is linked
+    with the ``span`` next ranks of every list it is in, and to the ``top`` first keys of that list.
+    Of a key's candidates half its ``degree`` goes to those met most often and half is spread over
+    the others.
+
+    Attributes:
+      degree: links a key has at most; twice that where the group shares one graph.
+      knn: keys of every training query's list. span, top: see above.
+      ef: keys kept while searching; more finds more and costs more.
+      share: "q_head" makes one graph for each query head, "group" one for all heads of the group.
+      storage: of the keys, see ``Exact``.
+      exact_below, min_queries: with fewer keys, or fewer training queries a head, than this every
+        key is scanned instead.
+    """
+
+    degree: int = 64
+    knn: int = 100
+    span: int = 4
+    top: int = 4
+    ef: int = 280
+    share: Share = "q_head"
+    storage: Storage = "float16"
+    exact_below: int = 32768
+    min_queries: int = 1024
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that make no graph."""
+        _check(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class RoarGraph:
+    """The bipartite projection of RoarGraph (VLDB 2024, section 4.2), without its last stage.
+
+    The best key of a training query is linked to the others of its list, occlusion-pruned; a later
+    query with the same best key replaces the links; links are then reversed. Fields as in
+    ``ProjectedGraph``.
+    """
+
+    degree: int = 35
+    knn: int = 100
+    ef: int = 500
+    share: Share = "q_head"
+    storage: Storage = "float16"
+    exact_below: int = 32768
+    min_queries: int = 1024
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that make no graph."""
+        _check(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryLists:
+    """Training queries in clusters, and for each cluster the keys that its queries want.
+
+    A key is in as many lists as clusters want it. A search scans the lists of the nearest clusters.
+
+    Attributes:
+      clusters: of the training queries. cap: keys of a list at most, the most wanted ones.
+      knn: keys of every training query's list. rounds: of k-means. seed: where k-means starts.
+      probes: lists scanned. Others as in ``ProjectedGraph``.
+    """
+
+    clusters: int = 256
+    cap: int = 2048
+    knn: int = 200
+    rounds: int = 8
+    seed: int = 0
+    probes: int = 3
+    share: Share = "q_head"
+    storage: Storage = "float32"
+    exact_below: int = 32768
+    min_queries: int = 1024
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that make no lists."""
+        _check(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ivf:
+    """FAISS's inverted file over clusters of the keys: a baseline that knows nothing of queries.
+
+    Attributes:
+      clusters: None takes 4 sqrt(S). probes: clusters scanned.
+      storage, exact_below: as in ``ProjectedGraph``.
+    """
+
+    clusters: int | None = None
+    probes: int = 64
+    storage: Storage = "float16"
+    exact_below: int = 32768
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that make no clusters."""
+        _check(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hnsw:
+    """FAISS's hierarchical graph over the keys: a baseline that knows nothing of queries.
+
+    Attributes:
+      links: of a key in the upper levels, twice that at the base. ef_build: width while building.
+      ef: width while searching. storage, exact_below: as in ``ProjectedGraph``.
+    """
+
+    links: int = 32
+    ef_build: int = 200
+    ef: int = 500
+    storage: Storage = "float16"
+    exact_below: int = 32768
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that make no graph."""
+        _check(self)
+
+
+Spec = Exact | ProjectedGraph | RoarGraph | QueryLists | Ivf | Hnsw
+Graph = ProjectedGraph | RoarGraph
+Trained = ProjectedGraph | RoarGraph | QueryLists
+
+INDEXES: dict[str, type[Spec]] = {
+    "exact": Exact,
+    "graph": ProjectedGraph,
+    "roargraph": RoarGraph,
+    "lists": QueryLists,
+    "ivf": Ivf,
+    "hnsw": Hnsw,
+}
+
+
+def name_of(spec: Spec) -> str:
+    """The name of a spec's kind in ``INDEXES``."""
+    return next(name for name, kind in INDEXES.items() if kind is type(spec))
+
+
+def effort_of(spec: Spec) -> int | None:
+    """The number that trades cost for recall in a search: ef or probes; None for ``Exact``."""
+    match spec:
+        case Exact():
+            return None
+        case QueryLists() | Ivf():
+            return spec.probes
+        case _:
+            return spec.ef
+
+
+def spec_from(value: str | Mapping[str, Any]) -> Spec:
+    """The spec of a name, or of a table with ``kind`` and fields that differ from the defaults.
+
+    Raises ConfigError for a kind or field that is unknown, or a value out of range.
+    """
+    fields = {"kind": value} if isinstance(value, str) else dict(value)
+    kind = fields.pop("kind", None)
+    if kind not in INDEXES:
+        raise ConfigError(f"index kind {kind!r}: expected one of {', '.join(INDEXES)}")
+    known = [field.name for field in dataclasses.fields(INDEXES[kind])]
+    if odd := sorted(set(fields) - set(known)):
+        raise ConfigError(f"index {kind}: unknown {', '.join(odd)}; it has {', '.join(known)}")
+    made: Spec = INDEXES[kind](**fields)
+    return made
+
+
+def table_of(spec: Spec) -> dict[str, Any]:
+    """A spec as the JSON-able table that ``spec_from`` reads."""
+    return {"kind": name_of(spec), **dataclasses.asdict(spec)}
+
+
+_MAY_BE_ZERO = {"exact_below", "min_queries", "seed", "span", "top"}
+_CHOICES: dict[str, tuple[str, ...]] = {"storage": get_args(Storage), "share": get_args(Share)}
+
+
+def _check(spec: Any) -> None:
+    """Raise ConfigError for the first field that is out of range."""
+    for field in dataclasses.fields(spec):
+        value = getattr(spec, field.name)
+        if field.name in _CHOICES:
+            if value not in _CHOICES[field.name]:
+                expected = ", ".join(_CHOICES[field.name])
+                raise ConfigError(f"{field.name}={value!r}: expected one of {expected}")
+        elif not (field.name == "clusters" and value is None and isinstance(spec, Ivf)):
+            least = 0 if field.name in _MAY_BE_ZERO else 1
+            if type(value) is not int or value < least:
+                raise ConfigError(f"{field.name}={value!r}: expected an integer from {least} on")
+    if isinstance(spec, ProjectedGraph) and spec.span + spec.top == 0:
+        raise ConfigError("span=0, top=0: expected at least one of them positive")
+    if getattr(spec, "degree", 2) % 2 and isinstance(spec, ProjectedGraph):
+        raise ConfigError(f"degree={spec.degree}: expected an even number")

@@ -1,0 +1,269 @@
+"""Latency per generated token by context length and decode rule, on random weights.
+
+The context is filled with chunks that are encoded each for itself, behind them a final block whose
+tokens are run, so that an index has queries to train on. Weights and text are random: only latency
+and bytes mean anything, and recall says how an index does on keys and queries without structure.
+Every rule generates the same number of tokens after the same prompt, one at a time; of the steps
+after the warm-up the median is reported and the best, which a busy machine disturbs least. What an
+index scans and finds is counted in a second pass, which is not timed.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from jaxrag import answer
+from jaxrag.bench.machine import describe
+from jaxrag.bench.ttft import LLAMA_100M
+from jaxrag.cache import PAGE
+from jaxrag.config import DType, ModelConfig
+from jaxrag.decode import (
+    DECODE_RULES,
+    Account,
+    Dense,
+    Flat,
+    TopN,
+    break_even,
+    bytes_of,
+    rule_from,
+)
+from jaxrag.decode.memory import A100
+from jaxrag.decode.retrieval import Retrieval
+from jaxrag.errors import RequestError
+from jaxrag.methods import METHODS
+from jaxrag.models.model import Model, random_model
+from jaxrag.models.spec import num_params
+from jaxrag.prefill import Mapped, Prompt, map_request, prefill_observed, unmap
+
+CHUNK_TOKENS = 512
+RULES = "dense,static_window,flat,ivf,retrieval,topn"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to measure.
+
+    Attributes:
+      rules: names or texts that decode.rule_from reads, settings after a colon.
+      question_tokens: of the final block, which is run; an index trains on its queries.
+      steps: tokens that are timed, after ``warm`` others.
+      measure: also count what indexes scan and find, in a pass of its own.
+    """
+
+    contexts: tuple[int, ...] = (4096, 16_384, 65_536, 131_072)
+    rules: tuple[str, ...] = tuple(RULES.split(","))
+    dtype: DType = "float32"
+    layers: int = 4
+    question_tokens: int = 2048
+    steps: int = 16
+    warm: int = 3
+    measure: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot be measured, and rules that the model cannot run."""
+        for name in ("layers", "question_tokens", "steps", "warm"):
+            if getattr(self, name) < 1:
+                raise RequestError(f"{name}={getattr(self, name)}: expected a positive integer")
+        for context in self.contexts:
+            if context % CHUNK_TOKENS or context <= self.question_tokens:
+                raise RequestError(
+                    f"context {context}: expected a multiple of {CHUNK_TOKENS} above the "
+                    f"{self.question_tokens} question tokens"
+                )
+        for rule in self.rules:
+            rule_from(rule, "rules").check(self.config())
+
+    def config(self) -> ModelConfig:
+        """A small Llama: 8 query heads on 2 KV heads of 64 dimensions."""
+        longest = max(self.contexts) + self.steps + self.warm + 1
+        return dataclasses.replace(
+            LLAMA_100M,
+            vocab_size=2048,
+            num_layers=self.layers,
+            model_dim=512,
+            mlp_dim=1024,
+            num_heads=8,
+            num_kv_heads=2,
+            head_dim=64,
+            max_positions=max(longest, 4096),
+            dtype=self.dtype,
+            eos_ids=(),
+        )
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Measure every context and rule; returns rows, machine and setting, JSON-able."""
+    config = options.config()
+    rows = []
+    with tqdm(total=len(options.contexts) * len(options.rules), disable=None) as bar:
+        for context in options.contexts:
+            tokens = context + options.steps + options.warm + 4 * PAGE
+            model = random_model(config, options.seed, cache_tokens=tokens)
+            prompt = _prompt(model, options, context)
+            for rule in options.rules:
+                bar.set_description(f"{context} {rule}")
+                rows.append(_measure(model, options, prompt, rule))
+                bar.update()
+            model.forget_cache()
+    return {
+        "benchmark": "decode",
+        "model": f"random Llama, {num_params(config) / 1e6:.1f}M, {config.num_layers} layers, "
+        f"{config.num_heads} heads on {config.num_kv_heads} KV heads of {config.head_dim}",
+        "dtype": options.dtype,
+        "kv_bytes_per_token": config.kv_bytes_per_token,
+        "chunk_tokens": CHUNK_TOKENS,
+        "question_tokens": options.question_tokens,
+        "steps": options.steps,
+        "break_even_device": dataclasses.asdict(A100),
+        "rows": rows,
+        "machine": describe(),
+    }
+
+
+def _prompt(model: Model, options: Options, context: int) -> Prompt:
+    rng = np.random.default_rng((options.seed, context))
+
+    def ids(count: int) -> np.ndarray[Any, Any]:
+        return rng.integers(3, model.config.vocab_size, count).astype(np.int32)
+
+    whole, rest = divmod(context - options.question_tokens, CHUNK_TOKENS)
+    chunks = [ids(CHUNK_TOKENS) for _ in range(whole)] + ([ids(rest)] if rest else [])
+    return Prompt(np.zeros(0, np.int32), tuple(chunks), ids(options.question_tokens))
+
+
+def _measure(model: Model, options: Options, prompt: Prompt, text: str) -> dict[str, Any]:
+    rule, config = rule_from(text), model.config
+    method = dataclasses.replace(METHODS["turborag"], decode=rule)
+    count = options.warm + options.steps
+    mapped = map_request(model, model.memory, method, prompt, count)
+    try:
+        seconds, prepare_seconds, ids, account, state_bytes = _generate(
+            model, mapped, method.decode, options, count
+        )
+        row: dict[str, Any] = {
+            "context": prompt.num_tokens,
+            "rule": text,
+            "settings": dataclasses.asdict(rule),
+            "seconds": statistics.median(seconds[options.warm :]),
+            "best_seconds": min(seconds[options.warm :]),
+            "prepare_seconds": prepare_seconds,
+            "ids": ids,
+            "formula_bytes": dataclasses.asdict(bytes_of(rule, config, prompt.num_tokens)),
+            "pool_bytes": len(mapped.table.pages) * PAGE * config.kv_bytes_per_token,
+            "state_bytes": state_bytes,
+        }
+        if isinstance(rule, Retrieval):
+            row["index"] = {"bytes": account.index_bytes, "notes": list(account.notes)}
+            if options.measure:
+                row["index"] |= _counted(model, mapped, rule, options, prompt)
+        if isinstance(rule, Dense | Flat | TopN):
+            row["scanned"] = 1.0
+        if isinstance(rule, TopN):
+            row["break_even"] = dataclasses.asdict(break_even(rule, config, prompt.num_tokens))
+        return row
+    finally:
+        unmap(model, mapped)
+
+
+def _generate(
+    model: Model, mapped: Mapped, rule: Any, options: Options, count: int
+) -> tuple[list[float], float, list[int], Account, int]:
+    """Seconds of every step, of preparing the rule, the ids, the index account, state bytes."""
+    host = None if rule.searches is None else answer.host_search(model)
+    if host is not None:
+        host.account = Account()
+    logits, table, bank = prefill_observed(model, [mapped], rule.observe)
+    logits.block_until_ready()
+    rows = answer.SamplingRows.of([], logits.shape[0])
+    before = _live_bytes()
+    blocks = answer.decode(model, [mapped], table, logits, rows, 1, rule, bank)
+    start = time.perf_counter()
+    ids = [int(next(blocks)[0, 0])]  # the first token comes from prefill: this prepares the rule
+    prepared = time.perf_counter() - start
+    state = _live_bytes() - before
+    seconds = []
+    for _ in range(count):
+        start = time.perf_counter()
+        ids.append(int(next(blocks)[0, 0]))
+        seconds.append(time.perf_counter() - start)
+    blocks.close()  # type: ignore[attr-defined]
+    account = Account() if host is None else host.account
+    return seconds, prepared, ids, account, state
+
+
+def _counted(
+    model: Model, mapped: Mapped, rule: Retrieval, options: Options, prompt: Prompt
+) -> dict[str, Any]:
+    """What the index scanned and found in a few steps, beside an exact search."""
+    host = answer.host_search(model)
+    host.measure = True
+    try:
+        *_, account, _ = _generate(model, mapped, rule, options, min(4, options.steps))
+    finally:
+        host.measure = False
+    per_head = account.keys / (model.config.num_layers * model.config.num_kv_heads)
+    return {
+        "keys": int(per_head),
+        "scanned": account.scanned / max(account.searches * per_head, 1),
+        "recall": account.found / max(account.wanted, 1),
+    }
+
+
+def _live_bytes() -> int:
+    return sum(x.nbytes for x in jax.live_arrays())
+
+
+def report(result: dict[str, Any]) -> Iterator[str]:
+    """The result as lines of a table."""
+    yield f"{result['model']}, {result['dtype']}; chunks of {result['chunk_tokens']} tokens, each"
+    yield f"encoded alone; milliseconds a token, median and best of {result['steps']}; latency only"
+    yield (
+        f"{'context':>8} {'rule':<16} {'median':>8} {'best':>8} {'of dense':>8} {'prepare s':>9} "
+        f"{'scanned':>8} {'recall':>7} {'device MB':>10} {'host MB':>9} {'index MB':>9}"
+    )
+    dense = {r["context"]: r["seconds"] for r in result["rows"] if r["rule"] == "dense"}
+    for row in result["rows"]:
+        index, formula = row.get("index", {}), row["formula_bytes"]
+        beside = dense.get(row["context"])
+        scanned = index.get("scanned", row.get("scanned"))
+        yield (
+            f"{row['context']:>8} {row['rule']:<16} {1000 * row['seconds']:>8.2f} "
+            f"{1000 * row['best_seconds']:>8.2f} "
+            f"{'' if beside is None else f'{row["seconds"] / beside:.2f}':>8} "
+            f"{row['prepare_seconds']:>9.2f} {_share(scanned):>8} {_share(index.get('recall')):>7} "
+            f"{formula['device'] / 1e6:>10.1f} {formula['host'] / 1e6:>9.1f} "
+            f"{index.get('bytes', 0) / 1e6:>9.1f}"
+        )
+    yield (
+        "device and host MB: by formula, where the papers place keys and values; the pool holds "
+        "all of them on the device"
+    )
+    for row in result["rows"]:
+        for note in row.get("index", {}).get("notes", ()):
+            yield f"{row['context']} {row['rule']}: {note}"
+        if "break_even" in row:
+            even = row["break_even"]
+            yield (
+                f"{row['context']} {row['rule']}: KCache section 3.2 on {A100.name}: not slower "
+                f"from {even['tokens']} tokens on, or {even['grouped_tokens']} where the heads of "
+                f"a group fetch for themselves; V hides behind prefill: {even['prefill_hidden']}"
+            )
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f}%"
+
+
+def rules_of(text: str) -> tuple[str, ...]:
+    """The rules of --rules, split at semicolons, or at commas where no rule has settings."""
+    rules = tuple(filter(None, text.split(";" if ";" in text or ":" in text else ",")))
+    if not rules:
+        raise RequestError(f"--rules {text!r}: expected names such as {', '.join(DECODE_RULES)}")
+    return rules

@@ -1,0 +1,76 @@
+"""`jaxrag bench index`: attention indexes beside exact search, IVF and HNSW."""
+
+import argparse
+
+from jaxrag.cli.options import add_command, add_json, give_out, require_folder
+from jaxrag.errors import RequestError
+
+
+def add_index(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Register the benchmark."""
+    parser = add_command(
+        kinds,
+        "index",
+        "attention indexes beside exact search, IVF and HNSW, on generated heads",
+        "jaxrag bench index --contexts 32768,131072 --out benchmarks/results/index.json",
+    )
+    parser.add_argument("--contexts", default="32768,131072", metavar="N,...", help="tokens")
+    parser.add_argument("--heads", default="ivf30", metavar="NAME,...", help="(ivf30)")
+    parser.add_argument("--engines", metavar="NAME;...", help="between semicolons (all)")
+    parser.add_argument("--k", type=int, default=100, metavar="N", help="keys wanted (100)")
+    parser.add_argument(
+        "--train", type=int, default=8192, metavar="N", help="training queries a head (8192)"
+    )
+    parser.add_argument(
+        "--ask", type=int, default=500, metavar="N", help="queries to validate and test with (500)"
+    )
+    parser.add_argument(
+        "--cold-mb", type=int, default=1200, metavar="N", help="of heads visited in turn (1200)"
+    )
+    parser.add_argument(
+        "--slow-up-to", type=int, default=131_072, metavar="N", help="tokens for HNSW (131072)"
+    )
+    parser.add_argument(
+        "--distances",
+        metavar="N,...",
+        help="instead: indexes built with a document, asked from so many tokens behind it",
+    )
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="after a warm-up (3)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
+    add_json(parser)
+    parser.set_defaults(run=run_index)
+
+
+def run_index(args: argparse.Namespace) -> None:
+    """Print tables, or one JSON object."""
+    from jaxrag.bench import index, index_distance
+
+    require_folder(args.out)
+    options = index.Options(
+        contexts=_integers("--contexts", args.contexts),
+        heads=tuple(args.heads.split(",")),
+        engines=tuple(args.engines.split(";")) if args.engines else tuple(index.ENGINES),
+        k=args.k,
+        train=args.train,
+        ask=args.ask,
+        cold_bytes=args.cold_mb * 1_000_000,
+        rounds=args.rounds,
+        slow_up_to=args.slow_up_to,
+        seed=args.seed,
+    )
+    if args.distances is None:
+        result = index.run(options)
+        give_out(args, result, index.report(result))
+        return
+    engines = tuple(args.engines.split(";")) if args.engines else index_distance.DEFAULT_ENGINES
+    distances = _integers("--distances", args.distances)
+    result = index_distance.run(options, engines, distances)
+    give_out(args, result, index_distance.report(result))
+
+
+def _integers(option: str, text: str) -> tuple[int, ...]:
+    sizes = text.split(",")
+    if not all(size.isdigit() for size in sizes):
+        raise RequestError(f"{option} {text!r}: expected integers such as 512,4096")
+    return tuple(map(int, sizes))

@@ -1,0 +1,115 @@
+"""InfLLM: blocks of the context outside a local window, found by a few representative keys."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxrag.attention import merge
+from jaxrag.decode.base import DecodeRule, Observe, View, highest, require, require_zero_or_more
+from jaxrag.decode.dense import Positions, check_positions
+from jaxrag.errors import RequestError
+from jaxrag.types import Array, Partial
+
+
+@dataclasses.dataclass(frozen=True)
+class InfLLM(DecodeRule):
+    """The static pattern, and the best ``blocks`` of ``block`` tokens outside it, for all heads.
+
+    A block stands for itself with ``representatives`` of its keys per KV head, those that score
+    highest with the prompt's last queries; its relevance is their mean score with the newest query,
+    summed over the heads, and all heads read the same blocks (InfLLM section 3.2). The paper ranks
+    keys by the queries of the tokens that follow each; queries of reused chunks are not there when
+    a question is asked, so the last ``observed`` of the prompt take their place for all. In a block
+    of generated tokens the first ones represent it. The block that the edge of the window cuts is
+    always read.
+
+    Attributes:
+      positions: "original": keys where they stand; "cache": as published, all keys outside the
+        local window stand ``recent`` tokens away.
+    """
+
+    block: int = 128
+    blocks: int = 16
+    representatives: int = 4
+    sink: int = 128
+    recent: int = 4096
+    observed: int = 32
+    positions: Positions = "original"
+    name: str = dataclasses.field(default="infllm", init=False)
+
+    def __post_init__(self) -> None:
+        """Refuse empty blocks and windows, and more representatives than tokens of a block."""
+        require_zero_or_more(self.name, sink=self.sink)
+        require(
+            self.name,
+            block=self.block,
+            blocks=self.blocks,
+            representatives=self.representatives,
+            recent=self.recent,
+            observed=self.observed,
+        )
+        if self.representatives > self.block:
+            raise RequestError(
+                f"decode rule 'infllm': representatives={self.representatives} of a block of "
+                f"{self.block} tokens; choose at most that many"
+            )
+        check_positions(self.name, self.positions)
+
+    @property
+    def observe(self) -> Observe:
+        """The last queries of the prompt."""
+        return Observe("last", self.observed)
+
+    def tokens(self) -> dict[str, int]:
+        """The window and the blocks."""
+        return {
+            "sink + recent": self.sink + self.recent,
+            "blocks x block": self.blocks * self.block,
+        }
+
+    def prepare(self, view: View, queries: Array, positions: Array, room: int) -> Array:
+        """Positions of the representatives of every block: [B, K, C * R] int32."""
+        config = view.config
+        counts = (positions >= 0)[:, :, None, None]
+        mean = jnp.where(counts, queries.astype(jnp.float32), 0.0).sum(1)  # [B, N, H]
+        mean = mean.reshape(mean.shape[0], config.num_kv_heads, -1, config.head_dim).sum(2)
+        scores = jnp.einsum("bkh,bskh->bks", mean, view.keys(at=jnp.int32(0)))
+        scores = jnp.where(view.seen[:, None], scores, -jnp.inf)
+        scores = jnp.take_along_axis(scores, view.order[:, None], axis=-1)  # by position
+        scores = jnp.where(_known(view)[:, None], scores, -jnp.inf)[..., self.sink :]
+        short = -scores.shape[-1] % self.block
+        scores = jnp.pad(scores, ((0, 0), (0, 0), (0, short)), constant_values=-jnp.inf)
+        scores = scores.reshape(*scores.shape[:2], -1, self.block)
+        _, best = highest(scores, self.representatives)  # ties go to the first
+        first = self.sink + jnp.arange(scores.shape[2]) * self.block
+        return (best + first[:, None]).reshape(*scores.shape[:2], -1).astype(jnp.int32)
+
+    def attend(self, view: View, layer: Array, state: Array) -> tuple[Partial, Any]:
+        """The window, and the tokens of the best blocks."""
+        local = view.position[:, None, None, None] - self.recent  # the last one outside the window
+        far = jnp.maximum(local, 0) if self.positions == "cache" else None
+        representatives = state[:, :, None]
+        scores = view.scores_at(representatives, representatives <= local, far)
+        scores = scores.reshape(*scores.shape[:3], -1, self.representatives)
+        relevance = scores.mean(-1).sum((1, 2))  # [B, C]
+        first = self.sink + jnp.arange(relevance.shape[-1]) * self.block
+        edge = local[:, 0, 0]
+        relevance = jnp.where(first + self.block - 1 <= edge, relevance, -jnp.inf)
+        relevance = jnp.where((first <= edge) & (edge < first + self.block - 1), jnp.inf, relevance)
+        best_score, best = highest(relevance, self.blocks)
+        where = self.sink + best[..., None] * self.block + jnp.arange(self.block)
+        where = where.reshape(where.shape[0], 1, 1, -1).astype(jnp.int32)
+        chosen = jnp.repeat(best_score > -jnp.inf, self.block, axis=-1)[:, None, None]
+        rest = view.attend_at(where, chosen & (where <= local), far)
+        positions, counts_window = view.window(self.sink, self.recent)
+        if far is None:
+            return merge([view.attend_at(positions, counts_window), rest]), state
+        is_sink = jnp.arange(positions.shape[-1]) < self.sink
+        at = jnp.where(is_sink & (positions <= local), far, positions)
+        return merge([view.attend_at(positions, counts_window, jnp.maximum(at, 0)), rest]), state
+
+
+def _known(view: View) -> Array:
+    """[B, S] which positions hold a token of the prompt."""
+    return jnp.arange(view.order.shape[1]) <= view.position[:, None]

@@ -1,0 +1,187 @@
+"""A decode rule in the place of attention: what it needs before the first token, and each step."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxrag.attention import PagedAttend
+from jaxrag.cache import PagePool, PageTable
+from jaxrag.config import ModelConfig
+from jaxrag.decode.base import DecodeRule, PromptQueries, View
+from jaxrag.decode.host_search import NOBODY, HostSearch, training_queries
+from jaxrag.decode.memory import index_bytes
+from jaxrag.decode.retrieval import Indexed, Retrieval
+from jaxrag.errors import RequestError
+from jaxrag.rope import RopeTable
+from jaxrag.types import HIDDEN, Array, HostArray, Tokens
+
+
+class Decoding(struct.PyTreeNode):
+    """What a rule carries from step to step."""
+
+    order: Array  # [B, S] int32 slot of every position, of prompt and generated tokens
+    state: Any  # the rule's own, a tree of arrays [L, B, ...]; None where it has none
+
+
+def order_of(slot_position: HostArray, position: HostArray, slot: HostArray) -> HostArray:
+    """The slot of every position: [B, S] int32 from ``slot_position`` [B, S] after prefill.
+
+    The tokens to be generated stand from ``position`` [B] on in slots from ``slot`` [B] on. Where
+    positions overlap (composite), one of the slots. 0 where nothing is or will be.
+    """
+    rows, num_slots = slot_position.shape
+    order = np.zeros((rows, num_slots), np.int32)
+    for row in range(rows):
+        slots = np.flatnonzero(slot_position[row] != HIDDEN)
+        order[row, slot_position[row, slots]] = slots
+        if position[row] >= 0:
+            room = min(num_slots - slot[row], num_slots - position[row])
+            order[row, position[row] : position[row] + room] = slot[row] + np.arange(room)
+    return order
+
+
+@functools.partial(jax.jit, static_argnames=("config", "rule", "room"))
+def prepare(
+    config: ModelConfig,
+    rope: RopeTable,
+    pool: PagePool,
+    table: PageTable,
+    order: Array,
+    position: Array,
+    bank: PromptQueries,
+    rule: DecodeRule,
+    room: int,
+) -> Any:
+    """The rule's state before the first generated token, a tree of arrays [L, B, ...].
+
+    ``position`` [B] is that of each prompt's last token, -1 for padding rows; at most ``room``
+    tokens are generated.
+    """
+
+    def layer(index: Array, queries: Array) -> Any:
+        pages = table.pages + index * (pool.k.shape[0] // config.num_layers)
+        view = View(config, rope, pool, pages, table.offsets, table.slot_position, order, position)
+        return rule.prepare(view, queries, bank.positions, room)
+
+    layers = jnp.arange(config.num_layers, dtype=jnp.int32)
+    return jax.lax.map(lambda x: layer(*x), (layers, bank.queries))
+
+
+def index_keys(
+    host: HostSearch,
+    config: ModelConfig,
+    rope: RopeTable,
+    pool: PagePool,
+    table: PageTable,
+    order: HostArray,
+    position: HostArray,
+    bank: PromptQueries,
+    rule: Retrieval,
+    room: int,
+) -> Indexed:
+    """Build the indexes of a batch on the host, layer by layer; the rule's state [L, B, ...].
+
+    Of every request the keys between the sink and the window of its first generated token.
+    """
+    rows = len(position)
+    end = np.maximum(position + 2 - rule.recent, rule.sink)  # the first that is not indexed
+    need = sum(index_bytes(rule.index, config, int(n)) for n in np.maximum(end - rule.sink, 0))
+    if rule.max_host_bytes is not None and need > rule.max_host_bytes:
+        raise RequestError(
+            f"decode rule {rule.name!r}: the indexes of {rows} request(s) may take {need} bytes of "
+            f"host memory, max_host_bytes={rule.max_host_bytes}; raise it, or ask fewer at once"
+        )
+    numbers = [host.admit() if at >= 0 else NOBODY for at in position]
+    wanted = np.asarray(bank.positions)
+    last = jnp.asarray(position)
+    try:
+        for layer in range(config.num_layers):
+            keys = np.asarray(_keys(config, rope, pool, table, jnp.int32(layer), last))
+            queries = np.asarray(bank.queries[layer].astype(jnp.float32))
+            for row in np.flatnonzero(position >= 0):
+                here = keys[row, order[row, rule.sink : end[row]]].transpose(1, 0, 2)
+                at = int(position[row]) + 1 if rule.rerotate else None
+                trained = training_queries(queries[row], wanted[row], config, at)
+                host.add_layer(numbers[row], np.ascontiguousarray(here), trained, rule.searches)
+    except BaseException:
+        host.release(numbers)
+        raise
+    tail = np.where(position[:, None] >= 0, end[:, None] + np.arange(room), -1).astype(np.int32)
+    number = jnp.asarray(np.array(numbers, np.int32))
+    return Indexed(
+        numbers=jnp.broadcast_to(number, (config.num_layers, rows)),
+        tail=jnp.broadcast_to(tail[:, None, None], (config.num_layers, rows, 1, 1, room)),
+    )
+
+
+def numbers_of(decoding: Decoding | None) -> list[int]:
+    """The numbers under which the host knows the requests; none where no index is searched."""
+    if decoding is None or not isinstance(decoding.state, Indexed):
+        return []
+    return [int(number) for number in np.asarray(decoding.state.numbers[0])]
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def _keys(
+    config: ModelConfig,
+    rope: RopeTable,
+    pool: PagePool,
+    table: PageTable,
+    layer: Array,
+    position: Array,
+) -> Array:
+    """The keys of one layer where they stand, by slot: [B, S, K, H] float32."""
+    pages = table.pages + layer * (pool.k.shape[0] // config.num_layers)
+    order = jnp.zeros_like(table.slot_position)
+    slots = (table.slot_position, order, position)
+    return View(config, rope, pool, pages, table.offsets, *slots).keys()
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeAttend:
+    """One new token a row: writes its K and V as PagedAttend does, then attends by the rule.
+
+    The cache is (pool, the rule's state [L, ...]).
+    """
+
+    paged: PagedAttend
+    rule: DecodeRule
+    order: Array
+    host: HostSearch | None = None
+
+    def __call__(
+        self,
+        layer: Array,
+        window: Array | int | None,
+        q: Array,
+        k: Array,
+        v: Array,
+        tokens: Tokens,
+        cache: tuple[PagePool, Any],
+    ) -> tuple[Array, tuple[PagePool, Any], None]:
+        """Write, then attend; shapes as Attend, T = 1."""
+        pool, state = cache
+        pages, pool = self.paged.write(layer, k, v, tokens, pool)
+        table = self.paged.table
+        view = View(
+            config=self.paged.config,
+            rope=self.paged.rope,
+            pool=pool,
+            pages=pages,
+            offsets=table.offsets,
+            slot_position=table.slot_position,
+            order=self.order,
+            position=tokens.positions[:, 0],
+            q=q[:, 0],
+            host=self.host,
+        )
+        here = jax.tree.map(lambda x: x[layer], state)
+        part, new = self.rule.attend(view, layer, here)
+        if new is not here:  # most rules only read their state
+            state = jax.tree.map(lambda x, y: x.at[layer].set(y), state, new)
+        return part.out.astype(q.dtype), (pool, state), None

@@ -1,0 +1,100 @@
+"""bench decode at small sizes: rows, bytes by formula, counts, and what it refuses."""
+
+import dataclasses
+
+import pytest
+
+from jaxrag.bench.decode import Options, report, rules_of, run
+from jaxrag.decode import Dense, Flat, TopN, break_even, bytes_of, rule_from
+from jaxrag.decode.memory import A100, index_bytes
+from jaxrag.errors import ConfigError, RequestError
+
+RULES = (
+    "dense",
+    "topn:n=8",
+    "retrieval:k=600,sink=4,recent=16",
+    "ivf:k=10,sink=4,recent=16",
+)
+
+
+@pytest.fixture(scope="module")
+def result():
+    return run(
+        Options(contexts=(1024,), rules=RULES, layers=2, question_tokens=64, steps=2, warm=1)
+    )
+
+
+@pytest.mark.slow
+def test_rows(result):
+    dense, topn, retrieval, ivf = result["rows"]
+    assert [row["rule"] for row in result["rows"]] == list(RULES)
+    for row in result["rows"]:
+        assert row["context"] == 1024 and row["seconds"] >= row["best_seconds"] > 0
+        assert row["pool_bytes"] >= 1024 * result["kv_bytes_per_token"]
+        assert len(row["ids"]) == 4
+    assert dense["formula_bytes"] == {
+        "device": 1024 * result["kv_bytes_per_token"],
+        "host": 0,
+        "bus": 0,
+    }
+    # Few keys: both scan all of them, so nothing is missed.
+    for row in (retrieval, ivf):
+        assert row["index"]["scanned"] == row["index"]["recall"] == 1.0
+        assert row["index"]["keys"] == 1024 + 1 - 16 - 4
+        assert any("32768" in note for note in row["index"]["notes"])
+    assert topn["break_even"]["tokens"] == 510
+    lines = list(report(result))
+    assert sum(line.strip().startswith("1024 ") for line in lines) >= 4
+
+
+def test_formulas(tiny_config):
+    config = tiny_config()  # 3 layers, 6 heads on 2 KV heads of 10, float32
+    per_token = 2 * 3 * 2 * 10 * 4
+    assert config.kv_bytes_per_token == per_token
+    assert bytes_of(Dense(), config, 100).device == 100 * per_token
+    kcache = bytes_of(TopN(n=8, device_layers=1), config, 100)
+    assert kcache.device == 100 * per_token - 100 * 2 * (2 * 10 * 4)
+    assert kcache.host == 100 * per_token - kcache.device
+    assert kcache.bus == 2 * 8 * 6 * 10 * 4  # layers, N, query heads, dims, bytes
+    flat = bytes_of(Flat(k=5, sink=4, recent=16), config, 100)
+    assert flat.device == 20 * per_token and flat.host == 80 * per_token
+    assert bytes_of(rule_from("static_window:sink=4,recent=16"), config, 100).device == flat.device
+    retrieval = rule_from("retrieval:sink=4,recent=16")
+    rows = 80 * 2 * 3 * 10 * 2  # keys, KV heads, layers, dims, bytes: too few keys for a graph
+    assert index_bytes(retrieval.index, config, 80) == rows
+    assert bytes_of(retrieval, config, 100).host == 80 * per_token + rows
+    linked = dataclasses.replace(retrieval.index, exact_below=0)
+    assert index_bytes(linked, config, 80) > rows + 80 * 2 * 3 * 3 * 2 * 64 * 4
+
+
+def test_break_even_is_the_papers(tiny_config):
+    """A100: s / N > 64; with G query heads a KV head, G times that; 11 d + 2 s > FLOPS / bus."""
+    config = tiny_config()
+    even = break_even(TopN(n=128), config, 4096)
+    assert 63 < even.tokens_per_n < 64 and even.grouped == 3 * even.tokens_per_n
+    assert even.tokens == 8156
+    assert not break_even(TopN(), config, 4096).prefill_hidden
+    wide = dataclasses.replace(config, model_dim=4096)
+    assert break_even(TopN(), wide, 1, A100).prefill_hidden
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Options(contexts=(1000,)), RequestError, "multiple of 512"),
+        (lambda: Options(contexts=(2048,)), RequestError, "above the 2048 question tokens"),
+        (lambda: Options(rules=("lru",)), ConfigError, "name='lru'"),
+        (lambda: Options(steps=0), RequestError, "steps=0"),
+        (lambda: Options(contexts=(4096,), rules=("flat:k=9000",)), RequestError, "k=9000"),
+        (lambda: rules_of(""), RequestError, "--rules"),
+    ],
+)
+def test_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_rules_of():
+    assert rules_of("dense,flat") == ("dense", "flat")
+    assert rules_of("dense;topn:n=8,renormalise=true") == ("dense", "topn:n=8,renormalise=true")
+    assert rules_of("topn:n=8,renormalise=true") == ("topn:n=8,renormalise=true",)

@@ -1,0 +1,194 @@
+"""The index benchmark on tiny heads: the generator, the knob, what is measured and printed."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from jaxrag.attention_index import Exact, build, open_index
+from jaxrag.bench import attention_heads, index, index_distance
+from jaxrag.cli import main
+from jaxrag.errors import ConfigError, RequestError
+
+TINY = index.Options(
+    contexts=(1200,),
+    engines=("flat fp32", "flat fp16", "ivf fp16", "lists fp32"),
+    k=20,
+    train=200,
+    ask=16,
+    cold_bytes=1,
+    searches=2,
+    rounds=1,
+)
+SMALL = attention_heads.HeadSpec(seed=3, head_dim=32, model_dim=64, words=512, topics=16, group=2)
+
+
+@pytest.fixture(scope="module")
+def result():
+    return index.run(TINY)
+
+
+@pytest.fixture(scope="module")
+def heads():
+    return attention_heads.draw(SMALL, 3000, train=500, ask=60)
+
+
+def test_the_generator_gives_what_it_says(heads):
+    assert heads.keys.shape == (3000 - 128 - 512, 32)
+    assert heads.bank.queries.shape == (2, 500, 32)
+    assert heads.asked.shape == (2, 60, 32)
+    assert heads.bank.positions.min() >= 128
+    assert heads.bank.positions.max() < 3000
+    logits = heads.placed_queries() @ heads.placed_keys().T / 32**0.5
+    np.testing.assert_allclose(logits.std(axis=2).mean(axis=1), 2.5, rtol=0.1)
+
+
+def test_the_generator_is_deterministic_and_keeps_the_head(heads):
+    again = attention_heads.draw(SMALL, 3000, train=500, ask=60)
+    np.testing.assert_array_equal(again.keys, heads.keys)
+    np.testing.assert_array_equal(again.asked, heads.asked)
+    other = attention_heads.draw(SMALL, 3000, train=500, ask=60, stream=1)
+    assert np.abs(other.keys - heads.keys).max() > 0.1
+    longer = attention_heads.draw(SMALL, 4000, train=500, ask=60)
+    means = [one.keys.mean(0) for one in (heads, longer, other)]  # its large channels
+    assert np.corrcoef(means).min() > 0.95
+    stranger = attention_heads.draw(dataclasses.replace(SMALL, seed=4), 3000, train=5, ask=5)
+    assert abs(np.corrcoef(means[0], stranger.keys.mean(0))[0, 1]) < 0.8
+
+
+def test_blocks_do_not_show(heads, monkeypatch):
+    monkeypatch.setattr(attention_heads, "_BLOCK", 3060)
+    whole = attention_heads.draw(SMALL, 3000, train=500, ask=60)
+    assert whole.keys.shape == heads.keys.shape
+    monkeypatch.setattr(attention_heads, "_BLOCK", 700)
+    parts = attention_heads.draw(SMALL, 3000, train=500, ask=60)
+    assert parts.keys.shape == heads.keys.shape
+    assert parts.bank.queries.shape == heads.bank.queries.shape
+    assert parts.asked.shape == heads.asked.shape
+    np.testing.assert_array_equal(parts.bank.positions, heads.bank.positions)
+
+
+def test_queries_lie_elsewhere_than_keys(heads):
+    keys = heads.placed_keys().astype(np.float64)
+    centre, inverse = keys.mean(0), np.linalg.inv(np.cov(keys.T))
+
+    def distance(rows):
+        return np.sqrt(np.einsum("nd,de,ne->n", rows - centre, inverse, rows - centre)).mean()
+
+    assert distance(heads.placed_queries()[0]) > 3 * distance(keys)
+
+
+def test_a_context_of_window_only_is_refused():
+    with pytest.raises(ConfigError, match="context=640, sink=128, recent=512"):
+        attention_heads.draw(SMALL, 640, train=5, ask=5)
+
+
+def test_the_knob_is_the_smallest_that_reaches_the_target(heads):
+    keys, asked = heads.placed_keys(), heads.placed_queries()
+    truth = index.exact_rows(asked, keys, 20)
+    spec = dataclasses.replace(index.ENGINES["ivf fp16"].spec, clusters=40)
+    searcher = open_index(build(keys, None, spec))
+    options = dataclasses.replace(TINY, target=0.8, margin=0.0)
+    efforts = index.tune(searcher, asked, truth, range(1, 41), options)
+    reached = index.quality(searcher, asked, truth, 20, efforts)[0]
+    below = index.quality(searcher, asked, truth, 20, [one - 1 for one in efforts])[0]
+    assert (below < 0.8).all()
+    assert (reached >= 0.8).all()
+    assert index.tune(searcher, asked, truth, (1, 2), options) == [2, 2]
+    assert index.tune(open_index(build(keys, None, Exact())), asked, truth, (), options) is None
+
+
+def test_every_engine_is_measured(result):
+    assert [row["engine"] for row in result["rows"]] == list(TINY.engines)
+    for row in result["rows"]:
+        assert 0 < row["scanned"] <= 1.2
+        assert 0.5 < row["recall"] <= 1
+        assert len(row["recall_of_heads"]) == 4
+        assert row["warm_us"] > 0
+        assert row["cold_us"] > 0
+        assert row["cold_heads"] == 4
+    exact = result["rows"][0]
+    assert exact["recall"] == 1
+    assert (exact["key_bytes"], exact["index_bytes"], exact["scanned"]) == (512, 0, 1)
+    assert result["options"]["specs"]["lists fp32"]["kind"] == "lists"
+    assert json.loads(json.dumps(result))["rows"] == result["rows"]
+
+
+def test_the_report_has_a_line_for_each(result):
+    lines = list(index.report(result))
+    for engine in TINY.engines:
+        assert any(line.startswith(engine) for line in lines)
+    assert any("1200 tokens, 560 keys" in line for line in lines)
+
+
+def row(engine, context, cold_us, seconds=0.0):
+    return {
+        "head": "x", "engine": engine, "context": context, "cold_us": cold_us,
+        "build_processor_seconds": seconds, "recall_of_heads": [1.0, 1.0],
+    }  # fmt: skip
+
+
+def test_break_even_is_where_it_stays_cheaper():
+    flat = [row("flat fp16", context, context / 100) for context in (1000, 2000, 4000)]
+    lists = [
+        row("lists fp32", 1000, 9),
+        row("lists fp32", 2000, 21),
+        row("lists fp32", 4000, 30, 2),
+    ]
+    (found,) = index.break_even(flat + lists)
+    assert found["from_context"] == 4000
+    assert found["searches"] == pytest.approx(1.0 / 10e-6)  # a second a head, 10 us saved
+    never = index.break_even([*flat, row("lists fp32", 4000, 50, 2)])
+    assert never == [{"head": "x", "engine": "lists fp32", "from_context": None, "searches": None}]
+
+
+def test_slow_builds_are_left_out_of_long_contexts():
+    options = dataclasses.replace(TINY, engines=("flat fp16", "hnsw fp32"), slow_up_to=1000)
+    heads = index.draw_heads(options, "ivf30", 1200)
+    assert [row["engine"] for row in index.measure(heads, "ivf30", options)] == ["flat fp16"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": ("x",)}, "heads 'x': expected some of ivf30, stuck"),
+        ({"engines": ("x",)}, "engines 'x': expected some of flat fp32"),
+        ({"contexts": ()}, "no contexts"),
+        ({"contexts": (659,)}, "contexts 659: expected 660 or more"),
+        ({"ask": 1}, "ask=1: expected 2 or more"),
+        ({"rounds": 0}, "rounds=0"),
+        ({"target": 1.5}, "target=1.5"),
+    ],
+)
+def test_options_that_cannot_be_measured(change, message):
+    with pytest.raises(RequestError, match=message):
+        dataclasses.replace(TINY, **change)
+
+
+def test_distances(capsys):
+    result = index_distance.run(TINY, ("lists fp32",), (0, 3000))
+    assert [(row["spread"], row["distance"]) for row in result["rows"]] == [
+        (kind, distance) for kind in index_distance.SPREADS for distance in (0, 3000)
+    ]
+    for row in result["rows"]:
+        if row["distance"] == 0:
+            assert row["efforts"] == row["first_efforts"]
+            assert row["recall"] == row["recall_at_first_effort"]
+    lines = list(index_distance.report(result))
+    assert [line.split()[0] for line in lines[-4:]] == list(index_distance.SPREADS)
+    with pytest.raises(RequestError, match="engine 'flat fp16': expected some of graph fp16"):
+        index_distance.run(TINY, ("flat fp16",), (0,))
+    with pytest.raises(RequestError, match="no distances"):
+        index_distance.run(TINY, ("lists fp32",), ())
+
+
+def test_the_command(tmp_path, capsys):
+    out = tmp_path / "index.json"
+    arguments = ["bench", "index", "--contexts", "900", "--engines", "flat fp16;lists fp32"]
+    arguments += ["--k", "10", "--train", "50", "--ask", "4", "--cold-mb", "1", "--rounds", "1"]
+    assert main([*arguments, "--out", str(out)]) == 0
+    assert "lists fp32" in capsys.readouterr().out
+    assert json.loads(out.read_text())["benchmark"] == "index"
+    assert main([*arguments[:-10], "--contexts", "many"]) != 0
+    assert "--contexts 'many': expected integers" in capsys.readouterr().err

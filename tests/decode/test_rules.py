@@ -1,0 +1,147 @@
+"""Names, settings, presets, and everything a rule refuses, in one line."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxrag.attention_index import QueryLists
+from jaxrag.decode import (
+    DECODE_RULES,
+    Dense,
+    Flat,
+    InfLLM,
+    Ivf,
+    Quest,
+    Retrieval,
+    SnapKV,
+    StaticWindow,
+    TopN,
+    rule_from,
+)
+from jaxrag.errors import ConfigError, RequestError
+from jaxrag.generation import generate
+from jaxrag.methods import METHODS, Method, method_named
+from jaxrag.models.model import random_model
+from jaxrag.sharding import make_mesh
+
+
+def test_presets_are_those_of_the_papers():
+    assert METHODS["kcache"].decode == TopN(n=128, device_layers=1, renormalise=False)
+    rule = METHODS["retrieval_attention"].decode
+    assert isinstance(rule, Retrieval) and (rule.k, rule.sink, rule.recent) == (100, 128, 512)
+    assert METHODS["turborag"].decode == Dense()
+
+
+@pytest.mark.parametrize("name", DECODE_RULES)
+def test_a_rule_by_name_is_its_default(name):
+    rule = rule_from(name)
+    assert rule == DECODE_RULES[name]() and rule.name == name
+    assert rule_from(rule) is rule
+
+
+def test_settings_come_as_a_table_or_as_one_text(tmp_path):
+    assert rule_from({"name": "flat", "k": 7}) == Flat(k=7) == rule_from("flat:k=7")
+    assert rule_from("topn:n=64,renormalise=true,device_layers=0") == TopN(64, 0, True)
+    assert rule_from("static_window:positions=cache").positions == "cache"
+    lists = {"name": "retrieval", "index": {"kind": "lists", "clusters": 4}}
+    assert rule_from(lists).index == QueryLists(clusters=4)
+    assert rule_from("retrieval:index=lists").index == QueryLists()
+    path = tmp_path / "mine.toml"
+    path.write_text('encoder = "isolated"\n[decode]\nname = "quest"\nbudget = 64\n')
+    assert method_named(str(path)).decode == Quest(budget=64)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: TopN(n=0), RequestError, "n=0: expected a positive integer"),
+        (lambda: TopN(device_layers=-1), RequestError, "device_layers=-1"),
+        (lambda: Flat(k=0), RequestError, "k=0: expected a positive"),
+        (lambda: Retrieval(k=-3), RequestError, "k=-3: expected a positive"),
+        (lambda: Ivf(sink=-1), RequestError, "sink=-1: expected 0 or more"),
+        (lambda: StaticWindow(recent=0), RequestError, "recent=0: expected a positive"),
+        (lambda: StaticWindow(positions="new"), RequestError, "positions='new'"),
+        (lambda: SnapKV(capacity=32, window=32), RequestError, "leaves nothing to choose"),
+        (lambda: SnapKV(kernel=4), RequestError, "expected an odd number"),
+        (lambda: Quest(budget=15), RequestError, "at least a page of 16"),
+        (lambda: InfLLM(block=2), RequestError, "representatives=4 of a block of 2"),
+        (lambda: rule_from("lru"), ConfigError, "name='lru': expected one of dense"),
+        (lambda: rule_from("flat:k"), ConfigError, "'k' of 'flat:k': expected field=value"),
+        (lambda: rule_from("flat:n=3"), ConfigError, "unknown key 'n'"),
+        (lambda: rule_from("retrieval:index=tree"), ConfigError, "index kind 'tree'"),
+    ],
+)
+def test_bad_settings_are_one_line(make, error, message):
+    with pytest.raises(error, match=message) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (Flat(k=600, recent=32), "k=600 is larger than the model's context of 512"),
+        (Retrieval(), r"sink \+ recent=640 is larger than the model's context of 512"),
+        (TopN(n=513), "n=513 is larger"),
+        (TopN(device_layers=4), "device_layers=4, the model has 3 layers"),
+        (Quest(budget=64, dense_layers=3), "dense_layers=3, the model has 3 layers"),
+        (InfLLM(recent=8, blocks=8), "blocks x block=1024 is larger"),
+    ],
+)
+def test_a_model_that_a_rule_cannot_serve(model_of, rule, message):
+    method = dataclasses.replace(METHODS["turborag"], decode=rule)
+    options = {"documents": [np.arange(3, 40)], "model": model_of(), "method": method}
+    with pytest.raises(RequestError, match=message) as caught:
+        generate(np.arange(3, 9), **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rule", [Flat(k=8, recent=32), TopN(n=8), Quest(64), SnapKV(64)])
+def test_a_sliding_window_leaves_nothing_to_choose(tiny_config, rule):
+    with pytest.raises(RequestError, match="7 tokens only"):
+        rule.check(tiny_config("mistral"))
+    Dense().check(tiny_config("mistral"))
+
+
+def test_composite_positions_are_no_order():
+    for rule in (StaticWindow(), Flat(), Retrieval(), Ivf(), SnapKV(), InfLLM()):
+        with pytest.raises(RequestError, match="chooses keys by position"):
+            Method("odd", encoder="isolated", positions="composite", decode=rule)
+    for rule in (Dense(), TopN(), Quest()):
+        Method("fine", encoder="isolated", positions="composite", decode=rule)
+
+
+def test_generate_and_its_option(model_of, ids):
+    """A rule given to generate() replaces the method's, and the answer is that of the method."""
+    model = model_of()
+    document, question = (list(map(int, x)) for x in ids(90, 7))
+    options = {"documents": [document], "model": model, "max_new_tokens": 9}
+    plain = generate(question, method="turborag", **options)
+    wide = generate(question, method="turborag", decode="topn:n=512", **options)
+    assert wide.token_ids == plain.token_ids
+    narrow = generate(
+        question, method="turborag", decode="static_window:sink=1,recent=2", **options
+    )
+    assert narrow.token_ids != plain.token_ids and narrow.token_ids[0] == plain.token_ids[0]
+    assert wide.notes == narrow.notes == plain.notes
+    with pytest.raises(ConfigError, match="name='none'"):
+        generate(question, decode="none", **options)
+
+
+def test_an_index_that_scans_everything_is_named(model_of, ids):
+    """Too few keys for a graph: the result says so, and every request of a batch does."""
+    documents, questions = list(ids(90)), [list(map(int, q)) for q in ids(7, 5)]
+    options = {"documents": documents, "model": model_of(), "method": "turborag"}
+    rule = Retrieval(k=6, sink=4, recent=8)
+    for out in generate(questions, decode=rule, max_new_tokens=5, **options):
+        (note,) = [note for note in out.notes if "decode rule" in note]
+        assert "'retrieval'" in note and "32768" in note
+
+
+@pytest.mark.slow
+def test_an_index_is_searched_for_one_device(tiny_config, ids):
+    model = random_model(tiny_config(), mesh=make_mesh(1, 1, 2), cache_tokens=1024)
+    options = {"documents": list(ids(30)), "model": model, "method": "turborag"}
+    with pytest.raises(RequestError, match="the model is on 2; load it without a mesh"):
+        generate(ids(5)[0], decode=Retrieval(k=6, sink=4, recent=8), **options)
