@@ -40,7 +40,8 @@ def add_parsers(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         "infinitebench",
         "InfiniteBench's passkey, number and key-value retrieval, in words of our own",
         "jaxrag eval infinitebench --model checkpoints/synthetic-0.8m/dual --flavour village "
-        "--lengths 256,512,1000 --tasks passkey,kv_retrieval --questions 100 --batch-size 16",
+        "--lengths 256,512,1000 --decode dense --decode static_window:sink=4,recent=64 "
+        "--questions 100 --batch-size 16",
     )
     for suite, parser in (("needle", needle), ("ruler", ruler), ("infinitebench", infinitebench)):
         _add_arguments(parser, suite)
@@ -55,6 +56,14 @@ def _add_arguments(parser: argparse.ArgumentParser, suite: str) -> None:
         metavar="NAME,...",
         help="presets or .toml files; all answer the same prompts and are compared with the first "
         "(full_attention)",
+    )
+    parser.add_argument(
+        "--decode",
+        action="append",
+        default=[],
+        metavar="RULE",
+        help="how generated tokens attend, such as dense, static_window:sink=4,recent=64 or "
+        "topn:n=64; repeatable, every method answers under each (the method's own)",
     )
     parser.add_argument(
         "--lengths",
@@ -195,6 +204,7 @@ def _options(args: argparse.Namespace) -> "Options":
         model=args.model,
         lengths=tuple(map(_length, _listed(args.lengths))),
         methods=tuple(_listed(args.methods)),
+        decode=tuple(args.decode),
         tasks=tuple(_listed(getattr(args, "tasks", ""))),
         flavour=getattr(args, "flavour", "plain"),
         depths=depths,

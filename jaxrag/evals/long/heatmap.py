@@ -34,7 +34,7 @@ def draw_heatmap(result: Mapping[str, Any], path: Path) -> None:
             pale = 20 < score < 80  # the colours of the middle
             axes.text(column, row, f"{score:.0f}", ha="center", va="center", fontsize=6,
                       color="black" if pale else "white")  # fmt: skip
-        axes.set_title(name, fontsize=9)
+        axes.set_title(name.replace(", ", "\n").replace(":", ":\n"), fontsize=8)
         axes.set_xlabel("tokens of the prompt", fontsize=8)
         axes.set_xticks(range(len(lengths)), [_tokens(n) for n in lengths], rotation=45)
         axes.set_yticks(range(len(depths)), [f"{100 * depth:g} %" for depth in depths])

@@ -8,6 +8,7 @@ from typing import get_args
 
 from tqdm import tqdm
 
+from jaxrag.decode import rule_from
 from jaxrag.errors import RequestError
 from jaxrag.evals.long.case import Fitted, Frame
 from jaxrag.evals.long.tasks import SUITES, Draw, Task
@@ -26,7 +27,9 @@ class Options:
       suite: "needle", "ruler" or "infinitebench". flavour: "plain", or "village" for models that
         know the words of the synthetic task only.
       model: a model directory. methods: presets or .toml files; the others are compared with the
-        first one. lengths: tokens of a prompt, template and lead included, the answer not.
+        first one. decode: rules of jaxrag.decode; every method answers under each of them; none =
+        as the method says. lengths: tokens of a prompt, template and lead included, the answer
+        not.
       tasks: of the suite; empty = all of them. depths: of the needle suite; the others spread
         theirs evenly. questions: of each task, length and depth.
       chunk_tokens: the haystack is cut into chunks of at most so many tokens; None = it is one.
@@ -41,6 +44,7 @@ class Options:
     model: str
     lengths: tuple[int, ...]
     methods: tuple[str | Method, ...] = ("full_attention",)
+    decode: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
     flavour: str = "plain"
     depths: tuple[float, ...] = GRID_DEPTHS
@@ -102,13 +106,20 @@ class Options:
         named = [method.name for method in self.resolved]
         if not named or len(set(named)) < len(named):
             raise RequestError(
-                f"--methods {','.join(named)}: name at least one method, and each once"
+                f"--methods {'; '.join(named)}: name at least one method, and each once"
             )
 
     @property
     def resolved(self) -> tuple[Method, ...]:
-        """The methods."""
-        return tuple(method_named(method) for method in self.methods)
+        """The methods, with a decode rule each, in whose name it is then."""
+        methods = tuple(method_named(method) for method in self.methods)
+        if not self.decode:
+            return methods
+        return tuple(
+            dataclasses.replace(method, name=f"{method.name}, {rule}", decode=rule_from(rule))
+            for method in methods
+            for rule in self.decode
+        )
 
     @property
     def chosen(self) -> Mapping[str, Task]:

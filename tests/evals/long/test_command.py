@@ -99,6 +99,24 @@ def test_answers_are_those_of_generate(jaxrag, village_dir, village_model, villa
 
 
 @pytest.mark.slow
+def test_rules_that_attend_to_everything_answer_as_dense(jaxrag, village_dir):
+    rules = (
+        "dense",
+        "static_window:sink=64,recent=192",
+        "flat:k=200",
+        "topn:n=256,renormalise=true",
+    )
+    code, printed, err = jaxrag(
+        "needle", "--model", village_dir, "--flavour", "village", "--lengths", "100",
+        "--depths", "0,1", "--questions", 2, "--batch-size", 4,
+        *(word for rule in rules for word in ("--decode", rule)), "--json",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    for item in json.loads(printed)["items"]:
+        assert len(item["answers"]) == 3 and len(set(item["answers"].values())) == 1
+
+
+@pytest.mark.slow
 def test_ruler_asks_a_model_of_any_words(jaxrag, model_dir, tmp_path):
     story = tmp_path / "story.txt"
     story.write_text("The rain fell. Nobody saw it. The cat slept on, and the dog did too. " * 5)

@@ -58,7 +58,7 @@ def asked(monkeypatch, village_model):
                                    if right(settings.method.name, own[i]) else "nobody")
                        for i in reversed(batch)}  # fmt: skip
 
-        tasks = [*options.chosen] * len(options.methods)
+        tasks = [*options.chosen] * len(options.resolved)
         monkeypatch.setattr(running, "load_model", lambda path, dtype: village_model)
         monkeypatch.setattr(running, "serve", serve)
         return running.run(options, progress=False), items, served
@@ -189,6 +189,22 @@ def test_the_heat_map_shows_the_grid(asked, tmp_path):
         draw_heatmap(result, tmp_path / "map.txt")
 
 
+def test_every_method_answers_under_every_decode_rule(asked):
+    rules = ("dense", "static_window:sink=4,recent=16")
+    options = dataclasses.replace(NEEDLE, decode=rules, questions=1)
+    assert [(m.name, m.encoder, m.decode.name) for m in options.resolved] == [
+        ("full_attention, dense", None, "dense"),
+        ("full_attention, static_window:sink=4,recent=16", None, "static_window"),
+        ("turborag, dense", "isolated", "dense"),
+        ("turborag, static_window:sink=4,recent=16", "isolated", "static_window"),
+    ]
+    names = [method.name for method in options.resolved]
+    result, _, served = asked(options, lambda method, item: "window" not in method)
+    assert list(result["methods"]) == names == [name for name, _ in served]
+    found = {cell["method"]: cell["score"]["value"] for cell in result["cells"]}
+    assert found == dict(zip(names, (1, 0, 1, 0), strict=True))
+
+
 def test_prompts_can_be_trained_on(monkeypatch, village_model):
     monkeypatch.setattr(running, "load_model", lambda path, dtype: village_model)
     options = dataclasses.replace(NEEDLE, split="train", lengths=(150,), depths=(0.5,))
@@ -223,6 +239,8 @@ def test_prompts_can_be_trained_on(monkeypatch, village_model):
         ({"methods": ()}, "--methods"),
         ({"methods": ("turborag", "turborag")}, "each once"),
         ({"methods": ("turbo",)}, "'turbo'"),
+        ({"decode": ("topn:n=0",)}, "n=0"),
+        ({"decode": ("dense", "dense")}, "full_attention, dense; .* each once"),
     ],
 )
 def test_impossible_options_are_refused(changes, named):
