@@ -104,7 +104,8 @@ def _model_heads(
     if not Path(args.text).is_file():
         raise RequestError(f"--text {args.text}: no such file")
     model = load_model(args.model, dtype="float32")
-    ids = model.text_tokenizer().encode(Path(args.text).read_text(encoding="utf-8"))
+    text = Path(args.text).read_text(encoding="utf-8")
+    ids = model.text_tokenizer().encode(text).tolist()
     layers = None if args.layers is None else _integers("--layers", args.layers)
     return model_heads(model, ids, options, layers)
 
