@@ -15,6 +15,7 @@ from jaxrag.attention import PagedAttend
 from jaxrag.cache import PagePool, PageTable
 from jaxrag.config import ModelConfig
 from jaxrag.decode import (
+    Carried,
     DecodeAttend,
     DecodeRule,
     Decoding,
@@ -78,7 +79,7 @@ def decode(
     The caller stops when it has enough; pages must have been reserved for every token that is run.
     A larger block means fewer waits of the host for the device. Tokens attend by ``rule``; ``bank``
     holds the queries that it asked prefill for. ``room`` is the most tokens that will be run; None:
-    as many as pages were reserved for.
+    as many as pages were reserved for; 0: the first token is all, and no rule is prepared.
     """
     rows = logits.shape[0]
     pad = rows - len(requests)
@@ -86,6 +87,9 @@ def decode(
     position = np.array([r.next_position for r in requests] + [-1] * pad, np.int32)
     slot = np.array([r.next_slot for r in requests] + [hidden_slot] * pad, np.int32)
     token_index = np.zeros(rows, np.int32)
+    if room == 0:
+        yield np.asarray(_sample(logits, settings, token_index))[:, None]
+        return
     host = None if rule.searches is None else host_search(model)
     decoding = start_decoding(model, requests, table, rule, bank, position, slot, host, room)
     ids = _sample(logits, settings, token_index)
@@ -151,10 +155,22 @@ def start_decoding(
     state: Any
     if isinstance(rule, Retrieval):
         assert host is not None
-        state = index_keys(host, *common, order, last, bank, rule, room)
+        carried = [_carried(request) for request in requests] + [[]] * (rows - len(requests))
+        state = index_keys(host, *common, order, last, bank, rule, room, carried)
     else:
         state = prepare(*common, placed, model.put_batch(last, rows), bank, rule, room)
     return Decoding(order=placed, state=state)
+
+
+def _carried(request: Mapped) -> list[Carried]:
+    """The chunks of a request that may have been stored with indexes."""
+    if request.store is None:
+        return []
+    return [
+        Carried(request.store, part.key, part.position, part.slots)
+        for part in request.parts
+        if part.key and not part.kept
+    ]
 
 
 @jax.jit

@@ -184,6 +184,16 @@ class View:
         )
         return keys.reshape(batch, num_pages * page, *keys.shape[3:])
 
+    def keys_at(self, positions: Array) -> Array:
+        """The keys at positions [B, n], where they stand: [B, n, K, H] float32."""
+        slots = self.slots_of(positions)
+        page = self.pool.k.shape[1]
+        rows = jnp.take_along_axis(self.pages, slots // page, axis=1)
+        keys = self.pool.k[rows, slots % page].astype(jnp.float32)
+        turn = self.turns(slots)
+        cos, sin = self.rope.cos[turn][:, :, None], self.rope.sin[turn][:, :, None]
+        return rotate(keys, cos, sin, interleaved=self.config.rope.interleaved)
+
     @property
     def seen(self) -> Array:
         """[B, S] which slots the newest token sees."""

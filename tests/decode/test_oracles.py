@@ -305,7 +305,8 @@ def test_retrieval_finds_what_flat_finds(tiny_config):
     end = PROMPT + 1 - rule.recent
     keys = np.stack([made.turned(made.keys[p], p) for p in range(5, end)], axis=1)
     for _ in range(2):
-        host.add_layer(number, keys.astype(np.float32), None, rule.index)
+        part = host.build(keys.astype(np.float32), None, rule.index, np.arange(5, end))
+        host.add_layer(number, [part])
     tail = jnp.asarray(end + np.arange(NEW), jnp.int32)[None, None, None]
     state = Indexed(numbers=jnp.array([number], jnp.int32), tail=tail)
     view = dataclasses.replace(made.view, host=host)
