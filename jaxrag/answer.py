@@ -155,7 +155,8 @@ def start_decoding(
     state: Any
     if isinstance(rule, Retrieval):
         assert host is not None
-        carried = [_carried(request) for request in requests] + [[]] * (rows - len(requests))
+        carried = [_carried(request) for request in requests]
+        carried += [[] for _ in range(rows - len(requests))]
         state = index_keys(host, *common, order, last, bank, rule, room, carried)
     else:
         state = prepare(*common, placed, model.put_batch(last, rows), bank, rule, room)

@@ -52,19 +52,12 @@ class Indexing:
     logarithmic: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse a kind that learns nothing, and what could only make an exact index."""
-        if not isinstance(self.spec, Trained):
-            kinds = [name for name, kind in INDEXES.items() if kind in get_args(Trained)]
-            raise ConfigError(
-                f"index kind {name_of(self.spec)!r} learns nothing from a document's queries: "
-                f"expected one of {', '.join(kinds)}"
-            )
-        for field in ("queries", "reach"):
+        """Refuse sizes out of range, and what could only make an exact index."""
+        for field, kind in (("queries", int), ("reach", int), ("logarithmic", bool)):
             value = getattr(self, field)
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"{field}={value!r}: expected a positive integer")
-        if type(self.logarithmic) is not bool:
-            raise ConfigError(f"logarithmic={self.logarithmic!r}: expected true or false")
+            if type(value) is not kind or (kind is int and value < 1):
+                expected = "a positive integer" if kind is int else "true or false"
+                raise ConfigError(f"{field}={value!r}: expected {expected}")
         fewest = min(self.queries, self.spec.exact_below)  # a chunk may be no longer than this
         if self.spec.min_queries > max(fewest, 1):
             raise ConfigError(
@@ -95,7 +88,14 @@ def indexing_from(value: "str | Mapping[str, Any] | Indexing") -> Indexing:
         return value
     settings = _read(value) if isinstance(value, str) else dict(value)
     own = {name: settings.pop(name) for name in _OWN if name in settings}
-    return Indexing(spec_from(settings), **own)  # type: ignore[arg-type]
+    spec = spec_from(settings)
+    if not isinstance(spec, Trained):
+        kinds = [name for name, kind in INDEXES.items() if kind in get_args(Trained)]
+        raise ConfigError(
+            f"index kind {name_of(spec)!r} learns nothing from a document's queries: expected one "
+            f"of {', '.join(kinds)}"
+        )
+    return Indexing(spec, **own)
 
 
 def _read(text: str) -> dict[str, Any]:
@@ -196,10 +196,10 @@ def build_arrays(
 
     Raises RetrievalError as ``build_layer`` does.
     """
-    far = {"reach": indexing.reach, "logarithmic": indexing.logarithmic}
+    reach, logarithmic = indexing.reach, indexing.logarithmic
     return layer_arrays(
         [
-            build_layer(layer[0], asked, indexing.spec, rope, **far)
+            build_layer(layer[0], asked, indexing.spec, rope, reach, logarithmic=logarithmic)
             for layer, asked in zip(kv, queries, strict=True)
         ]
     )

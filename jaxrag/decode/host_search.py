@@ -224,7 +224,7 @@ class HostSearch:
         return Found(
             np.take_along_axis(ids, order, -1),
             np.take_along_axis(scores, order, -1),
-            sum((found.scanned for found in each), np.int64(0)),
+            np.sum([found.scanned for found in each], axis=0),
         )
 
     def _exact_of(self, keys: Iterable[HostArray]) -> list[Searcher]:

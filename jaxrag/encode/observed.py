@@ -48,8 +48,8 @@ def _encode(
 ) -> tuple[Array, Array, Array]:
     """K before RoPE and V of packed rows [L, B, T, K, H], and queries [L, B, C, N, H]."""
     attend = _Observe(PackedAttend(config, rope, prefix_visible=True), columns)
-    _, _, kept = forward(params, config, tokens, None, attend)
-    return kept  # type: ignore[no-any-return]
+    _, _, (k, v, q) = forward(params, config, tokens, None, attend)
+    return k, v, q
 
 
 def encode_observed(
