@@ -32,6 +32,7 @@ from jaxrag.errors import RequestError
 from jaxrag.models.decoder import forward, unembed
 from jaxrag.models.model import Model
 from jaxrag.models.spec import Params
+from jaxrag.offload import HostValues
 from jaxrag.prefill import Mapped, run_tokens
 from jaxrag.rope import RopeTable
 from jaxrag.sampling import Sampling, sample
@@ -81,6 +82,7 @@ def decode(
     holds the queries that it asked prefill for. ``room`` is the most tokens that will be run; None:
     as many as pages were reserved for; 0: the first token is all, and no rule is prepared.
     """
+    rule.check_values(model.value_layers)
     rows = logits.shape[0]
     pad = rows - len(requests)
     hidden_slot = table.slot_position.shape[1]
@@ -101,7 +103,7 @@ def decode(
             batch = [model.put_batch(x, rows) for x in (position, slot, token_index)]
             model.cache.pool, table, decoding, ids, new = _decode_block(
                 model.params, model.config, rope, model.cache.pool, table, decoding, settings, ids,
-                *batch, block, rule, host,
+                *batch, block, rule, host, model.cache.values,
             )  # fmt: skip
             position = np.where(position >= 0, position + block, -1).astype(np.int32)
             slot = np.where(position >= 0, slot + block, slot).astype(np.int32)
@@ -182,7 +184,7 @@ def _sample(logits: Array, settings: SamplingRows, token_index: Array) -> Array:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("config", "block", "rule", "host"),
+    static_argnames=("config", "block", "rule", "host", "values"),
     donate_argnames=("pool", "decoding"),
 )
 def _decode_block(
@@ -200,6 +202,7 @@ def _decode_block(
     block: int,
     rule: DecodeRule,
     host: HostSearch | None,
+    values: HostValues | None,
 ) -> tuple[PagePool, PageTable, Decoding | None, Array, Array]:
     """Feed ``ids`` [B] back, sample ``block`` more.
 
@@ -216,8 +219,9 @@ def _decode_block(
                 params, config, rope, pool, table, ids[:, None], at, to
             )
         else:
+            new = (ids[:, None], at, to)
             hidden, pool, table, decoding = run_by_rule(
-                params, config, rope, pool, table, decoding, ids[:, None], at, to, rule, host
+                params, config, rope, pool, table, decoding, *new, rule, host, values
             )
         logits = unembed(params, hidden[:, 0])
         ids = _sample(logits, settings, token_index + n + 1)
@@ -239,11 +243,13 @@ def run_by_rule(
     slots: Array,
     rule: DecodeRule,
     host: HostSearch | None,
+    values: HostValues | None = None,
 ) -> tuple[Array, PagePool, PageTable, Decoding]:
     """As ``prefill.run_tokens`` for one token a row, [B, 1], attending by the rule."""
     table = table.reveal(slots, positions)
     tokens = Tokens(ids=ids, positions=positions, segments=jnp.full_like(ids, FINAL))
-    attend = DecodeAttend(PagedAttend(config, rope, table, slots), rule, decoding.order, host)
+    paged = PagedAttend(config, rope, table, slots, values=values)
+    attend = DecodeAttend(paged, rule, decoding.order, host)
     hidden, (pool, state), _ = forward(params, config, tokens, (pool, decoding.state), attend)
     return hidden, pool, table, decoding.replace(state=state)
 

@@ -301,6 +301,10 @@ def _place_spans(
     pool = model.cache.pool
     model.cache.pool, placed = _place(pool, model.config, jnp.asarray(buffer), page, local, rope)
     model.cache.staging.read_by(placed)
+    values = model.cache.values
+    if values is not None:
+        here = np.flatnonzero(page != nowhere)
+        values.put(page[here], local[here] % PAGE, buffer[values.first_layer :, 1][:, here])
 
 
 @functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("pool",))

@@ -147,6 +147,7 @@ def resolve(
     if kb is not None and named and recompute_ratio is None:
         method, notes = gated(kb, method, chosen)
     method.check(model.config)
+    method.check_values(model.value_layers)
     if method.decode.searches is not None:
         host_search(model)  # refuses a model on several devices
     return Settings(

@@ -35,8 +35,9 @@ class Bytes:
 def bytes_of(rule: DecodeRule, config: ModelConfig, tokens: int) -> Bytes:
     """What the rule needs for a context of that many tokens.
 
-    The formula says where things may lie as the papers place them. The paged pool of this program
-    keeps keys and values on the device under every rule; ``index_bytes`` is what it really adds.
+    The formula says where things may lie as the papers place them. The cache of this program keeps
+    them so for "topn", where the model is loaded with ``value_layers``; under every other rule keys
+    and values stay on the device, and ``index_bytes`` is what is added on the host.
     """
     width = config.kv_bytes_per_token // (2 * config.num_layers)  # K or V of a token in a layer
     layers, every = config.num_layers, config.kv_bytes_per_token * tokens

@@ -12,7 +12,7 @@ from flax import struct
 from jaxrag.attention import PagedAttend
 from jaxrag.cache import PagePool, PageTable
 from jaxrag.config import ModelConfig
-from jaxrag.decode.base import DecodeRule, PromptQueries, View
+from jaxrag.decode.base import DecodeRule, Far, PromptQueries, View
 from jaxrag.decode.host_search import HostSearch
 from jaxrag.decode.retrieval import Indexed
 from jaxrag.rope import RopeTable
@@ -102,7 +102,10 @@ class DecodeAttend:
         """Write, then attend; shapes as Attend, T = 1."""
         pool, state = cache
         pages, pool = self.paged.write(layer, k, v, tokens, pool)
-        table = self.paged.table
+        table, far = self.paged.table, None
+        if self.paged.values is not None:
+            new = v.astype(pool.v.dtype)
+            far = Far(self.paged.values, layer, table.pages, self.paged.slots, new)
         view = View(
             config=self.paged.config,
             rope=self.paged.rope,
@@ -114,6 +117,7 @@ class DecodeAttend:
             position=tokens.positions[:, 0],
             q=q[:, 0],
             host=self.host,
+            far=far,
         )
         here = jax.tree.map(lambda x: x[layer], state)
         part, new = self.rule.attend(view, layer, here)
