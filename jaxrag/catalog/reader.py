@@ -18,7 +18,7 @@ from jaxrag.catalog.rows import (
 )
 from jaxrag.chunking import Chunk
 from jaxrag.index.base import searched_text
-from jaxrag.index.bm25 import BM25Index
+from jaxrag.index.bm25 import BM25Index, BM25Snapshot
 from jaxrag.index.filters import Filter
 from jaxrag.types import HostArray
 
@@ -183,6 +183,11 @@ class Reader:
         with self._database.snapshot() as connection:
             matches = self._index.search(question, k, where)
             return read_hits(connection, [(match.chunk_id, match.score) for match in matches])
+
+    def words(self) -> BM25Snapshot:
+        """The full-text index in memory, to put many questions to it; ranks as ``search``."""
+        with self._database.snapshot():
+            return self._index.snapshot()
 
     def hits(self, found: Sequence[tuple[int, float]], where: Filter | None = None) -> list[Hit]:
         """Chunks found elsewhere, (id, score), in the same order.
