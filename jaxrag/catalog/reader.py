@@ -90,11 +90,9 @@ class Reader:
         """Ids of the chunks of every document whose metadata matches, int64 [N] ascending."""
         condition, values = _condition(where)
         join = "JOIN documents ON documents.id = document_id " if where else ""
-        with self._database.use() as connection:
-            rows = connection.execute(
-                f"SELECT chunks.id FROM chunks {join}{condition} ORDER BY chunks.id", values
-            ).fetchall()
-        return np.array([row[0] for row in rows], np.int64)
+        return self._ids(
+            f"SELECT chunks.id FROM chunks {join}{condition} ORDER BY chunks.id", values
+        )
 
     def ids_of_document(self, document_id: str) -> list[int]:
         """The ids of a document's chunks in order; none when there is no such document."""
@@ -165,6 +163,40 @@ class Reader:
         for chunk_id, content_id in rows:
             found.setdefault(chunk_id, []).extend([] if content_id is None else [content_id])
         return found
+
+    def last_neighbours(self, encoder: str, count: int) -> tuple[HostArray, HostArray]:
+        """The chunks that were encoded behind ``count`` others, and the last of these.
+
+        Returns chunk ids, int64 [N] ascending, and for each the id of a chunk with the content that
+        stood last, int64 [N].
+        """
+        with self._database.use() as connection:
+            rows = connection.execute(
+                "SELECT contexts.chunk_id, MIN(chunks.id) FROM contexts "
+                "JOIN chunks USING (content_id) WHERE encoder = ? AND place = ? "
+                "GROUP BY contexts.chunk_id ORDER BY contexts.chunk_id",
+                (encoder, count - 1),
+            ).fetchall()
+        pairs = np.array(rows, np.int64).reshape(-1, 2)
+        return pairs[:, 0], pairs[:, 1]
+
+    def encoded_ids(self, encoder: str) -> HostArray:
+        """The chunks that have a store key of this encoder, int64 [N] ascending."""
+        return self._ids(
+            "SELECT chunk_id FROM chunk_keys WHERE encoder = ? ORDER BY chunk_id", (encoder,)
+        )
+
+    def copies(self) -> HostArray:
+        """The chunks whose content another chunk has as well, int64 [N] ascending."""
+        return self._ids(
+            "SELECT id FROM chunks WHERE content_id IN (SELECT content_id FROM chunks "
+            "GROUP BY content_id HAVING COUNT(*) > 1) ORDER BY id"
+        )
+
+    def _ids(self, statement: str, values: Sequence[Any] = ()) -> HostArray:
+        with self._database.use() as connection:
+            rows = connection.execute(statement, values).fetchall()
+        return np.array([row[0] for row in rows], np.int64)
 
     def counts(self) -> dict[str, Any]:
         """Numbers of documents, chunks and tokens, and of chunks by encoder variant."""
