@@ -30,9 +30,8 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse
-from tokenizers import Tokenizer as Trainable
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from jaxrag.bench import byte_level
 from jaxrag.bench.machine import describe
 from jaxrag.catalog import Catalog, Entry
 from jaxrag.chunking import Chunking, split
@@ -191,16 +190,7 @@ def _right_singular_vectors(matrix: scipy.sparse.csr_matrix, count: int) -> Vect
 
 def train_tokenizer(texts: Sequence[str], folder: Path) -> Tokenizer:
     """A byte-level BPE tokenizer of 8,192 tokens for these texts."""
-    made = Trainable(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=8192,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator(texts, trainer)
-    made.save(str(folder / "tokenizer.json"))
+    byte_level.save(byte_level.train(texts, 8192), folder)
     return Tokenizer.load(folder)
 
 

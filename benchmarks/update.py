@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import decoders, models, pre_tokenizers
 
+from jaxrag.bench import byte_level
 from jaxrag.bench.machine import describe
 from jaxrag.config import ModelConfig, RopeConfig
 from jaxrag.documents import Document
@@ -146,10 +145,6 @@ def text_of(seed: int) -> str:
 
 def small_model() -> Model:
     """A random Llama whose tokenizer has one token per byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = RawTokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    raw.decoder = decoders.ByteLevel()
     config = ModelConfig(
         family="llama",
         vocab_size=256,
@@ -174,7 +169,8 @@ def small_model() -> Model:
         bos_id=None,
         eos_ids=(),
     )
-    return random_model(config, tokenizer=Tokenizer(raw.to_str().encode(), {}, {}))
+    tokenizer = byte_level.train([], config.vocab_size)
+    return random_model(config, tokenizer=Tokenizer(tokenizer.to_str().encode(), {}, {}))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,10 @@ import sys
 from pathlib import Path
 
 import jax
+from tokenizers import processors
 
 import jaxrag
+from jaxrag.bench import byte_level
 from jaxrag.bench.ttft import LLAMA_100M
 from jaxrag.cli.options import human_count, shorten, table
 from jaxrag.config import ModelConfig, RopeConfig
@@ -48,26 +50,14 @@ def demo_config(vocab_size: int) -> ModelConfig:
 
 def make_model(directory: Path, texts: list[str]) -> int:
     """Write a Hugging Face directory with random weights; returns the number of parameters."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=4096,
-        special_tokens=SPECIALS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer = byte_level.train(texts, 4096, SPECIALS)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
     )
     config = demo_config(tokenizer.get_vocab_size())
     export_hf(directory, init_params(config, jax.random.key(0)), config)
-    tokenizer.save(str(directory / "tokenizer.json"))
     settings = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    byte_level.save(tokenizer, directory, settings)
     return num_params(config)
 
 
