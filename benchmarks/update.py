@@ -20,6 +20,8 @@ import numpy as np
 
 from jaxrag.bench import byte_level
 from jaxrag.bench.machine import describe
+from jaxrag.cli import run_command
+from jaxrag.cli.options import add_json, give_out, require_folder
 from jaxrag.config import ModelConfig, RopeConfig
 from jaxrag.documents import Document
 from jaxrag.generation import Result, generate
@@ -39,13 +41,16 @@ def main() -> int:
     )
     parser.add_argument("--documents", type=int, default=1000, metavar="N", help="(1000)")
     parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
-    args = parser.parse_args()
+    add_json(parser)
+    return run_command(run, parser.parse_args())
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the result, indented or on one line; exit code 1 where a check failed."""
+    require_folder(args.out)
     with tempfile.TemporaryDirectory() as folder:
-        result = measure(Path(folder), args.documents)
-    text = json.dumps({**result, "machine": describe()}, indent=1)
-    print(text)
-    if args.out:
-        Path(args.out).write_text(text + "\n", encoding="utf-8")
+        result = measure(Path(folder), args.documents) | {"machine": describe()}
+    give_out(args, result, [json.dumps(result, indent=1)])
     failed = [name for name, passed in result["checks"].items() if not passed]
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
