@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"jaxrag: refused: {args.method} reaches agreement {target.agreement:g}, KL "
         f"{target.max_kl:g} and answers {target.answers:g} at none of the ratios {tried}; nothing "
-        "was stored",
+        "was stored: try higher --ratios, another method or a lower target",
         file=sys.stderr,
     )
     return 3
