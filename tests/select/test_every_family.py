@@ -40,7 +40,7 @@ SELECTORS = {
     "over_cache": QueryGuided(over="cache"),
 }
 CHOOSING = [name for name in SELECTORS if name not in ("none", "all")]
-ALWAYS = ("llama", "mistral", "glm4")  # plain, windowed, partial rotary; the others with the slow
+ALWAYS = ("mistral", "glm4")  # windowed; partial and interleaved rotary. The others with the slow
 EVERY_FAMILY = [
     pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in FAMILIES
 ]
