@@ -5,7 +5,8 @@ the cache it may have written to, and whatever should be stacked over the layers
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -13,6 +14,8 @@ import jax.numpy as jnp
 
 from jaxrag.cache import PagePool, PageTable
 from jaxrag.config import ModelConfig
+from jaxrag.errors import RequestError
+from jaxrag.offload import HostValues
 from jaxrag.rope import RopeTable, place, scale_rotary
 from jaxrag.types import Array, Partial, Tokens
 from pallas_kernels import (
@@ -20,6 +23,7 @@ from pallas_kernels import (
     paged_attention,
     paged_scores,
     segment_attention,
+    slot_mixture,
     slot_scores,
     slot_values,
 )
@@ -36,6 +40,7 @@ __all__ = [
     "merge",
     "paged_attention",
     "paged_scores",
+    "slot_mixture",
     "slot_scores",
     "slot_values",
 ]
@@ -102,7 +107,8 @@ class PagedAttend:
     ``table`` must already show the new tokens' slots (PageTable.reveal). ``slots`` [B, T] are the
     request's slots to write to; a slot beyond the table is padding and is dropped. With ``collect``
     [B, W] int32, the queries before rotation of these tokens of the call are stacked over the
-    layers: [L, B, W, N, H].
+    layers: [L, B, W, N, H]. ``values`` is where V of some layers lies in host memory: it is written
+    there, and V of the requests' pages is brought in for as long as the layer runs.
     """
 
     config: ModelConfig
@@ -110,6 +116,7 @@ class PagedAttend:
     table: PageTable
     slots: Array
     collect: Array | None = None
+    values: HostValues | None = None
 
     def __call__(
         self,
@@ -122,24 +129,50 @@ class PagedAttend:
         cache: PagePool,
     ) -> tuple[Array, PagePool, Array | None]:
         """Write, then attend."""
+        if self.values is None and cache.v.shape != cache.k.shape:
+            raise RequestError(
+                "V of some layers lies in host memory, where only prefill and decode rule 'topn' "
+                "read it; load the model without value_layers"
+            )
         pages, cache = self.write(layer, k, v, tokens, cache)
-        out, _ = paged_attention(
-            scale_rotary(q, self.config.rope),
-            cache.k,
-            cache.v,
-            pages,
-            self.table.offsets,
-            self.table.slot_position,
-            tokens.positions,
-            self.rope.cos,
-            self.rope.sin,
-            interleaved=self.config.rope.interleaved,
-            scale=self.config.head_dim**-0.5,
-            window=window,
-        )
+
+        def attend(v_pool: Array, v_pages: Array | None = None) -> Array:
+            out, _ = paged_attention(
+                scale_rotary(q, self.config.rope),
+                cache.k,
+                v_pool,
+                pages,
+                self.table.offsets,
+                self.table.slot_position,
+                tokens.positions,
+                self.rope.cos,
+                self.rope.sin,
+                interleaved=self.config.rope.interleaved,
+                scale=self.config.head_dim**-0.5,
+                window=window,
+                v_pages=v_pages,
+            )
+            return out
+
+        if self.values is None:
+            out = attend(cache.v)
+        elif self.values.first_layer == 0:
+            out = self._far(layer, v.astype(cache.v.dtype), attend)
+        else:
+            far = functools.partial(self._far, layer, v.astype(cache.v.dtype), attend)
+            on_device = layer < self.values.first_layer
+            out = jax.lax.cond(on_device, lambda: attend(cache.v), far)
         if self.collect is None:
             return out, cache, None
         return out, cache, jnp.take_along_axis(q, self.collect[:, :, None, None], axis=1)
+
+    def _far(self, layer: Array, v: Array, attend: Callable[[Array, Array | None], Array]) -> Array:
+        """Attend to V of the requests' pages from host memory."""
+        assert self.values is not None
+        pages = self.table.pages
+        read = self.values.pages(layer, pages, self.slots, v)
+        own = jnp.arange(pages.size, dtype=jnp.int32).reshape(pages.shape)
+        return attend(read.reshape(-1, *read.shape[2:]), own)
 
     def write(
         self, layer: Array, k: Array, v: Array, tokens: Tokens, cache: PagePool

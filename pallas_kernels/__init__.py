@@ -4,13 +4,14 @@ from pallas_kernels.key_mass import key_mass
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_scores import paged_scores
 from pallas_kernels.segment_attention import segment_attention
-from pallas_kernels.slot_attention import slot_scores, slot_values
+from pallas_kernels.slot_attention import slot_mixture, slot_scores, slot_values
 
 __all__ = [
     "key_mass",
     "paged_attention",
     "paged_scores",
     "segment_attention",
+    "slot_mixture",
     "slot_scores",
     "slot_values",
 ]

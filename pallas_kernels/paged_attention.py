@@ -42,6 +42,7 @@ def paged_attention(
     scale: float,
     window: Array | int | None = None,
     rotate_side: str | None = None,
+    v_pages: Array | None = None,
 ) -> tuple[Array, Array]:
     """Attention through a page table (the `xla` body).
 
@@ -53,6 +54,7 @@ def paged_attention(
       query_position: [B, T] int32; -1 for padding rows.
       cos, sin: [S, R/2] float32 rotation tables, S beyond every position.
       window: sliding window in tokens, or None. rotate_side: "query" or "keys"; None chooses.
+      v_pages: [B, M] int32, where V lies at other pages of ``v_pool`` than K of ``k_pool``.
 
     Returns:
       out [B, T, N, H] in q's dtype, lse [B, T, N] float32; 0 and -inf where nothing is visible.
@@ -64,6 +66,7 @@ def paged_attention(
         rotate_side = "query" if length == 1 else "keys"
     pages_per_tile = max(1, TILE // page)
     kv_size = pages_per_tile * page
+    v_pages = pad_to(pages if v_pages is None else v_pages, 1, pages_per_tile)
     pages, offsets = pad_to(pages, 1, pages_per_tile), pad_to(offsets, 1, pages_per_tile)
     slot_position = pad_to(slot_position, 1, kv_size, _HIDDEN)
     tile = query_tile(length)
@@ -90,7 +93,7 @@ def paged_attention(
         ids = table(pages, j, pages_per_tile)
         seen = table(slot_position, j, kv_size).reshape(batch, pages_per_tile, page, 1, 1)
         # A hidden slot may hold anything, NaN included; weight 0 times NaN would still be NaN.
-        values = jnp.where(seen != _HIDDEN, v_pool[ids], 0)
+        values = jnp.where(seen != _HIDDEN, v_pool[table(v_pages, j, pages_per_tile)], 0)
         return k_pool[ids], heads_first(values), table(offsets, j, pages_per_tile)
 
     def heads_first(x: Array) -> Array:

@@ -32,7 +32,7 @@ def add_command(
 
 
 def add_model(parser: argparse.ArgumentParser, required: bool, text: str) -> None:
-    """--model, --dtype, --mesh, --cache-tokens."""
+    """--model, --dtype, --mesh, --cache-tokens, --value-layers, --max-host-bytes."""
     parser.add_argument("--model", metavar="DIR", required=required, help=text)
     parser.add_argument(
         "--dtype",
@@ -49,6 +49,15 @@ def add_model(parser: argparse.ArgumentParser, required: bool, text: str) -> Non
         type=int,
         metavar="N",
         help="tokens of KV that the device pool holds (by memory, at most 8 contexts)",
+    )
+    parser.add_argument(
+        "--value-layers",
+        type=int,
+        metavar="N",
+        help="keep V of N layers on the device, of the others in host memory; for --decode topn",
+    )
+    parser.add_argument(
+        "--max-host-bytes", type=parse_bytes, metavar="SIZE", help="ceiling of that host memory"
     )
 
 
@@ -162,7 +171,7 @@ def sampling_of(args: argparse.Namespace) -> "Sampling":
 
 
 def load(args: argparse.Namespace, path: str, dtype: str | None) -> "Model":
-    """The model of --model, --mesh and --cache-tokens."""
+    """The model of --model and of the options beside it."""
     from jaxrag.models.model import load_model
     from jaxrag.sharding import make_mesh
 
@@ -174,7 +183,14 @@ def load(args: argparse.Namespace, path: str, dtype: str | None) -> "Model":
             raise ConfigError(f"--mesh {args.mesh!r}: expected three integers such as 1,1,8")
         data, fsdp, tensor = map(int, sizes)
         mesh = make_mesh(data, fsdp, tensor)
-    return load_model(path, mesh=mesh, dtype=dtype, cache_tokens=args.cache_tokens)
+    return load_model(
+        path,
+        mesh=mesh,
+        dtype=dtype,
+        cache_tokens=args.cache_tokens,
+        value_layers=args.value_layers,
+        max_host_bytes=args.max_host_bytes,
+    )
 
 
 def keep_compiled() -> None:
