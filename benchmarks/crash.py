@@ -35,6 +35,8 @@ from crash_store import StoreExperiment
 from tqdm import tqdm
 
 from jaxrag.bench.machine import describe
+from jaxrag.cli import run_command
+from jaxrag.cli.options import add_json, give_out, require_folder
 
 MAX_KILL_SECONDS = 0.5  # after the process has begun to work
 EARLY_KILLS = 0.1  # share of the rounds in which it may be killed before it has opened
@@ -115,8 +117,14 @@ def main() -> int:
     parser.add_argument("--level", choices=tuple(EXPERIMENTS), default="kb")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", metavar="DIR", help="where the files go (temporary files)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the result there")
-    args = parser.parse_args()
+    parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
+    add_json(parser)
+    return run_command(measure, parser.parse_args())
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Run one level of the experiment; print the result, indented or on one line."""
+    require_folder(args.out)
     with tempfile.TemporaryDirectory(prefix="jaxrag-crash-", dir=args.folder) as name:
         # The processes compile the same few programs: the first one's are kept for all.
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(name) / "xla"))
@@ -127,10 +135,7 @@ def main() -> int:
         except WrongError as error:
             print(f"crash: {error}", file=sys.stderr)
             return 1
-    text = json.dumps(result, indent=1)
-    if args.out:
-        args.out.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    give_out(args, result, [json.dumps(result, indent=1)])
     return 0
 
 

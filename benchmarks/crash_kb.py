@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import random
 import re
 import zlib
@@ -268,23 +267,15 @@ class KBExperiment:
 def make_model(directory: Path) -> None:
     """Write a Hugging Face directory of a tiny random Llama and a tokenizer of the texts."""
     import jax
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+    from jaxrag.bench import byte_level
     from jaxrag.bench.ttft import LLAMA_100M
     from jaxrag.config import RopeConfig
     from jaxrag.models.export import export_hf
     from jaxrag.models.spec import init_params
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|begin|>", "<|end|>"],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([document_text(n, 0) for n in range(DOCUMENTS)], trainer)
+    texts = [document_text(n, 0) for n in range(DOCUMENTS)]
+    tokenizer = byte_level.train(texts, 400, ["<|begin|>", "<|end|>"])
     config = dataclasses.replace(
         LLAMA_100M,
         vocab_size=tokenizer.get_vocab_size(),
@@ -300,6 +291,5 @@ def make_model(directory: Path) -> None:
         eos_ids=(1,),
     )
     export_hf(directory, init_params(config, jax.random.key(0)), config)
-    tokenizer.save(str(directory / "tokenizer.json"))
     settings = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    byte_level.save(tokenizer, directory, settings)

@@ -30,12 +30,13 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse
-from tokenizers import Tokenizer as Trainable
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from jaxrag.bench import byte_level
 from jaxrag.bench.machine import describe
 from jaxrag.catalog import Catalog, Entry
 from jaxrag.chunking import Chunking, split
+from jaxrag.cli import run_command
+from jaxrag.cli.options import add_json, give_out, require_folder
 from jaxrag.documents import Document
 from jaxrag.embed import load_embedder
 from jaxrag.index.base import Found, Retriever, Vectors, searched_text
@@ -191,16 +192,7 @@ def _right_singular_vectors(matrix: scipy.sparse.csr_matrix, count: int) -> Vect
 
 def train_tokenizer(texts: Sequence[str], folder: Path) -> Tokenizer:
     """A byte-level BPE tokenizer of 8,192 tokens for these texts."""
-    made = Trainable(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=8192,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator(texts, trainer)
-    made.save(str(folder / "tokenizer.json"))
+    byte_level.save(byte_level.train(texts, 8192), folder)
     return Tokenizer.load(folder)
 
 
@@ -326,8 +318,14 @@ def main() -> int:
     parser.add_argument(
         "--index", choices=sorted(VECTOR_INDEXES), default="exact", help="of the vectors (exact)"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the result is written")
-    args = parser.parse_args()
+    parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
+    add_json(parser)
+    return run_command(run, parser.parse_args())
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table, or one JSON object; exit code 1 where there are no sets."""
+    require_folder(args.out)
     sets = read_sets(args.data)
     if not sets:
         print(f"{args.data}: no set was found; see --help for the files", file=sys.stderr)
@@ -337,17 +335,15 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as work:
             rows += run_set(data, args.embedder, args.index, Path(work))
     report = table(rows)
-    print(report)
-    if args.out is not None:
-        result = {
-            "benchmark": "retrieval",
-            "chunk_tokens": CHUNK_TOKENS,
-            "index": args.index,
-            "rows": rows,
-            "report": report,
-            "machine": describe(),
-        }
-        args.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    result = {
+        "benchmark": "retrieval",
+        "chunk_tokens": CHUNK_TOKENS,
+        "index": args.index,
+        "rows": rows,
+        "report": report,
+        "machine": describe(),
+    }
+    give_out(args, result, [report])
     return 0
 
 

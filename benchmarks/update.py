@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import decoders, models, pre_tokenizers
 
+from jaxrag.bench import byte_level
 from jaxrag.bench.machine import describe
+from jaxrag.cli import run_command
+from jaxrag.cli.options import add_json, give_out, require_folder
 from jaxrag.config import ModelConfig, RopeConfig
 from jaxrag.documents import Document
 from jaxrag.generation import Result, generate
@@ -40,13 +41,16 @@ def main() -> int:
     )
     parser.add_argument("--documents", type=int, default=1000, metavar="N", help="(1000)")
     parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
-    args = parser.parse_args()
+    add_json(parser)
+    return run_command(run, parser.parse_args())
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the result, indented or on one line; exit code 1 where a check failed."""
+    require_folder(args.out)
     with tempfile.TemporaryDirectory() as folder:
-        result = measure(Path(folder), args.documents)
-    text = json.dumps({**result, "machine": describe()}, indent=1)
-    print(text)
-    if args.out:
-        Path(args.out).write_text(text + "\n", encoding="utf-8")
+        result = measure(Path(folder), args.documents) | {"machine": describe()}
+    give_out(args, result, [json.dumps(result, indent=1)])
     failed = [name for name, passed in result["checks"].items() if not passed]
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
@@ -146,10 +150,6 @@ def text_of(seed: int) -> str:
 
 def small_model() -> Model:
     """A random Llama whose tokenizer has one token per byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = RawTokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    raw.decoder = decoders.ByteLevel()
     config = ModelConfig(
         family="llama",
         vocab_size=256,
@@ -174,7 +174,8 @@ def small_model() -> Model:
         bos_id=None,
         eos_ids=(),
     )
-    return random_model(config, tokenizer=Tokenizer(raw.to_str().encode(), {}, {}))
+    tokenizer = byte_level.train([], config.vocab_size)
+    return random_model(config, tokenizer=Tokenizer(tokenizer.to_str().encode(), {}, {}))
 
 
 if __name__ == "__main__":

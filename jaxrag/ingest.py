@@ -47,10 +47,12 @@ _Future = concurrent.futures.Future
 class RefreshReport:
     """What became of the KV of all chunks that is encoded behind their neighbours.
 
-    A chunk counts once for every such encoder: ``chunks == encoded + reused + unchanged``.
+    A chunk counts once for every such encoder: ``chunks == encoded + reused + unchanged``; only
+    ``searched`` counts it once.
     """
 
     chunks: int
+    searched: int  # whose neighbours were looked for again
     encoded: int  # their neighbours are new or others, and the KV was computed
     reused: int  # so are theirs, and the KV was stored already, or the same as another's
     unchanged: int

@@ -1,7 +1,6 @@
 """What every test shares: eight CPU devices, full matmul precision, a small odd-sized config."""
 
 import dataclasses
-import json
 import logging
 import os
 import urllib.request
@@ -15,9 +14,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # inherited by the subprocesses o
 import jax
 import numpy as np
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from jaxrag.bench import byte_level
 from jaxrag.config import ModelConfig, RopeConfig
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import Model, load_model
@@ -89,21 +87,11 @@ def tiny_config() -> Callable[..., ModelConfig]:
 @pytest.fixture(scope="session")
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level BPE tokenizer that knows the words of the templates, with BOS and specials."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>"],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
     corpus = [t.prefix + t.chunk + t.final for t in TEMPLATES.values()]
-    tokenizer.train_from_iterator(corpus, trainer)
+    specials = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
     directory = tmp_path_factory.mktemp("tokenizer")
-    tokenizer.save(str(directory / "tokenizer.json"))
-    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+    byte_level.save(byte_level.train(corpus, 600, specials), directory, settings)
     return directory
 
 

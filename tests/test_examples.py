@@ -104,19 +104,19 @@ def test_the_model_knows_every_word_of_the_village_and_none_of_its_people(villag
 def test_the_village_asks_every_kind(village):
     kinds = [row["kind"] for row in VILLAGE]
     assert set(kinds) == {"hop1", "cross", "latest", "hop2", "unknown"}
-    assert {d for row in VILLAGE for d in row["documents"]} <= {d.id for d in village.documents()}
+    assert {d for row in VILLAGE for d in row["sources"]} <= {d.id for d in village.documents()}
 
 
 @pytest.mark.parametrize("row", VILLAGE, ids=lambda row: row["question"])
 def test_a_village_question_finds_what_it_needs_in_order(row, village):
     template = template_named(str(CONFIGS / "templates" / "short.toml"))
     hits = template.arrange(village.search(row["question"], K))
-    assert hits[0].document_id == row["documents"][0]
-    for name in row["documents"]:
+    assert hits[0].document_id == row["sources"][0]
+    for name in row["sources"]:
         places = [i for i, hit in enumerate(hits) if hit.document_id == name]
         assert [hits[i].chunk_index for i in places] == list(range(len(village.chunks(name))))
         assert places == list(range(places[0], places[-1] + 1))
-    said = " ".join(hit.text for hit in hits if hit.document_id in row["documents"])
+    said = " ".join(hit.text for hit in hits if hit.document_id in row["sources"])
     assert all((answer in said) == (answer != REFUSAL) for answer in row["answers"])
     if row["kind"] == "latest":
         assert said.index(row["answers"][0]) > said.index("lives in")

@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import statistics
 import tempfile
 import time
@@ -27,11 +26,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tokenizers
 from tqdm import tqdm
 
 from jaxrag import ingest
 from jaxrag.attention import PackedAttend
+from jaxrag.bench import byte_level
 from jaxrag.bench.machine import describe
 from jaxrag.bench.ttft import LLAMA_100M
 from jaxrag.chunking import Chunking, split
@@ -334,18 +333,8 @@ def _texts(rng: np.random.Generator, tokens: int) -> Iterator[str]:
 
 def _write_random(directory: Path, options: Options, sample: str) -> Path:
     """A Hugging Face directory of the random model, with a tokenizer trained on a sample."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=1000,
-        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([sample], trainer)
     config = dataclasses.replace(LLAMA_100M, dtype=options.dtype)
     params = jax.jit(lambda key: init_params(config, key))(jax.random.key(options.seed))
     export_hf(directory, params, config)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({}), encoding="utf-8")
+    byte_level.save(byte_level.train([sample], 1000), directory)
     return directory

@@ -379,18 +379,18 @@ def report(result: dict[str, Any]) -> Iterator[str]:
         )
     paper, ours = result["paper"], result["prefix_cache"]
     yield (
-        f"chunk store over prefix cache: {ours['storage_reduction']:.1%} less stored "
+        f"chunk store over prefix cache: storage reduced by {ours['storage_reduction']:.1%} "
         f"({ours['storage_reduction_used']:.1%} without what nobody asked for; paper "
         f"{paper['storage_reduction']:.1%}), hit rate {result['chunk_store']['hit_rate']:.1%} "
         f"({paper['hit_rate']:.1%}), {ours['avoided']:.1%} of the prefills avoided "
         f"({paper['avoided']:.1%})"
     )
     yield (
-        f"over two stages: {result['two_stages']['storage_reduction']:.1%} less stored, "
+        f"over two stages: storage reduced by {result['two_stages']['storage_reduction']:.1%}, "
         f"{result['two_stages']['avoided']:.1%} of the prefills avoided"
     )
     if "sensitivity" in result:
-        yield f"{'parameter':>17} {'value':>6} {'less stored':>14} {'hit rate':>14} {'avoided':>14}"
+        yield f"{'parameter':>17} {'value':>6} {'reduction':>14} {'hit rate':>14} {'avoided':>14}"
         for row in result["sensitivity"]:
             cells = " ".join(
                 f"{row[figure]:>7.1%} ± {row[f'{figure}_deviation']:>4.1%}"

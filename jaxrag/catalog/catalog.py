@@ -9,7 +9,7 @@ import datetime
 import json
 import sqlite3
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -93,6 +93,20 @@ class Catalog(Reader):
                                (name, to_json(value)))  # fmt: skip
         if name == "vectors":
             self._vectors = to_json(value)
+
+    def swap(self, name: str, change: Callable[[Any], Any]) -> Any:
+        """Change a setting to what ``change`` makes of its value, in one transaction.
+
+        Both are JSON values, None where the setting is not there. Returns the value before.
+        """
+        with self._database.transaction() as connection:
+            row = connection.execute(
+                "SELECT value FROM settings WHERE name = ?", (name,)
+            ).fetchone()
+            before = None if row is None else json.loads(row[0])
+            connection.execute("INSERT OR REPLACE INTO settings VALUES (?, ?)",
+                               (name, to_json(change(before))))  # fmt: skip
+        return before
 
     def extend(self, name: str, values: Sequence[str]) -> list[str]:
         """Append to a setting that is a list what it does not hold yet; returns the new list."""

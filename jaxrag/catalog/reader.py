@@ -18,7 +18,7 @@ from jaxrag.catalog.rows import (
 )
 from jaxrag.chunking import Chunk
 from jaxrag.index.base import searched_text
-from jaxrag.index.bm25 import BM25Index
+from jaxrag.index.bm25 import BM25Index, BM25Snapshot
 from jaxrag.index.filters import Filter
 from jaxrag.types import HostArray
 
@@ -90,11 +90,9 @@ class Reader:
         """Ids of the chunks of every document whose metadata matches, int64 [N] ascending."""
         condition, values = _condition(where)
         join = "JOIN documents ON documents.id = document_id " if where else ""
-        with self._database.use() as connection:
-            rows = connection.execute(
-                f"SELECT chunks.id FROM chunks {join}{condition} ORDER BY chunks.id", values
-            ).fetchall()
-        return np.array([row[0] for row in rows], np.int64)
+        return self._ids(
+            f"SELECT chunks.id FROM chunks {join}{condition} ORDER BY chunks.id", values
+        )
 
     def ids_of_document(self, document_id: str) -> list[int]:
         """The ids of a document's chunks in order; none when there is no such document."""
@@ -166,6 +164,40 @@ class Reader:
             found.setdefault(chunk_id, []).extend([] if content_id is None else [content_id])
         return found
 
+    def last_neighbours(self, encoder: str, count: int) -> tuple[HostArray, HostArray]:
+        """The chunks that were encoded behind ``count`` others, and the last of these.
+
+        Returns chunk ids, int64 [N] ascending, and for each the id of a chunk with the content that
+        stood last, int64 [N].
+        """
+        with self._database.use() as connection:
+            rows = connection.execute(
+                "SELECT contexts.chunk_id, MIN(chunks.id) FROM contexts "
+                "JOIN chunks USING (content_id) WHERE encoder = ? AND place = ? "
+                "GROUP BY contexts.chunk_id ORDER BY contexts.chunk_id",
+                (encoder, count - 1),
+            ).fetchall()
+        pairs = np.array(rows, np.int64).reshape(-1, 2)
+        return pairs[:, 0], pairs[:, 1]
+
+    def encoded_ids(self, encoder: str) -> HostArray:
+        """The chunks that have a store key of this encoder, int64 [N] ascending."""
+        return self._ids(
+            "SELECT chunk_id FROM chunk_keys WHERE encoder = ? ORDER BY chunk_id", (encoder,)
+        )
+
+    def copies(self) -> HostArray:
+        """The chunks whose content another chunk has as well, int64 [N] ascending."""
+        return self._ids(
+            "SELECT id FROM chunks WHERE content_id IN (SELECT content_id FROM chunks "
+            "GROUP BY content_id HAVING COUNT(*) > 1) ORDER BY id"
+        )
+
+    def _ids(self, statement: str, values: Sequence[Any] = ()) -> HostArray:
+        with self._database.use() as connection:
+            rows = connection.execute(statement, values).fetchall()
+        return np.array([row[0] for row in rows], np.int64)
+
     def counts(self) -> dict[str, Any]:
         """Numbers of documents, chunks and tokens, and of chunks by encoder variant."""
         with self._database.snapshot() as connection:
@@ -183,6 +215,11 @@ class Reader:
         with self._database.snapshot() as connection:
             matches = self._index.search(question, k, where)
             return read_hits(connection, [(match.chunk_id, match.score) for match in matches])
+
+    def words(self) -> BM25Snapshot:
+        """The full-text index in memory, to put many questions to it; ranks as ``search``."""
+        with self._database.snapshot():
+            return self._index.snapshot()
 
     def hits(self, found: Sequence[tuple[int, float]], where: Filter | None = None) -> list[Hit]:
         """Chunks found elsewhere, (id, score), in the same order.

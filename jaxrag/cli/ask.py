@@ -35,7 +35,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--documents", nargs="+", metavar="FILE", help="use these texts as the chunks instead"
     )
-    add_model(parser, required=False, text="the one that the knowledge base remembers")
+    add_model(parser, required=False, text="(the one that the knowledge base remembers)")
     add_generation(parser)
     add_json(parser)
     parser.set_defaults(run=run)

@@ -28,10 +28,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "time to first token: full prefill, cached chunks from pool and disk, a peer",
         "jaxrag bench ttft --peer transformers --peer-python PEER/bin/python --out result.json",
     )
-    ttft.add_argument("--model", metavar="DIR", help="a random Llama of 100M parameters")
-    ttft.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    ttft.add_argument("--contexts", default="512,1024,2048,4096,8192", metavar="N,N,...")
-    ttft.add_argument("--question-tokens", type=int, default=50, metavar="N")
+    ttft.add_argument("--model", metavar="DIR", help="(a random Llama of 100M parameters)")
+    _add_dtype(ttft)
+    ttft.add_argument(
+        "--contexts",
+        default="512,1024,2048,4096,8192",
+        metavar="N,N,...",
+        help="tokens of all chunks, multiples of 512 (512,1024,2048,4096,8192)",
+    )
+    ttft.add_argument("--question-tokens", type=int, default=50, metavar="N", help="(50)")
     ttft.add_argument("--method", default="full_reuse", help="a method that reuses (full_reuse)")
     ttft.add_argument(
         "--ratios",
@@ -41,7 +46,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     ttft.add_argument("--repeats", type=int, default=5, metavar="N", help="after a warm-up (5)")
     ttft.add_argument("--peer", choices=("transformers",), help="measure this one beside ours")
     ttft.add_argument("--peer-python", metavar="PATH", help="interpreter that can import the peer")
-    ttft.add_argument("--seed", type=int, default=0)
+    ttft.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
     ttft.add_argument("--out", metavar="FILE", help="also write the JSON result there")
     add_json(ttft)
     ttft.set_defaults(run=run_ttft)
@@ -59,7 +64,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     store.add_argument("--rounds", type=int, default=7, metavar="N", help="after a warm-up (7)")
     store.add_argument("--no-cold", action="store_true", help="leave out reads from the disk")
     store.add_argument("--folder", metavar="DIR", help="a disk to measure (temporary files)")
-    store.add_argument("--seed", type=int, default=0)
+    store.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
     store.add_argument("--out", metavar="FILE", help="also write the JSON result there")
     add_json(store)
     store.set_defaults(run=run_store)
@@ -69,13 +74,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "throughput of ingest beside a plain forward pass of the same tokens",
         "jaxrag bench ingest --tokens 16384 --out benchmarks/results/ingest.json",
     )
-    ingest.add_argument("--model", metavar="DIR", help="a random Llama of 100M parameters")
-    ingest.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    ingest.add_argument("--model", metavar="DIR", help="(a random Llama of 100M parameters)")
+    _add_dtype(ingest)
     ingest.add_argument("--tokens", type=int, default=16_384, metavar="N", help="(16384)")
     ingest.add_argument("--chunk-tokens", type=int, default=512, metavar="N", help="(512)")
     ingest.add_argument("--repeats", type=int, default=5, metavar="N", help="after a warm-up (5)")
     ingest.add_argument("--folder", metavar="DIR", help="a disk to measure (temporary files)")
-    ingest.add_argument("--seed", type=int, default=0)
+    ingest.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
     ingest.add_argument("--out", metavar="FILE", help="also write the JSON result there")
     ingest.add_argument(
         "--encoder",
@@ -93,7 +98,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "jaxrag bench reuse --data DIR --out benchmarks/results/reuse.json",
     )
     reuse.add_argument(
-        "--data", required=True, metavar="DIR", help="files of RGB, Natural Questions and HotpotQA"
+        "--data",
+        required=True,
+        metavar="DIR",
+        help="folder with the authors' files, at any depth, of RGB (en_fact.json, zh_refine.json), "
+        "Natural Questions (nq-open-oracle.jsonl) and HotpotQA (hotpotqa_train_corpus.json); those "
+        "that are there are used",
     )
     reuse.add_argument("--queries", type=int, default=1000, metavar="N", help="(1000)")
     reuse.add_argument("--chunks-per-query", type=int, default=5, metavar="N", help="(5)")
@@ -112,9 +122,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     reuse.add_argument(
         "--pool", type=float, default=1.0, metavar="P", help="share of the passages in use (1)"
     )
-    reuse.add_argument("--tokenizer", metavar="DIR", help="counts tokens (words are counted)")
+    reuse.add_argument("--tokenizer", metavar="DIR", help="to count tokens with (counts words)")
     reuse.add_argument("--no-sensitivity", action="store_true", help="leave that table out")
-    reuse.add_argument("--seed", type=int, default=0)
+    reuse.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
     reuse.add_argument("--out", metavar="FILE", help="also write the JSON result there")
     add_json(reuse)
     reuse.set_defaults(run=run_reuse)
@@ -126,7 +136,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     explain.add_argument("--kb", required=True, metavar="DIR", help="where chunks come from")
     explain.add_argument("--question", required=True, metavar="Q", help="the question, as text")
-    add_model(explain, required=False, text="the one that the knowledge base remembers")
+    add_model(explain, required=False, text="(the one that the knowledge base remembers)")
     explain.add_argument(
         "--method", default="fusionrag", help="whose stored KV is looked at (fusionrag)"
     )
@@ -136,7 +146,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="R",
         help="share of the chunk tokens that selectors choose (the method's own, or 0.15)",
     )
-    explain.add_argument("--template", metavar="NAME", help="a template's name or .toml file")
+    explain.add_argument(
+        "--template", metavar="NAME", help="a template's name or .toml file (that of --kb)"
+    )
     explain.add_argument("--k", type=int, default=5, metavar="N", help="chunks to retrieve (5)")
     add_where(explain)
     explain.add_argument(
@@ -159,7 +171,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     train.add_argument("--peer", choices=("transformers",), help="measure this one beside ours")
     train.add_argument("--peer-python", metavar="PATH", help="interpreter that imports the peer")
-    train.add_argument("--seed", type=int, default=0)
+    train.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
     train.add_argument("--out", metavar="FILE", help="also write the JSON result there")
     add_json(train)
     train.set_defaults(run=run_train_step)
@@ -298,6 +310,15 @@ def run_explain(args: argparse.Namespace) -> None:
     pictures = draw(result, folder)
     args.out = folder / "explain.json"
     give_out(args, result, [*report(result), "", *[f"wrote {path}" for path in pictures]])
+
+
+def _add_dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="of weights, activations and KV (float32)",
+    )
 
 
 def _numbers(option: str, text: str | None) -> tuple[float, ...]:

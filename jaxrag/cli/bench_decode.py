@@ -15,7 +15,10 @@ def add_decode(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         "jaxrag bench decode --contexts 4096,131072 --rules dense,retrieval --out result.json",
     )
     parser.add_argument(
-        "--contexts", default="4096,16384,65536,131072", metavar="N,N,...", help="(4096 to 131072)"
+        "--contexts",
+        default="4096,16384,65536,131072",
+        metavar="N,N,...",
+        help="tokens in the cache (4096,16384,65536,131072)",
     )
     parser.add_argument(
         "--rules",
@@ -24,7 +27,12 @@ def add_decode(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         help="decode rules; separated by semicolons where one has settings, as in "
         '"dense;topn:n=64" (dense,static_window,flat,ivf,retrieval,topn)',
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="of weights, activations and KV (float32)",
+    )
     parser.add_argument("--layers", type=int, default=4, metavar="L", help="of the model (4)")
     parser.add_argument(
         "--question-tokens", type=int, default=2048, metavar="N", help="run, not reused (2048)"
@@ -34,7 +42,7 @@ def add_decode(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     parser.add_argument(
         "--no-measure", action="store_true", help="leave recall and the share scanned out"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
     parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
     add_json(parser)
     parser.set_defaults(run=run_decode)

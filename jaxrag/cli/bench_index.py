@@ -21,14 +21,25 @@ def add_index(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         "attention indexes beside exact search, IVF and HNSW, on generated heads",
         "jaxrag bench index --contexts 32768,131072 --out benchmarks/results/index.json",
     )
-    parser.add_argument("--contexts", default="32768,131072", metavar="N,...", help="tokens")
-    parser.add_argument("--heads", default="ivf24,ivf41", metavar="NAME,...", help="(ivf24,ivf41)")
+    parser.add_argument(
+        "--contexts", default="32768,131072", metavar="N,...", help="tokens (32768,131072)"
+    )
+    parser.add_argument(
+        "--heads",
+        default="ivf24,ivf41",
+        metavar="NAME,...",
+        help="kinds of generated heads (ivf24,ivf41)",
+    )
     parser.add_argument(
         "--model", metavar="DIR", help="instead of --heads: the heads of this model over --text"
     )
-    parser.add_argument("--text", metavar="FILE", help="as long as the longest context and --ask")
+    parser.add_argument(
+        "--text", metavar="FILE", help="with --model; as long as the longest context and --ask"
+    )
     parser.add_argument("--layers", metavar="N,...", help="of the model, from 0 (all)")
-    parser.add_argument("--engines", metavar="NAME;...", help="between semicolons (all)")
+    parser.add_argument(
+        "--engines", metavar="NAME;...", help='kinds of index, as in "flat fp16;graph 8-bit" (all)'
+    )
     parser.add_argument(
         "--sink", type=int, default=128, metavar="N", help="first tokens left out (128)"
     )
@@ -54,7 +65,7 @@ def add_index(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         help="instead: indexes built with a document, asked from so many tokens behind it",
     )
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="after a warm-up (3)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
     parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
     add_json(parser)
     parser.set_defaults(run=run_index)

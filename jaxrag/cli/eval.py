@@ -1,13 +1,21 @@
 """`jaxrag eval`: how well models answer."""
 
 import argparse
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.cli import eval_long, eval_methods
-from jaxrag.cli.options import add_command, add_json, chunks_of, keep_compiled, print_json, table
+from jaxrag.cli.options import (
+    add_command,
+    add_json,
+    chunks_of,
+    give_out,
+    keep_compiled,
+    print_json,
+    require_folder,
+    titled,
+)
 from jaxrag.errors import RequestError
 
 if TYPE_CHECKING:
@@ -119,21 +127,11 @@ def run_synthetic(args: argparse.Namespace) -> None:
     from jaxrag.evals.accuracy_report import markdown, tables
 
     options = _options(args)
-    for option, path in (("--out", args.out), ("--markdown", args.markdown)):
-        if path and not Path(path).absolute().parent.is_dir():
-            raise RequestError(f"{option} {path}: its folder does not exist; make it first")
+    require_folder(args.out)
+    require_folder(args.markdown, "--markdown")
     keep_compiled()
     result = run(options, progress=not args.json) | {"machine": describe()}
-    if args.out:
-        Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if args.markdown:
-        Path(args.markdown).write_text(markdown(result), encoding="utf-8")
-    if args.json:
-        print_json(result)
-        return
-    for shown in tables(result):
-        numbers = range(shown.names, len(shown.rows[0]))
-        print(f"{shown.title}\n{table(shown.rows, numbers)}\n")
+    give_out(args, result, titled(tables(result)), markdown)
 
 
 def run_curve(args: argparse.Namespace) -> None:

@@ -6,7 +6,15 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxrag.cli.options import add_command, add_json, keep_compiled, print_json, table
+from jaxrag.cli.options import (
+    add_command,
+    add_json,
+    give_out,
+    keep_compiled,
+    print_json,
+    require_folder,
+    titled,
+)
 from jaxrag.errors import RequestError
 
 if TYPE_CHECKING:
@@ -160,9 +168,7 @@ def run(args: argparse.Namespace) -> None:
 
     options = _options(args)
     for option in ("out", "markdown", "prompts"):
-        path = getattr(args, option)
-        if path and not Path(path).absolute().parent.is_dir():
-            raise RequestError(f"--{option} {path}: its folder does not exist; make it first")
+        require_folder(getattr(args, option), f"--{option}")
     picture = getattr(args, "heatmap", None)
     if picture:
         check_picture(Path(picture))
@@ -177,22 +183,12 @@ def run(args: argparse.Namespace) -> None:
         return
     keep_compiled()
     result = run(options, progress=not args.json) | {"machine": describe()}
-    if args.out:
-        Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if args.markdown:
-        Path(args.markdown).write_text(markdown(result), encoding="utf-8")
+    notes = [f"{name}: {note}" for name, found in result["notes"].items() for note in found]
+    give_out(args, result, [*titled(tables(result)), *notes], markdown)
     if picture:
         draw_heatmap(result, Path(picture))
-    if args.json:
-        print_json(result)
-        return
-    for one in tables(result):
-        print(f"{one.title}\n{table(one.rows, range(one.names, len(one.rows[0])))}\n")
-    for name, notes in result["notes"].items():
-        for note in notes:
-            print(f"{name}: {note}")
-    if picture:
-        print(picture)
+        if not args.json:
+            print(picture)
 
 
 def _options(args: argparse.Namespace) -> "Options":

@@ -1,21 +1,19 @@
 """`jaxrag eval methods`: how well methods of reuse answer, by recompute ratio."""
 
 import argparse
-import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.cli.options import (
     add_command,
     add_json,
     chunks_of,
+    give_out,
     keep_compiled,
-    print_json,
     ratios_of,
-    table,
+    require_folder,
+    titled,
 )
-from jaxrag.errors import RequestError
 
 if TYPE_CHECKING:
     from jaxrag.evals.reuse_grid import Options
@@ -104,21 +102,11 @@ def run(args: argparse.Namespace) -> int:
     from jaxrag.evals.reuse_report import markdown, tables
 
     options = _options(args)
-    for option, path in (("--out", args.out), ("--markdown", args.markdown)):
-        if path and not Path(path).absolute().parent.is_dir():
-            raise RequestError(f"{option} {path}: its folder does not exist; make it first")
+    require_folder(args.out)
+    require_folder(args.markdown, "--markdown")
     keep_compiled()
     result = run(options, progress=not args.json) | {"machine": describe()}
-    if args.out:
-        Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if args.markdown:
-        Path(args.markdown).write_text(markdown(result), encoding="utf-8")
-    if args.json:
-        print_json(result)
-    else:
-        for one in tables(result):
-            numbers = range(one.names, len(one.rows[0]))
-            print(f"{one.title}\n{table(one.rows, numbers)}\n")
+    give_out(args, result, titled(tables(result)), markdown)
     differing = sum(len(row["differing"]) for row in result["whole"])
     if differing:
         print(

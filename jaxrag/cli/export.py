@@ -17,7 +17,7 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "write the KV of chunks to files for other programs",
         'jaxrag kb export kb out --question "Who built the bridge?" --k 3',
     )
-    parser.add_argument("kb", metavar="DIR")
+    parser.add_argument("kb", metavar="DIR", help="folder of the knowledge base")
     parser.add_argument(
         "out", metavar="OUT", help="new or empty folder, or that of an export to go on with"
     )
@@ -63,7 +63,9 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         help="rotate keys to positions START, START + 1, ... of every file",
     )
     parser.add_argument(
-        "--model", metavar="DIR", help="for its tokenizer: the one the knowledge base remembers"
+        "--model",
+        metavar="DIR",
+        help="for its tokenizer (the one that the knowledge base remembers)",
     )
     add_json(parser)
     parser.set_defaults(run=run)

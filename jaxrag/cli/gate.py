@@ -31,7 +31,7 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "jaxrag kb gate kb --questions probes.jsonl --method fusionrag --target-agreement 0.95 && "
         'jaxrag ask "Who built the bridge?" --kb kb --method fusionrag',
     )
-    parser.add_argument("kb", metavar="DIR")
+    parser.add_argument("kb", metavar="DIR", help="folder of the knowledge base")
     parser.add_argument(
         "--questions",
         required=True,
@@ -82,7 +82,7 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument(
         "--batch-size", type=int, default=8, metavar="N", help="questions that run together (8)"
     )
-    add_model(parser, required=False, text="the one that the knowledge base remembers")
+    add_model(parser, required=False, text="(the one that the knowledge base remembers)")
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"jaxrag: refused: {args.method} reaches agreement {target.agreement:g}, KL "
         f"{target.max_kl:g} and answers {target.answers:g} at none of the ratios {tried}; nothing "
-        "was stored",
+        "was stored: try higher --ratios, another method or a lower target",
         file=sys.stderr,
     )
     return 3

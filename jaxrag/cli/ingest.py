@@ -198,9 +198,9 @@ def print_report(report: "AddReport", as_json: bool) -> None:
     if report.neighbours is not None:
         near = report.neighbours
         print(
-            f"behind their neighbours: encoded {near.encoded} chunks, reused {near.reused}, "
-            f"unchanged {near.unchanged}; {near.seconds:.1f} s, "
-            f"{human_count(near.chunks_per_minute)} chunks/min"
+            f"behind their neighbours: searched those of {near.searched} chunks; encoded "
+            f"{near.encoded}, reused {near.reused}, unchanged {near.unchanged}; "
+            f"{near.seconds:.1f} s, {human_count(near.chunks_per_minute)} chunks/min"
         )
     if report.skipped:
         print(f"left out {len(report.skipped)}; see above")

@@ -65,10 +65,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         nargs="+",
         default=[],
         metavar="DIR",
-        help="knowledge bases in the same repository that have moved",
+        help="folders of knowledge bases in the same repository that have moved",
     )
     gc.add_argument(
-        "--gone", nargs="+", default=[], metavar="ID", help="ids of those that exist no more"
+        "--gone",
+        nargs="+",
+        default=[],
+        metavar="ID",
+        help="ids of knowledge bases in it that exist no more",
     )
     gc.set_defaults(run=run_gc)
 
@@ -80,12 +84,16 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     _add_kb(verify)
     verify.add_argument(
-        "--repair", action="store_true", help="encode damaged and missing chunks again"
+        "--repair",
+        action="store_true",
+        help="encode damaged and missing chunks again, and make vectors that are missing",
     )
     verify.add_argument(
         "--rate", type=parse_bytes, metavar="SIZE", help="read at most so much a second"
     )
-    add_model(verify, required=False, text="for --repair: the one the knowledge base remembers")
+    add_model(
+        verify, required=False, text="for --repair (the one that the knowledge base remembers)"
+    )
     verify.set_defaults(run=run_verify)
 
     gate.add_parser(actions)
@@ -185,7 +193,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def _add_kb(action: argparse.ArgumentParser) -> None:
-    action.add_argument("kb", metavar="DIR")
+    action.add_argument("kb", metavar="DIR", help="folder of the knowledge base")
     add_json(action)
 
 

@@ -3,13 +3,14 @@
 import argparse
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.errors import ConfigError, KnowledgeBaseError, RequestError
 
 if TYPE_CHECKING:
+    from jaxrag.evals.accuracy_report import Table
     from jaxrag.knowledge_base import KnowledgeBase
     from jaxrag.models.model import Model
     from jaxrag.sampling import Sampling
@@ -36,7 +37,7 @@ def add_model(parser: argparse.ArgumentParser, required: bool, text: str) -> Non
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="of weights, activations and KV (as stored)",
+        help="of weights, activations and KV (as the model is stored)",
     )
     parser.add_argument(
         "--mesh",
@@ -44,7 +45,10 @@ def add_model(parser: argparse.ArgumentParser, required: bool, text: str) -> Non
         help="devices along the data, fsdp and tensor axes, such as 1,1,8 (one device)",
     )
     parser.add_argument(
-        "--cache-tokens", type=int, metavar="N", help="tokens of KV the device pool holds"
+        "--cache-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of KV that the device pool holds (by memory, at most 8 contexts)",
     )
     parser.add_argument(
         "--value-layers",
@@ -112,7 +116,9 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--k", type=int, default=5, metavar="N", help="chunks to retrieve (5)")
     add_where(parser)
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="(64)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (0)"
+    )
     parser.add_argument("--top-k", type=int, default=0, metavar="N", help="0 keeps all (0)")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 keeps all (1)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling (0)")
@@ -280,17 +286,30 @@ def human_count(number: float) -> str:
     return f"{number:.3g}"
 
 
-def require_folder(out: str | None) -> None:
-    """Refuse an --out that cannot be written, before the work."""
+def require_folder(out: str | None, option: str = "--out") -> None:
+    """Refuse a file to write, given by an option, whose folder is not there; before the work."""
     if out and not Path(out).absolute().parent.is_dir():
-        raise RequestError(f"--out {out}: its folder does not exist; make it first")
+        raise RequestError(f"{option} {out}: its folder does not exist; make it first")
 
 
-def give_out(args: argparse.Namespace, result: dict[str, Any], lines: Iterable[str]) -> None:
-    """Write a result to --out; print it as JSON or as lines."""
+def give_out(
+    args: argparse.Namespace,
+    result: dict[str, Any],
+    lines: Iterable[str],
+    markdown: Callable[[dict[str, Any]], str] | None = None,
+) -> None:
+    """Write a result to --out, and by ``markdown`` to --markdown; print it as JSON or as lines."""
     if args.out:
         Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if markdown is not None and args.markdown:
+        Path(args.markdown).write_text(markdown(result), encoding="utf-8")
     if args.json:
         print_json(result)
     else:
         print("\n".join(lines))
+
+
+def titled(tables: "Iterable[Table]") -> Iterator[str]:
+    """Tables as lines: each under its title and followed by an empty line."""
+    for one in tables:
+        yield f"{one.title}\n{table(one.rows, range(one.names, len(one.rows[0])))}\n"

@@ -15,6 +15,10 @@ import math
 import re
 import sqlite3
 import unicodedata
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
 
 from jaxrag.index.base import Found
 from jaxrag.index.filters import Filter, Scalar
@@ -27,6 +31,7 @@ _CJK = (
 _WORD = re.compile(rf"[{_CJK}]+|[^\W_{_CJK}]+")
 _CJK_FIRST = re.compile(rf"[{_CJK}]")
 _MANY_CHUNKS = 10_000  # from here on, words that most chunks hold are not looked at
+_UNIT = 2.0**32  # what a word adds is a whole number of 1 / _UNIT: sums are exact in any order
 _LATIN_MARKS = re.compile(r"[\u0300-\u036f]")
 
 
@@ -106,13 +111,9 @@ class BM25Index:
                 "SELECT COUNT(*) FROM postings WHERE term = ?", (term,)
             ).fetchone()
             if holders:
-                idf[term] = math.log(1 + (chunks - holders + 0.5) / (holders + 0.5))
+                idf[term] = _idf(chunks, holders)
         if not idf:
             return []
-        if chunks >= _MANY_CHUNKS:
-            # A word of more than half of the chunks costs the most time and weighs the least.
-            telling = {term: weight for term, weight in idf.items() if weight > math.log(2)}
-            idf = telling or idf
         restriction = ""
         operands: list[Scalar] = []
         if where is not None:
@@ -125,11 +126,101 @@ class BM25Index:
         rows = self.connection.execute(
             # CROSS JOIN keeps this order: each term's postings are one range of the table.
             f"""
-            SELECT chunk_id, SUM(value * count * ? / (count + ? + ? * num_terms)) AS score
+            SELECT chunk_id,
+            SUM(CAST(value * count * ? / (count + ? + ? * num_terms) * ? + 0.5 AS INTEGER)) AS score
             FROM json_each(?) CROSS JOIN postings ON term = key CROSS JOIN lengths USING (chunk_id)
             {restriction}
             GROUP BY chunk_id ORDER BY score DESC, chunk_id LIMIT ?
             """,
-            [self.k1 + 1, base, per_term, json.dumps(idf), *operands, k],
+            [self.k1 + 1, base, per_term, _UNIT, json.dumps(_telling(idf, chunks)), *operands, k],
         )
-        return [Found(chunk_id, score) for chunk_id, score in rows]
+        return [Found(chunk_id, score / _UNIT) for chunk_id, score in rows]
+
+    def snapshot(self) -> "BM25Snapshot":
+        """The index as it is now, in memory: for many questions, without a filter."""
+        chunks, mean_terms = self.connection.execute(
+            "SELECT COUNT(*), AVG(num_terms) FROM lengths"
+        ).fetchone()
+        own = np.array(
+            self.connection.execute(
+                "SELECT chunk_id, num_terms FROM lengths ORDER BY chunk_id"
+            ).fetchall(),
+            np.int64,
+        ).reshape(-1, 2)
+        holders = self.connection.execute(
+            "SELECT term, COUNT(*) FROM postings GROUP BY term ORDER BY term"
+        ).fetchall()
+        postings = np.fromiter(
+            itertools.chain.from_iterable(
+                self.connection.execute(
+                    "SELECT chunk_id, count FROM postings ORDER BY term, chunk_id"
+                )
+            ),
+            np.int64,
+        ).reshape(-1, 2)
+        counts = [count for _, count in holders]
+        ends = np.cumsum(counts).tolist()
+        idf = np.array([_idf(chunks, count) for count in counts], np.float64)
+        rows, times = np.searchsorted(own[:, 0], postings[:, 0]), postings[:, 1]
+        base = self.k1 * (1 - self.b)
+        per_term = self.k1 * self.b / mean_terms if mean_terms else 0.0
+        # In the order of operations of ``search``, so that every weight is the same number.
+        weights: NDArray[np.float64] = np.repeat(idf, counts) * times * (self.k1 + 1)
+        weights /= times + base + per_term * own[rows, 1]
+        weights = np.floor(weights * _UNIT + 0.5)
+        return BM25Snapshot(
+            chunk_ids=own[:, 0],
+            terms={
+                term: (end - count, end) for (term, count), end in zip(holders, ends, strict=True)
+            },
+            rows=rows,
+            weights=weights,
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BM25Snapshot:
+    """All postings in memory; ranks as ``BM25Index.search`` did when it was taken.
+
+    A question costs additions for the chunks that hold its words, as it does there, but each is
+    done by NumPy.
+
+    Attributes:
+      chunk_ids: [N] int64 ascending. terms: first and one past the last posting of every term.
+      rows: [P] int64, of each posting the place of its chunk. weights: [P] float64, what the term
+        adds to the chunk's score, in units.
+    """
+
+    chunk_ids: NDArray[np.int64]
+    terms: Mapping[str, tuple[int, int]]
+    rows: NDArray[np.int64]
+    weights: NDArray[np.float64]
+
+    def search(self, question: str, k: int) -> list[Found]:
+        """The up to ``k`` chunks that share a term with the question, best first."""
+        chunks = len(self.chunk_ids)
+        held = {term: self.terms[term] for term in terms(question) if term in self.terms}
+        idf = {term: _idf(chunks, end - start) for term, (start, end) in held.items()}
+        parts = [slice(*held[term]) for term in _telling(idf, chunks)]
+        if not parts:
+            return []
+        rows = np.concatenate([self.rows[part] for part in parts])
+        weights = np.concatenate([self.weights[part] for part in parts])
+        scores = np.bincount(rows, weights, chunks)
+        found = np.flatnonzero(scores > 0)
+        if len(found) > k:
+            least = np.partition(scores[found], len(found) - k)[len(found) - k]
+            found = found[scores[found] >= least]
+        found = found[np.lexsort((found, -scores[found]))][:k]
+        return [Found(int(self.chunk_ids[row]), float(scores[row]) / _UNIT) for row in found]
+
+
+def _idf(chunks: int, holders: int) -> float:
+    return math.log(1 + (chunks - holders + 0.5) / (holders + 0.5))
+
+
+def _telling(idf: Mapping[str, float], chunks: int) -> Mapping[str, float]:
+    """Terms to search by. One of more than half of the chunks costs the most and weighs least."""
+    if chunks < _MANY_CHUNKS:
+        return idf
+    return {term: weight for term, weight in idf.items() if weight > math.log(2)} or idf

@@ -30,7 +30,12 @@ class Maintained(Opened):
 
         Of the encoder variants that see neighbours; ``add``, ``update`` and ``remove`` do it by
         themselves. Needed after documents were removed without a model or added in shards: until
-        then a question encodes what it misses. Searches the neighbours of every chunk.
+        then a question encodes what it misses.
+
+        Where nothing changed since the last refresh, nothing is searched; where neighbours are
+        found by vectors in an "exact" index, only chunks that the change can reach are. By words or
+        in another index any change may reorder every list: each chunk is then a question to all,
+        and the time grows with the square of their number.
 
         Raises KnowledgeBaseError when opened without a model or for reading, or when neighbours
         are found by vectors and chunks lack theirs.

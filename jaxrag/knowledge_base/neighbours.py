@@ -12,15 +12,17 @@ import functools
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from tqdm import tqdm
 
 from jaxrag.catalog import Catalog, ChunkTokens
 from jaxrag.encode import StoredNeighbours, chunk_key, encode_chunks, provenance
-from jaxrag.index.base import NOTHING
+from jaxrag.index.base import NOTHING, VectorIndex
+from jaxrag.index.bm25 import BM25Snapshot
 from jaxrag.ingest import RefreshReport
+from jaxrag.knowledge_base.searched import NeighbourSearch
 from jaxrag.knowledge_base.vectors import ChunkVectors
 from jaxrag.models.model import Model
 from jaxrag.prompts import PromptTemplate
@@ -53,6 +55,7 @@ class Neighbours:
       top_n: how many a chunk has at most.
       by: "vectors" ranks by the inner product of the chunks' own vectors, "bm25" by the words of
         the chunk as a question.
+      words: by "bm25", the full-text index in memory; None asks the catalog's.
     """
 
     catalog: Catalog
@@ -61,11 +64,20 @@ class Neighbours:
     template: PromptTemplate
     top_n: int
     by: SimilarBy
+    words: BM25Snapshot | None = None
 
     @functools.cached_property
     def prefix(self) -> HostArray:
         """Token ids of the template's prefix, int32 [P]."""
         return self.template.prefix_ids(self.model.text_tokenizer())
+
+    @property
+    def index(self) -> VectorIndex | None:
+        """What ranks chunks by their vectors; None where words do."""
+        if self.by == "bm25":
+            return None
+        assert self.vectors is not None
+        return self.vectors.index
 
     def find(self, chunk_ids: Sequence[int]) -> dict[int, Placed]:
         """Search the neighbours of chunks; ids of no chunk are left out."""
@@ -105,12 +117,13 @@ class Neighbours:
         Where fewer are returned, there are no others.
         """
         if self.by == "bm25":
+            search = self.catalog.search if self.words is None else self.words.search
             return {
-                chunk_id: [hit.chunk_id for hit in self.catalog.search(text, depth)]
+                chunk_id: [found.chunk_id for found in search(text, depth)]
                 for chunk_id, text in self.catalog.searched_texts(chunk_ids).items()
             }
-        assert self.vectors is not None
-        index = self.vectors.index
+        index = self.index
+        assert index is not None
         found, _ = index.search(index.get(np.asarray(chunk_ids, np.int64)), depth)
         return {
             chunk_id: row[row != NOTHING].tolist()
@@ -156,9 +169,15 @@ def refresh(
 ) -> RefreshReport:
     """Encode every chunk whose neighbours, their order included, are not those of its KV.
 
-    The neighbours of all chunks are searched anew. KV that is stored already is not encoded again,
-    so a run that was cut short is continued by the next. Chunks of documents that leave meanwhile,
-    and those that would have seen them, are passed over.
+    Neighbours are searched of the chunks whose lists may have changed since the last complete
+    search (jaxrag.knowledge_base.searched). Found by the exact vector index, these are the new
+    chunks and those that a chunk which came or went is near to; found by BM25 or an approximate
+    index, all chunks as soon as any document changed: one question for every chunk, for BM25 to an
+    index that is read into memory once.
+
+    KV that is stored already is not encoded again, so a run that was cut short is continued by the
+    next. Chunks of documents that leave meanwhile, and those that would have seen them, are passed
+    over.
 
     Args:
       neighbours: of the knowledge base. store: its chunk KV.
@@ -167,20 +186,28 @@ def refresh(
     """
     start = time.perf_counter()
     count: collections.Counter[str] = collections.Counter()
-    chunk_ids = neighbours.catalog.chunk_ids().tolist()
+    search = NeighbourSearch.begin(neighbours.catalog, _how(neighbours, store, encoders))
+    outdated = search.outdated(encoders, neighbours.top_n, neighbours.index)
+    if neighbours.by == "bm25" and len(outdated) > _BATCH:
+        neighbours = dataclasses.replace(neighbours, words=neighbours.catalog.words())
+    left_alone = (len(search.chunk_ids) - len(outdated)) * len(encoders)
+    count.update(chunks=left_alone, unchanged=left_alone)
     with tqdm(
         desc="encode behind neighbours",
         unit="chunk",
-        total=len(chunk_ids) * len(encoders),
+        total=len(outdated) * len(encoders),
         disable=None if progress else True,
     ) as bar:
-        for batch in itertools.batched(chunk_ids, _BATCH):
+        for batch in itertools.batched(map(int, outdated), _BATCH):
             placed = neighbours.find(batch)
             for encoder in encoders:
                 count.update(_refresh_batch(neighbours, store, encoder, placed))
                 bar.update(len(batch))
+            search.check()
+    search.finish()
     return RefreshReport(
         chunks=count["chunks"],
+        searched=len(outdated),
         encoded=count["encoded"],
         reused=count["reused"],
         unchanged=count["unchanged"],
@@ -188,6 +215,18 @@ def refresh(
         context_tokens=count["context_tokens"],
         seconds=time.perf_counter() - start,
     )
+
+
+def _how(neighbours: Neighbours, store: KVStore, encoders: Sequence[str]) -> dict[str, Any]:
+    """What decides the lists besides the chunks there are; JSON-able."""
+    return {
+        "by": neighbours.by,
+        "top_n": neighbours.top_n,
+        "vectors": None if neighbours.vectors is None else dict(neighbours.vectors.settings),
+        "encoders": sorted(encoders),
+        "fingerprint": store.fingerprint,
+        "prefix": neighbours.prefix.tolist(),
+    }
 
 
 def _refresh_batch(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_manager import METRIC_ITEM_NAME
 from orbax.checkpoint.checkpoint_managers import (
     AnyPreservationPolicy,
     BestN,
@@ -45,7 +46,6 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(
             folder.absolute(),
             options=ocp.CheckpointManagerOptions(
-                best_fn=None if best is None else self._score,  # has the metrics written, too
                 preservation_policy=AnyPreservationPolicy(policies),
                 enable_async_checkpointing=True,
                 cleanup_tmp_directories=True,
@@ -93,14 +93,15 @@ class Checkpoints:
                     f"run.best={self._best!r} is not measured; there are {', '.join(metrics)}"
                 )
             chosen = {self._best: float(metrics[self._best])}
-        self._manager.save(
-            position.step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state),
-                position=ocp.args.JsonSave(position.to_dict()),
-            ),
-            metrics=chosen,
-        )
+        items = {
+            "state": ocp.args.StandardSave(state),
+            "position": ocp.args.JsonSave(position.to_dict()),
+        }
+        if chosen is not None:
+            # The manager would write them by itself for a ``best_fn``, but asks for them then at
+            # every save. It reads them from here either way.
+            items[METRIC_ITEM_NAME] = ocp.args.JsonSave(chosen)
+        self._manager.save(position.step, args=ocp.args.Composite(**items), metrics=chosen)
 
     def restore(self, step: int, like: TrainState) -> Restored:
         """A checkpoint, onto the shapes, dtypes and shardings of ``like``.

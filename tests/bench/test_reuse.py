@@ -143,7 +143,7 @@ def test_run_counts_words_and_reports(data):
     assert "data" not in result["setting"]  # the path of one machine
     assert json.loads(json.dumps(result)) == result
     shown = "\n".join(report(result))
-    assert f"{result['prefix_cache']['storage_reduction']:.1%} less stored" in shown
+    assert f"storage reduced by {result['prefix_cache']['storage_reduction']:.1%}" in shown
     named = {row["parameter"] for row in result["sensitivity"]}
     assert named == {"chunks_per_query", "popularity", "shuffle", "queries", "pool"}
     plain = next(

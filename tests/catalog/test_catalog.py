@@ -63,6 +63,19 @@ def test_what_was_put_comes_back(catalog):
     assert catalog.settings()["colour"] == {"name": "blå"}
 
 
+def test_a_setting_is_changed_by_what_it_was(catalog):
+    assert catalog.swap("count", lambda value: [value]) is None
+    assert catalog.swap("count", lambda value: [*value, 2]) == [None]
+    assert catalog.settings()["count"] == [None, 2]
+
+    def fail(value):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        catalog.swap("count", fail)
+    assert catalog.settings()["count"] == [None, 2]
+
+
 def test_chunk_ids_are_never_used_again(catalog):
     catalog.put([entry(catalog, "a", "lamp")])
     (before,) = catalog.search("lamp", 1)

@@ -3,6 +3,7 @@
 import math
 import sqlite3
 
+import numpy as np
 import pytest
 
 from jaxrag.index.bm25 import BM25Index, terms
@@ -136,3 +137,30 @@ def test_only_chunks_of_matching_documents_are_ranked(index):
     assert index.search("lamp", 1, Filter.parse({"year": {"$gte": 2020}})) == found[:1]
     assert index.search("lamp", 5, Filter.parse({"year": 1})) == []
     assert len(index.search("lamp", 5, Filter.parse({}))) == 3
+
+
+def test_a_snapshot_ranks_as_the_index(index, monkeypatch):
+    """The same chunks with the same scores, ties included, whatever the words and their number."""
+    rng = np.random.default_rng(4)
+    words = [*(f"w{n}" for n in range(30)), "灯塔守", "the"]
+    share = 1 / np.arange(1, len(words) + 1)
+    texts = {
+        int(i): " ".join(rng.choice(words, rng.integers(0, 12), p=share / share.sum()))
+        for i in rng.choice(500, 120, replace=False)
+    }
+    index.add_all(texts)
+    index.remove(*next(iter(texts.items())))
+    questions = [*texts.values(), "", "nobody holds this", "塔 the the w3 w29"]
+    for many in (10_000, 50):
+        monkeypatch.setattr("jaxrag.index.bm25._MANY_CHUNKS", many)
+        snapshot, ties = index.snapshot(), 0
+        for question in questions:
+            for k in (1, 7, 500):
+                found = index.search(question, k)
+                assert snapshot.search(question, k) == found
+            ties += len(found) - len({match.score for match in found})
+        assert ties > 100
+
+
+def test_a_snapshot_of_nothing_finds_nothing(index):
+    assert index.snapshot().search("lamp", 5) == []

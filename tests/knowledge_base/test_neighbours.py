@@ -131,7 +131,7 @@ def test_a_change_encodes_exactly_the_chunks_whose_neighbours_changed(make_kb, e
         lambda: kb.update([document(99, "d5"), document(6)]).neighbours,
         lambda: kb.refresh(),
     ]
-    counts = []
+    counts, searched = [], []
     for step in steps:
         kb.gc(grace_seconds=0)  # or KV of earlier neighbours might be found again
         before = brute_force(kb, embedder)
@@ -143,11 +143,33 @@ def test_a_change_encodes_exactly_the_chunks_whose_neighbours_changed(make_kb, e
         assert report.unchanged == len(after) - len(changed)
         assert stands(kb) == after
         counts.append(len(changed))
+        searched.append(report.searched)
     # Some did not change, and those that left were somebody's neighbours.
     assert 3 < counts[0] < 30
     assert 0 < counts[2] < 25
     assert 1 < counts[3] < 25
     assert counts[1] == counts[4] == 0
+    # Nobody is searched in vain where documents left, and few where some came.
+    assert [searched[at] for at in (1, 2, 4)] == [0, counts[2], 0]
+    assert counts[0] <= searched[0] < 33
+    assert counts[3] <= searched[3] < 31
+
+
+def test_by_words_any_change_searches_all_and_none_nothing(make_kb, encoded, monkeypatch):
+    kb = make_kb(**options())
+    first = kb.add([document(n) for n in range(9)]).neighbours
+    assert (first.searched, first.encoded) == (9, 9)
+    assert kb.add([document(n) for n in range(9)]).neighbours.searched == 0
+    encoded.clear()
+    report = kb.refresh()
+    assert (report.searched, report.chunks, report.unchanged, encoded) == (0, 9, 9, [])
+    assert kb.remove(["d3"]).neighbours.searched == 8
+    monkeypatch.setattr(neighbours, "_BATCH", 4)  # more than that are searched in memory
+    assert kb.add([document(10)]).neighbours.searched == 9
+    for entry in kb.documents():
+        (text,) = (chunk.text for chunk in kb._catalog.chunks(entry.id))
+        ranking = [hit.text for hit in kb.search(text, k=20, mode="bm25")]
+        assert stands(kb)[text] == tuple(other for other in ranking if other != text)[:TOP_N]
 
 
 def test_kv_that_was_encoded_before_is_found_again(make_kb, embedder):
@@ -178,6 +200,7 @@ def test_an_interrupted_run_is_continued(make_kb, embedder, monkeypatch):
     assert len(kb.documents()) == 12
     report = kb.refresh()
     assert (report.encoded, report.reused, report.unchanged) == (7, 5, 0)
+    assert report.searched == 12
     assert stands(kb) == brute_force(kb, embedder)
 
 

@@ -60,6 +60,18 @@ class Dense:
         return out, cache, (q, k, v)
 
 
+def _filled(weights, limits, total):
+    """What chunks take in proportion, none beyond its limit: the common level by bisection."""
+    low, high = 0.0, 1e12
+    for _ in range(200):
+        level = (low + high) / 2
+        if np.minimum(level * weights, limits).sum() < total:
+            low = level
+        else:
+            high = level
+    return np.minimum(high * weights, limits)
+
+
 class Work:
     """What the tests of this folder do with a model and a prompt."""
 
@@ -120,6 +132,19 @@ class Work:
         hidden, _, (q, k, v) = forward(model.params, config, tokens, None, attend)
         arrays = (np.asarray(x[:, 0], np.float64) for x in (q, k, v))
         return hidden[0], stored.astype(np.float64), *arrays
+
+    @staticmethod
+    def assert_shared_out(counts, weights, limits, total):
+        """Whole numbers in proportion to the weights; the largest remainders are rounded up."""
+        weights, limits = np.asarray(weights, float), np.asarray(limits, float)
+        exact = _filled(weights, limits, min(total, limits[weights > 0].sum()))
+        idle = np.where(weights > 0, 0, limits)  # these take what the others have no room for
+        exact = exact + _filled(idle, idle, total - exact.sum())
+        change = np.asarray(counts) - exact
+        assert np.sum(counts) == total
+        assert (np.abs(change) < 1).all()
+        up, down = 1 - change[change > 1e-6], -change[change < -1e-6]  # remainders
+        assert min(up, default=1) >= max(down, default=0) - 1e-6
 
     @classmethod
     def full_logits(cls, model, prompt):

@@ -1,5 +1,6 @@
 """Every selector against slow numpy written from the papers' equations."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -7,11 +8,11 @@ import pytest
 
 from jaxrag.prefill import Prompt
 from jaxrag.rope import frequencies
-from jaxrag.select import CacheCraft, FirstK, KvDeviation, QueryGuided, RandomTokens, budget_of
-from jaxrag.select.base import best
-from jaxrag.select.cache_craft import cache_fix_overhead, order_penalty, scaled_counts
+from jaxrag.select import CacheCraft, FirstK, KvDeviation, QueryGuided, RandomTokens
+from jaxrag.select.cache_craft import cache_fix_overhead
 
-FAMILIES = ("llama", "mistral", "glm")  # plain, windowed, partial and interleaved rotary
+ALWAYS = ("llama", "mistral", "glm")  # plain, windowed, partial and interleaved rotary
+FAMILIES = [*ALWAYS, *(pytest.param(x, marks=pytest.mark.slow) for x in ("qwen2", "qwen3", "glm4"))]
 LENGTHS = (37, 20, 1, 16)
 STARTS = (0, 37, 57, 58, 74)
 chunk_of = np.repeat(np.arange(4), LENGTHS)
@@ -112,6 +113,17 @@ def test_query_guided_over_the_cache(tried, work, family):
     assert chosen == top(expected.astype(np.float32), 23, range(37, 74))
 
 
+def deviation(part, stored, k, v, layer):
+    """FusionRAG equation 7: squared difference of fresh K or V from what is stored, [C]."""
+    total = np.zeros(74)
+    for token in range(74):
+        for name, new in (("k", k), ("v", v)):
+            if name in part:
+                old = stored[layer, "kv".index(name), 5 + token]
+                total[token] += ((new[layer, 5 + token] - old) ** 2).sum()
+    return total
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("part", ["v", "k", "kv"])
 def test_kv_deviation(tried, work, family, part):
@@ -119,40 +131,32 @@ def test_kv_deviation(tried, work, family, part):
     selector = KvDeviation(part=part)
     model, prompt, chosen, (deviations,) = tried(family, selector, 0.2, of=selector.deviations)
     _, stored, _, k, v = work.dense(model, prompt, range(74))
-    expected = np.zeros(74)
-    for token in range(74):
-        for name, new in (("k", k), ("v", v)):
-            if name in part:
-                old = stored[1, "kv".index(name), 5 + token]
-                expected[token] += ((new[1, 5 + token] - old) ** 2).sum()
+    expected = deviation(part, stored, k, v, 1)
     np.testing.assert_allclose(deviations, expected, rtol=2e-4, atol=1e-9)
     assert (expected[:37] < 1e-9).all()  # behind the prefix as it was encoded: nothing deviates
     assert chosen == top(expected, 15, range(37, 74))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_kv_deviation_with_gradual_filtering(tried, work, family):
+@pytest.mark.parametrize("part", ["v", "kv"])
+def test_kv_deviation_with_gradual_filtering(tried, work, family, part):
     """The second check sees the first one's tokens fresh, all else as stored."""
-    selector = KvDeviation(layers=(1, 2), widths=(1.6,))
+    selector = KvDeviation(layers=(1, 2), widths=(1.6,), part=part)
     model, prompt, chosen, _ = tried(family, selector, 0.2)
-    _, stored, _, _, v = work.dense(model, prompt, range(74))
-    first = ((v[1, 5:79] - stored[1, 1, 5:79]) ** 2).sum((1, 2))
+    _, stored, _, k, v = work.dense(model, prompt, range(74))
+    first = deviation(part, stored, k, v, 1)
     kept = top(first, 24, range(37, 74))
-    _, _, _, _, v = work.dense(model, prompt, kept)
-    second = ((v[2, 5:79] - stored[2, 1, 5:79]) ** 2).sum((1, 2))
+    _, _, _, k, v = work.dense(model, prompt, kept)
+    second = deviation(part, stored, k, v, 2)
     assert chosen == top(second, 15, kept)
     assert chosen != top(first, 15, range(37, 74))  # the second look matters
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("ratio", [None, 0.2])
-def test_cache_craft(tried, work, family, ratio):
-    """CCI, CFO and the tokens that look back the most, from the dense attention of two layers."""
-    selector = CacheCraft(alpha=0.5)
-    model, prompt, chosen, (shares,) = tried(family, selector, ratio, of=selector.shares)
+def chunk_attention(work, model, prompt):
+    """[C, C] full attention among chunk tokens, the mean of the heads of the first two layers."""
     _, _, q, k, _ = work.dense(model, prompt, range(74))
     whole = prompt.num_tokens
-    attention = np.mean(
+    return np.mean(
         [
             weights(
                 rotated(q[layer], np.arange(whole), model.config),
@@ -163,24 +167,38 @@ def test_cache_craft(tried, work, family, ratio):
         ],
         axis=0,
     )[5:79, 5:79]
+
+
+def fix_overhead(inter, lengths, i, seen, alpha):
+    """CFO of chunk i > 0, as the formulas are written; ``inter(i, j)`` sums over their tokens."""
+    a = sum(inter(i, j) / (lengths[i] * lengths[j]) for j in range(i))
+    b = inter(i, i) / lengths[i] ** 2
+    beta = sum(inter(i, j) for j in seen) / sum(inter(i, j) for j in range(i))
+    pairs = list(itertools.combinations(seen, 2))
+    gamma = sum(x > y for x, y in pairs) / max(len(pairs), 1)
+    return alpha / (1 + np.exp(-a / b)) * (1 - beta * (1 - gamma))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("ratio", [None, 0.2])
+def test_cache_craft(tried, work, family, ratio):
+    """CCI, CFO and the tokens that look back the most, from the dense attention of two layers."""
+    selector = CacheCraft(alpha=0.5)
+    model, prompt, chosen, (shares,) = tried(family, selector, ratio, of=selector.shares)
+    attention = chunk_attention(work, model, prompt)
     for i in range(4):
         expected = attention[:, chunk_of == i].sum(1)
         np.testing.assert_allclose(shares[:, i], expected, **CLOSE)
-    wanted = [0.0]
-    for i in range(1, 4):
-        a = sum(
-            attention[chunk_of == i][:, chunk_of == j].sum() / (LENGTHS[i] * LENGTHS[j])
-            for j in range(i)
-        )
-        b = attention[chunk_of == i][:, chunk_of == i].sum() / LENGTHS[i] ** 2
-        wanted.append(0.5 / (1 + np.exp(-a / b)) * LENGTHS[i])
+
+    def inter(i, j):
+        return attention[chunk_of == i][:, chunk_of == j].sum()
+
+    wanted = [fix_overhead(inter, LENGTHS, i, (), 0.5) * LENGTHS[i] if i else 0 for i in range(4)]
     if ratio is None:
         counts = [int(np.ceil(w)) for w in wanted]
     else:
         counts = [len([t for t in chosen if chunk_of[t] == i]) for i in range(4)]
-        assert sum(counts) == 15
-        share = 15 * np.array(wanted) / sum(wanted)
-        assert np.abs(np.minimum(share, LENGTHS) - counts).max() <= 1
+        work.assert_shared_out(counts, wanted, (0, *LENGTHS[1:]), 15)
     expected = []
     for i in range(1, 4):
         back = attention[:, chunk_of < i].sum(1).astype(np.float32)
@@ -199,38 +217,39 @@ def test_cache_craft_counts_what_the_kv_saw(rng):
     def inter(i, j):
         return shares[starts[i] : starts[i + 1], j].astype(np.float64).sum()
 
-    for i, order in enumerate(seen):
-        if i == 0:
-            assert got[0] == 0
-            continue
-        a = sum(inter(i, j) / (lengths[i] * lengths[j]) for j in range(i))
-        b = inter(i, i) / lengths[i] ** 2
-        beta = sum(inter(i, j) for j in order) / sum(inter(i, j) for j in range(i))
-        pairs = list(itertools.combinations(order, 2))
-        gamma = sum(x > y for x, y in pairs) / max(len(pairs), 1)
-        expected = 0.8 / (1 + np.exp(-a / b)) * (1 - beta * (1 - gamma))
-        assert got[i] == pytest.approx(expected, rel=1e-6)
+    assert got[0] == 0
+    for i in range(1, 4):
+        assert got[i] == pytest.approx(fix_overhead(inter, lengths, i, seen[i], 0.8), rel=1e-6)
     assert got[1] == 0  # it saw all there is, in this order
     assert got[3] < cache_fix_overhead(shares, lengths, ((), (), (), ()), alpha=0.8)[3]
 
 
-def test_order_penalty_is_the_share_of_inverted_pairs():
-    assert order_penalty([]) == order_penalty([4]) == order_penalty([1, 2, 3]) == 0
-    assert order_penalty([3, 2, 1]) == 1
-    assert order_penalty([2, 1, 3]) == pytest.approx(1 / 3)
+def test_cache_craft_behind_neighbours(work, model_of, rng):
+    """Chunks of the prompt that a chunk was encoded behind count as seen, in their order then."""
+    model, plain = model_of(), work.prompt(rng)
+    a, b, c, _ = plain.chunks
+    neighbours = ((b,), (a, *work.ids(rng, 6)), (b, a), (c, b, a))
+    prompt = dataclasses.replace(plain, neighbours=neighbours)
+    selector = CacheCraft(alpha=0.7)
+    method = dataclasses.replace(
+        work.method(selector, None, "neighbours"), first_encoder="after_prefix"
+    )
+    with work.mapped(model, method, prompt) as (part,):
+        seen = part.scene.seen
+        (choice,) = selector.select(model, [part.scene])
+    assert seen == ((), (0,), (1, 0), (2, 1, 0))
+    attention = chunk_attention(work, model, prompt)
 
+    def inter(i, j):
+        return attention[chunk_of == i][:, chunk_of == j].sum()
 
-def test_scaled_counts_are_whole_in_proportion_and_within_the_limits(rng):
-    for _ in range(200):
-        limits = rng.integers(0, 30, rng.integers(1, 8))
-        chunk_weights = rng.random(len(limits)) * (rng.random(len(limits)) < 0.7)
-        total = int(rng.integers(0, limits.sum() + 1))
-        counts = scaled_counts(chunk_weights, limits, total)
-        assert counts.sum() == total
-        assert ((counts >= 0) & (counts <= limits)).all()
-        if chunk_weights.any() and (total * chunk_weights / chunk_weights.sum() <= limits).all():
-            assert np.abs(counts - total * chunk_weights / chunk_weights.sum()).max() < 1
-    assert scaled_counts(np.array([0.0, 1.0]), np.array([4, 4]), 6).tolist() == [2, 4]
+    expected = []
+    for i in range(1, 4):
+        count = int(np.ceil(fix_overhead(inter, LENGTHS, i, seen[i], 0.7) * LENGTHS[i] - 1e-4))
+        back = attention[:, chunk_of < i].sum(1).astype(np.float32)
+        expected += top(back, count, np.flatnonzero(chunk_of == i))
+    assert not set(expected) & set(range(37, 57))  # chunk b saw all that precedes it
+    assert choice.tokens.tolist() == expected
 
 
 def test_first_k(tried):
@@ -253,27 +272,3 @@ def test_random_is_a_function_of_seed_and_request(work, model_of, rng):
     assert one != two
     assert chosen(RandomTokens(), prompts[1]) == [two]
     assert chosen(RandomTokens(seed=1), prompts[0]) != [one]
-
-
-@pytest.mark.parametrize(
-    ("ratio", "tokens", "expected"),
-    [
-        (0.07, 100, 7),
-        (0.15, 20, 3),
-        (0.15, 21, 4),
-        (0.3, 10, 3),
-        (0, 9, 0),
-        (1.0, 9, 9),
-        (1e-6, 9, 1),
-    ],
-)
-def test_the_budget_is_the_ceiling_of_the_decimal_number(ratio, tokens, expected):
-    assert budget_of(ratio, tokens) == expected
-
-
-def test_best_takes_candidates_only_and_ties_go_to_the_earlier():
-    scores = np.array([5, 1, 3, 3, 3, 9], np.float32)
-    among = np.array([False, True, True, True, True, True])
-    assert best(scores, among, 3).tolist() == [2, 3, 5]
-    assert best(scores, among, 0).tolist() == []
-    assert best(scores, among, 99).tolist() == [1, 2, 3, 4, 5]

@@ -203,17 +203,22 @@ def test_tensorboard_events_are_written(train_config, tmp_path):
     assert list((tmp_path / "run" / "tensorboard").glob("events*"))
 
 
-def test_checkpoints_keep_the_last_and_the_best(train_config, tmp_path):
+def test_checkpoints_keep_the_last_and_the_best(train_config, tmp_path, caplog):
+    """Most saves are of steps that were not measured, and a run that goes on knows the best."""
     config = train_config(**{
-        "optimizer.steps": 8, "run.save_every": 1, "run.keep": 2, "run.eval_every": 1,
+        "optimizer.steps": 8, "run.save_every": 1, "run.keep": 2, "run.eval_every": 2,
         "run.best": "score",
     })  # fmt: skip
-    scores = {3: 0.9, 5: 0.7}
-    report = train(
-        config, tmp_path / "run", evaluate=lambda step, _: {"score": scores.get(step, 0.1)},
-        progress=False,
-    )  # fmt: skip
-    assert complete(tmp_path / "run") == [3, 7, 8]
+    scores = {4: 0.9, 6: 0.7}
+    options = {
+        "evaluate": lambda step, _: {"score": scores.get(step, 0.1)},
+        "progress": False,
+    }
+    train(config, tmp_path / "run", stop_after=7, **options)
+    assert complete(tmp_path / "run") == [4, 6, 7]
+    report = train(config, tmp_path / "run", resume=True, **options)
+    assert complete(tmp_path / "run") == [4, 7, 8]
+    assert [line for line in caplog.messages if "metric" in line] == []
     assert report.best is not None
     with pytest.raises(AssertionError):
         assert_same_weights(report.best, report.model)
