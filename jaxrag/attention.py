@@ -5,7 +5,7 @@ the cache it may have written to, and whatever should be stacked over the layers
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -13,15 +13,21 @@ import jax.numpy as jnp
 
 from jaxrag.cache import PagePool, PageTable
 from jaxrag.config import ModelConfig
+from jaxrag.errors import ConfigError
 from jaxrag.rope import RopeTable, place, scale_rotary
 from jaxrag.types import Array, Partial, Tokens
 from pallas_kernels import (
+    BODIES,
+    KernelError,
+    check_impl,
     key_mass,
     paged_attention,
+    paged_decode_attention,
     paged_scores,
     segment_attention,
     slot_scores,
     slot_values,
+    sparse_attention,
 )
 from pallas_kernels.segment_attention import SAVED as PACKED_OUT
 
@@ -33,8 +39,10 @@ __all__ = [
     "PackedAttend",
     "PagedAttend",
     "attention_received",
+    "check_kernels",
     "merge",
     "paged_attention",
+    "paged_decode_attention",
     "paged_scores",
     "slot_scores",
     "slot_values",
@@ -91,6 +99,7 @@ class PackedAttend:
             scale=self.config.head_dim**-0.5,
             prefix_visible=self.prefix_visible,
             window=window,
+            impl=self.config.kernels,
         )
         return out, None, (k, v) if self.collect else None
 
@@ -123,20 +132,26 @@ class PagedAttend:
     ) -> tuple[Array, PagePool, Array | None]:
         """Write, then attend."""
         pages, cache = self.write(layer, k, v, tokens, cache)
-        out, _ = paged_attention(
-            scale_rotary(q, self.config.rope),
+        table = (self.table.offsets, self.table.slot_position)
+        queries, positions = scale_rotary(q, self.config.rope), tokens.positions
+        attend: Callable[..., tuple[Array, Array]] = sparse_attention
+        if q.shape[1] == 1:
+            attend, queries, positions = paged_decode_attention, queries[:, 0], positions[:, 0]
+        out, _ = attend(
+            queries,
             cache.k,
             cache.v,
             pages,
-            self.table.offsets,
-            self.table.slot_position,
-            tokens.positions,
+            *table,
+            positions,
             self.rope.cos,
             self.rope.sin,
             interleaved=self.config.rope.interleaved,
             scale=self.config.head_dim**-0.5,
             window=window,
+            impl=self.config.kernels,
         )
+        out = out.reshape(q.shape).astype(q.dtype)
         if self.collect is None:
             return out, cache, None
         return out, cache, jnp.take_along_axis(q, self.collect[:, :, None, None], axis=1)
@@ -249,6 +264,19 @@ def attention_received(
         causal=causal,
         window=window,
     )
+
+
+def check_kernels(kernels: str, num_devices: int) -> None:
+    """ConfigError unless the attention ops have these bodies and they run here."""
+    if kernels != "xla" and num_devices > 1:
+        raise ConfigError(
+            f"kernels={kernels!r} run on one device and the mesh has {num_devices}; choose 'xla'"
+        )
+    try:
+        for op in BODIES:
+            check_impl(op, kernels)
+    except KernelError as error:
+        raise ConfigError(f"kernels={kernels!r}: {error}") from None
 
 
 def merge(partials: Sequence[Partial]) -> Partial:

@@ -14,6 +14,8 @@ from jaxrag.errors import ConfigError
 
 DType = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = get_args(DType)
+Kernels = Literal["xla", "pallas_triton", "pallas_interpret"]
+KERNELS: tuple[str, ...] = get_args(Kernels)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +93,9 @@ class ModelConfig:
     dtype: DType  # of parameters, activations and cached KV
     bos_id: int | None
     eos_ids: tuple[int, ...]
+    # Which body of the attention ops runs (pallas_kernels/README.md). No property of the model:
+    # it is in no file and in no key.
+    kernels: Kernels = "xla"
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot make a model; the message names the field and its value."""
@@ -109,6 +114,8 @@ class ModelConfig:
             )
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
+        if self.kernels not in KERNELS:
+            raise ConfigError(f"kernels={self.kernels!r}: expected one of {', '.join(KERNELS)}")
         if self.window_layers is not None and len(self.window_layers) != self.num_layers:
             raise ConfigError(
                 f"window_layers has {len(self.window_layers)} entries for {self.num_layers} layers"
@@ -161,8 +168,9 @@ _NULLABLE = ("sliding_window", "window_layers", "bos_id")
 
 
 def config_to_dict(config: ModelConfig) -> dict[str, Any]:
-    """Plain JSON-able form of a config; ``config_from_dict`` is its inverse."""
+    """Plain JSON-able form of a config; ``config_from_dict`` is its inverse (but ``kernels``)."""
     values = dataclasses.asdict(config)
+    del values["kernels"]
     scaling = config.rope.scaling
     if scaling is not None:
         kind = next(name for name, cls in _SCALINGS.items() if isinstance(scaling, cls))

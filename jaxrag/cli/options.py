@@ -31,7 +31,7 @@ def add_command(
 
 
 def add_model(parser: argparse.ArgumentParser, required: bool, text: str) -> None:
-    """--model, --dtype, --mesh, --cache-tokens."""
+    """--model, --dtype, --mesh, --cache-tokens, --kernels."""
     parser.add_argument("--model", metavar="DIR", required=required, help=text)
     parser.add_argument(
         "--dtype",
@@ -45,6 +45,12 @@ def add_model(parser: argparse.ArgumentParser, required: bool, text: str) -> Non
     )
     parser.add_argument(
         "--cache-tokens", type=int, metavar="N", help="tokens of KV the device pool holds"
+    )
+    parser.add_argument(
+        "--kernels",
+        choices=("xla", "pallas_triton"),
+        default="xla",
+        help="body of the attention ops; pallas_triton needs one NVIDIA GPU (xla)",
     )
 
 
@@ -156,7 +162,7 @@ def sampling_of(args: argparse.Namespace) -> "Sampling":
 
 
 def load(args: argparse.Namespace, path: str, dtype: str | None) -> "Model":
-    """The model of --model, --mesh and --cache-tokens."""
+    """The model of --model, --mesh, --cache-tokens and --kernels."""
     from jaxrag.models.model import load_model
     from jaxrag.sharding import make_mesh
 
@@ -168,7 +174,9 @@ def load(args: argparse.Namespace, path: str, dtype: str | None) -> "Model":
             raise ConfigError(f"--mesh {args.mesh!r}: expected three integers such as 1,1,8")
         data, fsdp, tensor = map(int, sizes)
         mesh = make_mesh(data, fsdp, tensor)
-    return load_model(path, mesh=mesh, dtype=dtype, cache_tokens=args.cache_tokens)
+    return load_model(
+        path, mesh=mesh, dtype=dtype, cache_tokens=args.cache_tokens, kernels=args.kernels
+    )
 
 
 def keep_compiled() -> None:

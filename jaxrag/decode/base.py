@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxrag.attention import paged_attention, paged_scores, slot_scores, slot_values
+from jaxrag.attention import paged_decode_attention, paged_scores, slot_scores, slot_values
 from jaxrag.attention_index import Spec
 from jaxrag.cache import PagePool
 from jaxrag.config import ModelConfig
@@ -61,20 +61,21 @@ class View:
     def dense(self) -> Partial:
         """Attention to every key."""
         assert self.q is not None
-        out, lse = paged_attention(
-            scale_rotary(self.q, self.config.rope)[:, None],
+        out, lse = paged_decode_attention(
+            scale_rotary(self.q, self.config.rope),
             self.pool.k,
             self.pool.v,
             self.pages,
             self.offsets,
             self.slot_position,
-            self.position[:, None],
+            self.position,
             self.rope.cos,
             self.rope.sin,
             interleaved=self.config.rope.interleaved,
             scale=self.scale,
+            impl=self.config.kernels,
         )
-        return Partial(out=out.astype(jnp.float32), lse=lse)
+        return Partial(out=out[:, None], lse=lse[:, None])
 
     def scores(self) -> Array:
         """Scores of all keys, by slot: [B, K, G, S] float32, -inf where a slot is not seen."""

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrag.attention import PackedAttend
+from jaxrag.attention import PackedAttend, check_kernels
 from jaxrag.cache import PAGE, PagedCache
-from jaxrag.config import ModelConfig, config_to_dict
+from jaxrag.config import Kernels, ModelConfig, config_to_dict
 from jaxrag.errors import RequestError, TokenizerError
 from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
 from jaxrag.models.decoder import forward, unembed
@@ -56,7 +56,8 @@ class Model:
     template: PromptTemplate | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a tokenizer of another model before anything is computed."""
+        """Refuse kernels and a tokenizer that do not fit before anything is computed."""
+        check_kernels(self.config.kernels, 1 if self.mesh is None else self.mesh.size)
         if self.tokenizer is not None:
             check_vocab(self.tokenizer, self.config)
         if self.cache_tokens is not None and self.cache_tokens < PAGE:
@@ -227,6 +228,7 @@ def load_model(
     mesh: Mesh | None = None,
     dtype: str | None = None,
     cache_tokens: int | None = None,
+    kernels: Kernels = "xla",
 ) -> Model:
     """Load a Hugging Face directory or a jaxrag checkpoint.
 
@@ -235,18 +237,20 @@ def load_model(
       dtype: "float32", "bfloat16" or "float16" for parameters, activations and KV; None = as the
         model's config says.
       cache_tokens: size of the paged pool; None = 1 GiB on CPU, half of the free memory on GPU.
+      kernels: which body of the attention ops runs, "xla" or, on one NVIDIA GPU, "pallas_triton".
 
     Raises:
       ModelError, ConfigError: a missing, truncated, unsupported or inconsistent directory, or a
-        ``prompt.toml`` that is no prompt template.
+        ``prompt.toml`` that is no prompt template, or kernels that do not run here.
       TokenizerError: a tokenizer that cannot be read or is larger than the vocabulary.
     """
     path = Path(path)
+    check_kernels(kernels, 1 if mesh is None else mesh.size)
     template = read_prompt(path)
     load = load_checkpoint if is_checkpoint(path) else load_hf
     config, params, tokenizer = load(path, mesh=mesh, dtype=dtype)
     return Model(
-        config=config,
+        config=dataclasses.replace(config, kernels=kernels),
         params=params,
         tokenizer=tokenizer,
         digest=weights_digest(path),
