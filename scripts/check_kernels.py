@@ -1,0 +1,205 @@
+"""Compile every GPU kernel for an H200 on a machine without a GPU, and hold it to its budget.
+
+Needs the extra `check-kernels` (`make check-kernels` installs it): XLA's CUDA plug-in, which
+compiles for a described chip, and `ptxas`, which says what the kernels it emitted use. Exit status
+1 names what is over budget or does not compile; `--self-test` compiles kernels that are broken on
+purpose and fails unless each is refused for its reason.
+
+    python scripts/check_kernels.py [--only NAME] [--self-test] [--json]
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURE = "sm_90a"
+# What XLA wants to know of the chip: an H200, as its driver describes it.
+TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 62914560
+  clock_rate_ghz: 1.98
+  device_memory_size: 150000000000
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 }
+runtime_version { major: 13 minor: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """What a thread of one compiled kernel uses."""
+
+    registers: int
+    spill_bytes: int  # stores and loads
+    shared_bytes: int = 0  # of a block
+
+
+def usage_of(report: str, kernel: str) -> Usage | None:
+    """The usage of ``kernel`` in what `ptxas -v` prints; None where it is not compiled there."""
+    for part in report.split("Compiling entry function ")[1:]:
+        if not part.startswith(f"'{kernel}"):
+            continue
+        registers = re.search(r"Used (\d+) registers", part)
+        spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", part)
+        if registers:
+            return Usage(int(registers[1]), sum(map(int, spills)))
+    return None
+
+
+def shared_of(folder: Path, name: str, kernel: str) -> int:
+    """Shared memory of a block of the kernel, in bytes, as XLA launches it."""
+    for path in folder.glob(f"*jit_{name}.*thunk_sequence.txt"):
+        found = re.search(rf"\b{kernel} .*shared_memory: (\d+) bytes", path.read_text("utf-8"))
+        if found:
+            return int(found[1])
+    raise RuntimeError(f"XLA launches no kernel {kernel!r}")
+
+
+def find_ptxas() -> Path:
+    """The `ptxas` of the installed CUDA wheel."""
+    import importlib.util
+
+    found = importlib.util.find_spec("nvidia")
+    for root in found.submodule_search_locations or () if found else ():
+        for path in sorted(Path(root).rglob("bin/ptxas")):
+            return path
+    sys.exit("check-kernels: no ptxas is installed; run `make check-kernels`")
+
+
+def assemble(ptx: Path, ptxas: Path) -> str:
+    """What `ptxas -v` says of every kernel of a PTX file."""
+    command = [str(ptxas), "-v", f"-arch={ARCHITECTURE}", "-o", os.devnull, str(ptx)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"ptxas: {_first_line(done.stderr)}")
+    return done.stderr + done.stdout
+
+
+def compile_case(name: str, case: Any, folder: Path, ptxas: Path) -> Usage:
+    """Compile for the H200; raises whatever XLA raises where it cannot."""
+    import jax
+    from jax.experimental import topologies
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x1")
+    mesh = topologies.make_mesh(topology, (1,), ("x",))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), case.arguments
+    )
+
+    def checked(*arguments: Any) -> Any:
+        return case.function(*arguments)
+
+    checked.__name__ = name
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        jax.jit(checked).trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
+    for ptx in sorted(folder.glob(f"*jit_{name}*.ptx")):
+        if f".entry {case.kernel}" not in ptx.read_text(encoding="utf-8"):
+            continue
+        usage = usage_of(assemble(ptx, ptxas), case.kernel)
+        if usage is not None:
+            shared = shared_of(folder, name, case.kernel)
+            return dataclasses.replace(usage, shared_bytes=shared)
+    raise RuntimeError(f"XLA emitted no kernel {case.kernel!r}")
+
+
+def verdict(usage: Usage, case: Any) -> str:
+    """Why the kernel is over its budget; "" where it is not."""
+    if usage.spill_bytes > case.spill_bytes:
+        return f"spill of {usage.spill_bytes} bytes a thread, the budget is {case.spill_bytes}"
+    if usage.registers > case.registers:
+        return f"{usage.registers} registers a thread, the budget is {case.registers}"
+    return ""
+
+
+def check(cases: Mapping[str, Any], folder: Path, ptxas: Path) -> dict[str, dict[str, Any]]:
+    """Compile cases; every one with its usage, or the reason it is refused."""
+    results: dict[str, dict[str, Any]] = {}
+    for name, case in cases.items():
+        try:
+            usage = compile_case(name, case, folder, ptxas)
+        except Exception as error:  # whatever tracing, lowering or XLA raises is the verdict
+            results[name] = {"refused": _first_line(f"{type(error).__name__}: {error}")}
+            continue
+        results[name] = dataclasses.asdict(usage) | {"refused": verdict(usage, case)}
+    return results
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")[:300]
+
+
+def main() -> int:
+    """Check, and say what was found."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--only", metavar="NAME", help="one case")
+    parser.add_argument("--self-test", action="store_true", help="compile the broken ones instead")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        # Before jax is imported: no device is opened, nothing is tuned on one, PTX is kept.
+        os.environ |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        os.environ["XLA_FLAGS"] = " ".join(
+            (
+                os.environ.get("XLA_FLAGS", ""),
+                f"--xla_dump_to={folder}",
+                "--xla_gpu_autotune_level=0",
+                # PTX is kept with these only.
+                "--xla_gpu_dump_llvmir --xla_dump_hlo_as_text --xla_dump_emitter_re=.*",
+            )
+        )
+        import jax
+
+        from pallas_kernels.check import BROKEN, CASES
+
+        jax.config.update("jax_enable_compilation_cache", False)  # what is not compiled has no PTX
+        jax.devices()
+        reasons = {name: word for name, (_, word) in BROKEN.items()}
+        cases = {name: case for name, (case, _) in BROKEN.items()} if args.self_test else CASES
+        if args.only is not None:
+            if args.only not in cases:
+                parser.error(f"--only {args.only}: choose one of {', '.join(cases)}")
+            cases = {args.only: cases[args.only]}
+        results = check(cases, Path(folder), find_ptxas())
+    failed = []
+    for name, result in results.items():
+        refused = result["refused"]
+        wrong = reasons[name] not in refused.lower() if args.self_test else bool(refused)
+        if wrong:
+            failed.append(name)
+        if not args.json:
+            usage = {key: value for key, value in result.items() if key != "refused"}
+            print(f"{'FAIL' if wrong else 'ok':5} {name}: {refused or usage}")
+    if args.json:
+        print(json.dumps({"results": results, "failed": failed}))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

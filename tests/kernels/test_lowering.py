@@ -1,0 +1,67 @@
+"""Every Triton body is accepted for a GPU where there is none; and who refuses to run where."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from jaxrag.attention import check_kernels
+from jaxrag.config import KERNELS
+from jaxrag.errors import ConfigError
+from pallas_kernels import BODIES, IMPLS, KernelError, check_impl
+from pallas_kernels.check import CASES
+
+H200 = AbstractMesh(
+    (1,), ("x",), (AxisType.Auto,), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda")
+)
+
+
+def lowered(function, arguments):
+    with jax.sharding.use_abstract_mesh(H200):
+        return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_checked_kernel_lowers_for_a_gpu(case):
+    assert "xla.gpu.triton" in lowered(case.function, case.arguments)
+
+
+def test_every_triton_body_is_checked():
+    """An interpreted check is no check of a GPU: each is paired with a lowering."""
+    with_triton = {op for op, bodies in BODIES.items() if "pallas_triton" in bodies}
+    assert {case.op for case in CASES.values()} == with_triton
+
+
+@pytest.mark.parametrize("dim", [10, 64, 80, 256])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_odd_heads_lower_too(dim, interleaved):
+    from pallas_kernels import sparse_attention
+
+    shape = jax.ShapeDtypeStruct
+    kv, ids = shape((40, 16, 2, dim), jnp.bfloat16), functools.partial(shape, dtype=jnp.int32)
+    table = shape((512, dim // 4), jnp.float32)
+    arguments = (shape((1, 70, 6, dim), jnp.bfloat16), kv, kv, ids((1, 32)), ids((1, 32)),
+                 ids((1, 512)), ids((1, 70)), table, table)  # fmt: skip
+    op = functools.partial(
+        sparse_attention, interleaved=interleaved, scale=0.1, impl="pallas_triton"
+    )
+    assert "xla.gpu.triton" in lowered(op, arguments)
+
+
+@pytest.mark.parametrize("op", BODIES)
+def test_a_body_that_cannot_run_here_refuses_by_name(op):
+    with pytest.raises(KernelError, match=f"{op}: the body 'pallas_triton' needs an NVIDIA GPU"):
+        check_impl(op, "pallas_triton")
+    with pytest.raises(KernelError, match=f"{op} has no body 'cuda': choose one of xla, "):
+        check_impl(op, "cuda")
+    check_impl(op, "pallas_interpret")
+
+
+def test_the_choice_is_refused_before_anything_is_loaded():
+    assert KERNELS == IMPLS
+    with pytest.raises(ConfigError, match="kernels='pallas_triton': .* needs an NVIDIA GPU"):
+        check_kernels("pallas_triton", 1)
+    with pytest.raises(ConfigError, match="run on one device and the mesh has 8"):
+        check_kernels("pallas_interpret", 8)
