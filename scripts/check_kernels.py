@@ -16,7 +16,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -138,17 +137,13 @@ def verdict(usage: Usage, case: Any) -> str:
     return ""
 
 
-def check(cases: Mapping[str, Any], folder: Path, ptxas: Path) -> dict[str, dict[str, Any]]:
-    """Compile cases; every one with its usage, or the reason it is refused."""
-    results: dict[str, dict[str, Any]] = {}
-    for name, case in cases.items():
-        try:
-            usage = compile_case(name, case, folder, ptxas)
-        except Exception as error:  # whatever tracing, lowering or XLA raises is the verdict
-            results[name] = {"refused": _first_line(f"{type(error).__name__}: {error}")}
-            continue
-        results[name] = dataclasses.asdict(usage) | {"refused": verdict(usage, case)}
-    return results
+def check(name: str, case: Any, folder: Path, ptxas: Path) -> dict[str, Any]:
+    """Compile a case: its usage, and the reason it is refused ("": it is not)."""
+    try:
+        usage = compile_case(name, case, folder, ptxas)
+    except Exception as error:  # whatever tracing, lowering or XLA raises is the verdict
+        return {"refused": _first_line(f"{type(error).__name__}: {error}")}
+    return dataclasses.asdict(usage) | {"refused": verdict(usage, case)}
 
 
 def _first_line(text: str) -> str:
@@ -186,16 +181,16 @@ def main() -> int:
             if args.only not in cases:
                 parser.error(f"--only {args.only}: choose one of {', '.join(cases)}")
             cases = {args.only: cases[args.only]}
-        results = check(cases, Path(folder), find_ptxas())
-    failed = []
-    for name, result in results.items():
-        refused = result["refused"]
-        wrong = reasons[name] not in refused.lower() if args.self_test else bool(refused)
-        if wrong:
-            failed.append(name)
-        if not args.json:
-            usage = {key: value for key, value in result.items() if key != "refused"}
-            print(f"{'FAIL' if wrong else 'ok':5} {name}: {refused or usage}")
+        ptxas, results, failed = find_ptxas(), {}, []
+        for name, case in cases.items():
+            result = results[name] = check(name, case, Path(folder), ptxas)
+            refused = result["refused"]
+            wrong = reasons[name] not in refused.lower() if args.self_test else bool(refused)
+            if wrong:
+                failed.append(name)
+            if not args.json:
+                usage = {key: value for key, value in result.items() if key != "refused"}
+                print(f"{'FAIL' if wrong else 'ok':5} {name}: {refused or usage}", flush=True)
     if args.json:
         print(json.dumps({"results": results, "failed": failed}))
     return 1 if failed else 0
