@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from jaxrag.answer import Answer, FinishReason, SamplingRows, decode, reserved
-from jaxrag.decode import DecodeRule
+from jaxrag.answer import Answer, FinishReason, SamplingRows, decode, host_search, reserved
+from jaxrag.decode import Account, DecodeRule
 from jaxrag.errors import RequestError
 from jaxrag.flops import turborag_flops
 from jaxrag.knowledge_base import KnowledgeBase
@@ -43,8 +43,8 @@ class Result:
       flops: to the first token, TurboRAG appendix C: prefill with what is recomputed, the
         selector's own passes, and encoding on the fly.
       reuse: of the prefix and of every chunk: what was reused, how, and why not.
-      notes: reuse that did not happen and why, a recompute ratio that nobody named; empty when
-        everything went as asked.
+      notes: reuse that did not happen and why, a recompute ratio that nobody named, an index that
+        scans all keys and why; empty when everything went as asked.
     """
 
     text: str
@@ -218,6 +218,9 @@ def _run(
             )
         load_seconds = time.perf_counter() - start
         rule = settings.method.decode
+        host = None if rule.searches is None else host_search(model)
+        if host is not None:
+            host.account = Account()
         logits, table, bank = prefill_observed(model, mapped, rule.observe)
         rows = SamplingRows.of([r.sampling for r in requests], logits.shape[0])
         answers = [_new_answer(settings) for _ in requests]
@@ -241,10 +244,11 @@ def _run(
             unmap(model, part)
         if model.cache.pool.k.is_deleted():  # interrupted while the pool was donated
             model.forget_cache()
+    notes = [] if host is None else [f"decode rule {rule.name!r}: {n}" for n in host.account.notes]
     prefill_seconds = first_at - start - load_seconds
     per_token = (end - first_at) / decoded if decoded else 0.0
     yield [
-        _result(settings, *parts, load_seconds, prefill_seconds, per_token)
+        _result(settings, *parts, load_seconds, prefill_seconds, per_token, notes)
         for parts in zip(requests, mapped, answers, strict=True)
     ]
 
@@ -264,6 +268,7 @@ def _result(
     load_seconds: float,
     prefill_seconds: float,
     per_token: float,
+    notes: Sequence[str],
 ) -> Result:
     config = settings.model.config
     maintained = settings.kb.encoders if settings.kb and request.retrieved else None
@@ -289,5 +294,5 @@ def _result(
         counts=token_counts(reuse),
         flops=flops,
         reuse=reuse,
-        notes=request.notes + [note for part in mapped.loaded for note in part.notes],
+        notes=[*request.notes, *(n for part in mapped.loaded for n in part.notes), *notes],
     )

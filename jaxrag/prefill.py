@@ -162,9 +162,7 @@ def _run_observed(
     return hidden, pool, table, queries
 
 
-@functools.partial(
-    jax.jit, static_argnames=("config",), donate_argnames=("pool", "logits", "queries")
-)
+@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("pool", "logits"))
 def _prefill_piece(
     params: Params,
     config: ModelConfig,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrag.answer import reserved
+from jaxrag.answer import host_search, reserved
 from jaxrag.cache import PAGE, pages_for
 from jaxrag.decode import DecodeRule, rule_from
 from jaxrag.encode import encoder_named
@@ -141,6 +141,8 @@ def resolve(
     if kb is not None and named and recompute_ratio is None:
         method, notes = gated(kb, method, chosen)
     method.check(model.config)
+    if method.decode.searches is not None:
+        host_search(model)  # refuses a model on several devices
     return Settings(
         model=model,
         kb=kb,

@@ -22,6 +22,8 @@ from jaxrag.decode import (
 from jaxrag.errors import ConfigError, RequestError
 from jaxrag.generation import generate
 from jaxrag.methods import METHODS, Method, method_named
+from jaxrag.models.model import random_model
+from jaxrag.sharding import make_mesh
 
 
 def test_presets_are_those_of_the_papers():
@@ -116,11 +118,29 @@ def test_generate_and_its_option(model_of, ids):
     document, question = (list(map(int, x)) for x in ids(90, 7))
     options = {"documents": [document], "model": model, "max_new_tokens": 9}
     plain = generate(question, method="turborag", **options)
-    wide = generate(question, method="turborag", decode="topn:n=512", **options)
-    assert wide.token_ids == plain.token_ids
     narrow = generate(
         question, method="turborag", decode="static_window:sink=1,recent=2", **options
     )
     assert narrow.token_ids != plain.token_ids and narrow.token_ids[0] == plain.token_ids[0]
+    assert narrow.notes == plain.notes
     with pytest.raises(ConfigError, match="name='none'"):
         generate(question, decode="none", **options)
+
+
+@pytest.mark.slow
+def test_an_index_that_scans_everything_is_named(model_of, ids):
+    """Too few keys for a graph: the result says so, and every request of a batch does."""
+    documents, questions = list(ids(90)), [list(map(int, q)) for q in ids(7, 5)]
+    options = {"documents": documents, "model": model_of(), "method": "turborag"}
+    rule = Retrieval(k=6, sink=4, recent=8)
+    for out in generate(questions, decode=rule, max_new_tokens=5, **options):
+        note = next(note for note in out.notes if "decode rule" in note)
+        assert "'retrieval'" in note and "32768" in note
+
+
+@pytest.mark.slow
+def test_an_index_is_searched_for_one_device(tiny_config, ids):
+    model = random_model(tiny_config(), mesh=make_mesh(1, 1, 2), cache_tokens=1024)
+    options = {"documents": list(ids(30)), "model": model, "method": "turborag"}
+    with pytest.raises(RequestError, match="the model is on 2; load it without a mesh"):
+        generate(ids(5)[0], decode=Retrieval(k=6, sink=4, recent=8), **options)
