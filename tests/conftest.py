@@ -27,6 +27,18 @@ from jaxrag.prompts import TEMPLATES, template_named
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
 
+MAPS = Path("/proc/self/maps")  # Linux
+MOST_MAPS = 20_000  # of the 65,530 that Linux lets a process have
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_programs() -> Iterator[None]:
+    """Forget compiled programs before they use up the memory maps, where compiling would crash."""
+    yield
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+
+
 # No two sizes are equal, N * H != D and no constant is a common default, so that a swapped axis or
 # a forgotten field changes the numbers.
 TINY = ModelConfig(

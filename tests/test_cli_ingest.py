@@ -81,12 +81,12 @@ def test_report_names_bad_files_whatever_they_are_called(ingest, tmp_path):
 
 
 def test_words_that_the_model_cannot_read_are_a_warning(word_model_dir, tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("File 23: Kora Toxer lives in Baldorf.")
+    (tmp_path / "a.txt").write_text("File 23: Kora Felell lives in Baldorf.")
     command = ["ingest", str(tmp_path / "a.txt"), "--kb", str(tmp_path / "kb")]
     command += ["--model", str(word_model_dir), "--chunk-tokens", "64"]
     assert main(command) == 0
     assert capsys.readouterr().err == ""
-    (tmp_path / "a.txt").write_text("Kora Toxer lives in Hamburg, a town of Hamburg; a b c d e.")
+    (tmp_path / "a.txt").write_text("Kora Felell lives in Hamburg, a town of Hamburg; a b c d e.")
     assert main(command) == 0
     out, err = capsys.readouterr()
     assert "1 documents (0 unchanged, 1 replaced)" in out

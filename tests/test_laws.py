@@ -193,7 +193,15 @@ def test_law_8_a_window_that_covers_everything_is_dense(rng, model_of, tiny_conf
         )
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 4, 2), (8, 1, 1), (1, 2, 4)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (2, 2, 2),
+        (1, 4, 2),
+        pytest.param((8, 1, 1), marks=pytest.mark.slow),
+        pytest.param((1, 2, 4), marks=pytest.mark.slow),
+    ],
+)
 def test_law_11_sharded_equals_one_device(rng, model_of, tiny_config, caplog, sizes):
     """A (data, fsdp, tensor) mesh changes nothing; sizes it does not divide are named."""
     config = tiny_config(vocab_size=104, model_dim=24, mlp_dim=40)

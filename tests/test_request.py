@@ -12,7 +12,7 @@ from jaxrag.request import prepare, resolve
 from jaxrag.sampling import Sampling
 from jaxrag.tokenizer import Tokenizer
 
-DOCUMENTS = ["File 23: Kora Toxer lives in Baldorf.", "File 41: She works as a weaver."]
+DOCUMENTS = ["File 23: Kora Felell lives in Baldorf.", "File 41: She works as a weaver."]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_the_template_of_caller_knowledge_base_model_and_method(word_model, text
 
 
 def test_a_word_level_model_refuses_words_it_does_not_know(word_model):
-    assert prepared(word_model, "Where does Kora Toxer live?").notes == []
+    assert prepared(word_model, "Where does Kora Felell live?").notes == []
     with pytest.raises(RequestError, match=r"question holds 'Hamburg', '!': not in this model's"):
         prepared(word_model, "Where is Hamburg Hamburg!")
     with pytest.raises(RequestError, match=r"'f' and 2 more: not in this model's vocabulary of"):
@@ -95,11 +95,11 @@ def test_a_sub_word_model_refuses_only_a_question_it_cannot_read_at_all(tiny_con
 
 
 def test_unknown_words_of_documents_and_templates_are_notes(word_model):
-    notes = prepared(word_model, "Who taught Kora Toxer?", ["a lighthouse", "a lighthouse tower"])
+    notes = prepared(word_model, "Who taught Kora Felell?", ["a lighthouse", "a lighthouse tower"])
     assert notes.notes == [
         "the model's vocabulary lacks words of the documents: 'lighthouse', 'tower'"
     ]
-    (note,) = prepared(word_model, "Who taught Kora Toxer?", template="turborag").notes
+    (note,) = prepared(word_model, "Who taught Kora Felell?", template="turborag").notes
     assert "tokens of the template 'turborag'; use the one that it was trained with" in note
 
 

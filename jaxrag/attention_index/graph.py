@@ -102,6 +102,7 @@ def _pruned(key: int, candidates: HostArray, keys: HostArray, degree: int) -> li
             break
         if not kept or (between[number, kept] <= scores[number]).all():
             kept.append(number)
-    occluded = (number for number in range(len(candidates)) if number not in set(kept))
-    kept += [number for number, _ in zip(occluded, range(degree - len(kept)), strict=False)]
+    taken = set(kept)
+    occluded = [number for number in range(len(candidates)) if number not in taken]
+    kept += occluded[: degree - len(kept)]
     return [int(candidates[number]) for number in kept]

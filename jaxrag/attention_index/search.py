@@ -1,6 +1,7 @@
 """Searching an index: keys by inner product, an exact tail behind it, all heads of a layer."""
 
 import concurrent.futures
+import copy
 import dataclasses
 import threading
 from collections.abc import Sequence
@@ -62,7 +63,9 @@ class Searcher:
 
     def fork(self) -> "Searcher":
         """A searcher over the same index with an empty tail, for another request."""
-        return Searcher(self.index, self._engines, self._storage, self._nbytes)
+        other = copy.copy(self)
+        other._tail, other._tail_count = self._tail[:0].copy(), 0
+        return other
 
     def append(self, keys: HostArray) -> None:
         """Add keys [n, H] behind the others; they are scanned exactly from now on."""
@@ -227,7 +230,8 @@ def open_index(index: AttentionIndex) -> Searcher:
             return Searcher(index, [], decoder, nbytes)
         case Ivf() | Hnsw():
             engine = faiss_objects.from_bytes(index.tables["faiss"])
-            return Searcher(index, [engine], engine, nbytes + index.keys.nbytes)
+            without = dataclasses.replace(index, tables={})
+            return Searcher(without, [engine], engine, nbytes + index.keys.nbytes)
     storage = faiss_objects.storage_of(index.keys)
     entries = index.tables.get("entries", ())
     engines = [

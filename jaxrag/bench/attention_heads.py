@@ -65,7 +65,7 @@ class Heads:
     """Keys of a context, training queries from it, and queries asked behind it.
 
     Attributes:
-      spec: the head.
+      rope: how keys and queries are rotated.
       keys: [S, H] float32, before RoPE, of positions ``first`` .. ``first`` + S - 1.
       first: the position of the first key.
       bank: training queries, strided over the context, before RoPE.
@@ -73,7 +73,7 @@ class Heads:
       context: tokens of the context, which is the position of the first of those.
     """
 
-    spec: HeadSpec
+    rope: RopeConfig
     keys: HostArray
     first: int
     bank: QueryBank
@@ -82,14 +82,12 @@ class Heads:
 
     def placed_keys(self) -> HostArray:
         """The keys at their positions: [S, H] float32."""
-        return rotated(
-            self.keys, np.arange(self.first, self.first + len(self.keys)), self.spec.rope
-        )
+        return rotated(self.keys, np.arange(self.first, self.first + len(self.keys)), self.rope)
 
     def placed_queries(self, distance: int = 0) -> HostArray:
         """What is asked, ``distance`` tokens further behind the context: [G, n, H] float32."""
         positions = self.context + distance + np.arange(self.asked.shape[1])
-        return rotated(self.asked, positions, self.spec.rope)
+        return rotated(self.asked, positions, self.rope)
 
 
 def draw(
@@ -131,7 +129,7 @@ def draw(
         kept.append(maps.queries(hidden[local]))
         asked.append(maps.queries(hidden[max(context - start, 0) :]))
     made = Heads(
-        spec,
+        spec.rope,
         np.concatenate(keys).astype(np.float32),
         sink,
         QueryBank(np.concatenate(kept, 1).astype(np.float32), strided.astype(np.int32)),

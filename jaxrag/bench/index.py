@@ -7,11 +7,12 @@ measured on other ones. Warm: one KV head again and again. Cold: more KV heads t
 in turn, as decoding visits them. All kinds run in the same process on one thread.
 """
 
+import contextlib
 import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,14 +36,17 @@ from jaxrag.attention_index import (
 )
 from jaxrag.attention_index.faiss_objects import faiss_module
 from jaxrag.bench.attention_heads import Heads, HeadSpec, draw
+from jaxrag.bench.index_report import break_even
 from jaxrag.bench.machine import describe
 from jaxrag.errors import RequestError
 from jaxrag.types import HostArray
 
-# "ivf30": FAISS's IVF scans a share near the paper's 30 % for it. "stuck": HNSW hardly gets on.
+# Named by the share of 32,128 keys that FAISS's IVF scans for recall 0.95, mean of the four query
+# heads; the paper reports some 30 %. Of "mild" the queries' and keys' channels are less opposed.
 HEADS = {
-    "ivf30": HeadSpec(seed=5),
-    "stuck": HeadSpec(
+    "ivf24": HeadSpec(seed=3),
+    "ivf41": HeadSpec(seed=9),
+    "mild": HeadSpec(
         seed=1, key_power=0.5, query_power=0.5, mismatch=0.5, agreement=0.3, key_bias=4.0,
         query_bias=1.0,
     ),
@@ -64,7 +68,6 @@ class Engine:
     own_positions: bool = False  # train as the paper does, not re-rotated
 
 
-FULL = {"exact_below": 0, "min_queries": 1}
 ENGINES: dict[str, Engine] = {
     "flat fp32": Engine(Exact("float32")),
     "flat fp16": Engine(Exact("float16")),
@@ -104,6 +107,7 @@ class Options:
       contexts: tokens of the contexts. heads: names in ``HEADS``. engines: names in ``ENGINES``.
       k: keys wanted. target: recall that the knob is set for, on validation queries, with
         ``margin`` added.
+      sink, recent: tokens of the static pattern, whose keys are left out.
       train: training queries a head. ask: queries behind the context, half to validate with.
       cold_bytes: of the KV heads visited in turn; several times the last cache.
       searches: in a round. rounds: of which the best counts.
@@ -112,11 +116,13 @@ class Options:
     """
 
     contexts: tuple[int, ...] = (32_768, 131_072)
-    heads: tuple[str, ...] = ("ivf30",)
+    heads: tuple[str, ...] = ("ivf24", "ivf41")
     engines: tuple[str, ...] = tuple(ENGINES)
     k: int = 100
     target: float = 0.95
     margin: float = 0.005
+    sink: int = 128
+    recent: int = 512
     train: int = 8192
     ask: int = 500
     cold_bytes: int = 1_200_000_000
@@ -140,46 +146,64 @@ class Options:
             raise RequestError(f"ask={self.ask}: expected 2 or more, to validate and to test")
         if not 0 < self.target <= 1:
             raise RequestError(f"target={self.target}: expected a recall above 0, up to 1")
-        if min(self.contexts) < 640 + self.k:
+        least = self.sink + self.recent + self.k
+        if min(self.sink, self.recent) < 0 or min(self.contexts) < least:
             raise RequestError(
-                f"contexts {min(self.contexts)}: expected {640 + self.k} or more, for sink, recent "
-                f"and {self.k} keys between them"
+                f"contexts {min(self.contexts)}: expected {least} or more, for sink {self.sink}, "
+                f"recent {self.recent} and {self.k} keys between them"
             )
 
 
-def run(options: Options) -> dict[str, Any]:
-    """Measure; returns a JSON-able result."""
-    faiss = faiss_module()
-    threads = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(1)
-    try:
-        rows = [
-            row
-            for head in options.heads
-            for context in options.contexts
-            for row in measure(draw_heads(options, head, context), head, options)
-        ]
-    finally:
-        faiss.omp_set_num_threads(threads)
+def run(options: Options, given: Iterable[tuple[str, Heads]] | None = None) -> dict[str, Any]:
+    """Measure generated heads, or the ``given`` ones by name; returns a JSON-able result."""
+    rows: list[dict[str, Any]] = []
+    with one_thread():
+        for name, heads in generated(options) if given is None else given:
+            rows += measure(heads, name, options)
     settings = dataclasses.asdict(options)
     return {
         "benchmark": "index",
         "options": settings | {"specs": {n: table_of(ENGINES[n].spec) for n in options.engines}},
         "rows": rows,
         "break_even": break_even(rows),
-        "faiss": faiss.__version__,
+        "faiss": faiss_module().__version__,
         "machine": describe(),
     }
 
 
-def draw_heads(options: Options, head: str, context: int) -> Heads:
-    """One KV head of a context."""
-    return draw(HEADS[head], context, train=options.train, ask=options.ask, stream=options.seed)
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """FAISS on one thread, as a head of a layer has in decoding."""
+    faiss = faiss_module()
+    threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        faiss.omp_set_num_threads(threads)
+
+
+def generated(options: Options) -> Iterator[tuple[str, Heads]]:
+    """Every head of the options at every length, with its name."""
+    for name in options.heads:
+        for context in options.contexts:
+            yield (
+                name,
+                draw(
+                    HEADS[name],
+                    context,
+                    train=options.train,
+                    ask=options.ask,
+                    sink=options.sink,
+                    recent=options.recent,
+                    stream=options.seed,
+                ),
+            )
 
 
 def training_queries(heads: Heads, own_positions: bool, first: int, end: int) -> HostArray:
     """[G, m, H] at their own positions, or re-rotated over the positions first .. end - 1."""
-    rope = heads.spec.rope
+    rope = heads.rope
     if own_positions:
         return heads.bank.own(rope)
     return heads.bank.at(rope, spread(len(heads.bank.positions), first, end))
@@ -312,73 +336,3 @@ def _rounds(
         wall.append(time.perf_counter() - start)
     each = 1e6 / options.searches / group
     return min(processor[1:]) * each, statistics.median(wall[1:]) * each
-
-
-def break_even(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Where an engine's cold search is cheaper than flat fp16's, and after how many its build is.
-
-    ``from_context`` is the shortest measured context from which on it always is; None where never.
-    ``searches`` is, at the longest context, how many searches of a query head pay for the build.
-    """
-    flat = {(r["head"], r["context"]): r for r in rows if r["engine"] == "flat fp16"}
-    made = []
-    for head, engine in dict.fromkeys((r["head"], r["engine"]) for r in rows):
-        mine = [
-            row for row in rows
-            if (row["head"], row["engine"]) == (head, engine) and (head, row["context"]) in flat
-        ]  # fmt: skip
-        if not mine or not ENGINES[engine].efforts:
-            continue
-        first = None
-        for row in sorted(mine, key=lambda row: -row["context"]):
-            if row["cold_us"] >= flat[head, row["context"]]["cold_us"]:
-                break
-            first = row["context"]
-        last = max(mine, key=lambda row: row["context"])
-        saved = flat[head, last["context"]]["cold_us"] - last["cold_us"]
-        heads = len(last["recall_of_heads"])
-        searches = last["build_processor_seconds"] / heads / saved * 1e6 if saved > 0 else None
-        made.append({"head": head, "engine": engine, "from_context": first, "searches": searches})
-    return made
-
-
-def mean_of(efforts: Efforts) -> str:
-    """The mean effort of the heads, for a table."""
-    return f"{statistics.mean(efforts):.0f}" if efforts else ""
-
-
-def report(result: dict[str, Any]) -> Iterator[str]:
-    """The result as lines of tables."""
-    options = result["options"]
-    yield (
-        f"recall@{options['k']} of held-out queries, {options['train']} training queries a head; "
-        "processor microseconds of one query head's search on one thread"
-    )
-    title = None
-    for row in result["rows"]:
-        if title != (row["head"], row["context"]):
-            title = row["head"], row["context"]
-            yield ""
-            yield f"head {row['head']}, {row['context']} tokens, {row['keys']} keys"
-            yield (
-                f"{'':<26} {'effort':>6} {'recall':>6} {'worst':>6} {'scanned':>8} {'build s':>8} "
-                f"{'B/key':>6} {'+index':>7} {'warm':>8} {'cold':>8} {'flat32/':>8}"
-            )
-        base = [
-            other["cold_us"] for other in result["rows"]
-            if (other["head"], other["context"]) == title and other["engine"] == "flat fp32"
-        ]  # fmt: skip
-        ratio = f"{base[0] / row['cold_us']:8.2f}" if base else f"{'':>8}"
-        yield (
-            f"{row['engine']:<26} {mean_of(row['efforts']):>6} {row['recall']:6.3f} "
-            f"{min(row['recall_of_heads']):6.3f} {100 * row['scanned']:7.2f}% "
-            f"{row['build_seconds']:8.1f} {row['key_bytes']:6.0f} {row['index_bytes']:7.1f} "
-            f"{row['warm_us']:8.0f} {row['cold_us']:8.0f} {ratio}"
-        )
-    if result["break_even"]:
-        yield ""
-        yield "break-even against flat fp16, cold: shortest context, searches that pay for a build"
-    for row in result["break_even"]:
-        first = row["from_context"] or "none of these"
-        searches = f"{row['searches']:.0f}" if row["searches"] else "never"
-        yield f"{row['head']} {row['engine']:<26} {first:>13} {searches:>10}"

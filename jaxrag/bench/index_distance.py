@@ -6,7 +6,7 @@ effort that its validation queries need there, and with the effort that they nee
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -14,7 +14,15 @@ from tqdm import tqdm
 from jaxrag.attention_index import build, open_index, spread
 from jaxrag.attention_index.faiss_objects import faiss_module
 from jaxrag.bench.attention_heads import Heads
-from jaxrag.bench.index import ENGINES, Options, draw_heads, exact_rows, quality, tune
+from jaxrag.bench.index import (
+    ENGINES,
+    Options,
+    exact_rows,
+    generated,
+    one_thread,
+    quality,
+    tune,
+)
 from jaxrag.bench.machine import describe
 from jaxrag.errors import RequestError
 from jaxrag.types import HostArray
@@ -23,8 +31,13 @@ DEFAULT_ENGINES = ("lists fp32", "graph fp16")
 SPREADS = ("own", "near", "linear", "logarithmic")
 
 
-def run(options: Options, engines: Sequence[str], distances: Sequence[int]) -> dict[str, Any]:
-    """Measure; returns a JSON-able result.
+def run(
+    options: Options,
+    engines: Sequence[str],
+    distances: Sequence[int],
+    given: Iterable[tuple[str, Heads]] | None = None,
+) -> dict[str, Any]:
+    """Measure generated heads, or the ``given`` ones by name; returns a JSON-able result.
 
     Raises RequestError for engines that learn nothing from queries, or no distances.
     """
@@ -34,32 +47,22 @@ def run(options: Options, engines: Sequence[str], distances: Sequence[int]) -> d
             raise RequestError(f"engine {engine!r}: expected some of {', '.join(trained)}")
     if not distances:
         raise RequestError("no distances: expected at least one, such as 0,1024,65536")
-    faiss = faiss_module()
-    threads = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(1)
-    try:
-        rows = [
-            row
-            for head in options.heads
-            for context in options.contexts
-            for row in measure(
-                draw_heads(options, head, context), head, options, engines, distances
-            )
-        ]
-    finally:
-        faiss.omp_set_num_threads(threads)
+    rows: list[dict[str, Any]] = []
+    with one_thread():
+        for name, heads in generated(options) if given is None else given:
+            rows += measure(heads, name, options, engines, distances)
     return {
         "benchmark": "index distance",
         "options": dataclasses.asdict(options) | {"engines": engines, "distances": distances},
         "rows": rows,
-        "faiss": faiss.__version__,
+        "faiss": faiss_module().__version__,
         "machine": describe(),
     }
 
 
 def trained_at(heads: Heads, name: str, ask: int, reach: int) -> HostArray:
     """Training queries [G, m, H] re-rotated to one of ``SPREADS``."""
-    bank, rope, start = heads.bank, heads.spec.rope, heads.context
+    bank, rope, start = heads.bank, heads.rope, heads.context
     count = len(bank.positions)
     match name:
         case "own":

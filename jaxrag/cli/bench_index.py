@@ -1,9 +1,16 @@
 """`jaxrag bench index`: attention indexes beside exact search, IVF and HNSW."""
 
 import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxrag.cli.options import add_command, add_json, give_out, require_folder
 from jaxrag.errors import RequestError
+
+if TYPE_CHECKING:
+    from jaxrag.bench.attention_heads import Heads
+    from jaxrag.bench.index import Options
 
 
 def add_index(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -15,8 +22,19 @@ def add_index(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         "jaxrag bench index --contexts 32768,131072 --out benchmarks/results/index.json",
     )
     parser.add_argument("--contexts", default="32768,131072", metavar="N,...", help="tokens")
-    parser.add_argument("--heads", default="ivf30", metavar="NAME,...", help="(ivf30)")
+    parser.add_argument("--heads", default="ivf24,ivf41", metavar="NAME,...", help="(ivf24,ivf41)")
+    parser.add_argument(
+        "--model", metavar="DIR", help="instead of --heads: the heads of this model over --text"
+    )
+    parser.add_argument("--text", metavar="FILE", help="as long as the longest context and --ask")
+    parser.add_argument("--layers", metavar="N,...", help="of the model, from 0 (all)")
     parser.add_argument("--engines", metavar="NAME;...", help="between semicolons (all)")
+    parser.add_argument(
+        "--sink", type=int, default=128, metavar="N", help="first tokens left out (128)"
+    )
+    parser.add_argument(
+        "--recent", type=int, default=512, metavar="N", help="last tokens left out (512)"
+    )
     parser.add_argument("--k", type=int, default=100, metavar="N", help="keys wanted (100)")
     parser.add_argument(
         "--train", type=int, default=8192, metavar="N", help="training queries a head (8192)"
@@ -44,7 +62,7 @@ def add_index(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 def run_index(args: argparse.Namespace) -> None:
     """Print tables, or one JSON object."""
-    from jaxrag.bench import index, index_distance
+    from jaxrag.bench import index, index_distance, index_report
 
     require_folder(args.out)
     options = index.Options(
@@ -52,6 +70,8 @@ def run_index(args: argparse.Namespace) -> None:
         heads=tuple(args.heads.split(",")),
         engines=tuple(args.engines.split(";")) if args.engines else tuple(index.ENGINES),
         k=args.k,
+        sink=args.sink,
+        recent=args.recent,
         train=args.train,
         ask=args.ask,
         cold_bytes=args.cold_mb * 1_000_000,
@@ -59,14 +79,35 @@ def run_index(args: argparse.Namespace) -> None:
         slow_up_to=args.slow_up_to,
         seed=args.seed,
     )
+    given = _model_heads(args, options)
     if args.distances is None:
-        result = index.run(options)
-        give_out(args, result, index.report(result))
+        result = index.run(options, given)
+        give_out(args, result, index_report.report(result))
         return
     engines = tuple(args.engines.split(";")) if args.engines else index_distance.DEFAULT_ENGINES
     distances = _integers("--distances", args.distances)
-    result = index_distance.run(options, engines, distances)
+    result = index_distance.run(options, engines, distances, given)
     give_out(args, result, index_distance.report(result))
+
+
+def _model_heads(
+    args: argparse.Namespace, options: "Options"
+) -> "Iterator[tuple[str, Heads]] | None":
+    """The heads of --model over --text, or None."""
+    if (args.model is None) != (args.text is None):
+        raise RequestError("--model and --text go together; give both or neither")
+    if args.model is None:
+        return None
+    from jaxrag.bench.model_heads import model_heads
+    from jaxrag.models.model import load_model
+
+    if not Path(args.text).is_file():
+        raise RequestError(f"--text {args.text}: no such file")
+    model = load_model(args.model, dtype="float32")
+    text = Path(args.text).read_text(encoding="utf-8")
+    ids = model.text_tokenizer().encode(text).tolist()
+    layers = None if args.layers is None else _integers("--layers", args.layers)
+    return model_heads(model, ids, options, layers)
 
 
 def _integers(option: str, text: str) -> tuple[int, ...]:

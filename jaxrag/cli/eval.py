@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxrag.cli import eval_methods
+from jaxrag.cli import eval_long, eval_methods
 from jaxrag.cli.options import add_command, add_json, chunks_of, keep_compiled, print_json, table
 from jaxrag.errors import RequestError
 
@@ -94,6 +94,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_json(synthetic)
     synthetic.set_defaults(run=run_synthetic)
     eval_methods.add_parser(kinds)
+    eval_long.add_parsers(kinds)
     curve = add_command(
         kinds,
         "curve",

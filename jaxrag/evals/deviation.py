@@ -11,9 +11,10 @@ import numpy as np
 from jaxrag.cache import PAGE, PagePool
 from jaxrag.config import ModelConfig
 from jaxrag.encode import encode_chunks
+from jaxrag.mapping import Mapped, Part, Prompt, map_request, unmap
 from jaxrag.methods import Method
 from jaxrag.models.model import Model
-from jaxrag.prefill import Mapped, Prompt, map_request, prefill, unmap
+from jaxrag.prefill import prefill
 from jaxrag.rope import RopeTable, place
 from jaxrag.segments import bucket
 from jaxrag.store import KVStore
@@ -79,21 +80,25 @@ def _of_request(model: Model, mapped: Mapped, prompt: Prompt, fresh: HostArray) 
 def _where(mapped: Mapped, prompt: Prompt) -> tuple[HostArray, HostArray, HostArray]:
     """Of each chunk token, int32 [C]: its page, its slot there, what its key is rotated to."""
     prefix, count = len(prompt.prefix), sum(map(len, prompt.chunks))
-    own_pages = np.array(mapped.table.pages, np.int32)
-    if not mapped.chunk_loads:  # computed as a whole
-        order = np.arange(prefix, prefix + count, dtype=np.int32)
-        slots = mapped.first_slot + order
-        return own_pages[slots // PAGE], slots % PAGE, order
-    loaded = [part.residents[at] for part, at in mapped.chunk_loads]
-    places: HostArray = np.concatenate([np.arange(it.tokens, dtype=np.int32) for it in loaded])
-    page = np.concatenate([np.repeat(it.pages, PAGE)[: it.tokens] for it in loaded])
-    slot: HostArray = places % PAGE
+    chunks = mapped.parts[1:]
+    if any(len(part.slots) for part in chunks):
+        slots = np.concatenate([part.slots for part in chunks])
+        places: HostArray = np.concatenate([_rotated_to(part) for part in chunks])
+    else:  # run with the final block
+        places = np.arange(prefix, prefix + count, dtype=np.int32)
+        slots = mapped.first_slot + places
     if mapped.choice is not None:
         chosen = mapped.choice.tokens
-        slots = mapped.first_slot + np.arange(len(chosen), dtype=np.int32)
-        page[chosen], slot[chosen] = own_pages[slots // PAGE], slots % PAGE
+        slots[chosen] = mapped.first_slot + np.arange(len(chosen), dtype=np.int32)
         places[chosen] = prefix + chosen
-    return page.astype(np.int32), slot, places
+    return np.array(mapped.table.pages, np.int32)[slots // PAGE], slots % PAGE, places
+
+
+def _rotated_to(part: Part) -> HostArray:
+    """What the keys of a part are rotated to in the pool: stored ones to places in their chunk."""
+    if part.resident is None or part.kept:
+        return part.positions
+    return np.arange(len(part.ids), dtype=np.int32)
 
 
 @functools.partial(jax.jit, static_argnames=("config",))

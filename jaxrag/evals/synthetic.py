@@ -61,6 +61,7 @@ class SyntheticTask:
       full_names: share of questions that give first and last name, the others the first name.
       plain: share of statements and questions in the one form that is the same for every relation,
         "The home of X is V." and "What is the home of X?"; the others take any form.
+      values: how many values of each kind occur, None for all; each is met oftener when few do.
       linked: share of bridge values that are people of the sample.
       mix: relative frequency of each kind of question, where the documents allow it.
       questions: most questions of one sample.
@@ -76,6 +77,7 @@ class SyntheticTask:
     bridge: bool = True
     full_names: float = 0.6
     plain: float = 0.0
+    values: int | None = None
     linked: float = 0.8
     mix: Mapping[str, float] = dataclasses.field(
         default_factory=lambda: dict(zip(KINDS, (0.30, 0.25, 0.10, 0.25, 0.10), strict=True))
@@ -101,6 +103,8 @@ class SyntheticTask:
             raise ConfigError(f"mix={dict(self.mix)}: expected weights of {', '.join(KINDS)}")
         if self.questions < 1 or self.split not in ("train", "test"):
             raise ConfigError(f"questions={self.questions}, split={self.split!r}: not usable")
+        if self.values is not None and self.values < 2:
+            raise ConfigError(f"values={self.values}: expected at least 2 of each kind")
         for name in ("headers", "pronouns", "pairs", "full_names", "plain", "linked"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected a share from 0 to 1")
@@ -226,7 +230,7 @@ class _Drawing:
                 pool = [p for p in (self.people if here else self.strangers) if p != subject]
                 value: Value = self.rng.choice(pool or self.strangers)
             else:
-                value = self.rng.choice(VALUES[kind])
+                value = self.rng.choice(VALUES[kind][: self.task.values])
             if value != but:
                 return value
 

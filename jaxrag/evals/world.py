@@ -165,8 +165,8 @@ def _syllables(count: int, *parts: str) -> tuple[str, ...]:
 
 FIRST_SHE = _syllables(40, "b d k l m n r s t v", "a e i o u", "d l n r v", "a ia")
 FIRST_HE = _syllables(40, "b d f g h j k p r t", "a e i o u", "d l n r s", "o us")
-LAST = _syllables(80, "b d f g k l m p r s t v", "a e i o u", "l n r m x ck", "er in ow ell")
-PLACES = _syllables(48, "b d f g h k l m n r s t", "a e i o u", "l n r th st", "dorf ham ven mouth")
+LAST = _syllables(80, "b d f g k l m p r s t v", "a e i o u", "l n r v d m", "er in ow ell")
+PLACES = _syllables(48, "b d f g h k l m n r s t", "a e i o u", "l n r th", "dorf ham ven mouth")
 COUNTRIES = _syllables(16, "b d g k l m n s", "a e o u", "rl st nd lm", "and ia")
 
 VALUES: dict[ValueKind, tuple[str, ...]] = {

@@ -185,8 +185,8 @@ def test_json_is_what_the_folder_holds(kb_dir, tmp_path, capsys):
 
 def test_selectors_that_the_model_is_too_small_for_are_named(word_model_dir, tmp_path, capsys):
     with KnowledgeBase.open(tmp_path / "kb", model=load_model(word_model_dir)) as kb:
-        kb.add([Document(str(i), f"the job of Kora Toxer is {i} weaver .") for i in range(3)])
-    arguments = ["--kb", str(tmp_path / "kb"), "--question", "What does Kora Toxer work as ?"]
+        kb.add([Document(str(i), f"the job of Kora Felell is {i} weaver .") for i in range(3)])
+    arguments = ["--kb", str(tmp_path / "kb"), "--question", "What does Kora Felell work as ?"]
     assert main(["bench", "explain", *arguments, "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     assert "note: kv_deviation was left out: kv_deviation: layer 1 is compared" in printed

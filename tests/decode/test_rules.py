@@ -122,7 +122,7 @@ def test_generate_and_its_option(model_of, ids):
         question, method="turborag", decode="static_window:sink=1,recent=2", **options
     )
     assert narrow.token_ids != plain.token_ids and narrow.token_ids[0] == plain.token_ids[0]
-    assert narrow.notes == plain.notes
+    assert not narrow.notes  # the first call stored the chunk
     with pytest.raises(ConfigError, match="name='none'"):
         generate(question, decode="none", **options)
 

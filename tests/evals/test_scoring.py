@@ -65,7 +65,7 @@ def test_packed_questions_score_as_they_do_alone(by_read, name):
     heard = []
     found = scored(written, READS[name], heard.append)
     assert found.tolist() == expected
-    assert 3 <= sum(expected) <= 6
+    assert 0 < sum(expected) < len(expected)  # both verdicts occur
     assert sum(heard) == len(written.samples)
 
 

@@ -155,6 +155,17 @@ def test_documents_of_the_first_lessons():
             assert re.fullmatch(r"What is the [a-z ]+ of [A-Z]\w+ [A-Z]\w+\?", question.question)
 
 
+def test_few_values():
+    task = SyntheticTask(values=2)
+    said = {name: set() for name in RELATIONS}
+    for index in range(50):
+        for chunk in sample(task, 6, index).chunks:
+            for _, name, value in said_in(chunk):
+                said[name].add(value)
+    for name, values in said.items():
+        assert RELATIONS[name].value == "person" or len(values) == 2
+
+
 def test_the_shortcut_is_measured():
     rows = describe(SyntheticTask(), 0, 400)
     assert sum(rows[kind]["share"] for kind in KINDS) == pytest.approx(1)
@@ -174,6 +185,7 @@ def test_the_shortcut_is_measured():
         ({"relations": 7, "bridge": False}, "relations"),
         ({"pairs": -0.1}, "pairs"),
         ({"plain": 2.0}, "plain"),
+        ({"values": 1}, "values"),
         ({"mix": {"hop3": 1.0}}, "mix"),
         ({"mix": {"hop1": 0.0}}, "mix"),
         ({"mix": {"hop1": -1.0}}, "mix"),

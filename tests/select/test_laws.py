@@ -38,6 +38,10 @@ SELECTORS = {
     "behind": QueryGuided(place="behind"),
     "over_cache": QueryGuided(over="cache"),
 }
+SOME = [  # of tests that compile a lot: these always, the others with the slow ones
+    pytest.param(name, marks=() if name in ("kv_deviation", "question") else pytest.mark.slow)
+    for name in SELECTORS
+]
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 
 
@@ -243,7 +247,7 @@ def test_unused_slots_may_hold_nan(rng, work, model_of, name):
     np.testing.assert_allclose(poisoned, clean, **CLOSE)
 
 
-@pytest.mark.parametrize("name", SELECTORS)
+@pytest.mark.parametrize("name", SOME)
 def test_law_11_sharded_equals_one_device(rng, work, tiny_config, name):
     config = tiny_config(vocab_size=104, model_dim=24, mlp_dim=40)
     one = random_model(config, cache_tokens=1024)
@@ -256,7 +260,7 @@ def test_law_11_sharded_equals_one_device(rng, work, tiny_config, name):
     np.testing.assert_allclose(sharded, logits, **CLOSE)
 
 
-@pytest.mark.parametrize("name", SELECTORS)
+@pytest.mark.parametrize("name", SOME)
 def test_bfloat16_agrees_with_float32(rng, work, tiny_config, name):
     """Most of the same tokens are chosen, and what follows differs by rounding only."""
     wide = random_model(tiny_config("qwen3"), cache_tokens=1024)

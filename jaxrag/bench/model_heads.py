@@ -1,0 +1,115 @@
+"""Queries and keys of a model's own heads over a text, for the index benchmarks."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrag.attention import PackedAttend
+from jaxrag.attention_index import QueryBank
+from jaxrag.bench.attention_heads import Heads
+from jaxrag.bench.index import Options
+from jaxrag.config import ModelConfig
+from jaxrag.errors import RequestError
+from jaxrag.models.decoder import forward
+from jaxrag.models.model import Model, as_token_ids
+from jaxrag.models.spec import Params
+from jaxrag.rope import RopeTable
+from jaxrag.types import FINAL, Array, HostArray, Tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class _Collecting:
+    """Packed attention that also stacks q and k before rotation, of one row."""
+
+    attend: PackedAttend
+
+    def __call__(
+        self,
+        layer: Array,
+        window: Array | int | None,
+        q: Array,
+        k: Array,
+        v: Array,
+        tokens: Tokens,
+        cache: None,
+    ) -> tuple[Array, None, tuple[Array, Array]]:
+        """Attend as ``PackedAttend`` does."""
+        out, cache, _ = self.attend(layer, window, q, k, v, tokens, cache)
+        return out, cache, (q[0], k[0])
+
+
+def model_heads(
+    model: Model, ids: Sequence[int], options: Options, layers: Sequence[int] | None = None
+) -> Iterator[tuple[str, Heads]]:
+    """Every KV head of some layers, for every context of the options, named "layer.head".
+
+    The tokens behind a context are those that follow it in ``ids``: they are run with it, so what
+    they ask is what decoding them would ask.
+
+    Raises:
+        RequestError: too few ids, a layer that the model does not have, or a model with sliding
+            windows, which never ask for what an index holds.
+    """
+    config = model.config
+    chosen = range(config.num_layers) if layers is None else layers
+    if odd := [layer for layer in chosen if not 0 <= layer < config.num_layers]:
+        raise RequestError(f"layer {odd[0]}: expected 0 to {config.num_layers - 1}")
+    if config.sliding_window is not None:
+        raise RequestError(
+            f"a model with a sliding window of {config.sliding_window} tokens: expected one whose "
+            "layers see the whole context"
+        )
+    needed = max(options.contexts) + options.ask
+    if len(ids) < needed:
+        raise RequestError(f"{len(ids)} tokens: expected {needed}, the longest context and --ask")
+    return _heads(model, as_token_ids(ids[:needed], config, "text"), options, chosen)
+
+
+def _heads(
+    model: Model, ids: HostArray, options: Options, layers: Sequence[int]
+) -> Iterator[tuple[str, Heads]]:
+    config = model.config
+    for context in options.contexts:
+        queries, keys = queries_and_keys(model, ids[: context + options.ask])
+        strided = np.unique(np.linspace(options.sink, context - 1, options.train).astype(np.int64))
+        inside = slice(options.sink, context - options.recent)
+        for layer in layers:
+            shape = (queries.shape[1], config.num_kv_heads, -1, config.head_dim)
+            groups = queries[layer].reshape(shape)
+            for head in range(config.num_kv_heads):
+                group = groups[:, head].swapaxes(0, 1)  # [G, T, H]
+                yield (
+                    f"{layer}.{head}",
+                    Heads(
+                        config.rope,
+                        keys[layer, inside, head],
+                        options.sink,
+                        QueryBank(group[:, strided], strided.astype(np.int32)),
+                        group[:, context:],
+                        context,
+                    ),
+                )
+
+
+def queries_and_keys(model: Model, ids: HostArray) -> tuple[HostArray, HostArray]:
+    """Q [L, T, N, H] and K [L, T, K, H] float32 before rotation, of tokens [T] run together."""
+    tokens = Tokens(
+        ids=jnp.asarray(ids)[None],
+        positions=jnp.arange(len(ids), dtype=jnp.int32)[None],
+        segments=jnp.full((1, len(ids)), FINAL, jnp.int32),
+    )
+    queries, keys = _run(model.params, model.config, tokens, model.rope(len(ids)))
+    return np.asarray(queries, np.float32), np.asarray(keys, np.float32)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _run(
+    params: Params, config: ModelConfig, tokens: Tokens, table: RopeTable
+) -> tuple[Array, Array]:
+    attend = _Collecting(PackedAttend(config, table, prefix_visible=False))
+    collected: tuple[Array, Array] = forward(params, config, tokens, None, attend)[2]
+    return collected

@@ -1,0 +1,177 @@
+"""`jaxrag eval needle|ruler|infinitebench`: a run of each, and one line for what can go wrong."""
+
+import json
+
+import pytest
+
+from jaxrag.cli import main
+from jaxrag.evals.long.scores import string_match_all
+from jaxrag.generation import generate
+
+
+@pytest.fixture
+def jaxrag(capsys):
+    """Run `jaxrag eval` in this process: exit code, stdout, stderr."""
+
+    def call(*arguments):
+        try:
+            code = main(["eval", *map(str, arguments)])
+        except SystemExit as leaving:
+            code = leaving.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def refused(jaxrag):
+    """What must fail with one line on stderr that holds these words."""
+
+    def call(*arguments, words):
+        code, out, err = jaxrag(*arguments)
+        assert (code, out) == (1, "")
+        assert err.startswith("jaxrag: error: ") and err.count("\n") == 1, err
+        for word in words:
+            assert word in err
+
+    return call
+
+
+def test_needle_writes_what_it_prints(jaxrag, village_dir, village_model, tmp_path):
+    pytest.importorskip("matplotlib")
+    out, text, picture = (tmp_path / name for name in ("x.json", "x.md", "x.png"))
+    code, printed, err = jaxrag(
+        "needle", "--model", village_dir, "--flavour", "village", "--lengths", "70",
+        "--depths", "0,1", "--questions", 1, "--chunk-tokens", 32, "--methods", "turborag",
+        "--batch-size", 2, "--max-new-tokens", 1, "--out", out, "--markdown", text,
+        "--heatmap", picture, "--json",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    result = json.loads(printed)
+    assert result == json.loads(out.read_text())
+    assert picture.stat().st_size > 5000 and "| turborag | 70 |" in text.read_text()
+    assert (result["suite"], result["lengths"], result["depths"]) == ("needle", [70], [0, 1])
+    assert result["machine"]["versions"]["jax"] and result["model"]["weights"]
+    assert [item["depth"] for item in result["items"]] == [0, 1]
+    for item in result["items"]:
+        answer = item["answers"]["turborag"]
+        assert item["scores"]["turborag"] == string_match_all(answer, item["expected"])
+        assert item["chunks"] == 2
+
+
+def test_prompts_are_written_without_asking(jaxrag, village_dir, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    code, printed, _ = jaxrag(
+        "infinitebench", "--model", village_dir, "--flavour", "village", "--lengths", "90",
+        "--questions", 3, "--split", "train", "--prompts", path,
+    )  # fmt: skip
+    assert (code, printed) == (0, f"{path}: 6 prompts\n")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["task"] for row in rows] == ["passkey"] * 3 + ["kv_retrieval"] * 3
+    assert all(row["answers"][0] in row["chunks"][0] for row in rows)
+
+
+@pytest.mark.slow
+def test_answers_are_those_of_generate(jaxrag, village_dir, village_model, village_frame):
+    from jaxrag.evals.long.plan import Options, plan
+
+    methods = ("full_attention", "turborag", "epic")
+    code, printed, _ = jaxrag(
+        "infinitebench", "--model", village_dir, "--flavour", "village", "--lengths", "90,150",
+        "--questions", 2, "--chunk-tokens", 40, "--methods", ",".join(methods),
+        "--batch-size", 3, "--json",
+    )  # fmt: skip
+    assert code == 0
+    result = json.loads(printed)
+    options = Options(
+        suite="infinitebench", flavour="village", model="", lengths=(90, 150), questions=2,
+        chunk_tokens=40, methods=methods,
+    )  # fmt: skip
+    frame = type(village_frame)(village_model.tokenizer, village_model.template, 40)
+    items = plan(options, frame, 1024, progress=False)
+    for method in methods:
+        for item, row in zip(items, result["items"], strict=True):
+            own = generate(item.fitted.case.question, documents=item.fitted.chunks,
+                           model=village_model, method=method, max_new_tokens=8)  # fmt: skip
+            assert row["answers"][method] == own.text
+    assert len({row["answers"]["turborag"] for row in result["items"]}) > 1
+    assert "paired difference" not in printed and result["differences"]
+
+
+@pytest.mark.slow
+def test_rules_that_attend_to_everything_answer_as_dense(jaxrag, village_dir):
+    rules = (
+        "dense",
+        "static_window:sink=64,recent=192",
+        "flat:k=200",
+        "topn:n=256,renormalise=true",
+    )
+    code, printed, err = jaxrag(
+        "needle", "--model", village_dir, "--flavour", "village", "--lengths", "100",
+        "--depths", "0,1", "--questions", 2, "--batch-size", 4,
+        *(word for rule in rules for word in ("--decode", rule)), "--json",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    for item in json.loads(printed)["items"]:
+        assert len(item["answers"]) == 3 and len(set(item["answers"].values())) == 1
+
+
+@pytest.mark.slow
+def test_ruler_asks_a_model_of_any_words(jaxrag, model_dir, tmp_path):
+    story = tmp_path / "story.txt"
+    story.write_text("The rain fell. Nobody saw it. The cat slept on, and the dog did too. " * 5)
+    code, printed, err = jaxrag(
+        "ruler", "--model", model_dir, "--template", "plain", "--lengths", 600, "--questions", 1,
+        "--tasks", "niah_single_2,niah_multikey_3,vt", "--filler", story, "--max-new-tokens", 4,
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    assert "RULER's tasks in words of our own" in printed
+    for task in ("niah_single_2", "niah_multikey_3", "vt"):
+        assert task in printed
+    assert "by the fifth of the haystack" in printed and "paired" not in printed
+
+
+@pytest.mark.parametrize("name", ["needle", "ruler", "infinitebench"])
+def test_every_help_has_an_example(jaxrag, name):
+    code, out, err = jaxrag(name, "--help")
+    assert (code, err) == (0, "")
+    assert f"example: jaxrag eval {name} " in " ".join(out.split())
+
+
+GIVEN = ("--model", "nowhere", "--lengths")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("needle", *GIVEN, "4x"), ["--lengths 4x", "4k"]),
+        (("needle", *GIVEN, "4k", "--depths", "0,half"), ["--depths half"]),
+        (("needle", *GIVEN, "4k", "--depths", "1.5"), ["--depths 1.5", "0 to 1"]),
+        (("needle", *GIVEN, "4k", "--heatmap", "x.txt"), ["x.txt", ".png"]),
+        (("needle", *GIVEN, "4k", "--out", "no/where.json"), ["--out no/where.json", "folder"]),
+        (("needle", *GIVEN, "4k", "--markdown", "no/x.md"), ["--markdown", "folder"]),
+        (("needle", *GIVEN, "4k", "--prompts", "no/x.jsonl"), ["--prompts", "folder"]),
+        (("needle", *GIVEN, "4k", "--methods", "turbo"), ["'turbo'", "turborag"]),
+        (("needle", *GIVEN, "4k"), ["nowhere"]),
+        (("ruler", *GIVEN, "4k", "--tasks", "qa_1"), ["--tasks qa_1", "niah_single_1"]),
+        (("ruler", *GIVEN, "4k", "--questions", "0"), ["--questions 0"]),
+        (("infinitebench", *GIVEN, "4k", "--flavour", "village", "--tasks", "number_string"),
+         ["number_string", "passkey, kv_retrieval"]),
+    ],
+)  # fmt: skip
+def test_bad_options_are_refused(refused, arguments, words):
+    refused(*arguments, words=words)
+
+
+def test_models_that_cannot_be_asked_are_refused(refused, village_dir, model_dir, tmp_path):
+    village = ("--model", village_dir)
+    refused("needle", *village, "--lengths", 100, words=["lacks 'secret'", "village flavour"])
+    own = ("--flavour", "village", "--lengths")
+    refused("needle", *village, *own, "1k", words=["--lengths 1024", "context of 1024", "1016"])
+    refused("needle", *village, *own, 20, words=["length 20", "ask for a longer one"])
+    refused("needle", *village, *own, 100, "--chunk-tokens", 4, words=["chunks of 4 tokens"])
+    refused("needle", *village, *own, 100, "--template", "plian", words=["'plian'"])
+    refused("ruler", "--model", model_dir, "--lengths", 300, words=["prompt.toml", "--template"])
+    missing = tmp_path / "none.txt"
+    refused("ruler", "--model", model_dir, "--lengths", 600, "--template", "plain",
+            "--filler", missing, words=["none.txt", "cannot be read"])  # fmt: skip

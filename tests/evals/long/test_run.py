@@ -1,0 +1,263 @@
+"""The account of a run: which prompts, whose answers, compared with what; tables and picture."""
+
+import dataclasses
+import json
+import re
+import types
+
+import numpy as np
+import pytest
+
+from jaxrag.errors import RequestError
+from jaxrag.evals.long import run as running
+from jaxrag.evals.long.case import Frame
+from jaxrag.evals.long.heatmap import draw_heatmap
+from jaxrag.evals.long.plan import Options, plan
+from jaxrag.evals.long.report import markdown, tables
+from jaxrag.evals.statistics import difference, share
+from jaxrag.evals.world import split_of
+from jaxrag.train.samples import Writer
+
+NEEDLE = Options(
+    suite="needle",
+    flavour="village",
+    model="village",
+    lengths=(200, 120),
+    depths=(0, 0.5, 1),
+    methods=("full_attention", "turborag"),
+    questions=4,
+    chunk_tokens=40,
+)
+RETRIEVAL = dataclasses.replace(NEEDLE, suite="infinitebench", questions=10)
+
+
+def a_result(text):
+    return types.SimpleNamespace(text=text, notes=["a note"])
+
+
+@pytest.fixture
+def asked(monkeypatch, village_model):
+    """``asked(options, right)``: the result of a run whose answers are known.
+
+    ``right(method, item)`` says which are right. Also the plan, and the requests that were served.
+    """
+
+    def measure(options, right):
+        frame = Frame(village_model.tokenizer, village_model.template, options.chunk_tokens)
+        items = plan(options, frame, village_model.config.max_positions, progress=False)
+        served = []
+
+        def serve(settings, requests, batch_size):
+            task = tasks.pop(0)
+            own = [item for item in items if item.task == task]
+            assert len(own) == len(requests) and settings.max_new_tokens == 8
+            served.append((settings.method.name, requests))
+            for start in range(0, len(own), batch_size):
+                batch = range(start, min(start + batch_size, len(own)))
+                yield {i: a_result(own[i].fitted.case.expected[0] + " ."
+                                   if right(settings.method.name, own[i]) else "nobody")
+                       for i in reversed(batch)}  # fmt: skip
+
+        tasks = [*options.chosen] * len(options.resolved)
+        monkeypatch.setattr(running, "load_model", lambda path, dtype: village_model)
+        monkeypatch.setattr(running, "serve", serve)
+        return running.run(options, progress=False), items, served
+
+    return measure
+
+
+def shallow(method, item):
+    """Full attention is always right, the other method in the second half."""
+    return method == "full_attention" or item.depth >= 0.5
+
+
+def test_a_plan_is_every_length_task_and_depth(village_frame):
+    items = plan(NEEDLE, village_frame, 1024, progress=False)
+    shape = [(item.length, item.depth) for item in items]
+    assert shape == [(n, d) for n in (200, 120) for d in (0, 0.5, 1) for _ in range(4)]
+    assert len({item.fitted.case.needles for item in items}) == len(items)
+    fewer = plan(dataclasses.replace(NEEDLE, lengths=(120,)), village_frame, 1024, progress=False)
+    assert [i.fitted.case.needles for i in fewer] == [i.fitted.case.needles for i in items[12:]]
+    other = plan(dataclasses.replace(NEEDLE, seed=8), village_frame, 1024, progress=False)
+    assert other[0].fitted.case.needles != items[0].fitted.case.needles
+
+
+def test_needles_of_other_suites_spread_evenly(village_frame):
+    items = plan(RETRIEVAL, village_frame, 1024, progress=False)
+    own = [item.depth for item in items if (item.task, item.length) == ("passkey", 120)]
+    assert own == pytest.approx(np.arange(0.05, 1, 0.1))
+
+
+def test_every_method_gets_the_same_prompts(asked, village_model):
+    _, items, served = asked(NEEDLE, shallow)
+    assert [name for name, _ in served] == ["full_attention", "turborag"]
+    for _, requests in served:
+        for item, request in zip(items, requests, strict=True):
+            assert request.prompt.num_tokens == item.length
+            words = village_model.tokenizer.decode(np.concatenate(request.prompt.chunks))
+            assert item.fitted.case.needles[0] in words and len(request.prompt.chunks) > 1
+            asked_for = village_model.tokenizer.decode(request.prompt.final)
+            assert item.fitted.case.question in asked_for
+
+
+def test_every_figure_is_of_the_prompts_it_names(asked):
+    result, items, _ = asked(NEEDLE, shallow)
+    full = np.ones(24)
+    turbo = np.array([item.depth >= 0.5 for item in items], np.float64)
+    length = np.array([item.length for item in items])
+    for method, scores in (("full_attention", full), ("turborag", turbo)):
+        for n in NEEDLE.lengths:
+            rows = length == n
+            (cell,) = [c for c in result["cells"] if (c["method"], c["length"]) == (method, n)]
+            assert cell["score"] == share(scores[rows], np.arange(12))._asdict()
+            for depth in NEEDLE.depths:
+                (cell,) = [c for c in result["grid"] if (c["method"], c["length"], c["depth"]) ==
+                           (method, n, depth)]  # fmt: skip
+                assert cell["score"]["n"] == 4
+                assert cell["score"]["value"] == (method == "full_attention" or depth >= 0.5)
+    assert len(result["grid"]) == 12 and result["by_depth"] == []
+    (one, two) = result["differences"]
+    assert one["method"] == two["method"] == "turborag" and one["minus"] == "full_attention"
+    expected = difference(turbo[:12], full[:12], np.arange(12))
+    assert one["length"] == 200 and one["difference"] == expected._asdict()
+    assert json.loads(json.dumps(result, allow_nan=False))["seed"] == 7
+    assert result["notes"] == {"full_attention": ["a note"], "turborag": ["a note"]}
+
+
+def test_every_prompt_is_on_record(asked):
+    result, items, _ = asked(NEEDLE, shallow)
+    for item, row in zip(items, result["items"], strict=True):
+        assert (row["task"], row["length"], row["depth"]) == ("needle", item.length, item.depth)
+        assert row["needles_at"] == list(item.fitted.at) and 0 < row["needles_at"][0] < item.length
+        assert row["expected"] == list(item.fitted.case.expected)
+        assert row["scores"] == {"full_attention": 1, "turborag": float(item.depth >= 0.5)}
+        assert row["answers"]["turborag"] == (
+            f"{row['expected'][0]} ." if item.depth >= 0.5 else "nobody"
+        )
+
+
+def test_fifths_of_the_haystack(asked):
+    result, _, _ = asked(RETRIEVAL, lambda method, item: method == "turborag" or item.depth < 0.35)
+    assert result["grid"] == [] and result["depths"] is None
+    for cell in result["by_depth"]:
+        assert cell["score"]["n"] == 2
+        full = [1, 0.5, 0, 0, 0][cell["fifth"]]  # 0.25 is below 0.35, the other of the fifth not
+        assert cell["score"]["value"] == (full if cell["method"] == "full_attention" else 1)
+    assert len(result["by_depth"]) == 2 * 2 * 2 * 5
+
+
+def test_tables_show_the_figures(asked):
+    result, _, _ = asked(NEEDLE, shallow)
+    scores, grid, differences = tables(result)
+    assert scores.rows[0] == ["task", "method", "200", "120"]
+    assert scores.rows[2][:2] == ["needle", "turborag"] and scores.rows[2][2].startswith("66.7 [")
+    assert grid.rows[0] == ["method", "tokens", "0 %", "50 %", "100 %"]
+    assert grid.rows[3:] == [["turborag", "200", "0", "100", "100"],
+                             ["turborag", "120", "0", "100", "100"]]  # fmt: skip
+    assert differences.rows[1][2].startswith("-33.3 [")
+    text = markdown(result)
+    assert "village flavour" in text and "chunks of up to 40 tokens" in text
+    retrieval, _, _ = asked(dataclasses.replace(RETRIEVAL, chunk_tokens=None), shallow)
+    scores, fifths, differences = tables(retrieval)
+    assert [row[:2] for row in scores.rows[1:]] == [
+        [task, method]
+        for task in ("passkey", "kv_retrieval")
+        for method in ("full_attention", "turborag")
+    ]
+    assert "as one chunk" in scores.title
+    assert fifths.rows[3] == ["passkey", "turborag", "200", "0", "0", "50", "100", "100"]
+    for table in (scores, fifths, differences):
+        assert {len(row) for row in table.rows} == {len(table.rows[0])}
+
+
+def test_the_heat_map_shows_the_grid(asked, tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    result, _, _ = asked(NEEDLE, shallow)
+    path = tmp_path / "map.png"
+    draw_heatmap(result, path)
+    half = image.imread(path)
+    assert half.shape[0] > 300 and half.shape[1] > half.shape[0]
+    reds = (half[..., 0] > 0.6) & (half[..., 1] < 0.1)
+    greens = (half[..., 1] > 0.35) & (half[..., 0] < 0.1)
+    assert greens.sum() > 3 * reds.sum() > 3000  # five cells of six
+    draw_heatmap(asked(NEEDLE, lambda *_: True)[0], path)
+    whole = image.imread(path)
+    assert ((whole[..., 0] > 0.6) & (whole[..., 1] < 0.1)).sum() < reds.sum() / 2
+    draw_heatmap(result, path.with_suffix(".svg"))
+    assert path.with_suffix(".svg").stat().st_size > 1000
+    with pytest.raises(RequestError, match=r"ends in \.png"):
+        draw_heatmap(result, tmp_path / "map.txt")
+
+
+def test_every_method_answers_under_every_decode_rule(asked):
+    rules = ("dense", "static_window:sink=4,recent=16")
+    options = dataclasses.replace(NEEDLE, decode=rules, questions=1)
+    assert [(m.name, m.encoder, m.decode.name) for m in options.resolved] == [
+        ("full_attention, dense", None, "dense"),
+        ("full_attention, static_window:sink=4,recent=16", None, "static_window"),
+        ("turborag, dense", "isolated", "dense"),
+        ("turborag, static_window:sink=4,recent=16", "isolated", "static_window"),
+    ]
+    names = [method.name for method in options.resolved]
+    result, _, served = asked(options, lambda method, item: "window" not in method)
+    assert list(result["methods"]) == names == [name for name, _ in served]
+    found = {cell["method"]: cell["score"]["value"] for cell in result["cells"]}
+    assert found == dict(zip(names, (1, 0, 1, 0), strict=True))
+
+
+def test_prompts_can_be_trained_on(monkeypatch, village_model):
+    monkeypatch.setattr(running, "load_model", lambda path, dtype: village_model)
+    options = dataclasses.replace(NEEDLE, split="train", lengths=(150,), depths=(0.5,))
+    rows = running.prompts(options, progress=False)
+    writer = Writer(village_model.tokenizer, village_model.template, 1, "", "")
+    for row in rows:
+        sample = writer.write(row)
+        assert sample.num_shared + len(sample.finals[0].question) == 150 == row["length"]
+        assert sum(row["answers"][0] in chunk for chunk in row["chunks"]) == 1
+        assert (row["task"], row["depth"]) == ("needle", 0.5)
+    asked = {re.findall(r"([A-Z]\w+) ([A-Z]\w+)", row["question"])[-1] for row in rows}
+    assert len(asked) == 4 and {split_of(*name) for name in asked} == {"train"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"suite": "ruler"}, "--flavour village: ruler has plain"),
+        ({"tasks": ("niah",)}, "--tasks niah: the village tasks of needle are needle"),
+        ({"lengths": ()}, "--lengths: name at least one"),
+        ({"lengths": (5, 5)}, "--lengths 5,5"),
+        ({"lengths": (0,)}, "--lengths 0"),
+        ({"depths": (0.5, 1.01)}, r"--depths 1.01: expected 0 to 1"),
+        ({"depths": (float("nan"),)}, "--depths nan"),
+        ({"depths": ()}, "--depths: name"),
+        ({"questions": 0}, "--questions 0"),
+        ({"batch_size": 0}, "--batch-size 0"),
+        ({"chunk_tokens": 0}, "--chunk-tokens 0"),
+        ({"max_new_tokens": 0}, "--max-new-tokens 0"),
+        ({"split": "dev"}, "--split dev: expected train or test"),
+        ({"filler": ("x.txt",)}, "--filler x.txt: no village task"),
+        ({"methods": ()}, "--methods"),
+        ({"methods": ("turborag", "turborag")}, "each once"),
+        ({"methods": ("turbo",)}, "'turbo'"),
+        ({"decode": ("topn:n=0",)}, "n=0"),
+        ({"decode": ("dense", "dense")}, "full_attention, dense; .* each once"),
+    ],
+)
+def test_impossible_options_are_refused(changes, named):
+    with pytest.raises(RequestError, match=named):
+        dataclasses.replace(NEEDLE, **changes)
+
+
+def test_a_length_beyond_the_context_is_refused_before_any_prompt(village_frame):
+    options = dataclasses.replace(NEEDLE, lengths=(100, 1020))
+    with pytest.raises(RequestError, match=r"--lengths 1020: .* context of 1024; .* at most 1016"):
+        plan(options, village_frame, 1024, progress=False)
+
+
+def test_what_a_method_refuses_is_refused_before_any_work(asked, monkeypatch, village_model):
+    config = dataclasses.replace(village_model.config, sliding_window=16)
+    windowed = dataclasses.replace(village_model, config=config)
+    options = dataclasses.replace(NEEDLE, methods=("full_attention", "turborag_composite"))
+    monkeypatch.setattr(running, "load_model", lambda path, dtype: windowed)
+    with pytest.raises(RequestError, match="sliding window"):
+        running.run(options, progress=False)
