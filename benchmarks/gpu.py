@@ -10,8 +10,11 @@ three sets of queries, after a warm-up; rooflines are measured on the same devic
     machine      copy bandwidth and peak matrix product: the rooflines
     sparse       15 % and the question's 50 rows over 32k, beside dense causal attention
     decode       one new token a row over 32k, batch 1 and 8
-    segment      packed causal attention of 8k tokens, beside cuDNN
+    topn         the 128 best keys of 32k, values on the device and in pinned host memory
+    segment      packed attention of 8k tokens and its gradient, beside dense causal attention
     sweep        tilings of the sparse kernel
+    llama        Llama-3-8B with random weights: first tokens and decoding, end to end
+    mistral      Mistral-7B likewise
 
 example: python benchmarks/gpu.py --out benchmarks/results/gpu-h200.json
          python benchmarks/gpu.py --dry-run
@@ -22,254 +25,80 @@ import argparse
 import dataclasses
 import functools
 import json
-import statistics
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from gpu_scenes import TINY, Shape, decoding, options, packed, paged
+from gpu_end_to_end import end_to_end
+from gpu_scenes import TINY, Shape
+from gpu_stages import (
+    stage_correctness,
+    stage_decode,
+    stage_machine,
+    stage_segment,
+    stage_sparse,
+    stage_sweep,
+    stage_topn,
+)
 
 SECONDS = {  # of each stage, compilation included; 8 minutes together
-    "correctness": 120, "machine": 30, "sparse": 90, "decode": 60, "segment": 60, "sweep": 120,
+    "correctness": 80, "machine": 20, "sparse": 45, "decode": 25, "topn": 25, "segment": 30,
+    "sweep": 35, "llama": 110, "mistral": 110,
 }  # fmt: skip
-SETS, RUNS, CALLS = 3, 5, 10
 
 
-def seconds_of(function: Callable[..., Any], sets: list[tuple[Any, ...]]) -> float:
-    """Median seconds of a call, after a warm-up with every set of arguments."""
-    import jax
+class Kept(dict[str, Any]):
+    """What a stage found, also in a file, row by row: a stage that is killed leaves its rows."""
 
-    for arguments in sets:
-        jax.block_until_ready(function(*arguments))
-    found = []
-    for arguments in sets:
-        for _ in range(RUNS):
-            start = time.perf_counter()
-            out = None
-            for _ in range(CALLS):
-                out = function(*arguments)
-            jax.block_until_ready(out)
-            found.append((time.perf_counter() - start) / CALLS)
-    return statistics.median(found)
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = Path(path)
+
+    def __setitem__(self, name: str, row: Any) -> None:
+        super().__setitem__(name, row)
+        part = self._path.with_suffix(".part")
+        part.write_text(json.dumps(self), encoding="utf-8")
+        os.replace(part, self._path)
 
 
-def difference(got: Any, expected: Any) -> dict[str, float]:
-    """Largest differences of (out, lse), over queries that see something."""
-    import numpy as np
-
-    (out, lse), (expected_out, expected_lse) = (
-        [np.asarray(x, np.float32) for x in pair] for pair in (got, expected)
-    )
-    seen = np.isfinite(expected_lse)
-    return {
-        "out": float(np.abs(out - expected_out)[seen].max(initial=0.0)),
-        "lse": float(np.abs(lse - expected_lse)[seen].max(initial=0.0)),
-        "blind_agree": bool((np.isfinite(lse) == seen).all()),
-    }
-
-
-def stage_correctness(shape: Shape, impl: str) -> dict[str, Any]:
-    """Every body against the reference; 0.03 is what bfloat16 allows."""
-    import jax
-
-    from pallas_kernels import paged_decode_attention, segment_attention, sparse_attention
-
-    found: dict[str, Any] = {}
-
-    def compare(
-        name: str, op: Callable[..., Any], arguments: tuple[Any, ...], **extra: Any
-    ) -> None:
-        outs = [
-            jax.jit(functools.partial(op, **extra, impl=body))(*arguments) for body in ("xla", impl)
-        ]
-        found[name] = row = difference(outs[1], outs[0])
-        row["ok"] = row["out"] < 0.03 and row["lse"] < 0.03 and row["blind_agree"]
-
-    for context in shape.contexts:
-        for rows, share in (("recomputed", shape.share), ("question", 0.0)):
-            scene = paged(shape, context, share, shape.question, 1, seed=context)
-            compare(f"sparse {rows} {context}", sparse_attention, scene.arguments, **options(shape))
-        for batch in shape.batches:
-            scene = paged(shape, context, 0.0, 1, batch, seed=context + batch)
-            arguments = decoding(scene)
-            name = f"decode b={batch} {context}"
-            compare(name, paged_decode_attention, arguments, **options(shape))
-    arguments = packed(shape, shape.packed, seed=1)
-    rule = {"scale": shape.dim**-0.5, "prefix_visible": True}
-    compare(
-        f"segment {shape.packed}", lambda *a, **kw: segment_attention(*a, None, **kw),
-        arguments, **rule,
-    )  # fmt: skip
-    found["ok"] = all(row["ok"] for row in found.values())
-    return found
-
-
-def stage_machine(shape: Shape, impl: str) -> dict[str, Any]:
-    """The rooflines: bytes/s of a copy, read and write counted, and FLOP/s of a matrix product."""
-    import jax
-    import jax.numpy as jnp
-
-    tiny = shape is TINY
-    size, width = (1 << 20, 256) if tiny else (1 << 30, 8_192)
-    x = jnp.zeros((size // 2,), jnp.bfloat16)
-    a = jnp.ones((width, width), jnp.bfloat16)
-    copy = seconds_of(jax.jit(lambda x: x + 1), [(x,)])
-    product = seconds_of(jax.jit(lambda a, b: a @ b), [(a, a)])
-    return {"bytes_per_second": 2 * size / copy, "flops_per_second": 2 * width**3 / product}
-
-
-def stage_sparse(shape: Shape, impl: str) -> dict[str, Any]:
-    """Recomputed and question rows over the longest context, and dense causal attention."""
-    import jax
-    import jax.numpy as jnp
-
-    from pallas_kernels import sparse_attention
-
-    context = shape.contexts[-1]
-    op = jax.jit(functools.partial(sparse_attention, **options(shape), impl=impl))
-    found: dict[str, Any] = {}
-    for name, share in (("recomputed", shape.share), ("question", 0.0)):
-        scenes = [paged(shape, context, share, shape.question, 1, seed) for seed in range(SETS)]
-        seconds = seconds_of(op, [scene.arguments for scene in scenes])
-        rate = scenes[0].flops(shape) / seconds
-        found[name] = {"seconds": seconds, "flops_per_second": rate}
-    key = jax.random.key(0)
-    q = jax.random.normal(key, (1, context, shape.heads, shape.dim), jnp.bfloat16)
-    k = jax.random.normal(key, (1, context, shape.kv_heads, shape.dim), jnp.bfloat16)
-    flops = 2.0 * context * (context + 1) * shape.heads * shape.dim
-    for name, call in dense_bodies().items():
-        try:
-            seconds = seconds_of(call, [(q, k, k)])
-        except Exception as error:  # a peer that is not there or refuses is left out, by name
-            found[name] = {"refused": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-            continue
-        found[name] = {"seconds": seconds, "flops_per_second": flops / seconds}
-    best = min((row["seconds"] for n, row in found.items() if n.startswith("dense")
-                and "seconds" in row), default=None)  # fmt: skip
-    if best is not None:
-        found["times_faster_than_best_dense"] = best / found["recomputed"]["seconds"]
-    return found
-
-
-def dense_bodies() -> Mapping[str, Callable[..., Any]]:
-    """Dense causal attention as others compute it."""
-    import jax
-
-    def cudnn(q: Any, k: Any, v: Any) -> Any:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-
-    def torch_sdpa(q: Any, k: Any, v: Any) -> Any:
-        import torch
-
-        q, k, v = (torch.from_dlpack(x).transpose(1, 2) for x in (q, k, v))
-        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        torch.cuda.synchronize()
-
-    return {"dense cudnn": jax.jit(cudnn), "dense torch sdpa": torch_sdpa}
-
-
-def stage_decode(shape: Shape, impl: str) -> dict[str, Any]:
-    """Bytes per second of the KV that a decode step reads."""
-    import jax
-
-    from pallas_kernels import paged_decode_attention
-
-    context = shape.contexts[-1]
-    op = jax.jit(functools.partial(paged_decode_attention, **options(shape), impl=impl))
-    found: dict[str, Any] = {}
-    for batch in shape.batches:
-        scenes = [paged(shape, context, 0.0, 1, batch, seed) for seed in range(SETS)]
-        seconds = seconds_of(op, [decoding(scene) for scene in scenes])
-        # All rows share the context's pages: what is read from memory may be less than this.
-        read = 4.0 * batch * (context + 1) * shape.kv_heads * shape.dim
-        found[f"b={batch}"] = {"seconds": seconds, "bytes_per_second": read / seconds}
-    return found
-
-
-def stage_segment(shape: Shape, impl: str) -> dict[str, Any]:
-    """Packed chunks, and one causal row beside cuDNN."""
-    import jax
-    import jax.numpy as jnp
-
-    from pallas_kernels import segment_attention
-
-    op = jax.jit(
-        lambda *arguments: segment_attention(
-            *arguments, None, scale=shape.dim**-0.5, prefix_visible=True, impl=impl
-        )
-    )
-    sets = [packed(shape, shape.packed, seed) for seed in range(SETS)]
-    found: dict[str, Any] = {"chunks": {"seconds": seconds_of(op, sets)}}
-    length = sets[0][0].shape[1]
-    causal = [(*one[:4], jnp.full_like(one[4], 2)) for one in sets]
-    seconds = seconds_of(op, causal)
-    flops = 2.0 * length * (length + 1) * shape.heads * shape.dim
-    found["causal"] = {"seconds": seconds, "flops_per_second": flops / seconds}
-    try:
-        seconds = seconds_of(dense_bodies()["dense cudnn"], [one[:3] for one in sets])
-        found["dense cudnn"] = {"seconds": seconds, "flops_per_second": flops / seconds}
-    except Exception as error:
-        found["dense cudnn"] = {"refused": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-    return found
-
-
-def stage_sweep(shape: Shape, impl: str) -> dict[str, Any]:
-    """Seconds of the sparse kernel by tiling; the depth of the pipeline grows at 5 and 8."""
-    import jax
-
-    from pallas_kernels.triton.paged import PagedTiling, paged_kernel
-
-    scene = paged(shape, shape.contexts[-1], shape.share, shape.question, 1, seed=0)
-    found: dict[str, Any] = {}
-    for rows, keys, warps, stages in (
-        (128, 64, 8, 2), (128, 64, 8, 5), (128, 64, 8, 8), (128, 128, 8, 2), (64, 64, 4, 2),
-        (64, 64, 4, 5),
-    ):  # fmt: skip
-        tiling = PagedTiling(rows, keys, warps, stages)
-        op = functools.partial(
-            paged_kernel, **options(shape), window=None, tiling=tiling,
-            interpret=impl == "pallas_interpret",
-        )  # fmt: skip
-        name = f"rows={rows} keys={keys} warps={warps} stages={stages}"
-        try:
-            seconds = seconds_of(jax.jit(op), [scene.arguments])
-            found[name] = {"seconds": seconds, "flops_per_second": scene.flops(shape) / seconds}
-        except Exception as error:  # a tiling that does not fit the chip is a result
-            found[name] = {"refused": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-    return found
-
-
-STAGES: dict[str, Callable[[Shape, str], dict[str, Any]]] = {
+STAGES: dict[str, Callable[[Shape, str, MutableMapping[str, Any]], None]] = {
     "correctness": stage_correctness,
     "machine": stage_machine,
     "sparse": stage_sparse,
     "decode": stage_decode,
+    "topn": stage_topn,
     "segment": stage_segment,
     "sweep": stage_sweep,
+    "llama": functools.partial(end_to_end, "llama-3-8b"),
+    "mistral": functools.partial(end_to_end, "mistral-7b"),
 }
 
 
 def run_stage(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Run one stage in a process of its own; killed at its limit, and then that is its result."""
+    """Run one stage in a process of its own; where it fails or is killed, what it had found."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "stage.json"
         command = [sys.executable, __file__, "--run", name, "--impl", args.impl, "--out", str(out)]
         command += ["--tiny"] if args.tiny else []
         limit = args.seconds or SECONDS[name]
         start = time.perf_counter()
+        failed = ""
         try:
             done = subprocess.run(command, timeout=limit, capture_output=True, text=True)
+            if done.returncode:
+                lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+                failed = lines[-1][:300]
         except subprocess.TimeoutExpired:
-            return {"failed": f"killed after {limit} s"}
-        if done.returncode or not out.exists():
-            lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-            return {"failed": lines[-1][:300]}
-        result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-        return result | {"stage_seconds": round(time.perf_counter() - start, 1)}
+            failed = f"killed after {limit} s"
+        result: dict[str, Any] = {"stage_seconds": round(time.perf_counter() - start, 1)}
+        if out.exists():
+            result |= json.loads(out.read_text(encoding="utf-8"))
+        return result | ({"failed": failed} if failed else {})
 
 
 def with_fractions(results: dict[str, Any]) -> None:
@@ -298,7 +127,6 @@ def markdown(result: Mapping[str, Any]) -> str:
     for stage, rows in result["stages"].items():
         if "failed" in rows:
             lines.append(f"| {stage} | failed: {rows['failed']} | | | |")
-            continue
         for name, row in rows.items():
             if not isinstance(row, dict):
                 continue
@@ -334,14 +162,12 @@ def main() -> int:
     args = parser.parse_args()
     shape = TINY if args.tiny else Shape()
     if args.run:
-        result = STAGES[args.run](shape, args.impl)
-        Path(args.out).write_text(json.dumps(result), encoding="utf-8")
+        STAGES[args.run](shape, args.impl, Kept(args.out))
         return 0
     stages = args.stage or list(STAGES)
     if args.dry_run:
         for name in stages:
-            summary = (STAGES[name].__doc__ or "").splitlines()[0]
-            print(f"{name}: at most {args.seconds or SECONDS[name]} s. {summary}")
+            print(f"{name}: at most {args.seconds or SECONDS[name]} s")
         return 0
     if args.out and not args.out.endswith(".json"):
         parser.error(f"--out {args.out}: expected a name that ends in .json")
@@ -355,7 +181,8 @@ def main() -> int:
         Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         Path(args.out).with_suffix(".md").write_text(markdown(result), encoding="utf-8")
     print(markdown(result), end="")
-    wrong = not results.get("correctness", {}).get("ok", True)
+    correctness = results.get("correctness", {"ok": True})
+    wrong = not correctness.get("ok", False)
     return 1 if wrong or any("failed" in rows for rows in results.values()) else 0
 
 

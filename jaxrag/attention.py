@@ -5,16 +5,19 @@ the cache it may have written to, and whatever should be stacked over the layers
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxrag.cache import PagePool, PageTable
 from jaxrag.config import ModelConfig
 from jaxrag.errors import ConfigError
 from jaxrag.rope import RopeTable, place, scale_rotary
+from jaxrag.sharding import attention_axes
 from jaxrag.types import Array, Partial, Tokens
 from pallas_kernels import (
     BODIES,
@@ -28,6 +31,7 @@ from pallas_kernels import (
     slot_scores,
     slot_values,
     sparse_attention,
+    topn_attention,
 )
 from pallas_kernels.segment_attention import SAVED as PACKED_OUT
 
@@ -38,6 +42,7 @@ __all__ = [
     "LastQueries",
     "PackedAttend",
     "PagedAttend",
+    "attend_pool",
     "attention_received",
     "check_kernels",
     "merge",
@@ -46,6 +51,7 @@ __all__ = [
     "paged_scores",
     "slot_scores",
     "slot_values",
+    "topn_attention",
 ]
 
 
@@ -89,19 +95,32 @@ class PackedAttend:
         cache: None,
     ) -> tuple[Array, None, tuple[Array, Array] | None]:
         """Place q and k at their positions and attend within the row."""
-        out, _ = segment_attention(
-            place(q, tokens.positions, self.rope, self.config.rope),
-            place(k, tokens.positions, self.rope, self.config.rope),
-            v,
-            tokens.positions,
-            tokens.segments,
-            tokens.examples,
-            scale=self.config.head_dim**-0.5,
-            prefix_visible=self.prefix_visible,
-            window=window,
-            impl=self.config.kernels,
-        )
-        return out, None, (k, v) if self.collect else None
+        config = self.config
+
+        def attend(heads: tuple[Array, ...], rows: tuple[Any, ...], window: Any) -> Array:
+            out, _ = segment_attention(
+                *heads,
+                *rows,
+                scale=config.head_dim**-0.5,
+                prefix_visible=self.prefix_visible,
+                window=window,
+                impl=config.kernels,
+            )
+            return out
+
+        placed = (place(x, tokens.positions, self.rope, config.rope) for x in (q, k))
+        operands = ((*placed, v), (tokens.positions, tokens.segments, tokens.examples), window)
+        if config.kernel_mesh is not None:
+            rows, heads = attention_axes(config.kernel_mesh, q.shape[0], config.num_kv_heads)
+            by_head = PartitionSpec(rows, None, heads, None)
+            attend = jax.shard_map(
+                attend,
+                mesh=config.kernel_mesh,
+                in_specs=(by_head, PartitionSpec(rows), PartitionSpec()),
+                out_specs=by_head,
+                check_vma=False,
+            )
+        return attend(*operands), None, (k, v) if self.collect else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,24 +151,13 @@ class PagedAttend:
     ) -> tuple[Array, PagePool, Array | None]:
         """Write, then attend."""
         pages, cache = self.write(layer, k, v, tokens, cache)
-        table = (self.table.offsets, self.table.slot_position)
-        queries, positions = scale_rotary(q, self.config.rope), tokens.positions
+        table = (pages, self.table.offsets, self.table.slot_position)
         attend: Callable[..., tuple[Array, Array]] = sparse_attention
+        queries, positions = q, tokens.positions
         if q.shape[1] == 1:
-            attend, queries, positions = paged_decode_attention, queries[:, 0], positions[:, 0]
-        out, _ = attend(
-            queries,
-            cache.k,
-            cache.v,
-            pages,
-            *table,
-            positions,
-            self.rope.cos,
-            self.rope.sin,
-            interleaved=self.config.rope.interleaved,
-            scale=self.config.head_dim**-0.5,
-            window=window,
-            impl=self.config.kernels,
+            attend, queries, positions = paged_decode_attention, q[:, 0], positions[:, 0]
+        out, _ = attend_pool(
+            attend, self.config, self.rope, cache, queries, *table, positions, window
         )
         out = out.reshape(q.shape).astype(q.dtype)
         if self.collect is None:
@@ -266,12 +274,52 @@ def attention_received(
     )
 
 
-def check_kernels(kernels: str, num_devices: int) -> None:
-    """ConfigError unless the attention ops have these bodies and they run here."""
-    if kernels != "xla" and num_devices > 1:
-        raise ConfigError(
-            f"kernels={kernels!r} run on one device and the mesh has {num_devices}; choose 'xla'"
+def attend_pool(
+    op: Callable[..., tuple[Array, Array]],
+    config: ModelConfig,
+    rope: RopeTable,
+    pool: PagePool,
+    q: Array,
+    pages: Array,
+    offsets: Array,
+    slot_position: Array,
+    position: Array,
+    window: Array | int | None = None,
+) -> tuple[Array, Array]:
+    """A paged op with the model's scale, rotation and kernels: its out and lse.
+
+    q [B, T, N, H] or [B, N, H] is before rotation, ``position`` [B, T] or [B]. Where the config
+    names a mesh, every device runs the kernel on its rows and its KV heads.
+    """
+
+    def attend(operands: tuple[Array, ...], window: Array | int | None) -> tuple[Array, Array]:
+        bounded = op if window is None else functools.partial(op, window=window)
+        return bounded(
+            *operands,
+            interleaved=config.rope.interleaved,
+            scale=config.head_dim**-0.5,
+            impl=config.kernels,
         )
+
+    tables = (pages, offsets, slot_position, position)
+    operands = (scale_rotary(q, config.rope), pool.k, pool.v, *tables, rope.cos, rope.sin)
+    if config.kernel_mesh is not None:
+        rows, heads = attention_axes(config.kernel_mesh, q.shape[0], config.num_kv_heads)
+        by_head = PartitionSpec(rows, *(None,) * (q.ndim - 3), heads)
+        of_pool = PartitionSpec(None, None, heads)
+        specs = (by_head, of_pool, of_pool, *(PartitionSpec(rows),) * 4, *(PartitionSpec(),) * 2)
+        attend = jax.shard_map(
+            attend,
+            mesh=config.kernel_mesh,
+            in_specs=(specs, PartitionSpec()),
+            out_specs=by_head,
+            check_vma=False,
+        )
+    return attend(operands, window)
+
+
+def check_kernels(kernels: str) -> None:
+    """ConfigError unless the attention ops have these bodies and they run here."""
     try:
         for op in BODIES:
             check_impl(op, kernels)

@@ -8,6 +8,7 @@ from pallas_kernels.paged_scores import paged_scores
 from pallas_kernels.segment_attention import segment_attention
 from pallas_kernels.slot_attention import slot_scores, slot_values
 from pallas_kernels.sparse_attention import sparse_attention
+from pallas_kernels.topn_attention import topn_attention
 
 __all__ = [
     "BODIES",
@@ -23,4 +24,5 @@ __all__ = [
     "slot_scores",
     "slot_values",
     "sparse_attention",
+    "topn_attention",
 ]

@@ -20,6 +20,7 @@ BODIES: dict[str, tuple[Impl, ...]] = {
     "sparse_attention": ("xla", "pallas_triton", "pallas_interpret"),
     "paged_decode_attention": ("xla", "pallas_triton", "pallas_interpret"),
     "segment_attention": ("xla", "pallas_triton", "pallas_interpret"),
+    "topn_attention": ("xla", "pallas_triton", "pallas_interpret"),
 }
 
 

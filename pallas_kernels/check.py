@@ -16,6 +16,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels.paged_decode_attention import paged_decode_attention
 from pallas_kernels.segment_attention import segment_attention
 from pallas_kernels.sparse_attention import sparse_attention
+from pallas_kernels.topn_attention import topn_attention
 from pallas_kernels.triton.paged import PagedTiling, paged_kernel
 
 Array = jax.Array
@@ -28,16 +29,16 @@ CONTEXT = 32_768
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A function that holds one kernel, shapes to compile it for, and what it may use.
+    """A function that holds kernels, shapes to compile it for, and what each may use.
 
     Attributes:
-      op: which op it is a body of. kernel: name of the kernel in the program.
+      op: which op it is a body of. kernels: their names in the program; each is held to the budget.
       registers: most a thread may use. spill_bytes: most a thread may spill, stores and loads.
       The shared memory of a kernel has the chip's limit as its budget: more does not compile.
     """
 
     op: str
-    kernel: str
+    kernels: tuple[str, ...]
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     registers: int = 255
@@ -62,17 +63,26 @@ def _paged(op: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 def _sparse(rows: int, batch: int = 1) -> Case:
     function = _paged(sparse_attention, impl="pallas_triton")
-    return Case("sparse_attention", "paged_attention", function, paged_arguments(batch, rows))
+    return Case("sparse_attention", ("paged_attention",), function, paged_arguments(batch, rows))
 
 
 def _decode(batch: int) -> Case:
     q, *pools, _, cos, sin = paged_arguments(batch, 1)
     arguments = (_Shape((batch, HEADS, DIM), q.dtype), *pools, _ids((batch,)), cos, sin)
     function = _paged(paged_decode_attention, impl="pallas_triton")
-    return Case("paged_decode_attention", "paged_attention", function, arguments, registers=168)
+    kernels = ("paged_attention",)
+    return Case("paged_decode_attention", kernels, function, arguments, registers=168)
 
 
-def _segment(length: int, with_examples: bool) -> Case:
+def _topn(batch: int, n: int) -> Case:
+    q, *pools, _, cos, sin = paged_arguments(batch, 1)
+    arguments = (_Shape((batch, HEADS, DIM), q.dtype), *pools, _ids((batch,)), cos, sin)
+    function = _paged(topn_attention, n=n, renormalise=False, impl="pallas_triton")
+    kernels = ("topn_score", "topn_select", "topn_mix")
+    return Case("topn_attention", kernels, function, arguments)
+
+
+def _segment(length: int, with_examples: bool, gradient: bool = False) -> Case:
     q = _Shape((1, length, HEADS, DIM), jnp.bfloat16)
     kv = _Shape((1, length, KV_HEADS, DIM), jnp.bfloat16)
     row = _ids((1, length))
@@ -80,7 +90,18 @@ def _segment(length: int, with_examples: bool) -> Case:
         segment_attention, scale=DIM**-0.5, prefix_visible=True, impl="pallas_triton"
     )
     arguments = (q, kv, kv, row, row, row if with_examples else None)
-    return Case("segment_attention", "segment_attention", function, arguments)
+    if not gradient:
+        return Case("segment_attention", ("segment_attention",), function, arguments)
+
+    def pulled(d_out: Array, d_lse: Array, *arguments: Array | None) -> tuple[Array, ...]:
+        rows = arguments[3:]
+        _, pull = jax.vjp(lambda *heads: function(*heads, *rows), *arguments[:3])
+        d_heads: tuple[Array, ...] = pull((d_out, d_lse))
+        return d_heads
+
+    kernels = ("segment_attention", "segment_gradient_q", "segment_gradient_kv")
+    lse = _Shape(q.shape[:3], jnp.float32)
+    return Case("segment_attention", kernels, pulled, (q, lse, *arguments))
 
 
 CASES: dict[str, Case] = {
@@ -90,12 +111,15 @@ CASES: dict[str, Case] = {
     "decode_eight_rows": _decode(8),
     "segment_8k": _segment(8_192, False),
     "segment_4k_packed": _segment(4_096, True),
+    "segment_4k_gradient": _segment(4_096, True, gradient=True),
+    "topn_128_of_32k": _topn(1, 128),
+    "topn_512_of_32k_eight_rows": _topn(8, 512),
 }
 
 
 def _tiled(tiling: PagedTiling) -> Case:
     function = _paged(paged_kernel, window=None, interpret=False, tiling=tiling)
-    return Case("sparse_attention", "paged_attention", function, paged_arguments(1, 4_966))
+    return Case("sparse_attention", ("paged_attention",), function, paged_arguments(1, 4_966))
 
 
 def _sorted(x: Array) -> Array:
@@ -117,7 +141,7 @@ BROKEN: dict[str, tuple[Case, str]] = {
     "shared_memory_overflow": (_tiled(PagedTiling(128, 512, warps=8, stages=8)), "shared memory"),
     "spill": (_tiled(PagedTiling(128, 64, warps=1, stages=2)), "spill"),
     "unsupported_primitive": (
-        Case("sparse_attention", "sorted", _sorted, (_Shape((128,), jnp.float32),)),
+        Case("sparse_attention", ("sorted",), _sorted, (_Shape((128,), jnp.float32),)),
         "sort",
     ),
 }

@@ -3,7 +3,7 @@
 TurboRAG Fig. 2 (a), (b), (c) and Block-Attention Fig. 1 are data for this op: the mask follows from
 order, segments and examples (visibility.py), positions are already in the rotated q and k.
 
-Differentiable in q, k and v (reverse mode); the backward pass is the `xla` one for every body.
+Differentiable in q, k and v (reverse mode), once.
 ``out`` and ``lse`` carry the name ``SAVED``, so that a rematerialisation policy can keep them and
 spare the backward pass a second attention.
 """
@@ -140,11 +140,27 @@ def _attend_backward(
     scale: float,
     prefix_visible: bool,
     tile: int,
-    _impl: Impl,
+    impl: Impl,
     residuals: _Residuals,
     cotangents: tuple[Array, Array],
 ) -> tuple[Array, Array, Array, None]:
     q, k, v, out, lse, rule = residuals
+    if impl != "xla":
+        from pallas_kernels.triton.segment_gradient import segment_gradient_kernel
+
+        d_q, d_k, d_v = segment_gradient_kernel(
+            q,
+            k,
+            v,
+            rule,
+            out,
+            lse,
+            *cotangents,
+            scale=scale,
+            prefix_visible=prefix_visible,
+            interpret=impl == "pallas_interpret",
+        )
+        return d_q, d_k, d_v, None
     group, num_kv_heads = q.shape[2] // k.shape[2], k.shape[2]
     live, whole, visible_tile = _tiles(rule, prefix_visible, tile, group)
 

@@ -1,9 +1,10 @@
 """Compile every GPU kernel for an H200 on a machine without a GPU, and hold it to its budget.
 
 Needs the extra `check-kernels` (`make check-kernels` installs it): XLA's CUDA plug-in, which
-compiles for a described chip, and `ptxas`, which says what the kernels it emitted use. Exit status
-1 names what is over budget or does not compile; `--self-test` compiles kernels that are broken on
-purpose and fails unless each is refused for its reason.
+compiles for a described chip, and `ptxas`, which says what the kernels it emitted use. A whole step
+of the model is compiled too, and its memory plan may hold no copy of the pool. Exit status 1 names
+what is over budget or does not compile; `--self-test` compiles kernels that are broken on purpose
+and fails unless each is refused for its reason.
 
     python scripts/check_kernels.py [--only NAME] [--self-test] [--json]
 """
@@ -71,11 +72,12 @@ def usage_of(report: str, kernel: str) -> Usage | None:
 
 
 def shared_of(folder: Path, name: str, kernel: str) -> int:
-    """Shared memory of a block of the kernel, in bytes, as XLA launches it."""
+    """Most shared memory of a block of the kernel, in bytes, as XLA launches it."""
+    launch = re.compile(rf"\b{kernel}(?:_\d+)? .*shared_memory: (\d+) bytes")
     for path in folder.glob(f"*jit_{name}.*thunk_sequence.txt"):
-        found = re.search(rf"\b{kernel} .*shared_memory: (\d+) bytes", path.read_text("utf-8"))
+        found = launch.findall(path.read_text("utf-8"))
         if found:
-            return int(found[1])
+            return max(map(int, found))
     raise RuntimeError(f"XLA launches no kernel {kernel!r}")
 
 
@@ -99,33 +101,145 @@ def assemble(ptx: Path, ptxas: Path) -> str:
     return done.stderr + done.stdout
 
 
-def compile_case(name: str, case: Any, folder: Path, ptxas: Path) -> Usage:
-    """Compile for the H200; raises whatever XLA raises where it cannot."""
-    import jax
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A whole step of the model: some new tokens of each request against the pool.
+
+    ``temporary`` is the budget of its memory plan in bytes, beside what goes in and comes out.
+    """
+
+    rows: int
+    width: int
+    temporary: int
+    model: str = "llama-3-8b"  # of configs/models
+    context: int = 32_768
+    pool_tokens: int = 65_536  # 8 GiB
+    num_layers: int | None = None  # None: all
+
+    def program(self) -> tuple[Any, tuple[Any, ...]]:
+        """The step, its pool donated, and shapes to compile it for."""
+        import jax
+        import jax.numpy as jnp
+
+        from jaxrag.attention import PagedAttend
+        from jaxrag.cache import PAGE, PagePool, PageTable
+        from jaxrag.config import config_from_dict, read_toml
+        from jaxrag.models.decoder import forward
+        from jaxrag.models.spec import Params, init_params
+        from jaxrag.rope import RopeTable
+        from jaxrag.types import FINAL, Tokens
+
+        path = Path(__file__).parents[1] / "configs" / "models" / f"{self.model}.toml"
+        config = config_from_dict(read_toml(path), str(path))
+        layers = self.num_layers or config.num_layers
+        config = dataclasses.replace(config, num_layers=layers, kernels="pallas_triton")
+
+        def numbers(*shape: int) -> Any:
+            return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+        def step(
+            params: Params, pool: PagePool, rope: RopeTable, table: PageTable, *new: jax.Array
+        ) -> tuple[jax.Array, PagePool]:
+            ids, positions, slots = new
+            tokens = Tokens(ids=ids, positions=positions, segments=jnp.full_like(ids, FINAL))
+            attend = PagedAttend(config, rope, table.reveal(slots, positions), slots)
+            hidden, pool, _ = forward(params, config, tokens, pool, attend)
+            return hidden, pool
+
+        num_pages = (self.context + self.width) // PAGE + 1
+        rows = layers * self.pool_tokens // PAGE
+        pool = jax.ShapeDtypeStruct(
+            (rows, PAGE, config.num_kv_heads, config.head_dim), config.dtype
+        )
+        angles = jax.ShapeDtypeStruct((2 * self.context, config.rope.rotary_dim // 2), jnp.float32)
+        table = PageTable(
+            pages=numbers(self.rows, num_pages),
+            offsets=numbers(self.rows, num_pages),
+            slot_position=numbers(self.rows, num_pages * PAGE),
+        )
+        params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+        new = (numbers(self.rows, self.width),) * 3
+        arguments = (params, PagePool(k=pool, v=pool), RopeTable(angles, angles), table, *new)
+        return jax.jit(step, donate_argnums=1), arguments
+
+
+STEPS = {
+    "step_of_1024_tokens": Step(1, 1_024, temporary=1 << 30),
+    "step_of_eight_tokens": Step(8, 1, temporary=256 << 20),
+}
+
+
+def described_mesh() -> Any:
+    """A mesh of one H200 that is not there."""
     from jax.experimental import topologies
-    from jax.sharding import NamedSharding, PartitionSpec
 
     topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x1")
-    mesh = topologies.make_mesh(topology, (1,), ("x",))
+    return topologies.make_mesh(topology, (1,), ("x",))
+
+
+def compiled_for(mesh: Any, function: Any, arguments: tuple[Any, ...]) -> Any:
+    """A jitted function compiled for the chip of the mesh."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
     everywhere = NamedSharding(mesh, PartitionSpec())
     arguments = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), case.arguments
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), arguments
     )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return function.trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
+
+
+def check_step(step: Step) -> dict[str, Any]:
+    """Compile a step: bytes of its memory plan, and the reason it is refused ("": it is not)."""
+    import jax
+
+    try:
+        function, arguments = step.program()
+        plan = compiled_for(described_mesh(), function, arguments).memory_analysis()
+    except Exception as error:  # whatever tracing, lowering or XLA raises is the verdict
+        return {"refused": _first_line(f"{type(error).__name__}: {error}")}
+    pool = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments[1]))
+    found = {
+        "pool_bytes": pool,
+        "temporary_bytes": plan.temp_size_in_bytes,
+        "donated_bytes": plan.alias_size_in_bytes,
+    }
+    refused = ""
+    if plan.temp_size_in_bytes > step.temporary:
+        refused = f"{plan.temp_size_in_bytes} temporary bytes, the budget is {step.temporary}"
+    elif plan.alias_size_in_bytes < pool:
+        refused = f"{plan.alias_size_in_bytes} bytes are donated, the pool has {pool}"
+    return found | {"refused": refused}
+
+
+def compile_case(name: str, case: Any, folder: Path, ptxas: Path) -> Usage:
+    """Compile for the H200: the most that one of its kernels uses; raises whatever XLA raises."""
+    import jax
 
     def checked(*arguments: Any) -> Any:
         return case.function(*arguments)
 
     checked.__name__ = name
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        jax.jit(checked).trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
-    for ptx in sorted(folder.glob(f"*jit_{name}*.ptx")):
-        if f".entry {case.kernel}" not in ptx.read_text(encoding="utf-8"):
-            continue
-        usage = usage_of(assemble(ptx, ptxas), case.kernel)
-        if usage is not None:
-            shared = shared_of(folder, name, case.kernel)
-            return dataclasses.replace(usage, shared_bytes=shared)
-    raise RuntimeError(f"XLA emitted no kernel {case.kernel!r}")
+    compiled_for(described_mesh(), jax.jit(checked), case.arguments)
+    found = [usage_in(folder, name, kernel, ptxas) for kernel in case.kernels]
+    return Usage(*(max(field) for field in zip(*map(dataclasses.astuple, found), strict=True)))
+
+
+def usage_in(folder: Path, name: str, kernel: str, ptxas: Path) -> Usage:
+    """The most that a kernel of a compiled program uses, from the PTX that XLA left behind."""
+    found = []
+    for ptx in sorted(folder.glob(f"*jit_{name}.*ptx")):
+        if f".entry {kernel}" in ptx.read_text(encoding="utf-8"):
+            found.append(usage_of(assemble(ptx, ptxas), kernel))
+    used = [usage for usage in found if usage is not None]
+    if not used:
+        raise RuntimeError(f"XLA emitted no kernel {kernel!r}")
+    return Usage(
+        registers=max(usage.registers for usage in used),
+        spill_bytes=max(usage.spill_bytes for usage in used),
+        shared_bytes=shared_of(folder, name, kernel),
+    )
 
 
 def verdict(usage: Usage, case: Any) -> str:
@@ -176,14 +290,20 @@ def main() -> int:
         jax.config.update("jax_enable_compilation_cache", False)  # what is not compiled has no PTX
         jax.devices()
         reasons = {name: word for name, (_, word) in BROKEN.items()}
-        cases = {name: case for name, (case, _) in BROKEN.items()} if args.self_test else CASES
+        cases: dict[str, Any] = {name: case for name, (case, _) in BROKEN.items()}
+        if not args.self_test:
+            cases = {**CASES, **STEPS}
         if args.only is not None:
             if args.only not in cases:
                 parser.error(f"--only {args.only}: choose one of {', '.join(cases)}")
             cases = {args.only: cases[args.only]}
         ptxas, results, failed = find_ptxas(), {}, []
         for name, case in cases.items():
-            result = results[name] = check(name, case, Path(folder), ptxas)
+            if isinstance(case, Step):
+                result = check_step(case)
+            else:
+                result = check(name, case, Path(folder), ptxas)
+            results[name] = result
             refused = result["refused"]
             wrong = reasons[name] not in refused.lower() if args.self_test else bool(refused)
             if wrong:

@@ -50,7 +50,7 @@ def add_model(parser: argparse.ArgumentParser, required: bool, text: str) -> Non
         "--kernels",
         choices=("xla", "pallas_triton"),
         default="xla",
-        help="body of the attention ops; pallas_triton needs one NVIDIA GPU (xla)",
+        help="body of the attention ops; pallas_triton needs NVIDIA GPUs (xla)",
     )
 
 

@@ -2,13 +2,22 @@
 
 import abc
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxrag.attention import paged_decode_attention, paged_scores, slot_scores, slot_values
+from jaxrag.attention import (
+    attend_pool,
+    paged_decode_attention,
+    paged_scores,
+    slot_scores,
+    slot_values,
+    topn_attention,
+)
 from jaxrag.attention_index import Spec
 from jaxrag.cache import PagePool
 from jaxrag.config import ModelConfig
@@ -60,21 +69,16 @@ class View:
 
     def dense(self) -> Partial:
         """Attention to every key."""
+        return self._attend(paged_decode_attention)
+
+    def top(self, n: int, renormalise: bool) -> Partial:
+        """Attention to the ``n`` keys with the largest weights of every query head."""
+        return self._attend(functools.partial(topn_attention, n=n, renormalise=renormalise))
+
+    def _attend(self, op: Callable[..., tuple[Array, Array]]) -> Partial:
         assert self.q is not None
-        out, lse = paged_decode_attention(
-            scale_rotary(self.q, self.config.rope),
-            self.pool.k,
-            self.pool.v,
-            self.pages,
-            self.offsets,
-            self.slot_position,
-            self.position,
-            self.rope.cos,
-            self.rope.sin,
-            interleaved=self.config.rope.interleaved,
-            scale=self.scale,
-            impl=self.config.kernels,
-        )
+        table = (self.pages, self.offsets, self.slot_position, self.position)
+        out, lse = attend_pool(op, self.config, self.rope, self.pool, self.q, *table)
         return Partial(out=out[:, None], lse=lse[:, None])
 
     def scores(self) -> Array:

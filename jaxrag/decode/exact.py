@@ -89,17 +89,8 @@ class TopN(DecodeRule):
 
     def attend(self, view: View, layer: Array, state: Any) -> tuple[Partial, Any]:
         """Dense in the first layers, then the top N of the softmax."""
-        return lax.cond(layer < self.device_layers, view.dense, lambda: self._top(view)), state
 
-    def _top(self, view: View) -> Partial:
-        everything = view.scores()
-        scores, slots = highest(everything, self.n)
-        kept = view.mix(scores, slots)
-        if self.renormalise:
-            return kept
-        top = everything.max(-1, keepdims=True)
-        top = jnp.where(jnp.isfinite(top), top, 0.0)
-        total = jnp.exp(everything - top).sum(-1)
-        lse = (jnp.log(total) + top[..., 0]).reshape(kept.lse.shape)  # -inf: nothing is seen
-        share = jnp.exp(kept.lse - jnp.where(jnp.isfinite(lse), lse, 0.0))
-        return Partial(out=kept.out * share[..., None], lse=lse)
+        def top() -> Partial:
+            return view.top(self.n, self.renormalise)
+
+        return lax.cond(layer < self.device_layers, view.dense, top), state

@@ -57,7 +57,9 @@ class Model:
 
     def __post_init__(self) -> None:
         """Refuse kernels and a tokenizer that do not fit before anything is computed."""
-        check_kernels(self.config.kernels, 1 if self.mesh is None else self.mesh.size)
+        check_kernels(self.config.kernels)
+        if self.config.kernels != "xla" and self.mesh is not None and self.mesh.size > 1:
+            self.config = dataclasses.replace(self.config, kernel_mesh=self.mesh)
         if self.tokenizer is not None:
             check_vocab(self.tokenizer, self.config)
         if self.cache_tokens is not None and self.cache_tokens < PAGE:
@@ -237,7 +239,7 @@ def load_model(
       dtype: "float32", "bfloat16" or "float16" for parameters, activations and KV; None = as the
         model's config says.
       cache_tokens: size of the paged pool; None = 1 GiB on CPU, half of the free memory on GPU.
-      kernels: which body of the attention ops runs, "xla" or, on one NVIDIA GPU, "pallas_triton".
+      kernels: which body of the attention ops runs, "xla" or, on NVIDIA GPUs, "pallas_triton".
 
     Raises:
       ModelError, ConfigError: a missing, truncated, unsupported or inconsistent directory, or a
@@ -245,7 +247,7 @@ def load_model(
       TokenizerError: a tokenizer that cannot be read or is larger than the vocabulary.
     """
     path = Path(path)
-    check_kernels(kernels, 1 if mesh is None else mesh.size)
+    check_kernels(kernels)
     template = read_prompt(path)
     load = load_checkpoint if is_checkpoint(path) else load_hf
     config, params, tokenizer = load(path, mesh=mesh, dtype=dtype)

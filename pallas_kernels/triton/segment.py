@@ -1,4 +1,4 @@
-"""Packed attention under the block mask as a Triton kernel: forward, visiting live tiles only.
+"""Packed attention under the block mask as a Triton kernel, visiting live tiles only.
 
 One program holds a tile of queries, of one or two heads of a KV head, and visits the key tiles on
 its list: first those that need no mask, then those that do (FlashAttention-2 with the tiles of
@@ -24,7 +24,8 @@ from pallas_kernels.visibility import EMPTY, packed_visible, within_window
 Array = jax.Array
 Ref = Any  # what a kernel reads and writes through
 _State = tuple[Array, Array, Array]  # out, running maximum (base 2), sum of weights
-_Rule = tuple[Array, Array, Array | None, Array | int | None]  # positions .. examples, window
+Rule = tuple[Array, Array, Array | None, Array | int | None]  # positions .. examples, window
+RuleRefs = tuple[Ref, Ref, Ref, Ref]  # positions, segments, examples [T], window [1]
 
 _FLOOR = -1e30
 
@@ -50,7 +51,7 @@ def segment_kernel(
     q: Array,
     k: Array,
     v: Array,
-    rule: _Rule,
+    rule: Rule,
     *,
     scale: float,
     prefix_visible: bool,
@@ -58,7 +59,6 @@ def segment_kernel(
     tiling: SegmentTiling | None = None,
 ) -> tuple[Array, Array]:
     """Arguments and results of ``segment_attention``, the rule in one tuple."""
-    positions, segments, examples, window = rule
     _, length, num_heads, dim = q.shape
     group = num_heads // k.shape[2]
     tiling = tiling or segment_tiling(length, group)
@@ -66,21 +66,11 @@ def segment_kernel(
     # The op pads heads that are no power of two: k and v are activations of the same step.
     width = power_of_two(dim, 16)
     q, k, v = (pad_to(pad_to(x, 1, tile), 3, width) for x in (q, k, v))
-    positions, segments = pad_to(positions, 1, tile), pad_to(segments, 1, tile, EMPTY)
-    batch, padded = segments.shape
+    rows, sight = rows_of(rule, tile, prefix_visible)
+    batch, padded = rows[0].shape
     num_tiles = padded // tile
     q = q.reshape(batch, padded, num_heads // heads, heads, width)
-    if examples is None:
-        examples, with_examples = jnp.zeros_like(segments), False
-    else:
-        examples, with_examples = pad_to(examples, 1, tile), True
-    visit, count = _visits(
-        segments, examples if with_examples else None, tile, prefix_visible, window is not None
-    )
-    bound = jnp.asarray(0 if window is None else window, jnp.int32).reshape(1)
-
-    def row_of(x: Array) -> pl.BlockSpec:
-        return pl.BlockSpec((None, padded), lambda i, n, b: (b, 0))
+    visit, count = listed(chosen_tiles(rows, sight, tile))
 
     def last_first(i: Array) -> Array:
         return num_tiles - 1 - i
@@ -92,19 +82,12 @@ def segment_kernel(
         (None, tile, None, heads, width), lambda i, n, b: (b, last_first(i), n, 0, 0)
     )
     out, lse = pl.pallas_call(
-        functools.partial(
-            _kernel,
-            scale=scale * LOG2_E,
-            prefix_visible=prefix_visible,
-            with_examples=with_examples,
-            windowed=window is not None,
-        ),
+        functools.partial(_kernel, scale=scale * LOG2_E, sight=sight),
         grid=(num_tiles, num_heads // heads, batch),
         in_specs=[
             pl.BlockSpec((None, None, 2), lambda i, n, b: (b, last_first(i), 0)),
             pl.BlockSpec((None, None, 2, num_tiles), lambda i, n, b: (b, last_first(i), 0, 0)),
-            *map(row_of, (positions, segments, examples)),
-            pl.BlockSpec((1,), lambda i, n, b: (0,)),
+            *rule_specs(padded),
             queries,
             keys,
             keys,
@@ -120,24 +103,79 @@ def segment_kernel(
         compiler_params=plt.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
         interpret=interpret,
         name="segment_attention",
-    )(count, visit, positions, segments, examples, bound, q, k, v)
+    )(count, visit, *rows, q, k, v)
     out = out.reshape(batch, padded, num_heads, width)[:, :length, :, :dim]
     return out, lse.reshape(batch, padded, num_heads)[:, :length]
 
 
-def _visits(
-    segments: Array, examples: Array | None, tile: int, prefix_visible: bool, windowed: bool
-) -> tuple[Array, Array]:
-    """Key tiles of every query tile, without and with a mask: [B, I, 2, J], how many [B, I, 2]."""
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """What of the packed rule is known when a kernel is compiled."""
 
-    def of_row(segments: Array, examples: Array | None) -> tuple[Array, Array]:
-        one = None if examples is None else examples[None]
-        return classify_tiles(segments[None], one, tile, prefix_visible)
+    prefix_visible: bool
+    with_examples: bool
+    windowed: bool
 
-    live, whole = jax.vmap(of_row)(segments, examples)
-    if windowed:
+    def sees(
+        self, rule: RuleRefs, q_order: Array, k_order: Array, keys_first: bool = False
+    ) -> Array:
+        """Which queries [R] see which keys [S], by their order in the row: [R, S], or [S, R]."""
+        positions, segments, examples, window = rule
+
+        def query(x: Array) -> Array:
+            return x[None, :] if keys_first else x[:, None]
+
+        def key(x: Array) -> Array:
+            return x[:, None] if keys_first else x[None, :]
+
+        see = packed_visible(
+            query(q_order),
+            key(k_order),
+            query(segments[q_order]),
+            key(segments[k_order]),
+            query(examples[q_order]) if self.with_examples else None,
+            key(examples[k_order]) if self.with_examples else None,
+            self.prefix_visible,
+        )
+        if self.windowed:
+            see &= within_window(query(positions[q_order]), key(positions[k_order]), window[0])
+        return see
+
+
+def rows_of(
+    rule: Rule, tile: int, prefix_visible: bool
+) -> tuple[tuple[Array, Array, Array, Array], Sight]:
+    """positions, segments, examples [B, T'] in whole tiles and window [1], as kernels read them."""
+    positions, segments, examples, window = rule
+    sight = Sight(prefix_visible, examples is not None, window is not None)
+    if examples is None:
+        examples = jnp.zeros_like(segments)
+    bound = jnp.asarray(0 if window is None else window, jnp.int32).reshape(1)
+    positions, examples = pad_to(positions, 1, tile), pad_to(examples, 1, tile)
+    return (positions, pad_to(segments, 1, tile, EMPTY), examples, bound), sight
+
+
+def rule_specs(padded: int) -> list[pl.BlockSpec]:
+    """Block specs of what ``rows_of`` returns, for a grid whose last index is the row."""
+    row = pl.BlockSpec((None, padded), lambda i, n, b: (b, 0))
+    return [row, row, row, pl.BlockSpec((1,), lambda i, n, b: (0,))]
+
+
+def chosen_tiles(rows: tuple[Array, ...], sight: Sight, tile: int) -> Array:
+    """Pairs of query and key tiles to compute without and with a mask: [B, I, 2, J] bool."""
+
+    def of_row(segments: Array, examples: Array) -> tuple[Array, Array]:
+        one = examples[None] if sight.with_examples else None
+        return classify_tiles(segments[None], one, tile, sight.prefix_visible)
+
+    live, whole = jax.vmap(of_row)(rows[1], rows[2])
+    if sight.windowed:
         whole = jnp.zeros_like(whole)
-    chosen = jnp.stack((live & whole, live & ~whole), axis=2)
+    return jnp.stack((live & whole, live & ~whole), axis=2)
+
+
+def listed(chosen: Array) -> tuple[Array, Array]:
+    """The chosen of the last axis first, in order, and how many they are; both int32."""
     order = jnp.argsort(~chosen, axis=-1, stable=True).astype(jnp.int32)
     return order, chosen.sum(-1, dtype=jnp.int32)
 
@@ -156,35 +194,16 @@ def _kernel(
     lse_ref: Ref,
     *,
     scale: float,
-    prefix_visible: bool,
-    with_examples: bool,
-    windowed: bool,
+    sight: Sight,
 ) -> None:
     """One tile of queries of neighbouring heads."""
+    rule = (position_ref, segment_ref, example_ref, window_ref)
     tile, heads, width = q_ref.shape
     num_rows = tile * heads
     precision = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
     q = q_ref[...].reshape(num_rows, width)
     start = (pl.num_programs(0) - 1 - pl.program_id(0)) * tile
     q_order = start + lax.div(lax.iota(jnp.int32, num_rows), heads)
-    q_segment, q_position = segment_ref[q_order], position_ref[q_order]
-    q_example = example_ref[q_order] if with_examples else None
-
-    def visible(first: Array) -> Array:
-        k_order = first + lax.iota(jnp.int32, tile)
-        see = packed_visible(
-            q_order[:, None],
-            k_order[None, :],
-            q_segment[:, None],
-            segment_ref[k_order][None, :],
-            None if q_example is None else q_example[:, None],
-            None if q_example is None else example_ref[k_order][None, :],
-            prefix_visible,
-        )
-        if windowed:
-            near = within_window(q_position[:, None], position_ref[k_order][None, :], window_ref[0])
-            see &= near
-        return see
 
     def update(number: Array, state: _State, *, masked: bool) -> _State:
         out, top, total = state
@@ -192,7 +211,7 @@ def _kernel(
         key, value = k_ref[pl.ds(first, tile), :], v_ref[pl.ds(first, tile), :]
         scores = plt.dot(q, key.T, precision=precision) * scale
         if masked:
-            see = visible(first)
+            see = sight.sees(rule, q_order, first + lax.iota(jnp.int32, tile))
             scores = jnp.where(see, scores, _FLOOR)
         new_top = jnp.maximum(top, scores.max(1))
         weights = jnp.exp2(scores - new_top[:, None])

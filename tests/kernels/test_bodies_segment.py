@@ -1,4 +1,4 @@
-"""The Pallas body of packed attention, interpreted, against the reference body and its gradient."""
+"""The Pallas bodies of packed attention and its gradient, interpreted, against the reference."""
 
 import functools
 
@@ -10,6 +10,7 @@ import pytest
 from jaxrag.segments import example_ids, lay_out
 from pallas_kernels import segment_attention
 from pallas_kernels.triton.segment import SegmentTiling, segment_kernel
+from pallas_kernels.triton.segment_gradient import segment_gradient_kernel
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}
 
@@ -53,18 +54,60 @@ def test_equals_the_reference(rng, kind, window, n, k, prefix_visible):
     assert blind.any() and (np.asarray(out)[blind] == 0).all()
 
 
-def test_gradient_equals_that_of_the_reference(rng):
-    rows, qkv = rows_of("rows", 70), heads(rng, 70, 4, 2, 8)
+def gradient(op, qkv, rows):
+    """Of a scalar that reads out and lse; rows that see nothing do not count."""
 
-    def gradient(impl):
-        def scalar(q, k, v):
-            op = functools.partial(segment_attention, scale=0.3, prefix_visible=False, impl=impl)
-            return (op(q, k, v, *rows)[0] ** 2).sum()
+    def scalar(q, k, v):
+        out, lse = op(q, k, v, *rows)
+        weight = jnp.arange(out.size).reshape(out.shape) % 7 - 3.0
+        seen = jnp.where(jnp.isfinite(lse), lse, 0.0)
+        return (out.astype(jnp.float32) * weight).sum() + (seen**2).sum()
 
-        return jax.jit(jax.grad(scalar, (0, 1, 2)))(*qkv)
+    return jax.jit(jax.grad(scalar, (0, 1, 2)))(*qkv)
 
-    for got, expected in zip(gradient("pallas_interpret"), gradient("xla"), strict=True):
+
+@pytest.mark.parametrize(
+    ("kind", "window", "n", "k"), [("rows", None, 4, 2), ("examples", 9, 3, 1)]
+)
+def test_gradient_equals_that_of_the_reference(rng, kind, window, n, k):
+    rows, qkv = rows_of(kind, 70), heads(rng, 70, n, k, 8)
+    found = [
+        gradient(
+            functools.partial(
+                segment_attention, scale=0.3, prefix_visible=True, window=window, impl=impl
+            ),
+            qkv,
+            rows,
+        )
+        for impl in ("pallas_interpret", "xla")
+    ]
+    for got, expected in zip(*found, strict=True):
+        assert float(jnp.abs(expected).max()) > 0.1
         np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("tile", [16, 64])
+@pytest.mark.parametrize("pack", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["rows", "examples"])
+def test_gradient_product_of_tilings(rng, kind, pack, tile, dtype):
+    length = 150
+    rows, qkv = rows_of(kind, length), heads(rng, length, 8, 2, 16, dtype)
+    op = functools.partial(segment_attention, scale=0.3, prefix_visible=False)
+    (out, lse), pull = jax.vjp(lambda *x: op(*x, *rows), *qkv)
+    d_out = jnp.asarray(rng.normal(size=out.shape), dtype)
+    d_lse = jnp.asarray(rng.normal(size=lse.shape), jnp.float32)
+    expected = pull((d_out, d_lse))
+    found = segment_gradient_kernel(
+        *qkv, (*rows, None), out, lse, d_out, d_lse, scale=0.3, prefix_visible=False,
+        interpret=True, tiling=SegmentTiling(tile, pack, 4, 2),
+    )  # fmt: skip
+    close = {"rtol": 1e-3, "atol": 1e-4} if dtype == jnp.float32 else {"rtol": 5e-2, "atol": 5e-2}
+    for got, other in zip(found, expected, strict=True):
+        assert got.dtype == dtype
+        wide = functools.partial(np.asarray, dtype=np.float32)
+        np.testing.assert_allclose(wide(got), wide(other), **close)
 
 
 @pytest.mark.slow

@@ -12,6 +12,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels.check import BROKEN, CASES
 
+H200 = AbstractMesh(
+    (1,), ("x",), (AxisType.Auto,), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda")
+)
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "check_kernels.py"
 
@@ -52,11 +55,18 @@ def test_over_budget_is_said(script):
 
 def test_an_unsupported_primitive_does_not_lower():
     case, word = BROKEN["unsupported_primitive"]
-    mesh = AbstractMesh(
-        (1,), ("x",), (AxisType.Auto,), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda")
-    )
-    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(Exception, match=word):
+    with jax.sharding.use_abstract_mesh(H200), pytest.raises(Exception, match=word):
         jax.jit(case.function).trace(*case.arguments).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("width", [1, 64])
+def test_a_whole_step_lowers_for_a_gpu(script, width):
+    step = script.Step(2, width, temporary=0, num_layers=2, context=512, pool_tokens=1024)
+    function, arguments = step.program()
+    with jax.sharding.use_abstract_mesh(H200):
+        text = function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("xla.gpu.triton") == 1  # in the scan over the layers
+    assert text.count("tf.aliasing_output") == 2  # both pools are donated
 
 
 @pytest.mark.slow

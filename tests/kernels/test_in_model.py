@@ -7,12 +7,14 @@ import pytest
 
 from jaxrag import prefill
 from jaxrag.config import config_from_dict, config_to_dict
+from jaxrag.decode import TopN
 from jaxrag.errors import ConfigError
 from jaxrag.generation import generate
 from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
 from jaxrag.prefill import Prompt, map_request, unmap
 from jaxrag.segments import lay_out
+from jaxrag.sharding import make_mesh
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +73,62 @@ def test_generated_tokens_are_the_same(rng, models):
     assert answers[0] == answers[1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["cacheblend", "fusionrag"])
+def test_recomputed_tokens_equal_the_reference(rng, models, method):
+    """Laws 3 and 4: the selectors choose the same, and what is computed again is the same."""
+    prompt = a_prompt(rng, 37, 20, 30)
+    got, expected = (
+        online(models[kernels], method, prompt) for kernels in ("pallas_interpret", "xla")
+    )
+    np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_kcache_decodes_the_same_tokens(rng, models):
+    prompt = a_prompt(rng, 30, 20)
+    rule = TopN(n=9, device_layers=1)
+    answers = [
+        generate(
+            prompt.final,
+            documents=list(prompt.chunks),
+            model=model,
+            method="full_reuse",
+            decode=rule,
+            max_new_tokens=6,
+        ).token_ids
+        for model in models.values()
+    ]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 1, 4)])
+def test_law_11_kernels_on_a_mesh_answer_as_on_one_device(rng, tiny_config, models, sizes):
+    config = models["xla"].config
+    many = random_model(
+        dataclasses.replace(config, kernels="pallas_interpret"),
+        mesh=make_mesh(*sizes),
+        cache_tokens=1024,
+    )
+    assert many.config.kernel_mesh is many.mesh
+    documents = [[int(t) for t in rng.integers(3, 101, n)] for n in (30, 17)]
+    questions = [[int(t) for t in rng.integers(3, 101, n)] for n in (9, 4)]
+    results = [
+        generate(questions, documents=documents, model=m, method="turborag", max_new_tokens=4)
+        for m in (models["xla"], many)
+    ]
+    assert [r.token_ids for r in results[0]] == [r.token_ids for r in results[1]]
+
+
 def test_kernels_are_in_no_file_and_no_key(tiny_config):
     config = tiny_config()
     other = dataclasses.replace(config, kernels="pallas_interpret")
     assert config_to_dict(config) == config_to_dict(other)
     assert config_from_dict(config_to_dict(other)) == config
+    for name in ("kernels", "kernel_mesh"):
+        with pytest.raises(ConfigError, match=f"unknown key '{name}'; kernels are chosen where"):
+            config_from_dict({**config_to_dict(config), name: "xla"})
 
 
 def test_unknown_kernels_are_refused(tiny_config):
