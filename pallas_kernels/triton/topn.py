@@ -161,9 +161,10 @@ def _score(
 ) -> None:
     """One tile of keys of one KV head with all its query heads."""
     keys, head = score_ref.shape[1], pl.program_id(1)
+    start = pl.program_id(0) * keys  # the interpreter knows no program inside a branch
     num_rows = q_ref.shape[0]
     precision = lax.Precision.HIGHEST if k_ref.dtype == jnp.float32 else None
-    slot = pl.program_id(0) * keys + lax.iota(jnp.int32, keys)
+    slot = start + lax.iota(jnp.int32, keys)
     number = lax.div(slot, page)
     see = cached_visible(position_ref[0], slot_ref[slot])
     rows = lax.iota(jnp.int32, num_rows)
@@ -179,7 +180,7 @@ def _score(
             zero_padding(q_ref[rows[:, None], cut[which][0][None, :]], cut[which][1])
             for which in used
         ]
-        first = lax.div(pl.program_id(0) * keys, page)
+        first = lax.div(start, page)
 
         def of_page(m: Array, scores: Array) -> Array:
             offset = offset_ref[m]
@@ -200,7 +201,7 @@ def _score(
             moved = offset != offset_ref[jnp.maximum(m - 1, 0)]
             return lax.cond((m == first) | moved, from_here, lambda: scores)
 
-        last = lax.div(pl.program_id(0) * keys + keys - 1, page)
+        last = lax.div(start + keys - 1, page)
         scores = jnp.zeros((num_rows, keys), jnp.float32)
         scores = lax.fori_loop(first, last + 1, of_page, scores)
         return jnp.where(see[None, :], scores, -jnp.inf)
