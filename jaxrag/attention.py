@@ -110,17 +110,18 @@ class PackedAttend:
 
         placed = (place(x, tokens.positions, self.rope, config.rope) for x in (q, k))
         operands = ((*placed, v), (tokens.positions, tokens.segments, tokens.examples), window)
+        call: Callable[..., Array] = attend
         if config.kernel_mesh is not None:
             rows, heads = attention_axes(config.kernel_mesh, q.shape[0], config.num_kv_heads)
             by_head = PartitionSpec(rows, None, heads, None)
-            attend = jax.shard_map(
+            call = jax.shard_map(
                 attend,
                 mesh=config.kernel_mesh,
                 in_specs=(by_head, PartitionSpec(rows), PartitionSpec()),
                 out_specs=by_head,
                 check_vma=False,
             )
-        return attend(*operands), None, (k, v) if self.collect else None
+        return call(*operands), None, (k, v) if self.collect else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,19 +304,20 @@ def attend_pool(
 
     tables = (pages, offsets, slot_position, position)
     operands = (scale_rotary(q, config.rope), pool.k, pool.v, *tables, rope.cos, rope.sin)
+    call: Callable[..., tuple[Array, Array]] = attend
     if config.kernel_mesh is not None:
         rows, heads = attention_axes(config.kernel_mesh, q.shape[0], config.num_kv_heads)
         by_head = PartitionSpec(rows, *(None,) * (q.ndim - 3), heads)
         of_pool = PartitionSpec(None, None, heads)
         specs = (by_head, of_pool, of_pool, *(PartitionSpec(rows),) * 4, *(PartitionSpec(),) * 2)
-        attend = jax.shard_map(
+        call = jax.shard_map(
             attend,
             mesh=config.kernel_mesh,
             in_specs=(specs, PartitionSpec()),
             out_specs=by_head,
             check_vma=False,
         )
-    return attend(operands, window)
+    return call(operands, window)
 
 
 def check_kernels(kernels: str) -> None:

@@ -27,7 +27,9 @@ def check(scene, out, lse, **close):
     assert (np.asarray(out, np.float64)[blind] == 0).all()
 
 
-@pytest.mark.parametrize("rope", ["half", "partial", "interleaved"])
+@pytest.mark.parametrize(
+    "rope", ["half", "interleaved", pytest.param("partial", marks=pytest.mark.slow)]
+)
 def test_sparse_attention_equals_dense_with_poisoned_slots(paged_scene, rope):
     scene = paged_scene(rope)
     check(scene, *run(sparse_attention, scene, impl="pallas_interpret"))

@@ -35,10 +35,16 @@ def heads(rng, length, n, k, h, dtype=jnp.float32):
     return [jnp.asarray(rng.normal(size=(2, length, m, h)), dtype) for m in (n, k, k)]
 
 
-@pytest.mark.parametrize("prefix_visible", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "window", "n", "k"),
-    [("rows", None, 4, 2), ("examples", None, 3, 1), ("rows", 7, 2, 2)],
+    ("kind", "window", "n", "k", "prefix_visible"),
+    [
+        ("rows", None, 4, 2, False),
+        ("examples", None, 3, 1, True),
+        ("rows", 7, 2, 2, True),
+        pytest.param("rows", None, 4, 2, True, marks=pytest.mark.slow),
+        pytest.param("examples", None, 3, 1, False, marks=pytest.mark.slow),
+        pytest.param("examples", 7, 4, 2, False, marks=pytest.mark.slow),
+    ],
 )
 def test_equals_the_reference(rng, kind, window, n, k, prefix_visible):
     length = 83

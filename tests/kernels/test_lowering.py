@@ -41,8 +41,15 @@ def test_every_triton_body_is_checked():
     assert {case.op for case in CASES.values()} == with_triton
 
 
-@pytest.mark.parametrize("op", [sparse_attention, topn_attention])
-@pytest.mark.parametrize(("dim", "interleaved"), [(10, True), (80, False), (256, False)])
+@pytest.mark.parametrize(
+    ("op", "dim", "interleaved"),
+    [
+        (sparse_attention, 10, True),
+        (sparse_attention, 256, False),
+        (topn_attention, 80, False),
+        (topn_attention, 10, True),
+    ],
+)
 def test_odd_heads_lower_too(op, dim, interleaved):
     shape = jax.ShapeDtypeStruct
     kv, ids = shape((40, 16, 2, dim), jnp.bfloat16), functools.partial(shape, dtype=jnp.int32)

@@ -39,7 +39,7 @@ def pool_arguments(rng, config):
     return (rope_table(config.rope, 64), pool, q, *table)
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 1, 4)])
+@pytest.mark.parametrize("sizes", [(2, 1, 2), pytest.param((1, 1, 4), marks=pytest.mark.slow)])
 def test_paged_ops(rng, tiny_config, sizes):
     """Over rows and KV heads; 2 KV heads over 4 devices are computed by each."""
     config = tiny_config(kernels="pallas_interpret")
