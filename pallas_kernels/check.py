@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.bodies import Impl
 from pallas_kernels.paged_decode_attention import paged_decode_attention
 from pallas_kernels.segment_attention import segment_attention
 from pallas_kernels.sparse_attention import sparse_attention
@@ -61,8 +62,8 @@ def _paged(op: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return functools.partial(op, interleaved=False, scale=DIM**-0.5, **options)
 
 
-def _sparse(rows: int, batch: int = 1) -> Case:
-    function = _paged(sparse_attention, impl="pallas_triton")
+def _sparse(rows: int, batch: int = 1, impl: Impl = "pallas_triton") -> Case:
+    function = _paged(sparse_attention, impl=impl)
     return Case("sparse_attention", ("paged_attention",), function, paged_arguments(batch, rows))
 
 

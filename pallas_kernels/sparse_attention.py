@@ -5,6 +5,8 @@ block; what each may see follows from positions and ``slot_position`` alone. Con
 the body; the numbers are those of ``paged_attention``.
 """
 
+from typing import Any
+
 import jax
 
 from pallas_kernels.bodies import Impl, check_impl
@@ -45,7 +47,7 @@ def sparse_attention(
       out [B, T, N, H] in q's dtype, lse [B, T, N] float32; 0 and -inf where nothing is visible.
 
     Raises:
-      KernelError: no such body, or it cannot run on this backend.
+      KernelError: no such body, or it cannot run on this backend or with such heads.
     """
     check_impl("sparse_attention", impl)
     operands = (
@@ -53,10 +55,13 @@ def sparse_attention(
     )  # fmt: skip
     if impl == "xla":
         return paged_attention(*operands, interleaved=interleaved, scale=scale, window=window)
-    from pallas_kernels.triton.paged import paged_kernel
+    options: dict[str, Any] = {"interleaved": interleaved, "scale": scale, "window": window}
+    if impl == "pallas_mosaic":
+        from pallas_kernels.mosaic.paged import paged_mosaic_kernel
 
-    interpret = impl == "pallas_interpret"
-    out, lse = paged_kernel(
-        *operands, interleaved=interleaved, scale=scale, window=window, interpret=interpret
-    )
+        out, lse = paged_mosaic_kernel(*operands, **options)
+    else:
+        from pallas_kernels.triton.paged import paged_kernel
+
+        out, lse = paged_kernel(*operands, **options, interpret=impl == "pallas_interpret")
     return out.astype(q.dtype), lse

@@ -87,7 +87,7 @@ def paged_kernel(
     turned = pad_to(turned.reshape(batch, num_kv_heads, -1, dim), 2, tiling.rows)
     row_position = pad_to(jnp.repeat(query_position, group, axis=1), 1, tiling.rows, -1)
     num_tiles = row_position.shape[1] // tiling.rows
-    splits = tiling.splits or _splits(batch * num_kv_heads * num_tiles, pages.shape[1], page)
+    splits = tiling.splits or splits_for(batch * num_kv_heads * num_tiles, pages.shape[1], page)
 
     low, high = tile_range(row_position, tiling.rows, row_position >= 0)
     live = live_pages(slot_position, page, low, jnp.maximum(high, -1), window)
@@ -169,7 +169,7 @@ def merge_splits(out: Array, lse: Array) -> tuple[Array, Array]:
     return mixed, jnp.where(total > 0, top[:, 0] + jnp.log(total), -jnp.inf)
 
 
-def _splits(programs: int, num_pages: int, page: int) -> int:
+def splits_for(programs: int, num_pages: int, page: int) -> int:
     """Into how many programs the pages of a row tile are split; each keeps 256 slots or more."""
     wanted = -(-_PROGRAMS // programs)
     return max(1, min(wanted, num_pages * page // 256, _MOST_SPLITS))

@@ -48,7 +48,6 @@ def segments_of(live: Array, offsets: Array, splits: int, pages_per_tile: int) -
 
     A split is a whole number of tiles of ``pages_per_tile`` pages where offsets allow.
     """
-    num_pages = live.shape[-1]
     rank = jnp.cumsum(live, axis=-1, dtype=jnp.int32) - 1
     share = -(-(rank[..., -1:] + 1) // (splits * pages_per_tile)) * pages_per_tile
     share = jnp.maximum(share, 1)
@@ -57,6 +56,33 @@ def segments_of(live: Array, offsets: Array, splits: int, pages_per_tile: int) -
     )
     before = jnp.concatenate((jnp.zeros_like(live[..., :1]), live[..., :-1]), axis=-1)
     opens = live & ~(before & alike[:, None] & (rank % share != 0))
+    start, stop = _ranges(live, opens)
+    below = (rank // share)[..., None] < jnp.arange(splits + 1)
+    first = (opens[..., None] & below).sum(-2, dtype=jnp.int32)
+    return Segments(start, stop, first)
+
+
+def tiles_of(live: Array, offsets: Array, splits: int, pages_per_tile: int) -> Segments:
+    """Cut live pages [B, I, M] into ranges of at most ``pages_per_tile``, evenly over the splits.
+
+    A range is a key tile: neighbouring live pages with one offset.
+    """
+    alike = jnp.concatenate(
+        (jnp.zeros_like(offsets[:, :1], bool), offsets[:, 1:] == offsets[:, :-1]), axis=1
+    )
+    before = jnp.concatenate((jnp.zeros_like(live[..., :1]), live[..., :-1]), axis=-1)
+    page = lax.broadcasted_iota(jnp.int32, live.shape, live.ndim - 1)
+    run = lax.cummax(jnp.where(live & ~(before & alike[:, None]), page, 0), axis=live.ndim - 1)
+    opens = live & ((page - run) % pages_per_tile == 0)
+    start, stop = _ranges(live, opens)
+    count = opens.sum(-1, dtype=jnp.int32)[..., None]
+    first = count * jnp.arange(splits + 1, dtype=jnp.int32) // splits
+    return Segments(start, stop, first)
+
+
+def _ranges(live: Array, opens: Array) -> tuple[Array, Array]:
+    """Start and end of every range of live pages, in order; one begins wherever ``opens``."""
+    num_pages = live.shape[-1]
     goes_on = jnp.concatenate((live & ~opens, jnp.zeros_like(live[..., :1])), axis=-1)[..., 1:]
     closes = live & ~goes_on
     number = jnp.cumsum(opens, axis=-1, dtype=jnp.int32) - 1
@@ -68,6 +94,4 @@ def segments_of(live: Array, offsets: Array, splits: int, pages_per_tile: int) -
         empty = jnp.zeros(live.shape, jnp.int32)
         return empty.at[rows[:, :, None], tiles[None], at].set(values, mode="drop")
 
-    below = (rank // share)[..., None] < jnp.arange(splits + 1)
-    first = (opens[..., None] & below).sum(-2, dtype=jnp.int32)
-    return Segments(start=listed(opens, page), stop=listed(closes, page + 1), first=first)
+    return listed(opens, page), listed(closes, page + 1)
