@@ -150,6 +150,29 @@ def beside(
         found[name] = {"seconds": seconds, "flops_per_second": flops / seconds}
 
 
+def stage_mosaic(shape: Shape, impl: str, found: Found) -> None:
+    """The Mosaic body of the sparse op: its numbers at both contexts, then its time."""
+    import jax
+
+    from pallas_kernels import sparse_attention
+
+    def call(body: str) -> Callable[..., Any]:
+        return jax.jit(functools.partial(sparse_attention, **options(shape), impl=body))
+
+    for context in shape.contexts:
+        for rows, share in (("recomputed", shape.share), ("question", 0.0)):
+            scene = paged(shape, context, share, shape.question, 1, seed=context)
+            got, expected = (call(body)(*scene.arguments) for body in ("pallas_mosaic", "xla"))
+            row = difference(got, expected)
+            ok = row["out"] < 0.03 and row["lse"] < 0.03 and bool(row["blind_agree"])
+            seconds = seconds_of(call("pallas_mosaic"), [scene.arguments])
+            found[f"{rows} {context}"] = {
+                "seconds": seconds, "flops_per_second": scene.flops(shape) / seconds,
+                **row, "ok": ok,
+            }  # fmt: skip
+    found["ok"] = all(row["ok"] for row in found.values())
+
+
 def stage_decode(shape: Shape, impl: str, found: Found) -> None:
     """Bytes per second of the KV that a decode step reads."""
     import jax

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import paged_attention, paged_decode_attention, sparse_attention
 from pallas_kernels.triton.paged import PagedTiling, merge_splits, paged_kernel
-from pallas_kernels.triton.work import live_pages, segments_of
+from pallas_kernels.triton.work import live_pages, segments_of, tiles_of
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}
 
@@ -120,6 +120,35 @@ def test_segments_are_ranges_of_live_pages_with_one_offset(rng):
                 here = slice(first[split], first[split + 1])
                 ranges = np.stack((got.start[b, i, here], got.stop[b, i, here]), -1).tolist()
                 assert ranges == expected[split], (trial, split)
+
+
+def slow_tiles(live, offsets, pages_per_tile):
+    """Page by page: [start, stop] of every tile."""
+    found = []
+    for m in np.flatnonzero(live):
+        last = found[-1] if found else None
+        grows = last is not None and last[1] == m and offsets[m] == offsets[m - 1]
+        if grows and last[1] - last[0] < pages_per_tile:
+            last[1] = m + 1
+        else:
+            found.append([m, m + 1])
+    return found
+
+
+def test_tiles_are_short_ranges_of_live_pages_with_one_offset(rng):
+    for trial in range(30):
+        pages, splits, per_tile = 23, int(rng.integers(1, 5)), int(rng.integers(1, 5))
+        live = rng.random((2, 3, pages)) < rng.choice([0.1, 0.6, 1.0])
+        offsets = np.sort(rng.integers(0, 4, (2, pages)), axis=1).astype(np.int32)
+        got = tiles_of(jnp.asarray(live), jnp.asarray(offsets), splits, per_tile)
+        for b, i in np.ndindex(2, 3):
+            expected = slow_tiles(live[b, i], offsets[b], per_tile)
+            first = np.asarray(got.first[b, i])
+            assert (first[0], first[-1]) == (0, len(expected))
+            sizes = np.diff(first)
+            assert sizes.min() >= 0 and sizes.max() - sizes.min() <= 1
+            ranges = np.stack((got.start[b, i], got.stop[b, i]), -1)[: len(expected)].tolist()
+            assert ranges == expected, trial
 
 
 def test_pages_that_nobody_can_see_are_left_out():

@@ -30,15 +30,18 @@ def lowered(function, arguments):
         return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
+CALLS = {"pallas_triton": "xla.gpu.triton", "pallas_mosaic": "mosaic_gpu"}  # what a body becomes
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_every_checked_kernel_lowers_for_a_gpu(case):
-    assert "xla.gpu.triton" in lowered(case.function, case.arguments)
+    assert CALLS[case.impl] in lowered(case.function, case.arguments)
 
 
-def test_every_triton_body_is_checked():
+def test_every_gpu_body_is_checked():
     """An interpreted check is no check of a GPU: each is paired with a lowering."""
-    with_triton = {op for op, bodies in BODIES.items() if "pallas_triton" in bodies}
-    assert {case.op for case in CASES.values()} == with_triton
+    bodies = {(op, impl) for op, impls in BODIES.items() for impl in impls if impl in CALLS}
+    assert {(case.op, case.impl) for case in CASES.values()} == bodies
 
 
 @pytest.mark.parametrize(
@@ -73,8 +76,19 @@ def test_a_body_that_cannot_run_here_refuses_by_name(op):
     check_impl(op, "pallas_interpret")
 
 
+def test_mosaic_names_the_heads_it_does_not_take():
+    shape = jax.ShapeDtypeStruct
+    kv, ids = shape((40, 16, 2, 64), jnp.bfloat16), functools.partial(shape, dtype=jnp.int32)
+    table = shape((512, 32), jnp.float32)
+    arguments = (shape((1, 70, 6, 64), jnp.bfloat16), kv, kv, ids((1, 32)), ids((1, 32)),
+                 ids((1, 512)), ids((1, 70)), table, table)  # fmt: skip
+    call = functools.partial(sparse_attention, interleaved=False, scale=0.1, impl="pallas_mosaic")
+    with pytest.raises(KernelError, match="takes 16-bit heads of 128 .* not 64 dimensions"):
+        lowered(call, arguments)
+
+
 def test_the_choice_is_refused_before_anything_is_loaded():
-    assert KERNELS == IMPLS
+    assert set(IMPLS) - set(KERNELS) == {"pallas_mosaic"}  # of one op, and verified nowhere
     with pytest.raises(ConfigError, match="kernels='pallas_triton': .* needs an NVIDIA GPU"):
         check_kernels("pallas_triton")
     check_kernels("pallas_interpret")
