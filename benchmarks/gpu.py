@@ -141,8 +141,9 @@ def markdown(result: Mapping[str, Any]) -> str:
                 )
                 share = f"{row['of_roofline']:.0%}" if "of_roofline" in row else ""
                 shown = f"{rate / 1e12:.3g} T/s" if rate else ""
+                said = "" if row.get("ok", True) else ": DIFFERS"
                 lines.append(
-                    f"| {stage} | {name} | {row['seconds'] * 1e3:.3f} | {shown} | {share} |"
+                    f"| {stage} | {name}{said} | {row['seconds'] * 1e3:.3f} | {shown} | {share} |"
                 )
             elif "ok" in row:
                 verdict = "equal" if row["ok"] else "DIFFERS"

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,8 +66,8 @@ def test_a_whole_step_lowers_for_a_gpu(script, width):
     function, arguments = step.program()
     with jax.sharding.use_abstract_mesh(H200):
         text = function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("xla.gpu.triton") == 1  # in the scan over the layers
-    assert text.count("tf.aliasing_output") == 2  # both pools are donated
+    assert len(re.findall(r"custom_call @\S*triton", text)) == 1  # in the scan over the layers
+    assert text.count("tf.aliasing_output") + text.count("jax.buffer_donor") == 2  # both pools
 
 
 @pytest.mark.slow
