@@ -5,7 +5,6 @@ the cache it may have written to, and whatever should be stacked over the layers
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -294,9 +293,10 @@ def attend_pool(
     """
 
     def attend(operands: tuple[Array, ...], window: Array | int | None) -> tuple[Array, Array]:
-        bounded = op if window is None else functools.partial(op, window=window)
-        return bounded(
+        limits: dict[str, Any] = {} if window is None else {"window": window}
+        return op(
             *operands,
+            **limits,
             interleaved=config.rope.interleaved,
             scale=config.head_dim**-0.5,
             impl=config.kernels,

@@ -68,7 +68,7 @@ def segment_gradient_kernel(
     batch, padded = rows[0].shape
     num_tiles = padded // tile
     chosen = chosen_tiles(rows, sight, tile)
-    static = {"scale": scale, "sight": sight}
+    static: dict[str, Any] = {"scale": scale, "sight": sight}
     options: dict[str, Any] = {
         "compiler_params": plt.CompilerParams(num_warps=8, num_stages=2),
         "interpret": interpret,
