@@ -92,7 +92,9 @@ def run_stage(name: str, args: argparse.Namespace) -> dict[str, Any]:
         start = time.perf_counter()
         failed = ""
         try:
-            done = subprocess.run(command, timeout=limit, capture_output=True, text=True)
+            # Unfiltered, so that the last line of a failure is its message.
+            env = {**os.environ, "JAX_TRACEBACK_FILTERING": "off"}
+            done = subprocess.run(command, timeout=limit, capture_output=True, text=True, env=env)
             if done.returncode:
                 lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
                 failed = lines[-1][:300]
