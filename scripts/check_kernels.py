@@ -281,6 +281,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         # Before jax is imported: no device is opened, nothing is tuned on one, PTX is kept.
         os.environ |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        os.environ["LLVM_DISABLE_SYMBOLIZATION"] = "1"  # or each remark of MLIR names its stack
         os.environ["XLA_FLAGS"] = " ".join(
             (
                 os.environ.get("XLA_FLAGS", ""),
