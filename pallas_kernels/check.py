@@ -144,7 +144,7 @@ def _sorted(x: Array) -> Array:
 # Name -> the case, and a word of the reason that it must be refused for.
 BROKEN: dict[str, tuple[Case, str]] = {
     "shared_memory_overflow": (_tiled(PagedTiling(128, 512, warps=8, stages=8)), "shared memory"),
-    "spill": (_tiled(PagedTiling(128, 64, warps=1, stages=2)), "spill"),
+    "spill": (_tiled(PagedTiling(128, 64, warps=2, stages=2)), "spill"),
     "unsupported_primitive": (
         Case("sparse_attention", ("sorted",), _sorted, (_Shape((128,), jnp.float32),)),
         "sort",
