@@ -34,7 +34,7 @@ class Case:
 
     Attributes:
       op, impl: of which op it is which body. kernels: their names in the program; each is held to
-        the budget. None of Mosaic's: XLA leaves no PTX of them behind.
+        the budget.
       registers: most a thread may use. spill_bytes: most a thread may spill, stores and loads.
       The shared memory of a kernel has the chip's limit as its budget: more does not compile.
     """
@@ -66,8 +66,8 @@ def _paged(op: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 def _sparse(rows: int, batch: int = 1, impl: Impl = "pallas_triton") -> Case:
     function = _paged(sparse_attention, impl=impl)
-    kernels = ("paged_attention",) if impl == "pallas_triton" else ()
-    return Case("sparse_attention", kernels, function, paged_arguments(batch, rows), impl=impl)
+    kernel = "paged_attention" if impl == "pallas_triton" else "anonymous_mosaic_gpu_kernel"
+    return Case("sparse_attention", (kernel,), function, paged_arguments(batch, rows), impl=impl)
 
 
 def _decode(batch: int) -> Case:
