@@ -150,10 +150,12 @@ class Step:
 
         num_pages = (self.context + self.width) // PAGE + 1
         rows = layers * self.pool_tokens // PAGE
-        pool = jax.ShapeDtypeStruct(
+        pool: Any = jax.ShapeDtypeStruct(
             (rows, PAGE, config.num_kv_heads, config.head_dim), config.dtype
         )
-        angles = jax.ShapeDtypeStruct((2 * self.context, config.rope.rotary_dim // 2), jnp.float32)
+        angles: Any = jax.ShapeDtypeStruct(
+            (2 * self.context, config.rope.rotary_dim // 2), jnp.float32
+        )
         table = PageTable(
             pages=numbers(self.rows, num_pages),
             offsets=numbers(self.rows, num_pages),
@@ -295,7 +297,7 @@ def _first_line(text: str) -> str:
 
 def main() -> int:
     """Check, and say what was found."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", metavar="NAME", help="one case")
     parser.add_argument("--self-test", action="store_true", help="compile the broken ones instead")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
