@@ -1,11 +1,12 @@
 """Every Triton body is accepted for a GPU where there is none; and who refuses to run where."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
 from jaxrag.attention import check_kernels
 from jaxrag.config import KERNELS
@@ -74,6 +75,17 @@ def test_a_body_that_cannot_run_here_refuses_by_name(op):
     with pytest.raises(KernelError, match=f"{op} has no body 'cuda': choose one of xla, "):
         check_impl(op, "cuda")
     check_impl(op, "pallas_interpret")
+
+
+def test_values_of_the_top_n_may_lie_in_host_memory():
+    """They reach the kernel as they are: nothing moves them to the device."""
+    case = CASES["topn_128_of_32k"]
+    host = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    q, k_pool, v_pool, *rest = case.arguments
+    away = jax.ShapeDtypeStruct(v_pool.shape, v_pool.dtype, sharding=host)
+    text = lowered(case.function, (q, k_pool, away, *rest))
+    assert re.search(r"%arg2: tensor<[^>]*> {mhlo.memory_kind = \"pinned_host\"", text)
+    assert "annotate_device_placement" not in text
 
 
 def test_mosaic_names_the_heads_it_does_not_take():
