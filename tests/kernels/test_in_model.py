@@ -35,7 +35,8 @@ def a_prompt(rng, *chunks):
 
 
 def online(model, method, prompt):
-    mapped = map_request(model, model.memory, METHODS[method], prompt, reserve_tokens=0)
+    method = METHODS[method] if isinstance(method, str) else method
+    mapped = map_request(model, model.memory, method, prompt, reserve_tokens=0)
     try:
         return np.asarray(prefill.prefill(model, [mapped])[0][0])
     finally:
@@ -74,7 +75,14 @@ def test_generated_tokens_are_the_same(rng, models):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["cacheblend", "fusionrag"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        METHODS["cacheblend"],
+        dataclasses.replace(METHODS["fusionrag"], encoder="isolated", first_encoder=None),
+    ],
+    ids=["kv_deviation", "query_guided"],
+)
 def test_recomputed_tokens_equal_the_reference(rng, models, method):
     """Laws 3 and 4: the selectors choose the same, and what is computed again is the same."""
     prompt = a_prompt(rng, 37, 20, 30)
