@@ -15,6 +15,7 @@ from jaxrag.attention import PagedAttend
 from jaxrag.cache import PagePool, PageTable
 from jaxrag.config import ModelConfig
 from jaxrag.decode import (
+    Carried,
     DecodeAttend,
     DecodeRule,
     Decoding,
@@ -31,6 +32,7 @@ from jaxrag.errors import RequestError
 from jaxrag.models.decoder import forward, unembed
 from jaxrag.models.model import Model
 from jaxrag.models.spec import Params
+from jaxrag.offload import HostValues
 from jaxrag.prefill import Mapped, run_tokens
 from jaxrag.rope import RopeTable
 from jaxrag.sampling import Sampling, sample
@@ -78,14 +80,18 @@ def decode(
     The caller stops when it has enough; pages must have been reserved for every token that is run.
     A larger block means fewer waits of the host for the device. Tokens attend by ``rule``; ``bank``
     holds the queries that it asked prefill for. ``room`` is the most tokens that will be run; None:
-    as many as pages were reserved for.
+    as many as pages were reserved for; 0: the first token is all, and no rule is prepared.
     """
+    rule.check_values(model.value_layers)
     rows = logits.shape[0]
     pad = rows - len(requests)
     hidden_slot = table.slot_position.shape[1]
     position = np.array([r.next_position for r in requests] + [-1] * pad, np.int32)
     slot = np.array([r.next_slot for r in requests] + [hidden_slot] * pad, np.int32)
     token_index = np.zeros(rows, np.int32)
+    if room == 0:
+        yield np.asarray(_sample(logits, settings, token_index))[:, None]
+        return
     host = None if rule.searches is None else host_search(model)
     decoding = start_decoding(model, requests, table, rule, bank, position, slot, host, room)
     ids = _sample(logits, settings, token_index)
@@ -97,7 +103,7 @@ def decode(
             batch = [model.put_batch(x, rows) for x in (position, slot, token_index)]
             model.cache.pool, table, decoding, ids, new = _decode_block(
                 model.params, model.config, rope, model.cache.pool, table, decoding, settings, ids,
-                *batch, block, rule, host,
+                *batch, block, rule, host, model.cache.values,
             )  # fmt: skip
             position = np.where(position >= 0, position + block, -1).astype(np.int32)
             slot = np.where(position >= 0, slot + block, slot).astype(np.int32)
@@ -151,10 +157,23 @@ def start_decoding(
     state: Any
     if isinstance(rule, Retrieval):
         assert host is not None
-        state = index_keys(host, *common, order, last, bank, rule, room)
+        carried = [_carried(request) for request in requests]
+        carried += [[] for _ in range(rows - len(requests))]
+        state = index_keys(host, *common, order, last, bank, rule, room, carried)
     else:
         state = prepare(*common, placed, model.put_batch(last, rows), bank, rule, room)
     return Decoding(order=placed, state=state)
+
+
+def _carried(request: Mapped) -> list[Carried]:
+    """The chunks of a request that may have been stored with indexes."""
+    if request.store is None:
+        return []
+    return [
+        Carried(request.store, part.key, part.position, part.slots)
+        for part in request.parts
+        if part.key and not part.kept
+    ]
 
 
 @jax.jit
@@ -165,7 +184,7 @@ def _sample(logits: Array, settings: SamplingRows, token_index: Array) -> Array:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("config", "block", "rule", "host"),
+    static_argnames=("config", "block", "rule", "host", "values"),
     donate_argnames=("pool", "decoding"),
 )
 def _decode_block(
@@ -183,6 +202,7 @@ def _decode_block(
     block: int,
     rule: DecodeRule,
     host: HostSearch | None,
+    values: HostValues | None,
 ) -> tuple[PagePool, PageTable, Decoding | None, Array, Array]:
     """Feed ``ids`` [B] back, sample ``block`` more.
 
@@ -199,8 +219,9 @@ def _decode_block(
                 params, config, rope, pool, table, ids[:, None], at, to
             )
         else:
+            new = (ids[:, None], at, to)
             hidden, pool, table, decoding = run_by_rule(
-                params, config, rope, pool, table, decoding, ids[:, None], at, to, rule, host
+                params, config, rope, pool, table, decoding, *new, rule, host, values
             )
         logits = unembed(params, hidden[:, 0])
         ids = _sample(logits, settings, token_index + n + 1)
@@ -222,11 +243,13 @@ def run_by_rule(
     slots: Array,
     rule: DecodeRule,
     host: HostSearch | None,
+    values: HostValues | None = None,
 ) -> tuple[Array, PagePool, PageTable, Decoding]:
     """As ``prefill.run_tokens`` for one token a row, [B, 1], attending by the rule."""
     table = table.reveal(slots, positions)
     tokens = Tokens(ids=ids, positions=positions, segments=jnp.full_like(ids, FINAL))
-    attend = DecodeAttend(PagedAttend(config, rope, table, slots), rule, decoding.order, host)
+    paged = PagedAttend(config, rope, table, slots, values=values)
+    attend = DecodeAttend(paged, rule, decoding.order, host)
     hidden, (pool, state), _ = forward(params, config, tokens, (pool, decoding.state), attend)
     return hidden, pool, table, decoding.replace(state=state)
 

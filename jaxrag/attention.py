@@ -5,6 +5,7 @@ the cache it may have written to, and whatever should be stacked over the layers
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -14,7 +15,8 @@ from jax.sharding import PartitionSpec
 
 from jaxrag.cache import PagePool, PageTable
 from jaxrag.config import ModelConfig
-from jaxrag.errors import ConfigError
+from jaxrag.errors import ConfigError, RequestError
+from jaxrag.offload import HostValues
 from jaxrag.rope import RopeTable, place, scale_rotary
 from jaxrag.sharding import attention_axes
 from jaxrag.types import Array, Partial, Tokens
@@ -27,6 +29,7 @@ from pallas_kernels import (
     paged_decode_attention,
     paged_scores,
     segment_attention,
+    slot_mixture,
     slot_scores,
     slot_values,
     sparse_attention,
@@ -48,6 +51,7 @@ __all__ = [
     "paged_attention",
     "paged_decode_attention",
     "paged_scores",
+    "slot_mixture",
     "slot_scores",
     "slot_values",
     "topn_attention",
@@ -130,7 +134,8 @@ class PagedAttend:
     ``table`` must already show the new tokens' slots (PageTable.reveal). ``slots`` [B, T] are the
     request's slots to write to; a slot beyond the table is padding and is dropped. With ``collect``
     [B, W] int32, the queries before rotation of these tokens of the call are stacked over the
-    layers: [L, B, W, N, H].
+    layers: [L, B, W, N, H]. ``values`` is where V of some layers lies in host memory: it is written
+    there, and V of the requests' pages is brought in for as long as the layer runs.
     """
 
     config: ModelConfig
@@ -138,6 +143,7 @@ class PagedAttend:
     table: PageTable
     slots: Array
     collect: Array | None = None
+    values: HostValues | None = None
 
     def __call__(
         self,
@@ -150,19 +156,46 @@ class PagedAttend:
         cache: PagePool,
     ) -> tuple[Array, PagePool, Array | None]:
         """Write, then attend."""
+        if self.values is None and cache.v.shape != cache.k.shape:
+            raise RequestError(
+                "V of some layers lies in host memory, where only prefill and decode rule 'topn' "
+                "read it; load the model without value_layers"
+            )
         pages, cache = self.write(layer, k, v, tokens, cache)
-        table = (pages, self.table.offsets, self.table.slot_position)
-        attend: Callable[..., tuple[Array, Array]] = sparse_attention
-        queries, positions = q, tokens.positions
-        if q.shape[1] == 1:
-            attend, queries, positions = paged_decode_attention, q[:, 0], positions[:, 0]
-        out, _ = attend_pool(
-            attend, self.config, self.rope, cache, queries, *table, positions, window
-        )
-        out = out.reshape(q.shape).astype(q.dtype)
+
+        def attend(v_pool: Array, v_pages: Array | None = None) -> Array:
+            table = (pages, self.table.offsets, self.table.slot_position)
+            op: Callable[..., tuple[Array, Array]] = sparse_attention
+            queries, positions = q, tokens.positions
+            if v_pages is not None:  # only XLA reads K and V at different pages
+                op = functools.partial(paged_attention, v_pages=v_pages)
+            elif q.shape[1] == 1:
+                op, queries, positions = paged_decode_attention, q[:, 0], positions[:, 0]
+            pool = PagePool(k=cache.k, v=v_pool)
+            out, _ = attend_pool(
+                op, self.config, self.rope, pool, queries, *table, positions, window
+            )
+            return out.reshape(q.shape).astype(q.dtype)
+
+        if self.values is None:
+            out = attend(cache.v)
+        elif self.values.first_layer == 0:
+            out = self._far(layer, v.astype(cache.v.dtype), attend)
+        else:
+            far = functools.partial(self._far, layer, v.astype(cache.v.dtype), attend)
+            on_device = layer < self.values.first_layer
+            out = jax.lax.cond(on_device, lambda: attend(cache.v), far)
         if self.collect is None:
             return out, cache, None
         return out, cache, jnp.take_along_axis(q, self.collect[:, :, None, None], axis=1)
+
+    def _far(self, layer: Array, v: Array, attend: Callable[[Array, Array | None], Array]) -> Array:
+        """Attend to V of the requests' pages from host memory."""
+        assert self.values is not None
+        pages = self.table.pages
+        read = self.values.pages(layer, pages, self.slots, v)
+        own = jnp.arange(pages.size, dtype=jnp.int32).reshape(pages.shape)
+        return attend(read.reshape(-1, *read.shape[2:]), own)
 
     def write(
         self, layer: Array, k: Array, v: Array, tokens: Tokens, cache: PagePool
@@ -294,12 +327,13 @@ def attend_pool(
 
     def attend(operands: tuple[Array, ...], window: Array | int | None) -> tuple[Array, Array]:
         limits: dict[str, Any] = {} if window is None else {"window": window}
+        if config.kernels != "xla":
+            limits["impl"] = config.kernels
         return op(
             *operands,
             **limits,
             interleaved=config.rope.interleaved,
             scale=config.head_dim**-0.5,
-            impl=config.kernels,
         )
 
     tables = (pages, offsets, slot_position, position)

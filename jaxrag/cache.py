@@ -7,6 +7,7 @@ released when it ends.
 """
 
 import dataclasses
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from flax import struct
 
 from jaxrag.config import ModelConfig
 from jaxrag.errors import RequestError
-from jaxrag.offload import StagingBuffers
+from jaxrag.offload import HostValues, StagingBuffers, host_buffer
 from jaxrag.segments import bucket
 from jaxrag.types import HIDDEN, Array, HostArray
 
@@ -27,7 +28,11 @@ MIN_TABLE_PAGES = 256  # tables are padded to powers of two from here; hidden pa
 
 
 class PagePool(struct.PyTreeNode):
-    """One buffer for all layers: page p of layer l is row p + l * P."""
+    """One buffer for all layers: page p of layer l is row p + l * P.
+
+    Where V of some layers lies in host memory (``offload.HostValues``), ``v`` ends before them, and
+    what is written there is dropped.
+    """
 
     k: Array  # [L*P, page, K, H]
     v: Array  # [L*P, page, K, H]
@@ -62,11 +67,17 @@ class PageTable(struct.PyTreeNode):
         )
 
 
-def empty_pool(config: ModelConfig, num_pages: int, sharding: Any = None) -> PagePool:
-    """A pool of zeros with ``num_pages`` pages a layer."""
-    shape = (config.num_layers * num_pages, PAGE, config.num_kv_heads, config.head_dim)
+def empty_pool(
+    config: ModelConfig, num_pages: int, sharding: Any = None, value_layers: int | None = None
+) -> PagePool:
+    """A pool of zeros with ``num_pages`` pages a layer; V of the first ``value_layers`` layers."""
+    page = (PAGE, config.num_kv_heads, config.head_dim)
+    rows = config.num_layers * num_pages
+    v_rows = rows if value_layers is None else value_layers * num_pages
     make = jax.jit(
-        lambda: PagePool(k=jnp.zeros(shape, config.dtype), v=jnp.zeros(shape, config.dtype)),
+        lambda: PagePool(
+            k=jnp.zeros((rows, *page), config.dtype), v=jnp.zeros((v_rows, *page), config.dtype)
+        ),
         out_shardings=sharding,
     )
     return make()
@@ -149,10 +160,14 @@ class PagedCache:
     """A pool on the device and the record of who owns its pages.
 
     ``pool`` is replaced by every jitted call that writes to it (the buffer itself is donated).
+    ``host`` [L - n, P, page, K, H] is the memory behind ``values``, V of the layers from n on; both
+    are None where the pool holds V of all layers.
     """
 
     pool: PagePool
     owners: PageOwners
+    host: HostArray | None = None
+    values: HostValues | None = None
     staging: StagingBuffers = dataclasses.field(default_factory=StagingBuffers)
 
     def staging_buffer(self, config: ModelConfig, tokens: int) -> HostArray:
@@ -161,10 +176,34 @@ class PagedCache:
         return self.staging.take(shape, jnp.dtype(config.dtype))
 
     @classmethod
-    def create(cls, config: ModelConfig, tokens: int, sharding: Any = None) -> "PagedCache":
-        """A pool that holds this many tokens, rounded up to whole pages."""
+    def create(
+        cls,
+        config: ModelConfig,
+        tokens: int,
+        sharding: Any = None,
+        value_layers: int | None = None,
+        max_host_bytes: int | None = None,
+    ) -> "PagedCache":
+        """A pool that holds this many tokens, rounded up to whole pages.
+
+        With ``value_layers``, V of later layers lies in host memory. Raises RequestError, before
+        anything is allocated, where that takes more than ``max_host_bytes``.
+        """
         num_pages = pages_for(tokens)
-        return cls(empty_pool(config, num_pages, sharding), PageOwners(num_pages))
+        host, values = None, None
+        if value_layers is not None and value_layers < config.num_layers:
+            away = config.num_layers - value_layers
+            shape = (away, num_pages, PAGE, config.num_kv_heads, config.head_dim)
+            need = math.prod(shape) * jnp.dtype(config.dtype).itemsize
+            if max_host_bytes is not None and need > max_host_bytes:
+                raise RequestError(
+                    f"V of {away} layers of {num_pages * PAGE} tokens takes {need} bytes of host "
+                    f"memory, max_host_bytes={max_host_bytes}; raise it, or lower cache_tokens"
+                )
+            host = host_buffer(shape, jnp.dtype(config.dtype))
+            values = HostValues(value_layers, host)
+        pool = empty_pool(config, num_pages, sharding, value_layers if values else None)
+        return cls(pool, PageOwners(num_pages), host, values)
 
 
 class TableBuilder:

@@ -29,6 +29,8 @@ from jaxrag.request import (
 from jaxrag.reuse import PartReuse, account, token_counts
 from jaxrag.sampling import Sampling
 
+INDEX_COUNTS = ("keys", "stored", "trained")  # of decode.Account
+
 
 @dataclasses.dataclass(frozen=True)
 class Result:
@@ -43,6 +45,9 @@ class Result:
       flops: to the first token, TurboRAG appendix C: prefill with what is recomputed, the
         selector's own passes, and encoding on the fly.
       reuse: of the prefix and of every chunk: what was reused, how, and why not.
+      indexes: of a decode rule that searches some, of all requests of the batch, summed over layers
+        and KV heads: keys indexed, those of them in indexes that were stored with their chunks, and
+        indexes that were trained for the question; empty for other rules.
       notes: reuse that did not happen and why, a recompute ratio that nobody named, an index that
         scans all keys and why; empty when everything went as asked.
     """
@@ -56,6 +61,7 @@ class Result:
     counts: dict[str, int]
     flops: int
     reuse: list[PartReuse]
+    indexes: dict[str, int]
     notes: list[str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -213,15 +219,17 @@ def _run(
     try:
         reserve = reserved(settings.max_new_tokens, block)
         for request in requests:
+            prompt, indexing = request.prompt, settings.indexing
             mapped.append(
-                map_request(model, settings.store, settings.method, request.prompt, reserve)
+                map_request(model, settings.store, settings.method, prompt, reserve, indexing)
             )
         load_seconds = time.perf_counter() - start
         rule = settings.method.decode
         host = None if rule.searches is None else host_search(model)
         if host is not None:
             host.account = Account()
-        logits, table, bank = prefill_observed(model, mapped, rule.observe)
+        observe = rule.observe if reserve else None  # one token needs no rule
+        logits, table, bank = prefill_observed(model, mapped, observe)
         rows = SamplingRows.of([r.sampling for r in requests], logits.shape[0])
         answers = [_new_answer(settings) for _ in requests]
         blocks = decode(model, mapped, table, logits, rows, block, rule, bank, reserve)
@@ -244,11 +252,13 @@ def _run(
             unmap(model, part)
         if model.cache.pool.k.is_deleted():  # interrupted while the pool was donated
             model.forget_cache()
-    notes = [] if host is None else [f"decode rule {rule.name!r}: {n}" for n in host.account.notes]
+    searched = Account() if host is None else host.account
+    notes = [f"decode rule {rule.name!r}: {note}" for note in searched.notes]
+    indexes = {} if host is None else {n: getattr(searched, n) for n in INDEX_COUNTS}
     prefill_seconds = first_at - start - load_seconds
     per_token = (end - first_at) / decoded if decoded else 0.0
     yield [
-        _result(settings, *parts, load_seconds, prefill_seconds, per_token, notes)
+        _result(settings, *parts, load_seconds, prefill_seconds, per_token, notes, indexes)
         for parts in zip(requests, mapped, answers, strict=True)
     ]
 
@@ -269,6 +279,7 @@ def _result(
     prefill_seconds: float,
     per_token: float,
     notes: Sequence[str],
+    indexes: Mapping[str, int],
 ) -> Result:
     config = settings.model.config
     maintained = settings.kb.encoders if settings.kb and request.retrieved else None
@@ -294,5 +305,6 @@ def _result(
         counts=token_counts(reuse),
         flops=flops,
         reuse=reuse,
+        indexes=dict(indexes),
         notes=[*request.notes, *(n for part in mapped.loaded for n in part.notes), *notes],
     )

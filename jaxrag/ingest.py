@@ -13,16 +13,23 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from jaxrag.attention_index.document import Indexing, is_indexed
 from jaxrag.catalog import Catalog
 from jaxrag.chunking import Chunking
 from jaxrag.cutting import Cutter, Prepared
 from jaxrag.documents import BadDocument, Intake, Shard, Source
-from jaxrag.encode import chunk_key, encode_chunks, provenance
+from jaxrag.encode import (
+    chunk_key,
+    encode_chunks,
+    encode_for_store,
+    gets_indexes,
+    provenance,
+)
 from jaxrag.index.base import searched_text
 from jaxrag.models.model import Model
 from jaxrag.prompts import PromptTemplate
@@ -113,6 +120,7 @@ class Ingest:
     store: KVStore
     catalog: Catalog
     vectors: Vectors | None = None
+    indexing: Indexing | None = None
 
     @functools.cached_property
     def _cutter(self) -> Cutter:
@@ -167,6 +175,24 @@ class Ingest:
             seconds=time.perf_counter() - start,
             unknown_tokens=count["unknown"],
             unknown_words=tuple(pipeline.unknown_words),
+        )
+
+    def missing(self, encoder: str, chunks: Mapping[str, HostArray]) -> list[str]:
+        """Keys of the chunks that the store lacks, or holds without the indexes that they get."""
+        records = self.store.head(list(chunks), on_corrupt="skip")
+        return [
+            key
+            for (key, ids), record in zip(chunks.items(), records, strict=True)
+            if record is None
+            or (gets_indexes(self.indexing, encoder, len(ids)) and not is_indexed(record))
+        ]
+
+    def encode(
+        self, encoder: str, chunks: Sequence[HostArray]
+    ) -> Iterator[tuple[int, HostArray, dict[str, HostArray] | None]]:
+        """The KV of chunks, and what is stored with it."""
+        return encode_for_store(
+            self.model, encoder, self._cutter.prefix, chunks, indexing=self.indexing
         )
 
     def _keep_prefix(self) -> None:
@@ -308,13 +334,13 @@ class _Pipeline:
         self._flying = {key: put for key, put in self._flying.items() if not put.done()}
         puts = [self._flying[key] for key in wanted if key in self._flying]
         settled = [key for key in wanted if key not in self._flying]
-        records = ingest.store.head(settled, on_corrupt="skip")
-        missing = [key for key, record in zip(settled, records, strict=True) if record is None]
+        missing = ingest.missing(encoder, {key: wanted[key] for key in settled})
         chunks = [wanted[key] for key in missing]
         self._bar.update(total - sum(len(ids) for ids in chunks))
-        for index, kv in encode_chunks(ingest.model, encoder, ingest._cutter.prefix, chunks):
+        for index, kv, aux in ingest.encode(encoder, chunks):
             record = provenance(ingest.model, encoder, ingest._cutter.prefix, chunks[index])
-            put = self._writer.submit(missing[index], kv, record)
+            # An index comes with its chunk: one that was stored without it is put again.
+            put = self._writer.submit(missing[index], kv, record, aux=aux, replace=aux is not None)
             puts.append(put)
             self._flying[missing[index]] = put
             self.count["encoded"] += 1
@@ -339,14 +365,9 @@ class _Pipeline:
         ingest = self._ingest
         ingest._commit([prepared for prepared in batch if prepared.commit])
         for encoder, chunks in found.items():
-            keys = list(chunks)
-            records = ingest.store.head(keys, on_corrupt="skip")
-            lost = [key for key, record in zip(keys, records, strict=True) if record is None]
-            encoded = encode_chunks(
-                ingest.model, encoder, ingest._cutter.prefix, [chunks[key] for key in lost]
-            )
-            for index, kv in encoded:
+            lost = ingest.missing(encoder, chunks)
+            for index, kv, aux in ingest.encode(encoder, [chunks[key] for key in lost]):
                 record = provenance(
                     ingest.model, encoder, ingest._cutter.prefix, chunks[lost[index]]
                 )
-                ingest.store.put(lost[index], kv, record=record)
+                ingest.store.put(lost[index], kv, record=record, aux=aux, replace=aux is not None)

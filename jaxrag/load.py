@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxrag.attention_index.document import Indexing
 from jaxrag.cache import PAGE, PagePool, Resident, pages_for
 from jaxrag.config import ModelConfig
 from jaxrag.encode import (
     ENCODERS,
     StoredNeighbours,
     chunk_key,
-    encode_chunks,
+    encode_for_store,
     encoder_named,
     provenance,
 )
@@ -87,13 +88,15 @@ def bring_in(
     chunks: Sequence[HostArray],
     neighbours: Sequence[Sequence[HostArray]] | None = None,
     misses: Misses = "encode",
+    indexing: Indexing | None = None,
 ) -> Loaded:
     """Map chunks into the pool, reading or encoding what is not there yet.
 
     A chunk that the store does not hold, or holds corrupt, is encoded, stored (where the store can
     be written), used, and named in ``notes``; with ``misses="in_place"`` it is named there and
     nothing else. ``neighbours`` of every chunk are needed by encoders that see them, as
-    ``encode_chunks`` says. Raises RequestError when the pool is too small.
+    ``encode_chunks`` says. What is encoded is stored with the indexes that it gets by ``indexing``.
+    Raises RequestError when the pool is too small.
     """
     owners = model.cache.owners
     seen: Sequence[Sequence[HostArray] | None]
@@ -122,7 +125,9 @@ def bring_in(
                 del wanted[key]
                 owners.give_back(pages.pop(key))
         else:
-            not_stored, runs = _encode(model, store, encoder, prefix_ids, refused, before, pages)
+            not_stored, runs = _encode(
+                model, store, encoder, prefix_ids, refused, before, pages, indexing
+            )
         encode_seconds = time.perf_counter() - start
     except BaseException:
         for taken in pages.values():
@@ -241,6 +246,7 @@ def _encode(
     wanted: dict[str, HostArray],
     before: Mapping[str, Sequence[HostArray] | None],
     pages: dict[str, tuple[int, ...]],
+    indexing: Indexing | None,
 ) -> tuple[str | None, list[tuple[int, int]]]:
     """Encode chunks, store them durably where the store may be written, and place them.
 
@@ -253,7 +259,9 @@ def _encode(
     seen = prefix_ids if encoder_named(encoder).sees_prefix else prefix_ids[:0]
     own_kv = StoredNeighbours(model, seen, store)
     runs = []
-    for index, kv in encode_chunks(model, encoder, prefix_ids, chunks, others, own_kv):
+    built = indexing if store.writable else None
+    fresh = encode_for_store(model, encoder, prefix_ids, chunks, others, own_kv, built)
+    for index, kv, aux in fresh:
         num_before = len(seen) + sum(map(len, others[index]))
         joint = encoder_named(encoder).neighbours == "joint"
         runs.append((len(chunks[index]) + num_before * joint, num_before + len(chunks[index])))
@@ -262,7 +270,7 @@ def _encode(
             origin = provenance(model, encoder, prefix_ids, chunks[index], others[index])
             # A key whose record stands but whose bytes are gone or damaged is healed by this.
             try:
-                store.put(key, kv, record=origin, replace=True)
+                store.put(key, kv, record=origin, aux=aux, replace=True)
             except StoreError as error:
                 not_stored = str(error)
         length = kv.shape[2]
@@ -293,6 +301,10 @@ def _place_spans(
     pool = model.cache.pool
     model.cache.pool, placed = _place(pool, model.config, jnp.asarray(buffer), page, local, rope)
     model.cache.staging.read_by(placed)
+    values = model.cache.values
+    if values is not None:
+        here = np.flatnonzero(page != nowhere)
+        values.put(page[here], local[here] % PAGE, buffer[values.first_layer :, 1][:, here])
 
 
 @functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("pool",))

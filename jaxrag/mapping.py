@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxrag.attention_index.document import Indexing
 from jaxrag.cache import Resident, TableBuilder, pages_for
 from jaxrag.encode import encoder_named
 from jaxrag.errors import RequestError
@@ -56,6 +57,7 @@ class Part:
       exact: its KV is, or will be, what full attention computes here.
       slots: [T] int32 of its tokens; empty where they are run with the final block.
       pages: the request's own, where they hold nothing else.
+      key: under which the store was asked for it; "" where it was not, or had to say no.
     """
 
     ids: HostArray
@@ -66,6 +68,7 @@ class Part:
     exact: bool = False
     slots: HostArray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     pages: tuple[int, ...] = ()
+    key: str = ""
 
     @property
     def positions(self) -> HostArray:
@@ -94,6 +97,7 @@ class Mapped:
     scene: Scene | None = None
     selector: Selector | None = None
     choice: Choice | None = None
+    store: KVStore | None = None  # that ``key`` of a part is of
 
     @property
     def next_position(self) -> int:
@@ -138,11 +142,17 @@ def check_length(model: Model, prompt: Prompt, max_new_tokens: int) -> None:
 
 
 def map_request(
-    model: Model, store: KVStore, method: Method, prompt: Prompt, reserve_tokens: int
+    model: Model,
+    store: KVStore,
+    method: Method,
+    prompt: Prompt,
+    reserve_tokens: int,
+    indexing: Indexing | None = None,
 ) -> Mapped:
     """Bring a prompt's chunks into the pool and reserve pages for what must be computed.
 
-    ``reserve_tokens`` is room for generated tokens. Undo with ``unmap``.
+    ``reserve_tokens`` is room for generated tokens; chunks that are encoded on the way are stored
+    with the indexes that they get by ``indexing``. Undo with ``unmap``.
     """
     lengths = [len(chunk) for chunk in prompt.chunks]
     layout = lay_out(len(prompt.prefix), lengths, len(prompt.final), method.positions)
@@ -152,7 +162,7 @@ def map_request(
     borrowed = _leading_hits(model, method, parts, keys)
     try:
         if method.encoder is not None:
-            _stored_hits(model, store, method, prompt, parts, loaded)
+            _stored_hits(model, store, method, prompt, parts, loaded, indexing)
         _mark_exact(method, parts)
         in_place = [part for part in parts if part.resident is None and len(part.ids)]
         if method.encoder is None and not method.prefix_cache:  # one run of tokens to the end
@@ -183,6 +193,7 @@ def map_request(
         first_slot=first_slot,
         keep=_to_keep(method, store, keys, parts),
         borrowed=borrowed,
+        store=store,
     )
     if method.recomputes:
         mapped.selector = method.selector
@@ -276,13 +287,16 @@ def _stored_hits(
     prompt: Prompt,
     parts: Sequence[Part],
     loaded: list[Loaded],
+    indexing: Indexing | None,
 ) -> None:
     """Bring in what is not found yet; chunks that are missed stay without KV or are encoded."""
 
     def take(wanted: Sequence[Part], answer: Loaded) -> None:
         loaded.append(answer)
+        keys = iter(answer.keys)
         for part, resident, found in zip(wanted, answer.residents, answer.found, strict=True):
             part.resident, part.found = resident, found
+            part.key = "" if resident is None else next(keys)
 
     prefix = parts[0]
     if len(prefix.ids) and prefix.resident is None:  # its own context: nothing stands before it
@@ -295,7 +309,9 @@ def _stored_hits(
         if prompt.neighbours is not None and encoder_named(encoder).sees_neighbours:
             neighbours = [prompt.neighbours[i] for i in wanted]
         chunks = [prompt.chunks[i] for i in wanted]
-        answer = bring_in(model, store, encoder, prefix.ids, chunks, neighbours, method.misses)
+        answer = bring_in(
+            model, store, encoder, prefix.ids, chunks, neighbours, method.misses, indexing
+        )
         take([parts[i + 1] for i in wanted], answer)
 
 

@@ -131,6 +131,16 @@ class Method:
             )
         return dataclasses.replace(self, recompute_ratio=ratio)
 
+    def check_values(self, value_layers: int | None) -> None:
+        """Refuse a cache with V of that many layers only on the device; None: of all."""
+        self.decode.check_values(value_layers)
+        if value_layers is not None and self.recomputes and self.selector.reads_values:
+            raise RequestError(
+                f"method {self.name!r}: selector {self.selector.name!r} reads V of every layer on "
+                f"the device, and of this model only the first {value_layers} have it there; load "
+                "it without value_layers, or choose another selector"
+            )
+
     def check(self, config: ModelConfig) -> None:
         """Refuse a model that this method cannot serve."""
         self.decode.check(config)

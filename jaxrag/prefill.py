@@ -16,6 +16,7 @@ from jaxrag.mapping import Mapped, Prompt, check_length, keep_leading, map_reque
 from jaxrag.models.decoder import forward, unembed
 from jaxrag.models.model import Model
 from jaxrag.models.spec import Params
+from jaxrag.offload import HostValues
 from jaxrag.rope import RopeTable
 from jaxrag.segments import bucket, pieces
 from jaxrag.select import choose
@@ -91,8 +92,9 @@ def prefill_observed(
         here = observed - start
         here = np.where((here >= 0) & (here < length), here, -1).astype(np.int32)
         batch = [model.put_batch(x, rows) for x in (ids, positions, slots, last, here)]
+        carried = (model.cache.pool, table, logits, bank.queries)
         model.cache.pool, table, logits, queries = _prefill_piece(
-            model.params, model.config, rope, model.cache.pool, table, logits, bank.queries, *batch
+            model.params, model.config, rope, *carried, *batch, values=model.cache.values
         )
         bank = bank.replace(queries=queries)
         start += length
@@ -138,7 +140,7 @@ def run_tokens(
 
     Padding tokens have position -1 and a slot beyond the table.
     """
-    batch = (ids, positions, slots, None)
+    batch = (ids, positions, slots, None, None)
     hidden, pool, table, _ = _run_observed(params, config, rope, pool, table, *batch)
     return hidden, pool, table
 
@@ -153,16 +155,19 @@ def _run_observed(
     positions: Array,
     slots: Array,
     collect: Array | None,
+    values: HostValues | None,
 ) -> tuple[Array, PagePool, PageTable, Array | None]:
     """As ``run_tokens``, and the queries [L, B, W, N, H] of the tokens that ``collect`` names."""
     table = table.reveal(slots, positions)
     tokens = Tokens(ids=ids, positions=positions, segments=jnp.full_like(ids, FINAL))
-    attend = PagedAttend(config, rope, table, slots, collect)
+    attend = PagedAttend(config, rope, table, slots, collect, values)
     hidden, pool, queries = forward(params, config, tokens, pool, attend)
     return hidden, pool, table, queries
 
 
-@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("pool", "logits"))
+@functools.partial(
+    jax.jit, static_argnames=("config", "values"), donate_argnames=("pool", "logits")
+)
 def _prefill_piece(
     params: Params,
     config: ModelConfig,
@@ -176,6 +181,7 @@ def _prefill_piece(
     slots: Array,
     last: Array,
     observed: Array,
+    values: HostValues | None = None,
 ) -> tuple[PagePool, PageTable, Array, Array]:
     """Run one piece; rows whose prompt ends in it (last >= 0) get their logits.
 
@@ -183,7 +189,7 @@ def _prefill_piece(
     """
     collect = jnp.maximum(observed, 0) if observed.shape[1] else None
     hidden, pool, table, new = _run_observed(
-        params, config, rope, pool, table, ids, positions, slots, collect
+        params, config, rope, pool, table, ids, positions, slots, collect, values
     )
     if new is not None:
         queries = jnp.where((observed >= 0)[None, :, :, None, None], new, queries)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxrag.answer import host_search, reserved
+from jaxrag.attention_index.document import Indexing
 from jaxrag.cache import PAGE, pages_for
 from jaxrag.decode import DecodeRule, rule_from
 from jaxrag.encode import encoder_named
@@ -61,6 +62,11 @@ class Settings:
     stop: tuple[str, ...]
     where: Mapping[str, Any] | None = None  # which documents may be retrieved
     notes: tuple[str, ...] = ()  # of every request
+
+    @property
+    def indexing(self) -> Indexing | None:
+        """What indexes long chunks are stored with, by the knowledge base."""
+        return None if self.kb is None else self.kb.indexing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +147,7 @@ def resolve(
     if kb is not None and named and recompute_ratio is None:
         method, notes = gated(kb, method, chosen)
     method.check(model.config)
+    method.check_values(model.value_layers)
     if method.decode.searches is not None:
         host_search(model)  # refuses a model on several devices
     return Settings(

@@ -46,7 +46,7 @@ def make_mesh(
 ) -> Mesh:
     """A (data, fsdp, tensor) mesh over the first data * fsdp * tensor devices.
 
-    Raises ConfigError when there are fewer devices than that.
+    Raises ConfigError when there are fewer devices than that, or a process would have none of them.
     """
     devices = list(jax.devices() if devices is None else devices)
     need = data * fsdp * tensor
@@ -54,6 +54,12 @@ def make_mesh(
         raise ConfigError(
             f"mesh data={data} fsdp={fsdp} tensor={tensor} needs {need} devices, there are "
             f"{len(devices)}; choose sizes whose product is at most that"
+        )
+    idle = {d.process_index for d in devices} - {d.process_index for d in devices[:need]}
+    if idle:
+        raise ConfigError(
+            f"mesh data={data} fsdp={fsdp} tensor={tensor} takes {need} of {len(devices)} devices "
+            f"and none of process {min(idle)}; choose sizes whose product is {len(devices)}"
         )
     grid = np.asarray(devices[:need]).reshape(data, fsdp, tensor)
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * 3)

@@ -6,7 +6,7 @@ from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_decode_attention import paged_decode_attention
 from pallas_kernels.paged_scores import paged_scores
 from pallas_kernels.segment_attention import segment_attention
-from pallas_kernels.slot_attention import slot_scores, slot_values
+from pallas_kernels.slot_attention import slot_mixture, slot_scores, slot_values
 from pallas_kernels.sparse_attention import sparse_attention
 from pallas_kernels.topn_attention import topn_attention
 
@@ -21,6 +21,7 @@ __all__ = [
     "paged_decode_attention",
     "paged_scores",
     "segment_attention",
+    "slot_mixture",
     "slot_scores",
     "slot_values",
     "sparse_attention",

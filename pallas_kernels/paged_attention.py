@@ -45,6 +45,7 @@ def paged_attention(
     window: Array | int | None = None,
     rotate_side: str | None = None,
     out_dtype: Any = None,
+    v_pages: Array | None = None,
 ) -> tuple[Array, Array]:
     """Attention through a page table (the `xla` body).
 
@@ -57,6 +58,7 @@ def paged_attention(
       cos, sin: [S, R/2] float32 rotation tables, S beyond every position.
       window: sliding window in tokens, or None. rotate_side: "query" or "keys"; None chooses.
       out_dtype: of ``out``, None for q's.
+      v_pages: [B, M] int32, where V lies at other pages of ``v_pool`` than K of ``k_pool``.
 
     Returns:
       out [B, T, N, H] in ``out_dtype``, lse [B, T, N] float32; 0 and -inf where nothing is visible.
@@ -68,6 +70,7 @@ def paged_attention(
         rotate_side = "query" if length == 1 else "keys"
     pages_per_tile = max(1, TILE // page)
     kv_size = pages_per_tile * page
+    v_pages = pad_to(pages if v_pages is None else v_pages, 1, pages_per_tile)
     pages, offsets = pad_to(pages, 1, pages_per_tile), pad_to(offsets, 1, pages_per_tile)
     slot_position = pad_to(slot_position, 1, kv_size, _HIDDEN)
     tile = query_tile(length)
@@ -94,7 +97,7 @@ def paged_attention(
         ids = table(pages, j, pages_per_tile)
         seen = table(slot_position, j, kv_size).reshape(batch, pages_per_tile, page, 1, 1)
         # A hidden slot may hold anything, NaN included; weight 0 times NaN would still be NaN.
-        values = jnp.where(seen != _HIDDEN, v_pool[ids], 0)
+        values = jnp.where(seen != _HIDDEN, v_pool[table(v_pages, j, pages_per_tile)], 0)
         return k_pool[ids], heads_first(values), table(offsets, j, pages_per_tile)
 
     def heads_first(x: Array) -> Array:

@@ -68,6 +68,18 @@ def slot_values(scores: Array, v_pool: Array, pages: Array, slots: Array) -> tup
       scores: [B, K, G, n] float32, -inf where a slot does not count.
       v_pool: [pages, page, K, H]. pages: [B, M] int32. slots: [B, K', G', n] int32.
 
+    Returns as ``slot_mixture``.
+    """
+    return slot_mixture(scores, _rows(v_pool, pages, slots))
+
+
+def slot_mixture(scores: Array, values: Array) -> tuple[Array, Array]:
+    """The softmax mixture of values that were gathered already (the `xla` body).
+
+    Args:
+      scores: [B, K, G, n] float32, -inf where a value does not count.
+      values: [B, K, G', n, H]; G' is G or 1.
+
     Returns:
       out [B, N, H] and lse [B, N], float32; 0 and -inf where no slot counts. What slots that do not
       count hold, NaN included, is unused.
@@ -77,7 +89,7 @@ def slot_values(scores: Array, v_pool: Array, pages: Array, slots: Array) -> tup
     top = jnp.where(jnp.isfinite(top), top, 0.0)
     weights = jnp.exp(scores - top)
     total = weights.sum(-1)
-    values = _rows(v_pool, pages, slots).astype(jnp.float32)
+    values = values.astype(jnp.float32)
     if values.shape[2] == 1:
         counts = (scores > -jnp.inf).any(2)[..., None]
         out = jnp.einsum("bkgn,bknh->bkgh", weights, jnp.where(counts, values[:, :, 0], 0.0))

@@ -7,20 +7,107 @@ any of them. Tables go into the chunk store with the document's KV, one array a 
 they are in the KV already.
 """
 
-from collections.abc import Sequence
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
 
 import numpy as np
 import safetensors.numpy
 
 from jaxrag.attention_index.bank import QueryBank, rotated, spread
 from jaxrag.attention_index.index import AttentionIndex, build
-from jaxrag.attention_index.spec import Spec
+from jaxrag.attention_index.spec import (
+    INDEXES,
+    QueryLists,
+    Spec,
+    Trained,
+    name_of,
+    spec_from,
+    table_of,
+)
 from jaxrag.config import RopeConfig
-from jaxrag.errors import RetrievalError
-from jaxrag.store import KVStore, Provenance, PutResult
+from jaxrag.errors import ConfigError, RetrievalError
+from jaxrag.store import KVStore, Provenance, PutResult, Record
 from jaxrag.types import HostArray
 
 Layer = tuple[AttentionIndex, ...]  # one index a KV head
+
+
+@dataclasses.dataclass(frozen=True)
+class Indexing:
+    """What indexes long chunks get when they are encoded, to be stored with their KV.
+
+    Attributes:
+      spec: of every index, of a kind that learns from queries. Chunks of fewer tokens than its
+        ``exact_below`` get none: they are scanned.
+      queries: of each query head, kept from evenly spread tokens of the chunk while it is encoded.
+      reach: questions will stand up to so many tokens behind the chunk's end.
+      logarithmic: learn from as many queries in every doubling of that distance.
+    """
+
+    spec: Trained = dataclasses.field(default_factory=QueryLists)
+    queries: int = 4096
+    reach: int = 32768
+    logarithmic: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse sizes out of range, and what could only make an exact index."""
+        for field, kind in (("queries", int), ("reach", int), ("logarithmic", bool)):
+            value = getattr(self, field)
+            if type(value) is not kind or (kind is int and value < 1):
+                expected = "a positive integer" if kind is int else "true or false"
+                raise ConfigError(f"{field}={value!r}: expected {expected}")
+        fewest = min(self.queries, self.spec.exact_below)  # a chunk may be no longer than this
+        if self.spec.min_queries > max(fewest, 1):
+            raise ConfigError(
+                f"min_queries={self.spec.min_queries}: indexes learn from {fewest} queries, of "
+                f"queries={self.queries} and chunks from exact_below={self.spec.exact_below} "
+                "tokens on; lower min_queries, or raise the others"
+            )
+
+    def covers(self, tokens: int) -> bool:
+        """Whether a chunk of that many tokens gets indexes."""
+        return tokens >= self.spec.exact_below
+
+    def to_table(self) -> dict[str, Any]:
+        """The JSON-able table that ``indexing_from`` reads."""
+        own = {name: getattr(self, name) for name in _OWN}
+        return {**table_of(self.spec), **own}
+
+
+_OWN = ("queries", "reach", "logarithmic")  # fields of Indexing beside the spec's
+
+
+def indexing_from(value: "str | Mapping[str, Any] | Indexing") -> Indexing:
+    """An Indexing by the name of its kind, or from a table {kind = ..., settings}, or itself.
+
+    As one text the settings follow the kind: "lists:clusters=64,reach=8192". Raises ConfigError.
+    """
+    if isinstance(value, Indexing):
+        return value
+    settings = _read(value) if isinstance(value, str) else dict(value)
+    own = {name: settings.pop(name) for name in _OWN if name in settings}
+    spec = spec_from(settings)
+    if not isinstance(spec, Trained):
+        kinds = [name for name, kind in INDEXES.items() if kind in get_args(Trained)]
+        raise ConfigError(
+            f"index kind {name_of(spec)!r} learns nothing from a document's queries: expected one "
+            f"of {', '.join(kinds)}"
+        )
+    return Indexing(spec, **own)
+
+
+def _read(text: str) -> dict[str, Any]:
+    kind, _, rest = text.partition(":")
+    settings: dict[str, Any] = {"kind": kind}
+    for part in filter(None, rest.split(",")):
+        field, _, value = part.partition("=")
+        if not value:
+            raise ConfigError(f"{part!r} of {text!r}: expected field=value, such as reach=8192")
+        words = {"true": True, "false": False}
+        settings[field] = int(value) if value.isdigit() else words.get(value.lower(), value)
+    return settings
 
 
 def build_layer(
@@ -89,14 +176,61 @@ def put_with_indexes(
             f"indexes of {len(layers)} layers for KV {list(kv.shape)}: expected {len(kv)} layers "
             f"of {kv.shape[3]}"
         )
-    aux = {_name(number): layer_array(layer) for number, layer in enumerate(layers)}
-    return store.put(key, kv, record=record, aux=aux, replace=replace)
+    return store.put(key, kv, record=record, aux=layer_arrays(layers), replace=replace)
+
+
+def layer_arrays(layers: Sequence[Layer]) -> dict[str, HostArray]:
+    """The auxiliary arrays of a chunk that hold its indexes, by name."""
+    return {_name(number): layer_array(layer) for number, layer in enumerate(layers)}
+
+
+def build_arrays(
+    kv: HostArray, queries: HostArray, indexing: Indexing, rope: RopeConfig
+) -> dict[str, HostArray]:
+    """Build the indexes of a chunk; the auxiliary arrays that hold them.
+
+    Args:
+        kv: [L, 2, T, K, H], K before RoPE.
+        queries: [L, N, m, H] before RoPE, strided over the chunk.
+        indexing: how. rope: the model's rotation.
+
+    Raises RetrievalError as ``build_layer`` does.
+    """
+    reach, logarithmic = indexing.reach, indexing.logarithmic
+    return layer_arrays(
+        [
+            build_layer(layer[0], asked, indexing.spec, rope, reach, logarithmic=logarithmic)
+            for layer, asked in zip(kv, queries, strict=True)
+        ]
+    )
+
+
+def is_indexed(record: Record | None) -> bool:
+    """Whether the record is that of a chunk that was stored with indexes."""
+    return record is not None and _name(0) in record.aux
+
+
+def indexes_nbytes(record: Record) -> int:
+    """Bytes of the indexes that a chunk was stored with; 0 without any."""
+    ours = (array.nbytes for name, array in record.aux.items() if name.startswith(_NAME))
+    return sum(ours)
 
 
 def has_indexes(store: KVStore, key: str) -> bool:
     """Whether a chunk was stored with indexes. Raises ChunkCorrupt as ``KVStore.head`` does."""
-    record = store.head([key])[0]
-    return record is not None and _name(0) in record.aux
+    return is_indexed(store.head([key])[0])
+
+
+def stored_spec(store: KVStore, key: str) -> Spec:
+    """What the stored indexes of a chunk are; errors as ``load_layer``."""
+    named = _tables(store, key, 0)
+    try:
+        spec = json.loads(named["0.head"].tobytes())["spec"]
+    except (KeyError, ValueError, TypeError) as error:
+        raise RetrievalError(
+            f"chunk {key}: {_name(0)} has no head: {error}; ingest it again"
+        ) from error
+    return spec_from(spec)
 
 
 def load_layer(store: KVStore, key: str, layer: int, rope: RopeConfig) -> Layer:
@@ -107,13 +241,7 @@ def load_layer(store: KVStore, key: str, layer: int, rope: RopeConfig) -> Layer:
         StoreError: the chunk was stored without indexes.
         RetrievalError: what was stored is no index of these keys.
     """
-    packed = store.aux(key, _name(layer))
-    try:
-        named = safetensors.numpy.load(packed.tobytes())
-    except safetensors.SafetensorError as error:
-        raise RetrievalError(
-            f"chunk {key}: {_name(layer)} is damaged: {error}; ingest it again"
-        ) from error
+    named = _tables(store, key, layer)
     keys = store.get(key, layers=(layer, layer + 1))[0, 0]  # [T, K, H]
     placed = rotated(keys.astype(np.float32).swapaxes(0, 1), np.arange(len(keys)), rope)
     heads = []
@@ -126,6 +254,20 @@ def load_layer(store: KVStore, key: str, layer: int, rope: RopeConfig) -> Layer:
     return tuple(heads)
 
 
+def _tables(store: KVStore, key: str, layer: int) -> dict[str, HostArray]:
+    packed = store.aux(key, _name(layer))
+    try:
+        named: dict[str, HostArray] = safetensors.numpy.load(packed.tobytes())
+    except safetensors.SafetensorError as error:
+        raise RetrievalError(
+            f"chunk {key}: {_name(layer)} is damaged: {error}; ingest it again"
+        ) from error
+    return named
+
+
+_NAME = "attention_index_"
+
+
 def _name(layer: int) -> str:
     """Of a layer's auxiliary array."""
-    return f"attention_index_{layer}"
+    return f"{_NAME}{layer}"

@@ -9,6 +9,8 @@ from jaxrag.errors import ConfigError
 Storage = Literal["float16", "float32", "uint8"]
 Share = Literal["q_head", "group"]
 
+STORAGE_BYTES: dict[Storage, int] = {"float32": 4, "float16": 2, "uint8": 1}  # a value of a key
+
 
 @dataclasses.dataclass(frozen=True)
 class Exact:

@@ -139,10 +139,12 @@ def _prompt(model: Model, options: Options, context: int) -> Prompt:
 
 
 def _measure(model: Model, options: Options, prompt: Prompt, text: str) -> dict[str, Any]:
-    rule, config = rule_from(text), model.config
+    rule, config, store = rule_from(text), model.config, model.memory
+    if isinstance(rule, TopN) and rule.device_layers < config.num_layers:
+        model = dataclasses.replace(model, value_layers=rule.device_layers)  # a cache of its own
     method = dataclasses.replace(METHODS["turborag"], decode=rule)
     count = options.warm + options.steps
-    mapped = map_request(model, model.memory, method, prompt, count)
+    mapped = map_request(model, store, method, prompt, count)
     try:
         seconds, prepare_seconds, ids, account, state_bytes = _generate(
             model, mapped, method.decode, options, count
@@ -156,8 +158,8 @@ def _measure(model: Model, options: Options, prompt: Prompt, text: str) -> dict[
             "prepare_seconds": prepare_seconds,
             "ids": ids,
             "formula_bytes": dataclasses.asdict(bytes_of(rule, config, prompt.num_tokens)),
-            "pool_bytes": len(mapped.table.pages) * PAGE * config.kv_bytes_per_token,
             "state_bytes": state_bytes,
+            **_real_bytes(model, account),
         }
         if isinstance(rule, Retrieval):
             row["index"] = {"bytes": account.index_bytes, "notes": list(account.notes)}
@@ -216,6 +218,16 @@ def _counted(
     }
 
 
+def _real_bytes(model: Model, account: Account) -> dict[str, int]:
+    """Bytes of the arrays that hold K and V of the whole cache, and indexes, by where they lie."""
+    cache = model.cache
+    return {
+        "cache_tokens": cache.owners.num_pages * PAGE,
+        "device_bytes": cache.pool.k.nbytes + cache.pool.v.nbytes,
+        "host_bytes": account.index_bytes + (0 if cache.host is None else cache.host.nbytes),
+    }
+
+
 def _live_bytes() -> int:
     return sum(x.nbytes for x in jax.live_arrays())
 
@@ -230,7 +242,7 @@ def report(result: dict[str, Any]) -> Iterator[str]:
     )
     dense = {r["context"]: r["seconds"] for r in result["rows"] if r["rule"] == "dense"}
     for row in result["rows"]:
-        index, formula = row.get("index", {}), row["formula_bytes"]
+        index = row.get("index", {})
         beside = dense.get(row["context"])
         scanned = index.get("scanned", row.get("scanned"))
         yield (
@@ -238,12 +250,12 @@ def report(result: dict[str, Any]) -> Iterator[str]:
             f"{1000 * row['best_seconds']:>8.2f} "
             f"{'' if beside is None else f'{row["seconds"] / beside:.2f}':>8} "
             f"{row['prepare_seconds']:>9.2f} {_share(scanned):>8} {_share(index.get('recall')):>7} "
-            f"{formula['device'] / 1e6:>10.1f} {formula['host'] / 1e6:>9.1f} "
+            f"{row['device_bytes'] / 1e6:>10.1f} {row['host_bytes'] / 1e6:>9.1f} "
             f"{index.get('bytes', 0) / 1e6:>9.1f}"
         )
     yield (
-        "device and host MB: by formula, where the papers place keys and values; the pool holds "
-        "all of them on the device"
+        "device and host MB: of the arrays of the cache, and of indexes; formula_bytes of the JSON "
+        "result says where the papers place keys and values"
     )
     for row in result["rows"]:
         for note in row.get("index", {}).get("notes", ()):

@@ -106,7 +106,9 @@ def explain(settings: Settings, request: Request) -> dict[str, Any]:
     with tqdm(total=len(_STEPS), desc="explain", disable=None) as bar:
         mapped: Mapped | None = None
         try:
-            mapped = map_request(model, settings.store, settings.method, prompt, room)
+            mapped = map_request(
+                model, settings.store, settings.method, prompt, room, settings.indexing
+            )
             bar.update()
             scene = mapped.scene
             assert scene is not None

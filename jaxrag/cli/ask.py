@@ -113,6 +113,8 @@ def _print_account(result: Any) -> None:
     print(f"chunk tokens: {counts}; {human_count(result.flops)}FLOP to the first token")
     if result.reuse:
         print(f"reuse: {_reuse_line(result.reuse)}")
+    if result.indexes:
+        print("indexes: " + "  ".join(f"{name} {n}" for name, n in result.indexes.items()))
     for note in result.notes:
         print(f"note: {note}")
 

@@ -96,6 +96,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--index", metavar="NAME", help="of the vectors: lance, exact or faiss (lance)"
     )
     parser.add_argument(
+        "--attention-index",
+        metavar="KIND",
+        help="indexes that long chunks are stored with, for --decode retrieval: lists, graph or "
+        "roargraph, with settings as lists:exact_below=16384,reach=8192 (none)",
+    )
+    parser.add_argument(
         "--encoding",
         metavar="NAME",
         help="of text files without a byte order mark, such as gb18030 (utf-8)",
@@ -159,6 +165,7 @@ def ingest(
         max_bytes=args.max_bytes,
         embedder=args.embedder,
         index=args.index,
+        attention_index=args.attention_index,
     ) as kb:
         return kb.add(files, progress=progress, shard=(shard.index, shard.count))
 

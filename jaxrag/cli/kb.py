@@ -92,6 +92,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     export.add_parser(actions)
 
 
+_GROUPS = ("stored", "attention_index", "vectors", "last_gc", "gates")  # a line for each number
+
+
 def run_stats(args: argparse.Namespace) -> None:
     """Print what the knowledge base holds and how it was made."""
     from jaxrag.knowledge_base import KnowledgeBase
@@ -103,7 +106,7 @@ def run_stats(args: argparse.Namespace) -> None:
         return
     rows = []
     for name, value in stats.items():
-        if name in ("stored", "vectors", "last_gc", "gates") and value is not None:
+        if name in _GROUPS and value is not None:
             prefix = name.replace("_", " ")
             rows += [[f"{prefix} {part}", _plain(number)] for part, number in value.items()]
         else:
@@ -159,7 +162,7 @@ def run_gc(args: argparse.Namespace) -> None:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """Exit code 0 when every chunk is whole at the end, 3 when not."""
+    """Exit code 0 when every chunk is whole at the end and has its indexes, 3 when not."""
     from jaxrag.knowledge_base import KnowledgeBase
 
     kb = open_kb(args) if args.repair else KnowledgeBase.open(args.kb)
@@ -176,7 +179,9 @@ def run_verify(args: argparse.Namespace) -> int:
             print(f"{report.dropped} are not stored, under the size limit")
         for key in report.damaged:
             print(f"damaged {key}")
-    return 3 if report.damaged else 0
+        for key in report.unindexed:
+            print(f"without its attention index {key}")
+    return 3 if report.damaged or report.unindexed else 0
 
 
 def _add_kb(action: argparse.ArgumentParser) -> None:

@@ -31,7 +31,7 @@ def add_command(
 
 
 def add_model(parser: argparse.ArgumentParser, required: bool, text: str) -> None:
-    """--model, --dtype, --mesh, --cache-tokens, --kernels."""
+    """--model, --dtype, --mesh, --cache-tokens, --kernels and where V lies."""
     parser.add_argument("--model", metavar="DIR", required=required, help=text)
     parser.add_argument(
         "--dtype",
@@ -51,6 +51,15 @@ def add_model(parser: argparse.ArgumentParser, required: bool, text: str) -> Non
         choices=("xla", "pallas_triton"),
         default="xla",
         help="body of the attention ops; pallas_triton needs NVIDIA GPUs (xla)",
+    )
+    parser.add_argument(
+        "--value-layers",
+        type=int,
+        metavar="N",
+        help="keep V of N layers on the device, of the others in host memory; for --decode topn",
+    )
+    parser.add_argument(
+        "--max-host-bytes", type=parse_bytes, metavar="SIZE", help="ceiling of that host memory"
     )
 
 
@@ -162,7 +171,7 @@ def sampling_of(args: argparse.Namespace) -> "Sampling":
 
 
 def load(args: argparse.Namespace, path: str, dtype: str | None) -> "Model":
-    """The model of --model, --mesh, --cache-tokens and --kernels."""
+    """The model of --model and of the options beside it."""
     from jaxrag.models.model import load_model
     from jaxrag.sharding import make_mesh
 
@@ -175,7 +184,13 @@ def load(args: argparse.Namespace, path: str, dtype: str | None) -> "Model":
         data, fsdp, tensor = map(int, sizes)
         mesh = make_mesh(data, fsdp, tensor)
     return load_model(
-        path, mesh=mesh, dtype=dtype, cache_tokens=args.cache_tokens, kernels=args.kernels
+        path,
+        mesh=mesh,
+        dtype=dtype,
+        cache_tokens=args.cache_tokens,
+        value_layers=args.value_layers,
+        max_host_bytes=args.max_host_bytes,
+        kernels=args.kernels,
     )
 
 

@@ -10,18 +10,21 @@ from jaxrag.decode.base import DecodeRule, Observe, PromptQueries, View
 from jaxrag.decode.dense import Dense, StaticWindow
 from jaxrag.decode.exact import Flat, TopN
 from jaxrag.decode.host_search import Account, HostSearch
+from jaxrag.decode.indexing import index_keys
 from jaxrag.decode.infllm import InfLLM
 from jaxrag.decode.memory import Bytes, break_even, bytes_of, index_bytes
 from jaxrag.decode.quest import Quest
 from jaxrag.decode.retrieval import Ivf, Retrieval
 from jaxrag.decode.snapkv import SnapKV
-from jaxrag.decode.step import DecodeAttend, Decoding, index_keys, numbers_of, order_of, prepare
+from jaxrag.decode.step import DecodeAttend, Decoding, numbers_of, order_of, prepare
+from jaxrag.decode.stored import Carried
 from jaxrag.errors import ConfigError
 
 __all__ = [
     "DECODE_RULES",
     "Account",
     "Bytes",
+    "Carried",
     "DecodeAttend",
     "DecodeRule",
     "Decoding",

@@ -14,6 +14,7 @@ from jaxrag.attention import (
     attend_pool,
     paged_decode_attention,
     paged_scores,
+    slot_mixture,
     slot_scores,
     slot_values,
     topn_attention,
@@ -23,6 +24,7 @@ from jaxrag.cache import PagePool
 from jaxrag.config import ModelConfig
 from jaxrag.decode.host_search import HostSearch
 from jaxrag.errors import RequestError
+from jaxrag.offload import HostValues
 from jaxrag.rope import RopeTable, rotate, scale_rotary
 from jaxrag.types import HIDDEN, Array, Partial
 
@@ -40,6 +42,26 @@ class PromptQueries(struct.PyTreeNode):
 
     queries: Array  # [L, B, W, N, H]
     positions: Array  # [B, W] int32; -1 where there is no query
+
+
+@dataclasses.dataclass(frozen=True)
+class Far:
+    """Values of a layer in host memory, and what its newest tokens add to them.
+
+    Attributes:
+      values: where they lie. layer: scalar int32. pages: [B, M] of the requests' tables.
+      slots: [B, 1] of the newest tokens. v: [B, 1, K, H] of these.
+    """
+
+    values: HostValues
+    layer: Array
+    pages: Array
+    slots: Array
+    v: Array
+
+    def rows(self, slots: Array) -> Array:
+        """The values at slots [B, K, G, n], once the newest are there: [B, K, G, n, H]."""
+        return self.values.rows(self.layer, self.pages, self.slots, self.v, slots)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +83,7 @@ class View:
     position: Array  # [B]; -1 is a padding row
     q: Array | None = None  # [B, N, H] before rotation
     host: HostSearch | None = None  # for rules that search
+    far: Far | None = None  # where V of some layers, perhaps not this one, lies in host memory
 
     @property
     def scale(self) -> float:
@@ -161,6 +184,12 @@ class View:
         out, lse = slot_values(scores, self.pool.v, self.pages, slots)
         return Partial(out=out[:, None], lse=lse[:, None])
 
+    def mix_far(self, scores: Array, slots: Array) -> Partial:
+        """As ``mix``, with values from host memory: those rows are all that is brought in."""
+        assert self.far is not None
+        out, lse = slot_mixture(scores, self.far.rows(jnp.broadcast_to(slots, scores.shape)))
+        return Partial(out=out[:, None], lse=lse[:, None])
+
     def turns(self, slots: Array) -> Array:
         """By how much the keys at slots [B, ...] still have to be rotated: their page's offset."""
         flat = slots.reshape(slots.shape[0], -1) // self.pool.k.shape[1]
@@ -188,6 +217,16 @@ class View:
             interleaved=self.config.rope.interleaved,
         )
         return keys.reshape(batch, num_pages * page, *keys.shape[3:])
+
+    def keys_at(self, positions: Array) -> Array:
+        """The keys at positions [B, n], where they stand: [B, n, K, H] float32."""
+        slots = self.slots_of(positions)
+        page = self.pool.k.shape[1]
+        rows = jnp.take_along_axis(self.pages, slots // page, axis=1)
+        keys = self.pool.k[rows, slots % page].astype(jnp.float32)
+        turn = self.turns(slots)
+        cos, sin = self.rope.cos[turn][:, :, None], self.rope.sin[turn][:, :, None]
+        return rotate(keys, cos, sin, interleaved=self.config.rope.interleaved)
 
     @property
     def seen(self) -> Array:
@@ -250,6 +289,15 @@ class DecodeRule(abc.ABC):
                     f"decode rule {self.name!r}: {field}={tokens} is larger than the model's "
                     f"context of {config.max_positions} tokens; choose less, or decode='dense'"
                 )
+
+    def check_values(self, value_layers: int | None) -> None:
+        """Refuse a cache with V of that many layers only on the device (RequestError)."""
+        if value_layers is not None:
+            raise RequestError(
+                f"decode rule {self.name!r} reads V of every layer on the device, and only the "
+                f"first {value_layers} of this model have it there; use decode='topn:device_layers="
+                f"{value_layers}', or load the model without value_layers"
+            )
 
     @abc.abstractmethod
     def tokens(self) -> dict[str, int]:

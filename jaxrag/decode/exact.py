@@ -83,14 +83,35 @@ class TopN(DecodeRule):
                 f"{config.num_layers} layers; choose at most that many"
             )
 
+    def check_values(self, value_layers: int | None) -> None:
+        """Refuse a cache with V of other layers on the device than this rule reads there."""
+        if value_layers not in (None, self.device_layers):
+            raise RequestError(
+                f"decode rule 'topn': device_layers={self.device_layers}, and the model was loaded "
+                f"with value_layers={value_layers}; make them equal"
+            )
+
     def tokens(self) -> dict[str, int]:
         """N."""
         return {"n": self.n}
 
     def attend(self, view: View, layer: Array, state: Any) -> tuple[Partial, Any]:
         """Dense in the first layers, then the top N of the softmax."""
+        if self.device_layers == 0:  # there may be no V on the device at all
+            return self._top(view), state
+        return lax.cond(layer < self.device_layers, view.dense, lambda: self._top(view)), state
 
-        def top() -> Partial:
+    def _top(self, view: View) -> Partial:
+        if view.far is None:
             return view.top(self.n, self.renormalise)
-
-        return lax.cond(layer < self.device_layers, view.dense, top), state
+        everything = view.scores()
+        scores, slots = highest(everything, self.n)
+        kept = view.mix_far(scores, slots)
+        if self.renormalise:
+            return kept
+        top = everything.max(-1, keepdims=True)
+        top = jnp.where(jnp.isfinite(top), top, 0.0)
+        total = jnp.exp(everything - top).sum(-1)
+        lse = (jnp.log(total) + top[..., 0]).reshape(kept.lse.shape)  # -inf: nothing is seen
+        share = jnp.exp(kept.lse - jnp.where(jnp.isfinite(lse), lse, 0.0))
+        return Partial(out=kept.out * share[..., None], lse=lse)

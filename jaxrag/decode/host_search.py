@@ -5,9 +5,11 @@ of a request is part of a compiled program.
 """
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +17,19 @@ import numpy as np
 from jax.experimental import io_callback
 
 from jaxrag import attention_index
-from jaxrag.attention_index import Exact, Found, Searcher, Spec, build, open_index, search_heads
-from jaxrag.config import ModelConfig
+from jaxrag.attention_index import (
+    Exact,
+    Found,
+    Searcher,
+    Spec,
+    build,
+    open_index,
+    rotated,
+    search_heads,
+)
+from jaxrag.attention_index.spec import Trained
+from jaxrag.config import ModelConfig, RopeConfig
+from jaxrag.decode.stored import StoredIndexes
 from jaxrag.types import Array, HostArray
 
 NOBODY = -1  # the number of a padding row
@@ -28,6 +41,8 @@ class Account:
 
     Attributes:
       keys, index_bytes: keys indexed, and bytes of them and of what is built over them on the host.
+      stored: of these keys, those in indexes that their chunks were stored with. trained: indexes
+        that were built from queries for these requests.
       searches, scanned: queries of single heads, and keys whose score they computed. wanted, found:
         keys that an exact search in float32 gives, and how many of them were found. Only where
         ``HostSearch.measure`` is set.
@@ -36,6 +51,8 @@ class Account:
 
     keys: int = 0
     index_bytes: int = 0
+    stored: int = 0
+    trained: int = 0
     searches: int = 0
     scanned: int = 0
     wanted: int = 0
@@ -43,9 +60,60 @@ class Account:
     notes: tuple[str, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """Some keys of one layer of a request, indexed.
+
+    Attributes:
+      searchers: one a KV head. positions: [S] int32 where their keys stand in the prompt; -1 where
+        a key is not to be found.
+      offset: a key at position p is rotated to p less this, and so is a query that asks for it.
+      exact: searchers that find exactly what there is, to compare with; empty where nobody does.
+    """
+
+    searchers: Sequence[Searcher]
+    positions: HostArray
+    offset: int = 0
+    exact: Sequence[Searcher] = ()
+
+    @functools.cached_property
+    def hidden(self) -> int:
+        """How many keys are not to be found."""
+        return int((self.positions < 0).sum())
+
+    def best(
+        self,
+        q: HostArray,
+        k: int,
+        threads: ThreadPoolExecutor,
+        *,
+        count: bool = False,
+        exact: bool = False,
+    ) -> Found:
+        """Positions of the best keys for q [K, G, H], rotated as they are: at least k of each head.
+
+        Fewer where there are fewer, or the index finds no more; -1 where there is none.
+        """
+        searchers = self.exact if exact else self.searchers
+        keys = len(searchers[0])
+        most, ef = min(keys, k + self.hidden), getattr(searchers[0].index.spec, "ef", None)
+        # Hidden keys take places. A graph's search finds up to ef keys at no further cost; only
+        # where some head misses keys then is a wider one worth it.
+        asked = most if ef is None else min(most, max(k, ef))
+        while True:
+            found = search_heads(searchers, q, asked, threads, count=count)
+            there = found.ids >= 0
+            where = np.where(there, self.positions[found.ids], -1)
+            short = ((where >= 0).sum(-1) < min(k, keys - self.hidden)) & there.all(-1)
+            if asked == most or not short.any():
+                scores = np.where(where >= 0, found.scores, np.float32(-np.inf))
+                return Found(where, scores, found.scanned)
+            asked = most
+
+
 @dataclasses.dataclass(eq=False)
 class HostSearch:
-    """The indexes of all requests in decode with one model: [layer][KV head] by request number.
+    """The indexes of all requests in decode with one model: [layer][part] by request number.
 
     ``measure`` counts the keys that are scanned and compares what was found with an exact search:
     slower, and with one more copy of the keys of requests that are admitted then.
@@ -54,82 +122,138 @@ class HostSearch:
     threads: int | None = None
     measure: bool = False
     account: Account = dataclasses.field(default_factory=Account)
-    _indexes: dict[int, list[list[Searcher]]] = dataclasses.field(default_factory=dict)
-    _exact: dict[int, list[list[Searcher]]] = dataclasses.field(default_factory=dict)
+    documents: StoredIndexes = dataclasses.field(default_factory=StoredIndexes)
+    _layers: dict[int, list[Sequence[Part]]] = dataclasses.field(default_factory=dict)
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     _pool: ThreadPoolExecutor | None = None
 
     def admit(self) -> int:
         """A number for a request; its layers are added in order."""
         number = next(self._numbers)
-        self._indexes[number] = []
-        self._exact[number] = []
+        self._layers[number] = []
         return number
 
-    def add_layer(
-        self, number: int, keys: HostArray, queries: HostArray | None, spec: Spec
-    ) -> None:
-        """Index one layer's keys [K, S, H] with training queries [K, G, m, H], both rotated."""
-        searchers = []
-        if keys.shape[1]:
-            heads = range(len(keys))
-            made = [build(keys[h], None if queries is None else queries[h], spec) for h in heads]
-            notes = dict.fromkeys((*self.account.notes, *(index.note for index in made)))
-            searchers = [open_index(index) for index in made]
-            self.account = dataclasses.replace(
-                self.account,
-                keys=self.account.keys + sum(map(len, searchers)),
-                index_bytes=self.account.index_bytes + sum(s.nbytes for s in searchers),
-                notes=tuple(filter(None, notes)),
-            )
-        self._indexes[number].append(searchers)
-        exact = Exact("float32")
-        asked = keys if searchers and self.measure else keys[:0]
-        self._exact[number].append([open_index(build(head, None, exact)) for head in asked])
+    def build(
+        self, keys: HostArray, queries: HostArray | None, spec: Spec, positions: HostArray
+    ) -> Part:
+        """Index keys [K, S, H] with training queries [K, G, m, H], rotated to their positions."""
+        heads = range(len(keys))
+        made = [build(keys[h], None if queries is None else queries[h], spec) for h in heads]
+        notes = dict.fromkeys((*self.account.notes, *(index.note for index in made)))
+        searchers = [open_index(index) for index in made]
+        trained = sum(isinstance(index.spec, Trained) for index in made)
+        self._add(searchers, trained=trained, notes=tuple(filter(None, notes)))
+        return Part(searchers, positions, exact=self._exact_of(keys))
+
+    def adopt(self, searchers: Sequence[Searcher], positions: HostArray, offset: int) -> Part:
+        """Indexes that were there already, as a part of a request."""
+        self._add(searchers, stored=sum(map(len, searchers)))
+        keys = [each.all_keys() for each in searchers] if self.measure else ()
+        return Part(searchers, positions, offset, self._exact_of(keys))
+
+    def note(self, text: str) -> None:
+        """Why an index was not used."""
+        notes = dict.fromkeys((*self.account.notes, text))
+        self.account = dataclasses.replace(self.account, notes=tuple(notes))
+
+    def add_layer(self, number: int, parts: Sequence[Part]) -> None:
+        """The next layer of a request: its parts, which have no position in common."""
+        self._layers[number].append(parts)
 
     def release(self, numbers: Sequence[int]) -> None:
         """The requests are done."""
         for number in numbers:
-            self._indexes.pop(number, None)
-            self._exact.pop(number, None)
+            self._layers.pop(number, None)
 
-    def find(self, numbers: Array, layer: Array, q: Array, k: int) -> Array:
-        """Rows of the best k keys for q [B, K, G, H], rotated: [B, K, G, k] int32, -1 where none.
+    def find(
+        self, numbers: Array, layer: Array, q: Array, position: Array, k: int, rope: RopeConfig
+    ) -> Array:
+        """Positions of the best k keys for q [B, K, G, H] before rotation: [B, K, G, k] int32.
 
-        ``numbers`` [B] are the requests'. Runs inside a compiled program; search is on the host.
+        -1 where there are fewer. ``numbers`` [B] are the requests', ``position`` [B] the queries'.
+        Runs inside a compiled program; search is on the host.
         """
         shape = jax.ShapeDtypeStruct((*q.shape[:3], k), jnp.int32)
 
-        def search(numbers: HostArray, layer: HostArray, q: HostArray) -> HostArray:
-            return self._search(np.asarray(numbers), int(layer), np.asarray(q), k)
+        def search(
+            numbers: HostArray, layer: HostArray, q: HostArray, position: HostArray
+        ) -> HostArray:
+            q, position = np.asarray(q), np.asarray(position)
+            return self._search(int(layer), np.asarray(numbers), q, position, k, rope)
 
-        found: Array = io_callback(search, shape, numbers, layer, q, ordered=False)
+        found: Array = io_callback(search, shape, numbers, layer, q, position, ordered=False)
         return found
 
-    def _search(self, numbers: HostArray, layer: int, q: HostArray, k: int) -> HostArray:
+    def _search(
+        self,
+        layer: int,
+        numbers: HostArray,
+        q: HostArray,
+        position: HostArray,
+        k: int,
+        rope: RopeConfig,
+    ) -> HostArray:
         out = np.full((*q.shape[:3], k), -1, np.int32)
+        for row, number in enumerate(numbers):
+            if number == NOBODY or not (parts := self._layers[int(number)][layer]):
+                continue
+            asked = [
+                rotated(q[row], np.full(q.shape[2], position[row] - part.offset), rope)
+                for part in parts
+            ]
+            found = self._best(parts, asked, k, exact=False)
+            out[row, ..., : found.ids.shape[-1]] = found.ids
+            if self.measure and all(part.exact for part in parts):
+                self._count(found, self._best(parts, asked, k, exact=True).ids)
+        return out
+
+    def _best(
+        self, parts: Sequence[Part], asked: Sequence[HostArray], k: int, *, exact: bool
+    ) -> Found:
+        """The k best of what all parts find for their queries [K, G, H], best first."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.threads, "search")
-        for row, number in enumerate(numbers):
-            if number == NOBODY or not (searchers := self._indexes[int(number)][layer]):
-                continue
-            most = min(k, len(searchers[0]))
-            found = search_heads(searchers, q[row], most, self._pool, count=self.measure)
-            out[row, ..., :most] = found.ids
-            if self.measure and (exact := self._exact[int(number)][layer]):
-                wanted = search_heads(exact, q[row], most, self._pool).ids
-                self._count(found, wanted)
-        return out
+        count = self.measure and not exact
+        each = [
+            part.best(q, k, self._pool, count=count, exact=exact)
+            for part, q in zip(parts, asked, strict=True)
+        ]
+        scores = np.concatenate([found.scores for found in each], axis=-1)
+        order = np.argsort(-scores, axis=-1, kind="stable")[..., :k]
+        ids = np.concatenate([found.ids for found in each], axis=-1)
+        return Found(
+            np.take_along_axis(ids, order, -1),
+            np.take_along_axis(scores, order, -1),
+            np.sum([found.scanned for found in each], axis=0),
+        )
+
+    def _exact_of(self, keys: Iterable[HostArray]) -> list[Searcher]:
+        """Exact searchers of the keys [S, H] of every head, where it is measured."""
+        if not self.measure:
+            return []
+        return [open_index(build(head, None, Exact("float32"))) for head in keys]
+
+    def _add(self, searchers: Sequence[Searcher], **more: Any) -> None:
+        """Add a part to the account."""
+        was = self.account
+        for name in ("stored", "trained"):
+            more[name] = getattr(was, name) + more.get(name, 0)
+        self.account = dataclasses.replace(
+            was,
+            keys=was.keys + sum(map(len, searchers)),
+            index_bytes=was.index_bytes + sum(each.nbytes for each in searchers),
+            **more,
+        )
 
     def _count(self, found: Found, wanted: HostArray) -> None:
         """Add searches of [K, G] heads to the account."""
-        both = (found.ids[..., :, None] == wanted[..., None, :]).any(-2)
+        both = (found.ids[..., :, None] == wanted[..., None, :]) & (wanted[..., None, :] >= 0)
         self.account = dataclasses.replace(
             self.account,
             searches=self.account.searches + found.scanned.size,
             scanned=self.account.scanned + int(found.scanned.sum()),
-            wanted=self.account.wanted + wanted.size,
-            found=self.account.found + int(both.sum()),
+            wanted=self.account.wanted + int((wanted >= 0).sum()),
+            found=self.account.found + int(both.any(-2).sum()),
         )
 
 

@@ -3,13 +3,14 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxrag.attention import merge
 from jaxrag.decode.base import DecodeRule, Observe, View, highest, require, require_zero_or_more
 from jaxrag.decode.dense import Positions, check_positions
 from jaxrag.errors import RequestError
-from jaxrag.types import Array, Partial
+from jaxrag.types import HIDDEN, Array, Partial
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,12 +18,12 @@ class InfLLM(DecodeRule):
     """The static pattern, and the best ``blocks`` of ``block`` tokens outside it, for all heads.
 
     A block stands for itself with ``representatives`` of its keys per KV head, those that score
-    highest with the prompt's last queries; its relevance is their mean score with the newest query,
-    summed over the heads, and all heads read the same blocks (InfLLM section 3.2). The paper ranks
-    keys by the queries of the tokens that follow each; queries of reused chunks are not there when
-    a question is asked, so the last ``observed`` of the prompt take their place for all. In a block
-    of generated tokens the first ones represent it. The block that the edge of the window cuts is
-    always read.
+    highest on average with the queries of the ``recent`` tokens behind each; its relevance is their
+    mean score with the newest query, summed over the heads, and all heads read the same blocks
+    (InfLLM section 3.2). Of the tokens that are run for the prompt, ``observed`` evenly spread ones
+    give these queries. Where a key has none of them within ``recent``, as in chunks that are reused
+    and far from the question, all that stand behind it rank it. In a block of generated tokens the
+    first ones represent it. The block that the edge of the window cuts is always read.
 
     Attributes:
       positions: "original": keys where they stand; "cache": as published, all keys outside the
@@ -34,7 +35,7 @@ class InfLLM(DecodeRule):
     representatives: int = 4
     sink: int = 128
     recent: int = 4096
-    observed: int = 32
+    observed: int = 512
     positions: Positions = "original"
     name: str = dataclasses.field(default="infllm", init=False)
 
@@ -58,8 +59,8 @@ class InfLLM(DecodeRule):
 
     @property
     def observe(self) -> Observe:
-        """The last queries of the prompt."""
-        return Observe("last", self.observed)
+        """Queries from all over the prompt."""
+        return Observe("strided", self.observed)
 
     def tokens(self) -> dict[str, int]:
         """The window and the blocks."""
@@ -70,11 +71,8 @@ class InfLLM(DecodeRule):
 
     def prepare(self, view: View, queries: Array, positions: Array, room: int) -> Array:
         """Positions of the representatives of every block: [B, K, C * R] int32."""
-        config = view.config
-        counts = (positions >= 0)[:, :, None, None]
-        mean = jnp.where(counts, queries.astype(jnp.float32), 0.0).sum(1)  # [B, N, H]
-        mean = mean.reshape(mean.shape[0], config.num_kv_heads, -1, config.head_dim).sum(2)
-        scores = jnp.einsum("bkh,bskh->bks", mean, view.keys(at=jnp.int32(0)))
+        wanted = _mean_behind(view, queries, positions, self.recent)
+        scores = jnp.einsum("bskh,bskh->bks", wanted, view.keys(at=jnp.int32(0)))
         scores = jnp.where(view.seen[:, None], scores, -jnp.inf)
         scores = jnp.take_along_axis(scores, view.order[:, None], axis=-1)  # by position
         scores = jnp.where(_known(view)[:, None], scores, -jnp.inf)[..., self.sink :]
@@ -108,6 +106,27 @@ class InfLLM(DecodeRule):
         is_sink = jnp.arange(positions.shape[-1]) < self.sink
         at = jnp.where(is_sink & (positions <= local), far, positions)
         return merge([view.attend_at(positions, counts_window, jnp.maximum(at, 0)), rest]), state
+
+
+def _mean_behind(view: View, queries: Array, positions: Array, recent: int) -> Array:
+    """For the key of every slot the mean query of observed tokens behind it: [B, S, K, H] float32.
+
+    Query heads of a group are summed. Of the tokens up to ``recent`` behind it, or of all where
+    there are none; 0 where nothing is behind it. ``positions`` [B, W] ascend, -1 come last.
+    """
+    there = positions >= 0
+    asked = jnp.where(there[:, :, None, None], queries.astype(jnp.float32), 0.0)
+    shape = (*positions.shape, view.config.num_kv_heads, -1, view.config.head_dim)
+    sums = jnp.cumsum(asked.reshape(shape).sum(3), axis=1)
+    sums = jnp.pad(sums, ((0, 0), (1, 0), (0, 0), (0, 0)))  # [B, W + 1, K, H]
+    places = jnp.where(there, positions, HIDDEN)
+    key = jnp.where(view.seen, view.slot_position, 0)
+    count = jax.vmap(lambda some, at: jnp.searchsorted(some, at, side="right"))
+    first, end = count(places, key), count(places, key + recent)
+    end = jnp.where(end > first, end, there.sum(1, keepdims=True))
+    rows = jnp.arange(key.shape[0])[:, None]
+    total = sums[rows, end] - sums[rows, first]
+    return total / jnp.maximum(end - first, 1)[:, :, None, None]
 
 
 def _known(view: View) -> Array:

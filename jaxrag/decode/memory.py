@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 
 from jaxrag.attention_index import Exact, Hnsw, Ivf, QueryLists, Spec
+from jaxrag.attention_index.spec import STORAGE_BYTES
 from jaxrag.cache import PAGE
 from jaxrag.config import ModelConfig
 from jaxrag.decode.base import DecodeRule
@@ -14,8 +15,6 @@ from jaxrag.decode.infllm import InfLLM
 from jaxrag.decode.quest import Quest
 from jaxrag.decode.retrieval import Retrieval
 from jaxrag.decode.snapkv import SnapKV
-
-_STORED = {"float32": 4, "float16": 2, "uint8": 1}  # bytes of a value of an indexed key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +35,9 @@ class Bytes:
 def bytes_of(rule: DecodeRule, config: ModelConfig, tokens: int) -> Bytes:
     """What the rule needs for a context of that many tokens.
 
-    The formula says where things may lie as the papers place them. The paged pool of this program
-    keeps keys and values on the device under every rule; ``index_bytes`` is what it really adds.
+    The formula says where things may lie as the papers place them. The cache of this program keeps
+    them so for "topn", where the model is loaded with ``value_layers``; under every other rule keys
+    and values stay on the device, and ``index_bytes`` is what is added on the host.
     """
     width = config.kv_bytes_per_token // (2 * config.num_layers)  # K or V of a token in a layer
     layers, every = config.num_layers, config.kv_bytes_per_token * tokens
@@ -82,7 +82,7 @@ def index_bytes(spec: Spec, config: ModelConfig, keys: int) -> int:
 
     Keys once per KV head in the spec's storage; links and lists per query head or group.
     """
-    per_key = config.head_dim * _STORED[spec.storage]
+    per_key = config.head_dim * STORAGE_BYTES[spec.storage]
     each = 1 if getattr(spec, "share", "group") == "group" else config.group_size
     of_keys = keys * config.num_kv_heads * config.num_layers
     match spec:

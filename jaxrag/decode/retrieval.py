@@ -10,7 +10,6 @@ from jaxrag.attention import merge
 from jaxrag.attention_index import Ivf as IvfIndex
 from jaxrag.attention_index import ProjectedGraph, Spec
 from jaxrag.decode.base import DecodeRule, Observe, View, highest, require, require_zero_or_more
-from jaxrag.rope import place
 from jaxrag.types import Array, Partial
 
 
@@ -27,12 +26,14 @@ class Retrieval(DecodeRule):
 
     RetrievalAttention, algorithm 1; the two parts are merged by its equations 4 and 5. Prompt keys
     between sink and window are indexed once, per layer and KV head, with the queries of ``queries``
-    prompt tokens to train on. Keys that leave the window later are scanned exactly; of all that was
-    found the k best are used.
+    prompt tokens to train on, unless they were stored with an index. Keys that leave the window
+    later are scanned exactly; of all that was found the k best are used.
 
     Attributes:
       rerotate: rotate training queries to where the answer begins; else they stand where they were
         in the prompt, as in the paper, and more keys have to be scanned.
+      stored: search the indexes that chunks were stored with, whatever their kind, wherever the
+        chunks stand; only keys outside them are indexed for the question.
       max_host_bytes: ceiling of the indexes of one batch on the host, checked before anything is
         built; None for none.
     """
@@ -43,6 +44,7 @@ class Retrieval(DecodeRule):
     index: Spec = dataclasses.field(default_factory=ProjectedGraph)
     queries: int = 2048
     rerotate: bool = True
+    stored: bool = True
     max_host_bytes: int | None = None
     name: str = dataclasses.field(default="retrieval", init=False)
 
@@ -70,12 +72,13 @@ class Retrieval(DecodeRule):
     def attend(self, view: View, layer: Array, state: Indexed) -> tuple[Partial, Any]:
         """The window, and what the index and the tail hold of the rest."""
         assert view.host is not None and view.q is not None
-        q = place(view.q[:, None], view.position[:, None], view.rope, view.config.rope)[:, 0]
-        q = q.astype(jnp.float32).reshape(q.shape[0], view.config.num_kv_heads, -1, q.shape[-1])
-        found = view.host.find(state.numbers, layer, q, self.k)
+        config = view.config
+        q = view.q.astype(jnp.float32)
+        q = q.reshape(q.shape[0], config.num_kv_heads, config.group_size, config.head_dim)
+        found = view.host.find(state.numbers, layer, q, view.position, self.k, config.rope)
         window = view.attend_at(*view.window(self.sink, self.recent))
         edge = view.position[:, None, None, None] - self.recent
-        wheres = [jnp.where(found >= 0, found + self.sink, -1), state.tail]
+        wheres = [found, state.tail]
         # Indexed keys may be kept in fewer bits: the scores of what was found are computed again.
         scores = [view.scores_at(where, where <= edge) for where in wheres]
         both = jnp.concatenate(scores, axis=-1)
@@ -92,6 +95,7 @@ class Ivf(Retrieval):
 
     index: Spec = dataclasses.field(default_factory=IvfIndex)
     queries: int = 1
+    stored: bool = False
     name: str = dataclasses.field(default="ivf", init=False)
 
     @property

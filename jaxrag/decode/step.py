@@ -12,11 +12,9 @@ from flax import struct
 from jaxrag.attention import PagedAttend
 from jaxrag.cache import PagePool, PageTable
 from jaxrag.config import ModelConfig
-from jaxrag.decode.base import DecodeRule, PromptQueries, View
-from jaxrag.decode.host_search import NOBODY, HostSearch, training_queries
-from jaxrag.decode.memory import index_bytes
-from jaxrag.decode.retrieval import Indexed, Retrieval
-from jaxrag.errors import RequestError
+from jaxrag.decode.base import DecodeRule, Far, PromptQueries, View
+from jaxrag.decode.host_search import HostSearch
+from jaxrag.decode.retrieval import Indexed
 from jaxrag.rope import RopeTable
 from jaxrag.types import HIDDEN, Array, HostArray, Tokens
 
@@ -72,74 +70,11 @@ def prepare(
     return jax.lax.map(lambda x: layer(*x), (layers, bank.queries))
 
 
-def index_keys(
-    host: HostSearch,
-    config: ModelConfig,
-    rope: RopeTable,
-    pool: PagePool,
-    table: PageTable,
-    order: HostArray,
-    position: HostArray,
-    bank: PromptQueries,
-    rule: Retrieval,
-    room: int,
-) -> Indexed:
-    """Build the indexes of a batch on the host, layer by layer; the rule's state [L, B, ...].
-
-    Of every request the keys between the sink and the window of its first generated token.
-    """
-    rows = len(position)
-    end = np.maximum(position + 2 - rule.recent, rule.sink)  # the first that is not indexed
-    need = sum(index_bytes(rule.index, config, int(n)) for n in np.maximum(end - rule.sink, 0))
-    if rule.max_host_bytes is not None and need > rule.max_host_bytes:
-        raise RequestError(
-            f"decode rule {rule.name!r}: the indexes of {rows} request(s) may take {need} bytes of "
-            f"host memory, max_host_bytes={rule.max_host_bytes}; raise it, or ask fewer at once"
-        )
-    numbers = [host.admit() if at >= 0 else NOBODY for at in position]
-    wanted = np.asarray(bank.positions)
-    last = jnp.asarray(position)
-    try:
-        for layer in range(config.num_layers):
-            keys = np.asarray(_keys(config, rope, pool, table, jnp.int32(layer), last))
-            queries = np.asarray(bank.queries[layer].astype(jnp.float32))
-            for row in np.flatnonzero(position >= 0):
-                here = keys[row, order[row, rule.sink : end[row]]].transpose(1, 0, 2)
-                at = int(position[row]) + 1 if rule.rerotate else None
-                trained = training_queries(queries[row], wanted[row], config, at)
-                host.add_layer(numbers[row], np.ascontiguousarray(here), trained, rule.searches)
-    except BaseException:
-        host.release(numbers)
-        raise
-    tail = np.where(position[:, None] >= 0, end[:, None] + np.arange(room), -1).astype(np.int32)
-    number = jnp.asarray(np.array(numbers, np.int32))
-    return Indexed(
-        numbers=jnp.broadcast_to(number, (config.num_layers, rows)),
-        tail=jnp.broadcast_to(tail[:, None, None], (config.num_layers, rows, 1, 1, room)),
-    )
-
-
 def numbers_of(decoding: Decoding | None) -> list[int]:
     """The numbers under which the host knows the requests; none where no index is searched."""
     if decoding is None or not isinstance(decoding.state, Indexed):
         return []
     return [int(number) for number in np.asarray(decoding.state.numbers[0])]
-
-
-@functools.partial(jax.jit, static_argnames=("config",))
-def _keys(
-    config: ModelConfig,
-    rope: RopeTable,
-    pool: PagePool,
-    table: PageTable,
-    layer: Array,
-    position: Array,
-) -> Array:
-    """The keys of one layer where they stand, by slot: [B, S, K, H] float32."""
-    pages = table.pages + layer * (pool.k.shape[0] // config.num_layers)
-    order = jnp.zeros_like(table.slot_position)
-    slots = (table.slot_position, order, position)
-    return View(config, rope, pool, pages, table.offsets, *slots).keys()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +102,10 @@ class DecodeAttend:
         """Write, then attend; shapes as Attend, T = 1."""
         pool, state = cache
         pages, pool = self.paged.write(layer, k, v, tokens, pool)
-        table = self.paged.table
+        table, far = self.paged.table, None
+        if self.paged.values is not None:
+            new = v.astype(pool.v.dtype)
+            far = Far(self.paged.values, layer, table.pages, self.paged.slots, new)
         view = View(
             config=self.paged.config,
             rope=self.paged.rope,
@@ -179,6 +117,7 @@ class DecodeAttend:
             position=tokens.positions[:, 0],
             q=q[:, 0],
             host=self.host,
+            far=far,
         )
         here = jax.tree.map(lambda x: x[layer], state)
         part, new = self.rule.attend(view, layer, here)

@@ -7,8 +7,10 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from jaxrag.attention_index.document import Indexing, build_arrays
 from jaxrag.encode.behind import OwnKV, encode_behind
 from jaxrag.encode.joint import encode_jointly
+from jaxrag.encode.observed import encode_observed
 from jaxrag.encode.own import StoredNeighbours
 from jaxrag.encode.rows import encode_rows
 from jaxrag.errors import RequestError
@@ -23,7 +25,9 @@ __all__ = [
     "StoredNeighbours",
     "chunk_key",
     "encode_chunks",
+    "encode_for_store",
     "encoder_named",
+    "gets_indexes",
     "provenance",
 ]
 
@@ -141,6 +145,42 @@ def encode_chunks(
         return encode_jointly(model, prefix, chunks, others)
     own_kv = own_kv or StoredNeighbours(model, prefix, None)
     return encode_behind(model, prefix, chunks, others, own_kv)
+
+
+def gets_indexes(indexing: Indexing | None, encoder: str, tokens: int) -> bool:
+    """Whether a chunk of so many tokens is stored with indexes; never behind neighbours."""
+    if indexing is None or encoder_named(encoder).sees_neighbours:
+        return False
+    return indexing.covers(tokens)
+
+
+def encode_for_store(
+    model: Model,
+    encoder: str,
+    prefix_ids: HostArray,
+    chunks: Sequence[HostArray],
+    neighbours: Sequence[Sequence[HostArray]] | None = None,
+    own_kv: OwnKV | None = None,
+    indexing: Indexing | None = None,
+) -> Iterator[tuple[int, HostArray, dict[str, HostArray] | None]]:
+    """Encode chunks with all that is stored of them; arguments and errors as ``encode_chunks``.
+
+    Yields (index into chunks, kv [L, 2, T, K, H], auxiliary arrays or None): the indexes of chunks
+    that get some by ``indexing``, built from queries that are kept while the chunk is encoded.
+    """
+    chosen = encoder_named(encoder)
+    others = _checked(chosen, neighbours, len(chunks))
+    indexed = [i for i, ids in enumerate(chunks) if gets_indexes(indexing, encoder, len(ids))]
+    plain = sorted(set(range(len(chunks))) - set(indexed))
+    rest, behind = [chunks[i] for i in plain], [others[i] for i in plain]
+    for at, kv in encode_chunks(model, encoder, prefix_ids, rest, behind, own_kv):
+        yield plain[at], kv, None
+    if not indexed or indexing is None:
+        return
+    prefix = prefix_ids if chosen.sees_prefix else prefix_ids[:0]
+    long = [chunks[i] for i in indexed]
+    for at, kv, queries in encode_observed(model, prefix, long, indexing.queries):
+        yield indexed[at], kv, build_arrays(kv, queries, indexing, model.config.rope)
 
 
 def _checked(

@@ -233,7 +233,11 @@ def forced_logits(
         try:
             for i in batch:
                 prompt = requests[i].prompt
-                mapped.append(map_request(model, settings.store, settings.method, prompt, longest))
+                mapped.append(
+                    map_request(
+                        model, settings.store, settings.method, prompt, longest, settings.indexing
+                    )
+                )
             first, table = prefill(model, mapped)
             rest = _feed(model, mapped, table, given)
         finally:

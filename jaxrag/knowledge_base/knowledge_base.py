@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Self, get_args, overload
 
+from jaxrag.attention_index.document import Indexing, indexing_from
 from jaxrag.catalog import DocumentEntry, Hit
 from jaxrag.chunking import ChunkBy
 from jaxrag.errors import KnowledgeBaseError, RequestError
@@ -56,6 +57,7 @@ class KnowledgeBase(Maintained):
         max_bytes: int | None = None,
         embedder: GivenEmbedder | None = None,
         index: str | None = None,
+        attention_index: str | Mapping[str, Any] | Indexing | None = None,
         retriever: Retriever | str | None = None,
         reranker: Reranker | None = None,
         mode: Mode | None = None,
@@ -85,6 +87,10 @@ class KnowledgeBase(Maintained):
             then have vectors. An existing knowledge base without one gets it from now on; ``embed``
             makes the vectors of the chunks that are there.
           index: kind of vector index, "lance", "exact" or "faiss" ("lance").
+          attention_index: kind and settings of the indexes that long chunks are stored with, for
+            the decode rule "retrieval": such as "lists" or "lists:exact_below=16384,reach=8192"
+            (none). An existing knowledge base without them keeps them from now on; adding a
+            document again, or ``verify(repair=True)``, makes its chunks'.
           retriever: an object whose ``search`` is asked instead (jaxrag.index.base.Retriever), or
             the name of one that an installed package announces (jaxrag.index.plugins).
           reranker: scores (question, texts) of more candidates than are wanted, to sort them by.
@@ -118,6 +124,7 @@ class KnowledgeBase(Maintained):
             embedder=given,
             embedder_path=embedder_path,
             index=index,
+            indexing=None if attention_index is None else indexing_from(attention_index),
         )
         catalog, mode = open_catalog(folder, model, wanted, mode)
         try:
@@ -166,6 +173,7 @@ class KnowledgeBase(Maintained):
             self.store,
             self._catalog,
             self._vectors,
+            self.indexing,
         )
         report = ingest.run(documents, progress, shard)
         if self._behind_others and (shard is None or shard[1] == 1):
@@ -273,7 +281,10 @@ class KnowledgeBase(Maintained):
         for encoder, by_key in chunks.items():
             tokens = [it.ids for it in by_key.values()]
             others = [it.neighbours for it in by_key.values()]
-            release(model, bring_in(model, self.store, encoder, prefix, tokens, others))
+            loaded = bring_in(
+                model, self.store, encoder, prefix, tokens, others, indexing=self.indexing
+            )
+            release(model, loaded)
         done: concurrent.futures.Future[Any] = concurrent.futures.Future()
         done.set_result(None)
         return done

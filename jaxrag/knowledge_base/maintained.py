@@ -124,10 +124,11 @@ class Maintained(Opened):
         max_bytes_per_second: float | None = None,
         progress: bool = False,
     ) -> upkeep.VerifyReport:
-        """Read the KV of every chunk and hold it against its digests.
+        """Read the KV and the indexes of every chunk and hold them against their digests.
 
         Args:
-          repair: encode damaged and missing chunks again, and embed those whose vectors are gone.
+          repair: encode damaged and missing chunks again, and those without the index that they
+            should have, and embed those whose vectors are gone.
           max_bytes_per_second: of reading.
           progress: draw a bar on stderr, where that is a terminal.
 
@@ -142,6 +143,7 @@ class Maintained(Opened):
             self.model if repair else None,
             self.template,
             max_bytes_per_second,
+            indexing=self.indexing,
             limited=self._settings["max_bytes"] is not None and self._settings["store"] is None,
             progress=progress,
         )

@@ -4,6 +4,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from jaxrag.attention_index.document import Indexing, indexing_from
 from jaxrag.catalog import Catalog
 from jaxrag.chunking import Chunking
 from jaxrag.config import ModelConfig, config_from_dict
@@ -30,6 +31,7 @@ class Opened:
       model_path: directory of the model it was made with; None for a model made in memory.
       config: of that model.
       template, chunking, encoders: how its chunks are cut, wrapped and encoded.
+      indexing: what indexes long chunks are stored with; None where they get none.
       store: the chunk KV, of a fingerprint of its own; writable when the mode is "rw".
       retriever, reranker: what ``search`` asks; may be set at any time, as a retriever of another
         framework is made from ``chunks``.
@@ -55,6 +57,8 @@ class Opened:
         self.template: PromptTemplate = template_from_dict(settings["template"], str(path))
         self.chunking = Chunking(**settings["chunking"])
         self.encoders: tuple[str, ...] = tuple(settings["encoders"])
+        table = settings.get("attention_index")
+        self.indexing: Indexing | None = None if table is None else indexing_from(table)
         self.mode: Mode = mode
         self._catalog = catalog
         self._settings = settings

@@ -124,6 +124,13 @@ def _extend(
             embedded = wanted.embedder is not None or settings["vectors"] is not None
             catalog.set("neighbours", neighbour_settings(wanted, embedded))
         catalog.extend("encoders", new)
+    if wanted.indexing is not None and settings.get("attention_index") is None:
+        if model is None or mode == "r":
+            raise KnowledgeBaseError(
+                f"{folder} keeps no attention indexes; open it for writing with its model to add "
+                "them"
+            )
+        catalog.set("attention_index", wanted.indexing.to_table())
     if wanted.max_bytes is not None and (wanted.max_bytes or None) != settings["max_bytes"]:
         if mode == "r":
             raise KnowledgeBaseError(f"{folder}: open it for writing to change max_bytes")

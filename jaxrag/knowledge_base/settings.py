@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from jaxrag.attention_index.document import Indexing
 from jaxrag.chunking import ChunkBy, Chunking
 from jaxrag.config import config_to_dict
 from jaxrag.embed import Embedder
@@ -44,6 +45,7 @@ class Wanted:
     embedder: Embedder | None
     embedder_path: str | None  # absolute, when it was given as a directory
     index: str | None
+    indexing: Indexing | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that no knowledge base can have."""
@@ -65,6 +67,12 @@ class Wanted:
         limit = self.max_bytes
         if limit is not None and (type(limit) is not int or limit < 0):
             raise KnowledgeBaseError(f"max_bytes={limit!r}: expected bytes, or 0 for no limit")
+        seeing = [encoder_named(name).sees_neighbours for name in self.encoders or ()]
+        if self.indexing is not None and seeing and all(seeing):
+            raise KnowledgeBaseError(
+                f"attention_index with encoders={', '.join(self.encoders or ())}: chunks that see "
+                "their neighbours get no index; name 'isolated' or 'after_prefix' as well"
+            )
         if self.index is not None:
             index_named(self.index)
             if self.embedder is None:
@@ -114,6 +122,7 @@ def new_settings(model: Model, wanted: Wanted) -> dict[str, Any]:
         "chunking": dataclasses.asdict(chunking),
         "encoders": list(dict.fromkeys(wanted.encoders or DEFAULT_ENCODERS)),
         "neighbours": neighbour_settings(wanted, wanted.embedder is not None),
+        "attention_index": None if wanted.indexing is None else wanted.indexing.to_table(),
         "vectors": None,  # added once its index is there
         "vectors_complete": False,
         "last_gc": None,
@@ -166,6 +175,8 @@ def check_settings(
             f"this {wanted.template.name!r}; leave the template out or ingest into another folder"
         )
     vectors, neighbours = settings["vectors"], settings["neighbours"] or {}
+    known_index = settings.get("attention_index")  # older catalogs have no such setting
+    wanted_index = None if wanted.indexing is None else wanted.indexing.to_table()
     if not neighbours:
         neighbour_settings(wanted, wanted.embedder is not None or vectors is not None)
     for name, value, known in (
@@ -177,6 +188,7 @@ def check_settings(
         ("stored", wanted.stored, settings["layout"]["stored"]),
         ("store", wanted.store, settings["store"]),
         ("index", wanted.index, vectors["index"] if vectors else wanted.index),
+        ("attention_index", wanted_index, known_index or wanted_index),
     ):
         if value is not None and value != known:
             raise KnowledgeBaseError(

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxrag.attention_index.document import indexes_nbytes
 from jaxrag.catalog import Catalog
 from jaxrag.knowledge_base.upkeep import Claim
 from jaxrag.knowledge_base.vectors import ChunkVectors
@@ -23,13 +24,18 @@ def collect_stats(
     claim = Claim.of(catalog, settings)
     variants: collections.Counter[str] = collections.Counter()
     orphans: collections.Counter[str] = collections.Counter()
+    indexed: collections.Counter[str] = collections.Counter()
     for record in store.records():
         variants[record.encoder] += 1
+        if nbytes := indexes_nbytes(record):
+            indexed["chunks"] += 1
+            indexed["bytes"] += nbytes
         if not claim.holds(record):
             orphans["chunks"] += 1
             orphans["bytes"] += store.layout.nbytes(record.tokens)
     stored = store.stats().get(store.fingerprint)
     known = settings["vectors"]
+    indexing = settings.get("attention_index")
     return {
         "path": str(folder),
         "id": settings["id"],
@@ -56,6 +62,14 @@ def collect_stats(
             "variants": dict(sorted(variants.items())),
             "orphans": orphans["chunks"],
             "orphan_bytes": orphans["bytes"],
+        },
+        "attention_index": None
+        if indexing is None
+        else {
+            "kind": indexing["kind"],
+            "from_tokens": indexing["exact_below"],
+            "chunks": indexed["chunks"],
+            "bytes": indexed["bytes"],
         },
         "vectors": None
         if known is None or vectors is None

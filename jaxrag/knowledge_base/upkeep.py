@@ -4,15 +4,16 @@ import contextlib
 import dataclasses
 import datetime
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from jaxrag.attention_index.document import Indexing, is_indexed
 from jaxrag.catalog import Catalog
-from jaxrag.encode import StoredNeighbours, encode_chunks, provenance
+from jaxrag.encode import StoredNeighbours, encode_for_store, gets_indexes, provenance
 from jaxrag.errors import KnowledgeBaseError
 from jaxrag.ingest import RefreshReport
 from jaxrag.knowledge_base.neighbours import recorded_chunks
@@ -51,12 +52,13 @@ class GcReport:
 
 @dataclasses.dataclass(frozen=True)
 class VerifyReport:
-    """What a check of every chunk's KV found; the four together are all of them."""
+    """What a check of every chunk's KV found; the first four together are all of them."""
 
     ok: int
     repaired: int
     damaged: tuple[str, ...]  # keys of chunks whose KV is missing or corrupt, and still is
     dropped: int  # not stored, as is to be expected under a size limit
+    unindexed: tuple[str, ...] = ()  # keys of chunks that are whole but lack their indexes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,35 +172,56 @@ def verify(
     template: PromptTemplate,
     max_bytes_per_second: float | None,
     *,
+    indexing: Indexing | None = None,
     limited: bool,
     progress: bool,
 ) -> VerifyReport:
     """Check every chunk's KV; with a model, encode what is damaged or missing again.
 
-    Under a size limit (``limited``), a chunk that is missing has been dropped and is left so.
+    So are chunks that lack the indexes that they get by ``indexing``. Under a size limit
+    (``limited``), a chunk that is missing has been dropped and is left so.
     """
     found = store.verify(
         catalog.all_keys(), max_bytes_per_second=max_bytes_per_second, progress=progress
     )
     damaged = [*found.corrupt, *(() if limited else found.missing)]
     dropped = len(found.missing) if limited else 0
-    if model is None or not damaged:
-        return VerifyReport(found.ok, 0, tuple(damaged), dropped)
+    bare = [] if indexing is None else _unindexed(store, catalog, indexing, set(damaged))
+    if model is None or not (damaged or bare):
+        return VerifyReport(found.ok, 0, tuple(damaged), dropped, tuple(bare))
     prefix = template.prefix_ids(model.text_tokenizer())
     own_kv = StoredNeighbours(model, prefix, store)
     repaired = []
-    for encoder, chunks in recorded_chunks(catalog, model, template, damaged).items():
+    wanted = [*damaged, *bare]
+    for encoder, chunks in recorded_chunks(catalog, model, template, wanted).items():
         for batch in itertools.batched(chunks.items(), _REPAIR_BATCH):
             ids = [it.ids for _, it in batch]
             others = [it.neighbours for _, it in batch]
-            for index, kv in encode_chunks(model, encoder, prefix, ids, others, own_kv):
+            fresh = encode_for_store(model, encoder, prefix, ids, others, own_kv, indexing)
+            for index, kv, aux in fresh:
                 key = batch[index][0]
                 record = provenance(model, encoder, prefix, ids[index], others[index])
-                store.put(key, kv, record=record, replace=True)
+                store.put(key, kv, record=record, aux=aux, replace=True)
                 repaired.append(key)
-    left = set(damaged) - set(repaired)
+    left = set(wanted) - set(repaired)
     still = tuple(key for key in damaged if key in left)
-    return VerifyReport(found.ok, len(repaired), still, dropped)
+    without = tuple(key for key in bare if key in left)
+    whole = found.ok - (len(bare) - len(without))
+    return VerifyReport(whole, len(repaired), still, dropped, without)
+
+
+def _unindexed(
+    store: ChunkStore | ReadThrough, catalog: Catalog, indexing: Indexing, but: Set[str]
+) -> list[str]:
+    """Keys of the catalog's chunks that are stored without the indexes that they should have."""
+    bare = []
+    for keys in itertools.batched((key for key in catalog.all_keys() if key not in but), 1000):
+        for record in store.head(keys, on_corrupt="skip"):
+            if record is None or is_indexed(record):
+                continue
+            if gets_indexes(indexing, record.encoder, record.tokens):
+                bare.append(record.key)
+    return bare
 
 
 def embed_missing(catalog: Catalog, vectors: ChunkVectors, progress: bool) -> int:

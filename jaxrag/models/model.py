@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrag.attention import PackedAttend, check_kernels
 from jaxrag.cache import PAGE, PagedCache
 from jaxrag.config import Kernels, ModelConfig, config_to_dict
-from jaxrag.errors import RequestError, TokenizerError
+from jaxrag.errors import ConfigError, RequestError, TokenizerError
 from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
 from jaxrag.models.decoder import forward, unembed
 from jaxrag.models.digest import params_digest, weights_digest
@@ -44,6 +44,8 @@ class Model:
     ``cache`` is the paged pool, made at the first request; ``memory`` keeps the KV of documents
     that were passed without a knowledge base. ``template`` is the prompt format that the model was
     trained with, from its directory's ``prompt.toml``; it is used where nobody names another.
+    With ``value_layers``, the device holds V of so many layers, and host memory V of the others, up
+    to ``max_host_bytes`` (KCache section 3.1); only the decode rule "topn" works then.
     """
 
     config: ModelConfig
@@ -54,6 +56,8 @@ class Model:
     mesh: Mesh | None = None
     cache_tokens: int | None = None
     template: PromptTemplate | None = None
+    value_layers: int | None = None
+    max_host_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse kernels and a tokenizer that do not fit before anything is computed."""
@@ -64,6 +68,24 @@ class Model:
             check_vocab(self.tokenizer, self.config)
         if self.cache_tokens is not None and self.cache_tokens < PAGE:
             raise RequestError(f"cache_tokens={self.cache_tokens}: expected at least {PAGE}")
+        layers = self.config.num_layers
+        if self.value_layers is not None and not 0 <= self.value_layers < layers:
+            raise RequestError(
+                f"value_layers={self.value_layers}, the model has {layers} layers; choose fewer, "
+                "or leave it out to keep V of all of them on the device"
+            )
+        if self.max_host_bytes is not None and self.max_host_bytes < 1:
+            raise RequestError(f"max_host_bytes={self.max_host_bytes}: expected at least 1")
+        if self.value_layers is not None and self.config.kernels != "xla":
+            raise ConfigError(
+                f"kernels={self.config.kernels!r} read V on the device, and value_layers="
+                f"{self.value_layers} keeps it in host memory; choose 'xla', or leave it out"
+            )
+        if self.value_layers is not None and self.mesh is not None and self.mesh.size > 1:
+            raise RequestError(
+                f"value_layers={self.value_layers}: host memory serves one device, and the model "
+                f"is on {self.mesh.size}; load it without a mesh"
+            )
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -80,7 +102,9 @@ class Model:
     def cache(self) -> PagedCache:
         """The paged pool and its owners."""
         tokens = self.cache_tokens or self._default_cache_tokens()
-        return PagedCache.create(self.config, tokens, self._pool_sharding())
+        return PagedCache.create(
+            self.config, tokens, self._pool_sharding(), self.value_layers, self.max_host_bytes
+        )
 
     def forget_cache(self) -> None:
         """Drop the pool; the next request makes a new one and chunks are mapped again."""
@@ -231,6 +255,8 @@ def load_model(
     dtype: str | None = None,
     cache_tokens: int | None = None,
     kernels: Kernels = "xla",
+    value_layers: int | None = None,
+    max_host_bytes: int | None = None,
 ) -> Model:
     """Load a Hugging Face directory or a jaxrag checkpoint.
 
@@ -240,6 +266,8 @@ def load_model(
         model's config says.
       cache_tokens: size of the paged pool; None = 1 GiB on CPU, half of the free memory on GPU.
       kernels: which body of the attention ops runs, "xla" or, on NVIDIA GPUs, "pallas_triton".
+      value_layers: keep V of this many layers on the device, of the others in host memory; None =
+        all on the device. max_host_bytes: ceiling of that host memory.
 
     Raises:
       ModelError, ConfigError: a missing, truncated, unsupported or inconsistent directory, or a
@@ -260,6 +288,8 @@ def load_model(
         mesh=mesh,
         cache_tokens=cache_tokens,
         template=template,
+        value_layers=value_layers,
+        max_host_bytes=max_host_bytes,
     )
 
 

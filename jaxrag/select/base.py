@@ -110,6 +110,11 @@ class Selector(abc.ABC):
 
     name: str = dataclasses.field(init=False)
 
+    @property
+    def reads_values(self) -> bool:
+        """Does it attend to cached V of all layers?"""
+        return False
+
     def check_ratio(self, ratio: float | None) -> None:
         """Refuse a recompute ratio that makes no sense here (RequestError)."""
         check_range(ratio)

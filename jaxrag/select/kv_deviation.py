@@ -87,6 +87,11 @@ class KvDeviation(Selector):
             return budget
         return min(int(np.ceil(self.widths[check] * budget)), available)
 
+    @property
+    def reads_values(self) -> bool:
+        """It runs tokens through the layers over the cache."""
+        return True
+
     def select(self, model: Model, scenes: Sequence[Scene]) -> list[Choice]:
         """Choose the tokens that deviate most, over all chunks."""
         self.check(model.config)

@@ -59,6 +59,11 @@ class QueryGuided(Selector):
                     f"{', '.join(get_args(kind))}"
                 )
 
+    @property
+    def reads_values(self) -> bool:
+        """It runs tokens through the layers over the cache."""
+        return True
+
     def select(self, model: Model, scenes: Sequence[Scene]) -> list[Choice]:
         """Choose the tokens with the highest scores over all chunks."""
         return [

@@ -30,13 +30,17 @@ def test_rows(result):
     assert [row["rule"] for row in result["rows"]] == list(RULES)
     for row in result["rows"]:
         assert row["context"] == 1024 and row["seconds"] >= row["best_seconds"] > 0
-        assert row["pool_bytes"] >= 1024 * result["kv_bytes_per_token"]
+        assert row["cache_tokens"] >= 1024
         assert len(row["ids"]) == 4
     assert dense["formula_bytes"] == {
         "device": 1024 * result["kv_bytes_per_token"],
         "host": 0,
         "bus": 0,
     }
+    # V of the second layer lies in host memory, in arrays as large as the formula says.
+    whole = topn["cache_tokens"] * result["kv_bytes_per_token"]
+    assert dense["device_bytes"] == whole and dense["host_bytes"] == 0
+    assert (topn["device_bytes"], topn["host_bytes"]) == (whole * 3 // 4, whole // 4)
     # Few keys: both scan all of them, so nothing is missed.
     for row in (retrieval, ivf):
         assert row["index"]["scanned"] == row["index"]["recall"] == 1.0

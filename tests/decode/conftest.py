@@ -120,7 +120,9 @@ def _rule_logits(model, mapped, table, rule, bank, given):
         if decoding is None:
             hidden, model.cache.pool, table = _DENSE(*args, *batch)
         else:
-            hidden, model.cache.pool, table, decoding = _RULE(*args, decoding, *batch, rule, host)
+            hidden, model.cache.pool, table, decoding = _RULE(
+                *args, decoding, *batch, rule, host, model.cache.values
+            )
         out.append(np.asarray(unembed(model.params, hidden[:, 0]))[: len(mapped)])
     if host is not None:
         host.release(answer.numbers_of(decoding))
@@ -128,4 +130,4 @@ def _rule_logits(model, mapped, table, rule, bank, given):
 
 
 _DENSE = jax.jit(prefill.run_tokens, static_argnums=1)
-_RULE = jax.jit(answer.run_by_rule, static_argnums=(1, 9, 10))
+_RULE = jax.jit(answer.run_by_rule, static_argnums=(1, 9, 10, 11))

@@ -20,6 +20,7 @@ from jaxrag.decode import (
     SnapKV,
     StaticWindow,
     TopN,
+    indexing,
     step,
 )
 from jaxrag.errors import RequestError
@@ -165,7 +166,7 @@ def test_another_length_does_not_recompile(ids, model_of):
             generate(ids(question)[0], documents=list(ids(*documents)), model=model, decode=rule,
                      method="turborag", max_new_tokens=new_tokens)  # fmt: skip
 
-    compiled = (prefill._prefill_piece, answer._decode_block, step.prepare, step._keys)
+    compiled = (prefill._prefill_piece, answer._decode_block, step.prepare, indexing._keys)
     ask(30, (100, 90), 9)
     before = [function._cache_size() for function in compiled]
     for question, documents, new_tokens in ((25, (98, 91), 16), (17, (90, 90), 3)):

@@ -261,16 +261,21 @@ def test_snapkv(tiny_config):
 @pytest.mark.parametrize("scheme", ["original", "cache"])
 def test_infllm(tiny_config, scheme):
     made = scene(tiny_config)
-    queries, positions = last_queries(made, 4)
+    queries, _ = last_queries(made, 6)
+    positions = np.array([9, 30, 31, 44, 90, 97])  # nobody asks from 20 behind 50, say
     sink, recent, block, blocks, reps = 3, 20, 8, 3, 2
-    rule = InfLLM(block, blocks, reps, sink, recent, 4, scheme)
+    rule = InfLLM(block, blocks, reps, sink, recent, 6, scheme)
     edge = made.newest - recent  # the last one outside the window
     starts = range(sink, made.newest + 1, block)
     representatives = {}
     for start in starts:
         for kv in range(2):
-            q = queries[:, 3 * kv : 3 * kv + 3].sum((0, 1))
-            scores = {p: q @ made.keys[p, kv] for p in range(start, min(start + block, PROMPT))}
+            scores = {}
+            for p in range(start, min(start + block, PROMPT)):
+                behind = [i for i, at in enumerate(positions) if p < at <= p + recent]
+                behind = behind or [i for i, at in enumerate(positions) if p < at]
+                q = queries[behind, 3 * kv : 3 * kv + 3].sum(1)
+                scores[p] = np.mean(q @ made.keys[p, kv]) if behind else 0.0
             best = sorted(scores, key=lambda p: -scores[p])[:reps]
             representatives[start, kv] = best
 
@@ -305,7 +310,8 @@ def test_retrieval_finds_what_flat_finds(tiny_config):
     end = PROMPT + 1 - rule.recent
     keys = np.stack([made.turned(made.keys[p], p) for p in range(5, end)], axis=1)
     for _ in range(2):
-        host.add_layer(number, keys.astype(np.float32), None, rule.index)
+        part = host.build(keys.astype(np.float32), None, rule.index, np.arange(5, end))
+        host.add_layer(number, [part])
     tail = jnp.asarray(end + np.arange(NEW), jnp.int32)[None, None, None]
     state = Indexed(numbers=jnp.array([number], jnp.int32), tail=tail)
     view = dataclasses.replace(made.view, host=host)

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxrag import answer, generation
 from jaxrag.attention_index import QueryLists
 from jaxrag.decode import (
     DECODE_RULES,
@@ -144,3 +145,26 @@ def test_an_index_is_searched_for_one_device(tiny_config, ids):
     options = {"documents": list(ids(30)), "model": model, "method": "turborag"}
     with pytest.raises(RequestError, match="the model is on 2; load it without a mesh"):
         generate(ids(5)[0], decode=Retrieval(k=6, sink=4, recent=8), **options)
+
+
+def test_one_token_needs_no_rule(model_of, ids, monkeypatch):
+    """The first token comes from prefill: nothing is prepared, no query is kept."""
+    kept = []
+    observed = generation.prefill_observed
+
+    def watched(model, requests, observe):
+        kept.append(observe)
+        return observed(model, requests, observe)
+
+    def never(*arguments):
+        raise AssertionError("a rule was prepared")
+
+    monkeypatch.setattr(generation, "prefill_observed", watched)
+    monkeypatch.setattr(answer, "start_decoding", never)
+    options = {"documents": list(ids(30)), "model": model_of(), "method": "turborag"}
+    rule = Retrieval(k=4, sink=4, recent=8)
+    out = generation.generate(ids(5)[0], decode=rule, max_new_tokens=1, **options)
+    assert len(out.token_ids) == 1 and out.finish_reason == "length" and kept == [None]
+    assert out.indexes == {"keys": 0, "stored": 0, "trained": 0}
+    with pytest.raises(AssertionError, match="was prepared"):
+        generation.generate(ids(5)[0], decode=rule, max_new_tokens=2, **options)

@@ -180,3 +180,16 @@ def test_merge_is_associative_and_ignores_what_saw_nothing(rng):
     np.testing.assert_allclose(same.out, a.out, atol=1e-6)
     nothing = merge([blind, blind])
     assert (np.asarray(nothing.out) == 0).all() and np.isneginf(np.asarray(nothing.lse)).all()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_repeats_what_several_angles_turn(rng, interleaved):
+    """One head, several angles: as for copies of the head; dimensions beyond R pass through."""
+    x = rng.normal(size=(2, 1, 3, 10)).astype(np.float32)
+    angle = rng.normal(size=(2, 4, 1, 3)).astype(np.float32)
+    angles = (np.cos(angle), np.sin(angle))
+    copies = np.repeat(x, 4, axis=1)
+    expected = rotate(jnp.asarray(copies), *angles, interleaved=interleaved)
+    found = rotate(jnp.asarray(x), *angles, interleaved=interleaved)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(found[..., 6:], copies[..., 6:])

@@ -9,7 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxrag import ingest
 from jaxrag.embed import as_embedder
-from jaxrag.encode import encode_chunks
+from jaxrag.encode import encode_for_store
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.models.model import random_model
 from jaxrag.tokenizer import Tokenizer
@@ -71,11 +71,11 @@ def encoded(monkeypatch):
     """The numbers of chunks that each call of the encoder was asked for."""
     calls = []
 
-    def counting(model, encoder, prefix, chunks):
+    def counting(model, encoder, prefix, chunks, **options):
         calls.append(len(chunks))
-        return encode_chunks(model, encoder, prefix, chunks)
+        return encode_for_store(model, encoder, prefix, chunks, **options)
 
-    monkeypatch.setattr(ingest, "encode_chunks", counting)
+    monkeypatch.setattr(ingest, "encode_for_store", counting)
     return calls
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxrag import ingest
 from jaxrag.documents import BadDocument, Document
-from jaxrag.encode import chunk_key, encode_chunks
+from jaxrag.encode import chunk_key, encode_chunks, encode_for_store
 from jaxrag.errors import (
     DocumentError,
     KnowledgeBaseError,
@@ -129,9 +129,9 @@ def test_interrupted_run_is_continued(tmp_path, model, monkeypatch, text_of):
     documents = [Document(str(n), text_of(n)) for n in range(4)]
     yielded = 0
 
-    def dying(*arguments):
+    def dying(*arguments, **options):
         nonlocal yielded
-        for item in encode_chunks(*arguments):
+        for item in encode_for_store(*arguments, **options):
             if yielded == 7:
                 raise KeyboardInterrupt
             yielded += 1
@@ -139,7 +139,7 @@ def test_interrupted_run_is_continued(tmp_path, model, monkeypatch, text_of):
 
     kb = KnowledgeBase.open(tmp_path, model, template="plain", chunk_tokens=100)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(ingest, "encode_chunks", dying)
+        patch.setattr(ingest, "encode_for_store", dying)
         kb.add(documents)
     kb.close()
     with KnowledgeBase.open(tmp_path, model) as kb:

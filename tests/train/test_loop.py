@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ import pytest
 from jaxrag.errors import ConfigError, TrainError
 from jaxrag.models.model import load_model
 from jaxrag.prompts import read_prompt, template_named
+from jaxrag.sharding import make_mesh
 from jaxrag.train.log import read_metrics
 from jaxrag.train.loop import train
 from jaxrag.train.start import set_up
@@ -186,6 +188,13 @@ def test_lora_trains_adapters_and_exports_the_merged_model(train_config, tmp_pat
 def test_mesh_and_model_are_checked_first(train_config, setting, value, match):
     with pytest.raises(ConfigError, match=match):
         set_up(train_config(**{setting: value}))
+
+
+def test_a_mesh_leaves_no_process_out():
+    devices = [types.SimpleNamespace(process_index=index // 2) for index in range(4)]
+    with pytest.raises(ConfigError, match="takes 2 of 4 devices and none of process 1"):
+        make_mesh(data=2, devices=devices)
+    make_mesh(data=2, devices=jax.devices()[:4])
 
 
 def test_tensorboard_events_are_written(train_config, tmp_path):

@@ -1,0 +1,154 @@
+"""V in host memory (KCache section 3.1): the same answers, fewer bytes, and what is refused."""
+
+import dataclasses
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrag.cache import PAGE
+from jaxrag.decode import Dense, Flat, TopN, bytes_of
+from jaxrag.errors import RequestError
+from jaxrag.generation import generate
+from jaxrag.models.model import random_model
+from jaxrag.offload import HostValues
+from jaxrag.sharding import make_mesh
+
+CLOSE = {"rtol": 1e-4, "atol": 2e-5}
+
+
+@pytest.fixture
+def far_from(model_of):
+    """``far_from(layers)``: the other tests' model, with V of so many layers on the device."""
+    return lambda layers, **changes: dataclasses.replace(model_of(), value_layers=layers, **changes)
+
+
+@pytest.mark.parametrize(
+    ("rule", "method"),
+    [
+        (TopN(n=8), "turborag"),
+        pytest.param(TopN(n=8), "full_attention", marks=pytest.mark.slow),
+        pytest.param(TopN(n=8, device_layers=0, renormalise=True), "turborag",
+                     marks=pytest.mark.slow),
+        pytest.param(TopN(n=8, device_layers=2), "epic", marks=pytest.mark.slow),
+        pytest.param(TopN(n=400), "turborag", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_answers_are_those_of_values_on_the_device(
+    model_of, far_from, ids, a_prompt, next_logits, rule, method
+):
+    prompts = [a_prompt(), a_prompt(prefix=5, chunks=(30,), final=4)]
+    given = np.stack(ids(5, 5))
+    expected = next_logits(model_of(), method, prompts, rule, given)
+    ours = next_logits(far_from(rule.device_layers), method, prompts, rule, given)
+    np.testing.assert_allclose(ours, expected, **CLOSE)
+    np.testing.assert_array_equal(ours.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.slow
+def test_token_for_token_in_a_small_cache(model_of, far_from, ids):
+    """Pages are given to other chunks and requests, on the device and on the host alike."""
+    model, far = model_of(), far_from(1, cache_tokens=320)
+    for lengths in ((90, 40), (80, 70), (90,), (33, 100)):
+        documents, questions = list(ids(*lengths)), [list(map(int, q)) for q in ids(9, 4)]
+        options = {"documents": documents, "method": "turborag", "decode": TopN(n=8)}
+        expected, ours = (
+            generate(questions, model=m, max_new_tokens=7, **options) for m in (model, far)
+        )
+        assert [out.token_ids for out in ours] == [out.token_ids for out in expected]
+
+
+def test_bytes_are_those_of_the_formula(far_from):
+    for layers in (0, 1, 2):
+        model = far_from(layers)
+        cache = model.cache
+        said = bytes_of(
+            TopN(n=8, device_layers=layers), model.config, cache.owners.num_pages * PAGE
+        )
+        assert cache.pool.k.nbytes + cache.pool.v.nbytes == said.device
+        assert cache.host.nbytes == said.host
+
+
+def test_host_memory_is_given_back(far_from):
+    model = far_from(1)
+    memory, values = weakref.ref(model.cache.host), model.cache.values
+    model.forget_cache()
+    gc.collect()
+    assert memory() is None
+    with pytest.raises(RuntimeError, match="given back"):
+        values.put(np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros((2, 1, 2, 10)))
+
+
+def test_what_a_layer_writes_and_reads(rng):
+    """Beside plain numpy: own tokens are seen, padding is dropped, other layers are untouched."""
+    memory = rng.standard_normal((2, 6, 4, 3, 5)).astype(np.float32)
+    before = memory.copy()
+    values = HostValues(1, memory)
+    pages = np.array([[4, 1], [0, 5]], np.int32)
+    slots = np.array([[3, 4], [7, 8]], np.int32)  # the last one is beyond the table
+    v = rng.standard_normal((2, 2, 3, 5)).astype(np.float32)
+    wanted = rng.integers(0, 8, (2, 3, 2, 7)).astype(np.int32)
+    expected = before[1].copy()
+    expected[4, 3], expected[1, 0], expected[5, 3] = v[0, 0], v[0, 1], v[1, 0]
+    arrays = tuple(map(jnp.asarray, (pages, slots, v)))
+    read = jax.jit(values.pages)(jnp.int32(2), *arrays)
+    np.testing.assert_array_equal(read, expected[pages])
+    np.testing.assert_array_equal(memory[1], expected)
+    np.testing.assert_array_equal(memory[0], before[0])
+    rows = np.asarray(jax.jit(values.rows)(jnp.int32(2), *arrays, jnp.asarray(wanted)))
+    for b, k, g, n in np.ndindex(*wanted.shape):
+        slot = wanted[b, k, g, n]
+        np.testing.assert_array_equal(rows[b, k, g, n], expected[pages[b, slot // 4], slot % 4, k])
+    put = rng.standard_normal((2, 3, 3, 5)).astype(np.float32)
+    values.put(np.array([0, 0, 3]), np.array([1, 2, 0]), put)
+    np.testing.assert_array_equal(memory[:, 0, 1:3], put[:, :2])
+    np.testing.assert_array_equal(memory[:, 3, 0], put[:, 2])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decode": Dense()}, "decode rule 'dense' reads V of every layer on the device"),
+        ({"decode": Flat(k=4, sink=4, recent=8)}, "decode rule 'flat' reads V"),
+        ({"decode": TopN(n=4, device_layers=2)}, "device_layers=2, .* value_layers=1"),
+        ({"decode": TopN(n=4), "method": "cacheblend"}, "selector 'kv_deviation' reads V"),
+        ({"decode": TopN(n=4), "method": "fusionrag"}, "selector 'query_guided' reads V"),
+    ],
+)
+def test_who_reads_values_on_the_device_is_refused(far_from, ids, options, message):
+    model = far_from(1)
+    with pytest.raises(RequestError, match=message) as caught:
+        generate(ids(5)[0], documents=list(ids(30)), model=model, **options)
+    assert "\n" not in str(caught.value)
+    assert "cache" not in vars(model)  # before anything is allocated
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"value_layers": 3}, "value_layers=3, the model has 3 layers"),
+        ({"value_layers": -1}, "value_layers=-1"),
+        ({"max_host_bytes": 0}, "max_host_bytes=0: expected at least 1"),
+    ],
+)
+def test_a_model_that_cannot_be(model_of, changes, message):
+    with pytest.raises(RequestError, match=message):
+        dataclasses.replace(model_of(), **changes)
+
+
+def test_host_memory_serves_one_device(tiny_config):
+    model = random_model(tiny_config(), mesh=make_mesh(1, 1, 2), cache_tokens=1024)
+    with pytest.raises(RequestError, match="is on 2; load it without a mesh"):
+        dataclasses.replace(model, value_layers=1)
+
+
+def test_the_ceiling_is_checked_before_allocation(far_from):
+    need = 2 * 2048 * 2 * 10 * 4  # layers, tokens, KV heads, dims, bytes
+    model = far_from(1, max_host_bytes=need - 1)
+    with pytest.raises(RequestError, match=f"takes {need} bytes of host memory") as caught:
+        _ = model.cache
+    assert "\n" not in str(caught.value) and "cache" not in vars(model)
+    assert far_from(1, max_host_bytes=need).cache.host.nbytes == need
