@@ -13,10 +13,10 @@ CACHE := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
 	JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oracle lint format goldens bench-ttft clean
+.PHONY: help demo test test-all test-oracle check-kernels lint format goldens bench-ttft clean
 
 help: ## Show the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "no python3 found: install Python 3.12 or newer" >&2; exit 1; }
@@ -44,6 +44,11 @@ test-oracle: $(VENV)/.installed-test ## Run the tests that compare with transfor
 	@test -n "$(PEER_PYTHON)" || { echo "PEER_PYTHON is not set: name a python that imports torch and" \
 		"transformers, as in 'make test-oracle PEER_PYTHON=.../bin/python'" >&2; exit 1; }
 	$(CACHE) JAX_PLATFORMS=cpu PEER_PYTHON=$(PEER_PYTHON) $(BIN)/python -m pytest -m oracle $(TEST_FLAGS)
+
+# The plug-in compiles for a described H200; neither target needs or opens a device.
+check-kernels: $(VENV)/.installed-check-kernels ## Compile the GPU kernels without a GPU, within budget
+	$(BIN)/python scripts/check_kernels.py
+	$(BIN)/python scripts/check_kernels.py --self-test
 
 lint: $(VENV)/.installed-dev ## Check style, formatting and types
 	$(BIN)/ruff check .

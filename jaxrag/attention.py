@@ -11,21 +11,29 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxrag.cache import PagePool, PageTable
 from jaxrag.config import ModelConfig
-from jaxrag.errors import RequestError
+from jaxrag.errors import ConfigError, RequestError
 from jaxrag.offload import HostValues
 from jaxrag.rope import RopeTable, place, scale_rotary
+from jaxrag.sharding import attention_axes
 from jaxrag.types import Array, Partial, Tokens
 from pallas_kernels import (
+    BODIES,
+    KernelError,
+    check_impl,
     key_mass,
     paged_attention,
+    paged_decode_attention,
     paged_scores,
     segment_attention,
     slot_mixture,
     slot_scores,
     slot_values,
+    sparse_attention,
+    topn_attention,
 )
 from pallas_kernels.segment_attention import SAVED as PACKED_OUT
 
@@ -36,13 +44,17 @@ __all__ = [
     "LastQueries",
     "PackedAttend",
     "PagedAttend",
+    "attend_pool",
     "attention_received",
+    "check_kernels",
     "merge",
     "paged_attention",
+    "paged_decode_attention",
     "paged_scores",
     "slot_mixture",
     "slot_scores",
     "slot_values",
+    "topn_attention",
 ]
 
 
@@ -86,18 +98,33 @@ class PackedAttend:
         cache: None,
     ) -> tuple[Array, None, tuple[Array, Array] | None]:
         """Place q and k at their positions and attend within the row."""
-        out, _ = segment_attention(
-            place(q, tokens.positions, self.rope, self.config.rope),
-            place(k, tokens.positions, self.rope, self.config.rope),
-            v,
-            tokens.positions,
-            tokens.segments,
-            tokens.examples,
-            scale=self.config.head_dim**-0.5,
-            prefix_visible=self.prefix_visible,
-            window=window,
-        )
-        return out, None, (k, v) if self.collect else None
+        config = self.config
+
+        def attend(heads: tuple[Array, ...], rows: tuple[Any, ...], window: Any) -> Array:
+            out, _ = segment_attention(
+                *heads,
+                *rows,
+                scale=config.head_dim**-0.5,
+                prefix_visible=self.prefix_visible,
+                window=window,
+                impl=config.kernels,
+            )
+            return out
+
+        placed = (place(x, tokens.positions, self.rope, config.rope) for x in (q, k))
+        operands = ((*placed, v), (tokens.positions, tokens.segments, tokens.examples), window)
+        call: Callable[..., Array] = attend
+        if config.kernel_mesh is not None:
+            rows, heads = attention_axes(config.kernel_mesh, q.shape[0], config.num_kv_heads)
+            by_head = PartitionSpec(rows, None, heads, None)
+            call = jax.shard_map(
+                attend,
+                mesh=config.kernel_mesh,
+                in_specs=(by_head, PartitionSpec(rows), PartitionSpec()),
+                out_specs=by_head,
+                check_vma=False,
+            )
+        return call(*operands), None, (k, v) if self.collect else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,22 +164,18 @@ class PagedAttend:
         pages, cache = self.write(layer, k, v, tokens, cache)
 
         def attend(v_pool: Array, v_pages: Array | None = None) -> Array:
-            out, _ = paged_attention(
-                scale_rotary(q, self.config.rope),
-                cache.k,
-                v_pool,
-                pages,
-                self.table.offsets,
-                self.table.slot_position,
-                tokens.positions,
-                self.rope.cos,
-                self.rope.sin,
-                interleaved=self.config.rope.interleaved,
-                scale=self.config.head_dim**-0.5,
-                window=window,
-                v_pages=v_pages,
+            table = (pages, self.table.offsets, self.table.slot_position)
+            op: Callable[..., tuple[Array, Array]] = sparse_attention
+            queries, positions = q, tokens.positions
+            if v_pages is not None:  # only XLA reads K and V at different pages
+                op = functools.partial(paged_attention, v_pages=v_pages)
+            elif q.shape[1] == 1:
+                op, queries, positions = paged_decode_attention, q[:, 0], positions[:, 0]
+            pool = PagePool(k=cache.k, v=v_pool)
+            out, _ = attend_pool(
+                op, self.config, self.rope, pool, queries, *table, positions, window
             )
-            return out
+            return out.reshape(q.shape).astype(q.dtype)
 
         if self.values is None:
             out = attend(cache.v)
@@ -282,6 +305,62 @@ def attention_received(
         causal=causal,
         window=window,
     )
+
+
+def attend_pool(
+    op: Callable[..., tuple[Array, Array]],
+    config: ModelConfig,
+    rope: RopeTable,
+    pool: PagePool,
+    q: Array,
+    pages: Array,
+    offsets: Array,
+    slot_position: Array,
+    position: Array,
+    window: Array | int | None = None,
+) -> tuple[Array, Array]:
+    """A paged op with the model's scale, rotation and kernels: its out and lse.
+
+    q [B, T, N, H] or [B, N, H] is before rotation, ``position`` [B, T] or [B]. Where the config
+    names a mesh, every device runs the kernel on its rows and its KV heads.
+    """
+
+    def attend(operands: tuple[Array, ...], window: Array | int | None) -> tuple[Array, Array]:
+        limits: dict[str, Any] = {} if window is None else {"window": window}
+        if config.kernels != "xla":
+            limits["impl"] = config.kernels
+        return op(
+            *operands,
+            **limits,
+            interleaved=config.rope.interleaved,
+            scale=config.head_dim**-0.5,
+        )
+
+    tables = (pages, offsets, slot_position, position)
+    operands = (scale_rotary(q, config.rope), pool.k, pool.v, *tables, rope.cos, rope.sin)
+    call: Callable[..., tuple[Array, Array]] = attend
+    if config.kernel_mesh is not None:
+        rows, heads = attention_axes(config.kernel_mesh, q.shape[0], config.num_kv_heads)
+        by_head = PartitionSpec(rows, *(None,) * (q.ndim - 3), heads)
+        of_pool = PartitionSpec(None, None, heads)
+        specs = (by_head, of_pool, of_pool, *(PartitionSpec(rows),) * 4, *(PartitionSpec(),) * 2)
+        call = jax.shard_map(
+            attend,
+            mesh=config.kernel_mesh,
+            in_specs=(specs, PartitionSpec()),
+            out_specs=by_head,
+            check_vma=False,
+        )
+    return call(operands, window)
+
+
+def check_kernels(kernels: str) -> None:
+    """ConfigError unless the attention ops have these bodies and they run here."""
+    try:
+        for op in BODIES:
+            check_impl(op, kernels)
+    except KernelError as error:
+        raise ConfigError(f"kernels={kernels!r}: {error}") from None
 
 
 def merge(partials: Sequence[Partial]) -> Partial:

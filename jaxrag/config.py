@@ -8,12 +8,17 @@ import dataclasses
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jaxrag.errors import ConfigError
 
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
 DType = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = get_args(DType)
+Kernels = Literal["xla", "pallas_triton", "pallas_interpret"]
+KERNELS: tuple[str, ...] = get_args(Kernels)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +96,10 @@ class ModelConfig:
     dtype: DType  # of parameters, activations and cached KV
     bos_id: int | None
     eos_ids: tuple[int, ...]
+    # Which body of the attention ops runs (pallas_kernels/README.md), and over which mesh where it
+    # is not XLA that spreads it. No properties of the model: they are in no file and in no key.
+    kernels: Kernels = "xla"
+    kernel_mesh: "Mesh | None" = None
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot make a model; the message names the field and its value."""
@@ -109,6 +118,8 @@ class ModelConfig:
             )
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
+        if self.kernels not in KERNELS:
+            raise ConfigError(f"kernels={self.kernels!r}: expected one of {', '.join(KERNELS)}")
         if self.window_layers is not None and len(self.window_layers) != self.num_layers:
             raise ConfigError(
                 f"window_layers has {len(self.window_layers)} entries for {self.num_layers} layers"
@@ -161,8 +172,9 @@ _NULLABLE = ("sliding_window", "window_layers", "bos_id")
 
 
 def config_to_dict(config: ModelConfig) -> dict[str, Any]:
-    """Plain JSON-able form of a config; ``config_from_dict`` is its inverse."""
-    values = dataclasses.asdict(config)
+    """Plain JSON-able form of a config, without its kernels; inverse of ``config_from_dict``."""
+    values = dataclasses.asdict(dataclasses.replace(config, kernel_mesh=None))
+    del values["kernels"], values["kernel_mesh"]
     scaling = config.rope.scaling
     if scaling is not None:
         kind = next(name for name, cls in _SCALINGS.items() if isinstance(scaling, cls))
@@ -175,6 +187,11 @@ def config_from_dict(values: Mapping[str, Any], where: str = "model config") -> 
 
     Unknown and missing keys raise ConfigError, but a key that may be None may be left out.
     """
+    for name in ("kernels", "kernel_mesh"):
+        if name in values:
+            raise ConfigError(
+                f"{where}: unknown key {name!r}; kernels are chosen where a model is loaded"
+            )
     fields = {**dict.fromkeys(_NULLABLE), **strict_fields(ModelConfig, values, where)}
     try:
         rope = strict_fields(RopeConfig, fields["rope"], f"{where}.rope")

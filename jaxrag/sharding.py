@@ -87,6 +87,22 @@ def sharding(
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
+def attention_axes(
+    mesh: Mesh, batch: int, kv_heads: int
+) -> tuple[tuple[str, ...] | str | None, str | None]:
+    """The mesh axes over which attention splits its rows and its KV heads.
+
+    None where they do not divide them, as for the arrays themselves (``sharding``).
+    """
+    rules = Rules()
+    rows = (rules.batch,) if isinstance(rules.batch, str) else rules.batch or ()
+    ways = math.prod(mesh.shape[axis] for axis in rows)
+    heads = rules.kv_heads
+    if heads is not None and kv_heads % mesh.shape[heads]:
+        heads = None
+    return (rules.batch if batch % ways == 0 else None), heads
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding that puts a whole copy on every device."""
     return NamedSharding(mesh, PartitionSpec())

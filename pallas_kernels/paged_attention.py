@@ -7,6 +7,8 @@ copy of a chunk therefore serves every request, wherever it stands (Block-Attent
 without rewriting the keys).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -42,6 +44,7 @@ def paged_attention(
     scale: float,
     window: Array | int | None = None,
     rotate_side: str | None = None,
+    out_dtype: Any = None,
     v_pages: Array | None = None,
 ) -> tuple[Array, Array]:
     """Attention through a page table (the `xla` body).
@@ -54,10 +57,11 @@ def paged_attention(
       query_position: [B, T] int32; -1 for padding rows.
       cos, sin: [S, R/2] float32 rotation tables, S beyond every position.
       window: sliding window in tokens, or None. rotate_side: "query" or "keys"; None chooses.
+      out_dtype: of ``out``, None for q's.
       v_pages: [B, M] int32, where V lies at other pages of ``v_pool`` than K of ``k_pool``.
 
     Returns:
-      out [B, T, N, H] in q's dtype, lse [B, T, N] float32; 0 and -inf where nothing is visible.
+      out [B, T, N, H] in ``out_dtype``, lse [B, T, N] float32; 0 and -inf where nothing is visible.
     """
     batch, length, num_heads, _ = q.shape
     _, page, num_kv_heads, dim = k_pool.shape
@@ -141,7 +145,7 @@ def paged_attention(
             return scores * scale, values
 
     shape = (batch, num_kv_heads, group * tile, dim)
-    out, lse = tiled_attention(live, whole, score_tile, visible_tile, shape, q.dtype)
+    out, lse = tiled_attention(live, whole, score_tile, visible_tile, shape, out_dtype or q.dtype)
     out = join_queries(out, group, tile)[:, :length]
     lse = join_queries(lse, group, tile)[:, :length]
     real = (query_position >= 0)[:, :length, None]

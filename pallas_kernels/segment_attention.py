@@ -3,8 +3,9 @@
 TurboRAG Fig. 2 (a), (b), (c) and Block-Attention Fig. 1 are data for this op: the mask follows from
 order, segments and examples (visibility.py), positions are already in the rotated q and k.
 
-Differentiable in q, k and v (reverse mode). ``out`` and ``lse`` carry the name ``SAVED``, so that a
-rematerialisation policy can keep them and spare the backward pass a second attention.
+Differentiable in q, k and v (reverse mode), once.
+``out`` and ``lse`` carry the name ``SAVED``, so that a rematerialisation policy can keep them and
+spare the backward pass a second attention.
 """
 
 import functools
@@ -15,6 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.bodies import Impl, check_impl
+from pallas_kernels.packed_tiles import classify_tiles
 from pallas_kernels.tiles import (
     join_queries,
     pad_to,
@@ -22,16 +25,7 @@ from pallas_kernels.tiles import (
     tiled_attention,
     tiled_gradient,
 )
-from pallas_kernels.visibility import (
-    EMPTY,
-    EXAMPLE_MASK,
-    FINAL,
-    PREFIX,
-    overlaps,
-    packed_visible,
-    tile_range,
-    within_window,
-)
+from pallas_kernels.visibility import EMPTY, packed_visible, within_window
 
 Array = jax.Array
 
@@ -50,8 +44,9 @@ def segment_attention(
     scale: float,
     prefix_visible: bool,
     window: Array | int | None = None,
+    impl: Impl = "xla",
 ) -> tuple[Array, Array]:
-    """Attention of packed rows to themselves (the `xla` body).
+    """Attention of packed rows to themselves.
 
     Args:
       q: [B, T, N, H] rotated queries. k, v: [B, T, K, H] rotated keys, values; N a multiple of K.
@@ -59,10 +54,15 @@ def segment_attention(
       examples: [B, T] int32 (example | question << 16) or None for one example a row.
       scale: factor on the scores. prefix_visible: may chunks see the prefix?
       window: sliding window in tokens, the query included; None for none.
+      impl: the body, one of ``bodies.BODIES``.
 
     Returns:
       out [B, T, N, H] in q's dtype, lse [B, T, N] float32; 0 and -inf where nothing is visible.
+
+    Raises:
+      KernelError: no such body, or it cannot run on this backend.
     """
+    check_impl("segment_attention", impl)
     length = q.shape[1]
     tile = min(PACKED_TILE, length)
     q, k, v = (pad_to(x, 1, tile) for x in (q, k, v))
@@ -71,18 +71,37 @@ def segment_attention(
     if examples is not None:
         examples = pad_to(examples, 1, tile)
     rule = (positions, segments, examples, window)
-    out, lse = _attend(scale, prefix_visible, tile, q, k, v, rule)
+    out, lse = _attend(scale, prefix_visible, tile, impl, q, k, v, rule)
     return out[:, :length], lse[:, :length]
 
 
 _Rule = tuple[Array, Array, Array | None, Array | int | None]  # positions .. examples, window
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _attend(
-    scale: float, prefix_visible: bool, tile: int, q: Array, k: Array, v: Array, rule: _Rule
+    scale: float,
+    prefix_visible: bool,
+    tile: int,
+    impl: Impl,
+    q: Array,
+    k: Array,
+    v: Array,
+    rule: _Rule,
 ) -> tuple[Array, Array]:
     """The op on rows that are a multiple of ``tile`` long."""
+    if impl != "xla":
+        from pallas_kernels.triton.segment import segment_kernel
+
+        return segment_kernel(
+            q,
+            k,
+            v,
+            rule,
+            scale=scale,
+            prefix_visible=prefix_visible,
+            interpret=impl == "pallas_interpret",
+        )
     group, num_kv_heads = q.shape[2] // k.shape[2], k.shape[2]
     q_tiles = split_queries(q, num_kv_heads, tile)  # [B, K, I, R, H]
     k_heads, v_heads = _heads_first(k), _heads_first(v)
@@ -103,9 +122,16 @@ _Residuals = tuple[Array, Array, Array, Array, Array, _Rule]  # q, k, v, out, ls
 
 
 def _attend_forward(
-    scale: float, prefix_visible: bool, tile: int, q: Array, k: Array, v: Array, rule: _Rule
+    scale: float,
+    prefix_visible: bool,
+    tile: int,
+    impl: Impl,
+    q: Array,
+    k: Array,
+    v: Array,
+    rule: _Rule,
 ) -> tuple[tuple[Array, Array], _Residuals]:
-    out, lse = _attend(scale, prefix_visible, tile, q, k, v, rule)
+    out, lse = _attend(scale, prefix_visible, tile, impl, q, k, v, rule)
     out, lse = checkpoint_name(out, SAVED), checkpoint_name(lse, SAVED)
     return (out, lse), (q, k, v, out, lse, rule)
 
@@ -114,10 +140,27 @@ def _attend_backward(
     scale: float,
     prefix_visible: bool,
     tile: int,
+    impl: Impl,
     residuals: _Residuals,
     cotangents: tuple[Array, Array],
 ) -> tuple[Array, Array, Array, None]:
     q, k, v, out, lse, rule = residuals
+    if impl != "xla":
+        from pallas_kernels.triton.segment_gradient import segment_gradient_kernel
+
+        d_q, d_k, d_v = segment_gradient_kernel(
+            q,
+            k,
+            v,
+            rule,
+            out,
+            lse,
+            *cotangents,
+            scale=scale,
+            prefix_visible=prefix_visible,
+            interpret=impl == "pallas_interpret",
+        )
+        return d_q, d_k, d_v, None
     group, num_kv_heads = q.shape[2] // k.shape[2], k.shape[2]
     live, whole, visible_tile = _tiles(rule, prefix_visible, tile, group)
 
@@ -175,33 +218,3 @@ def _tiles(
 
     live, whole = classify_tiles(segments, examples, tile, prefix_visible)
     return live, jnp.zeros_like(whole) if window is not None else whole, visible_tile
-
-
-def classify_tiles(
-    segments: Array, examples: Array | None, tile: int, prefix_visible: bool
-) -> tuple[Array, Array]:
-    """Which tile pairs of rows [B, T] matter, and which need no mask: two of [I, J] bool.
-
-    The first never misses a pair in which some query of some row sees some key; the second claims
-    only pairs in which every query of every row sees every key.
-    """
-    used = segments != EMPTY
-    low, high = tile_range(segments, tile, used)
-    full = used.reshape(*segments.shape[:-1], -1, tile).all(-1)
-    final = (segments == FINAL).reshape(*segments.shape[:-1], -1, tile)
-    q_low, q_high, k_low, k_high = low[:, :, None], high[:, :, None], low[:, None, :], high[:, None]
-    some = overlaps(q_low, q_high, k_low, k_high)
-    some |= final.any(-1)[:, :, None] & (k_high >= k_low)
-    every = final.all(-1)[:, :, None] | ((q_low == k_low) & (q_high == k_high) & (q_low == q_high))
-    every &= full[:, :, None] & full[:, None, :]
-    if prefix_visible:
-        some |= (k_low == PREFIX) & (q_high >= q_low)
-    if examples is not None:
-        low, high = tile_range(examples & EXAMPLE_MASK, tile, used)
-        some &= overlaps(low[:, :, None], high[:, :, None], low[:, None, :], high[:, None, :])
-        low, high = tile_range(examples, tile)
-        every &= (low == high)[:, :, None] & (low[:, :, None] == low[:, None, :])
-        every &= (low == high)[:, None, :]
-    order = jnp.arange(segments.shape[-1] // tile)
-    earlier = order[None, :] < order[:, None]
-    return some.any(0) & (order[None, :] <= order[:, None]), every.all(0) & earlier

@@ -32,6 +32,9 @@ RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
 STORE_MAY_IMPORT = {"store", "errors", "config", "types"}  # the store knows bytes, not models
 KERNEL_RULES = {"pallas_kernels.visibility", "pallas_kernels.rotation"}  # data and pure rules
 BANNED = {"torch", "transformers"}
+# Imported when its body is chosen: JAX's Mosaic tells its compiler in the environment where its
+# runtime lies.
+MOSAIC = {"pallas_kernels.mosaic.paged"}
 # Run by the peer's interpreter, never imported.
 PEER_SCRIPTS = {"jaxrag.bench.peer_train", "jaxrag.bench.peer_transformers"}
 
@@ -134,7 +137,8 @@ print(json.dumps({
     "precision": jax.config.jax_default_matmul_precision,
 }))
 """
-    modules = [name for name in FILES if name not in PEER_SCRIPTS and not name.endswith("__main__")]
+    left_out = PEER_SCRIPTS | MOSAIC
+    modules = [name for name in FILES if name not in left_out and not name.endswith("__main__")]
     done = subprocess.run(
         [sys.executable, "-c", program, json.dumps(modules)],
         cwd=ROOT,

@@ -32,7 +32,7 @@ def add_command(
 
 
 def add_model(parser: argparse.ArgumentParser, required: bool, text: str) -> None:
-    """--model, --dtype, --mesh, --cache-tokens, --value-layers, --max-host-bytes."""
+    """--model, --dtype, --mesh, --cache-tokens, --kernels and where V lies."""
     parser.add_argument("--model", metavar="DIR", required=required, help=text)
     parser.add_argument(
         "--dtype",
@@ -49,6 +49,12 @@ def add_model(parser: argparse.ArgumentParser, required: bool, text: str) -> Non
         type=int,
         metavar="N",
         help="tokens of KV that the device pool holds (by memory, at most 8 contexts)",
+    )
+    parser.add_argument(
+        "--kernels",
+        choices=("xla", "pallas_triton"),
+        default="xla",
+        help="body of the attention ops; pallas_triton needs NVIDIA GPUs (xla)",
     )
     parser.add_argument(
         "--value-layers",
@@ -190,6 +196,7 @@ def load(args: argparse.Namespace, path: str, dtype: str | None) -> "Model":
         cache_tokens=args.cache_tokens,
         value_layers=args.value_layers,
         max_host_bytes=args.max_host_bytes,
+        kernels=args.kernels,
     )
 
 

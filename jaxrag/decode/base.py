@@ -2,6 +2,8 @@
 
 import abc
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -9,11 +11,13 @@ from flax import struct
 from jax import lax
 
 from jaxrag.attention import (
-    paged_attention,
+    attend_pool,
+    paged_decode_attention,
     paged_scores,
     slot_mixture,
     slot_scores,
     slot_values,
+    topn_attention,
 )
 from jaxrag.attention_index import Spec
 from jaxrag.cache import PagePool
@@ -88,21 +92,17 @@ class View:
 
     def dense(self) -> Partial:
         """Attention to every key."""
+        return self._attend(paged_decode_attention)
+
+    def top(self, n: int, renormalise: bool) -> Partial:
+        """Attention to the ``n`` keys with the largest weights of every query head."""
+        return self._attend(functools.partial(topn_attention, n=n, renormalise=renormalise))
+
+    def _attend(self, op: Callable[..., tuple[Array, Array]]) -> Partial:
         assert self.q is not None
-        out, lse = paged_attention(
-            scale_rotary(self.q, self.config.rope)[:, None],
-            self.pool.k,
-            self.pool.v,
-            self.pages,
-            self.offsets,
-            self.slot_position,
-            self.position[:, None],
-            self.rope.cos,
-            self.rope.sin,
-            interleaved=self.config.rope.interleaved,
-            scale=self.scale,
-        )
-        return Partial(out=out.astype(jnp.float32), lse=lse)
+        table = (self.pages, self.offsets, self.slot_position, self.position)
+        out, lse = attend_pool(op, self.config, self.rope, self.pool, self.q, *table)
+        return Partial(out=out[:, None], lse=lse[:, None])
 
     def scores(self) -> Array:
         """Scores of all keys, by slot: [B, K, G, S] float32, -inf where a slot is not seen."""

@@ -102,9 +102,11 @@ class TopN(DecodeRule):
         return lax.cond(layer < self.device_layers, view.dense, lambda: self._top(view)), state
 
     def _top(self, view: View) -> Partial:
+        if view.far is None:
+            return view.top(self.n, self.renormalise)
         everything = view.scores()
         scores, slots = highest(everything, self.n)
-        kept = view.mix(scores, slots) if view.far is None else view.mix_far(scores, slots)
+        kept = view.mix_far(scores, slots)
         if self.renormalise:
             return kept
         top = everything.max(-1, keepdims=True)

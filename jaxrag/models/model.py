@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrag.attention import PackedAttend
+from jaxrag.attention import PackedAttend, check_kernels
 from jaxrag.cache import PAGE, PagedCache
-from jaxrag.config import ModelConfig, config_to_dict
-from jaxrag.errors import RequestError, TokenizerError
+from jaxrag.config import Kernels, ModelConfig, config_to_dict
+from jaxrag.errors import ConfigError, RequestError, TokenizerError
 from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
 from jaxrag.models.decoder import forward, unembed
 from jaxrag.models.digest import params_digest, weights_digest
@@ -60,7 +60,10 @@ class Model:
     max_host_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a tokenizer of another model before anything is computed."""
+        """Refuse kernels and a tokenizer that do not fit before anything is computed."""
+        check_kernels(self.config.kernels)
+        if self.config.kernels != "xla" and self.mesh is not None and self.mesh.size > 1:
+            self.config = dataclasses.replace(self.config, kernel_mesh=self.mesh)
         if self.tokenizer is not None:
             check_vocab(self.tokenizer, self.config)
         if self.cache_tokens is not None and self.cache_tokens < PAGE:
@@ -73,6 +76,11 @@ class Model:
             )
         if self.max_host_bytes is not None and self.max_host_bytes < 1:
             raise RequestError(f"max_host_bytes={self.max_host_bytes}: expected at least 1")
+        if self.value_layers is not None and self.config.kernels != "xla":
+            raise ConfigError(
+                f"kernels={self.config.kernels!r} read V on the device, and value_layers="
+                f"{self.value_layers} keeps it in host memory; choose 'xla', or leave it out"
+            )
         if self.value_layers is not None and self.mesh is not None and self.mesh.size > 1:
             raise RequestError(
                 f"value_layers={self.value_layers}: host memory serves one device, and the model "
@@ -246,6 +254,7 @@ def load_model(
     mesh: Mesh | None = None,
     dtype: str | None = None,
     cache_tokens: int | None = None,
+    kernels: Kernels = "xla",
     value_layers: int | None = None,
     max_host_bytes: int | None = None,
 ) -> Model:
@@ -256,20 +265,22 @@ def load_model(
       dtype: "float32", "bfloat16" or "float16" for parameters, activations and KV; None = as the
         model's config says.
       cache_tokens: size of the paged pool; None = 1 GiB on CPU, half of the free memory on GPU.
+      kernels: which body of the attention ops runs, "xla" or, on NVIDIA GPUs, "pallas_triton".
       value_layers: keep V of this many layers on the device, of the others in host memory; None =
         all on the device. max_host_bytes: ceiling of that host memory.
 
     Raises:
       ModelError, ConfigError: a missing, truncated, unsupported or inconsistent directory, or a
-        ``prompt.toml`` that is no prompt template.
+        ``prompt.toml`` that is no prompt template, or kernels that do not run here.
       TokenizerError: a tokenizer that cannot be read or is larger than the vocabulary.
     """
     path = Path(path)
+    check_kernels(kernels)
     template = read_prompt(path)
     load = load_checkpoint if is_checkpoint(path) else load_hf
     config, params, tokenizer = load(path, mesh=mesh, dtype=dtype)
     return Model(
-        config=config,
+        config=dataclasses.replace(config, kernels=kernels),
         params=params,
         tokenizer=tokenizer,
         digest=weights_digest(path),

@@ -153,8 +153,8 @@ def test_window_and_examples_equal_dense(rng, window):
 
 
 def test_only_tiles_that_can_be_seen_are_visited():
+    from pallas_kernels.packed_tiles import classify_tiles
     from pallas_kernels.segment_attention import PACKED_TILE as tile
-    from pallas_kernels.segment_attention import classify_tiles
 
     # four chunks of one tile each, then a final block of one tile
     segments = np.repeat([[3, 4, 5, 6, 2]], tile, axis=1)
@@ -164,7 +164,7 @@ def test_only_tiles_that_can_be_seen_are_visited():
 
 
 def test_never_skips_a_tile_that_is_seen(rng):
-    from pallas_kernels.segment_attention import classify_tiles
+    from pallas_kernels.packed_tiles import classify_tiles
 
     tile = 4
     for trial in range(60):

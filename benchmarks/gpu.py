@@ -1,0 +1,195 @@
+"""The GPU kernels on a GPU: first whether their numbers are right, then how fast they are.
+
+Every stage runs in a process of its own with a time limit, so that a kernel that hangs costs its
+stage and nothing else; what a stage found is in the result even where another was killed. Shapes
+are those of one layer of Llama-3-8B (32 query heads, 8 KV heads, 128 dimensions, bfloat16), pages
+of 16 tokens, chunks of 512. Times are medians of synchronised runs of several calls each, over
+three sets of queries, after a warm-up; rooflines are measured on the same device.
+
+    correctness  every body against `xla`, at 2k and 32k
+    machine      copy bandwidth and peak matrix product: the rooflines
+    sparse       15 % and the question's 50 rows over 32k, beside dense causal attention
+    mosaic       the same rows through the Mosaic body, its numbers first
+    decode       one new token a row over 32k, batch 1 and 8
+    topn         the 128 best keys of 32k, values on the device and in pinned host memory
+    segment      packed attention of 8k tokens and its gradient, beside dense causal attention
+    sweep        tilings of the sparse kernel
+    llama        Llama-3-8B with random weights: first tokens and decoding, end to end
+    mistral      Mistral-7B likewise
+
+example: python benchmarks/gpu.py --out benchmarks/results/gpu-h200.json
+         python benchmarks/gpu.py --dry-run
+         python benchmarks/gpu.py --stage correctness --tiny --impl pallas_interpret
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from gpu_end_to_end import end_to_end
+from gpu_scenes import TINY, Shape
+from gpu_stages import (
+    stage_correctness,
+    stage_decode,
+    stage_machine,
+    stage_mosaic,
+    stage_segment,
+    stage_sparse,
+    stage_sweep,
+    stage_topn,
+)
+
+SECONDS = {  # of each stage, compilation included; 8 minutes together
+    "correctness": 80, "machine": 20, "sparse": 45, "decode": 25, "topn": 25, "segment": 30,
+    "sweep": 35, "mosaic": 30, "llama": 95, "mistral": 95,
+}  # fmt: skip
+
+
+class Kept(dict[str, Any]):
+    """What a stage found, also in a file, row by row: a stage that is killed leaves its rows."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = Path(path)
+
+    def __setitem__(self, name: str, row: Any) -> None:
+        super().__setitem__(name, row)
+        part = self._path.with_suffix(".part")
+        part.write_text(json.dumps(self), encoding="utf-8")
+        os.replace(part, self._path)
+
+
+STAGES: dict[str, Callable[[Shape, str, MutableMapping[str, Any]], None]] = {
+    "correctness": stage_correctness,
+    "machine": stage_machine,
+    "sparse": stage_sparse,
+    "mosaic": stage_mosaic,
+    "decode": stage_decode,
+    "topn": stage_topn,
+    "segment": stage_segment,
+    "sweep": stage_sweep,
+    "llama": functools.partial(end_to_end, "llama-3-8b"),
+    "mistral": functools.partial(end_to_end, "mistral-7b"),
+}
+
+
+def run_stage(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Run one stage in a process of its own; where it fails or is killed, what it had found."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "stage.json"
+        command = [sys.executable, __file__, "--run", name, "--impl", args.impl, "--out", str(out)]
+        command += ["--tiny"] if args.tiny else []
+        limit = args.seconds or SECONDS[name]
+        start = time.perf_counter()
+        failed = ""
+        try:
+            # Unfiltered, so that the last line of a failure is its message.
+            env = {**os.environ, "JAX_TRACEBACK_FILTERING": "off"}
+            done = subprocess.run(command, timeout=limit, capture_output=True, text=True, env=env)
+            if done.returncode:
+                lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+                failed = lines[-1][:300]
+        except subprocess.TimeoutExpired:
+            failed = f"killed after {limit} s"
+        result: dict[str, Any] = {"stage_seconds": round(time.perf_counter() - start, 1)}
+        if out.exists():
+            result |= json.loads(out.read_text(encoding="utf-8"))
+        return result | ({"failed": failed} if failed else {})
+
+
+def with_fractions(results: dict[str, Any]) -> None:
+    """Add to every rate its fraction of the measured roofline."""
+    machine = results.get("machine", {})
+
+    def visit(value: Any) -> None:
+        if not isinstance(value, dict):
+            return
+        for rate in ("flops_per_second", "bytes_per_second"):
+            if rate in value and rate in machine and value is not machine:
+                value["of_roofline"] = value[rate] / machine[rate]
+        for inner in value.values():
+            visit(inner)
+
+    visit(results)
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The result as a table, one line a measurement."""
+    lines = [
+        f"{result['machine']['device']}, commit {result['machine']['commit'][:12]}, "
+        f"body `{result['impl']}`", "",
+        "| stage | what | ms | rate | of roofline |", "|---|---|---:|---:|---:|",
+    ]  # fmt: skip
+    for stage, rows in result["stages"].items():
+        if "failed" in rows:
+            lines.append(f"| {stage} | failed: {rows['failed']} | | | |")
+        for name, row in rows.items():
+            if not isinstance(row, dict):
+                continue
+            if "refused" in row:
+                lines.append(f"| {stage} | {name}: {row['refused']} | | | |")
+            elif "seconds" in row:
+                rate = next(
+                    (row[r] for r in ("flops_per_second", "bytes_per_second") if r in row), 0
+                )
+                share = f"{row['of_roofline']:.0%}" if "of_roofline" in row else ""
+                shown = f"{rate / 1e12:.3g} T/s" if rate else ""
+                said = "" if row.get("ok", True) else ": DIFFERS"
+                lines.append(
+                    f"| {stage} | {name}{said} | {row['seconds'] * 1e3:.3f} | {shown} | {share} |"
+                )
+            elif "ok" in row:
+                verdict = "equal" if row["ok"] else "DIFFERS"
+                lines.append(f"| {stage} | {name}: {verdict}, out {row['out']:.1e} | | | |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Run what is asked for; exit status 1 where a stage failed or a number is wrong."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--stage", action="append", choices=STAGES, help="repeatable (all)")
+    parser.add_argument("--impl", default="pallas_triton", help="body (pallas_triton)")
+    parser.add_argument("--seconds", type=int, metavar="S", help="limit of a stage (its own)")
+    parser.add_argument("--tiny", action="store_true", help="toy shapes, to try the script")
+    parser.add_argument("--out", metavar="FILE.json", help="also FILE.md beside it")
+    parser.add_argument("--dry-run", action="store_true", help="say what would run")
+    parser.add_argument("--run", choices=STAGES, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    shape = TINY if args.tiny else Shape()
+    if args.run:
+        STAGES[args.run](shape, args.impl, Kept(args.out))
+        return 0
+    stages = args.stage or list(STAGES)
+    if args.dry_run:
+        for name in stages:
+            print(f"{name}: at most {args.seconds or SECONDS[name]} s")
+        return 0
+    if args.out and not args.out.endswith(".json"):
+        parser.error(f"--out {args.out}: expected a name that ends in .json")
+    results = {name: run_stage(name, args) for name in stages}
+    with_fractions(results)
+    from jaxrag.bench.machine import describe
+
+    result = {"machine": describe(), "impl": args.impl, "shape": dataclasses.asdict(shape),
+              "stages": results}  # fmt: skip
+    if args.out:
+        Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        Path(args.out).with_suffix(".md").write_text(markdown(result), encoding="utf-8")
+    print(markdown(result), end="")
+    wrong = any(rows.get("ok") is False for rows in results.values())
+    return 1 if wrong or any("failed" in rows for rows in results.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

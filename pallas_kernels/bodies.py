@@ -1,0 +1,47 @@
+"""Bodies of the ops: what each is called, where it runs, and the refusal where it cannot.
+
+Every op is one contract with several bodies, chosen by its argument ``impl`` and by nothing else:
+
+    xla                jnp, any backend; the reference that the others are tested against
+    pallas_triton      Pallas kernels for NVIDIA GPUs, compiled by XLA's Triton (Ampere and later)
+    pallas_mosaic      Pallas kernels for Hopper, wgmma and TMA written out
+    pallas_interpret   the kernels of pallas_triton run by Pallas' interpreter, any backend: slow,
+                       for tests of their numbers; says nothing about whether a GPU takes them
+"""
+
+from typing import Literal, get_args
+
+import jax
+
+Impl = Literal["xla", "pallas_triton", "pallas_mosaic", "pallas_interpret"]
+IMPLS: tuple[str, ...] = get_args(Impl)
+
+# Which bodies an op has. An op that is not listed has the `xla` body alone and takes no ``impl``.
+BODIES: dict[str, tuple[Impl, ...]] = {
+    "sparse_attention": ("xla", "pallas_triton", "pallas_mosaic", "pallas_interpret"),
+    "paged_decode_attention": ("xla", "pallas_triton", "pallas_interpret"),
+    "segment_attention": ("xla", "pallas_triton", "pallas_interpret"),
+    "topn_attention": ("xla", "pallas_triton", "pallas_interpret"),
+}
+
+
+class KernelError(ValueError):
+    """A body that an op does not have or that cannot run on this backend; one line."""
+
+
+def check_impl(op: str, impl: str) -> None:
+    """KernelError unless ``op`` has a body ``impl`` that runs on the backend of this trace."""
+    if impl not in BODIES[op]:
+        raise KernelError(f"{op} has no body {impl!r}: choose one of {', '.join(BODIES[op])}")
+    found = platform()
+    if impl in ("pallas_triton", "pallas_mosaic") and found not in ("cuda", "gpu"):
+        raise KernelError(
+            f"{op}: the body {impl!r} needs an NVIDIA GPU and the backend is {found!r}; "
+            "choose 'xla'"
+        )
+
+
+def platform() -> str:
+    """What is compiled for: the abstract device of the mesh in use, else the default backend."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else str(device.platform)

@@ -1,0 +1,152 @@
+"""What `make check-kernels` compiles: every GPU body at the shapes of Llama-3-8B, and budgets.
+
+``BROKEN`` are kernels that must be refused, each for its reason: they check the check.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.bodies import Impl
+from pallas_kernels.paged_decode_attention import paged_decode_attention
+from pallas_kernels.segment_attention import segment_attention
+from pallas_kernels.sparse_attention import sparse_attention
+from pallas_kernels.topn_attention import topn_attention
+from pallas_kernels.triton.paged import PagedTiling, paged_kernel
+
+Array = jax.Array
+_Shape = jax.ShapeDtypeStruct
+_ids = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+
+PAGE, HEADS, KV_HEADS, DIM = 16, 32, 8, 128  # of Llama-3-8B and Mistral-7B, in our pages
+CONTEXT = 32_768
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A function that holds kernels, shapes to compile it for, and what each may use.
+
+    Attributes:
+      op, impl: of which op it is which body. kernels: their names in the program; each is held to
+        the budget.
+      registers: most a thread may use. spill_bytes: most a thread may spill, stores and loads.
+      The shared memory of a kernel has the chip's limit as its budget: more does not compile.
+    """
+
+    op: str
+    kernels: tuple[str, ...]
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    registers: int = 255
+    spill_bytes: int = 0
+    impl: Impl = "pallas_triton"
+
+
+def paged_arguments(batch: int, rows: int, dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:
+    """Shapes of a paged op for ``rows`` queries over CONTEXT tokens and what they write."""
+    num_pages = -(-(CONTEXT + rows) // PAGE)
+    pool = _Shape((num_pages * 2, PAGE, KV_HEADS, DIM), dtype)
+    table = _Shape((65_536, DIM // 2), jnp.float32)
+    return (
+        _Shape((batch, rows, HEADS, DIM), dtype), pool, pool, _ids((batch, num_pages)),
+        _ids((batch, num_pages)), _ids((batch, num_pages * PAGE)), _ids((batch, rows)),
+        table, table,
+    )  # fmt: skip
+
+
+def _paged(op: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return functools.partial(op, interleaved=False, scale=DIM**-0.5, **options)
+
+
+def _sparse(rows: int, batch: int = 1, impl: Impl = "pallas_triton") -> Case:
+    function = _paged(sparse_attention, impl=impl)
+    kernel = "paged_attention" if impl == "pallas_triton" else "anonymous_mosaic_gpu_kernel"
+    return Case("sparse_attention", (kernel,), function, paged_arguments(batch, rows), impl=impl)
+
+
+def _decode(batch: int) -> Case:
+    q, *pools, _, cos, sin = paged_arguments(batch, 1)
+    arguments = (_Shape((batch, HEADS, DIM), q.dtype), *pools, _ids((batch,)), cos, sin)
+    function = _paged(paged_decode_attention, impl="pallas_triton")
+    kernels = ("paged_attention",)
+    return Case("paged_decode_attention", kernels, function, arguments, registers=168)
+
+
+def _topn(batch: int, n: int) -> Case:
+    q, *pools, _, cos, sin = paged_arguments(batch, 1)
+    arguments = (_Shape((batch, HEADS, DIM), q.dtype), *pools, _ids((batch,)), cos, sin)
+    function = _paged(topn_attention, n=n, renormalise=False, impl="pallas_triton")
+    kernels = ("topn_score", "topn_select", "topn_mix")
+    return Case("topn_attention", kernels, function, arguments)
+
+
+def _segment(length: int, with_examples: bool, gradient: bool = False) -> Case:
+    q = _Shape((1, length, HEADS, DIM), jnp.bfloat16)
+    kv = _Shape((1, length, KV_HEADS, DIM), jnp.bfloat16)
+    row = _ids((1, length))
+    function = functools.partial(
+        segment_attention, scale=DIM**-0.5, prefix_visible=True, impl="pallas_triton"
+    )
+    arguments = (q, kv, kv, row, row, row if with_examples else None)
+    if not gradient:
+        return Case("segment_attention", ("segment_attention",), function, arguments)
+
+    def pulled(d_out: Array, d_lse: Array, *arguments: Array | None) -> tuple[Array, ...]:
+        rows = arguments[3:]
+        _, pull = jax.vjp(lambda *heads: function(*heads, *rows), *arguments[:3])
+        d_heads: tuple[Array, ...] = pull((d_out, d_lse))
+        return d_heads
+
+    kernels = ("segment_attention", "segment_gradient_q", "segment_gradient_kv")
+    lse = _Shape(q.shape[:3], jnp.float32)
+    return Case("segment_attention", kernels, pulled, (q, lse, *arguments))
+
+
+CASES: dict[str, Case] = {
+    "sparse_15_percent_of_32k": _sparse(4_966),
+    "sparse_question_over_32k": _sparse(50),
+    "sparse_15_percent_of_32k_mosaic": _sparse(4_966, impl="pallas_mosaic"),
+    "decode_one_row": _decode(1),
+    "decode_eight_rows": _decode(8),
+    "segment_8k": _segment(8_192, False),
+    "segment_4k_packed": _segment(4_096, True),
+    "segment_4k_gradient": _segment(4_096, True, gradient=True),
+    "topn_128_of_32k": _topn(1, 128),
+    "topn_512_of_32k_eight_rows": _topn(8, 512),
+}
+
+
+def _tiled(tiling: PagedTiling) -> Case:
+    function = _paged(paged_kernel, window=None, interpret=False, tiling=tiling)
+    return Case("sparse_attention", ("paged_attention",), function, paged_arguments(1, 4_966))
+
+
+def _sorted(x: Array) -> Array:
+    """A kernel that the interpreter runs and Triton has no primitive for."""
+
+    def kernel(x_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = jnp.sort(x_ref[...])
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=_Shape(x.shape, x.dtype),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
+        name="sorted",
+    )(x)
+
+
+# Name -> the case, and a word of the reason that it must be refused for.
+BROKEN: dict[str, tuple[Case, str]] = {
+    "shared_memory_overflow": (_tiled(PagedTiling(128, 512, warps=8, stages=8)), "shared memory"),
+    "spill": (_tiled(PagedTiling(128, 64, warps=2, stages=2)), "spill"),
+    "unsupported_primitive": (
+        Case("sparse_attention", ("sorted",), _sorted, (_Shape((128,), jnp.float32),)),
+        "sort",
+    ),
+}

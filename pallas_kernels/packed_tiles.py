@@ -1,0 +1,45 @@
+"""Which pairs of tiles of packed rows have anything to compute, from segments and examples."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.visibility import (
+    EMPTY,
+    EXAMPLE_MASK,
+    FINAL,
+    PREFIX,
+    overlaps,
+    tile_range,
+)
+
+Array = jax.Array
+
+
+def classify_tiles(
+    segments: Array, examples: Array | None, tile: int, prefix_visible: bool
+) -> tuple[Array, Array]:
+    """Which tile pairs of rows [B, T] matter, and which need no mask: two of [I, J] bool.
+
+    The first never misses a pair in which some query of some row sees some key; the second claims
+    only pairs in which every query of every row sees every key.
+    """
+    used = segments != EMPTY
+    low, high = tile_range(segments, tile, used)
+    full = used.reshape(*segments.shape[:-1], -1, tile).all(-1)
+    final = (segments == FINAL).reshape(*segments.shape[:-1], -1, tile)
+    q_low, q_high, k_low, k_high = low[:, :, None], high[:, :, None], low[:, None, :], high[:, None]
+    some = overlaps(q_low, q_high, k_low, k_high)
+    some |= final.any(-1)[:, :, None] & (k_high >= k_low)
+    every = final.all(-1)[:, :, None] | ((q_low == k_low) & (q_high == k_high) & (q_low == q_high))
+    every &= full[:, :, None] & full[:, None, :]
+    if prefix_visible:
+        some |= (k_low == PREFIX) & (q_high >= q_low)
+    if examples is not None:
+        low, high = tile_range(examples & EXAMPLE_MASK, tile, used)
+        some &= overlaps(low[:, :, None], high[:, :, None], low[:, None, :], high[:, None, :])
+        low, high = tile_range(examples, tile)
+        every &= (low == high)[:, :, None] & (low[:, :, None] == low[:, None, :])
+        every &= (low == high)[:, None, :]
+    order = jnp.arange(segments.shape[-1] // tile)
+    earlier = order[None, :] < order[:, None]
+    return some.any(0) & (order[None, :] <= order[:, None]), every.all(0) & earlier

@@ -1,0 +1,1 @@
+"""Kernels in Pallas for Triton, one file an op. Imported by the ops when such a body is chosen."""

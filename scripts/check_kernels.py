@@ -1,0 +1,353 @@
+"""Compile every GPU kernel for an H200 on a machine without a GPU, and hold it to its budget.
+
+Needs the extra `check-kernels` (`make check-kernels` installs it): XLA's CUDA plug-in, which
+compiles for a described chip, and `ptxas`, which says what the kernels it emitted use. A whole step
+of the model is compiled too, and its memory plan may hold no copy of the pool. Exit status 1 names
+what is over budget or does not compile; `--self-test` compiles kernels that are broken on purpose
+and fails unless each is refused for its reason.
+
+    python scripts/check_kernels.py [--only NAME] [--self-test] [--json]
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURE = "sm_90a"
+# What XLA wants to know of the chip: an H200, as its driver describes it.
+TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 62914560
+  clock_rate_ghz: 1.98
+  device_memory_size: 150000000000
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 }
+runtime_version { major: 13 minor: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """What a thread of one compiled kernel uses."""
+
+    registers: int
+    spill_bytes: int  # stores and loads
+    shared_bytes: int | None = None  # of a block; None: not known
+
+
+def usage_of(report: str, kernel: str) -> Usage | None:
+    """The usage of ``kernel`` in what `ptxas -v` prints; None where it is not compiled there."""
+    for part in report.split("Compiling entry function ")[1:]:
+        if not part.startswith(f"'{kernel}"):
+            continue
+        registers = re.search(r"Used (\d+) registers", part)
+        spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", part)
+        if registers:
+            return Usage(int(registers[1]), sum(map(int, spills)))
+    return None
+
+
+def shared_of(folder: Path, name: str, kernel: str) -> int:
+    """Most shared memory of a block of the kernel, in bytes, as XLA launches it."""
+    launch = re.compile(rf"\b{kernel}(?:_\d+)? .*shared_memory: (\d+) bytes")
+    for path in folder.glob(f"*jit_{name}.*thunk_sequence.txt"):
+        found = launch.findall(path.read_text("utf-8"))
+        if found:
+            return max(map(int, found))
+    raise RuntimeError(f"XLA launches no kernel {kernel!r}")
+
+
+def find_ptxas() -> Path:
+    """The `ptxas` of the installed CUDA wheel."""
+    import importlib.util
+
+    found = importlib.util.find_spec("nvidia")
+    for root in found.submodule_search_locations or () if found else ():
+        for path in sorted(Path(root).rglob("bin/ptxas")):
+            return path
+    sys.exit("check-kernels: no ptxas is installed; run `make check-kernels`")
+
+
+def assemble(ptx: Path, ptxas: Path) -> str:
+    """What `ptxas -v` says of every kernel of a PTX file."""
+    command = [str(ptxas), "-v", f"-arch={ARCHITECTURE}", "-o", os.devnull, str(ptx)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"ptxas: {_first_line(done.stderr)}")
+    return done.stderr + done.stdout
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A whole step of the model: some new tokens of each request against the pool.
+
+    ``temporary`` is the budget of its memory plan in bytes, beside what goes in and comes out.
+    """
+
+    rows: int
+    width: int
+    temporary: int
+    model: str = "llama-3-8b"  # of configs/models
+    context: int = 32_768
+    pool_tokens: int = 65_536  # 8 GiB
+    num_layers: int | None = None  # None: all
+
+    def program(self) -> tuple[Any, tuple[Any, ...]]:
+        """The step, its pool donated, and shapes to compile it for."""
+        import jax
+        import jax.numpy as jnp
+
+        from jaxrag.attention import PagedAttend
+        from jaxrag.cache import PAGE, PagePool, PageTable
+        from jaxrag.config import config_from_dict, read_toml
+        from jaxrag.models.decoder import forward
+        from jaxrag.models.spec import Params, init_params
+        from jaxrag.rope import RopeTable
+        from jaxrag.types import FINAL, Tokens
+
+        path = Path(__file__).parents[1] / "configs" / "models" / f"{self.model}.toml"
+        config = config_from_dict(read_toml(path), str(path))
+        layers = self.num_layers or config.num_layers
+        config = dataclasses.replace(config, num_layers=layers, kernels="pallas_triton")
+
+        def numbers(*shape: int) -> Any:
+            return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+        def step(
+            params: Params, pool: PagePool, rope: RopeTable, table: PageTable, *new: jax.Array
+        ) -> tuple[jax.Array, PagePool]:
+            ids, positions, slots = new
+            tokens = Tokens(ids=ids, positions=positions, segments=jnp.full_like(ids, FINAL))
+            attend = PagedAttend(config, rope, table.reveal(slots, positions), slots)
+            hidden, pool, _ = forward(params, config, tokens, pool, attend)
+            return hidden, pool
+
+        num_pages = (self.context + self.width) // PAGE + 1
+        rows = layers * self.pool_tokens // PAGE
+        pool: Any = jax.ShapeDtypeStruct(
+            (rows, PAGE, config.num_kv_heads, config.head_dim), config.dtype
+        )
+        angles: Any = jax.ShapeDtypeStruct(
+            (2 * self.context, config.rope.rotary_dim // 2), jnp.float32
+        )
+        table = PageTable(
+            pages=numbers(self.rows, num_pages),
+            offsets=numbers(self.rows, num_pages),
+            slot_position=numbers(self.rows, num_pages * PAGE),
+        )
+        params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+        new = (numbers(self.rows, self.width),) * 3
+        arguments = (params, PagePool(k=pool, v=pool), RopeTable(angles, angles), table, *new)
+        return jax.jit(step, donate_argnums=1), arguments
+
+
+# A sixteenth of the pool: activations, and weights that XLA lays out anew.
+STEPS = {
+    "step_of_1024_tokens": Step(1, 1_024, temporary=512 << 20),
+    "step_of_eight_tokens": Step(8, 1, temporary=512 << 20),
+}
+
+
+def described_mesh() -> Any:
+    """A mesh of one H200 that is not there."""
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x1")
+    return topologies.make_mesh(topology, (1,), ("x",))
+
+
+def compiled_for(mesh: Any, function: Any, arguments: tuple[Any, ...]) -> Any:
+    """A jitted function compiled for the chip of the mesh."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), arguments
+    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return function.trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
+
+
+def check_step(step: Step) -> dict[str, Any]:
+    """Compile a step: bytes of its memory plan, and the reason it is refused ("": it is not)."""
+    import jax
+
+    try:
+        function, arguments = step.program()
+        plan = compiled_for(described_mesh(), function, arguments).memory_analysis()
+    except Exception as error:  # whatever tracing, lowering or XLA raises is the verdict
+        return {"refused": _first_line(f"{type(error).__name__}: {error}")}
+    pool = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments[1]))
+    found = {
+        "pool_bytes": pool,
+        "temporary_bytes": plan.temp_size_in_bytes,
+        "donated_bytes": plan.alias_size_in_bytes,
+    }
+    refused = ""
+    if plan.temp_size_in_bytes > step.temporary:
+        refused = f"{plan.temp_size_in_bytes} temporary bytes, the budget is {step.temporary}"
+    elif plan.alias_size_in_bytes < pool:
+        refused = f"{plan.alias_size_in_bytes} bytes are donated, the pool has {pool}"
+    return found | {"refused": refused}
+
+
+@contextlib.contextmanager
+def printed_to(path: Path) -> Iterator[None]:
+    """What this process prints, C++ included, goes to a file."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with open(path, "wb") as file:
+        os.dup2(file.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def compile_case(name: str, case: Any, folder: Path, ptxas: Path) -> Usage:
+    """Compile for the H200: the most that one of its kernels uses; raises whatever XLA raises."""
+    import jax
+
+    def checked(*arguments: Any) -> Any:
+        return case.function(*arguments)
+
+    checked.__name__ = name
+    report = folder / f"{name}.report"
+    with printed_to(report):
+        compiled_for(described_mesh(), jax.jit(checked), case.arguments)
+    if case.impl == "pallas_mosaic":  # Mosaic asks `ptxas` itself and leaves no PTX behind
+        (kernel,) = case.kernels
+        usage = usage_of(report.read_text(encoding="utf-8"), kernel)
+        if usage is None:
+            raise RuntimeError(f"Mosaic reports no kernel {kernel!r}")
+        return usage
+    found = [usage_in(folder, name, kernel, ptxas) for kernel in case.kernels]
+    return Usage(
+        registers=max(usage.registers for usage in found),
+        spill_bytes=max(usage.spill_bytes for usage in found),
+        shared_bytes=max(usage.shared_bytes or 0 for usage in found),
+    )
+
+
+def usage_in(folder: Path, name: str, kernel: str, ptxas: Path) -> Usage:
+    """The most that a kernel of a compiled program uses, from the PTX that XLA left behind."""
+    found = []
+    for ptx in sorted(folder.glob(f"*jit_{name}.*ptx")):
+        if f".entry {kernel}" in ptx.read_text(encoding="utf-8"):
+            found.append(usage_of(assemble(ptx, ptxas), kernel))
+    used = [usage for usage in found if usage is not None]
+    if not used:
+        raise RuntimeError(f"XLA emitted no kernel {kernel!r}")
+    return Usage(
+        registers=max(usage.registers for usage in used),
+        spill_bytes=max(usage.spill_bytes for usage in used),
+        shared_bytes=shared_of(folder, name, kernel),
+    )
+
+
+def verdict(usage: Usage, case: Any) -> str:
+    """Why the kernel is over its budget; "" where it is not."""
+    if usage.spill_bytes > case.spill_bytes:
+        return f"spill of {usage.spill_bytes} bytes a thread, the budget is {case.spill_bytes}"
+    if usage.registers > case.registers:
+        return f"{usage.registers} registers a thread, the budget is {case.registers}"
+    return ""
+
+
+def check(name: str, case: Any, folder: Path, ptxas: Path) -> dict[str, Any]:
+    """Compile a case: its usage, and the reason it is refused ("": it is not)."""
+    try:
+        usage = compile_case(name, case, folder, ptxas)
+    except Exception as error:  # whatever tracing, lowering or XLA raises is the verdict
+        return {"refused": _first_line(f"{type(error).__name__}: {error}")}
+    return dataclasses.asdict(usage) | {"refused": verdict(usage, case)}
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")[:300]
+
+
+def main() -> int:
+    """Check, and say what was found."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", metavar="NAME", help="one case")
+    parser.add_argument("--self-test", action="store_true", help="compile the broken ones instead")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        # Before jax is imported: no device is opened, nothing is tuned on one, PTX is kept.
+        os.environ |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+        os.environ["LLVM_DISABLE_SYMBOLIZATION"] = "1"  # or each remark of MLIR names its stack
+        os.environ["XLA_FLAGS"] = " ".join(
+            (
+                os.environ.get("XLA_FLAGS", ""),
+                f"--xla_dump_to={folder}",
+                "--xla_gpu_autotune_level=0",
+                # PTX is kept with these only.
+                "--xla_gpu_dump_llvmir --xla_dump_hlo_as_text --xla_dump_emitter_re=.*",
+            )
+        )
+        import jax
+
+        from pallas_kernels.check import BROKEN, CASES
+
+        jax.config.update("jax_enable_compilation_cache", False)  # what is not compiled has no PTX
+        jax.devices()
+        reasons = {name: word for name, (_, word) in BROKEN.items()}
+        cases: dict[str, Any] = {name: case for name, (case, _) in BROKEN.items()}
+        if not args.self_test:
+            cases = {**CASES, **STEPS}
+        if args.only is not None:
+            if args.only not in cases:
+                parser.error(f"--only {args.only}: choose one of {', '.join(cases)}")
+            cases = {args.only: cases[args.only]}
+        ptxas, results, failed = find_ptxas(), {}, []
+        for name, case in cases.items():
+            if isinstance(case, Step):
+                result = check_step(case)
+            else:
+                result = check(name, case, Path(folder), ptxas)
+            results[name] = result
+            refused = result["refused"]
+            wrong = reasons[name] not in refused.lower() if args.self_test else bool(refused)
+            if wrong:
+                failed.append(name)
+            if not args.json:
+                usage = {key: value for key, value in result.items() if key != "refused"}
+                print(f"{'FAIL' if wrong else 'ok':5} {name}: {refused or usage}", flush=True)
+    if args.json:
+        print(json.dumps({"results": results, "failed": failed}))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

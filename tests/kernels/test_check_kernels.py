@@ -1,0 +1,86 @@
+"""The check of kernels without a GPU: what it reads, what it refuses, and that it runs."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from pallas_kernels.check import BROKEN, CASES
+
+H200 = AbstractMesh(
+    (1,), ("x",), (AxisType.Auto,), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda")
+)
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "check_kernels.py"
+
+REPORT = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'loop_fusion' for 'sm_90a'
+ptxas info    : Function properties for loop_fusion
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 12 registers, used 0 barriers
+ptxas info    : Compiling entry function 'paged_attention' for 'sm_90a'
+ptxas info    : Function properties for paged_attention
+    368 bytes stack frame, 200 bytes spill stores, 168 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers
+"""
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("check_kernels", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def test_reads_the_report_of_one_kernel(script):
+    assert script.usage_of(REPORT, "paged_attention") == script.Usage(255, 368)
+    assert script.usage_of(REPORT, "loop_fusion") == script.Usage(12, 0)
+    assert script.usage_of(REPORT, "absent") is None
+
+
+def test_over_budget_is_said(script):
+    case = CASES["decode_one_row"]
+    assert script.verdict(script.Usage(case.registers, 0), case) == ""
+    assert "169 registers a thread, the budget is 168" in script.verdict(script.Usage(169, 0), case)
+    assert "spill of 8 bytes" in script.verdict(script.Usage(20, 8), case)
+
+
+def test_an_unsupported_primitive_does_not_lower():
+    case, word = BROKEN["unsupported_primitive"]
+    with jax.sharding.use_abstract_mesh(H200), pytest.raises(Exception, match=word):
+        jax.jit(case.function).trace(*case.arguments).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("width", [1, 64])
+def test_a_whole_step_lowers_for_a_gpu(script, width):
+    step = script.Step(2, width, temporary=0, num_layers=2, context=512, pool_tokens=1024)
+    function, arguments = step.program()
+    with jax.sharding.use_abstract_mesh(H200):
+        text = function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"custom_call @\S*triton", text)) == 1  # in the scan over the layers
+    assert text.count("tf.aliasing_output") + text.count("jax.buffer_donor") == 2  # both pools
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the extra check-kernels"
+)
+@pytest.mark.parametrize("arguments", [[], ["--self-test"]])
+def test_compiles_without_a_gpu_and_refuses_broken_kernels(arguments):
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

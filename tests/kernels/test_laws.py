@@ -1,0 +1,106 @@
+"""Laws 4 to 7 of the attention core through the interpreted kernels."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrag.attention import merge
+from jaxrag.rope import rotate
+from jaxrag.types import HIDDEN, Partial
+from pallas_kernels import paged_decode_attention, sparse_attention, topn_attention
+
+CLOSE = {"rtol": 2e-4, "atol": 2e-5}
+SETTINGS = {"interleaved": False, "scale": 0.3, "impl": "pallas_interpret"}
+
+# Compiled once for all tests: the scenes below have equal shapes.
+sparse = jax.jit(functools.partial(sparse_attention, **SETTINGS))
+decode = jax.jit(functools.partial(paged_decode_attention, **SETTINGS))
+top = jax.jit(functools.partial(topn_attention, n=1000, renormalise=False, **SETTINGS))
+
+
+@pytest.fixture
+def scene(paged_scene):
+    return paged_scene(chunks=(20, 16, 5), queries=4)
+
+
+def newest(arguments):
+    """One query a row that stands behind every key."""
+    q, *rest, at, cos, sin = arguments
+    return (q[:, 2], *rest, jnp.full_like(at[:, 2], 1000), cos, sin)
+
+
+def test_law_4_a_token_never_sees_a_later_one(scene, rng):
+    q, k_pool, v_pool, pages, offsets, slots, at, cos, sin = scene.arguments
+    alone = [x[1:] for x in (q, pages, offsets, slots, at)]
+    middle = int(np.median(scene.slots[1][scene.slots[1] != HIDDEN]))
+    at = jnp.asarray([[middle - 9, middle, middle + 1, 1000]], jnp.int32)
+    later = (scene.slots[1] > middle) & (scene.slots[1] != HIDDEN)
+    assert later.any()
+    page = k_pool.shape[1]
+    rows = np.asarray(pages[1])[np.flatnonzero(later) // page], np.flatnonzero(later) % page
+
+    def changed(pool):
+        return pool.at[rows].set(rng.normal(size=(later.sum(), *pool.shape[2:])))
+
+    outs = []
+    for pools in ((k_pool, v_pool), (changed(k_pool), changed(v_pool))):
+        q_1, pages_1, offsets_1, slots_1, _ = alone
+        out, _ = sparse(q_1, *pools, pages_1, offsets_1, slots_1, at, cos, sin)
+        outs.append(np.asarray(out[0]))
+    np.testing.assert_array_equal(outs[0][:2], outs[1][:2])
+    assert np.abs(outs[0][3] - outs[1][3]).max() > 1e-2
+
+
+def test_law_5_one_copy_serves_two_places(scene):
+    """Both rows show the same pages elsewhere; each gets what a copy of its own gives."""
+    q, k_pool, v_pool, pages, offsets, *rest = scene.arguments
+    assert (pages[0] == pages[1]).all()
+    assert (offsets[0] != offsets[1]).any()
+    shared, shared_lse = sparse(*scene.arguments)
+    own = np.asarray(pages).copy()
+    used = own[0, : k_pool.shape[0] // 2]
+    free = np.setdiff1d(np.arange(k_pool.shape[0]), used)
+    copies = [pool.at[free].set(pool[used]) for pool in (k_pool, v_pool)]
+    own[1, : len(used)] = free
+    out, lse = sparse(q, *copies, jnp.asarray(own), offsets, *rest)
+    np.testing.assert_allclose(out, shared, **CLOSE)
+    np.testing.assert_allclose(lse, shared_lse, **CLOSE)
+
+
+def test_law_6_turning_the_query_is_turning_the_keys(scene):
+    q, k_pool, v_pool, pages, offsets, slots, at, cos, sin = scene.arguments
+    expected = sparse(*scene.arguments)
+    for row in range(2):
+        turn = jnp.zeros(k_pool.shape[0], jnp.int32).at[pages[row]].set(offsets[row])
+        moved = rotate(
+            k_pool, cos[turn][:, None, None], sin[turn][:, None, None], interleaved=False
+        )
+        out, lse = sparse(q, moved, v_pool, pages, jnp.zeros_like(offsets), slots, at, cos, sin)
+        np.testing.assert_allclose(out[row], expected[0][row], **CLOSE)
+        np.testing.assert_allclose(lse[row], expected[1][row], **CLOSE)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_law_7_parts_over_disjoint_keys_merge(scene, cut):
+    """The keys fall into two parts anywhere, also inside a page."""
+    q, k_pool, v_pool, pages, offsets, slots, at, cos, sin = scene.arguments
+    whole = decode(*newest(scene.arguments))
+    first = np.arange(slots.shape[1]) < cut * k_pool.shape[1] - 5
+    parts = []
+    for kept in (first, ~first):
+        shown = jnp.where(kept, slots, HIDDEN)
+        arguments = (q, k_pool, v_pool, pages, offsets, shown, at, cos, sin)
+        parts.append(Partial(*decode(*newest(arguments))))
+    assert all(np.isfinite(part.lse).all() for part in parts)
+    joined = merge(parts)
+    np.testing.assert_allclose(joined.out, whole[0], **CLOSE)
+    np.testing.assert_allclose(joined.lse, whole[1], **CLOSE)
+
+
+def test_law_8_top_n_of_all_keys_is_dense(scene):
+    arguments = newest(scene.arguments)
+    for got, expected in zip(top(*arguments), decode(*arguments), strict=True):
+        np.testing.assert_allclose(got, expected, **CLOSE)

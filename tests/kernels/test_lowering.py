@@ -1,0 +1,106 @@
+"""Every Triton body is accepted for a GPU where there is none; and who refuses to run where."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
+
+from jaxrag.attention import check_kernels
+from jaxrag.config import KERNELS
+from jaxrag.errors import ConfigError
+from pallas_kernels import (
+    BODIES,
+    IMPLS,
+    KernelError,
+    check_impl,
+    sparse_attention,
+    topn_attention,
+)
+from pallas_kernels.check import CASES
+
+H200 = AbstractMesh(
+    (1,), ("x",), (AxisType.Auto,), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda")
+)
+
+
+def lowered(function, arguments):
+    with jax.sharding.use_abstract_mesh(H200):
+        return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+CALLS = {"pallas_triton": "xla.gpu.triton", "pallas_mosaic": "mosaic_gpu"}  # what a body becomes
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_checked_kernel_lowers_for_a_gpu(case):
+    assert CALLS[case.impl] in lowered(case.function, case.arguments)
+
+
+def test_every_gpu_body_is_checked():
+    """An interpreted check is no check of a GPU: each is paired with a lowering."""
+    bodies = {(op, impl) for op, impls in BODIES.items() for impl in impls if impl in CALLS}
+    assert {(case.op, case.impl) for case in CASES.values()} == bodies
+
+
+@pytest.mark.parametrize(
+    ("op", "dim", "interleaved"),
+    [
+        (sparse_attention, 10, True),
+        (sparse_attention, 256, False),
+        (topn_attention, 80, False),
+        (topn_attention, 10, True),
+    ],
+)
+def test_odd_heads_lower_too(op, dim, interleaved):
+    shape = jax.ShapeDtypeStruct
+    kv, ids = shape((40, 16, 2, dim), jnp.bfloat16), functools.partial(shape, dtype=jnp.int32)
+    table = shape((512, dim // 4), jnp.float32)
+    rows = (1,) if op is topn_attention else (1, 70)
+    arguments = (shape((*rows, 6, dim), jnp.bfloat16), kv, kv, ids((1, 32)), ids((1, 32)),
+                 ids((1, 512)), ids(rows), table, table)  # fmt: skip
+    options = {"n": 20, "renormalise": True} if op is topn_attention else {}
+    call = functools.partial(
+        op, interleaved=interleaved, scale=0.1, impl="pallas_triton", **options
+    )
+    assert "xla.gpu.triton" in lowered(call, arguments)
+
+
+@pytest.mark.parametrize("op", BODIES)
+def test_a_body_that_cannot_run_here_refuses_by_name(op):
+    with pytest.raises(KernelError, match=f"{op}: the body 'pallas_triton' needs an NVIDIA GPU"):
+        check_impl(op, "pallas_triton")
+    with pytest.raises(KernelError, match=f"{op} has no body 'cuda': choose one of xla, "):
+        check_impl(op, "cuda")
+    check_impl(op, "pallas_interpret")
+
+
+def test_values_of_the_top_n_may_lie_in_host_memory():
+    """They reach the kernel as they are: nothing moves them to the device."""
+    case = CASES["topn_128_of_32k"]
+    host = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    q, k_pool, v_pool, *rest = case.arguments
+    away = jax.ShapeDtypeStruct(v_pool.shape, v_pool.dtype, sharding=host)
+    text = lowered(case.function, (q, k_pool, away, *rest))
+    assert re.search(r"%arg2: tensor<[^>]*> {mhlo.memory_kind = \"pinned_host\"", text)
+    assert "annotate_device_placement" not in text
+
+
+def test_mosaic_names_the_heads_it_does_not_take():
+    shape = jax.ShapeDtypeStruct
+    kv, ids = shape((40, 16, 2, 64), jnp.bfloat16), functools.partial(shape, dtype=jnp.int32)
+    table = shape((512, 32), jnp.float32)
+    arguments = (shape((1, 70, 6, 64), jnp.bfloat16), kv, kv, ids((1, 32)), ids((1, 32)),
+                 ids((1, 512)), ids((1, 70)), table, table)  # fmt: skip
+    call = functools.partial(sparse_attention, interleaved=False, scale=0.1, impl="pallas_mosaic")
+    with pytest.raises(KernelError, match="takes 16-bit heads of 128 .* not 64 dimensions"):
+        lowered(call, arguments)
+
+
+def test_the_choice_is_refused_before_anything_is_loaded():
+    assert set(IMPLS) - set(KERNELS) == {"pallas_mosaic"}  # of one op, and verified nowhere
+    with pytest.raises(ConfigError, match="kernels='pallas_triton': .* needs an NVIDIA GPU"):
+        check_kernels("pallas_triton")
+    check_kernels("pallas_interpret")
