@@ -221,6 +221,19 @@ def test_writers_in_many_threads_and_connections_keep_the_limit(path):
     assert shelves[0].heat.nbytes() == 10 * len(held) <= 100
 
 
+def test_opening_waits_for_another_process_that_opens(path):
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    other.execute("CREATE TABLE other (nbytes INTEGER)")
+    other.execute("BEGIN IMMEDIATE")  # before the file is in write-ahead mode
+    release = threading.Timer(0.3, other.execute, ["ROLLBACK"])
+    release.start()
+    shelf = Shelf(path)
+    assert not release.is_alive()
+    shelf.put(1)
+    assert shelf.heat.nbytes() == 10
+    other.close()
+
+
 def test_a_read_only_count_does_not_fail_a_read(path):
     shelf = Shelf(path)
     shelf.put(1)
