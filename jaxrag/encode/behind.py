@@ -142,6 +142,11 @@ def batch_rows(longest: int) -> int:
     return 1 << (max(1, ROW_TOKENS // row_length(longest)).bit_length() - 1)
 
 
+def _width(longest: int) -> int:
+    """Tokens of a row. It holds one chunk, so that its padding runs through all the chunk sees."""
+    return bucket(longest, 64) if longest <= 256 else -(-longest // 64) * 64
+
+
 class _Context:
     """The KV that the chunks of one batch see, and the pages it is laid out in."""
 
@@ -198,7 +203,7 @@ def _start(
 ) -> tuple[Places, Array, Array]:
     """Start one batch of (index, chunk, neighbours): where every chunk will be, and its KV."""
     rows = bucket(len(examples), 1)
-    width = row_length(max(len(chunk) for _, chunk, _ in examples))
+    width = _width(max(len(chunk) for _, chunk, _ in examples))
     ids = np.zeros((rows, width), np.int32)
     positions = np.full((rows, width), -1, np.int32)
     slots = np.full((rows, width), np.iinfo(np.int32).max, np.int32)  # beyond any table: padding
