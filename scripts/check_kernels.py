@@ -182,8 +182,10 @@ def described_mesh() -> Any:
     return topologies.make_mesh(topology, (1,), ("x",))
 
 
-def compiled_for(mesh: Any, function: Any, arguments: tuple[Any, ...]) -> Any:
-    """A jitted function compiled for the chip of the mesh."""
+def compiled_for(
+    mesh: Any, function: Any, arguments: tuple[Any, ...], host: tuple[int, ...] = ()
+) -> Any:
+    """A jitted function compiled for the chip of the mesh; ``host``: arguments in host memory."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -192,7 +194,29 @@ def compiled_for(mesh: Any, function: Any, arguments: tuple[Any, ...]) -> Any:
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), arguments
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return function.trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
+        lowered = function.trace(*arguments).lower(lowering_platforms=("cuda",))
+    if host:
+        pin(lowered.compiler_ir(), host)
+    return lowered.compile()
+
+
+def pin(module: Any, arguments: tuple[int, ...]) -> None:
+    """Say that arguments of a lowered program lie in pinned host memory.
+
+    Of a chip that is only described JAX knows one memory, and shardings name no other.
+    """
+    from jaxlib.mlir import ir
+
+    with module.context:
+        (main,) = (
+            op for op in module.body.operations if str(op.attributes["sym_name"]) == '"main"'
+        )
+        attributes = list(main.attributes["arg_attrs"])
+        for number in arguments:
+            named = {each.name: each.attr for each in attributes[number]}
+            named["mhlo.memory_kind"] = ir.StringAttr.get("pinned_host")
+            attributes[number] = ir.DictAttr.get(named)
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get(attributes)
 
 
 def check_step(step: Step) -> dict[str, Any]:
@@ -242,7 +266,8 @@ def compile_case(name: str, case: Any, folder: Path, ptxas: Path) -> Usage:
     checked.__name__ = name
     report = folder / f"{name}.report"
     with printed_to(report):
-        compiled_for(described_mesh(), jax.jit(checked), case.arguments)
+        program = compiled_for(described_mesh(), jax.jit(checked), case.arguments, case.host)
+    stay_on_host(program.memory_analysis(), [case.arguments[number] for number in case.host])
     if case.impl == "pallas_mosaic":  # Mosaic asks `ptxas` itself and leaves no PTX behind
         (kernel,) = case.kernels
         usage = usage_of(report.read_text(encoding="utf-8"), kernel)
@@ -257,19 +282,36 @@ def compile_case(name: str, case: Any, folder: Path, ptxas: Path) -> Usage:
     )
 
 
+def stay_on_host(plan: Any, values: list[Any]) -> None:
+    """RuntimeError where a memory plan moves or copies the values that lie in host memory."""
+    size = sum(x.size * x.dtype.itemsize for x in values)
+    if plan.host_argument_size_in_bytes < size:
+        raise RuntimeError(
+            f"{plan.host_argument_size_in_bytes} bytes are taken from host memory, {size} lie there"
+        )
+    copies = plan.temp_size_in_bytes + plan.host_temp_size_in_bytes
+    if values and copies >= size:
+        raise RuntimeError(f"{copies} temporary bytes hold a copy of {size} bytes of host memory")
+
+
 def usage_in(folder: Path, name: str, kernel: str, ptxas: Path) -> Usage:
-    """The most that a kernel of a compiled program uses, from the PTX that XLA left behind."""
-    found = []
-    for ptx in sorted(folder.glob(f"*jit_{name}.*ptx")):
-        if f".entry {kernel}" in ptx.read_text(encoding="utf-8"):
-            found.append(usage_of(assemble(ptx, ptxas), kernel))
-    used = [usage for usage in found if usage is not None]
+    """The most that a kernel of a compiled program uses, from the PTX that was left behind."""
+    # Of a kernel in Triton's own language jax-triton leaves it, of all others XLA.
+    own = sorted(folder.glob(f"jax_triton/*/{kernel}.ptx"))
+    found = own or [
+        ptx
+        for ptx in sorted(folder.glob(f"*jit_{name}.*ptx"))
+        if f".entry {kernel}" in ptx.read_text(encoding="utf-8")
+    ]
+    used = [usage for ptx in found if (usage := usage_of(assemble(ptx, ptxas), kernel))]
     if not used:
-        raise RuntimeError(f"XLA emitted no kernel {kernel!r}")
+        raise RuntimeError(f"no kernel {kernel!r} was emitted")
+    notes = [ptx.with_suffix(".compile_info").read_text(encoding="utf-8") for ptx in own]
+    shared = [int(note.rsplit(":", 1)[1]) for note in notes] or [shared_of(folder, name, kernel)]
     return Usage(
         registers=max(usage.registers for usage in used),
         spill_bytes=max(usage.spill_bytes for usage in used),
-        shared_bytes=shared_of(folder, name, kernel),
+        shared_bytes=max(shared),
     )
 
 
@@ -302,10 +344,14 @@ def main() -> int:
     parser.add_argument("--self-test", action="store_true", help="compile the broken ones instead")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
+    ptxas = find_ptxas()
     with tempfile.TemporaryDirectory() as folder:
         # Before jax is imported: no device is opened, nothing is tuned on one, PTX is kept.
         os.environ |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        # XLA takes the first it finds, and an older one would not know what Triton writes.
+        os.environ["PATH"] = os.pathsep.join((str(ptxas.parent), os.environ.get("PATH", "")))
         os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+        os.environ["JAX_TRITON_DUMP_DIR"] = f"{folder}/jax_triton"
         os.environ["LLVM_DISABLE_SYMBOLIZATION"] = "1"  # or each remark of MLIR names its stack
         os.environ["XLA_FLAGS"] = " ".join(
             (
@@ -330,7 +376,7 @@ def main() -> int:
             if args.only not in cases:
                 parser.error(f"--only {args.only}: choose one of {', '.join(cases)}")
             cases = {args.only: cases[args.only]}
-        ptxas, results, failed = find_ptxas(), {}, []
+        results, failed = {}, []
         for name, case in cases.items():
             if isinstance(case, Step):
                 result = check_step(case)
