@@ -236,7 +236,7 @@ def stage_segment(shape: Shape, impl: str, found: Found) -> None:
         )
     )
     sets = [packed(shape, shape.packed, seed) for seed in range(SETS)]
-    found: dict[str, Any] = {"chunks": {"seconds": seconds_of(op, sets)}}
+    found["chunks"] = {"seconds": seconds_of(op, sets)}
     length = sets[0][0].shape[1]
     causal = [(*one[:4], jnp.full_like(one[4], 2)) for one in sets]
     seconds = seconds_of(op, causal)

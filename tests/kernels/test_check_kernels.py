@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -52,6 +53,22 @@ def test_over_budget_is_said(script):
     assert script.verdict(script.Usage(case.registers, 0), case) == ""
     assert "169 registers a thread, the budget is 168" in script.verdict(script.Usage(169, 0), case)
     assert "spill of 8 bytes" in script.verdict(script.Usage(20, 8), case)
+
+
+def test_values_that_leave_host_memory_are_noticed(script):
+    def plan(taken, device, host):
+        return SimpleNamespace(
+            host_argument_size_in_bytes=taken,
+            temp_size_in_bytes=device,
+            host_temp_size_in_bytes=host,
+        )
+
+    script.stay_on_host(plan(100, 60, 30), 100)
+    script.stay_on_host(plan(0, 999, 0), 0)
+    with pytest.raises(RuntimeError, match="0 bytes are taken from host memory, 100 lie there"):
+        script.stay_on_host(plan(0, 0, 0), 100)
+    with pytest.raises(RuntimeError, match="110 temporary bytes hold a copy of 100 bytes"):
+        script.stay_on_host(plan(100, 60, 50), 100)
 
 
 def test_an_unsupported_primitive_does_not_lower():
