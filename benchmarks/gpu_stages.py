@@ -224,6 +224,7 @@ def stage_topn(shape: Shape, impl: str, found: Found) -> None:
                 }
             except Exception as error:
                 found[name] = refusal(error)
+    found["ok"] = all(row.get("ok", True) for row in found.values())
 
 
 def stage_segment(shape: Shape, impl: str, found: Found) -> None:
