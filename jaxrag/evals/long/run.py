@@ -188,6 +188,17 @@ def _tables(
     grid: list[dict[str, Any]] = []
     by_depth: list[dict[str, Any]] = []
     differences: list[dict[str, Any]] = []
+    agreement: list[dict[str, Any]] = []
+    for name, one in itertools.product(list(answers)[1:], options.chosen):
+        rows = task == one
+        same = np.array([
+            _same(*pair)
+            for pair in zip(answers[name].results, answers[first].results, strict=True)
+        ])  # fmt: skip
+        for size in (*options.lengths, None):  # None: all of them
+            here = rows if size is None else rows & (length == size)
+            named = {"method": name, "task": one, "length": size, "with": first}
+            agreement.append({**named, "share": _share(same[here])})
     for name, one, size in itertools.product(answers, options.chosen, options.lengths):
         rows = (task == one) & (length == size)
         scores = answers[name].scores
@@ -205,7 +216,18 @@ def _tables(
         else:
             for n in range(FIFTHS):
                 by_depth.append({**named, "fifth": n, "score": _share(scores[rows & (fifth == n)])})
-    return {"cells": cells, "grid": grid, "by_depth": by_depth, "differences": differences}
+    return {
+        "cells": cells,
+        "grid": grid,
+        "by_depth": by_depth,
+        "differences": differences,
+        "agreement": agreement,
+    }
+
+
+def _same(one: Result, other: Result) -> bool:
+    """Whether two answers are the same tokens and end for the same reason."""
+    return (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
 
 
 def _share(scores: HostArray) -> dict[str, float] | None:
