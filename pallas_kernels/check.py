@@ -66,10 +66,10 @@ def _paged(op: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return functools.partial(op, interleaved=False, scale=DIM**-0.5, **options)
 
 
-def _sparse(rows: int, batch: int = 1, impl: Impl = "pallas_triton") -> Case:
-    function = _paged(sparse_attention, impl=impl)
+def _sparse(rows: int, impl: Impl = "pallas_triton", window: int | None = None) -> Case:
+    function = _paged(sparse_attention, impl=impl, window=window)
     kernel = "paged_attention" if impl == "pallas_triton" else "anonymous_mosaic_gpu_kernel"
-    return Case("sparse_attention", (kernel,), function, paged_arguments(batch, rows), impl=impl)
+    return Case("sparse_attention", (kernel,), function, paged_arguments(1, rows), impl=impl)
 
 
 def _decode(batch: int) -> Case:
@@ -116,7 +116,10 @@ _VALUES = (2,)  # where v_pool is among the arguments of topn_attention
 CASES: dict[str, Case] = {
     "sparse_15_percent_of_32k": _sparse(4_966),
     "sparse_question_over_32k": _sparse(50),
-    "sparse_15_percent_of_32k_mosaic": _sparse(4_966, impl="pallas_mosaic"),
+    "sparse_15_percent_of_32k_window": _sparse(4_966, window=4_096),
+    "sparse_15_percent_of_32k_mosaic": _sparse(4_966, "pallas_mosaic"),
+    "sparse_question_over_32k_mosaic": _sparse(50, "pallas_mosaic"),
+    "sparse_15_percent_of_32k_window_mosaic": _sparse(4_966, "pallas_mosaic", window=4_096),
     "decode_one_row": _decode(1),
     "decode_eight_rows": _decode(8),
     "segment_8k": _segment(8_192, False),

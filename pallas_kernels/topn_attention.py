@@ -66,12 +66,13 @@ def topn_attention(
         out, kept = slot_values(best, v_pool, pages, slots)
         total = jax.nn.logsumexp(every, axis=-1).reshape(kept.shape)
     else:
-        from pallas_kernels.triton.topn import topn_kernel
+        from pallas_kernels.triton.topn import Mix, topn_kernel
 
-        mix = None
+        mix: Mix | None = None
         if impl == "jax_triton":
-            from pallas_kernels.jax_triton.topn import mix_host_kernel as mix
+            from pallas_kernels.jax_triton.topn import mix_host_kernel
 
+            mix = mix_host_kernel
         interpret = impl == "pallas_interpret"
         out, kept, total = topn_kernel(
             q, k_pool, v_pool, *tables, n=n, interleaved=interleaved, scale=scale,

@@ -12,6 +12,7 @@ and fails unless each is refused for its reason.
 import argparse
 import contextlib
 import dataclasses
+import importlib.metadata
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ARCHITECTURE = "sm_90a"
+COMPILERS = ("jax-cuda13-plugin", "nvidia-cuda-nvcc", "triton", "jax-triton")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,7 +336,11 @@ def main() -> int:
                 usage = {key: value for key, value in result.items() if key != "refused"}
                 print(f"{'FAIL' if wrong else 'ok':5} {name}: {refused or usage}", flush=True)
     if args.json:
-        print(json.dumps({"results": results, "failed": failed}))
+        from jaxrag.bench.machine import describe
+
+        compilers = {name: importlib.metadata.version(name) for name in COMPILERS}
+        found = {"machine": describe(), "compilers": compilers, "results": results}
+        print(json.dumps(found | {"failed": failed}, indent=1))
     return 1 if failed else 0
 
 

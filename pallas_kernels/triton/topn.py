@@ -24,6 +24,7 @@ from pallas_kernels.visibility import cached_visible
 
 Array = jax.Array
 Ref = Any  # what a kernel reads and writes through
+Mix = Callable[[Array, Array, Array, Array], tuple[Array, Array]]
 
 _HIDDEN = jnp.iinfo(jnp.int32).max
 _ROWS = 16  # of a product on tensor cores; the G heads of a KV head, the last one repeated
@@ -57,7 +58,7 @@ def topn_kernel(
     scale: float,
     interpret: bool,
     tiling: TopnTiling | None = None,
-    mix: Callable[[Array, Array, Array, Array], tuple[Array, Array]] | None = None,
+    mix: Mix | None = None,
 ) -> tuple[Array, Array, Array]:
     """Arguments of ``topn_attention``, ``n`` at most the number of slots.
 

@@ -9,10 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels.check import BROKEN, CASES
+from pallas_kernels.described import pin
 
 H200 = AbstractMesh(
     (1,), ("x",), (AxisType.Auto,), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda")
@@ -55,6 +57,14 @@ def test_over_budget_is_said(script):
     assert "spill of 8 bytes" in script.verdict(script.Usage(20, 8), case)
 
 
+def test_arguments_are_said_to_lie_in_host_memory():
+    shape = jax.ShapeDtypeStruct((4,), jnp.float32)
+    lowered = jax.jit(lambda x, y: x + y).lower(shape, shape)
+    pin(lowered.compiler_ir(), (1,))
+    (place,) = re.findall(r"%arg(\d): tensor<4xf32> {[^}]*pinned_host", lowered.as_text())
+    assert place == "1"
+
+
 def test_values_that_leave_host_memory_are_noticed(script):
     def plan(taken, device, host):
         return SimpleNamespace(
@@ -89,7 +99,8 @@ def test_a_whole_step_lowers_for_a_gpu(script, width):
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the extra check-kernels"
+    not all(map(importlib.util.find_spec, ("jax_cuda13_plugin", "jax_triton"))),
+    reason="needs the extra check-kernels",
 )
 @pytest.mark.parametrize("arguments", [[], ["--self-test"]])
 def test_compiles_without_a_gpu_and_refuses_broken_kernels(arguments):
