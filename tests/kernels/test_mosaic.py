@@ -53,7 +53,7 @@ class Machine:
             thread.start()
         self._next()
         for thread in running:
-            thread.join(60)
+            thread.join(600)
             assert not thread.is_alive()
         if self.failure is not None:
             raise self.failure
