@@ -291,9 +291,9 @@ def scene(paged_scene):
 
 
 @pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("page", [16, 64])
-def test_equals_dense_with_poisoned_slots(scene, page, window):
-    made = scene(page=page, window=window, kv_heads=1, queries=50)
+@pytest.mark.parametrize(("page", "kv_heads"), [(16, 1), (64, 2)])
+def test_equals_dense_with_poisoned_slots(scene, page, kv_heads, window):
+    made = scene(page=page, window=window, kv_heads=kv_heads, queries=50)
     check(made, *run(made, splits=2))
 
 
