@@ -95,7 +95,9 @@ def measure(
         efforts = ENGINES[engine].efforts
         first = tune(searcher, validation[0], known[0], efforts, options)
         for number, distance in enumerate(distances):
-            chosen = tune(searcher, validation[number], known[number], efforts, options)
+            chosen = first
+            if number:
+                chosen = tune(searcher, validation[number], known[number], efforts, options)
             found, scanned = quality(searcher, test[number], truth[number], options.k, chosen)
             same, cost = quality(searcher, test[number], truth[number], options.k, first)
             yield {

@@ -50,6 +50,10 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
             [["task", "method", *lengths], *_rows(result, "differences", "difference", "+.1f")],
             names=2,
         )
+    named = {name: rule for name, rule in result["decode"].items() if name != rule}
+    if named:
+        rows = [["called", "decode rule"], *([name, rule] for name, rule in named.items())]
+        yield Table("decode rules", rows, names=2)
     if result["agreement"]:
         yield Table(
             f"answers that are those of {result['agreement'][0]['with']}, token by token, in %",

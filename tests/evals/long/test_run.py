@@ -235,6 +235,17 @@ def test_every_method_answers_under_every_decode_rule(asked):
     assert found == dict(zip(names, (1, 0, 1, 0), strict=True))
 
 
+def test_decode_rules_are_called_what_they_are_named(asked):
+    rules = ("dense", "few=static_window:sink=4,recent=16")
+    options = dataclasses.replace(NEEDLE, decode=rules, methods=("full_attention",), questions=1)
+    result, _, _ = asked(options, shallow)
+    assert list(result["methods"]) == ["full_attention, dense", "full_attention, few"]
+    assert "StaticWindow(sink=4, recent=16" in result["methods"]["full_attention, few"]
+    assert result["decode"] == {"dense": "dense", "few": "static_window:sink=4,recent=16"}
+    (table,) = [table for table in tables(result) if table.title == "decode rules"]
+    assert table.rows[1:] == [["few", "static_window:sink=4,recent=16"]]
+
+
 def test_prompts_can_be_trained_on(monkeypatch, village_model):
     monkeypatch.setattr(running, "load_model", lambda path, dtype: village_model)
     options = dataclasses.replace(NEEDLE, split="train", lengths=(150,), depths=(0.5,))
@@ -269,7 +280,9 @@ def test_prompts_can_be_trained_on(monkeypatch, village_model):
         ({"methods": ()}, "--methods"),
         ({"methods": ("turborag", "turborag")}, "each once"),
         ({"methods": ("turbo",)}, "'turbo'"),
+        ({"host_values": True}, "--host-values: only topn"),
         ({"decode": ("topn:n=0",)}, "n=0"),
+        ({"decode": ("a=dense", "a=topn")}, "full_attention, a; .* each once"),
         ({"decode": ("dense", "dense")}, "full_attention, dense; .* each once"),
     ],
 )
