@@ -71,7 +71,8 @@ def _add_arguments(parser: argparse.ArgumentParser, suite: str) -> None:
         default=[],
         metavar="RULE",
         help="how generated tokens attend, such as dense, static_window:sink=4,recent=64 or "
-        "topn:n=64; repeatable, every method answers under each (the method's own)",
+        "topn:n=64, NAME=RULE to call it so; repeatable, every method answers under each (the "
+        "method's own)",
     )
     parser.add_argument(
         "--lengths",
@@ -139,6 +140,11 @@ def _add_arguments(parser: argparse.ArgumentParser, suite: str) -> None:
     )
     parser.add_argument(
         "--batch-size", type=int, default=1, metavar="N", help="questions that run together (1)"
+    )
+    parser.add_argument(
+        "--host-values",
+        action="store_true",
+        help="under topn, keep V of the layers behind device_layers in host memory only",
     )
     parser.add_argument(
         "--template", metavar="NAME", help="a template's name or .toml file (the model's own)"
@@ -212,6 +218,7 @@ def _options(args: argparse.Namespace) -> "Options":
         lead=not args.no_lead,
         max_new_tokens=args.max_new_tokens,
         batch_size=args.batch_size,
+        host_values=args.host_values,
         template=args.template,
         dtype=args.dtype,
     )

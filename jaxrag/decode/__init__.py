@@ -67,7 +67,8 @@ DECODE_RULES: dict[str, type[DecodeRule]] = {
 def rule_from(value: str | Mapping[str, Any] | DecodeRule, where: str = "decode") -> DecodeRule:
     """A rule by name, from a table {name = ..., settings}, or the rule itself.
 
-    As one text the settings follow the name: "topn:n=64,renormalise=true".
+    As one text the settings follow the name: "topn:n=64,renormalise=true". Settings of the index
+    follow a point: "retrieval:index=lists,index.exact_below=0".
 
     Raises ConfigError for an unknown name or setting, RequestError for a value out of range.
     """
@@ -92,5 +93,11 @@ def _read(text: str, where: str) -> dict[str, Any]:
             raise ConfigError(f"{where}: {part!r} of {text!r}: expected field=value, such as k=50")
         words = {"true": True, "false": False}
         number = value.removeprefix("-").isdigit()
-        settings[field] = int(value) if number else words.get(value.lower(), value)
+        read = int(value) if number else words.get(value.lower(), value)
+        if field == "index":
+            field = "index.kind"
+        if field.startswith("index."):
+            settings.setdefault("index", {})[field.removeprefix("index.")] = read
+        else:
+            settings[field] = read
     return settings

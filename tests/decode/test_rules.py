@@ -48,6 +48,8 @@ def test_settings_come_as_a_table_or_as_one_text(tmp_path):
     lists = {"name": "retrieval", "index": {"kind": "lists", "clusters": 4}}
     assert rule_from(lists).index == QueryLists(clusters=4)
     assert rule_from("retrieval:index=lists").index == QueryLists()
+    text = "retrieval:index.exact_below=0,k=20,index=lists,index.probes=5"
+    assert rule_from(text) == Retrieval(20, index=QueryLists(exact_below=0, probes=5))
     path = tmp_path / "mine.toml"
     path.write_text('encoder = "isolated"\n[decode]\nname = "quest"\nbudget = 64\n')
     assert method_named(str(path)).decode == Quest(budget=64)
@@ -68,6 +70,9 @@ def test_settings_come_as_a_table_or_as_one_text(tmp_path):
         (lambda: Quest(budget=15), RequestError, "at least a page of 16"),
         (lambda: InfLLM(block=2), RequestError, "representatives=4 of a block of 2"),
         (lambda: rule_from("lru"), ConfigError, "name='lru': expected one of dense"),
+        (lambda: rule_from("retrieval:index.ef=9"), ConfigError, "index kind None: expected one"),
+        (lambda: rule_from("retrieval:index=ivf,index.ef=9"), ConfigError, "index ivf: unknown ef"),
+        (lambda: rule_from("flat:index=ivf"), ConfigError, "index"),
         (lambda: rule_from("flat:k"), ConfigError, "'k' of 'flat:k': expected field=value"),
         (lambda: rule_from("flat:n=3"), ConfigError, "unknown key 'n'"),
         (lambda: rule_from("retrieval:index=tree"), ConfigError, "index kind 'tree'"),

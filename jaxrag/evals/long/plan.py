@@ -3,12 +3,13 @@
 import dataclasses
 import hashlib
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args
 
 from tqdm import tqdm
 
-from jaxrag.decode import rule_from
+from jaxrag.decode import TopN, rule_from
 from jaxrag.errors import RequestError
 from jaxrag.evals.long.case import Fitted, Frame
 from jaxrag.evals.long.tasks import SUITES, Draw, Task
@@ -27,9 +28,9 @@ class Options:
       suite: "needle", "ruler" or "infinitebench". flavour: "plain", or "village" for models that
         know the words of the synthetic task only.
       model: a model directory. methods: presets or .toml files; the others are compared with the
-        first one. decode: rules of jaxrag.decode; every method answers under each of them; none =
-        as the method says. lengths: tokens of a prompt, template and lead included, the answer
-        not.
+        first one. decode: rules of jaxrag.decode, NAME=RULE to call one so; every method answers
+        under each of them; none = as the method says.
+      lengths: tokens of a prompt, template and lead included, the answer not.
       tasks: of the suite; empty = all of them. depths: of the needle suite; the others spread
         theirs evenly. questions: of each task, length and depth.
       chunk_tokens: the haystack is cut into chunks of at most so many tokens; None = it is one.
@@ -37,6 +38,7 @@ class Options:
       split: "test" or "train", the people whom the village flavour asks about.
       lead: end prompts with the first words of the answer, where the task has some.
       max_new_tokens: of an answer; None = the task's. batch_size: questions that run together.
+      host_values: under topn, V of all but the rule's device_layers is in host memory only.
       template, dtype: None = the model's own.
     """
 
@@ -56,6 +58,7 @@ class Options:
     lead: bool = True
     max_new_tokens: int | None = None
     batch_size: int = 1
+    host_values: bool = False
     template: str | None = None
     dtype: str | None = None
 
@@ -103,6 +106,11 @@ class Options:
             )
         if self.split not in get_args(Split):
             raise RequestError(f"--split {self.split}: expected {' or '.join(get_args(Split))}")
+        if self.host_values and not any(isinstance(m.decode, TopN) for m in self.resolved):
+            raise RequestError(
+                "--host-values: only topn reads values from host memory, and no method decodes by "
+                "it; add --decode topn, or leave it out"
+            )
         named = [method.name for method in self.resolved]
         if not named or len(set(named)) < len(named):
             raise RequestError(
@@ -116,10 +124,16 @@ class Options:
         if not self.decode:
             return methods
         return tuple(
-            dataclasses.replace(method, name=f"{method.name}, {rule}", decode=rule_from(rule))
+            dataclasses.replace(method, name=f"{method.name}, {name}", decode=rule_from(rule))
             for method in methods
-            for rule in self.decode
+            for name, rule in self.rules
         )
+
+    @property
+    def rules(self) -> tuple[tuple[str, str], ...]:
+        """The decode rules, each with what it is called: its own text where nobody named it."""
+        named = [re.fullmatch(r"(?:(\w+)=)?(.*)", rule, re.DOTALL) for rule in self.decode]
+        return tuple((found[1] or found[2], found[2]) for found in named if found)
 
     @property
     def chosen(self) -> Mapping[str, Task]:

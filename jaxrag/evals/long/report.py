@@ -13,7 +13,7 @@ TITLES = {
 
 
 def tables(result: Mapping[str, Any]) -> Iterator[Table]:
-    """Scores by length, by depth, and paired differences from the first method."""
+    """Scores by length and depth; differences from the first method, agreement with it."""
     lengths = [str(length) for length in result["lengths"]]
     depths = result["depths"]
     each = result["questions"] * (len(depths) if depths else 1)
@@ -48,6 +48,16 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
         yield Table(
             f"paired difference from {result['differences'][0]['minus']}, in points",
             [["task", "method", *lengths], *_rows(result, "differences", "difference", "+.1f")],
+            names=2,
+        )
+    named = {name: rule for name, rule in result["decode"].items() if name != rule}
+    if named:
+        rows = [["called", "decode rule"], *([name, rule] for name, rule in named.items())]
+        yield Table("decode rules", rows, names=2)
+    if result["agreement"]:
+        yield Table(
+            f"answers that are those of {result['agreement'][0]['with']}, token by token, in %",
+            [["task", "method", *lengths, "all"], *_rows(result, "agreement", "share", ".1f")],
             names=2,
         )
 

@@ -13,6 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrag.cache import PAGE
+from jaxrag.decode import TopN
 from jaxrag.errors import ConfigError
 from jaxrag.evals.long.case import Frame
 from jaxrag.evals.long.plan import Item, Options, plan
@@ -65,10 +66,11 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
         method.check(model.config)
     items = plan(options, frame, model.config.max_positions, progress)
     model = dataclasses.replace(model, cache_tokens=_cache_tokens(options, frame, items))
+    models = _by_method(options, model)
     settings = {
         (method.name, task): resolve(
             kb=None,
-            model=model,
+            model=models[method.name],
             method=method,
             template=frame.template,
             k=1,
@@ -102,6 +104,8 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
         "chunk_tokens": options.chunk_tokens,
         "filler": list(options.filler),
         "lead": options.lead,
+        "decode": dict(options.rules),
+        "host_values": options.host_values,
         "answer_tokens": {task: options.answer_tokens(task) for task in options.chosen},
         "interval": f"{LEVEL:.0%} (jaxrag/evals/statistics.py)",
         "model": {
@@ -131,6 +135,20 @@ def _opened(options: Options) -> tuple[Model, Frame]:
             "--template NAME"
         )
     return model, Frame(tokenizer, template, options.chunk_tokens, options.lead)
+
+
+def _by_method(options: Options, model: Model) -> dict[str, Model]:
+    """The model that a method runs on: one that keeps values in host memory for topn, if asked."""
+    hosted: dict[int, Model] = {}
+    found: dict[str, Model] = {}
+    for method in options.resolved:
+        found[method.name] = model
+        if options.host_values and isinstance(method.decode, TopN):
+            layers = method.decode.device_layers
+            if layers not in hosted:
+                hosted[layers] = dataclasses.replace(model, value_layers=layers)
+            found[method.name] = hosted[layers]
+    return found
 
 
 def _cache_tokens(options: Options, frame: Frame, items: Sequence[Item]) -> int:
@@ -188,6 +206,17 @@ def _tables(
     grid: list[dict[str, Any]] = []
     by_depth: list[dict[str, Any]] = []
     differences: list[dict[str, Any]] = []
+    agreement: list[dict[str, Any]] = []
+    for name, one in itertools.product(list(answers)[1:], options.chosen):
+        rows = task == one
+        same = np.array([
+            _same(*pair)
+            for pair in zip(answers[name].results, answers[first].results, strict=True)
+        ])  # fmt: skip
+        for size in (*options.lengths, None):  # None: all of them
+            here = rows if size is None else rows & (length == size)
+            named = {"method": name, "task": one, "length": size, "with": first}
+            agreement.append({**named, "share": _share(same[here])})
     for name, one, size in itertools.product(answers, options.chosen, options.lengths):
         rows = (task == one) & (length == size)
         scores = answers[name].scores
@@ -205,7 +234,18 @@ def _tables(
         else:
             for n in range(FIFTHS):
                 by_depth.append({**named, "fifth": n, "score": _share(scores[rows & (fifth == n)])})
-    return {"cells": cells, "grid": grid, "by_depth": by_depth, "differences": differences}
+    return {
+        "cells": cells,
+        "grid": grid,
+        "by_depth": by_depth,
+        "differences": differences,
+        "agreement": agreement,
+    }
+
+
+def _same(one: Result, other: Result) -> bool:
+    """Whether two answers are the same tokens and end for the same reason."""
+    return (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
 
 
 def _share(scores: HostArray) -> dict[str, float] | None:

@@ -4,7 +4,8 @@ A model that knows only the words of ``evals.world`` cannot read numbers or pros
 are facts about invented people and places, the needle is one more, and the answer is a person whose
 names stand nowhere else. Two words are asked for because prefill gives the first token of an
 answer, so that a decode rule shows from the second one on. Who is asked about is of one split of
-the synthetic task: a model that was trained on the other has not met them.
+the synthetic task: a model that was trained on the other has not met them. Prompts of the training
+split name nobody of the test split, in the filler neither.
 """
 
 import functools
@@ -31,19 +32,20 @@ from jaxrag.evals.world import (
 
 
 class _Scene(NamedTuple):
-    """Who is asked about, what is asked, who it is, and the seed of the filler."""
+    """Who is asked about, what is asked, who it is, the seed of the filler, who may stand in it."""
 
     asked: Person
     relation: Relation
     answer: Person
     seed: int
+    people: tuple[Person, ...]
 
     def others(self, rng: random.Random) -> Iterator[Person]:
         """Everybody who shares no name with the two, once, in random order."""
-        people = _everybody()
-        for n in shuffled(rng, len(people)):
-            if _apart(people[n], self.asked) and _apart(people[n], self.answer):
-                yield people[n]
+        for n in shuffled(rng, len(self.people)):
+            other = self.people[n]
+            if _apart(other, self.asked) and _apart(other, self.answer):
+                yield other
 
     def other(self, rng: random.Random) -> str:
         """The name of one of them."""
@@ -114,19 +116,21 @@ def key_value(rng: random.Random, depth: float, split: Split = "test") -> Case:
 
 
 def _scene(rng: random.Random, split: Split) -> _Scene:
-    people = _everybody()
+    people = _people(split)
     order = shuffled(rng, len(people))
     asked = next(p for p in map(people.__getitem__, order) if split_of(p.first, p.last) == split)
     answer = next(p for p in map(people.__getitem__, order) if _apart(p, asked))
-    return _Scene(asked, RELATIONS[rng.choice(BRIDGES)], answer, rng.getrandbits(64))
+    return _Scene(asked, RELATIONS[rng.choice(BRIDGES)], answer, rng.getrandbits(64), people)
 
 
 @functools.cache
-def _everybody() -> tuple[Person, ...]:
+def _people(split: Split) -> tuple[Person, ...]:
+    """Those of the training split, or everybody."""
     return tuple(
         Person(first, last, she)
         for names, she in ((FIRST_SHE, True), (FIRST_HE, False))
         for first, last in itertools.product(names, LAST)
+        if split == "test" or split_of(first, last) == "train"
     )
 
 

@@ -113,7 +113,36 @@ def test_rules_that_attend_to_everything_answer_as_dense(jaxrag, village_dir):
     )  # fmt: skip
     assert (code, err) == (0, "")
     for item in json.loads(printed)["items"]:
-        assert len(item["answers"]) == 3 and len(set(item["answers"].values())) == 1
+        assert len(item["answers"]) == 4 and len(set(item["answers"].values())) == 1
+
+
+@pytest.mark.slow
+def test_values_in_host_memory_change_no_answer(jaxrag, village_dir, monkeypatch):
+    from jaxrag.evals.long import run as running
+
+    layers = {}
+    resolve = running.resolve
+
+    def resolved(**arguments):
+        layers[arguments["method"].name] = arguments["model"].value_layers
+        return resolve(**arguments)
+
+    monkeypatch.setattr(running, "resolve", resolved)
+    asked = (
+        "infinitebench", "--model", village_dir, "--flavour", "village", "--lengths", "100,150",
+        "--questions", 3, "--batch-size", 3, "--decode", "dense", "--decode",
+        "topn:n=24,device_layers=1", "--json",
+    )  # fmt: skip
+    results = []
+    for extra in ((), ("--host-values",)):
+        code, printed, err = jaxrag(*asked, *extra)
+        assert (code, err) == (0, "")
+        results.append(json.loads(printed))
+        assert layers["full_attention, dense"] is None
+        assert layers["full_attention, topn:n=24,device_layers=1"] == (1 if extra else None)
+    device, host = results
+    assert (device["host_values"], host["host_values"]) == (False, True)
+    assert [one["answers"] for one in host["items"]] == [one["answers"] for one in device["items"]]
 
 
 @pytest.mark.slow

@@ -32,7 +32,9 @@ RETRIEVAL = dataclasses.replace(NEEDLE, suite="infinitebench", questions=10)
 
 
 def a_result(text):
-    return types.SimpleNamespace(text=text, notes=["a note"])
+    return types.SimpleNamespace(
+        text=text, token_ids=[*text.encode()], finish_reason="eos", notes=["a note"]
+    )
 
 
 @pytest.fixture
@@ -146,9 +148,37 @@ def test_fifths_of_the_haystack(asked):
     assert len(result["by_depth"]) == 2 * 2 * 2 * 5
 
 
+def test_agreement_counts_the_same_answers_right_or_wrong(asked):
+    methods = ("full_attention", "turborag", "fusionrag")
+    options = dataclasses.replace(NEEDLE, methods=methods)
+    right = {"full_attention": (0.5, 1), "turborag": (0.5, 1), "fusionrag": (0, 0.5, 1)}
+    result, _, _ = asked(options, lambda method, item: item.depth in right[method])
+    found = {(c["method"], c["length"]): c["share"] for c in result["agreement"]}
+    lengths = (*NEEDLE.lengths, None)
+    assert set(found) == {(name, length) for name in methods[1:] for length in lengths}
+    same = np.array([depth > 0 for depth in NEEDLE.depths for _ in range(4)])
+    for length in NEEDLE.lengths:
+        assert found["turborag", length] == share(np.ones(12), np.arange(12))._asdict()
+        assert found["fusionrag", length] == share(same, np.arange(12))._asdict()
+    assert found["fusionrag", None]["value"] == pytest.approx(2 / 3)
+    assert found["fusionrag", None]["n"] == 24
+    assert {cell["with"] for cell in result["agreement"]} == {"full_attention"}
+    (agreement,) = [table for table in tables(result) if "token by token" in table.title]
+    assert agreement.rows[0] == ["task", "method", "200", "120", "all"]
+    assert agreement.rows[2][:2] == ["needle", "fusionrag"]
+    assert agreement.rows[2][-1].startswith("66.7 [")
+
+
+@pytest.mark.parametrize("change", [{"token_ids": [1]}, {"finish_reason": "length"}])
+def test_answers_agree_in_tokens_and_in_how_they_end(change):
+    one = a_result("an answer")
+    assert running._same(one, a_result("an answer"))
+    assert not running._same(one, types.SimpleNamespace(**vars(one) | change))
+
+
 def test_tables_show_the_figures(asked):
     result, _, _ = asked(NEEDLE, shallow)
-    scores, grid, differences = tables(result)
+    scores, grid, differences, _ = tables(result)
     assert scores.rows[0] == ["task", "method", "200", "120"]
     assert scores.rows[2][:2] == ["needle", "turborag"] and scores.rows[2][2].startswith("66.7 [")
     assert grid.rows[0] == ["method", "tokens", "0 %", "50 %", "100 %"]
@@ -158,7 +188,7 @@ def test_tables_show_the_figures(asked):
     text = markdown(result)
     assert "village flavour" in text and "chunks of up to 40 tokens" in text
     retrieval, _, _ = asked(dataclasses.replace(RETRIEVAL, chunk_tokens=None), shallow)
-    scores, fifths, differences = tables(retrieval)
+    scores, fifths, differences, agreement = tables(retrieval)
     assert [row[:2] for row in scores.rows[1:]] == [
         [task, method]
         for task in ("passkey", "kv_retrieval")
@@ -166,7 +196,7 @@ def test_tables_show_the_figures(asked):
     ]
     assert "as one chunk" in scores.title
     assert fifths.rows[3] == ["passkey", "turborag", "200", "0", "0", "50", "100", "100"]
-    for table in (scores, fifths, differences):
+    for table in (scores, fifths, differences, agreement):
         assert {len(row) for row in table.rows} == {len(table.rows[0])}
 
 
@@ -205,6 +235,17 @@ def test_every_method_answers_under_every_decode_rule(asked):
     assert found == dict(zip(names, (1, 0, 1, 0), strict=True))
 
 
+def test_decode_rules_are_called_what_they_are_named(asked):
+    rules = ("dense", "few=static_window:sink=4,recent=16")
+    options = dataclasses.replace(NEEDLE, decode=rules, methods=("full_attention",), questions=1)
+    result, _, _ = asked(options, shallow)
+    assert list(result["methods"]) == ["full_attention, dense", "full_attention, few"]
+    assert "StaticWindow(sink=4, recent=16" in result["methods"]["full_attention, few"]
+    assert result["decode"] == {"dense": "dense", "few": "static_window:sink=4,recent=16"}
+    (table,) = [table for table in tables(result) if table.title == "decode rules"]
+    assert table.rows[1:] == [["few", "static_window:sink=4,recent=16"]]
+
+
 def test_prompts_can_be_trained_on(monkeypatch, village_model):
     monkeypatch.setattr(running, "load_model", lambda path, dtype: village_model)
     options = dataclasses.replace(NEEDLE, split="train", lengths=(150,), depths=(0.5,))
@@ -239,7 +280,9 @@ def test_prompts_can_be_trained_on(monkeypatch, village_model):
         ({"methods": ()}, "--methods"),
         ({"methods": ("turborag", "turborag")}, "each once"),
         ({"methods": ("turbo",)}, "'turbo'"),
+        ({"host_values": True}, "--host-values: only topn"),
         ({"decode": ("topn:n=0",)}, "n=0"),
+        ({"decode": ("a=dense", "a=topn")}, "full_attention, a; .* each once"),
         ({"decode": ("dense", "dense")}, "full_attention, dense; .* each once"),
     ],
 )

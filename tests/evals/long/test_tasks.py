@@ -10,7 +10,15 @@ import pytest
 from jaxrag.evals.long.case import Frame
 from jaxrag.evals.long.scores import string_match_all
 from jaxrag.evals.long.tasks import DEPTHS, INFINITEBENCH, RULER, SUITES, Draw, common_words
-from jaxrag.evals.world import BRIDGES, RELATIONS, split_of, vocabulary
+from jaxrag.evals.world import (
+    BRIDGES,
+    FIRST_HE,
+    FIRST_SHE,
+    LAST,
+    RELATIONS,
+    split_of,
+    vocabulary,
+)
 from jaxrag.evals.world import words as words_of
 from jaxrag.prompts import TEMPLATES
 
@@ -178,6 +186,19 @@ def test_the_village_speaks_the_words_of_the_synthetic_task(village_frame, suite
         assert not around & set(asked.split()) and split_of(*asked.split()) == "test"
         fitted = village_frame.fit(case, 1000)
         assert fitted.num_tokens == 1000
+
+
+@pytest.mark.parametrize(("suite", "name"), VILLAGE)
+def test_training_prompts_name_nobody_of_the_test_split(suite, name):
+    form = re.compile(rf"({'|'.join(FIRST_SHE + FIRST_HE)}) ({'|'.join(LAST)})")
+    met = {}
+    for split in ("train", "test"):
+        case = SUITES[suite, "village"][name].make(Draw(random.Random(3), 0.5, split=split))
+        filler = [text for _, text in zip(range(300), case.filler(), strict=False)]
+        named = form.findall(" ".join((*case.needles, case.question, *filler)))
+        assert len(named) == 3 if name == "passkey" else len(named) > 300
+        met[split] = {split_of(*person) for person in named}
+    assert met["train"] == {"train"} and "test" in met["test"]
 
 
 def test_village_keys_and_values_are_people_in_one_wording():
