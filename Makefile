@@ -45,10 +45,11 @@ test-oracle: $(VENV)/.installed-test ## Run the tests that compare with transfor
 		"transformers, as in 'make test-oracle PEER_PYTHON=.../bin/python'" >&2; exit 1; }
 	$(CACHE) JAX_PLATFORMS=cpu PEER_PYTHON=$(PEER_PYTHON) $(BIN)/python -m pytest -m oracle $(TEST_FLAGS)
 
-# The plug-in compiles for a described H200; neither target needs or opens a device.
+# The plug-in compiles for a described H200, and no device is needed or opened.
 check-kernels: $(VENV)/.installed-check-kernels ## Compile the GPU kernels without a GPU, within budget
 	$(BIN)/python scripts/check_kernels.py
 	$(BIN)/python scripts/check_kernels.py --self-test
+	$(BIN)/python scripts/check_triton_numbers.py
 
 lint: $(VENV)/.installed-dev ## Check style, formatting and types
 	$(BIN)/ruff check .

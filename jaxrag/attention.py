@@ -58,6 +58,9 @@ __all__ = [
 ]
 
 
+_QUERIES_IN_TURN = 128  # measured: rows of fewer queries are faster together
+
+
 class Attend(Protocol):
     """One layer's attention. Shapes: q [B, T, N, H]; k, v [B, T, K, H], before rotation."""
 
@@ -135,7 +138,9 @@ class PagedAttend:
     request's slots to write to; a slot beyond the table is padding and is dropped. With ``collect``
     [B, W] int32, the queries before rotation of these tokens of the call are stacked over the
     layers: [L, B, W, N, H]. ``values`` is where V of some layers lies in host memory: it is written
-    there, and V of the requests' pages is brought in for as long as the layer runs.
+    there, and V of the requests' pages is brought in for as long as the layer runs. With
+    ``rows_in_turn`` the plain XLA body attends row by row where rows are long enough to gain by it
+    (``Model.rows_in_turn``).
     """
 
     config: ModelConfig
@@ -144,6 +149,7 @@ class PagedAttend:
     slots: Array
     collect: Array | None = None
     values: HostValues | None = None
+    rows_in_turn: bool = False
 
     def __call__(
         self,
@@ -167,8 +173,11 @@ class PagedAttend:
             table = (pages, self.table.offsets, self.table.slot_position)
             op: Callable[..., tuple[Array, Array]] = sparse_attention
             queries, positions = q, tokens.positions
+            in_turn = self.rows_in_turn and q.shape[1] >= _QUERIES_IN_TURN
             if v_pages is not None:  # only XLA reads K and V at different pages
-                op = functools.partial(paged_attention, v_pages=v_pages)
+                op = functools.partial(paged_attention, v_pages=v_pages, rows_in_turn=in_turn)
+            elif in_turn and self.config.kernels == "xla":
+                op = functools.partial(paged_attention, rows_in_turn=True)
             elif q.shape[1] == 1:
                 op, queries, positions = paged_decode_attention, q[:, 0], positions[:, 0]
             pool = PagePool(k=cache.k, v=v_pool)

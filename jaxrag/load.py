@@ -24,6 +24,7 @@ from jaxrag.encode import (
 )
 from jaxrag.errors import ChunkCorrupt, StoreError
 from jaxrag.models.model import Model
+from jaxrag.offload import to_device
 from jaxrag.rope import RopeTable, place
 from jaxrag.segments import bucket
 from jaxrag.store import KVStore, Refused
@@ -299,7 +300,7 @@ def _place_spans(
         local[start : start + length] = at
     rope = model.rope(int(local.max()) + 1)
     pool = model.cache.pool
-    model.cache.pool, placed = _place(pool, model.config, jnp.asarray(buffer), page, local, rope)
+    model.cache.pool, placed = _place(pool, model.config, to_device(buffer), page, local, rope)
     model.cache.staging.read_by(placed)
     values = model.cache.values
     if values is not None:

@@ -52,6 +52,14 @@ def host_buffer(shape: Sequence[int], dtype: Any) -> HostArray:
     return block.view(dtype).reshape(shape)
 
 
+def to_device(buffer: HostArray) -> Array:
+    """A ``host_buffer`` as a device array; a CPU reads it in place, without a copy.
+
+    Leave it as it is until everything that reads it is ready.
+    """
+    return jax.device_put(buffer, may_alias=True)
+
+
 @dataclasses.dataclass
 class _Slot:
     memory: HostArray | None = None

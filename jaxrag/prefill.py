@@ -94,7 +94,13 @@ def prefill_observed(
         batch = [model.put_batch(x, rows) for x in (ids, positions, slots, last, here)]
         carried = (model.cache.pool, table, logits, bank.queries)
         model.cache.pool, table, logits, queries = _prefill_piece(
-            model.params, model.config, rope, *carried, *batch, values=model.cache.values
+            model.params,
+            model.config,
+            rope,
+            *carried,
+            *batch,
+            values=model.cache.values,
+            rows_in_turn=model.rows_in_turn,
         )
         bank = bank.replace(queries=queries)
         start += length
@@ -141,7 +147,7 @@ def run_tokens(
     Padding tokens have position -1 and a slot beyond the table.
     """
     batch = (ids, positions, slots, None, None)
-    hidden, pool, table, _ = _run_observed(params, config, rope, pool, table, *batch)
+    hidden, pool, table, _ = _run_observed(params, config, rope, pool, table, *batch, False)
     return hidden, pool, table
 
 
@@ -156,17 +162,20 @@ def _run_observed(
     slots: Array,
     collect: Array | None,
     values: HostValues | None,
+    rows_in_turn: bool,
 ) -> tuple[Array, PagePool, PageTable, Array | None]:
     """As ``run_tokens``, and the queries [L, B, W, N, H] of the tokens that ``collect`` names."""
     table = table.reveal(slots, positions)
     tokens = Tokens(ids=ids, positions=positions, segments=jnp.full_like(ids, FINAL))
-    attend = PagedAttend(config, rope, table, slots, collect, values)
+    attend = PagedAttend(config, rope, table, slots, collect, values, rows_in_turn)
     hidden, pool, queries = forward(params, config, tokens, pool, attend)
     return hidden, pool, table, queries
 
 
 @functools.partial(
-    jax.jit, static_argnames=("config", "values"), donate_argnames=("pool", "logits")
+    jax.jit,
+    static_argnames=("config", "values", "rows_in_turn"),
+    donate_argnames=("pool", "logits"),
 )
 def _prefill_piece(
     params: Params,
@@ -182,6 +191,7 @@ def _prefill_piece(
     last: Array,
     observed: Array,
     values: HostValues | None = None,
+    rows_in_turn: bool = False,
 ) -> tuple[PagePool, PageTable, Array, Array]:
     """Run one piece; rows whose prompt ends in it (last >= 0) get their logits.
 
@@ -189,7 +199,7 @@ def _prefill_piece(
     """
     collect = jnp.maximum(observed, 0) if observed.shape[1] else None
     hidden, pool, table, new = _run_observed(
-        params, config, rope, pool, table, ids, positions, slots, collect, values
+        params, config, rope, pool, table, ids, positions, slots, collect, values, rows_in_turn
     )
     if new is not None:
         queries = jnp.where((observed >= 0)[None, :, :, None, None], new, queries)

@@ -5,15 +5,18 @@ Every op is one contract with several bodies, chosen by its argument ``impl`` an
     xla                jnp, any backend; the reference that the others are tested against
     pallas_triton      Pallas kernels for NVIDIA GPUs, compiled by XLA's Triton (Ampere and later)
     pallas_mosaic      Pallas kernels for Hopper, wgmma and TMA written out
+    jax_triton         as pallas_triton, but what it reads from host memory is read by a kernel in
+                       Triton's own language; needs the package jax-triton
     pallas_interpret   the kernels of pallas_triton run by Pallas' interpreter, any backend: slow,
                        for tests of their numbers; says nothing about whether a GPU takes them
 """
 
+import importlib.util
 from typing import Literal, get_args
 
 import jax
 
-Impl = Literal["xla", "pallas_triton", "pallas_mosaic", "pallas_interpret"]
+Impl = Literal["xla", "pallas_triton", "pallas_mosaic", "jax_triton", "pallas_interpret"]
 IMPLS: tuple[str, ...] = get_args(Impl)
 
 # Which bodies an op has. An op that is not listed has the `xla` body alone and takes no ``impl``.
@@ -21,7 +24,7 @@ BODIES: dict[str, tuple[Impl, ...]] = {
     "sparse_attention": ("xla", "pallas_triton", "pallas_mosaic", "pallas_interpret"),
     "paged_decode_attention": ("xla", "pallas_triton", "pallas_interpret"),
     "segment_attention": ("xla", "pallas_triton", "pallas_interpret"),
-    "topn_attention": ("xla", "pallas_triton", "pallas_interpret"),
+    "topn_attention": ("xla", "pallas_triton", "jax_triton", "pallas_interpret"),
 }
 
 
@@ -34,14 +37,27 @@ def check_impl(op: str, impl: str) -> None:
     if impl not in BODIES[op]:
         raise KernelError(f"{op} has no body {impl!r}: choose one of {', '.join(BODIES[op])}")
     found = platform()
-    if impl in ("pallas_triton", "pallas_mosaic") and found not in ("cuda", "gpu"):
+    if impl not in ("xla", "pallas_interpret") and found not in ("cuda", "gpu"):
         raise KernelError(
             f"{op}: the body {impl!r} needs an NVIDIA GPU and the backend is {found!r}; "
             "choose 'xla'"
         )
+    if impl == "jax_triton":
+        missing = [name for name in ("triton", "jax_triton") if not importlib.util.find_spec(name)]
+        if missing:
+            raise KernelError(
+                f"{op}: the body 'jax_triton' needs the module {missing[0]!r}, which is not "
+                "installed; install jaxrag[cuda], or choose 'pallas_triton'"
+            )
 
 
 def platform() -> str:
     """What is compiled for: the abstract device of the mesh in use, else the default backend."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else str(device.platform)
+
+
+def described_device() -> str | None:
+    """The kind of the abstract device of the mesh in use; None where there is none."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return None if device is None else str(device.device_kind)

@@ -36,6 +36,7 @@ class Case:
       op, impl: of which op it is which body. kernels: their names in the program; each is held to
         the budget.
       registers: most a thread may use. spill_bytes: most a thread may spill, stores and loads.
+      host: which arguments lie in pinned host memory; the program may hold no copy of them.
       The shared memory of a kernel has the chip's limit as its budget: more does not compile.
     """
 
@@ -46,6 +47,7 @@ class Case:
     registers: int = 255
     spill_bytes: int = 0
     impl: Impl = "pallas_triton"
+    host: tuple[int, ...] = ()
 
 
 def paged_arguments(batch: int, rows: int, dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:
@@ -64,10 +66,10 @@ def _paged(op: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return functools.partial(op, interleaved=False, scale=DIM**-0.5, **options)
 
 
-def _sparse(rows: int, batch: int = 1, impl: Impl = "pallas_triton") -> Case:
-    function = _paged(sparse_attention, impl=impl)
+def _sparse(rows: int, impl: Impl = "pallas_triton", window: int | None = None) -> Case:
+    function = _paged(sparse_attention, impl=impl, window=window)
     kernel = "paged_attention" if impl == "pallas_triton" else "anonymous_mosaic_gpu_kernel"
-    return Case("sparse_attention", (kernel,), function, paged_arguments(batch, rows), impl=impl)
+    return Case("sparse_attention", (kernel,), function, paged_arguments(1, rows), impl=impl)
 
 
 def _decode(batch: int) -> Case:
@@ -78,12 +80,13 @@ def _decode(batch: int) -> Case:
     return Case("paged_decode_attention", kernels, function, arguments, registers=168)
 
 
-def _topn(batch: int, n: int) -> Case:
+def _topn(batch: int, n: int, impl: Impl = "pallas_triton", host: tuple[int, ...] = ()) -> Case:
     q, *pools, _, cos, sin = paged_arguments(batch, 1)
     arguments = (_Shape((batch, HEADS, DIM), q.dtype), *pools, _ids((batch,)), cos, sin)
-    function = _paged(topn_attention, n=n, renormalise=False, impl="pallas_triton")
-    kernels = ("topn_score", "topn_select", "topn_mix")
-    return Case("topn_attention", kernels, function, arguments)
+    function = _paged(topn_attention, n=n, renormalise=False, impl=impl)
+    mix = "topn_mix_host" if impl == "jax_triton" else "topn_mix"
+    kernels = ("topn_score", "topn_select", mix)
+    return Case("topn_attention", kernels, function, arguments, impl=impl, host=host)
 
 
 def _segment(length: int, with_examples: bool, gradient: bool = False) -> Case:
@@ -108,10 +111,15 @@ def _segment(length: int, with_examples: bool, gradient: bool = False) -> Case:
     return Case("segment_attention", kernels, pulled, (q, lse, *arguments))
 
 
+_VALUES = (2,)  # where v_pool is among the arguments of topn_attention
+
 CASES: dict[str, Case] = {
     "sparse_15_percent_of_32k": _sparse(4_966),
     "sparse_question_over_32k": _sparse(50),
-    "sparse_15_percent_of_32k_mosaic": _sparse(4_966, impl="pallas_mosaic"),
+    "sparse_15_percent_of_32k_window": _sparse(4_966, window=4_096),
+    "sparse_15_percent_of_32k_mosaic": _sparse(4_966, "pallas_mosaic"),
+    "sparse_question_over_32k_mosaic": _sparse(50, "pallas_mosaic"),
+    "sparse_15_percent_of_32k_window_mosaic": _sparse(4_966, "pallas_mosaic", window=4_096),
     "decode_one_row": _decode(1),
     "decode_eight_rows": _decode(8),
     "segment_8k": _segment(8_192, False),
@@ -119,6 +127,8 @@ CASES: dict[str, Case] = {
     "segment_4k_gradient": _segment(4_096, True, gradient=True),
     "topn_128_of_32k": _topn(1, 128),
     "topn_512_of_32k_eight_rows": _topn(8, 512),
+    "topn_128_of_32k_in_host_memory": _topn(1, 128, host=_VALUES),
+    "topn_128_of_32k_in_host_memory_jax_triton": _topn(1, 128, "jax_triton", host=_VALUES),
 }
 
 
@@ -141,6 +151,14 @@ def _sorted(x: Array) -> Array:
     )(x)
 
 
+def _copied(q: Array, k_pool: Array, v_pool: Array, *tables: Array) -> tuple[Array, Array]:
+    """Values of host memory that are moved about before the kernel reads a few of them."""
+    options = {"n": 128, "renormalise": False, "impl": "pallas_triton"}
+    moved = jnp.roll(v_pool, 1, axis=0)
+    out: tuple[Array, Array] = _paged(topn_attention, **options)(q, k_pool, moved, *tables)
+    return out
+
+
 # Name -> the case, and a word of the reason that it must be refused for.
 BROKEN: dict[str, tuple[Case, str]] = {
     "shared_memory_overflow": (_tiled(PagedTiling(128, 512, warps=8, stages=8)), "shared memory"),
@@ -148,5 +166,11 @@ BROKEN: dict[str, tuple[Case, str]] = {
     "unsupported_primitive": (
         Case("sparse_attention", ("sorted",), _sorted, (_Shape((128,), jnp.float32),)),
         "sort",
+    ),
+    "host_values_copied": (
+        dataclasses.replace(
+            CASES["topn_128_of_32k_in_host_memory"], function=_copied, host=_VALUES
+        ),
+        "hold a copy",
     ),
 }

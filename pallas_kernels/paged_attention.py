@@ -46,6 +46,7 @@ def paged_attention(
     rotate_side: str | None = None,
     out_dtype: Any = None,
     v_pages: Array | None = None,
+    rows_in_turn: bool = False,
 ) -> tuple[Array, Array]:
     """Attention through a page table (the `xla` body).
 
@@ -59,11 +60,26 @@ def paged_attention(
       window: sliding window in tokens, or None. rotate_side: "query" or "keys"; None chooses.
       out_dtype: of ``out``, None for q's.
       v_pages: [B, M] int32, where V lies at other pages of ``v_pool`` than K of ``k_pool``.
+      rows_in_turn: one row of the batch after the other, for one CPU: its caches hold the scores
+        of one row's tiles, not of all, which is a quarter faster with four rows of 512 tokens.
 
     Returns:
       out [B, T, N, H] in ``out_dtype``, lse [B, T, N] float32; 0 and -inf where nothing is visible.
     """
     batch, length, num_heads, _ = q.shape
+    if rows_in_turn and batch > 1:
+
+        def one_row(row: tuple[Array, ...]) -> tuple[Array, Array]:
+            q, pages, offsets, slot_position, query_position, *rest = (x[None] for x in row)
+            out, lse = paged_attention(
+                q, k_pool, v_pool, pages, offsets, slot_position, query_position, cos, sin,
+                interleaved=interleaved, scale=scale, window=window, rotate_side=rotate_side,
+                out_dtype=out_dtype, v_pages=rest[0] if rest else None,
+            )  # fmt: skip
+            return out[0], lse[0]
+
+        rows = (q, pages, offsets, slot_position, query_position)
+        return lax.map(one_row, rows if v_pages is None else (*rows, v_pages))
     _, page, num_kv_heads, dim = k_pool.shape
     group = num_heads // num_kv_heads
     if rotate_side is None:

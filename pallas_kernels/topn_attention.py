@@ -37,7 +37,8 @@ def topn_attention(
     Args:
       q: [B, N, H] queries before rotation. query_position: [B] int32; -1 for padding rows.
       k_pool, v_pool: [pages, page, K, H]; hidden slots may hold anything, NaN included. With
-        `pallas_triton` v_pool may lie in pinned host memory: only chosen rows are read.
+        `pallas_triton` and `jax_triton` v_pool may lie in pinned host memory: only chosen rows are
+        read.
       pages: [B, M] int32 page of the pool (any valid index where every slot is hidden).
       offsets: [B, M] int32 position of each page's chunk in this request's prompt.
       slot_position: [B, M * page] int32 absolute position; INT32_MAX hides a slot.
@@ -65,12 +66,17 @@ def topn_attention(
         out, kept = slot_values(best, v_pool, pages, slots)
         total = jax.nn.logsumexp(every, axis=-1).reshape(kept.shape)
     else:
-        from pallas_kernels.triton.topn import topn_kernel
+        from pallas_kernels.triton.topn import Mix, topn_kernel
 
+        mix: Mix | None = None
+        if impl == "jax_triton":
+            from pallas_kernels.jax_triton.topn import mix_host_kernel
+
+            mix = mix_host_kernel
         interpret = impl == "pallas_interpret"
         out, kept, total = topn_kernel(
             q, k_pool, v_pool, *tables, n=n, interleaved=interleaved, scale=scale,
-            interpret=interpret,
+            interpret=interpret, mix=mix,
         )  # fmt: skip
     if renormalise:
         return out, kept

@@ -12,6 +12,7 @@ and fails unless each is refused for its reason.
 import argparse
 import contextlib
 import dataclasses
+import importlib.metadata
 import json
 import os
 import re
@@ -23,33 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ARCHITECTURE = "sm_90a"
-# What XLA wants to know of the chip: an H200, as its driver describes it.
-TARGET = """
-gpu_device_info {
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000
-  l2_cache_size: 62914560
-  clock_rate_ghz: 1.98
-  device_memory_size: 150000000000
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 }
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 12 }
-runtime_version { major: 13 minor: 0 }
-device_description_str: "NVIDIA H200"
-"""
+COMPILERS = ("jax-cuda13-plugin", "nvidia-cuda-nvcc", "triton", "jax-triton")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,12 +82,17 @@ def assemble(ptx: Path, ptxas: Path) -> str:
 class Step:
     """A whole step of the model: some new tokens of each request against the pool.
 
-    ``temporary`` is the budget of its memory plan in bytes, beside what goes in and comes out.
+    Attributes:
+      temporary: budget of its memory plan in bytes, beside what goes in and comes out.
+      layers_copied: of how many layers at a time the weights may be copied, on top of that.
+      options: of XLA.
     """
 
     rows: int
     width: int
     temporary: int
+    layers_copied: int = 1
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
     model: str = "llama-3-8b"  # of configs/models
     context: int = 32_768
     pool_tokens: int = 65_536  # 8 GiB
@@ -167,52 +147,40 @@ class Step:
         return jax.jit(step, donate_argnums=1), arguments
 
 
-# A sixteenth of the pool: activations, and weights that XLA lays out anew.
+# XLA's products in Triton take no slice at a place that is known only as the program runs, so each
+# turn of the scan over the layers begins with a copy of that layer's weights (416 MiB of these
+# models); cuBLAS reads those of the MLP in place. Which is faster is for a GPU to say:
+# XLA_FLAGS=--xla_gpu_enable_triton_gemm=false benchmarks/gpu.py.
 STEPS = {
-    "step_of_1024_tokens": Step(1, 1_024, temporary=512 << 20),
-    "step_of_eight_tokens": Step(8, 1, temporary=512 << 20),
+    "step_of_1024_tokens": Step(1, 1_024, temporary=32 << 20),
+    "step_of_eight_tokens": Step(8, 1, temporary=8 << 20),
+    "step_of_eight_tokens_by_cublas": Step(
+        8, 1, temporary=96 << 20, layers_copied=0, options={"xla_gpu_enable_triton_gemm": False}
+    ),
 }
-
-
-def described_mesh() -> Any:
-    """A mesh of one H200 that is not there."""
-    from jax.experimental import topologies
-
-    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x1")
-    return topologies.make_mesh(topology, (1,), ("x",))
-
-
-def compiled_for(mesh: Any, function: Any, arguments: tuple[Any, ...]) -> Any:
-    """A jitted function compiled for the chip of the mesh."""
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    arguments = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), arguments
-    )
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return function.trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
 
 
 def check_step(step: Step) -> dict[str, Any]:
     """Compile a step: bytes of its memory plan, and the reason it is refused ("": it is not)."""
-    import jax
+    from pallas_kernels.described import bytes_of, compiled_for
 
     try:
         function, arguments = step.program()
-        plan = compiled_for(described_mesh(), function, arguments).memory_analysis()
+        program = compiled_for(function, arguments, options=step.options)
     except Exception as error:  # whatever tracing, lowering or XLA raises is the verdict
         return {"refused": _first_line(f"{type(error).__name__}: {error}")}
-    pool = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments[1]))
+    plan = program.memory_analysis()
+    params, pools, *_ = arguments
+    pool, layers = bytes_of(pools), bytes_of(params.layers)
+    budget = step.temporary + step.layers_copied * layers // params.layers.q.shape[0]
     found = {
         "pool_bytes": pool,
         "temporary_bytes": plan.temp_size_in_bytes,
         "donated_bytes": plan.alias_size_in_bytes,
     }
     refused = ""
-    if plan.temp_size_in_bytes > step.temporary:
-        refused = f"{plan.temp_size_in_bytes} temporary bytes, the budget is {step.temporary}"
+    if plan.temp_size_in_bytes > budget:
+        refused = f"{plan.temp_size_in_bytes} temporary bytes, the budget is {budget}"
     elif plan.alias_size_in_bytes < pool:
         refused = f"{plan.alias_size_in_bytes} bytes are donated, the pool has {pool}"
     return found | {"refused": refused}
@@ -236,13 +204,16 @@ def compile_case(name: str, case: Any, folder: Path, ptxas: Path) -> Usage:
     """Compile for the H200: the most that one of its kernels uses; raises whatever XLA raises."""
     import jax
 
+    from pallas_kernels.described import bytes_of, compiled_for
+
     def checked(*arguments: Any) -> Any:
         return case.function(*arguments)
 
     checked.__name__ = name
     report = folder / f"{name}.report"
     with printed_to(report):
-        compiled_for(described_mesh(), jax.jit(checked), case.arguments)
+        program = compiled_for(jax.jit(checked), case.arguments, case.host)
+    stay_on_host(program.memory_analysis(), bytes_of([case.arguments[at] for at in case.host]))
     if case.impl == "pallas_mosaic":  # Mosaic asks `ptxas` itself and leaves no PTX behind
         (kernel,) = case.kernels
         usage = usage_of(report.read_text(encoding="utf-8"), kernel)
@@ -257,19 +228,35 @@ def compile_case(name: str, case: Any, folder: Path, ptxas: Path) -> Usage:
     )
 
 
+def stay_on_host(plan: Any, size: int) -> None:
+    """RuntimeError where a memory plan moves or copies ``size`` bytes that lie in host memory."""
+    if plan.host_argument_size_in_bytes < size:
+        raise RuntimeError(
+            f"{plan.host_argument_size_in_bytes} bytes are taken from host memory, {size} lie there"
+        )
+    copies = plan.temp_size_in_bytes + plan.host_temp_size_in_bytes
+    if size and copies >= size:
+        raise RuntimeError(f"{copies} temporary bytes hold a copy of {size} bytes of host memory")
+
+
 def usage_in(folder: Path, name: str, kernel: str, ptxas: Path) -> Usage:
-    """The most that a kernel of a compiled program uses, from the PTX that XLA left behind."""
-    found = []
-    for ptx in sorted(folder.glob(f"*jit_{name}.*ptx")):
-        if f".entry {kernel}" in ptx.read_text(encoding="utf-8"):
-            found.append(usage_of(assemble(ptx, ptxas), kernel))
-    used = [usage for usage in found if usage is not None]
+    """The most that a kernel of a compiled program uses, from the PTX that was left behind."""
+    # Of a kernel in Triton's own language jax-triton leaves it, of all others XLA.
+    own = sorted(folder.glob(f"jax_triton/*/{kernel}.ptx"))
+    found = own or [
+        ptx
+        for ptx in sorted(folder.glob(f"*jit_{name}.*ptx"))
+        if f".entry {kernel}" in ptx.read_text(encoding="utf-8")
+    ]
+    used = [usage for ptx in found if (usage := usage_of(assemble(ptx, ptxas), kernel))]
     if not used:
-        raise RuntimeError(f"XLA emitted no kernel {kernel!r}")
+        raise RuntimeError(f"no kernel {kernel!r} was emitted")
+    notes = [ptx.with_suffix(".compile_info").read_text(encoding="utf-8") for ptx in own]
+    shared = [int(note.rsplit(":", 1)[1]) for note in notes] or [shared_of(folder, name, kernel)]
     return Usage(
         registers=max(usage.registers for usage in used),
         spill_bytes=max(usage.spill_bytes for usage in used),
-        shared_bytes=shared_of(folder, name, kernel),
+        shared_bytes=max(shared),
     )
 
 
@@ -302,10 +289,14 @@ def main() -> int:
     parser.add_argument("--self-test", action="store_true", help="compile the broken ones instead")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
+    ptxas = find_ptxas()
     with tempfile.TemporaryDirectory() as folder:
         # Before jax is imported: no device is opened, nothing is tuned on one, PTX is kept.
         os.environ |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        # XLA takes the first it finds, and an older one would not know what Triton writes.
+        os.environ["PATH"] = os.pathsep.join((str(ptxas.parent), os.environ.get("PATH", "")))
         os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+        os.environ["JAX_TRITON_DUMP_DIR"] = f"{folder}/jax_triton"
         os.environ["LLVM_DISABLE_SYMBOLIZATION"] = "1"  # or each remark of MLIR names its stack
         os.environ["XLA_FLAGS"] = " ".join(
             (
@@ -330,7 +321,7 @@ def main() -> int:
             if args.only not in cases:
                 parser.error(f"--only {args.only}: choose one of {', '.join(cases)}")
             cases = {args.only: cases[args.only]}
-        ptxas, results, failed = find_ptxas(), {}, []
+        results, failed = {}, []
         for name, case in cases.items():
             if isinstance(case, Step):
                 result = check_step(case)
@@ -345,7 +336,11 @@ def main() -> int:
                 usage = {key: value for key, value in result.items() if key != "refused"}
                 print(f"{'FAIL' if wrong else 'ok':5} {name}: {refused or usage}", flush=True)
     if args.json:
-        print(json.dumps({"results": results, "failed": failed}))
+        from jaxrag.bench.machine import describe
+
+        compilers = {name: importlib.metadata.version(name) for name in COMPILERS}
+        found = {"machine": describe(), "compilers": compilers, "results": results}
+        print(json.dumps(found | {"failed": failed}, indent=1))
     return 1 if failed else 0
 
 

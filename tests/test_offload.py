@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrag import offload
-from jaxrag.offload import StagingBuffers, host_buffer
+from jaxrag.offload import StagingBuffers, host_buffer, to_device
 
 
 class FakeDriver:
@@ -142,6 +142,11 @@ def test_a_staging_buffer_waits_for_its_reader(monkeypatch):
     assert waited == ["first", "second"]
 
 
+def test_a_cpu_reads_a_buffer_in_place():
+    buffer = host_buffer((3, 5), np.float32)
+    assert to_device(buffer).unsafe_buffer_pointer() == buffer.ctypes.data
+
+
 def test_a_filled_again_buffer_does_not_change_what_was_copied_from_it():
     staging = StagingBuffers()
     copy = jax.jit(lambda x: (x * 1, jnp.max(x)))
@@ -149,7 +154,7 @@ def test_a_filled_again_buffer_does_not_change_what_was_copied_from_it():
     for value in range(6):
         buffer = staging.take((1 << 20,), np.float32)
         buffer[:] = value
-        result, read = copy(jnp.asarray(buffer))
+        result, read = copy(to_device(buffer))
         staging.read_by(read)
         results.append(result)
     for value, result in enumerate(results):

@@ -43,13 +43,14 @@ class Indexing:
         ``exact_below`` get none: they are scanned.
       queries: of each query head, kept from evenly spread tokens of the chunk while it is encoded.
       reach: questions will stand up to so many tokens behind the chunk's end.
-      logarithmic: learn from as many queries in every doubling of that distance.
+      logarithmic: learn from as many queries in every doubling of that distance, which serves
+        questions right behind the chunk better and distant ones worse; else evenly.
     """
 
     spec: Trained = dataclasses.field(default_factory=QueryLists)
     queries: int = 4096
     reach: int = 32768
-    logarithmic: bool = True
+    logarithmic: bool = False
 
     def __post_init__(self) -> None:
         """Refuse sizes out of range, and what could only make an exact index."""

@@ -23,6 +23,7 @@ from jaxrag.bench.index import (
     quality,
     tune,
 )
+from jaxrag.bench.index_knn import SharedNeighbours
 from jaxrag.bench.machine import describe
 from jaxrag.errors import RequestError
 from jaxrag.types import HostArray
@@ -87,13 +88,16 @@ def measure(
     known = [exact_rows(part, keys, options.k) for part in validation]
     truth = [exact_rows(part, keys, options.k) for part in test]
     cases = [(engine, kind) for engine in engines for kind in SPREADS]
+    knn = SharedNeighbours(min(max(ENGINES[engine].spec.knn for engine in engines), len(keys)))  # type: ignore[union-attr]
     for engine, kind in tqdm(cases, desc=f"{name} {heads.context}", disable=None):
         queries = trained_at(heads, kind, options.ask, max(distances))
-        searcher = open_index(build(keys, queries, ENGINES[engine].spec))
+        searcher = open_index(build(keys, queries, ENGINES[engine].spec, knn=knn))
         efforts = ENGINES[engine].efforts
         first = tune(searcher, validation[0], known[0], efforts, options)
         for number, distance in enumerate(distances):
-            chosen = tune(searcher, validation[number], known[number], efforts, options)
+            chosen = first
+            if number:
+                chosen = tune(searcher, validation[number], known[number], efforts, options)
             found, scanned = quality(searcher, test[number], truth[number], options.k, chosen)
             same, cost = quality(searcher, test[number], truth[number], options.k, first)
             yield {

@@ -90,7 +90,7 @@ def run(options: Options) -> dict[str, Any]:
     rng = np.random.default_rng(options.seed)
     with tempfile.TemporaryDirectory(prefix="jaxrag-bench-", dir=options.folder) as folder:
         work = Path(folder)
-        texts = _texts(rng, options.tokens)
+        texts = invented_texts(rng, options.tokens)
         path = options.model or str(_write_random(work / "model", options, next(texts)))
         model = load_model(path, dtype=options.dtype)
         documents, batches = _corpus(model, texts, options)
@@ -317,7 +317,7 @@ def _corpus(
     return documents, [batch for batch in batches if batch]
 
 
-def _texts(rng: np.random.Generator, tokens: int) -> Iterator[str]:
+def invented_texts(rng: np.random.Generator, tokens: int) -> Iterator[str]:
     """Endless documents of invented words, the frequent ones short; the same for a seed."""
     syllables = [a + b for a, b in itertools.product("bdfgklmnprstvz", "aeiou")]
     words = ["".join(rng.choice(syllables, 1 + n // 400)) for n in range(2000)]

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxrag.errors import KnowledgeBaseError, StoreError
+from jaxrag.store.wal import use_write_ahead_log
 
 FORMAT = 3
 BUSY_SECONDS = 60.0
@@ -111,7 +112,7 @@ class Database:
     def use_wal(self) -> None:
         """Switch the file to write-ahead logging, which it remembers."""
         with self.use() as connection:
-            connection.execute("PRAGMA journal_mode = WAL")
+            use_write_ahead_log(connection, BUSY_SECONDS)
 
     def make_tables(self) -> None:
         """Make the tables and mark the file, in the caller's transaction."""

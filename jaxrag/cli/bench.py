@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from jaxrag.cli.bench_decode import add_decode
+from jaxrag.cli.bench_document import add_document
 from jaxrag.cli.bench_index import add_index
 from jaxrag.cli.options import (
     add_command,
@@ -177,6 +178,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     train.set_defaults(run=run_train_step)
     add_index(kinds)
     add_decode(kinds)
+    add_document(kinds)
 
 
 def run_ttft(args: argparse.Namespace) -> None:

@@ -93,12 +93,16 @@ def run_index(args: argparse.Namespace) -> None:
     given = _model_heads(args, options)
     if args.distances is None:
         result = index.run(options, given)
-        give_out(args, result, index_report.report(result))
-        return
-    engines = tuple(args.engines.split(";")) if args.engines else index_distance.DEFAULT_ENGINES
-    distances = _integers("--distances", args.distances)
-    result = index_distance.run(options, engines, distances, given)
-    give_out(args, result, index_distance.report(result))
+        lines = index_report.report(result)
+    else:
+        engines = tuple(args.engines.split(";")) if args.engines else index_distance.DEFAULT_ENGINES
+        distances = _integers("--distances", args.distances)
+        result = index_distance.run(options, engines, distances, given)
+        lines = index_distance.report(result)
+    if given is not None:
+        del result["options"]["heads"]  # of those that are generated
+        result["options"] |= {"model": args.model, "text": Path(args.text).name}
+    give_out(args, result, lines)
 
 
 def _model_heads(

@@ -16,6 +16,8 @@ from jaxrag.decode.quest import Quest
 from jaxrag.decode.retrieval import Retrieval
 from jaxrag.decode.snapkv import SnapKV
 
+_FAISS_HEADER = 1024  # of a serialised index, at most
+
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
@@ -80,11 +82,13 @@ def bytes_of(rule: DecodeRule, config: ModelConfig, tokens: int) -> Bytes:
 def index_bytes(spec: Spec, config: ModelConfig, keys: int) -> int:
     """At most so many bytes do the indexes of that many keys take on the host, over all layers.
 
-    Keys once per KV head in the spec's storage; links and lists per query head or group.
+    Keys once per KV head in the spec's storage, twice where FAISS built the index; links and lists
+    per query head or group.
     """
     per_key = config.head_dim * STORAGE_BYTES[spec.storage]
     each = 1 if getattr(spec, "share", "group") == "group" else config.group_size
-    of_keys = keys * config.num_kv_heads * config.num_layers
+    indexes = config.num_kv_heads * config.num_layers
+    of_keys = keys * indexes
     match spec:
         case Exact():
             return of_keys * per_key
@@ -92,16 +96,17 @@ def index_bytes(spec: Spec, config: ModelConfig, keys: int) -> int:
             return of_keys * per_key
         case Ivf():
             clusters = spec.clusters or int(4 * np.sqrt(keys))
-            centres = clusters * config.head_dim * 4 * config.num_kv_heads * config.num_layers
-            return of_keys * (per_key + 8) + centres
+            lists = clusters * (4 * config.head_dim + 8) + _FAISS_HEADER
+            return of_keys * (2 * per_key + 8) + lists * indexes
         case Hnsw():
-            return of_keys * (per_key + 2 * 4 * spec.links + 16)
+            return of_keys * (2 * per_key + 2 * 4 * spec.links + 32) + _FAISS_HEADER * indexes
         case QueryLists():
-            lists = spec.clusters * (4 * spec.cap + 4 * config.head_dim + 8)
-            return of_keys * per_key + lists * each * config.num_kv_heads * config.num_layers
+            lists = spec.clusters * 4 * (spec.cap + config.head_dim) * each
+            return of_keys * (per_key + 4) + lists * indexes
         case _:
             doubled = 2 if spec.share == "group" else 1
-            return of_keys * (per_key + (2 * 4 * spec.degree * doubled + 16) * each)
+            links = 4 * spec.degree * doubled * each
+            return of_keys * (per_key + 4 + links) + 4 * each * indexes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,6 +37,7 @@ from jaxrag.encode.rows import (
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import Model
 from jaxrag.models.spec import Params
+from jaxrag.offload import StagingBuffers, to_device
 from jaxrag.rope import RopeTable, place
 from jaxrag.segments import bucket
 from jaxrag.types import FINAL, Array, HostArray, Tokens
@@ -66,7 +67,7 @@ class _Collect:
         return out, cache, (k, v)
 
 
-@functools.partial(jax.jit, static_argnames=("config",))
+@functools.partial(jax.jit, static_argnames=("config", "rows_in_turn"))
 def _encode(
     params: Params,
     config: ModelConfig,
@@ -76,6 +77,7 @@ def _encode(
     table: PageTable,
     tokens: Tokens,
     slots: Array,
+    rows_in_turn: bool,
 ) -> tuple[Array, Array]:
     """K before RoPE and V of new tokens [B, T] behind their context: [L, B, T, K, H] each.
 
@@ -88,7 +90,7 @@ def _encode(
         k=k.reshape(-1, PAGE, heads, dim), v=context[:, 1].reshape(-1, PAGE, heads, dim)
     )
     table = table.reveal(slots, tokens.positions)
-    attend = _Collect(PagedAttend(config, rope, table, slots))
+    attend = _Collect(PagedAttend(config, rope, table, slots, rows_in_turn=rows_in_turn))
     _, _, (k, v) = forward(params, config, tokens, pool, attend)
     return k, v
 
@@ -119,6 +121,7 @@ def encode_behind(
     prefix_kv = [kv for _, kv in encode_rows(model, nothing, [prefix])] if len(prefix) else []
     waiting = sorted(range(len(chunks)), key=lambda i: (-len(chunks[i]), i))
     running: list[tuple[Places, Array, Array]] = []
+    staging = StagingBuffers()
     while waiting:
         rows = batch_rows(len(chunks[waiting[0]]))
         members, waiting = waiting[:rows], waiting[rows:]
@@ -126,7 +129,8 @@ def encode_behind(
         context = _Context(model.config, prefix_kv)
         for name, kv in zip(others, own_kv(list(others.values())), strict=True):
             context.add(name, kv)
-        running.append(_start(model, context, [(i, chunks[i], neighbours[i]) for i in members]))
+        examples = [(i, chunks[i], neighbours[i]) for i in members]
+        running.append(_start(model, context, examples, staging))
         if len(running) > 1:  # the device works on one batch while the host takes the one before
             yield from take_places(*running.pop(0))
     for batch in running:
@@ -136,6 +140,11 @@ def encode_behind(
 def batch_rows(longest: int) -> int:
     """How many chunks of at most that many tokens run at once; a power of two."""
     return 1 << (max(1, ROW_TOKENS // row_length(longest)).bit_length() - 1)
+
+
+def _width(longest: int) -> int:
+    """Tokens of a row. It holds one chunk, so that its padding runs through all the chunk sees."""
+    return bucket(longest, 64) if longest <= 256 else -(-longest // 64) * 64
 
 
 class _Context:
@@ -165,11 +174,14 @@ class _Context:
         first, self.num_pages = self.num_pages, self.num_pages + pages_for(tokens)
         return range(first, self.num_pages)
 
-    def arrays(self) -> tuple[HostArray, HostArray]:
-        """KV [L, 2, S, K, H] in a bucket of whole pages, and places in the chunks [S] int32."""
+    def arrays(self, staging: StagingBuffers) -> tuple[HostArray, HostArray]:
+        """KV [L, 2, S, K, H] in a bucket of whole pages, and places in the chunks [S] int32.
+
+        KV that is nobody's holds anything: no table shows its slots.
+        """
         c, slots = self._config, bucket(self.num_pages, MIN_TABLE_PAGES) * PAGE
         shape = (c.num_layers, 2, slots, c.num_kv_heads, c.head_dim)
-        kv, local = np.zeros(shape, jnp.dtype(c.dtype)), np.zeros(slots, np.int32)
+        kv, local = staging.take(shape, jnp.dtype(c.dtype)), np.zeros(slots, np.int32)
         for part, own in self._parts:
             here = slice(part.pages[0] * PAGE, part.pages[0] * PAGE + part.tokens)
             kv[:, :, here] = own
@@ -187,10 +199,11 @@ def _start(
     model: Model,
     context: _Context,
     examples: Sequence[tuple[int, HostArray, Sequence[HostArray]]],
+    staging: StagingBuffers,
 ) -> tuple[Places, Array, Array]:
     """Start one batch of (index, chunk, neighbours): where every chunk will be, and its KV."""
     rows = bucket(len(examples), 1)
-    width = row_length(max(len(chunk) for _, chunk, _ in examples))
+    width = _width(max(len(chunk) for _, chunk, _ in examples))
     ids = np.zeros((rows, width), np.int32)
     positions = np.full((rows, width), -1, np.int32)
     slots = np.full((rows, width), np.iinfo(np.int32).max, np.int32)  # beyond any table: padding
@@ -205,17 +218,19 @@ def _start(
         slots[row, here] = slot + np.arange(len(chunk))
         builders.append(table)
         places.append((index, row, here))
-    kv, local = context.arrays()
+    kv, local = context.arrays(staging)
     put = functools.partial(model.put_batch, batch=rows)
     tokens = Tokens(ids=put(ids), positions=put(positions), segments=put(np.full_like(ids, FINAL)))
     k, v = _encode(
         model.params,
         model.config,
         model.rope(int(positions.max()) + 1),
-        jnp.asarray(kv),
+        to_device(kv),
         jnp.asarray(local),
         batch_table(builders, rows, model.put_batch),
         tokens,
         put(slots),
+        model.rows_in_turn,
     )
+    staging.read_by(k)
     return places, k, v

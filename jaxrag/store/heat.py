@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from jaxrag.errors import StoreError
+from jaxrag.store.wal import use_write_ahead_log
 
 Evict = Literal["heat", "lru"]
 
@@ -30,7 +31,6 @@ HALF_LIFE_SECONDS = 86_400.0  # a read counts half as much a day later
 
 _FORMAT = 1
 _BUSY_SECONDS = 60.0
-_RETRY_SECONDS = 0.01
 _PENDING_SECONDS = 3600.0  # a put that takes longer was killed
 _FLUSH_SECONDS = 10.0
 _FLUSH_READS = 4096
@@ -113,7 +113,7 @@ class Heat:
             self._connection = sqlite3.connect(
                 path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
             )
-            _write_ahead(self._connection)
+            use_write_ahead_log(self._connection, _BUSY_SECONDS)
             self._connection.create_function("add_log2", 2, _add_log2, deterministic=True)
         try:
             with self._transaction() as connection:
@@ -316,20 +316,6 @@ class Heat:
                 f"{self.path}: {error}; check the disk and your permissions, or remove the file "
                 "to count anew"
             ) from error
-
-
-def _write_ahead(connection: sqlite3.Connection) -> None:
-    # SQLite does not wait here for another process that opens the file at the same moment: to wait
-    # for an exclusive lock with a shared one held could be a deadlock, so it gives up at once.
-    last = time.monotonic() + _BUSY_SECONDS
-    while True:
-        try:
-            connection.execute("PRAGMA journal_mode = WAL")
-            return
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > last:
-                raise
-        time.sleep(_RETRY_SECONDS)
 
 
 def _strike(connection: sqlite3.Connection, pairs: Iterable[tuple[Name, int]]) -> None:

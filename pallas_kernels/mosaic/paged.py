@@ -114,7 +114,9 @@ def paged_mosaic_kernel(
         num_threads=3,
         thread_name="group",
         scratch_types=_scratch(page, k_pool.dtype),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
     )(
         *tiles, turn, dirty, pages, slots, row_position, bound, cos, sin,
         turned[..., :_HALF], turned[..., _HALF:], k_pool, v_pool,
@@ -257,9 +259,12 @@ def _kernel(
             plgpu.barrier_wait(v_full.at[stage])
 
             def silence() -> None:
-                seen = lax.broadcast_in_dim(_load(here, _BY_ROW), (KEYS, _DIM), [0])
+                slot = lax.broadcast_in_dim(_load(here, _BY_ROW), (KEYS, _DIM), [0])
+                row = plgpu.broadcasted_iota(jnp.int32, (KEYS, _DIM), 0, layout=_MATRIX)
+                # Behind the last page of a short tile lies a copy of it, not what ``slot`` says.
+                real = (slot != _HIDDEN) & (row < (stop_g[batch, tile, number] - start) * page)
                 value = _load(v_s.at[stage], _MATRIX)
-                v_s.at[stage][...] = jnp.where(seen != _HIDDEN, value, jnp.zeros_like(value))
+                v_s.at[stage][...] = jnp.where(real, value, jnp.zeros_like(value))
                 plgpu.commit_smem()
 
             pl.when(dirty_g[batch, tile, number] > 0)(silence)

@@ -8,6 +8,7 @@ only, and only the chosen rows, so that their pool may lie in pinned host memory
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from pallas_kernels.visibility import cached_visible
 
 Array = jax.Array
 Ref = Any  # what a kernel reads and writes through
+Mix = Callable[[Array, Array, Array, Array], tuple[Array, Array]]
 
 _HIDDEN = jnp.iinfo(jnp.int32).max
 _ROWS = 16  # of a product on tensor cores; the G heads of a KV head, the last one repeated
@@ -56,8 +58,11 @@ def topn_kernel(
     scale: float,
     interpret: bool,
     tiling: TopnTiling | None = None,
+    mix: Mix | None = None,
 ) -> tuple[Array, Array, Array]:
     """Arguments of ``topn_attention``, ``n`` at most the number of slots.
+
+    ``mix`` takes the place of ``mix_kernel``: of (best, slots, v_pool, pages).
 
     Returns:
       out [B, N, H], the renormalised mixture; lse [B, N] over the chosen keys and over all visible
@@ -71,7 +76,8 @@ def topn_kernel(
     )  # fmt: skip
     best, slots = select_kernel(scores, n, block=tiling.block, interpret=interpret)
     slots = jnp.minimum(slots, num_slots - 1)  # of padding: its score is -inf
-    out, lse = mix_kernel(best, slots, v_pool, pages, values=tiling.values, interpret=interpret)
+    mix = mix or functools.partial(mix_kernel, values=tiling.values, interpret=interpret)
+    out, lse = mix(best, slots, v_pool, pages)
     return out, lse, total
 
 

@@ -2,13 +2,24 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
+from jaxrag.attention_index import (
+    Exact,
+    Hnsw,
+    Ivf,
+    ProjectedGraph,
+    QueryLists,
+    build,
+    open_index,
+)
 from jaxrag.bench.decode import Options, report, rules_of, run
 from jaxrag.decode import Dense, Flat, TopN, break_even, bytes_of, rule_from
 from jaxrag.decode.memory import A100, index_bytes
 from jaxrag.errors import ConfigError, RequestError
 
+SMALL = {"exact_below": 0, "min_queries": 1}
 RULES = (
     "dense",
     "topn:n=8",
@@ -68,7 +79,30 @@ def test_formulas(tiny_config):
     assert index_bytes(retrieval.index, config, 80) == rows
     assert bytes_of(retrieval, config, 100).host == 80 * per_token + rows
     linked = dataclasses.replace(retrieval.index, exact_below=0)
-    assert index_bytes(linked, config, 80) > rows + 80 * 2 * 3 * 3 * 2 * 64 * 4
+    assert index_bytes(linked, config, 80) > rows + 80 * 2 * 3 * 3 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Exact("float32"),
+        ProjectedGraph(degree=8, knn=200, **SMALL),
+        ProjectedGraph(degree=8, knn=200, share="group", storage="float32", **SMALL),
+        QueryLists(clusters=6, cap=50, knn=200, **SMALL),
+        QueryLists(clusters=6, cap=50, knn=200, share="group", storage="float16", **SMALL),
+        Ivf(exact_below=0),
+        Hnsw(links=8, storage="float32", exact_below=0),
+    ],
+    ids=repr,
+)
+def test_an_index_takes_no_more_than_the_formula(tiny_config, spec):
+    config = tiny_config()
+    rng = np.random.default_rng(0)
+    keys = rng.standard_normal((600, 10)).astype(np.float32)
+    asked = rng.standard_normal((3, 100, 10)).astype(np.float32)
+    real = open_index(build(keys, asked, spec)).nbytes * config.num_layers * config.num_kv_heads
+    formula = index_bytes(spec, config, 600)  # which counts every key as wanted; most are
+    assert real <= formula <= 1.2 * real
 
 
 def test_break_even_is_the_papers(tiny_config):

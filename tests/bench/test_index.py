@@ -6,8 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from jaxrag.attention_index import Exact, build, open_index
+from jaxrag.attention_index import Exact, build, nearest, open_index
 from jaxrag.bench import attention_heads, index, index_distance, index_report
+from jaxrag.bench.index_knn import Seconds, SharedNeighbours
 from jaxrag.cli import main
 from jaxrag.errors import ConfigError, RequestError
 
@@ -98,6 +99,23 @@ def test_the_knob_is_the_smallest_that_reaches_the_target(heads):
     assert (reached >= 0.8).all()
     assert index.tune(searcher, asked, truth, (1, 2), options) == [2, 2]
     assert index.tune(open_index(build(keys, None, Exact())), asked, truth, (), options) is None
+
+
+def test_neighbours_are_found_once_and_charged_to_every_build(heads):
+    keys, queries = heads.placed_keys(), heads.bank.own(heads.rope)[0]
+    shared = SharedNeighbours(30)
+    first = shared(queries, keys, 30)
+    assert shared.taken() == Seconds()
+    again = shared(queries.copy(), keys, 20)
+    assert shared.taken().wall > 0
+    assert shared.taken() == Seconds()
+    expected = nearest(queries, keys, 30)
+    np.testing.assert_array_equal(first.ids, expected.ids)
+    np.testing.assert_array_equal(again.ids, expected.ids[:, :20])
+    np.testing.assert_array_equal(again.scores, expected.scores[:, :20])
+    other = shared(queries[::-1], keys, 20)
+    assert shared.taken() == Seconds()
+    np.testing.assert_array_equal(other.ids[::-1], expected.ids[:, :20])
 
 
 def test_every_engine_is_measured(result):

@@ -1,12 +1,15 @@
 """Heads taken from a model: what its attention sees, measured like generated ones."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxrag.attention_index import rotated
 from jaxrag.bench import index, model_heads
+from jaxrag.cli import main
 from jaxrag.errors import RequestError
 from jaxrag.models.model import random_model
 
@@ -85,3 +88,17 @@ def test_what_cannot_be_dumped(model):
     windowed = dataclasses.replace(model, config=config)
     with pytest.raises(RequestError, match="sliding window of 16 tokens"):
         model_heads.model_heads(windowed, np.zeros(98, int), OPTIONS)
+
+
+def test_the_command_says_which_model_and_text(tmp_path, capsys):
+    text, out = tmp_path / "text.txt", tmp_path / "result.json"
+    text.write_text("The home of Kora Felell is Ninven. She works as a smith. " * 6)
+    model = Path(__file__).parents[2] / "checkpoints" / "synthetic-0.8m" / "full"
+    arguments = ["bench", "index", "--model", str(model), "--text", str(text), "--layers", "0"]
+    arguments += ["--contexts", "40", "--ask", "8", "--sink", "2", "--recent", "4", "--k", "3"]
+    arguments += ["--engines", "flat fp32", "--cold-mb", "1", "--rounds", "1", "--out", str(out)]
+    assert main(arguments) == 0
+    assert "head 0.3, 40 tokens, 34 keys" in capsys.readouterr().out
+    options = json.loads(out.read_text())["options"]
+    assert (options["model"], options["text"]) == (str(model), "text.txt")
+    assert "heads" not in options

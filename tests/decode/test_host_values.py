@@ -11,7 +11,7 @@ import pytest
 
 from jaxrag.cache import PAGE
 from jaxrag.decode import Dense, Flat, TopN, bytes_of
-from jaxrag.errors import RequestError
+from jaxrag.errors import ConfigError, RequestError
 from jaxrag.generation import generate
 from jaxrag.models.model import random_model
 from jaxrag.offload import HostValues
@@ -137,6 +137,16 @@ def test_who_reads_values_on_the_device_is_refused(far_from, ids, options, messa
 def test_a_model_that_cannot_be(model_of, changes, message):
     with pytest.raises(RequestError, match=message):
         dataclasses.replace(model_of(), **changes)
+
+
+def test_kernels_that_read_values_on_the_device_are_refused(model_of):
+    model = model_of()
+    config = dataclasses.replace(model.config, kernels="pallas_interpret")
+    message = "kernels='pallas_interpret' read V on the device, and value_layers=1 .* choose 'xla'"
+    with pytest.raises(ConfigError, match=message) as caught:
+        dataclasses.replace(model, config=config, value_layers=1)
+    assert "\n" not in str(caught.value)
+    dataclasses.replace(model, config=config)  # each alone is taken
 
 
 def test_host_memory_serves_one_device(tiny_config):

@@ -16,6 +16,7 @@ ROPES = {
     "partial": RopeConfig(5_000.0, 6, False, None),
     "interleaved": RopeConfig(5_000.0, 6, True, None),
     "half16": RopeConfig(5_000.0, 16, False, None),
+    "half128": RopeConfig(5_000.0, 128, False, None),
 }
 
 

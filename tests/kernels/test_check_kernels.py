@@ -6,12 +6,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels.check import BROKEN, CASES
+from pallas_kernels.described import pin
 
 H200 = AbstractMesh(
     (1,), ("x",), (AxisType.Auto,), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda")
@@ -54,6 +57,30 @@ def test_over_budget_is_said(script):
     assert "spill of 8 bytes" in script.verdict(script.Usage(20, 8), case)
 
 
+def test_arguments_are_said_to_lie_in_host_memory():
+    shape = jax.ShapeDtypeStruct((4,), jnp.float32)
+    lowered = jax.jit(lambda x, y: x + y).lower(shape, shape)
+    pin(lowered.compiler_ir(), (1,))
+    (place,) = re.findall(r"%arg(\d): tensor<4xf32> {[^}]*pinned_host", lowered.as_text())
+    assert place == "1"
+
+
+def test_values_that_leave_host_memory_are_noticed(script):
+    def plan(taken, device, host):
+        return SimpleNamespace(
+            host_argument_size_in_bytes=taken,
+            temp_size_in_bytes=device,
+            host_temp_size_in_bytes=host,
+        )
+
+    script.stay_on_host(plan(100, 60, 30), 100)
+    script.stay_on_host(plan(0, 999, 0), 0)
+    with pytest.raises(RuntimeError, match="0 bytes are taken from host memory, 100 lie there"):
+        script.stay_on_host(plan(0, 0, 0), 100)
+    with pytest.raises(RuntimeError, match="110 temporary bytes hold a copy of 100 bytes"):
+        script.stay_on_host(plan(100, 60, 50), 100)
+
+
 def test_an_unsupported_primitive_does_not_lower():
     case, word = BROKEN["unsupported_primitive"]
     with jax.sharding.use_abstract_mesh(H200), pytest.raises(Exception, match=word):
@@ -72,7 +99,8 @@ def test_a_whole_step_lowers_for_a_gpu(script, width):
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the extra check-kernels"
+    not all(map(importlib.util.find_spec, ("jax_cuda13_plugin", "jax_triton"))),
+    reason="needs the extra check-kernels",
 )
 @pytest.mark.parametrize("arguments", [[], ["--self-test"]])
 def test_compiles_without_a_gpu_and_refuses_broken_kernels(arguments):

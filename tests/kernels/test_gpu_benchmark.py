@@ -85,3 +85,6 @@ def test_stages_run_on_toy_shapes(gpu, stage):
     gpu.STAGES[stage](gpu.TINY, "pallas_interpret", found)
     assert found.pop("ok", True)
     assert any("seconds" in row or row.get("ok") for row in found.values())
+    assert all(row.get("ok", True) for row in found.values())
+    if stage == "segment":
+        assert {"chunks", "causal", "causal with gradient", "dense xla"} <= set(found)

@@ -31,11 +31,18 @@ def lowered(function, arguments):
         return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-CALLS = {"pallas_triton": "xla.gpu.triton", "pallas_mosaic": "mosaic_gpu"}  # what a body becomes
+CALLS = {  # what a body becomes
+    "pallas_triton": "xla.gpu.triton",
+    "pallas_mosaic": "mosaic_gpu",
+    "jax_triton": "triton_kernel_call",
+}
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_every_checked_kernel_lowers_for_a_gpu(case):
+    if case.impl == "jax_triton":  # it compiles as it lowers, by the plug-in's means
+        pytest.importorskip("jax_triton")
+        pytest.importorskip("jax_cuda13_plugin")
     assert CALLS[case.impl] in lowered(case.function, case.arguments)
 
 
@@ -77,6 +84,36 @@ def test_a_body_that_cannot_run_here_refuses_by_name(op):
     check_impl(op, "pallas_interpret")
 
 
+def test_the_body_in_tritons_own_language_says_what_it_needs(monkeypatch):
+    with pytest.raises(KernelError, match="'jax_triton' needs an NVIDIA GPU .* is 'cpu'"):
+        check_impl("topn_attention", "jax_triton")
+    with pytest.raises(KernelError, match="sparse_attention has no body 'jax_triton'"):
+        check_impl("sparse_attention", "jax_triton")
+    # For a GPU it is refused where its packages are missing, by their names.
+    there = {"triton"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in there or None)
+    with (
+        jax.sharding.use_abstract_mesh(H200),
+        pytest.raises(KernelError, match=r"needs the module 'jax_triton'.*jaxrag\[cuda\]"),
+    ):
+        check_impl("topn_attention", "jax_triton")
+    there.add("jax_triton")
+    with jax.sharding.use_abstract_mesh(H200):
+        check_impl("topn_attention", "jax_triton")
+
+
+def test_a_chip_that_is_only_described_has_to_be_known():
+    pytest.importorskip("jax_triton")
+    other = AbstractDevice("NVIDIA H300", 132, "cuda")
+    mesh = AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=other)
+    case = CASES["topn_128_of_32k_in_host_memory_jax_triton"]
+    with (
+        jax.sharding.use_abstract_mesh(mesh),
+        pytest.raises(KernelError, match="cannot compile for 'NVIDIA H300'"),
+    ):
+        jax.jit(case.function).trace(*case.arguments)
+
+
 def test_values_of_the_top_n_may_lie_in_host_memory():
     """They reach the kernel as they are: nothing moves them to the device."""
     case = CASES["topn_128_of_32k"]
@@ -100,7 +137,8 @@ def test_mosaic_names_the_heads_it_does_not_take():
 
 
 def test_the_choice_is_refused_before_anything_is_loaded():
-    assert set(IMPLS) - set(KERNELS) == {"pallas_mosaic"}  # of one op, and verified nowhere
+    # Of one op each, and verified nowhere.
+    assert set(IMPLS) - set(KERNELS) == {"pallas_mosaic", "jax_triton"}
     with pytest.raises(ConfigError, match="kernels='pallas_triton': .* needs an NVIDIA GPU"):
         check_kernels("pallas_triton")
     check_kernels("pallas_interpret")

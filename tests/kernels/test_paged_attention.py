@@ -126,6 +126,34 @@ def test_rotating_query_by_offset_equals_rotating_keys(rng, rope):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("own_v_pages", [False, True])
+def test_rows_in_turn_are_the_rows_together(rng, own_v_pages):
+    """Other tables and positions a row, one row of padding only; V at pages of its own or not."""
+    scene = Scene(rng, ROPES["half"], [290, 130, 40], [150, 0, 600], [-1] * 20)
+    tables = [
+        jnp.concatenate(parts)
+        for parts in zip(
+            scene.arrays([0, 1, 2]), scene.arrays([2, 0, 1]), scene.arrays([1, 2, 0]), strict=True
+        )
+    ]
+    q = jnp.asarray(rng.normal(size=(3, 300, N, H)), jnp.float32)
+    positions = jnp.stack([jnp.arange(500, 800), jnp.full(300, -1), jnp.arange(20, 320)])
+    values, v_pages = scene.v_pool, None
+    if own_v_pages:
+        order = jnp.asarray(rng.permutation(NUM_PAGES))
+        values, v_pages = scene.v_pool[order], jnp.argsort(order)[tables[0]]
+
+    def attend(rows_in_turn):
+        return paged_attention(
+            q, scene.k_pool, values, *tables, positions.astype(jnp.int32), scene.table.cos,
+            scene.table.sin, interleaved=False, scale=0.3, window=450, v_pages=v_pages,
+            rows_in_turn=rows_in_turn,
+        )  # fmt: skip
+
+    for in_turn, together in zip(attend(True), attend(False), strict=True):
+        np.testing.assert_allclose(in_turn, together, rtol=2e-5, atol=2e-6)
+
+
 def test_rotations_compose_and_scale_nothing(rng):
     table = rope_table(ROPES["partial"], 400)
     x = jnp.asarray(rng.normal(size=(7, N, H)), jnp.float32)

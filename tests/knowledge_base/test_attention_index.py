@@ -168,8 +168,8 @@ def test_bad_settings_are_one_line(make_kb, value, error, message):
 
 
 def test_a_setting_comes_as_text_or_table_and_is_remembered():
-    made = indexing_from("lists:clusters=64,reach=99,logarithmic=false")
-    assert made == Indexing(QueryLists(clusters=64), reach=99, logarithmic=False)
+    made = indexing_from("lists:clusters=64,reach=99,logarithmic=true")
+    assert made == Indexing(QueryLists(clusters=64), reach=99, logarithmic=True)
     assert indexing_from(made) is made
     assert indexing_from(json.loads(json.dumps(made.to_table()))) == made
     assert made.covers(32768) and not made.covers(32767)

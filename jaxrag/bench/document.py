@@ -1,0 +1,218 @@
+"""Questions about a stored long document, each asked by a new process.
+
+One text becomes one chunk of a knowledge base, stored with indexes of its keys. Then every question
+is asked three times, each time by ``jaxrag ask`` in a process of its own: with decode rule
+``retrieval`` over the stored indexes, with the stored KV and dense attention, and with full
+prefill. The account of every answer says how many chunk tokens were encoded and how many indexes
+were trained for it. Weights are random: only times and counts mean anything. The first question of
+each kind compiles; programs are kept on disk, and later processes read them.
+"""
+
+import dataclasses
+import itertools
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from jaxrag.attention_index.document import indexing_from
+from jaxrag.bench import byte_level
+from jaxrag.bench.decode import Options as DecodeOptions
+from jaxrag.bench.ingest import invented_texts
+from jaxrag.bench.machine import describe
+from jaxrag.errors import RequestError
+from jaxrag.models.export import export_hf
+from jaxrag.models.spec import init_params, num_params
+
+KINDS: dict[str, tuple[str, ...]] = {
+    "retrieval": ("--method", "turborag", "--decode", "retrieval"),
+    "dense": ("--method", "turborag"),
+    "full prefill": ("--method", "full_attention"),
+}
+_VOCABULARY = 2000
+_SLACK = 512  # tokens of a prompt beside the document: question, answer, pages
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to measure.
+
+    Attributes:
+      text: a file; None invents words.
+      tokens: of the document at most; it is one chunk.
+      attention_index: what it is stored with, as ``jaxrag ingest --attention-index``.
+      layers: of a random Llama, as in ``bench decode``.
+      questions: after one that compiles.
+      max_new_tokens: of an answer.
+    """
+
+    text: str | None = None
+    tokens: int = 32_768
+    attention_index: str = "lists:exact_below=4096"
+    layers: int = 4
+    questions: int = 3
+    max_new_tokens: int = 16
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured."""
+        for name in ("tokens", "layers", "questions"):
+            if getattr(self, name) < 1:
+                raise RequestError(f"{name}={getattr(self, name)}: expected a positive integer")
+        if self.max_new_tokens < 2:
+            raise RequestError(
+                f"max_new_tokens={self.max_new_tokens}: expected 2 or more; the first one comes "
+                "from prefill, which no decode rule changes"
+            )
+        if self.text is not None and not Path(self.text).is_file():
+            raise RequestError(f"--text {self.text}: no such file")
+        if not indexing_from(self.attention_index).covers(self.tokens):
+            raise RequestError(
+                f"tokens={self.tokens}: {self.attention_index!r} makes no index of so few; lower "
+                "its exact_below, or take a longer document"
+            )
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Ingest, ask, and compare; returns rows, machine and setting, JSON-able."""
+    with tempfile.TemporaryDirectory(prefix="jaxrag-bench-") as folder:
+        work = Path(folder)
+        about, question_words = _write(work, options)
+        ingest = ["ingest", str(work / "document.txt"), "--kb", str(work / "kb")]
+        ingest += ["--model", str(work / "model"), "--template", "plain", "--overlap", "0"]
+        ingest += ["--chunk-tokens", str(about["chunk_tokens"])]
+        ingest += ["--attention-index", options.attention_index]
+        made, _ = _jaxrag(ingest)
+        stats, _ = _jaxrag(["kb", "stats", str(work / "kb")])
+        cache = 2 * (about["chunk_tokens"] + _SLACK)
+        ask = ["--kb", str(work / "kb"), "--k", "1", "--cache-tokens", str(cache)]
+        ask += ["--max-new-tokens", str(options.max_new_tokens)]
+        rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+        for word in tqdm(question_words, desc="questions", disable=None):
+            for kind, how in KINDS.items():
+                answer, seconds = _jaxrag(["ask", f"What is said of {word}?", *ask, *how])
+                rows[kind].append(_row(answer, seconds))
+        commands = [ingest, *(["ask", "QUESTION", *ask, *how] for how in KINDS.values())]
+    return {
+        "benchmark": "document",
+        **about,
+        "attention_index": options.attention_index,
+        "index": stats["attention_index"],
+        "max_new_tokens": options.max_new_tokens,
+        "ingest_seconds": made["seconds"],
+        "chunks": made["chunks"],
+        "rows": rows,
+        "ttft_full_over_retrieval": _median(rows["full prefill"]) / _median(rows["retrieval"]),
+        "commands": [_shown(command, work) for command in commands],
+        "machine": describe(),
+    }
+
+
+def _write(work: Path, options: Options) -> tuple[dict[str, Any], list[str]]:
+    """The document and a random model that reads it; what they are, and words to ask about."""
+    rng = np.random.default_rng(options.seed)
+    if options.text is None:
+        drawn = invented_texts(rng, options.tokens)
+        text = "\n".join(itertools.islice(drawn, options.tokens // 1000 + 1))
+    else:
+        text = Path(options.text).read_text(encoding="utf-8")
+    tokenizer = byte_level.train([text], _VOCABULARY)
+    text = tokenizer.decode(tokenizer.encode(text).ids[: options.tokens])
+    (work / "document.txt").write_text(text, encoding="utf-8")
+    count = len(tokenizer.encode(text).ids)
+    indexing = indexing_from(options.attention_index)
+    if not indexing.covers(count):
+        raise RequestError(
+            f"--text {options.text}: {count} tokens, and {options.attention_index!r} makes no "
+            "index of so few; take a longer text, or lower exact_below"
+        )
+    config = dataclasses.replace(
+        DecodeOptions(layers=options.layers).config(),
+        vocab_size=tokenizer.get_vocab_size(),
+        max_positions=count + 2 * _SLACK,
+    )
+    params = jax.jit(lambda key: init_params(config, key))(jax.random.key(options.seed))
+    export_hf(work / "model", params, config)
+    byte_level.save(tokenizer, work / "model")
+    words = sorted({word for word in text.split() if word.isalpha() and len(word) > 3})
+    if not words:
+        raise RequestError(f"--text {options.text}: it has no words to ask about")
+    chosen = rng.choice(words, options.questions + 1).tolist()
+    about = {
+        "model": f"random Llama, {num_params(config) / 1e6:.1f}M, {config.num_layers} layers",
+        "text": "invented words" if options.text is None else Path(options.text).name,
+        "tokens": count,
+        "chunk_tokens": count + 8,
+        "kv_bytes": count * config.kv_bytes_per_token,
+    }
+    return about, chosen
+
+
+def _jaxrag(arguments: Sequence[str]) -> tuple[dict[str, Any], float]:
+    """Run the command in a new process: its JSON object, and the seconds of the whole process.
+
+    Raises RequestError with the command's own message where it fails.
+    """
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxrag", *arguments, "--json"], capture_output=True, text=True
+    )
+    seconds = time.perf_counter() - start
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        raise RequestError(f"jaxrag {arguments[0]} failed: {lines[-1]}")
+    return dict(json.loads(done.stdout)), seconds
+
+
+def _row(answer: dict[str, Any], seconds: float) -> dict[str, Any]:
+    kept = ("timings", "counts", "indexes", "flops", "notes", "token_ids")
+    return {name: answer[name] for name in kept} | {"process_seconds": seconds}
+
+
+def _median(rows: Sequence[dict[str, Any]], name: str = "ttft") -> float:
+    """Of a timing, without the question that compiles."""
+    return statistics.median(row["timings"][name] for row in rows[1:])
+
+
+def _shown(command: Sequence[str], work: Path) -> str:
+    """A command as one would type it."""
+    return "jaxrag " + shlex.join(part.replace(f"{work}/", "") for part in command)
+
+
+def report(result: dict[str, Any]) -> Iterator[str]:
+    """The result as lines of a table."""
+    index = result["index"]
+    yield (
+        f"{result['model']}; a document of {result['tokens']} tokens ({result['text']}) in "
+        f"{result['chunks']} chunk(s), {result['kv_bytes'] / 1e6:.0f} MB of KV, with "
+        f"{result['attention_index']} of {index['bytes'] / 1e6:.0f} MB; ingested in "
+        f"{result['ingest_seconds']:.1f} s"
+    )
+    questions = len(next(iter(result["rows"].values()))) - 1
+    yield f"each of {questions} questions by a new process after one that compiles; medians"
+    yield (
+        f"{'':<14} {'ttft ms':>9} {'load ms':>9} {'ms/token':>9} {'process s':>9} "
+        f"{'encoded':>8} {'trained':>8} {'stored keys':>12} {'GFLOP':>8}"
+    )
+    for kind, rows in result["rows"].items():
+        indexes = [row["indexes"] for row in rows]
+        yield (
+            f"{kind:<14} {1000 * _median(rows):>9.1f} {1000 * _median(rows, 'load'):>9.1f} "
+            f"{1000 * _median(rows, 'per_token'):>9.1f} "
+            f"{statistics.median(row['process_seconds'] for row in rows[1:]):>9.1f} "
+            f"{max(row['counts']['encoded'] for row in rows):>8} "
+            f"{max(one.get('trained', 0) for one in indexes):>8} "
+            f"{min(one.get('stored', 0) for one in indexes):>12} "
+            f"{rows[-1]['flops'] / 1e9:>8.1f}"
+        )
+    yield f"full prefill / retrieval, time to first token: {result['ttft_full_over_retrieval']:.1f}"
