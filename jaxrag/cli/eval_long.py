@@ -159,6 +159,9 @@ def _add_arguments(parser: argparse.ArgumentParser, suite: str) -> None:
         metavar="FILE",
         help="only write the prompts, as JSONL that `jaxrag train` reads, and ask nothing",
     )
+    parser.add_argument(
+        "--no-items", action="store_true", help="leave the single questions out of the JSON"
+    )
     parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
     parser.add_argument("--markdown", metavar="FILE", help="also write the tables there")
     add_json(parser)
@@ -189,6 +192,8 @@ def run(args: argparse.Namespace) -> None:
         return
     keep_compiled()
     result = run(options, progress=not args.json) | {"machine": describe()}
+    if args.no_items:
+        del result["items"]
     notes = [f"{name}: {note}" for name, found in result["notes"].items() for note in found]
     give_out(args, result, [*titled(tables(result)), *notes], markdown)
     if picture:

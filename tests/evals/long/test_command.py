@@ -59,6 +59,15 @@ def test_needle_writes_what_it_prints(jaxrag, village_dir, village_model, tmp_pa
         assert item["chunks"] == 2
 
 
+def test_single_questions_can_be_left_out(jaxrag, village_dir):
+    code, printed, _ = jaxrag(
+        "needle", "--model", village_dir, "--flavour", "village", "--lengths", "70", "--depths",
+        "0.5", "--questions", 1, "--max-new-tokens", 1, "--no-items", "--json",
+    )  # fmt: skip
+    result = json.loads(printed)
+    assert code == 0 and "items" not in result and len(result["cells"]) == 1
+
+
 def test_prompts_are_written_without_asking(jaxrag, village_dir, tmp_path):
     path = tmp_path / "prompts.jsonl"
     code, printed, _ = jaxrag(

@@ -240,7 +240,7 @@ def test_decode_rules_are_called_what_they_are_named(asked):
     options = dataclasses.replace(NEEDLE, decode=rules, methods=("full_attention",), questions=1)
     result, _, _ = asked(options, shallow)
     assert list(result["methods"]) == ["full_attention, dense", "full_attention, few"]
-    assert "StaticWindow(sink=4, recent=16" in result["methods"]["full_attention, few"]
+    assert "sink=4, recent=16" in result["methods"]["full_attention, few"]
     assert result["decode"] == {"dense": "dense", "few": "static_window:sink=4,recent=16"}
     (table,) = [table for table in tables(result) if table.title == "decode rules"]
     assert table.rows[1:] == [["few", "static_window:sink=4,recent=16"]]
