@@ -15,9 +15,9 @@ from crash_log import FRESH, Change, Log, require
 
 from jaxrag.embed import as_embedder
 from jaxrag.encode import chunk_key, encode_chunks
-from jaxrag.index.base import VectorIndex
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model, load_model
+from jaxrag.retrieve.base import VectorIndex
 from jaxrag.types import HostArray
 
 DOCUMENTS = 24  # ids that are added, changed and removed in turn
@@ -268,11 +268,11 @@ def make_model(directory: Path) -> None:
     """Write a Hugging Face directory of a tiny random Llama and a tokenizer of the texts."""
     import jax
 
-    from jaxrag.bench import byte_level
     from jaxrag.bench.ttft import LLAMA_100M
     from jaxrag.config import RopeConfig
     from jaxrag.models.export import export_hf
     from jaxrag.models.spec import init_params
+    from jaxrag.text import byte_level
 
     texts = [document_text(n, 0) for n in range(DOCUMENTS)]
     tokenizer = byte_level.train(texts, 400, ["<|begin|>", "<|end|>"])

@@ -47,7 +47,7 @@ def prompt_of(model: Any, shape: Shape, context: int, seed: int) -> Any:
     """Chunks of random ids and a question."""
     import numpy as np
 
-    from jaxrag.prefill import Prompt
+    from jaxrag.engine.mapping import Prompt
 
     rng = np.random.default_rng((seed, context))
 
@@ -63,7 +63,8 @@ def first_tokens(model: Any, store: Any, method: Any, prompts: Sequence[Any]) ->
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxrag.prefill import map_request, prefill, unmap
+    from jaxrag.engine.mapping import map_request, unmap
+    from jaxrag.engine.prefill import prefill
 
     start, mapped = time.perf_counter(), []
     try:
@@ -89,9 +90,10 @@ def forget(model: Any, prompts: Sequence[Any]) -> None:
 
 def decoding_seconds(model: Any, store: Any, method: Any, prompts: Sequence[Any]) -> float:
     """Seconds a step while every prompt gets its next token."""
-    from jaxrag.answer import SamplingRows, decode, reserved
-    from jaxrag.prefill import map_request, prefill, unmap
-    from jaxrag.sampling import Sampling
+    from jaxrag.engine.decoding import SamplingRows, decode, reserved
+    from jaxrag.engine.mapping import map_request, unmap
+    from jaxrag.engine.prefill import prefill
+    from jaxrag.engine.sampling import Sampling
 
     room, mapped = reserved(1 + (RUNS + 1) * BLOCK, BLOCK), []
     try:
@@ -116,8 +118,8 @@ def end_to_end(name: str, shape: Shape, impl: str, found: MutableMapping[str, An
     """Fill ``found`` row by row, the longest contexts and the smallest batches first."""
     import jax
 
-    from jaxrag.flops import turborag_flops
     from jaxrag.methods import METHODS
+    from jaxrag.models.flops import turborag_flops
     from jaxrag.store import MemoryStore
 
     longest = max(shape.ttft_contexts)

@@ -110,7 +110,7 @@ def packed(shape: Shape, length: int, seed: int) -> tuple[Any, ...]:
     import jax
     import jax.numpy as jnp
 
-    from jaxrag.segments import lay_out
+    from jaxrag.models.segments import lay_out
 
     chunks = (length - 2 * shape.chunk) // shape.chunk
     layout = lay_out(shape.chunk, [shape.chunk] * max(chunks, 0), 0 if chunks < 0 else shape.chunk)

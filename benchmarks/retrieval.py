@@ -31,19 +31,19 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 
-from jaxrag.bench import byte_level
 from jaxrag.bench.machine import describe
 from jaxrag.catalog import Catalog, Entry
-from jaxrag.chunking import Chunking, split
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json, give_out, require_folder
 from jaxrag.documents import Document
+from jaxrag.documents.chunking import Chunking, split
 from jaxrag.embed import load_embedder
-from jaxrag.index.base import Found, Retriever, Vectors, searched_text
-from jaxrag.index.bm25 import terms
-from jaxrag.index.names import VECTOR_INDEXES, index_named
-from jaxrag.index.retrievers import BM25Retriever, HybridRetriever, VectorRetriever
-from jaxrag.tokenizer import Tokenizer
+from jaxrag.retrieve.base import Found, Retriever, Vectors, searched_text
+from jaxrag.retrieve.bm25 import terms
+from jaxrag.retrieve.names import VECTOR_INDEXES, index_named
+from jaxrag.retrieve.retrievers import BM25Retriever, HybridRetriever, VectorRetriever
+from jaxrag.text import byte_level
+from jaxrag.text.tokenizer import Tokenizer
 
 CUTOFFS = (5, 10)
 CHUNK_TOKENS = 512

@@ -18,16 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from jaxrag.bench import byte_level
 from jaxrag.bench.machine import describe
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json, give_out, require_folder
 from jaxrag.config import ModelConfig, RopeConfig
 from jaxrag.documents import Document
-from jaxrag.generation import Result, generate
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model, random_model
-from jaxrag.tokenizer import Tokenizer
+from jaxrag.serve.generate import Result, generate
+from jaxrag.text import byte_level
+from jaxrag.text.tokenizer import Tokenizer
 
 CHUNK_TOKENS = 128
 WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "larch", "maple")

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxrag.documents import Document, read_paths
+    from jaxrag.engine.sampling import Sampling
     from jaxrag.errors import JaxragError
-    from jaxrag.generation import Result, generate
     from jaxrag.knowledge_base import KnowledgeBase
     from jaxrag.methods import METHODS, Method
     from jaxrag.models.model import Model, load_model
-    from jaxrag.prompts import TEMPLATES, PromptTemplate
-    from jaxrag.request import Source
-    from jaxrag.sampling import Sampling
+    from jaxrag.serve.generate import Result, generate
+    from jaxrag.serve.questions import Source
     from jaxrag.sharding import make_mesh
+    from jaxrag.text.prompts import TEMPLATES, PromptTemplate
 
 __version__ = "0.1.0"
 
@@ -28,12 +28,12 @@ _MODULES = {
     "METHODS": "jaxrag.methods",
     "Method": "jaxrag.methods",
     "Model": "jaxrag.models.model",
-    "PromptTemplate": "jaxrag.prompts",
-    "Result": "jaxrag.generation",
-    "Sampling": "jaxrag.sampling",
-    "Source": "jaxrag.request",
-    "TEMPLATES": "jaxrag.prompts",
-    "generate": "jaxrag.generation",
+    "PromptTemplate": "jaxrag.text.prompts",
+    "Result": "jaxrag.serve.generate",
+    "Sampling": "jaxrag.engine.sampling",
+    "Source": "jaxrag.serve.questions",
+    "TEMPLATES": "jaxrag.text.prompts",
+    "generate": "jaxrag.serve.generate",
     "load_model": "jaxrag.models.model",
     "make_mesh": "jaxrag.sharding",
     "read_paths": "jaxrag.documents",

@@ -3,13 +3,12 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 from jaxrag.config import ModelConfig, read_toml, strict_fields
 from jaxrag.decode import DecodeRule, Dense, Retrieval, TopN, rule_from
 from jaxrag.errors import RequestError
-from jaxrag.load import Misses
-from jaxrag.segments import POSITION_SCHEMES, PositionScheme
+from jaxrag.models.segments import POSITION_SCHEMES, PositionScheme
 from jaxrag.select import (
     CacheCraft,
     FirstK,
@@ -19,6 +18,8 @@ from jaxrag.select import (
     Selector,
     selector_from,
 )
+
+Misses = Literal["encode", "in_place"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,11 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Answer, and print the throughput."""
-    from jaxrag.batch import answer_file
-    from jaxrag.batch_files import QuestionFile, Shard
     from jaxrag.decode import rule_from
     from jaxrag.methods import method_named
-    from jaxrag.request import resolve
+    from jaxrag.serve.batch import answer_file
+    from jaxrag.serve.batch_files import QuestionFile, Shard
+    from jaxrag.serve.questions import resolve
 
     shard, sampling = Shard.parse(args.shard), sampling_of(args)
     method_named(args.method)  # refused before a model is read

@@ -23,7 +23,7 @@ from jaxrag.cli.options import load
 from jaxrag.errors import JaxragError, RequestError
 
 if TYPE_CHECKING:
-    from jaxrag.ingest import AddReport
+    from jaxrag.knowledge_base.ingest import AddReport
 
 _PARTS_PER_ACTOR = 4  # so that a worker with long documents does not keep the others waiting
 
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 def merged(reports: Sequence["AddReport"], seconds: float) -> "AddReport":
     """One report of several parts: counts are added, ``seconds`` is the whole run's."""
-    from jaxrag.ingest import UNKNOWN_EXAMPLES
+    from jaxrag.knowledge_base.ingest import UNKNOWN_EXAMPLES
 
     own = ("skipped", "seconds", "unknown_words", "neighbours")
     names = [f.name for f in dataclasses.fields(reports[0]) if f.name not in own]

@@ -15,12 +15,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrag.bench import byte_level
 from jaxrag.config import ModelConfig, RopeConfig
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.spec import init_params
-from jaxrag.prompts import TEMPLATES, template_named
+from jaxrag.text import byte_level
+from jaxrag.text.prompts import TEMPLATES, template_named
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")

@@ -11,8 +11,8 @@ import pytest
 
 from jaxrag.cli import main
 from jaxrag.documents import BadDocument
-from jaxrag.ingest import AddReport
 from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.knowledge_base.ingest import AddReport
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 

@@ -8,7 +8,7 @@ from jaxrag.config import config_from_dict, config_to_dict, read_toml
 from jaxrag.errors import ConfigError, RequestError
 from jaxrag.methods import METHODS, method_named
 from jaxrag.models.spec import num_params
-from jaxrag.prompts import template_named
+from jaxrag.text.prompts import template_named
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MODELS = CONFIGS / "models"

@@ -10,7 +10,7 @@ import pytest
 from jaxrag.config import config_from_dict, read_toml
 from jaxrag.models.export import export_hf
 from jaxrag.models.spec import init_params
-from jaxrag.prompts import template_named
+from jaxrag.text.prompts import template_named
 
 ROOT = Path(__file__).parents[1]
 

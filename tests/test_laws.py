@@ -6,16 +6,17 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrag import answer, prefill
 from jaxrag.cache import PAGE
 from jaxrag.encode import chunk_key, encode_chunks
+from jaxrag.engine import decoding as answer
+from jaxrag.engine import prefill
+from jaxrag.engine.loader import bring_in, release
+from jaxrag.engine.mapping import Prompt, map_request, unmap
 from jaxrag.errors import ConfigError, RequestError
-from jaxrag.generation import generate
-from jaxrag.load import bring_in, release
 from jaxrag.methods import METHODS, Method
 from jaxrag.models.model import random_model
-from jaxrag.prefill import Prompt, map_request, unmap
-from jaxrag.segments import lay_out
+from jaxrag.models.segments import lay_out
+from jaxrag.serve.generate import generate
 from jaxrag.sharding import make_mesh
 from jaxrag.types import HIDDEN
 
@@ -262,7 +263,7 @@ def test_a_new_length_does_not_recompile(rng, model_of):
             generate(question, documents=documents, model=model, method=method,
                      max_new_tokens=new_tokens)  # fmt: skip
 
-    from jaxrag import load
+    from jaxrag.engine import loader as load
 
     compiled = (prefill._prefill_piece, answer._decode_block, answer._sample, load._place)
     ask(30, documents, 9)
@@ -291,7 +292,7 @@ def test_a_prompt_in_pieces_equals_one_forward(rng, model_of, monkeypatch, famil
 
 
 def test_pieces_of_a_long_prompt_are_few_shapes():
-    from jaxrag.segments import pieces
+    from jaxrag.shapes import pieces
 
     shapes = set()
     for length in range(1, 6000):

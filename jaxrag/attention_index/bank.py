@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrag.config import RopeConfig
 from jaxrag.errors import RequestError, RetrievalError
-from jaxrag.rope import attention_factor, frequencies
+from jaxrag.models.rope import attention_factor, frequencies
 from jaxrag.types import HostArray
 
 

@@ -18,28 +18,20 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from jaxrag import answer
 from jaxrag.bench.machine import describe
 from jaxrag.bench.ttft import LLAMA_100M
 from jaxrag.cache import PAGE
 from jaxrag.config import DType, ModelConfig
-from jaxrag.decode import (
-    DECODE_RULES,
-    Account,
-    Dense,
-    Flat,
-    TopN,
-    break_even,
-    bytes_of,
-    rule_from,
-)
-from jaxrag.decode.memory import A100
+from jaxrag.decode import DECODE_RULES, Account, Dense, Flat, TopN, break_even, bytes_of, rule_from
+from jaxrag.decode.footprint import A100
 from jaxrag.decode.retrieval import Retrieval
+from jaxrag.engine import decoding as answer
+from jaxrag.engine.mapping import Mapped, Prompt, map_request, unmap
+from jaxrag.engine.prefill import prefill_observed
 from jaxrag.errors import RequestError
 from jaxrag.methods import METHODS
 from jaxrag.models.model import Model, random_model
 from jaxrag.models.spec import num_params
-from jaxrag.prefill import Mapped, Prompt, map_request, prefill_observed, unmap
 
 CHUNK_TOKENS = 512
 RULES = "dense,static_window,flat,ivf,retrieval,topn"

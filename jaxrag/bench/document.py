@@ -26,13 +26,13 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrag.attention_index.document import indexing_from
-from jaxrag.bench import byte_level
 from jaxrag.bench.decode import Options as DecodeOptions
 from jaxrag.bench.ingest import invented_texts
 from jaxrag.bench.machine import describe
 from jaxrag.errors import RequestError
 from jaxrag.models.export import export_hf
 from jaxrag.models.spec import init_params, num_params
+from jaxrag.text import byte_level
 
 KINDS: dict[str, tuple[str, ...]] = {
     "retrieval": ("--method", "turborag", "--decode", "retrieval"),

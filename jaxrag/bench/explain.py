@@ -16,18 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jaxrag.attention import PackedAttend
 from jaxrag.bench.machine import describe
 from jaxrag.config import ModelConfig
+from jaxrag.engine.mapping import Mapped, Prompt, map_request, unmap
 from jaxrag.errors import RequestError
 from jaxrag.methods import Method, method_named
+from jaxrag.models.attention import PackedAttend
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import Model
+from jaxrag.models.rope import RopeTable, place
+from jaxrag.models.segments import lay_out
 from jaxrag.models.spec import Params
-from jaxrag.prefill import Mapped, Prompt, map_request, unmap
-from jaxrag.request import Request, Settings
-from jaxrag.rope import RopeTable, place
-from jaxrag.segments import lay_out
 from jaxrag.select import (
     CacheCraft,
     FirstK,
@@ -39,6 +38,7 @@ from jaxrag.select import (
     choose,
     layer_deviations,
 )
+from jaxrag.serve.questions import Request, Settings
 from jaxrag.types import FINAL, Array, HostArray, Tokens
 
 DEFAULT_RATIO = 0.15  # of methods that recompute nothing, or have a number of their own

@@ -14,15 +14,7 @@ from tqdm import tqdm
 from jaxrag.attention_index import build, open_index, spread
 from jaxrag.attention_index.faiss_objects import faiss_module
 from jaxrag.bench.attention_heads import Heads
-from jaxrag.bench.index import (
-    ENGINES,
-    Options,
-    exact_rows,
-    generated,
-    one_thread,
-    quality,
-    tune,
-)
+from jaxrag.bench.index import ENGINES, Options, exact_rows, generated, one_thread, quality, tune
 from jaxrag.bench.index_knn import SharedNeighbours
 from jaxrag.bench.machine import describe
 from jaxrag.errors import RequestError

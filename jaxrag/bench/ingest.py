@@ -28,26 +28,25 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jaxrag import ingest
-from jaxrag.attention import PackedAttend
-from jaxrag.bench import byte_level
 from jaxrag.bench.machine import describe
 from jaxrag.bench.ttft import LLAMA_100M
-from jaxrag.chunking import Chunking, split
 from jaxrag.config import DType, ModelConfig
 from jaxrag.documents import Document
+from jaxrag.documents.chunking import Chunking, split
 from jaxrag.encode import encoder_named
-from jaxrag.encode.behind import batch_rows
-from jaxrag.encode.rows import packed_batches
+from jaxrag.encode.neighbours import batch_rows
+from jaxrag.encode.packed import packed_batches
 from jaxrag.errors import RequestError
-from jaxrag.flops import forward_flops
-from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.knowledge_base import KnowledgeBase, ingest
+from jaxrag.models.attention import PackedAttend
 from jaxrag.models.decoder import forward
 from jaxrag.models.export import export_hf
+from jaxrag.models.flops import forward_flops
 from jaxrag.models.model import Model, load_model
+from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import Params, init_params, num_params
-from jaxrag.prompts import TEMPLATES
-from jaxrag.rope import RopeTable
+from jaxrag.text import byte_level
+from jaxrag.text.prompts import TEMPLATES
 from jaxrag.types import Array, HostArray, Tokens
 
 Clock = tuple[float, float]  # seconds on the wall, and of all processors together

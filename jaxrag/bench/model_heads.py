@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrag.attention import PackedAttend
 from jaxrag.attention_index import QueryBank
 from jaxrag.bench.attention_heads import Heads
 from jaxrag.bench.index import Options
 from jaxrag.config import ModelConfig
 from jaxrag.errors import RequestError
+from jaxrag.models.attention import PackedAttend
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import Model, as_token_ids
+from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import Params
-from jaxrag.rope import RopeTable
 from jaxrag.types import FINAL, Array, HostArray, Tokens
 
 

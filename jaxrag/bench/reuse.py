@@ -44,7 +44,7 @@ from tqdm import tqdm
 
 from jaxrag.bench.machine import describe
 from jaxrag.errors import RequestError
-from jaxrag.tokenizer import Tokenizer
+from jaxrag.text.tokenizer import Tokenizer
 from jaxrag.types import HostArray
 
 PAPER = {"storage_reduction": 0.710, "hit_rate": 0.779, "avoided": 0.823}

@@ -25,9 +25,9 @@ from jaxrag.bench.ttft import LLAMA_100M, SETTLE_SECONDS
 from jaxrag.config import ModelConfig
 from jaxrag.errors import RequestError
 from jaxrag.models.export import export_hf
+from jaxrag.models.rope import rope_table
+from jaxrag.models.segments import lay_out
 from jaxrag.models.spec import init_params, num_params
-from jaxrag.rope import rope_table
-from jaxrag.segments import lay_out
 from jaxrag.sharding import make_mesh
 from jaxrag.train.config import (
     ComputePart,

@@ -33,14 +33,15 @@ from jaxrag.bench.ttft_ratios import report_ratios, slopes
 from jaxrag.cache import PAGE
 from jaxrag.config import DType, ModelConfig, RopeConfig
 from jaxrag.encode import chunk_key, encoder_named
+from jaxrag.engine.mapping import Prompt, map_request, unmap
+from jaxrag.engine.prefill import prefill
 from jaxrag.errors import RequestError
-from jaxrag.flops import block_attention_flops, turborag_flops
 from jaxrag.knowledge_base.neighbours import each_other
 from jaxrag.methods import METHODS, Method
 from jaxrag.models.export import export_hf
+from jaxrag.models.flops import block_attention_flops, turborag_flops
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.spec import init_params, num_params
-from jaxrag.prefill import Prompt, map_request, prefill, unmap
 from jaxrag.store import ChunkStore, KVStore
 
 CHUNK_TOKENS = 512

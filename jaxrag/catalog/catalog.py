@@ -19,8 +19,8 @@ from jaxrag.catalog.database import Database, to_json
 from jaxrag.catalog.reader import Reader
 from jaxrag.catalog.rows import Entry
 from jaxrag.errors import KnowledgeBaseError, StoreError
-from jaxrag.index.base import searched_text
-from jaxrag.index.bm25 import BM25Index
+from jaxrag.retrieve.base import searched_text
+from jaxrag.retrieve.bm25 import BM25Index
 from jaxrag.types import HostArray
 
 

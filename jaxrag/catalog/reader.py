@@ -8,18 +8,11 @@ from typing import Any
 import numpy as np
 
 from jaxrag.catalog.database import Database
-from jaxrag.catalog.rows import (
-    ChunkTokens,
-    DocumentEntry,
-    Hit,
-    KeyedChunk,
-    from_blob,
-    read_hits,
-)
-from jaxrag.chunking import Chunk
-from jaxrag.index.base import searched_text
-from jaxrag.index.bm25 import BM25Index, BM25Snapshot
-from jaxrag.index.filters import Filter
+from jaxrag.catalog.rows import ChunkTokens, DocumentEntry, Hit, KeyedChunk, from_blob, read_hits
+from jaxrag.documents.chunking import Chunk
+from jaxrag.retrieve.base import searched_text
+from jaxrag.retrieve.bm25 import BM25Index, BM25Snapshot
+from jaxrag.retrieve.filters import Filter
 from jaxrag.types import HostArray
 
 

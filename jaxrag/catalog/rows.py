@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrag.chunking import Chunk
 from jaxrag.documents import Document
+from jaxrag.documents.chunking import Chunk
 from jaxrag.types import HostArray
 
 

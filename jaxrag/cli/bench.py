@@ -296,8 +296,8 @@ def run_explain(args: argparse.Namespace) -> None:
     """Write the pictures and the numbers; print a summary, or one JSON object."""
     from jaxrag.bench.explain import explain, method_to_explain, report
     from jaxrag.bench.explain_plots import check_folder, draw
-    from jaxrag.request import prepare, resolve
-    from jaxrag.sampling import Sampling
+    from jaxrag.engine.sampling import Sampling
+    from jaxrag.serve.questions import prepare, resolve
 
     folder, where = Path(args.out), where_of(args)
     method = method_to_explain(args.method, args.recompute_ratio)

@@ -19,7 +19,7 @@ from jaxrag.cli.options import (
 from jaxrag.errors import RequestError
 
 if TYPE_CHECKING:
-    from jaxrag.evals.accuracy import Cell, Options
+    from jaxrag.evals.synthetic import Cell, Options
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -123,8 +123,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run_synthetic(args: argparse.Namespace) -> None:
     """Print the tables, or one JSON object."""
     from jaxrag.bench.machine import describe
-    from jaxrag.evals.accuracy import run
-    from jaxrag.evals.accuracy_report import markdown, tables
+    from jaxrag.evals.synthetic import run
+    from jaxrag.evals.synthetic_report import markdown, tables
 
     options = _options(args)
     require_folder(args.out)
@@ -152,9 +152,9 @@ def run_curve(args: argparse.Namespace) -> None:
 
 
 def _options(args: argparse.Namespace) -> "Options":
-    from jaxrag.evals.accuracy import Options
-    from jaxrag.evals.synthetic import SyntheticTask
-    from jaxrag.train.fields import build, override
+    from jaxrag.evals.synthetic import Options
+    from jaxrag.tables import build, override
+    from jaxrag.tasks.synthetic import SyntheticTask
 
     models: dict[str, str] = {}
     for text in args.model:
@@ -189,7 +189,7 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def _compared(text: str) -> "tuple[Cell, Cell]":
-    from jaxrag.evals.accuracy import Cell
+    from jaxrag.evals.synthetic import Cell
 
     found = re.fullmatch(r"([^:,]+):([^:,]+),([^:,]+):([^:,]+)", text)
     if found is None:

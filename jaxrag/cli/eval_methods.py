@@ -16,7 +16,7 @@ from jaxrag.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from jaxrag.evals.reuse_grid import Options
+    from jaxrag.evals.methods_grid import Options
 
 
 def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -98,8 +98,8 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
 def run(args: argparse.Namespace) -> int:
     """Print the tables, or one JSON object; exit code 3 where ratio 1 is not full attention."""
     from jaxrag.bench.machine import describe
-    from jaxrag.evals.reuse_quality import run
-    from jaxrag.evals.reuse_report import markdown, tables
+    from jaxrag.evals.methods import run
+    from jaxrag.evals.methods_report import markdown, tables
 
     options = _options(args)
     require_folder(args.out)
@@ -118,9 +118,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> "Options":
-    from jaxrag.evals.reuse_grid import Options
-    from jaxrag.evals.synthetic import SyntheticTask
-    from jaxrag.train.fields import build, override
+    from jaxrag.evals.methods_grid import Options
+    from jaxrag.tables import build, override
+    from jaxrag.tasks.synthetic import SyntheticTask
 
     task: dict[str, Any] = {"chunks": chunks_of(args.chunks), "split": args.split}
     for assignment in args.set:

@@ -89,9 +89,9 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when a ratio was found and is remembered, 3 when none reaches the target."""
-    from jaxrag.batch_files import QuestionFile
     from jaxrag.evals.gate import Target, gate
     from jaxrag.methods import method_named
+    from jaxrag.serve.batch_files import QuestionFile
 
     method, questions = method_named(args.method), QuestionFile.open(args.questions)
     ratios = None if args.ratios is None else ratios_of(args.ratios)

@@ -18,7 +18,7 @@ from jaxrag.cli.options import (
 
 if TYPE_CHECKING:
     from jaxrag.documents import DocumentFiles, Shard
-    from jaxrag.ingest import AddReport
+    from jaxrag.knowledge_base.ingest import AddReport
     from jaxrag.models.model import Model
 
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from jaxrag.errors import ConfigError, KnowledgeBaseError, RequestError
 
 if TYPE_CHECKING:
-    from jaxrag.evals.accuracy_report import Table
+    from jaxrag.engine.sampling import Sampling
+    from jaxrag.evals.synthetic_report import Table
     from jaxrag.knowledge_base import KnowledgeBase
     from jaxrag.models.model import Model
-    from jaxrag.sampling import Sampling
 
 
 def add_command(
@@ -171,7 +171,7 @@ def where_of(args: argparse.Namespace) -> dict[str, Any] | None:
 
 def sampling_of(args: argparse.Namespace) -> "Sampling":
     """The Sampling of --temperature, --top-k, --top-p and --seed."""
-    from jaxrag.sampling import Sampling
+    from jaxrag.engine.sampling import Sampling
 
     return Sampling(args.temperature, args.top_k, args.top_p, args.seed)
 

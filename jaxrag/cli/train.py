@@ -6,14 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxrag.cli.distributed import add_distributed, join
-from jaxrag.cli.options import (
-    add_command,
-    add_json,
-    human_count,
-    keep_compiled,
-    print_json,
-    table,
-)
+from jaxrag.cli.options import add_command, add_json, human_count, keep_compiled, print_json, table
 
 if TYPE_CHECKING:
     from jaxrag.train.config import TrainConfig

@@ -9,10 +9,10 @@ from jaxrag.config import strict_fields
 from jaxrag.decode.base import DecodeRule, Observe, PromptQueries, View
 from jaxrag.decode.dense import Dense, StaticWindow
 from jaxrag.decode.exact import Flat, TopN
+from jaxrag.decode.footprint import Bytes, break_even, bytes_of, index_bytes
 from jaxrag.decode.host_search import Account, HostSearch
 from jaxrag.decode.indexing import index_keys
 from jaxrag.decode.infllm import InfLLM
-from jaxrag.decode.memory import Bytes, break_even, bytes_of, index_bytes
 from jaxrag.decode.quest import Quest
 from jaxrag.decode.retrieval import Ivf, Retrieval
 from jaxrag.decode.snapkv import SnapKV

@@ -10,7 +10,13 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxrag.attention import (
+from jaxrag.attention_index import Spec
+from jaxrag.cache import PagePool
+from jaxrag.cache.host import HostValues
+from jaxrag.config import ModelConfig
+from jaxrag.decode.host_search import HostSearch
+from jaxrag.errors import RequestError
+from jaxrag.models.attention import (
     attend_pool,
     paged_decode_attention,
     paged_scores,
@@ -19,13 +25,7 @@ from jaxrag.attention import (
     slot_values,
     topn_attention,
 )
-from jaxrag.attention_index import Spec
-from jaxrag.cache import PagePool
-from jaxrag.config import ModelConfig
-from jaxrag.decode.host_search import HostSearch
-from jaxrag.errors import RequestError
-from jaxrag.offload import HostValues
-from jaxrag.rope import RopeTable, rotate, scale_rotary
+from jaxrag.models.rope import RopeTable, rotate, scale_rotary
 from jaxrag.types import HIDDEN, Array, Partial
 
 

@@ -6,10 +6,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrag.attention import merge
 from jaxrag.config import ModelConfig
 from jaxrag.decode.base import DecodeRule, View, highest, require, require_zero_or_more
 from jaxrag.errors import RequestError
+from jaxrag.models.attention import merge
 from jaxrag.types import Array, Partial
 
 

@@ -12,13 +12,13 @@ from jaxrag.attention_index import Exact, Spec
 from jaxrag.cache import PagePool, PageTable
 from jaxrag.config import ModelConfig
 from jaxrag.decode.base import PromptQueries, View
+from jaxrag.decode.footprint import index_bytes
 from jaxrag.decode.host_search import NOBODY, HostSearch, training_queries
-from jaxrag.decode.memory import index_bytes
 from jaxrag.decode.retrieval import Indexed, Retrieval
 from jaxrag.decode.stored import DAMAGED, Carried, Known, Layers
 from jaxrag.errors import RequestError
-from jaxrag.rope import RopeTable
-from jaxrag.segments import bucket
+from jaxrag.models.rope import RopeTable
+from jaxrag.shapes import bucket
 from jaxrag.types import Array, HostArray
 
 _FEWEST = 1024  # positions whose keys are read at once; more in powers of two

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrag.attention import merge
 from jaxrag.decode.base import DecodeRule, Observe, View, highest, require, require_zero_or_more
 from jaxrag.decode.dense import Positions, check_positions
 from jaxrag.errors import RequestError
+from jaxrag.models.attention import merge
 from jaxrag.types import HIDDEN, Array, Partial
 
 

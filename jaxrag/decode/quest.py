@@ -11,7 +11,7 @@ from jaxrag.cache import PAGE
 from jaxrag.config import ModelConfig
 from jaxrag.decode.base import DecodeRule, View, highest, require, require_zero_or_more
 from jaxrag.errors import RequestError
-from jaxrag.rope import rotate, scale_rotary
+from jaxrag.models.rope import rotate, scale_rotary
 from jaxrag.types import Array, Partial
 
 

@@ -6,10 +6,10 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 
-from jaxrag.attention import merge
 from jaxrag.attention_index import Ivf as IvfIndex
 from jaxrag.attention_index import ProjectedGraph, Spec
 from jaxrag.decode.base import DecodeRule, Observe, View, highest, require, require_zero_or_more
+from jaxrag.models.attention import merge
 from jaxrag.types import Array, Partial
 
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxrag.attention import merge
 from jaxrag.decode.base import DecodeRule, Observe, View, highest, require
 from jaxrag.errors import RequestError
-from jaxrag.rope import place
+from jaxrag.models.attention import merge
+from jaxrag.models.rope import place
 from jaxrag.types import Array, Partial
 
 

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxrag.attention import PagedAttend
 from jaxrag.cache import PagePool, PageTable
 from jaxrag.config import ModelConfig
 from jaxrag.decode.base import DecodeRule, Far, PromptQueries, View
 from jaxrag.decode.host_search import HostSearch
 from jaxrag.decode.retrieval import Indexed
-from jaxrag.rope import RopeTable
+from jaxrag.models.attention import PagedAttend
+from jaxrag.models.rope import RopeTable
 from jaxrag.types import HIDDEN, Array, HostArray, Tokens
 
 

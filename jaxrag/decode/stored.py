@@ -4,12 +4,7 @@ import collections
 import dataclasses
 
 from jaxrag.attention_index import Searcher, open_index
-from jaxrag.attention_index.document import (
-    indexes_nbytes,
-    is_indexed,
-    load_layer,
-    stored_spec,
-)
+from jaxrag.attention_index.document import indexes_nbytes, is_indexed, load_layer, stored_spec
 from jaxrag.attention_index.spec import STORAGE_BYTES
 from jaxrag.config import ModelConfig
 from jaxrag.errors import ChunkCorrupt, ChunkMissing, RetrievalError

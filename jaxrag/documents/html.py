@@ -5,14 +5,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from jaxrag.documents.document import BadDocument, Document
-from jaxrag.documents.files import (
-    File,
-    decode,
-    is_encoding,
-    marked_encoding,
-    one_line,
-    read_bytes,
-)
+from jaxrag.documents.files import File, decode, is_encoding, marked_encoding, one_line, read_bytes
 from jaxrag.errors import DocumentError
 
 

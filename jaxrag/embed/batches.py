@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrag.segments import bucket
+from jaxrag.shapes import bucket
 from jaxrag.types import HostArray
 
 _SMALLEST = 16

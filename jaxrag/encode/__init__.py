@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from jaxrag.attention_index.document import Indexing, build_arrays
-from jaxrag.encode.behind import OwnKV, encode_behind
 from jaxrag.encode.joint import encode_jointly
-from jaxrag.encode.observed import encode_observed
-from jaxrag.encode.own import StoredNeighbours
-from jaxrag.encode.rows import encode_rows
+from jaxrag.encode.neighbours import OwnKV, encode_behind
+from jaxrag.encode.packed import encode_rows
+from jaxrag.encode.stored_neighbours import StoredNeighbours
+from jaxrag.encode.with_queries import encode_observed
 from jaxrag.errors import RequestError
 from jaxrag.models.model import Model
 from jaxrag.store import Provenance, content_id, context_id

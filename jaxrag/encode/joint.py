@@ -14,14 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrag.attention import PackedAttend
 from jaxrag.config import ModelConfig
-from jaxrag.encode.rows import ROW_TOKENS, Places, check_context, row_length, take_places
+from jaxrag.encode.packed import ROW_TOKENS, Places, check_context, take_places
+from jaxrag.models.attention import PackedAttend
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import Model
+from jaxrag.models.rope import RopeTable
+from jaxrag.models.segments import pack
 from jaxrag.models.spec import Params
-from jaxrag.rope import RopeTable
-from jaxrag.segments import bucket, pack
+from jaxrag.shapes import bucket, row_length
 from jaxrag.types import EMPTY, FINAL, Array, HostArray, Tokens
 
 

@@ -11,12 +11,12 @@ import numpy as np
 from jaxrag.cache import PAGE, PagePool
 from jaxrag.config import ModelConfig
 from jaxrag.encode import encode_chunks
-from jaxrag.mapping import Mapped, Part, Prompt, map_request, unmap
+from jaxrag.engine.mapping import Mapped, Part, Prompt, map_request, unmap
+from jaxrag.engine.prefill import prefill
 from jaxrag.methods import Method
 from jaxrag.models.model import Model
-from jaxrag.prefill import prefill
-from jaxrag.rope import RopeTable, place
-from jaxrag.segments import bucket
+from jaxrag.models.rope import RopeTable, place
+from jaxrag.shapes import bucket
 from jaxrag.store import KVStore
 from jaxrag.types import Array, HostArray
 

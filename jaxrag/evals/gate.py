@@ -14,25 +14,26 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from jaxrag.batch_files import BadQuestion, QuestionFile, Shard
 from jaxrag.cache import PagePool, PageTable
 from jaxrag.config import ModelConfig
+from jaxrag.engine.mapping import Mapped, map_request, unmap
+from jaxrag.engine.prefill import prefill, run_tokens
+from jaxrag.engine.sampling import Sampling
 from jaxrag.errors import KnowledgeBaseError, RequestError
 from jaxrag.evals.statistics import Estimate, share
-from jaxrag.gated import gate_subject
-from jaxrag.generation import Result, batches, serve
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import METHODS, Method
 from jaxrag.models.decoder import unembed
 from jaxrag.models.model import Model
+from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import Params
-from jaxrag.prefill import Mapped, map_request, prefill, run_tokens, unmap
-from jaxrag.prompts import PromptTemplate
-from jaxrag.request import Request, Settings, prepare, resolve
-from jaxrag.rope import RopeTable
-from jaxrag.sampling import Sampling
-from jaxrag.segments import bucket
 from jaxrag.select import NoTokens
+from jaxrag.serve.batch_files import BadQuestion, QuestionFile, Shard
+from jaxrag.serve.gated import gate_subject
+from jaxrag.serve.generate import Result, batches, serve
+from jaxrag.serve.questions import Request, Settings, prepare, resolve
+from jaxrag.shapes import bucket
+from jaxrag.text.prompts import PromptTemplate
 from jaxrag.types import Array, HostArray
 
 RATIOS = (0.0, 0.05, 0.10, 0.15, 0.20, 0.30, 0.50)  # at 1 nothing is gained

@@ -16,15 +16,16 @@ from jax.sharding import Mesh
 
 from jaxrag.config import ModelConfig
 from jaxrag.errors import ConfigError, RequestError
-from jaxrag.evals.synthetic import Sample, SyntheticTask
-from jaxrag.evals.synthetic import samples as endless
-from jaxrag.generation import generate
 from jaxrag.methods import method_named
 from jaxrag.models.model import Model
-from jaxrag.prompts import PromptTemplate
-from jaxrag.rope import RopeTable
-from jaxrag.segments import PositionScheme, bucket
+from jaxrag.models.rope import RopeTable
+from jaxrag.models.segments import PositionScheme
+from jaxrag.serve.generate import generate
+from jaxrag.shapes import bucket
 from jaxrag.sharding import make_mesh
+from jaxrag.tasks.synthetic import Sample, SyntheticTask
+from jaxrag.tasks.synthetic import samples as endless
+from jaxrag.text.prompts import PromptTemplate
 from jaxrag.train.evaluation import Losses, pack_pieces
 from jaxrag.train.loss import TokenLoss
 from jaxrag.train.packing import TrainBatch, lay_piece

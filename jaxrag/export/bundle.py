@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrag.config import ModelConfig, config_to_dict
 from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
-from jaxrag.rope import attention_factor
+from jaxrag.models.rope import attention_factor
 from jaxrag.store import KVStore, Record
 from jaxrag.types import HostArray
 

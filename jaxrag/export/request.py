@@ -11,7 +11,7 @@ from jaxrag.errors import RequestError
 from jaxrag.export.bundle import Placement
 from jaxrag.export.export import FORMATS, ExportReport, export_bundles
 from jaxrag.export.selection import Selection, Selector
-from jaxrag.index.filters import Filter
+from jaxrag.retrieve.filters import Filter
 from jaxrag.store import KVStore
 
 

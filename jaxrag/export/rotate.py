@@ -8,8 +8,8 @@ import numpy as np
 from jax import lax
 
 from jaxrag.config import RopeConfig
-from jaxrag.rope import RopeTable, place, rope_table
-from jaxrag.segments import bucket
+from jaxrag.models.rope import RopeTable, place, rope_table
+from jaxrag.shapes import bucket
 from jaxrag.types import Array, HostArray
 
 _SMALLEST_SHAPE = 256  # tokens and positions are padded to powers of two from here on

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxrag.catalog import Catalog, DocumentEntry, Hit
-from jaxrag.chunking import Chunk
+from jaxrag.documents.chunking import Chunk
 from jaxrag.errors import KnowledgeBaseError
 from jaxrag.export.bundle import Bundle, Piece
-from jaxrag.index.filters import Filter
-from jaxrag.prompts import PromptTemplate
+from jaxrag.retrieve.filters import Filter
 from jaxrag.store import chunk_key, content_id, context_id
-from jaxrag.tokenizer import Tokenizer
+from jaxrag.text.prompts import PromptTemplate
+from jaxrag.text.tokenizer import Tokenizer
 from jaxrag.types import HostArray
 
 PROMPT = "prompt"  # name of the file that holds a whole prompt

@@ -4,30 +4,28 @@ import concurrent.futures
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Self, get_args, overload
+from typing import Any, Self, get_args, overload
 
 from jaxrag.attention_index.document import Indexing, indexing_from
 from jaxrag.catalog import DocumentEntry, Hit
-from jaxrag.chunking import ChunkBy
+from jaxrag.documents.chunking import ChunkBy
 from jaxrag.errors import KnowledgeBaseError, RequestError
 from jaxrag.export import ExportReport, ExportRequest, Selector, export_selected
-from jaxrag.index.base import Reranker, Retriever
-from jaxrag.index.filters import Filter
-from jaxrag.ingest import AddReport, Ingest, Source
 from jaxrag.knowledge_base import upkeep
+from jaxrag.knowledge_base.ingest import AddReport, Ingest, Source
+from jaxrag.knowledge_base.location import find_folder, open_catalog, store_location
 from jaxrag.knowledge_base.maintained import Maintained
-from jaxrag.knowledge_base.neighbours import SimilarBy, recorded_chunks
-from jaxrag.knowledge_base.opening import find_folder, open_catalog, store_location
+from jaxrag.knowledge_base.neighbours import SimilarBy
 from jaxrag.knowledge_base.search import Search, SearchMode
 from jaxrag.knowledge_base.settings import Wanted
 from jaxrag.knowledge_base.vectors import GivenEmbedder, choose_embedder
-from jaxrag.load import bring_in, release
 from jaxrag.models.model import Model
-from jaxrag.prompts import PromptTemplate, template_named
+from jaxrag.retrieve.base import Reranker, Retriever
+from jaxrag.retrieve.filters import Filter
 from jaxrag.store.chunk_store import Mode
-from jaxrag.tokenizer import Tokenizer
-
-Tier = Literal["page", "host", "device"]
+from jaxrag.store.prefetch import Tier
+from jaxrag.text.prompts import PromptTemplate, template_named
+from jaxrag.text.tokenizer import Tokenizer
 
 
 class KnowledgeBase(Maintained):
@@ -91,8 +89,8 @@ class KnowledgeBase(Maintained):
             the decode rule "retrieval": such as "lists" or "lists:exact_below=16384,reach=8192"
             (none). An existing knowledge base without them keeps them from now on; adding a
             document again, or ``verify(repair=True)``, makes its chunks'.
-          retriever: an object whose ``search`` is asked instead (jaxrag.index.base.Retriever), or
-            the name of one that an installed package announces (jaxrag.index.plugins).
+          retriever: an object whose ``search`` is asked instead (retrieve.base.Retriever), or
+            the name of one that an installed package announces (retrieve.plugins).
           reranker: scores (question, texts) of more candidates than are wanted, to sort them by.
           mode: "r" changes no document and no stored KV: chunks that a method has to encode are
             used and not kept. None means "rw" where a model is given and the folder can be written.
@@ -226,7 +224,7 @@ class KnowledgeBase(Maintained):
         Args:
           question: a text or several. k: how many chunks at most.
           where: only documents with this metadata, such as {"year": {"$gte": 2020}}; see
-            jaxrag.index.filters.
+            jaxrag.retrieve.filters.
           mode: "bm25" ranks by shared words, "vector" by embeddings, "hybrid" by both ranks. None
             asks the retriever if one was given; else "hybrid" where every chunk has a vector, and
             "bm25" where not.
@@ -252,18 +250,16 @@ class KnowledgeBase(Maintained):
 
     def prefetch(
         self, what: str | Sequence[str], *, k: int = 5, tier: Tier = "page"
-    ) -> "concurrent.futures.Future[Any]":
+    ) -> "concurrent.futures.Future[int]":
         """Bring chunk KV closer before it is asked for.
 
         Args:
           what: a question, whose ``k`` best chunks are meant in every variant that is kept, or a
             list of store keys. k: how many.
-          tier: "page" asks the system to read the files, "host" keeps them in memory, "device"
-            maps them into the model's page pool; that is done when this returns, as the pool
-            belongs to the thread that generates.
+          tier: "page" asks the system to read the files, "host" keeps them in memory.
 
-        Returns a Future that is done when they are there. Raises RequestError for another tier or
-        a question that cannot be searched, KnowledgeBaseError for "device" without a model.
+        Returns a Future of the bytes that are there now. Raises RequestError for another tier or
+        a question that cannot be searched.
         """
         if tier not in get_args(Tier):
             raise RequestError(f"tier={tier!r}: expected one of {', '.join(get_args(Tier))}")
@@ -273,21 +269,7 @@ class KnowledgeBase(Maintained):
             keys = [key for by_id in found for key in by_id.values()]
         else:
             keys = list(what)
-        if tier != "device":
-            return self.store.prefetch(keys, tier=tier)
-        model = self._require_model("prefetch to its device")
-        chunks = recorded_chunks(self._catalog, model, self.template, keys)
-        prefix = self.template.prefix_ids(model.text_tokenizer())
-        for encoder, by_key in chunks.items():
-            tokens = [it.ids for it in by_key.values()]
-            others = [it.neighbours for it in by_key.values()]
-            loaded = bring_in(
-                model, self.store, encoder, prefix, tokens, others, indexing=self.indexing
-            )
-            release(model, loaded)
-        done: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        done.set_result(None)
-        return done
+        return self.store.prefetch(keys, tier=tier)
 
     def export(
         self,

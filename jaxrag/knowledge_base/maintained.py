@@ -7,14 +7,14 @@ from typing import Any
 
 from jaxrag.encode import encoder_named
 from jaxrag.errors import KnowledgeBaseError, RequestError
-from jaxrag.ingest import RefreshReport
 from jaxrag.knowledge_base import upkeep
+from jaxrag.knowledge_base.ingest import RefreshReport
+from jaxrag.knowledge_base.location import find_folder
 from jaxrag.knowledge_base.neighbours import DEFAULT_TOP_N, Neighbours, SimilarBy, refresh
 from jaxrag.knowledge_base.opened import Opened
-from jaxrag.knowledge_base.opening import find_folder
 from jaxrag.knowledge_base.stats import collect_stats
 from jaxrag.models.model import Model
-from jaxrag.prompts import PromptTemplate
+from jaxrag.text.prompts import PromptTemplate
 from jaxrag.types import HostArray
 
 DEFAULT_GRACE_SECONDS = 3600.0

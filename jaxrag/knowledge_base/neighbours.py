@@ -19,14 +19,14 @@ from tqdm import tqdm
 
 from jaxrag.catalog import Catalog, ChunkTokens
 from jaxrag.encode import StoredNeighbours, chunk_key, encode_chunks, provenance
-from jaxrag.index.base import NOTHING, VectorIndex
-from jaxrag.index.bm25 import BM25Snapshot
-from jaxrag.ingest import RefreshReport
-from jaxrag.knowledge_base.searched import NeighbourSearch
+from jaxrag.knowledge_base.ingest import RefreshReport
+from jaxrag.knowledge_base.staleness import NeighbourSearch
 from jaxrag.knowledge_base.vectors import ChunkVectors
 from jaxrag.models.model import Model
-from jaxrag.prompts import PromptTemplate
+from jaxrag.retrieve.base import NOTHING, VectorIndex
+from jaxrag.retrieve.bm25 import BM25Snapshot
 from jaxrag.store import KVStore
+from jaxrag.text.prompts import PromptTemplate
 from jaxrag.types import HostArray
 
 SimilarBy = Literal["vectors", "bm25"]
@@ -170,7 +170,7 @@ def refresh(
     """Encode every chunk whose neighbours, their order included, are not those of its KV.
 
     Neighbours are searched of the chunks whose lists may have changed since the last complete
-    search (jaxrag.knowledge_base.searched). Found by the exact vector index, these are the new
+    search (jaxrag.knowledge_base.staleness). Found by the exact vector index, these are the new
     chunks and those that a chunk which came or went is near to; found by BM25 or an approximate
     index, all chunks as soon as any document changed: one question for every chunk, for BM25 to an
     index that is read into memory once.

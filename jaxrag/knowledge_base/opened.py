@@ -6,20 +6,20 @@ from typing import Self
 
 from jaxrag.attention_index.document import Indexing, indexing_from
 from jaxrag.catalog import Catalog
-from jaxrag.chunking import Chunking
 from jaxrag.config import ModelConfig, config_from_dict
+from jaxrag.documents.chunking import Chunking
 from jaxrag.embed import Embedder
 from jaxrag.errors import KnowledgeBaseError
-from jaxrag.index.adapters import CatalogChunks
-from jaxrag.index.base import Chunks, Reranker, Retriever
-from jaxrag.index.plugins import retriever_plugin
-from jaxrag.knowledge_base.opening import open_repository
+from jaxrag.knowledge_base.location import open_repository
 from jaxrag.knowledge_base.vectors import ChunkVectors
 from jaxrag.models.model import Model
-from jaxrag.prompts import PromptTemplate, template_from_dict
+from jaxrag.retrieve.adapters import CatalogChunks
+from jaxrag.retrieve.base import Chunks, Reranker, Retriever
+from jaxrag.retrieve.plugins import retriever_plugin
 from jaxrag.store.chunk_store import Mode
 from jaxrag.store.owners import Owners, this_owner
-from jaxrag.tokenizer import Tokenizer
+from jaxrag.text.prompts import PromptTemplate, template_from_dict
+from jaxrag.text.tokenizer import Tokenizer
 
 
 class Opened:
@@ -78,7 +78,7 @@ class Opened:
 
     @property
     def chunks(self) -> Chunks:
-        """What a retriever may ask about chunks (jaxrag.index.adapters, jaxrag.index.plugins)."""
+        """What a retriever may ask about chunks (retrieve.adapters, retrieve.plugins)."""
         catalog = self._catalog
         return CatalogChunks(catalog.texts, catalog.ids_of_document, catalog.search)
 

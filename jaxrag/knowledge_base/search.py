@@ -10,11 +10,11 @@ from typing import Any, Literal, get_args
 
 from jaxrag.catalog import Catalog, Hit
 from jaxrag.errors import RequestError
-from jaxrag.index.base import Reranker, Retriever
-from jaxrag.index.filters import Filter
-from jaxrag.index.plugins import ForeignRetriever
-from jaxrag.index.retrievers import BM25Retriever, HybridRetriever, Reranked, VectorRetriever
 from jaxrag.knowledge_base.vectors import ChunkVectors
+from jaxrag.retrieve.base import Reranker, Retriever
+from jaxrag.retrieve.filters import Filter
+from jaxrag.retrieve.plugins import ForeignRetriever
+from jaxrag.retrieve.retrievers import BM25Retriever, HybridRetriever, Reranked, VectorRetriever
 
 SearchMode = Literal["bm25", "vector", "hybrid"]
 

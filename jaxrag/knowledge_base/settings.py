@@ -9,16 +9,16 @@ from typing import Any, get_args
 import numpy as np
 
 from jaxrag.attention_index.document import Indexing
-from jaxrag.chunking import ChunkBy, Chunking
 from jaxrag.config import config_to_dict
+from jaxrag.documents.chunking import ChunkBy, Chunking
 from jaxrag.embed import Embedder
 from jaxrag.encode import encoder_named, provenance
 from jaxrag.errors import KnowledgeBaseError
-from jaxrag.index.names import index_named
 from jaxrag.knowledge_base.neighbours import DEFAULT_TOP_N, SimilarBy
 from jaxrag.models.model import Model
-from jaxrag.prompts import PromptTemplate, template_named
+from jaxrag.retrieve.names import index_named
 from jaxrag.store.keys import derive
+from jaxrag.text.prompts import PromptTemplate, template_named
 
 DEFAULT_CHUNK_TOKENS = 512
 DEFAULT_TEMPLATE = "turborag"

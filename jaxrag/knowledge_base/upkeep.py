@@ -15,14 +15,14 @@ from jaxrag.attention_index.document import Indexing, is_indexed
 from jaxrag.catalog import Catalog
 from jaxrag.encode import StoredNeighbours, encode_for_store, gets_indexes, provenance
 from jaxrag.errors import KnowledgeBaseError
-from jaxrag.ingest import RefreshReport
+from jaxrag.knowledge_base.ingest import RefreshReport
+from jaxrag.knowledge_base.location import CATALOG
 from jaxrag.knowledge_base.neighbours import recorded_chunks
-from jaxrag.knowledge_base.opening import CATALOG
 from jaxrag.knowledge_base.vectors import ChunkVectors
 from jaxrag.models.model import Model
-from jaxrag.prompts import PromptTemplate
 from jaxrag.store import ChunkStore, ReadThrough, Record
 from jaxrag.store.owners import Owner, Owners, this_owner
+from jaxrag.text.prompts import PromptTemplate
 
 _REPAIR_BATCH = 256  # chunks that are encoded together
 _EMBED_BATCH = 1024  # texts between two commits of the index

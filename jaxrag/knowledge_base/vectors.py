@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxrag.embed import Embedder, as_embedder, load_embedder
 from jaxrag.errors import KnowledgeBaseError
-from jaxrag.index.base import Mode, VectorIndex
-from jaxrag.index.names import index_named
+from jaxrag.retrieve.base import Mode, VectorIndex
+from jaxrag.retrieve.names import index_named
 from jaxrag.types import HostArray
 
 VECTORS = "vectors"  # folder of the index, in that of the knowledge base

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrag.attention import Attend
 from jaxrag.config import ModelConfig
+from jaxrag.models.attention import Attend
 from jaxrag.models.spec import LayerParams, Params
 from jaxrag.types import Array, Tokens
 
@@ -71,7 +71,7 @@ def forward(
     Args:
       params, config: the model. tokens: ids, positions, segments (and examples), [B, T].
       cache: what ``attend`` reads and writes (a PagePool, or None); carried through the layer scan.
-      attend: this call's attention (jaxrag.attention).
+      attend: this call's attention (jaxrag.models.attention).
       wrap_layer: applied to the function of one layer before it is scanned over ``params.layers``;
         training puts rematerialisation, casts and adapters there.
 

@@ -22,8 +22,8 @@ from jaxrag.models.new_directory import new_directory, refuse_existing
 from jaxrag.models.record import is_checkpoint, read_record
 from jaxrag.models.spec import Params
 from jaxrag.models.tensor_files import INDEX_FILE, SINGLE_FILE, NewTensor, write_file
-from jaxrag.prompts import PromptTemplate, write_prompt
-from jaxrag.tokenizer import copy_tokenizer
+from jaxrag.text.prompts import PromptTemplate, write_prompt
+from jaxrag.text.tokenizer import copy_tokenizer
 from jaxrag.types import Array, HostArray
 
 Form = Literal["huggingface", "jaxrag"]

@@ -10,13 +10,7 @@ from typing import Any
 
 from jaxrag.config import ModelConfig
 from jaxrag.models.family import DECODER, FUSED_MLP, POST_NORMS, QKV_BIAS, Family
-from jaxrag.models.hf_config import (
-    Defaults,
-    read_bool,
-    read_decoder,
-    refuse_windows,
-    write_decoder,
-)
+from jaxrag.models.hf_config import Defaults, read_bool, read_decoder, refuse_windows, write_decoder
 
 _EOS_IDS = (151329, 151336, 151338)
 _DEFAULTS = Defaults(

@@ -6,13 +6,7 @@ from typing import Any
 from jaxrag.config import ModelConfig
 from jaxrag.errors import ConfigError
 from jaxrag.models.family import DECODER, GATED_MLP, MLP_BIAS, O_BIAS, QKV_BIAS, Family
-from jaxrag.models.hf_config import (
-    Defaults,
-    read_bool,
-    read_decoder,
-    refuse_windows,
-    write_decoder,
-)
+from jaxrag.models.hf_config import Defaults, read_bool, read_decoder, refuse_windows, write_decoder
 
 _DEFAULTS = Defaults(
     vocab_size=32000,

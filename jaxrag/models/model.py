@@ -12,21 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrag.attention import PackedAttend, check_kernels
 from jaxrag.cache import PAGE, PagedCache
 from jaxrag.config import Kernels, ModelConfig, config_to_dict
 from jaxrag.errors import ConfigError, RequestError, TokenizerError
+from jaxrag.models.attention import PackedAttend, check_kernels
 from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
 from jaxrag.models.decoder import forward, unembed
 from jaxrag.models.digest import params_digest, weights_digest
 from jaxrag.models.hf import load_hf
+from jaxrag.models.rope import RopeTable, rope_table
+from jaxrag.models.segments import positions_follow_order
 from jaxrag.models.spec import Params, init_params, param_shardings
-from jaxrag.prompts import PromptTemplate, read_prompt
-from jaxrag.rope import RopeTable, rope_table
-from jaxrag.segments import bucket, positions_follow_order
+from jaxrag.shapes import bucket
 from jaxrag.sharding import Rules, replicated, sharding
 from jaxrag.store import KVLayout, MemoryStore, fingerprint
-from jaxrag.tokenizer import Tokenizer, check_vocab
+from jaxrag.text.prompts import PromptTemplate, read_prompt
+from jaxrag.text.tokenizer import Tokenizer, check_vocab
 from jaxrag.types import EMPTY, FINAL, Array, HostArray, Tokens
 
 _LOG = logging.getLogger("jaxrag")

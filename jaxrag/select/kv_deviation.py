@@ -10,18 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxrag.attention import PackedAttend, PagedAttend
 from jaxrag.cache import PAGE, PagePool, PageTable, batch_table
 from jaxrag.config import ModelConfig
-from jaxrag.encode.rows import row_length
 from jaxrag.errors import RequestError
-from jaxrag.flops import turborag_flops
+from jaxrag.models.attention import PackedAttend, PagedAttend
 from jaxrag.models.decoder import forward, keys_and_values
+from jaxrag.models.flops import turborag_flops
 from jaxrag.models.model import Model
+from jaxrag.models.rope import RopeTable, place
 from jaxrag.models.spec import Params
-from jaxrag.rope import RopeTable, place
-from jaxrag.segments import bucket
 from jaxrag.select.base import Choice, Scene, Selector, best, budget_of
+from jaxrag.shapes import bucket, row_length
 from jaxrag.types import EMPTY, FINAL, Array, HostArray, Tokens
 
 Part = Literal["v", "k", "kv"]

@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrag.attention import LastQueries, PackedAttend, PagedAttend, attention_received
 from jaxrag.cache import PagePool, PageTable, batch_table, pages_for
 from jaxrag.config import ModelConfig
 from jaxrag.errors import RequestError
-from jaxrag.flops import score_flops, turborag_flops
+from jaxrag.models.attention import LastQueries, PackedAttend, PagedAttend, attention_received
 from jaxrag.models.decoder import forward
+from jaxrag.models.flops import score_flops, turborag_flops
 from jaxrag.models.model import Model
+from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import Params
-from jaxrag.rope import RopeTable
-from jaxrag.segments import bucket
 from jaxrag.select.base import Choice, Scene, Selector, best
+from jaxrag.shapes import bucket
 from jaxrag.types import EMPTY, FINAL, HIDDEN, Array, HostArray, Tokens
 
 Over = Literal["question", "cache"]

@@ -7,10 +7,10 @@ from jaxrag.store.chunk_store import ChunkStore
 from jaxrag.store.keys import chunk_key, content_id, context_id, derive, fingerprint
 from jaxrag.store.layout import KVLayout
 from jaxrag.store.memory import MemoryStore
+from jaxrag.store.read_through import ReadThrough
 from jaxrag.store.record import AuxArray, Provenance, Record
 from jaxrag.store.scrub import Fresh, VerifyReport
 from jaxrag.store.sweep import GcReport
-from jaxrag.store.tier import ReadThrough
 from jaxrag.store.writer import ChunkWriter, PutResult
 
 __all__ = [

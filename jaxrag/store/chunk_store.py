@@ -27,19 +27,14 @@ from jaxrag.store.base import (
     Stats,
     describe_arrays,
 )
-from jaxrag.store.heat import Evict
+from jaxrag.store.eviction import Evict
 from jaxrag.store.layout import KVLayout
-from jaxrag.store.limit import SizeLimit
 from jaxrag.store.loading import Loader
 from jaxrag.store.namespace import Namespace
 from jaxrag.store.prefetch import DEFAULT_HOST_BYTES, Prefetcher, Tier
+from jaxrag.store.quota import SizeLimit
 from jaxrag.store.reading import Wanted
-from jaxrag.store.record import (
-    AuxArray,
-    Provenance,
-    Record,
-    new_attempt,
-)
+from jaxrag.store.record import AuxArray, Provenance, Record, new_attempt
 from jaxrag.store.repository import Repository
 from jaxrag.store.sweep import GcReport, sweep
 from jaxrag.store.writer import ChunkWriter, PutResult

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from jaxrag.config import read_toml
 from jaxrag.errors import ConfigError
-from jaxrag.evals.synthetic import SyntheticTask
-from jaxrag.segments import PositionScheme
-from jaxrag.train.fields import build, flatten, override
+from jaxrag.models.segments import PositionScheme
+from jaxrag.tables import build, flatten, override
+from jaxrag.tasks.synthetic import SyntheticTask
 
 Mode = Literal["full", "block", "both"]
 OnBad = Literal["fail", "skip"]

@@ -10,7 +10,7 @@ import math
 import jax
 
 from jaxrag.config import ModelConfig
-from jaxrag.flops import forward_flops
+from jaxrag.models.flops import forward_flops
 from jaxrag.models.spec import ParamSpec, is_spec, num_params
 from jaxrag.train.config import LoraPart, TrainConfig
 from jaxrag.train.lora import adapter_specs

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from jaxrag.errors import TrainError
-from jaxrag.prompts import template_named
-from jaxrag.segments import pack
-from jaxrag.tokenizer import Tokenizer
+from jaxrag.models.segments import pack
+from jaxrag.text.prompts import template_named
+from jaxrag.text.tokenizer import Tokenizer
 from jaxrag.train.config import DataPart, EvalPart
 from jaxrag.train.loss import TokenLoss
 from jaxrag.train.packing import Piece, TrainBatch, lay_piece, pack_batch

@@ -16,10 +16,10 @@ import jax
 from jax.experimental import multihost_utils
 
 from jaxrag.errors import TrainError
-from jaxrag.flops import forward_flops
 from jaxrag.models.export import export_hf
+from jaxrag.models.flops import forward_flops
 from jaxrag.models.spec import Params
-from jaxrag.prompts import template_named
+from jaxrag.text.prompts import template_named
 from jaxrag.train.checkpoints import Checkpoints
 from jaxrag.train.config import TrainConfig, changed_field, to_dict
 from jaxrag.train.cost import passes

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from flax import struct
 
-from jaxrag.segments import PositionScheme, example_ids, lay_out
+from jaxrag.models.segments import PositionScheme, example_ids, lay_out
 from jaxrag.train.samples import TrainSample
 from jaxrag.types import EMPTY, FINAL, Array, HostArray, Tokens
 

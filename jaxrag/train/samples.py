@@ -18,9 +18,9 @@ import numpy as np
 
 from jaxrag.config import ModelConfig
 from jaxrag.errors import ConfigError
-from jaxrag.evals.synthetic import Sample
-from jaxrag.prompts import PromptTemplate
-from jaxrag.tokenizer import Tokenizer
+from jaxrag.tasks.synthetic import Sample
+from jaxrag.text.prompts import PromptTemplate
+from jaxrag.text.tokenizer import Tokenizer
 from jaxrag.train.chat_blocks import split_chat
 from jaxrag.types import HostArray
 

@@ -16,9 +16,9 @@ import datasets
 import numpy as np
 
 from jaxrag.errors import TrainError
-from jaxrag.evals.synthetic import SyntheticTask
-from jaxrag.evals.synthetic import sample as synthetic_sample
 from jaxrag.models.digest import cache_directory
+from jaxrag.tasks.synthetic import SyntheticTask
+from jaxrag.tasks.synthetic import sample as synthetic_sample
 from jaxrag.train.config import Mode, OnBad
 from jaxrag.train.samples import BadRow, TrainSample, Writer
 from jaxrag.types import HostArray

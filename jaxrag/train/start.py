@@ -16,10 +16,10 @@ from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
 from jaxrag.models.digest import weights_digest
 from jaxrag.models.hf import load_config, load_hf
 from jaxrag.models.record import read_record
+from jaxrag.models.rope import RopeTable, rope_table
 from jaxrag.models.spec import Params, init_params, param_shardings
-from jaxrag.rope import RopeTable, rope_table
 from jaxrag.sharding import Rules, make_mesh, replicated
-from jaxrag.tokenizer import Tokenizer, check_vocab
+from jaxrag.text.tokenizer import Tokenizer, check_vocab
 from jaxrag.train.checkpoints import abstract_state
 from jaxrag.train.config import TrainConfig
 from jaxrag.train.lora import init_adapters, merge_all

@@ -11,11 +11,11 @@ from flax import struct
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrag.attention import PACKED_OUT, PackedAttend
 from jaxrag.config import ModelConfig
+from jaxrag.models.attention import PACKED_OUT, PackedAttend
 from jaxrag.models.decoder import Layer, forward
+from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import LayerParams, Params, param_shardings
-from jaxrag.rope import RopeTable
 from jaxrag.sharding import Rules, replicated
 from jaxrag.train.config import LossPart, TrainConfig
 from jaxrag.train.lora import Adapters, adapter_shardings, merge_layer

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 from jaxrag.errors import TrainError
-from jaxrag.prompts import template_named
-from jaxrag.tokenizer import Tokenizer
+from jaxrag.text.prompts import template_named
+from jaxrag.text.tokenizer import Tokenizer
 from jaxrag.train.config import DataPart, Mode, SourcePart
 from jaxrag.train.packing import Packer, Piece, TrainBatch, lay_piece
 from jaxrag.train.samples import Writer

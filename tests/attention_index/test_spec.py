@@ -4,7 +4,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxrag import rope
 from jaxrag.attention_index import (
     INDEXES,
     Exact,
@@ -20,6 +19,7 @@ from jaxrag.attention_index import (
 )
 from jaxrag.config import Llama3Scaling, RopeConfig, YarnScaling
 from jaxrag.errors import ConfigError, RequestError, RetrievalError
+from jaxrag.models import rope
 
 PLAIN = RopeConfig(10000.0, 16, False, None)
 

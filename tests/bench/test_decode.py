@@ -5,18 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrag.attention_index import (
-    Exact,
-    Hnsw,
-    Ivf,
-    ProjectedGraph,
-    QueryLists,
-    build,
-    open_index,
-)
+from jaxrag.attention_index import Exact, Hnsw, Ivf, ProjectedGraph, QueryLists, build, open_index
 from jaxrag.bench.decode import Options, report, rules_of, run
 from jaxrag.decode import Dense, Flat, TopN, break_even, bytes_of, rule_from
-from jaxrag.decode.memory import A100, index_bytes
+from jaxrag.decode.footprint import A100, index_bytes
 from jaxrag.errors import ConfigError, RequestError
 
 SMALL = {"exact_below": 0, "min_queries": 1}

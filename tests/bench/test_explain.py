@@ -19,12 +19,12 @@ from jaxrag.bench.explain import (
 from jaxrag.bench.explain_plots import PICTURES, draw
 from jaxrag.cli import main
 from jaxrag.documents import Document
+from jaxrag.engine.mapping import Prompt, map_request, unmap
 from jaxrag.errors import RequestError
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import random_model
-from jaxrag.prefill import Prompt, map_request, unmap
-from jaxrag.rope import place
-from jaxrag.segments import lay_out
+from jaxrag.models.rope import place
+from jaxrag.models.segments import lay_out
 from jaxrag.select import KvDeviation, RandomTokens, layer_deviations
 from jaxrag.types import Tokens
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxrag.index.base import Found
+from jaxrag.retrieve.base import Found
 
 
 @pytest.fixture(scope="module")

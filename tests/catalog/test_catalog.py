@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from jaxrag.catalog import Catalog, Entry, database
-from jaxrag.chunking import Chunk
 from jaxrag.documents import Document
+from jaxrag.documents.chunking import Chunk
 from jaxrag.errors import KnowledgeBaseError, StoreError
-from jaxrag.index.filters import Filter
+from jaxrag.retrieve.filters import Filter
 
 
 def entry(catalog, document_id, *texts, metadata=None, digest="digest"):

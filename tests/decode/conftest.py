@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrag import answer, prefill
+from jaxrag.engine import decoding as answer
+from jaxrag.engine import prefill
+from jaxrag.engine.mapping import Prompt, map_request, unmap
+from jaxrag.engine.sampling import Sampling
 from jaxrag.methods import METHODS
 from jaxrag.models.decoder import unembed
 from jaxrag.models.model import random_model
-from jaxrag.prefill import Prompt, map_request, unmap
-from jaxrag.sampling import Sampling
 
 
 @pytest.fixture(scope="session")

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from jaxrag.cache import PAGE
+from jaxrag.cache.host import HostValues
 from jaxrag.decode import Dense, Flat, TopN, bytes_of
 from jaxrag.errors import ConfigError, RequestError
-from jaxrag.generation import generate
 from jaxrag.models.model import random_model
-from jaxrag.offload import HostValues
+from jaxrag.serve.generate import generate
 from jaxrag.sharding import make_mesh
 
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}

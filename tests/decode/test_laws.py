@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrag import answer, prefill
 from jaxrag.attention_index import Exact, ProjectedGraph
 from jaxrag.attention_index import Ivf as IvfIndex
 from jaxrag.decode import (
@@ -23,8 +22,10 @@ from jaxrag.decode import (
     indexing,
     step,
 )
+from jaxrag.engine import decoding as answer
+from jaxrag.engine import prefill
 from jaxrag.errors import RequestError
-from jaxrag.generation import generate
+from jaxrag.serve.generate import generate
 
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 

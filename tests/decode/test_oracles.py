@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrag.attention import merge
 from jaxrag.attention_index import Exact
 from jaxrag.cache import PAGE, PagePool
 from jaxrag.decode import (
@@ -24,7 +23,8 @@ from jaxrag.decode import (
     order_of,
 )
 from jaxrag.decode.retrieval import Indexed
-from jaxrag.rope import frequencies, rope_table
+from jaxrag.models.attention import merge
+from jaxrag.models.rope import frequencies, rope_table
 from jaxrag.types import HIDDEN, Partial
 
 CHUNKS = ((0, 21), (21, 40), (61, 7), (68, 30))  # position and tokens of each, in pages of its own

@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrag import answer, generation
 from jaxrag.attention_index import QueryLists
 from jaxrag.decode import (
     DECODE_RULES,
@@ -20,10 +19,12 @@ from jaxrag.decode import (
     TopN,
     rule_from,
 )
+from jaxrag.engine import decoding as answer
 from jaxrag.errors import ConfigError, RequestError
-from jaxrag.generation import generate
 from jaxrag.methods import METHODS, Method, method_named
 from jaxrag.models.model import random_model
+from jaxrag.serve import generate as generation
+from jaxrag.serve.generate import generate
 from jaxrag.sharding import make_mesh
 
 

@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrag import answer
 from jaxrag.attention_index import Exact, ProjectedGraph, QueryLists
 from jaxrag.attention_index.document import Indexing
 from jaxrag.decode import Account, Flat, Ivf, Retrieval, stored
 from jaxrag.encode import chunk_key, encode_for_store, provenance
+from jaxrag.engine import decoding as answer
 from jaxrag.errors import RequestError
 from jaxrag.models.model import random_model
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxrag.chunking import Chunking, split
 from jaxrag.documents import BadDocument, Document, Intake, Shard, read_paths
+from jaxrag.documents.chunking import Chunking, split
 from jaxrag.documents.paths import FILE_TYPES
 from jaxrag.errors import DocumentError, JaxragError
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from jaxrag.encode import encode_chunks
+from jaxrag.engine.mapping import Prompt
 from jaxrag.evals.deviation import kv_deviation
 from jaxrag.methods import METHODS, Method
 from jaxrag.models.model import random_model
-from jaxrag.prefill import Prompt
 from jaxrag.select import FirstK
 
 

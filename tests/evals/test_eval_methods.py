@@ -5,11 +5,11 @@ import json
 import pytest
 
 from jaxrag.cli import main
+from jaxrag.evals.methods_report import verdict
 from jaxrag.evals.metrics import token_f1
-from jaxrag.evals.reuse_report import verdict
 from jaxrag.evals.scoring import draw, write
-from jaxrag.evals.synthetic import SyntheticTask
-from jaxrag.generation import generate
+from jaxrag.serve.generate import generate
+from jaxrag.tasks.synthetic import SyntheticTask
 
 TASK = ("--questions", 6, "--chunks", 3, "--batch-size", 4, "--deviation", 1)
 

@@ -6,15 +6,15 @@ import re
 import numpy as np
 import pytest
 
-from jaxrag.batch_files import QuestionFile
 from jaxrag.cli import main
+from jaxrag.engine.sampling import Sampling
 from jaxrag.errors import KnowledgeBaseError, RequestError
 from jaxrag.evals.gate import Target, forced_logits, gate, kl_divergence
-from jaxrag.generation import generate
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import METHODS
-from jaxrag.request import prepare, resolve
-from jaxrag.sampling import Sampling
+from jaxrag.serve.batch_files import QuestionFile
+from jaxrag.serve.generate import generate
+from jaxrag.serve.questions import prepare, resolve
 
 DOCUMENTS = [
     {"id": "tea", "text": "Tea grows on the hills of the village and is sold in blue boxes."},

@@ -7,10 +7,10 @@ import pytest
 
 from jaxrag.errors import ConfigError, RequestError, TokenizerError
 from jaxrag.evals.scoring import READS, answered, draw, scored, write
-from jaxrag.evals.synthetic import SyntheticTask, sample
 from jaxrag.models.model import random_model
-from jaxrag.segments import lay_out
-from jaxrag.tokenizer import Tokenizer
+from jaxrag.models.segments import lay_out
+from jaxrag.tasks.synthetic import SyntheticTask, sample
+from jaxrag.text.tokenizer import Tokenizer
 from jaxrag.train.samples import Final
 
 TASK = SyntheticTask(chunks=(3, 4), split="test")

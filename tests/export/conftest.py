@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrag.export import Bundle, Piece
-from jaxrag.rope import attention_factor, frequencies
+from jaxrag.models.rope import attention_factor, frequencies
 from jaxrag.store import ChunkStore, KVLayout, Provenance, chunk_key, content_id, context_id
 
 FINGERPRINT = "5e" * 32

@@ -12,7 +12,7 @@ import jaxrag
 from jaxrag.cli import export, main
 from jaxrag.errors import KnowledgeBaseError, RequestError
 from jaxrag.export import FORMATS, MANIFEST
-from jaxrag.rope import place, rope_table
+from jaxrag.models.rope import place, rope_table
 
 TEXTS = {
     "salt": "The salt wells of Yanjing are worked by hand. The brine is dried on terraces.",
@@ -170,7 +170,7 @@ def test_what_cannot_be_exported_is_refused(kb, tmp_path):
 
 
 def test_another_tokenizer_is_refused(kb, tmp_path, tokenizer_dir):
-    from jaxrag.tokenizer import Tokenizer
+    from jaxrag.text.tokenizer import Tokenizer
 
     text = (tokenizer_dir / "tokenizer.json").read_text()
     (tmp_path / "tokenizer.json").write_text(text + "\n")

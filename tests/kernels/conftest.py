@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrag.config import RopeConfig
-from jaxrag.rope import place, rope_table
+from jaxrag.models.rope import place, rope_table
 from jaxrag.types import HIDDEN
 
 ROPES = {

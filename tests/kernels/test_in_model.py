@@ -5,15 +5,15 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrag import prefill
 from jaxrag.config import config_from_dict, config_to_dict
 from jaxrag.decode import TopN
+from jaxrag.engine import prefill
+from jaxrag.engine.mapping import Prompt, map_request, unmap
 from jaxrag.errors import ConfigError
-from jaxrag.generation import generate
 from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
-from jaxrag.prefill import Prompt, map_request, unmap
-from jaxrag.segments import lay_out
+from jaxrag.models.segments import lay_out
+from jaxrag.serve.generate import generate
 from jaxrag.sharding import make_mesh
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxrag.config import RopeConfig
-from jaxrag.rope import place, rope_table
+from jaxrag.models.rope import place, rope_table
 from jaxrag.types import HIDDEN
 from pallas_kernels import key_mass
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrag.attention import merge
-from jaxrag.rope import rotate
+from jaxrag.models.attention import merge
+from jaxrag.models.rope import rotate
 from jaxrag.types import HIDDEN, Partial
 from pallas_kernels import paged_decode_attention, sparse_attention, topn_attention
 

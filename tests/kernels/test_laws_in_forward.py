@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from jaxrag.cache import PAGE, PagePool, Resident, TableBuilder, stack_tables
+from jaxrag.engine.prefill import run_tokens
+from jaxrag.models.rope import rope_table, rotate
 from jaxrag.models.spec import init_params
-from jaxrag.prefill import run_tokens
-from jaxrag.rope import rope_table, rotate
 from pallas_kernels.triton import paged
 
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
-from jaxrag.attention import check_kernels
 from jaxrag.config import KERNELS
 from jaxrag.errors import ConfigError
+from jaxrag.models.attention import check_kernels
 from pallas_kernels import (
     BODIES,
     IMPLS,

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrag.cache import PAGE, PagePool, PageTable
+from jaxrag.engine.prefill import run_tokens
+from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import init_params
-from jaxrag.prefill import run_tokens
-from jaxrag.rope import RopeTable
 
 POOL_TOKENS = 1 << 16
 

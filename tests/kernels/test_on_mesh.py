@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrag.attention import PackedAttend, attend_pool
 from jaxrag.cache import PagePool
-from jaxrag.rope import rope_table
-from jaxrag.segments import lay_out
+from jaxrag.models.attention import PackedAttend, attend_pool
+from jaxrag.models.rope import rope_table
+from jaxrag.models.segments import lay_out
 from jaxrag.sharding import attention_axes, make_mesh
 from jaxrag.types import Tokens
 from pallas_kernels import paged_decode_attention, topn_attention

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrag.attention import merge
 from jaxrag.config import RopeConfig, YarnScaling
-from jaxrag.rope import attention_factor, place, rope_table
+from jaxrag.models.attention import merge
+from jaxrag.models.rope import attention_factor, place, rope_table
 from jaxrag.types import HIDDEN, Partial
 from pallas_kernels import paged_attention
 from pallas_kernels.rotation import rotate

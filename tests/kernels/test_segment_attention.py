@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrag.segments import example_ids, lay_out
+from jaxrag.models.segments import example_ids, lay_out
 from pallas_kernels import segment_attention
 from pallas_kernels.visibility import packed_visible
 

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrag.segments import example_ids, lay_out
+from jaxrag.models.segments import example_ids, lay_out
 from jaxrag.sharding import make_mesh
 from pallas_kernels import segment_attention
 from pallas_kernels.visibility import packed_visible

@@ -7,12 +7,11 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxrag import ingest
 from jaxrag.embed import as_embedder
 from jaxrag.encode import encode_for_store
-from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.knowledge_base import KnowledgeBase, ingest
 from jaxrag.models.model import random_model
-from jaxrag.tokenizer import Tokenizer
+from jaxrag.text.tokenizer import Tokenizer
 
 WORDS = ["amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "larch"]
 

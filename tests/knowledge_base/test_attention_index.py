@@ -8,16 +8,16 @@ import sys
 import numpy as np
 import pytest
 
-from jaxrag.answer import host_search
 from jaxrag.attention_index.document import Indexing, indexing_from, is_indexed
 from jaxrag.attention_index.spec import Exact, ProjectedGraph, QueryLists
 from jaxrag.cli import main
 from jaxrag.decode import Retrieval
 from jaxrag.decode.stored import StoredIndexes
 from jaxrag.documents import Document
+from jaxrag.engine.decoding import host_search
 from jaxrag.errors import ConfigError, KnowledgeBaseError
-from jaxrag.generation import generate
 from jaxrag.models.model import random_model
+from jaxrag.serve.generate import generate
 
 # Every key is in some list, and all lists are scanned: what is found is exact.
 EXHAUSTIVE = (

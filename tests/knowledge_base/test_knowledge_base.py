@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxrag import ingest
 from jaxrag.documents import BadDocument, Document
 from jaxrag.encode import chunk_key, encode_chunks, encode_for_store
 from jaxrag.errors import (
@@ -17,9 +16,9 @@ from jaxrag.errors import (
     StoreError,
     TokenizerError,
 )
-from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.knowledge_base import KnowledgeBase, ingest
 from jaxrag.models.model import random_model
-from jaxrag.prompts import TEMPLATES
+from jaxrag.text.prompts import TEMPLATES
 
 WORDS = ["amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "larch"]
 

@@ -6,8 +6,8 @@ import pytest
 from jaxrag.documents import Document
 from jaxrag.embed import as_embedder
 from jaxrag.errors import KnowledgeBaseError, RequestError, RetrievalError
-from jaxrag.index.base import Found
 from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.retrieve.base import Found
 
 DOCUMENTS = [
     Document("a", "amber birch cedar", metadata={"year": 2019}),

@@ -9,8 +9,8 @@ import pytest
 
 from jaxrag.documents import Document
 from jaxrag.errors import KnowledgeBaseError, RequestError
-from jaxrag.generation import generate
 from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.serve.generate import generate
 from jaxrag.store.owners import Owner
 
 
@@ -208,16 +208,12 @@ def test_int8_keeps_half_the_bytes_and_answers(make_kb):
 
 def test_prefetch(kb, model):
     kb.add([Document("a", "basalt"), Document("b", "gneiss")])
-    for tier in ("page", "host", "device"):
-        kb.prefetch("basalt?", k=1, tier=tier).result(timeout=30)
-    kb.prefetch(list(kb._catalog.all_keys()), tier="device").result(timeout=30)
+    for tier in ("page", "host"):
+        assert kb.prefetch("basalt?", k=1, tier=tier).result(timeout=30) > 0
+    everything = list(kb._catalog.all_keys())
+    assert kb.prefetch(everything, tier="host").result(timeout=30) > 0
     with pytest.raises(RequestError, match="tier='disk'"):
         kb.prefetch("basalt?", tier="disk")
-    with (
-        KnowledgeBase.open(kb.path) as reader,
-        pytest.raises(KnowledgeBaseError, match="without a model"),
-    ):
-        reader.prefetch("basalt?", tier="device")
 
 
 def test_a_size_limit_is_remembered_and_may_change(tmp_path, make_kb, model):

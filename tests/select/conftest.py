@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from jaxrag.encode import encode_chunks
+from jaxrag.engine.mapping import Prompt, map_request, unmap
+from jaxrag.engine.prefill import prefill
 from jaxrag.methods import Method
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import random_model
-from jaxrag.prefill import Prompt, map_request, prefill, unmap
-from jaxrag.rope import place
+from jaxrag.models.rope import place
 from jaxrag.select import NoTokens
 from jaxrag.types import Tokens
 

@@ -7,13 +7,13 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxrag import prefill
 from jaxrag.cache import PagePool
+from jaxrag.engine import prefill
+from jaxrag.engine.mapping import Prompt, map_request, unmap
+from jaxrag.engine.reuse import account, token_counts
 from jaxrag.errors import RequestError
 from jaxrag.methods import METHODS, Method
 from jaxrag.models.decoder import unembed
-from jaxrag.prefill import Prompt, map_request, unmap
-from jaxrag.reuse import account, token_counts
 from jaxrag.select import (
     AllTokens,
     CacheCraft,

@@ -11,10 +11,9 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxrag import prefill
-from jaxrag.generation import generate
+from jaxrag.engine import prefill
+from jaxrag.engine.mapping import Prompt, map_request, unmap
 from jaxrag.methods import METHODS, Method
-from jaxrag.prefill import Prompt, map_request, unmap
 from jaxrag.select import (
     AllTokens,
     CacheCraft,
@@ -24,6 +23,7 @@ from jaxrag.select import (
     QueryGuided,
     RandomTokens,
 )
+from jaxrag.serve.generate import generate
 from jaxrag.store import MemoryStore, derive
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "glm", "glm4")

@@ -6,9 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrag import answer, prefill
 from jaxrag.cache import PagePool
-from jaxrag.generation import generate
+from jaxrag.engine import decoding as answer
+from jaxrag.engine import prefill
+from jaxrag.engine.mapping import Prompt
 from jaxrag.methods import METHODS
 from jaxrag.models.decoder import unembed
 from jaxrag.models.model import random_model
@@ -25,6 +26,7 @@ from jaxrag.select import (
     kv_deviation,
     query_guided,
 )
+from jaxrag.serve.generate import generate
 from jaxrag.sharding import make_mesh
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "glm", "glm4")
@@ -190,8 +192,8 @@ def test_law_5_shared_pages_stay_and_serve_two_selections(rng, work, model_of, f
     shared, other, one, two = work.ids(rng, 33, 21, 7, 7)
     prefix = work.ids(rng, 4)[0]
     prompts = [
-        prefill.Prompt(prefix, (other, shared), one),
-        prefill.Prompt(prefix, (shared, other, shared), two),
+        Prompt(prefix, (other, shared), one),
+        Prompt(prefix, (shared, other, shared), two),
     ]
     method = work.method(QueryGuided(over="cache"), 0.3)
     alone = [work.online(model, method, prompt) for prompt in prompts]

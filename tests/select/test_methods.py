@@ -10,8 +10,8 @@ from jaxrag import KnowledgeBase, generate
 from jaxrag.cli import main
 from jaxrag.documents import Document
 from jaxrag.errors import ConfigError, RequestError
-from jaxrag.flops import turborag_flops
 from jaxrag.methods import METHODS, Method, method_named
+from jaxrag.models.flops import turborag_flops
 from jaxrag.select import (
     SELECTORS,
     AllTokens,

@@ -6,8 +6,8 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxrag.prefill import Prompt
-from jaxrag.rope import frequencies
+from jaxrag.engine.mapping import Prompt
+from jaxrag.models.rope import frequencies
 from jaxrag.select import CacheCraft, FirstK, KvDeviation, QueryGuided, RandomTokens
 from jaxrag.select.cache_craft import cache_fix_overhead
 

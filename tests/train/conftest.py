@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from jaxrag.tables import build
 from jaxrag.train.config import TrainConfig
-from jaxrag.train.fields import build
 
 ROWS = [
     {

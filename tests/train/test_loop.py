@@ -16,8 +16,8 @@ import pytest
 
 from jaxrag.errors import ConfigError, TrainError
 from jaxrag.models.model import load_model
-from jaxrag.prompts import read_prompt, template_named
 from jaxrag.sharding import make_mesh
+from jaxrag.text.prompts import read_prompt, template_named
 from jaxrag.train.log import read_metrics
 from jaxrag.train.loop import train
 from jaxrag.train.start import set_up
@@ -238,8 +238,8 @@ def as_toml(values):
 
 
 def test_settings_survive_the_trip_through_the_record(train_config):
+    from jaxrag.tables import build
     from jaxrag.train.config import TrainConfig, to_dict
-    from jaxrag.train.fields import build
 
     config = train_config()
     assert build(TrainConfig, to_dict(config), "again") == config

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrag import prefill
-from jaxrag.evals.accuracy_report import markdown
+from jaxrag.engine import prefill
+from jaxrag.engine.mapping import Prompt, map_request, unmap
 from jaxrag.evals.scoring import READS, draw, scored, write
-from jaxrag.evals.synthetic import SyntheticTask
+from jaxrag.evals.synthetic_report import markdown
 from jaxrag.methods import METHODS
 from jaxrag.models.decoder import unembed
 from jaxrag.models.model import load_model
-from jaxrag.prefill import Prompt, map_request, unmap
 from jaxrag.sharding import make_mesh
+from jaxrag.tasks.synthetic import SyntheticTask
 from jaxrag.train.config import RunPart, load_config
 from jaxrag.train.log import METRICS_FILE, read_metrics
 from jaxrag.train.loop import train

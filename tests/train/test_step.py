@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrag.engine.mapping import Prompt, map_request, unmap
+from jaxrag.engine.prefill import prefill
 from jaxrag.methods import METHODS
-from jaxrag.prefill import Prompt, map_request, prefill, unmap
 from jaxrag.train.config import OptimizerPart
 from jaxrag.train.lora import init_adapters, merge_all
 from jaxrag.train.optimizer import decays, learning_rate, make_optimizer

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxrag.errors import TrainError
-from jaxrag.segments import example_ids
-from jaxrag.tokenizer import Tokenizer
+from jaxrag.models.segments import example_ids
+from jaxrag.text.tokenizer import Tokenizer
 from jaxrag.train.packing import CONTEXT, RESPONSE, Packer, lay_piece
 from jaxrag.train.samples import Final, TrainSample
 from jaxrag.train.stream import Ahead, Position, Stream

@@ -11,11 +11,11 @@ from tqdm import tqdm
 
 from jaxrag.decode import TopN, rule_from
 from jaxrag.errors import RequestError
-from jaxrag.evals.long.case import Fitted, Frame
-from jaxrag.evals.long.tasks import SUITES, Draw, Task
-from jaxrag.evals.long.words import Prose, prose, text_prose
-from jaxrag.evals.world import Split
 from jaxrag.methods import Method, method_named
+from jaxrag.tasks.long.case import Fitted, Frame
+from jaxrag.tasks.long.tasks import SUITES, Draw, Task
+from jaxrag.tasks.long.words import Prose, prose, text_prose
+from jaxrag.tasks.world import Split
 
 GRID_DEPTHS = tuple(n / 10 for n in range(11))
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from jaxrag.evals.accuracy_report import Table, markdown_table, shown
+from jaxrag.evals.synthetic_report import Table, markdown_table, shown
 
 TITLES = {
     "needle": "needle in a haystack",

@@ -14,15 +14,15 @@ from tqdm import tqdm
 
 from jaxrag.cache import PAGE
 from jaxrag.decode import TopN
+from jaxrag.engine.sampling import Sampling
 from jaxrag.errors import ConfigError
-from jaxrag.evals.long.case import Frame
 from jaxrag.evals.long.plan import Item, Options, plan
 from jaxrag.evals.statistics import LEVEL, Estimate, difference, share
-from jaxrag.generation import Result, serve
 from jaxrag.models.model import Model, load_model
-from jaxrag.prompts import template_named
-from jaxrag.request import DECODE_BLOCK, Request, Settings, prepare, resolve
-from jaxrag.sampling import Sampling
+from jaxrag.serve.generate import Result, serve
+from jaxrag.serve.questions import DECODE_BLOCK, Request, Settings, prepare, resolve
+from jaxrag.tasks.long.case import Frame
+from jaxrag.text.prompts import template_named
 from jaxrag.types import HostArray
 
 FIFTHS = 5  # of the haystack, for the table by depth

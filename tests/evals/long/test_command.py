@@ -5,8 +5,8 @@ import json
 import pytest
 
 from jaxrag.cli import main
-from jaxrag.evals.long.scores import string_match_all
-from jaxrag.generation import generate
+from jaxrag.serve.generate import generate
+from jaxrag.tasks.long.scores import string_match_all
 
 
 @pytest.fixture

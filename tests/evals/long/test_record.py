@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxrag.evals.accuracy_report import tables as document_tables
 from jaxrag.evals.long.plan import Options
 from jaxrag.evals.long.report import markdown, tables
 from jaxrag.evals.long.run import run
-from jaxrag.evals.long.tasks import SUITES
+from jaxrag.evals.synthetic_report import tables as document_tables
 from jaxrag.models.digest import weights_digest
+from jaxrag.tasks.long.tasks import SUITES
 
 ROOT = Path(__file__).parents[3]
 WEIGHTS = ROOT / "checkpoints" / "synthetic-0.8m" / "long"

@@ -10,12 +10,12 @@ import pytest
 
 from jaxrag.errors import RequestError
 from jaxrag.evals.long import run as running
-from jaxrag.evals.long.case import Frame
 from jaxrag.evals.long.heatmap import draw_heatmap
 from jaxrag.evals.long.plan import Options, plan
 from jaxrag.evals.long.report import markdown, tables
 from jaxrag.evals.statistics import difference, share
-from jaxrag.evals.world import split_of
+from jaxrag.tasks.long.case import Frame
+from jaxrag.tasks.world import split_of
 from jaxrag.train.samples import Writer
 
 NEEDLE = Options(

@@ -1,0 +1,227 @@
+"""Cutting a document into chunks of tokens that never cut a character in two.
+
+A document is tokenised once. A chunk's ids are a slice of that encoding and its text the characters
+those tokens cover; joined text is never tokenised again. Windows of tokens may begin anywhere;
+sentences and Markdown sections begin at the nearest token boundary.
+"""
+
+import dataclasses
+import itertools
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from typing import Literal, get_args
+
+import numpy as np
+
+from jaxrag.errors import ConfigError, DocumentError
+from jaxrag.text.sentences import sentence_starts
+from jaxrag.text.tokenizer import Tokenizer
+from jaxrag.types import HostArray
+
+ChunkBy = Literal["tokens", "sentence", "markdown"]
+
+_LINE_END = re.compile(r"\r\n?|\n")
+_UNDER = " > "  # between the headings of a section's path
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunking:
+    """Chunks of up to ``chunk_tokens`` tokens.
+
+    ``by`` says what a chunk is made of: "tokens", windows that share ``overlap`` tokens with the
+    one before; "sentence", whole sentences that share as many whole sentences as fit into
+    ``overlap`` tokens; "markdown", the same within every section under a heading. A sentence that
+    is longer than a chunk is cut into windows of tokens.
+
+    Raises ConfigError unless ``0 <= overlap < chunk_tokens`` and ``by`` is one of these.
+    """
+
+    chunk_tokens: int
+    overlap: int
+    by: ChunkBy = "tokens"
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot advance through a document."""
+        if self.chunk_tokens < 1:
+            raise ConfigError(f"chunk_tokens={self.chunk_tokens}: expected a positive integer")
+        if not 0 <= self.overlap < self.chunk_tokens:
+            raise ConfigError(
+                f"overlap={self.overlap}: expected 0 to {self.chunk_tokens - 1} tokens, "
+                f"less than chunk_tokens={self.chunk_tokens}"
+            )
+        if self.by not in get_args(ChunkBy):
+            raise ConfigError(
+                f"chunk by {self.by!r}: expected one of {', '.join(get_args(ChunkBy))}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chunk:
+    """One window of a document."""
+
+    index: int  # its place among the document's chunks
+    start: int  # first character in the document's text
+    end: int  # one past the last character
+    ids: HostArray  # [T] int32, a slice of the document's encoding
+    text: str  # document.text[start:end]
+    page: int | None = None  # 1-based page its text begins on, where there are pages
+    section: str = ""  # the headings it stands under, as "Title > Part"; "" outside of any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Section:
+    """Characters under one heading, and the headings above them."""
+
+    start: int
+    path: tuple[str, ...]
+
+
+def split(
+    text: str, tokenizer: Tokenizer, chunking: Chunking, pages: Sequence[int] = ()
+) -> list[Chunk]:
+    """Cut ``text`` into chunks that together cover every token.
+
+    A window ends at the last character boundary within ``chunk_tokens``; it is longer only where a
+    single run of tokens without a boundary is. Every chunk holds tokens that no earlier one holds.
+    ``pages`` holds the first character of every page. Raises DocumentError when the text encodes to
+    no tokens.
+    """
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    if len(ids) == 0:
+        raise DocumentError("the text encodes to no tokens; leave the document out")
+    cuts, ends = _character_boundaries(offsets, len(text))
+    sections = _sections(text) if chunking.by == "markdown" else [_Section(0, ())]
+    edges = _boundaries(cuts, ends, [section.start for section in sections[1:]])
+    chunks: list[Chunk] = []
+    for section, (first_cut, last_cut) in zip(
+        sections, itertools.pairwise((0, *edges, len(ids))), strict=True
+    ):
+        inside = cuts[bisect_left(cuts, first_cut) : bisect_right(cuts, last_cut)]
+        if len(inside) < 2:
+            continue  # no token begins in this section
+        if chunking.by == "tokens":
+            windows = _windows(inside, chunking)
+        else:
+            windows = _pack(_sentences(text, inside, ends), inside, chunking)
+        for first, last in windows:
+            start, end = ends[first], ends[last]
+            window = np.ascontiguousarray(ids[first:last], dtype=np.int32)
+            piece = text[start:end]
+            page = _page(pages, start + len(piece) - len(piece.lstrip()))
+            chunks.append(
+                Chunk(len(chunks), start, end, window, piece, page, _UNDER.join(section.path))
+            )
+    return chunks
+
+
+def _character_boundaries(
+    offsets: Sequence[tuple[int, int]], num_characters: int
+) -> tuple[list[int], list[int]]:
+    """Where tokens may be cut, and the character each cut stands at.
+
+    Tokens of a byte-level vocabulary that share a character have overlapping offsets; a cut between
+    tokens i-1 and i is allowed where token i starts no earlier than everything before it ended.
+    Space that no token's offsets cover belongs to the token behind it. Returns the ascending cuts
+    (0 and len(offsets) among them) and ``ends[cut]``.
+    """
+    cuts, ends, reached = [0], [0], 0
+    for index, (start, end) in enumerate(offsets):
+        if index and start >= reached:
+            cuts.append(index)
+        reached = max(reached, end)
+        ends.append(reached)
+    cuts.append(len(offsets))
+    ends[-1] = num_characters
+    return cuts, ends
+
+
+def _windows(cuts: Sequence[int], chunking: Chunking) -> list[tuple[int, int]]:
+    """Half-open token windows over ascending ``cuts``; each ends later than the one before."""
+    windows: list[tuple[int, int]] = []
+    start = end = cuts[0]
+    while end < cuts[-1]:
+        stop = cuts[bisect_right(cuts, start + chunking.chunk_tokens) - 1]
+        if stop <= end:  # the next character does not fit behind the overlap
+            start = end
+            following = bisect_right(cuts, end)
+            fits = bisect_right(cuts, end + chunking.chunk_tokens) - 1
+            stop = cuts[max(following, fits)]
+        windows.append((start, stop))
+        end = stop
+        start = cuts[bisect_left(cuts, end - chunking.overlap)]
+    return windows
+
+
+def _pack(
+    sentences: Iterable[tuple[int, int]], cuts: Sequence[int], chunking: Chunking
+) -> list[tuple[int, int]]:
+    """Half-open token windows of whole sentences; each ends later than the one before."""
+    units: list[tuple[int, int]] = []
+    for first, last in sentences:
+        if last - first <= chunking.chunk_tokens:
+            units.append((first, last))
+        else:
+            inside = cuts[bisect_left(cuts, first) : bisect_right(cuts, last)]
+            units += _windows(inside, chunking)
+    windows: list[tuple[int, int]] = []
+    first = 0
+    for index, (_, end) in enumerate(units):
+        following = units[index + 1] if index + 1 < len(units) else None
+        start = units[first][0]
+        if following and following[1] - start <= chunking.chunk_tokens:
+            continue
+        windows.append((start, end))
+        if following:
+            first = index + 1
+            while (  # take back the sentences that fit into the overlap, and before the next one
+                units[first - 1][0] > start
+                and end - units[first - 1][0] <= chunking.overlap
+                and following[1] - units[first - 1][0] <= chunking.chunk_tokens
+            ):
+                first -= 1
+    return windows
+
+
+def _sentences(text: str, cuts: Sequence[int], ends: Sequence[int]) -> list[tuple[int, int]]:
+    """Half-open token windows of the sentences between the first and the last of ``cuts``."""
+    first, last = ends[cuts[0]], ends[cuts[-1]]
+    edges = _boundaries(cuts, ends, [first + at for at in sentence_starts(text[first:last])])
+    return [(a, b) for a, b in itertools.pairwise((cuts[0], *edges, cuts[-1])) if a < b]
+
+
+def _boundaries(cuts: Sequence[int], ends: Sequence[int], starts: Sequence[int]) -> list[int]:
+    """For each of the characters ``starts``, the last of ``cuts`` that stands at or before it."""
+    return [cuts[bisect_right(cuts, start, key=ends.__getitem__) - 1] for start in starts]
+
+
+def _page(pages: Sequence[int], character: int) -> int | None:
+    return bisect_right(pages, character) if pages else None
+
+
+def _sections(text: str) -> list[_Section]:
+    """The sections of a CommonMark text; the first begins at character 0.
+
+    A heading without text of its own joins the section that follows it.
+    """
+    from markdown_it import MarkdownIt  # only who cuts by headings waits for it
+
+    lines = [0, *(match.end() for match in _LINE_END.finditer(text)), len(text)]
+    tokens = MarkdownIt("commonmark").disable("inline").parse(text)
+    sections = [_Section(0, ())]
+    path: list[tuple[int, str]] = []
+    body_begins = 0
+    for token, inline in itertools.pairwise(tokens):
+        if token.type != "heading_open" or token.level or token.map is None:
+            continue
+        level = int(token.tag[1:])
+        start = lines[min(token.map[0], len(lines) - 1)]
+        path = [above for above in path if above[0] < level]
+        path.append((level, " ".join(inline.content.split())))
+        section = _Section(start, tuple(title for _, title in path if title))
+        if text[body_begins:start].strip():
+            sections.append(section)
+        else:
+            sections[-1] = _Section(sections[-1].start, section.path)
+        body_begins = lines[min(token.map[1], len(lines) - 1)]
+    return sections

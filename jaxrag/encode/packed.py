@@ -1,0 +1,125 @@
+"""Packs chunks into rows behind a shared prefix and runs them through the model at once."""
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from jaxrag.config import ModelConfig
+from jaxrag.errors import RequestError
+from jaxrag.models.attention import PackedAttend
+from jaxrag.models.decoder import forward
+from jaxrag.models.model import Model
+from jaxrag.models.rope import RopeTable
+from jaxrag.models.segments import pack
+from jaxrag.models.spec import Params
+from jaxrag.shapes import row_length
+from jaxrag.types import EMPTY, FIRST_CHUNK, PREFIX, Array, HostArray, Tokens
+
+Places = list[tuple[int, int, slice]]  # (chunk, row, columns)
+
+ROW_TOKENS = 2048  # tokens of one packed row; a longer chunk makes its own row longer
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def _encode(
+    params: Params, config: ModelConfig, tokens: Tokens, rope: RopeTable
+) -> tuple[Array, Array]:
+    """K before RoPE and V of packed rows: [L, B, T, K, H] each."""
+    attend = PackedAttend(config, rope, prefix_visible=True, collect=True)
+    _, _, (k, v) = forward(params, config, tokens, None, attend)
+    return k, v
+
+
+def encode_rows(
+    model: Model, prefix: HostArray, chunks: Sequence[HostArray]
+) -> Iterator[tuple[int, HostArray]]:
+    """Encode every chunk as if it stood directly behind ``prefix`` (which may be empty).
+
+    Rows hold the prefix once and many chunks, each seeing the prefix and itself; every chunk's
+    positions start right after the prefix. Yields (index, kv [L, 2, T, K, H]).
+
+    Raises RequestError for an empty chunk or one that is longer than the model's context.
+    """
+    lengths = [len(chunk) for chunk in chunks]
+    for index, length in enumerate(lengths):
+        if not 0 < length <= model.config.max_positions - len(prefix):
+            raise RequestError(
+                f"chunk {index} has {length} tokens: expected 1.."
+                f"{model.config.max_positions - len(prefix)}; choose a smaller chunk size"
+            )
+    running: list[tuple[Places, Array, Array]] = []
+    for tokens, rope, places in packed_batches(model, prefix, chunks):
+        running.append((places, *_encode(model.params, model.config, tokens, rope)))
+        if len(running) > 1:  # the device works on one batch while the host takes the one before
+            yield from take_places(*running.pop(0))
+    for batch in running:
+        yield from take_places(*batch)
+
+
+def packed_batches(
+    model: Model, prefix: HostArray, chunks: Sequence[HostArray]
+) -> Iterator[tuple[Tokens, RopeTable, Places]]:
+    """Every chunk once, in batches of full rows: tokens, rotation tables, where each chunk is."""
+    lengths = [len(chunk) for chunk in chunks]
+    rows = pack(lengths, ROW_TOKENS - len(prefix))
+    rows.sort(key=lambda row: -sum(lengths[i] for i in row))
+    for members in itertools.batched(rows, model.batch_ways):
+        tokens, places = _lay_rows(model, prefix, chunks, members)
+        rope = model.rope(len(prefix) + max(lengths[i] for row in members for i in row))
+        yield tokens, rope, places
+
+
+def _lay_rows(
+    model: Model, prefix: HostArray, chunks: Sequence[HostArray], rows: Sequence[Sequence[int]]
+) -> tuple[Tokens, Places]:
+    """Lay chunks out in at most ``model.batch_ways`` rows, each behind the prefix.
+
+    Returns the tokens on the device and where every chunk stands.
+    """
+    used = max(len(prefix) + sum(len(chunks[i]) for i in row) for row in rows)
+    shape = (model.batch_ways, row_length(used))
+    ids = np.zeros(shape, np.int32)
+    positions = np.zeros(shape, np.int32)
+    segments = np.full(shape, EMPTY, np.int32)
+    places: Places = []
+    for row, members in enumerate(rows):
+        ids[row, : len(prefix)] = prefix
+        positions[row, : len(prefix)] = np.arange(len(prefix))
+        segments[row, : len(prefix)] = PREFIX
+        at = len(prefix)
+        for segment, index in enumerate(members, FIRST_CHUNK):
+            here = slice(at, at + len(chunks[index]))
+            ids[row, here] = chunks[index]
+            positions[row, here] = len(prefix) + np.arange(len(chunks[index]))
+            segments[row, here] = segment
+            places.append((index, row, here))
+            at = here.stop
+    put = functools.partial(model.put_batch, batch=shape[0])
+    return Tokens(ids=put(ids), positions=put(positions), segments=put(segments)), places
+
+
+def check_context(
+    model: Model,
+    prefix: HostArray,
+    chunks: Sequence[HostArray],
+    neighbours: Sequence[Sequence[HostArray]],
+) -> None:
+    """Refuse chunks that are empty, or do not fit the model's context with what stands before."""
+    limit = model.config.max_positions
+    for index, (chunk, others) in enumerate(zip(chunks, neighbours, strict=True)):
+        before = len(prefix) + sum(map(len, others))
+        if not len(chunk) or before + len(chunk) > limit:
+            raise RequestError(
+                f"chunk {index} has {len(chunk)} tokens behind {before}: expected at least 1, and "
+                f"{limit} in all; use fewer neighbours or smaller chunks"
+            )
+
+
+def take_places(places: Places, k: Array, v: Array) -> Iterator[tuple[int, HostArray]]:
+    """Wait for a batch; (index, kv [L, 2, T, K, H]) of every chunk in it, copies of their own."""
+    host_k, host_v = np.asarray(k), np.asarray(v)
+    for index, row, here in places:
+        yield index, np.stack((host_k[:, row, here], host_v[:, row, here]), axis=1)

@@ -1,0 +1,91 @@
+"""Encodes chunks as ``encode_rows`` does, and keeps some of their queries for an index."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrag.config import ModelConfig
+from jaxrag.encode.packed import Places, check_context, packed_batches, take_places
+from jaxrag.models.attention import PackedAttend
+from jaxrag.models.decoder import forward
+from jaxrag.models.model import Model
+from jaxrag.models.rope import RopeTable
+from jaxrag.models.spec import Params
+from jaxrag.shapes import bucket
+from jaxrag.types import Array, HostArray, Tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class _Observe:
+    """Packed attention that collects K and V, and q of some columns: [L, B, C, N, H]."""
+
+    attend: PackedAttend
+    columns: Array  # [B, C] int32
+
+    def __call__(
+        self,
+        layer: Array,
+        window: Array | int | None,
+        q: Array,
+        k: Array,
+        v: Array,
+        tokens: Tokens,
+        cache: None,
+    ) -> tuple[Array, Any, Any]:
+        """Attend within the row; keep what is asked for, before rotation."""
+        out, cache, _ = self.attend(layer, window, q, k, v, tokens, cache)
+        return out, cache, (k, v, jnp.take_along_axis(q, self.columns[:, :, None, None], axis=1))
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def _encode(
+    params: Params, config: ModelConfig, tokens: Tokens, rope: RopeTable, columns: Array
+) -> tuple[Array, Array, Array]:
+    """K before RoPE and V of packed rows [L, B, T, K, H], and queries [L, B, C, N, H]."""
+    attend = _Observe(PackedAttend(config, rope, prefix_visible=True), columns)
+    _, _, (k, v, q) = forward(params, config, tokens, None, attend)
+    return k, v, q
+
+
+def encode_observed(
+    model: Model, prefix: HostArray, chunks: Sequence[HostArray], count: int
+) -> Iterator[tuple[int, HostArray, HostArray]]:
+    """Encode every chunk directly behind ``prefix``, and keep queries of ``count`` of its tokens.
+
+    The tokens are evenly spread, the first one included; all of them where there are fewer.
+
+    Yields (index, kv [L, 2, T, K, H], queries [L, N, m, H] before RoPE), both in the model's dtype.
+    Raises RequestError for a chunk that is empty or does not fit the model's context.
+    """
+    check_context(model, prefix, chunks, [()] * len(chunks))
+    for tokens, rope, places in packed_batches(model, prefix, chunks):
+        columns, kept = _columns(places, len(tokens.ids), count)
+        put = model.put_batch(columns, len(columns))
+        k, v, q = _encode(model.params, model.config, tokens, rope, put)
+        queries = np.asarray(q)
+        for index, kv in take_places(places, k, v):
+            row, here = kept[index]
+            yield index, kv, np.ascontiguousarray(queries[:, row, here].swapaxes(1, 2))
+
+
+def _columns(
+    places: Places, rows: int, count: int
+) -> tuple[HostArray, dict[int, tuple[int, slice]]]:
+    """Columns [B, C] int32 to keep, padded with 0, and where each chunk's are among these."""
+    chosen: list[list[int]] = [[] for _ in range(rows)]
+    kept = {}
+    for index, row, here in places:
+        tokens = here.stop - here.start
+        some = min(count, tokens)
+        first = len(chosen[row])
+        chosen[row] += (here.start + np.arange(some, dtype=np.int64) * tokens // some).tolist()
+        kept[index] = row, slice(first, first + some)
+    columns = np.zeros((rows, bucket(max(map(len, chosen)), 128)), np.int32)
+    for row, some_columns in enumerate(chosen):
+        columns[row, : len(some_columns)] = some_columns
+    return columns, kept

@@ -1,0 +1,328 @@
+"""Chunk KV on its way into the paged pool: resident already, from the store, or encoded now."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxrag.attention_index.document import Indexing
+from jaxrag.cache import PAGE, PagePool, Resident, pages_for
+from jaxrag.cache.host import to_device
+from jaxrag.config import ModelConfig
+from jaxrag.encode import (
+    ENCODERS,
+    StoredNeighbours,
+    chunk_key,
+    encode_for_store,
+    encoder_named,
+    provenance,
+)
+from jaxrag.errors import ChunkCorrupt, StoreError
+from jaxrag.methods import Misses
+from jaxrag.models.model import Model
+from jaxrag.models.rope import RopeTable, place
+from jaxrag.shapes import bucket
+from jaxrag.store import KVStore, Refused
+from jaxrag.types import Array, HostArray
+
+WINDOW_TOKENS = 2048  # of chunks that are read and placed at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Where the KV of one chunk came from.
+
+    Attributes:
+      how: "pool": it lay on the device; "store": it was read; "encoded": it was computed and kept;
+        "nowhere": it is not there, and whoever asked for it computes it.
+      why: why it had to be computed; "" where it was found.
+    """
+
+    how: Literal["pool", "store", "encoded", "nowhere"]
+    why: str = ""
+
+    @property
+    def hit(self) -> bool:
+        """Was nothing computed?"""
+        return self.how in ("pool", "store")
+
+
+@dataclasses.dataclass
+class Loaded:
+    """Chunks mapped into the pool for one request, in prompt order. Give back with ``release``.
+
+    ``residents`` is None for a chunk that is nowhere; ``keys`` are those of all others.
+    """
+
+    keys: list[str]
+    residents: list[Resident | None]
+    found: list[Found]
+    runs: list[tuple[int, int]]  # (tokens, keys the last one sees) of every prefill on the way
+    load_seconds: float
+    encode_seconds: float
+    notes: list[str]
+
+    @property
+    def encoded(self) -> list[bool]:
+        """Of each chunk: had it to be prefilled to be brought in?"""
+        return [found.how == "encoded" for found in self.found]
+
+
+def release(model: Model, loaded: Loaded) -> None:
+    """The request is over; its chunks stay resident until their pages are needed."""
+    for key in loaded.keys:
+        model.cache.owners.release(key)
+
+
+def bring_in(
+    model: Model,
+    store: KVStore,
+    encoder: str,
+    prefix_ids: HostArray,
+    chunks: Sequence[HostArray],
+    neighbours: Sequence[Sequence[HostArray]] | None = None,
+    misses: Misses = "encode",
+    indexing: Indexing | None = None,
+) -> Loaded:
+    """Map chunks into the pool, reading or encoding what is not there yet.
+
+    A chunk that the store does not hold, or holds corrupt, is encoded, stored (where the store can
+    be written), used, and named in ``notes``; with ``misses="in_place"`` it is named there and
+    nothing else. ``neighbours`` of every chunk are needed by encoders that see them, as
+    ``encode_chunks`` says. What is encoded is stored with the indexes that it gets by ``indexing``.
+    Raises RequestError when the pool is too small.
+    """
+    owners = model.cache.owners
+    seen: Sequence[Sequence[HostArray] | None]
+    seen = [None] * len(chunks) if neighbours is None else neighbours
+    keys = [
+        chunk_key(store.fingerprint, model, encoder, prefix_ids, ids, others)
+        for ids, others in zip(chunks, seen, strict=True)
+    ]
+    before = dict(zip(keys, seen, strict=True))
+    found = {key: owners.borrow(key) for key in dict.fromkeys(keys)}
+    inside = {key for key, resident in found.items() if resident is not None}
+    wanted = {key: ids for key, ids in zip(keys, chunks, strict=True) if found[key] is None}
+    pages: dict[str, tuple[int, ...]] = {}
+    try:
+        for key, ids in wanted.items():
+            pages[key] = owners.take(pages_for(len(ids)), f"a chunk of {len(ids)} tokens")
+        start = time.perf_counter()
+        reasons = _read(model, store, wanted, pages)
+        load_seconds = time.perf_counter() - start
+        refused = {key: wanted[key] for key in reasons}
+        why = _why(model, store, encoder, prefix_ids, refused, reasons)
+        start = time.perf_counter()
+        not_stored, runs = None, list[tuple[int, int]]()
+        if misses == "in_place":
+            for key in refused:
+                del wanted[key]
+                owners.give_back(pages.pop(key))
+        else:
+            not_stored, runs = _encode(
+                model, store, encoder, prefix_ids, refused, before, pages, indexing
+            )
+        encode_seconds = time.perf_counter() - start
+    except BaseException:
+        for taken in pages.values():
+            owners.give_back(taken)
+        for key, resident in found.items():
+            if resident is not None:
+                owners.release(key)
+        raise
+    how = {key: Found("pool" if key in inside else "store") for key in found}
+    for key in reasons:
+        how[key] = Found("nowhere" if misses == "in_place" else "encoded", why[key])
+    for key, ids in wanted.items():
+        found[key] = owners.admit(key, pages[key], len(ids))
+    residents: list[Resident | None] = []
+    for index, key in enumerate(keys):
+        residents.append(owners.borrow(key) if key in keys[:index] else found[key])
+    return Loaded(
+        keys=[key for key, it in zip(keys, residents, strict=True) if it is not None],
+        residents=residents,
+        found=[how[key] for key in keys],
+        runs=runs,
+        load_seconds=load_seconds,
+        encode_seconds=encode_seconds,
+        notes=_notes(refused, reasons, misses, not_stored),
+    )
+
+
+def _notes(
+    refused: Mapping[str, HostArray],
+    reasons: Mapping[str, Refused],
+    misses: Misses,
+    not_stored: str | None,
+) -> list[str]:
+    """One line on what was not found, or none."""
+    if not refused:
+        return []
+    corrupt = sum(isinstance(reason, ChunkCorrupt) for reason in reasons.values())
+    why = f"{len(refused) - corrupt} not in the store, {corrupt} corrupt there"
+    done = "encoded" if misses == "encode" else "computed in place"
+    if misses == "in_place":
+        kept = "not stored"
+    else:
+        kept = "stored" if not_stored is None else f"not stored: {not_stored}"
+    tokens = sum(map(len, refused.values()))
+    return [f"{len(refused)} chunk(s), {tokens} tokens, {done} ({why}) and {kept}"]
+
+
+def _why(
+    model: Model,
+    store: KVStore,
+    encoder: str,
+    prefix_ids: HostArray,
+    wanted: Mapping[str, HostArray],
+    reasons: Mapping[str, Refused],
+) -> dict[str, str]:
+    """Per key why the store refused it, and under which other encoders the chunk is there.
+
+    Of these only the ones that see no neighbours are looked at: those of a chunk are unknown here.
+    """
+    if not reasons:
+        return {}
+    names = [name for name, it in ENCODERS.items() if name != encoder and not it.sees_neighbours]
+    others = {
+        (key, name): chunk_key(store.fingerprint, model, name, prefix_ids, ids)
+        for key, ids in wanted.items()
+        for name in names
+    }
+    held = store.head(list(others.values()), on_corrupt="skip")
+    there = {at for at, record in zip(others, held, strict=True) if record is not None}
+    why = {}
+    for key, reason in reasons.items():
+        text = str(reason).removeprefix(f"chunk {key}: ")
+        known = [name for name in names if (key, name) in there]
+        if isinstance(reason, ChunkCorrupt):
+            text = f"damaged: {text}"
+        why[key] = "not in the store" if text.startswith("not in ") else text
+        if known:
+            why[key] += f" under {encoder}, but under {' and '.join(known)}"
+    return why
+
+
+def _read(
+    model: Model, store: KVStore, wanted: dict[str, HostArray], pages: dict[str, tuple[int, ...]]
+) -> dict[str, Refused]:
+    """Read what the store holds into the pool; per key that it refused, why."""
+    refused: dict[str, Refused] = {}
+    for keys in _windows({key: len(ids) for key, ids in wanted.items()}):
+        tokens = sum(len(wanted[key]) for key in keys)
+        buffer = model.cache.staging_buffer(model.config, bucket(tokens, 256))
+        read = store.get_many(keys, out=buffer, on_missing="skip")
+        if read.offsets:
+            _place_spans(model, buffer, read.offsets, pages)
+        refused |= read.refused
+    jax.block_until_ready(model.cache.pool)  # for the caller's clock
+    return refused
+
+
+def _windows(lengths: Mapping[str, int]) -> list[list[str]]:
+    """Keys in runs of at most WINDOW_TOKENS tokens, so that few shapes are ever compiled."""
+    runs: list[list[str]] = []
+    filled = WINDOW_TOKENS
+    for key, length in lengths.items():
+        if filled + length > WINDOW_TOKENS:
+            runs.append([])
+            filled = 0
+        runs[-1].append(key)
+        filled += length
+    return runs
+
+
+def _encode(
+    model: Model,
+    store: KVStore,
+    encoder: str,
+    prefix_ids: HostArray,
+    wanted: dict[str, HostArray],
+    before: Mapping[str, Sequence[HostArray] | None],
+    pages: dict[str, tuple[int, ...]],
+    indexing: Indexing | None,
+) -> tuple[str | None, list[tuple[int, int]]]:
+    """Encode chunks, store them durably where the store may be written, and place them.
+
+    ``before`` holds every key's neighbours, or None. Returns why some are not stored, if so (a full
+    disk does not keep a question from its answer), and the prefills as ``Loaded.runs`` counts them.
+    """
+    keys, chunks = list(wanted), list(wanted.values())
+    not_stored = None if store.writable else "the store is open for reading only"
+    others = [before[key] or () for key in keys]
+    seen = prefix_ids if encoder_named(encoder).sees_prefix else prefix_ids[:0]
+    own_kv = StoredNeighbours(model, seen, store)
+    runs = []
+    built = indexing if store.writable else None
+    fresh = encode_for_store(model, encoder, prefix_ids, chunks, others, own_kv, built)
+    for index, kv, aux in fresh:
+        num_before = len(seen) + sum(map(len, others[index]))
+        joint = encoder_named(encoder).neighbours == "joint"
+        runs.append((len(chunks[index]) + num_before * joint, num_before + len(chunks[index])))
+        key = keys[index]
+        if store.writable:
+            origin = provenance(model, encoder, prefix_ids, chunks[index], others[index])
+            # A key whose record stands but whose bytes are gone or damaged is healed by this.
+            try:
+                store.put(key, kv, record=origin, aux=aux, replace=True)
+            except StoreError as error:
+                not_stored = str(error)
+        length = kv.shape[2]
+        buffer = model.cache.staging_buffer(model.config, bucket(length, 256))
+        buffer[:, :, :length] = kv
+        _place_spans(model, buffer, {key: (0, length)}, pages)
+    jax.block_until_ready(model.cache.pool)  # for the caller's clock
+    runs += [(length, len(seen) + length) for length in own_kv.computed]
+    return not_stored, runs
+
+
+def _place_spans(
+    model: Model,
+    buffer: HostArray,
+    spans: Mapping[str, tuple[int, int]],
+    pages: dict[str, tuple[int, ...]],
+) -> None:
+    """Write spans of a staging buffer, key -> (first token, tokens), to their chunks' pages."""
+    size = buffer.shape[2]
+    nowhere = model.cache.pool.k.shape[0]
+    page = np.full(size, nowhere, np.int32)
+    local = np.zeros(size, np.int32)
+    for key, (start, length) in spans.items():
+        at = np.arange(length, dtype=np.int32)
+        page[start : start + length] = np.array(pages[key], np.int32)[at // PAGE]
+        local[start : start + length] = at
+    rope = model.rope(int(local.max()) + 1)
+    pool = model.cache.pool
+    model.cache.pool, placed = _place(pool, model.config, to_device(buffer), page, local, rope)
+    model.cache.staging.read_by(placed)
+    values = model.cache.values
+    if values is not None:
+        here = np.flatnonzero(page != nowhere)
+        values.put(page[here], local[here] % PAGE, buffer[values.first_layer :, 1][:, here])
+
+
+@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("pool",))
+def _place(
+    pool: PagePool, config: ModelConfig, kv: Array, page: Array, local: Array, rope: RopeTable
+) -> tuple[PagePool, Array]:
+    """Rotate K of kv [L, 2, S, K, H] to its place in the chunk (fp32) and scatter to pages [S].
+
+    The second result is ready when kv has been read; the pool itself is donated to the next call.
+    """
+    num_pages = pool.k.shape[0] // config.num_layers
+
+    def layer(index: Array, pool: PagePool) -> PagePool:
+        rows, slot = page + index * num_pages, local % PAGE
+        k = place(kv[index, 0], local, rope, config.rope)
+        return PagePool(
+            k=pool.k.at[rows, slot].set(k, mode="drop"),
+            v=pool.v.at[rows, slot].set(kv[index, 1], mode="drop"),
+        )
+
+    return lax.fori_loop(0, config.num_layers, layer, pool), jnp.max(local)

@@ -1,0 +1,97 @@
+"""What of a prompt was reused and what was not, and why: the account that a result gives."""
+
+import dataclasses
+from collections.abc import Collection, Iterable
+from typing import Literal
+
+import numpy as np
+
+from jaxrag.engine.mapping import Mapped, Part
+from jaxrag.methods import Method
+
+How = Literal["prefix hit", "chunk hit", "encoded", "in place", "computed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PartReuse:
+    """The prefix or one chunk of a prompt.
+
+    Attributes:
+      part: "prefix", or "chunk 0", "chunk 1", ... in the order of the sources.
+      tokens: its length. recomputed: how many of them were chosen and computed again.
+      how: "prefix hit": found, and exact behind what precedes it here; "chunk hit": found, whatever
+        preceded it when it was encoded; "encoded": missed, its stored form was made; "in place":
+        missed, computed where it stands; "computed": by a method that asks no store.
+      where: "pool" (the device already held it) or "store", where it was found; else None.
+      why: why nothing was found; "" where something was.
+    """
+
+    part: str
+    tokens: int
+    how: How
+    where: Literal["pool", "store"] | None
+    recomputed: int
+    why: str
+
+
+def account(
+    method: Method, mapped: Mapped, maintained: Collection[str] | None = None
+) -> list[PartReuse]:
+    """What became of the prefix (unless it is empty) and of every chunk.
+
+    ``maintained`` are the encoders under which a knowledge base keeps the chunks, where all of them
+    were retrieved from one: it tells a chunk whose KV is gone from one that never had any.
+    """
+    chunks = mapped.parts[1:]
+    recomputed = np.zeros(len(chunks), int)
+    if mapped.choice is not None:
+        ends = np.cumsum([len(part.ids) for part in chunks])
+        of = np.searchsorted(ends, mapped.choice.tokens, side="right")
+        recomputed = np.bincount(of, minlength=len(chunks))
+    rows = []
+    for index, part in enumerate(mapped.parts):
+        if not len(part.ids):
+            continue
+        how, where, why = _found(method, part)
+        if why and index and part.found is not None and maintained is not None:
+            why += _since_ingest(method.encoder_of(index - 1), maintained)
+        name, again = ("prefix", 0) if index == 0 else (f"chunk {index - 1}", recomputed[index - 1])
+        rows.append(PartReuse(name, len(part.ids), how, where, int(again), why))
+    return rows
+
+
+def _found(method: Method, part: Part) -> tuple[How, Literal["pool", "store"] | None, str]:
+    if part.kept:
+        return "prefix hit", "pool", ""
+    found = part.found
+    if found is None:
+        why = f"{method.name} reuses no chunk"
+        if method.prefix_cache:
+            why += " but behind equal leading parts, and no earlier prompt left this one"
+        return "computed", None, why
+    if found.how == "pool" or found.how == "store":
+        return "prefix hit" if part.exact else "chunk hit", found.how, ""
+    return "encoded" if found.how == "encoded" else "in place", None, found.why
+
+
+def _since_ingest(encoder: str, maintained: Collection[str]) -> str:
+    if encoder not in maintained:
+        return f"; the knowledge base keeps {', '.join(maintained)}, not {encoder}"
+    moved = ", or its neighbours are others now" if encoder.startswith("neighbours") else ""
+    return f"; it was there once: evicted or removed{moved}"
+
+
+def token_counts(rows: Iterable[PartReuse]) -> dict[str, int]:
+    """Chunk tokens by where their KV came from; what was missed counts as encoded only."""
+    counts = {"reused": 0, "recomputed": 0, "encoded": 0}
+    for row in rows:
+        if row.part == "prefix":
+            continue
+        if row.how in ("encoded", "in place"):
+            counts["encoded"] += row.tokens
+        elif row.how == "computed":
+            counts["recomputed"] += row.tokens
+        else:
+            counts["recomputed"] += row.recomputed
+            counts["reused"] += row.tokens - row.recomputed
+    return counts

@@ -1,0 +1,148 @@
+"""What `jaxrag eval methods` measures: methods of reuse x encoders x recompute ratios."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from jaxrag.encode import encoder_named
+from jaxrag.errors import RequestError
+from jaxrag.evals.synthetic import TASK
+from jaxrag.knowledge_base.neighbours import DEFAULT_TOP_N
+from jaxrag.methods import METHODS, Method, method_named
+from jaxrag.select import AllTokens, NoTokens, RandomTokens, Selector
+from jaxrag.tasks.synthetic import SyntheticTask
+
+FULL, REUSE = METHODS["full_attention"], METHODS["full_reuse"]
+RANDOM = Method(
+    "random", encoder="after_prefix", selector=RandomTokens(), recompute_ratio=0.15
+)  # what choosing has to beat; no preset, as nobody would serve with it
+RATIOS = (0.0, 0.05, 0.10, 0.15, 0.30, 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to measure.
+
+    Attributes:
+      model: a model directory. methods: presets, .toml files or "random"; full attention and full
+        reuse are measured whatever is named.
+      ratios: of every method that recomputes. encoders: each method that encodes chunks behind
+        the prefix is measured with each of these instead of its own; none = its own.
+      neighbours: how many chunks a chunk is encoded behind, at most.
+      task, seed, questions: what is asked. batch_size: questions that run together.
+      deviation: samples whose first question's KV is compared with full attention's, 0 for none.
+      template, response_start, dtype: as ``accuracy.Options``.
+    """
+
+    model: str
+    methods: tuple[str, ...]
+    ratios: tuple[float, ...] = RATIOS
+    encoders: tuple[str, ...] = ("after_prefix", "neighbours")
+    neighbours: int = DEFAULT_TOP_N
+    task: SyntheticTask = TASK
+    seed: int = 7
+    questions: int = 500
+    batch_size: int = 32
+    deviation: int = 32
+    template: str | None = None
+    response_start: str = ""
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured: RequestError, ConfigError for a bad .toml file."""
+        for name, values in (
+            ("methods", self.methods),
+            ("ratios", self.ratios),
+            ("encoders", self.encoders),
+        ):
+            if len(set(values)) < len(values):
+                raise RequestError(f"--{name} {','.join(map(str, values))}: name each once")
+        if not self.ratios:
+            raise RequestError("no recompute ratio; name some, such as --ratios 0,0.15,1.0")
+        for name in ("questions", "batch_size", "neighbours"):
+            if getattr(self, name) < 1:
+                option = name.replace("_", "-")
+                raise RequestError(f"--{option} {getattr(self, name)}: expected a positive integer")
+        if self.deviation < 0:
+            raise RequestError(f"--deviation {self.deviation}: expected a number of samples, or 0")
+        for encoder in self.encoders:
+            if not encoder_named(encoder).sees_prefix:
+                raise RequestError(
+                    f"--encoders {encoder}: it takes the place of what is encoded behind the "
+                    f"prefix; expected after_prefix, neighbours or neighbours_joint"
+                )
+        self.cells()
+
+    def cells(self) -> "list[Cell]":
+        """Every method with every encoder at every ratio it has; the two references first.
+
+        Raises RequestError for a ratio that a method has no use for, and for ratios that nothing
+        is measured at.
+        """
+        cells = [*REFERENCES, *_cells(REUSE, self)]
+        for named in self.methods:
+            method = RANDOM if named == RANDOM.name else method_named(named)
+            cells += _cells(method, self)
+        if not any(cell.ratio is not None for cell in cells) and self.ratios != RATIOS:
+            raise RequestError(
+                f"--ratios {','.join(map(str, self.ratios))}: none of the methods recomputes "
+                f"anything; name fusionrag, cacheblend, cache_craft, epic or random as well"
+            )
+        distinct = list(dict.fromkeys(cells))
+        shown = [(cell.name, cell.method.encoder, cell.ratio) for cell in distinct]
+        twice = next((name for name in shown if shown.count(name) > 1), None)
+        if twice is not None:
+            raise RequestError(
+                f"two methods are called {twice[0]!r}; rename one of the .toml files"
+            )
+        return distinct
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A method as it is measured, and under which name and ratio; None where it has no ratio."""
+
+    name: str
+    method: Method
+    ratio: float | None
+
+    @property
+    def served(self) -> Method:
+        """Equal for cells that give the same answers: no selector runs at ratio 0 or 1."""
+        selector: Selector = self.method.selector
+        ratio = self.method.recompute_ratio
+        if not self.method.recomputes:
+            selector, ratio = NoTokens(), None
+        elif ratio == 1:
+            selector = AllTokens()
+        return dataclasses.replace(
+            self.method, name="", template="", selector=selector, recompute_ratio=ratio
+        )
+
+
+REFERENCES = (Cell(FULL.name, FULL, None), Cell(REUSE.name, REUSE, None))  # measured always
+
+
+def _cells(method: Method, options: Options) -> Iterator[Cell]:
+    if method.encoder is None:
+        yield Cell(method.name, method, None)
+        return
+    for variant in _variants(method, options.encoders):
+        if isinstance(variant.selector, NoTokens):
+            yield Cell(method.name, variant, None)
+        else:
+            for ratio in options.ratios:
+                yield Cell(method.name, variant.with_ratio(ratio), ratio)
+
+
+def _variants(method: Method, encoders: Sequence[str]) -> Iterator[Method]:
+    """The method under each encoder; as it is where it encodes chunks alone, or none is named.
+
+    Behind neighbours, the prompt's first chunk is taken as encoded behind the prefix alone, which
+    is exact (FusionRAG section 3.1).
+    """
+    if not encoders or method.encoder is None or not encoder_named(method.encoder).sees_prefix:
+        yield method
+        return
+    for encoder in encoders:
+        first = "after_prefix" if encoder_named(encoder).sees_neighbours else None
+        yield dataclasses.replace(method, encoder=encoder, first_encoder=first)

@@ -1,0 +1,1 @@
+"""Questions in, answers out: what stands between somebody and the engine."""

@@ -1,0 +1,73 @@
+"""From token ids to text: detokenised as it grows, with stop strings and the reason it ended."""
+
+import dataclasses
+from typing import Literal, Protocol
+
+FinishReason = Literal["stop", "length"]
+
+
+class TextStream(Protocol):
+    """Incremental detokenisation (Tokenizer.stream)."""
+
+    def push(self, token_id: int) -> str:
+        """Text completed by this token."""
+        ...
+
+    def flush(self) -> str:
+        """Text of an incomplete character at the end."""
+        ...
+
+
+@dataclasses.dataclass
+class Answer:
+    """One answer as it grows: ids, text, and why it ended."""
+
+    max_new_tokens: int
+    eos_ids: frozenset[int]
+    stop: tuple[str, ...]
+    stream: TextStream | None  # None without a tokenizer: text stays empty
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    _held: str = ""  # may be the beginning of a stop string, not shown yet
+
+    def push(self, token_id: int) -> str:
+        """Add a token; returns text that is certain to be part of the answer."""
+        if self.finish_reason is not None:
+            return ""
+        if token_id in self.eos_ids:
+            return self._finish("stop")
+        self.token_ids.append(token_id)
+        shown = "" if self.stream is None else self._show(self.stream.push(token_id))
+        if self.finish_reason is None and len(self.token_ids) == self.max_new_tokens:
+            shown += self._finish("length")
+        return shown
+
+    def _finish(self, reason: FinishReason) -> str:
+        shown = "" if self.stream is None else self._show(self.stream.flush())
+        if self.finish_reason is None:
+            shown += self._held
+            self.text += self._held
+            self._held, self.finish_reason = "", reason
+        return shown
+
+    def _show(self, piece: str) -> str:
+        """Move text from held to shown; a stop string ends the answer just before it."""
+        self._held += piece
+        found = [at for at in (self._held.find(word) for word in self.stop) if at >= 0]
+        if found:
+            shown, self._held = self._held[: min(found)], ""
+            self.finish_reason = "stop"
+        else:
+            keep = max((_overlap(self._held, word) for word in self.stop), default=0)
+            cut = len(self._held) - keep
+            shown, self._held = self._held[:cut], self._held[cut:]
+        self.text += shown
+        return shown
+
+
+def _overlap(text: str, word: str) -> int:
+    """Length of the longest end of ``text`` that is a proper beginning of ``word``."""
+    return next(
+        (n for n in range(min(len(text), len(word) - 1), 0, -1) if text.endswith(word[:n])), 0
+    )

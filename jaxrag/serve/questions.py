@@ -1,0 +1,340 @@
+"""What is asked: the settings of a run, and one question with its chunks as token ids."""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrag.attention_index.document import Indexing
+from jaxrag.cache import PAGE, pages_for
+from jaxrag.decode import DecodeRule, rule_from
+from jaxrag.encode import encoder_named
+from jaxrag.engine.decoding import host_search, reserved
+from jaxrag.engine.mapping import Prompt, check_length
+from jaxrag.engine.sampling import Sampling
+from jaxrag.errors import RequestError
+from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.knowledge_base.neighbours import each_other
+from jaxrag.methods import Method, Misses, method_named
+from jaxrag.models.model import Model, as_token_ids
+from jaxrag.retrieve.filters import Filter
+from jaxrag.serve.gated import gated
+from jaxrag.store import KVStore
+from jaxrag.text.prompts import PromptTemplate, template_named
+from jaxrag.text.tokenizer import Tokenizer
+from jaxrag.types import HostArray
+
+Text = str | Sequence[int] | HostArray  # text, or token ids where a model has no tokenizer
+
+DECODE_BLOCK = 8  # tokens between two waits for the device when nobody watches
+_SHOWN_WORDS = 5  # of those that a tokenizer lacks
+_SHOWN_CHARACTERS = 40  # of each
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A chunk that stood in the prompt, in prompt order."""
+
+    document_id: str
+    chunk_index: int
+    file: str | None
+    score: float | None
+    text: str
+    page: int | None = None  # 1-based, of documents that have pages
+    start: int = 0  # first character in the document's text
+    end: int = 0  # one past the last character
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What all questions of a run have in common. Make one with ``resolve``."""
+
+    model: Model
+    kb: KnowledgeBase | None
+    store: KVStore
+    method: Method
+    template: PromptTemplate
+    k: int
+    max_new_tokens: int
+    stop: tuple[str, ...]
+    where: Mapping[str, Any] | None = None  # which documents may be retrieved
+    notes: tuple[str, ...] = ()  # of every request
+
+    @property
+    def indexing(self) -> Indexing | None:
+        """What indexes long chunks are stored with, by the knowledge base."""
+        return None if self.kb is None else self.kb.indexing
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One question, ready to be served. Make one with ``prepare``."""
+
+    prompt: Prompt
+    sources: list[Source]
+    sampling: Sampling
+    retrieve_seconds: float
+    notes: list[str]
+    retrieved: bool = False  # are the chunks those of the knowledge base?
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """A chunk that was retrieved or given, before the template wraps it."""
+
+    source: Source
+    title: str
+    ids: HostArray  # [T] int32
+    chunk_id: int | None = None  # in the knowledge base; None where it was given
+
+
+def resolve(
+    *,
+    kb: KnowledgeBase | None,
+    model: Model | None,
+    method: str | Method,
+    recompute_ratio: float | None = None,
+    misses: Misses | None = None,
+    prefix_cache: bool | None = None,
+    decode: str | DecodeRule | None = None,
+    template: str | PromptTemplate | None,
+    k: int,
+    max_new_tokens: int,
+    stop: Sequence[str],
+    where: Mapping[str, Any] | None = None,
+) -> Settings:
+    """Check the arguments that all questions share; they are those of ``generate``.
+
+    A method that is named, with no ratio, runs at the ratio that the gate of the knowledge base
+    found; a Method says its ratio itself.
+
+    Raises RequestError, and TokenizerError when stop strings are given to a model without text.
+    """
+    named = isinstance(method, str)
+    method = method_named(method)
+    if recompute_ratio is not None:
+        method = method.with_ratio(recompute_ratio)
+    if misses is not None:
+        method = dataclasses.replace(method, misses=misses)
+    if prefix_cache is not None:
+        method = dataclasses.replace(method, prefix_cache=prefix_cache)
+    if decode is not None:
+        method = dataclasses.replace(method, decode=rule_from(decode))
+    if kb is not None and model is not None and kb.model is not model:
+        raise RequestError("model= differs from the knowledge base's model; pass only kb=")
+    model = model if kb is None else kb.model
+    if model is None:
+        raise RequestError("no model: pass model=, or open the knowledge base with one")
+    for name, value in (("k", k), ("max_new_tokens", max_new_tokens)):
+        if value < 1:
+            raise RequestError(f"{name}={value}: expected a positive integer")
+    if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
+        raise RequestError(f"stop={stop!r}: expected a list of non-empty strings")
+    if stop:
+        model.text_tokenizer()
+    if where is not None:
+        Filter.parse(where)
+        if kb is None:
+            raise RequestError("where= chooses documents of a knowledge base; pass kb= with it")
+    chosen = template
+    if chosen is None:
+        chosen = kb.template if kb else model.template or method.template
+    chosen = template_named(chosen) if isinstance(chosen, str) else chosen
+    notes: tuple[str, ...] = ()
+    if kb is not None and named and recompute_ratio is None:
+        method, notes = gated(kb, method, chosen)
+    method.check(model.config)
+    method.check_values(model.value_layers)
+    if method.decode.searches is not None:
+        host_search(model)  # refuses a model on several devices
+    return Settings(
+        model=model,
+        kb=kb,
+        store=model.memory if kb is None else kb.store,
+        method=method,
+        template=chosen,
+        k=k,
+        max_new_tokens=max_new_tokens,
+        stop=tuple(stop),
+        where=where,
+        notes=notes,
+    )
+
+
+def prepare(
+    settings: Settings, question: Text, documents: Sequence[Text] | None, sampling: Sampling
+) -> Request:
+    """Retrieve the chunks, or take the documents, and turn every part into token ids.
+
+    Runs nothing on the device. Words that the tokenizer lacks are named in the notes. Raises
+    RequestError for a question that cannot be served: empty, of words that the model cannot read
+    (one of them, if its vocabulary is a list of words; all of them, if it is one of sub-words),
+    longer than the model's context, larger than the cache, or with neither documents nor a
+    knowledge base; TokenizerError for text that meets a model without a tokenizer.
+    """
+    model, template = settings.model, settings.template
+    start = time.perf_counter()
+    if isinstance(question, str):
+        _check_text("the question", question)
+        _check_words(model.text_tokenizer(), question)
+    if documents is not None:
+        found = [_given(i, document, model) for i, document in enumerate(documents)]
+    else:
+        found = _retrieve(settings, question)
+    retrieve_seconds = time.perf_counter() - start
+    notes = list(settings.notes)
+    if not found:
+        notes.append("no chunk was found for the question; it was asked without any")
+    if isinstance(question, str):
+        tokenizer = model.text_tokenizer()
+        prefix = template.prefix_ids(tokenizer)
+        final = template.final_ids(tokenizer, question)
+        chunks = tuple(template.chunk_ids(tokenizer, chunk.ids, chunk.title) for chunk in found)
+        given = [document for document in documents or () if isinstance(document, str)]
+        notes += _unknown(tokenizer, template, question, given, np.concatenate((prefix, final)))
+    else:  # token ids stand for themselves: no template, as there may be no tokenizer
+        prefix = np.zeros(0, np.int32)
+        final = as_token_ids(question, model.config, "question")
+        chunks = tuple(chunk.ids for chunk in found)
+    prompt = Prompt(prefix, chunks, final)
+    check_length(model, prompt, settings.max_new_tokens)
+    prompt = dataclasses.replace(prompt, neighbours=_neighbours(settings, found, prompt))
+    sources = [chunk.source for chunk in found]
+    request = Request(prompt, sources, sampling, retrieve_seconds, notes, documents is None)
+    _check_cache(settings, request)
+    return request
+
+
+def pages_of(settings: Settings, requests: Sequence[Request]) -> int:
+    """Pages of the pool that requests served as one batch need at most; equal chunks share them."""
+    reserve = reserved(settings.max_new_tokens, DECODE_BLOCK)
+    shared: dict[tuple[str, bytes], int] = {}
+    owned = 0
+    for request in requests:
+        prompt, method = request.prompt, settings.method
+        if method.encoder is None and not method.prefix_cache:
+            owned += pages_for(prompt.num_tokens + reserve)
+            continue
+        room = method.room([len(chunk) for chunk in prompt.chunks])
+        owned += pages_for(len(prompt.final) + room + reserve)
+        if method.encoder is None or method.misses == "in_place":  # what is missed is not shared
+            owned += sum(map(pages_for, map(len, (prompt.prefix, *prompt.chunks))))
+            continue
+        shared["prefix", prompt.prefix.tobytes()] = len(prompt.prefix)
+        shared |= {("chunk", ids.tobytes()): len(ids) for ids in prompt.chunks}
+    return owned + sum(map(pages_for, shared.values()))
+
+
+def is_ids(x: Any) -> bool:
+    """Is this one sequence of token ids, rather than several questions?"""
+    if isinstance(x, np.ndarray):
+        return x.ndim == 1
+    return bool(x) and all(isinstance(i, int | np.integer) for i in x)
+
+
+def _check_text(what: str, text: str) -> None:
+    if not text.strip():
+        raise RequestError(f"{what} is empty; expected a text with words in it")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{what} holds half of a surrogate pair at character {error.start}; repair the text"
+        ) from None
+
+
+def _check_words(tokenizer: Tokenizer, question: str) -> None:
+    """Refuse a question whose sense the tokenizer would lose."""
+    unknown = tokenizer.unknown_words(question)
+    if unknown and (tokenizer.is_word_level or not tokenizer.knows_a_word(question)):
+        raise RequestError(
+            f"the question holds {_some(unknown)}: not in this model's vocabulary of "
+            f"{tokenizer.vocab_size} entries; ask in words that it knows, or use another model"
+        )
+
+
+def _unknown(
+    tokenizer: Tokenizer,
+    template: PromptTemplate,
+    question: str,
+    documents: Sequence[str],
+    around: HostArray,
+) -> Iterator[str]:
+    """Notes on what becomes the unknown token; ``around`` are the ids around the chunks."""
+    asked = tokenizer.unknown_words(question)
+    given = dict.fromkeys(word for text in documents for word in tokenizer.unknown_words(text))
+    for what, words in (("question", asked), ("documents", list(given))):
+        if words:
+            yield f"the model's vocabulary lacks words of the {what}: {_some(words)}"
+    lost = 0 if tokenizer.unk_id is None else int((around == tokenizer.unk_id).sum())
+    if lost and not asked:
+        yield (
+            f"the model's vocabulary lacks {lost} tokens of the template {template.name!r}; "
+            "use the one that it was trained with"
+        )
+
+
+def _some(words: Sequence[str]) -> str:
+    """Up to five of them, quoted, and how many more there are."""
+    shown = ", ".join(repr(word[:_SHOWN_CHARACTERS]) for word in words[:_SHOWN_WORDS])
+    more = len(words) - _SHOWN_WORDS
+    return shown + (f" and {more} more" if more > 0 else "")
+
+
+def _check_cache(settings: Settings, request: Request) -> None:
+    need, there = pages_of(settings, [request]), settings.model.cache.owners.num_pages
+    if need > there:
+        raise RequestError(
+            f"the prompt of {request.prompt.num_tokens} tokens and its answer need {need * PAGE} "
+            f"tokens of cache, the pool has {there * PAGE}; raise cache_tokens or use fewer chunks"
+        )
+
+
+def _retrieve(settings: Settings, question: Text) -> list[_Chunk]:
+    if settings.kb is None:
+        raise RequestError("no knowledge base and no documents to answer from; give one of them")
+    if not isinstance(question, str):
+        raise RequestError("retrieval needs the question as text; pass documents= with token ids")
+    return [
+        _Chunk(
+            Source(h.document_id, h.chunk_index, h.file, h.score, h.text, h.page, h.start, h.end),
+            h.title,
+            h.ids,
+            h.chunk_id,
+        )
+        for h in settings.template.arrange(
+            settings.kb.search(question, settings.k, where=settings.where)
+        )
+    ]
+
+
+def _neighbours(
+    settings: Settings, found: Sequence[_Chunk], prompt: Prompt
+) -> tuple[tuple[HostArray, ...], ...] | None:
+    """What each chunk was, or is to be, encoded behind; None where the method's encoder sees none.
+
+    Neighbours in the knowledge base of chunks that were retrieved. Chunks that were given are each
+    other's, in their order, as many as there may be.
+    """
+    names = (settings.method.encoder, settings.method.first_encoder)
+    seeing = [name for name in names if name is not None and encoder_named(name).sees_neighbours]
+    if not seeing:
+        return None
+    chunk_ids = [chunk.chunk_id for chunk in found if chunk.chunk_id is not None]
+    if settings.kb is not None and len(chunk_ids) == len(found):
+        return tuple(settings.kb.neighbours_of(chunk_ids, seeing[0], settings.template))
+    room = settings.model.config.max_positions - len(prompt.prefix)
+    return tuple(each_other(prompt.chunks, room))
+
+
+def _given(index: int, document: Text, model: Model) -> _Chunk:
+    """A document passed by the caller, as one chunk."""
+    what = f"documents[{index}]"
+    if isinstance(document, str):
+        _check_text(what, document)
+        ids, text = model.text_tokenizer().encode(document), document
+    else:
+        ids, text = as_token_ids(document, model.config, what), ""
+    return _Chunk(Source(what, 0, None, None, text, end=len(text)), "", ids)

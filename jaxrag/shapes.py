@@ -1,0 +1,32 @@
+"""Sizes that are compiled once and reused: powers of two, and the pieces of a long prefill."""
+
+
+def bucket(size: int, smallest: int = 16) -> int:
+    """The next power of two that holds ``size``: shapes that are compiled once and reused."""
+    return max(smallest, 1 << max(size - 1, 0).bit_length())
+
+
+def pieces(length: int, largest: int) -> list[tuple[int, int]]:
+    """Split a prefill of ``length`` tokens into (tokens, width) pieces of few distinct widths.
+
+    Widths are powers of two up to ``largest``, and from 512 on also 64 or 128 more than one: a
+    prompt is often a round number of chunk tokens and a short question, and a pass of its own for
+    the question would read every weight again. At most an eighth of what is longer than 128 tokens
+    is padding.
+    """
+    out = []
+    while length > 0:
+        width = min(bucket(length), largest)
+        if width > length > 128 and width - length > length // 8:
+            width //= 2
+        rest = length - width
+        if width >= 512 and 0 < rest <= 128:
+            width += 64 if rest <= 64 else 128
+        out.append((min(width, length), width))
+        length -= width
+    return out
+
+
+def row_length(used: int) -> int:
+    """A width that few programs are compiled for, with at most 255 tokens of padding beyond 512."""
+    return bucket(used, 128) if used <= 512 else -(-used // 256) * 256

@@ -1,0 +1,1 @@
+"""Questions with known answers, drawn from a seed."""

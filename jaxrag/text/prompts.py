@@ -1,0 +1,225 @@
+"""Prompt templates as data: a prefix, what surrounds each chunk, and the final block.
+
+Tokens are the interface: every part is tokenised on its own and the ids are concatenated; joined
+text is never tokenised again, so a chunk has the same ids in every prompt. Special tokens are
+recognised in the template's own text only, never in documents or questions.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+import numpy as np
+
+from jaxrag.config import read_toml, strict_fields
+from jaxrag.errors import ConfigError, TokenizerError
+from jaxrag.text.tokenizer import PROMPT_FILE, Tokenizer
+from jaxrag.types import HostArray
+
+ChunkOrder = Literal["best_first", "best_last", "document"]
+
+_FIELD = re.compile(r"\{(text|title|question)\}")
+_CHUNKS_HERE = "\u241e"  # stands for the chunks while a chat template is rendered
+
+
+class OfDocument(Protocol):
+    """A chunk that knows its place."""
+
+    @property
+    def document_id(self) -> str:
+        """The document it was cut from."""
+        ...
+
+    @property
+    def chunk_index(self) -> int:
+        """Its place among the document's chunks."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptTemplate:
+    """One prompt format.
+
+    Attributes:
+      name: how results and the knowledge base call it.
+      prefix: text before the chunks; encoded once.
+      chunk: around every chunk; holds {text} and may hold {title}.
+      final: after the chunks; holds {question}.
+      chat: render prefix and final block as one user message of the model's chat template.
+      chunk_order: retrieved chunks by descending ("best_first") or ascending ("best_last") score;
+        or "document": those of one document together in their order, the document with the best
+        chunk first, so that "she" follows her name and a correction what it corrects.
+    """
+
+    name: str
+    prefix: str
+    chunk: str
+    final: str
+    chat: bool = False
+    chunk_order: ChunkOrder = "best_first"
+
+    def __post_init__(self) -> None:
+        """Refuse a template that would lose the text or the question."""
+        for name, value in dataclasses.asdict(self).items():
+            kind = bool if name == "chat" else str
+            if not isinstance(value, kind):
+                raise ConfigError(
+                    f"template {self.name!r}: {name}={value!r}, expected a {kind.__name__}"
+                )
+        for field, needed, allowed in (
+            ("prefix", None, set()),
+            ("chunk", "text", {"text", "title"}),
+            ("final", "question", {"question"}),
+        ):
+            found = _FIELD.findall(getattr(self, field))
+            if (needed and found.count(needed) != 1) or set(found) - allowed:
+                raise ConfigError(
+                    f"template {self.name!r}: {field} must hold "
+                    + (f"{{{needed}}} once" if needed else "no placeholder")
+                    + f", got {getattr(self, field)!r}"
+                )
+        if self.chunk_order not in get_args(ChunkOrder):
+            raise ConfigError(
+                f"template {self.name!r}: chunk_order={self.chunk_order!r}, expected one of "
+                f"{', '.join(get_args(ChunkOrder))}"
+            )
+
+    def prefix_ids(self, tokenizer: Tokenizer) -> HostArray:
+        """Token ids before the chunks, led by BOS or what else the model expects: int32 [P]."""
+        ids = tokenizer.encode(self._around_chunks(tokenizer)[0], special=True)
+        leading = tokenizer.leading_ids
+        if not np.array_equal(ids[: len(leading)], leading):
+            ids = np.concatenate((leading, ids))
+        return ids.astype(np.int32)
+
+    def chunk_ids(self, tokenizer: Tokenizer, text_ids: HostArray, title: str = "") -> HostArray:
+        """Token ids of one chunk as it stands in the prompt: int32 [T]."""
+        return _fill(self.chunk, tokenizer, {"text": text_ids, "title": title})
+
+    def final_ids(self, tokenizer: Tokenizer, question: str) -> HostArray:
+        """Token ids of the final block: int32 [T]."""
+        return _fill(self._around_chunks(tokenizer)[1], tokenizer, {"question": question})
+
+    def arrange[C: OfDocument](self, found: Sequence[C]) -> list[C]:
+        """Retrieved chunks, given best first, in the order of the prompt."""
+        if self.chunk_order == "best_last":
+            return list(found[::-1])
+        if self.chunk_order == "document":
+            place: dict[str, int] = {}
+            for chunk in found:
+                place.setdefault(chunk.document_id, len(place))
+            return sorted(found, key=lambda chunk: (place[chunk.document_id], chunk.chunk_index))
+        return list(found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain form; ``template_from_dict`` is its inverse."""
+        return dataclasses.asdict(self)
+
+    def _around_chunks(self, tokenizer: Tokenizer) -> tuple[str, str]:
+        if not self.chat:
+            return self.prefix, self.final
+        if not tokenizer.has_chat_template:
+            raise TokenizerError(
+                f"template {self.name!r} has chat = true, but the tokenizer has no chat template; "
+                f"set chat = false or add chat_template.jinja to the model directory"
+            )
+        content = self.prefix + _CHUNKS_HERE + self.final
+        text = tokenizer.render_chat([{"role": "user", "content": content}])
+        if text.count(_CHUNKS_HERE) != 1 or text.count("{question}") != 1:
+            raise TokenizerError(
+                f"the model's chat template does not repeat the user's message once, so template "
+                f"{self.name!r} cannot place its chunks; set chat = false"
+            )
+        before, after = text.split(_CHUNKS_HERE)
+        return before, after
+
+
+def _fill(pattern: str, tokenizer: Tokenizer, values: dict[str, Any]) -> HostArray:
+    """Tokenise a pattern piece by piece; values are text without special tokens, or ids."""
+    parts: list[HostArray] = []
+    for index, piece in enumerate(_FIELD.split(pattern)):
+        if index % 2:
+            value = values[piece]
+            parts.append(tokenizer.encode(value) if isinstance(value, str) else value)
+        elif piece:
+            parts.append(tokenizer.encode(piece, special=True))
+    return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
+
+
+TEMPLATES: dict[str, PromptTemplate] = {
+    # TurboRAG section 3.3. The document markers are single tokens in models trained for it and
+    # ordinary text in others.
+    "turborag": PromptTemplate(
+        name="turborag",
+        prefix=(
+            "You are an accurate and reliable AI assistant capable of answering questions by "
+            "referencing external documents. Please note that the external documents may not "
+            "always be related to the question. The documents are as follows:\n"
+        ),
+        chunk="<|doc_start|>{text}<|doc_end|>\n",
+        final=(
+            "If the information in the documents contain the correct answer, you will provide an "
+            "accurate response. If the documents do not contain the answer, you will refuse to "
+            "answer.\nQuestion: {question}\n"
+        ),
+    ),
+    # Block-Attention Fig. 3; passages in ascending order of retrieval score (section 3).
+    "block_attention": PromptTemplate(
+        name="block_attention",
+        prefix=(
+            "You are an intelligent AI assistant. Please answer questions based on the user's "
+            "instructions. Below are some reference documents that may help you in answering the "
+            "user's question.\n"
+        ),
+        chunk="- Title: {title}\n{text}\n",
+        final=(
+            "\n\nPlease write a high-quality answer for the given question using only the provided "
+            "search documents (some of which might be irrelevant).\nQuestion: {question}\n"
+        ),
+        chunk_order="best_last",
+    ),
+    # No instruction: for base models and for measurements.
+    "plain": PromptTemplate(
+        name="plain", prefix="", chunk="{text}\n\n", final="Question: {question}\nAnswer:"
+    ),
+}
+
+
+def template_from_dict(values: dict[str, Any], where: str) -> PromptTemplate:
+    """A template from plain values; unknown or missing keys raise ConfigError."""
+    try:
+        return PromptTemplate(**strict_fields(PromptTemplate, values, where))
+    except TypeError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def template_named(name: str) -> PromptTemplate:
+    """A built-in template by name, or one from a TOML file by path."""
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    if name.endswith(".toml"):
+        return template_from_dict({"name": Path(name).stem, **read_toml(Path(name))}, name)
+    raise ConfigError(
+        f"template {name!r}: expected one of {', '.join(TEMPLATES)} or the path of a .toml file"
+    )
+
+
+def read_prompt(directory: str | Path) -> PromptTemplate | None:
+    """The template that a model directory brings in ``prompt.toml``; None when there is none.
+
+    The file is a template's TOML file like any other. Raises ConfigError for one that is not.
+    """
+    path = Path(directory) / PROMPT_FILE
+    return template_named(str(path)) if path.is_file() else None
+
+
+def write_prompt(directory: str | Path, template: PromptTemplate) -> None:
+    """Write ``prompt.toml``: every field but the name, which belongs to the file."""
+    values = {key: value for key, value in template.to_dict().items() if key != "name"}
+    # JSON strings and booleans are TOML too, but for DEL, which JSON leaves as it is.
+    lines = (f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
+    text = "".join(lines).replace("\x7f", "\\u007f")
+    (Path(directory) / PROMPT_FILE).write_text(text, encoding="utf-8")

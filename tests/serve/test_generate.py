@@ -1,0 +1,320 @@
+"""The public ``generate``: arguments, batches, streams, seeds, sources and the account."""
+
+import copy
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+import jaxrag
+from jaxrag import KnowledgeBase, Sampling, generate
+from jaxrag.cache import PAGE
+from jaxrag.documents import Document
+from jaxrag.errors import ConfigError, RequestError, TokenizerError
+from jaxrag.serve import generate as generation
+from jaxrag.serve.generate import serve
+from jaxrag.serve.questions import Source, pages_of, prepare, resolve
+
+DOCUMENTS = [
+    Document("salt", "The salt wells of Yanjing are worked by hand.", title="Salt"),
+    Document("bridge", "A bamboo bridge crosses the river at the wells.", title="Bridge"),
+    Document("tea", "Tea bricks were traded for salt and for wool."),
+]
+QUESTION = "Who works the salt wells?"
+WARM = Sampling(temperature=1.0, seed=5)
+
+
+@pytest.fixture(scope="module")
+def kb_dir(tmp_path_factory, text_model):
+    path = tmp_path_factory.mktemp("kb")
+    with KnowledgeBase.open(path, text_model, template="plain", chunk_tokens=64) as kb:
+        kb.add(DOCUMENTS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def kb(kb_dir, text_model):
+    with KnowledgeBase.open(kb_dir, text_model) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def bare_model(text_model):
+    """A model without a tokenizer."""
+    return dataclasses.replace(text_model, tokenizer=None)
+
+
+def test_result_of_retrieval(kb, text_model):
+    result = generate(QUESTION, kb=kb, max_new_tokens=9)
+    assert result.finish_reason == "length"
+    assert len(result.token_ids) == 9
+    assert result.text == text_model.tokenizer.decode(result.token_ids)
+    assert result.method == "turborag"
+    hits = kb.search(QUESTION, 5)
+    assert [s.document_id for s in result.sources] == [hit.document_id for hit in hits]
+    text = DOCUMENTS[0].text
+    assert result.sources[0] == Source("salt", 0, None, hits[0].score, text, end=len(text))
+    tokens = sum(len(kb.template.chunk_ids(text_model.tokenizer, h.ids, h.title)) for h in hits)
+    assert result.counts == {"reused": tokens, "recomputed": 0, "encoded": 0}
+    timings = result.timings
+    assert list(timings) == ["retrieve", "load", "prefill", "ttft", "per_token"]
+    assert min(timings.values()) > 0
+    parts = timings["retrieve"] + timings["load"] + timings["prefill"]
+    assert timings["ttft"] == pytest.approx(parts)
+    assert json.loads(json.dumps(result.to_dict())) == result.to_dict()
+
+
+def test_fewer_chunks(kb):
+    assert len(generate(QUESTION, kb=kb, k=1, max_new_tokens=1).sources) == 1
+
+
+def test_best_chunk_stands_last_where_the_template_says_so(kb):
+    template = dataclasses.replace(kb.template, chunk_order="best_last")
+    scores = [
+        s.score for s in generate(QUESTION, kb=kb, template=template, max_new_tokens=1).sources
+    ]
+    assert scores == sorted(scores)
+    assert len(set(scores)) > 1
+
+
+def test_full_attention_counts_everything_as_recomputed_and_costs_more(kb):
+    reuse = generate(QUESTION, kb=kb, max_new_tokens=2)
+    full = generate(QUESTION, kb=kb, method="full_attention", max_new_tokens=2)
+    assert full.counts == {"reused": 0, "recomputed": reuse.counts["reused"], "encoded": 0}
+    assert isinstance(reuse.flops, int)
+    assert 0 < reuse.flops < full.flops
+
+
+def test_documents_are_chunks_kept_in_memory(text_model):
+    documents = ["first one", "second one", "first one"]
+    first = generate("one?", documents=documents, model=text_model, max_new_tokens=3)
+    again = generate("one?", documents=documents, model=text_model, max_new_tokens=3)
+    assert [s.text for s in first.sources] == documents
+    assert [s.document_id for s in first.sources] == [f"documents[{i}]" for i in range(3)]
+    assert {s.score for s in first.sources} == {None}
+    assert first.counts["encoded"] == sum(first.counts.values()) > 0
+    assert "2 chunk(s)" in first.notes[-1]  # the prefix may be there from another test
+    assert again.counts["encoded"] == 0
+    assert again.notes == []
+    assert again.token_ids == first.token_ids
+    assert again.flops < first.flops
+
+
+def test_documents_with_a_knowledge_base_are_used_instead_of_retrieval_and_kept(kb):
+    result = generate(QUESTION, kb=kb, documents=["wool"], max_new_tokens=1)
+    assert [s.document_id for s in result.sources] == ["documents[0]"]
+    assert "and stored" in result.notes[0]
+
+
+def test_nothing_found_is_asked_without_chunks_and_said(kb):
+    result = generate("?!", kb=kb, max_new_tokens=2)
+    assert result.sources == []
+    assert sum(result.counts.values()) == 0
+    assert "no chunk was found" in result.notes[0]
+
+
+def test_knowledge_base_that_is_read_only_keeps_nothing_and_says_so(kb_dir, model_dir, text_model):
+    model = jaxrag.load_model(model_dir, cache_tokens=text_model.cache_tokens)
+    with KnowledgeBase.open(kb_dir, model, mode="r") as kb:
+        before = kb.stats()["stored"]
+        result = generate(QUESTION, kb=kb, method="full_reuse", max_new_tokens=1)
+        assert result.counts["encoded"] == sum(result.counts.values()) > 0
+        assert "not stored: the store is open for reading only" in result.notes[-1]
+        assert kb.stats()["stored"] == before
+        model.forget_cache()
+        assert (
+            generate(QUESTION, kb=kb, method="full_reuse", max_new_tokens=1).counts["encoded"] > 0
+        )
+
+
+@pytest.mark.parametrize("sampling", [None, WARM], ids=["greedy", "sampled"])
+def test_a_batch_is_the_questions_one_at_a_time(kb, sampling):
+    questions = [QUESTION, "What crosses the river?", "Tea?", "Wool", "What was traded for salt"]
+    batch = generate(questions, kb=kb, sampling=sampling, max_new_tokens=10, batch_size=4)
+    for question, together in zip(questions, batch, strict=True):
+        alone = generate(question, kb=kb, sampling=sampling, max_new_tokens=10)
+        assert together.token_ids == alone.token_ids
+        assert together.sources == alone.sources
+        assert sum(together.counts.values()) == sum(alone.counts.values())
+
+
+def test_every_question_may_have_its_own_sampling(kb):
+    seeds = [Sampling(temperature=1.0, seed=seed) for seed in (1, 2, 1)]
+    one, two, three = generate([QUESTION] * 3, kb=kb, sampling=seeds, max_new_tokens=10)
+    assert one.token_ids == three.token_ids != two.token_ids
+    alone = generate(QUESTION, kb=kb, sampling=seeds[1], max_new_tokens=10)
+    assert alone.token_ids == two.token_ids
+    greedy, _ = generate([QUESTION] * 2, kb=kb, sampling=[Sampling(), seeds[0]], max_new_tokens=10)
+    assert greedy.token_ids == generate(QUESTION, kb=kb, max_new_tokens=10).token_ids
+
+
+@pytest.mark.parametrize(("question", "count"), [("a", 1), (["a"], 2), (["a", "b"], 1)])
+def test_sampling_must_be_one_for_all_or_one_for_each(kb, question, count):
+    settings = [Sampling()] * count
+    if isinstance(question, str):  # one question may be a list of one setting
+        assert generate(question, kb=kb, sampling=settings, max_new_tokens=1).token_ids
+        return
+    with pytest.raises(RequestError, match=rf"{count} entries for {len(question)} question"):
+        generate(question, kb=kb, sampling=settings)
+
+
+@pytest.mark.parametrize("sampling", [None, WARM], ids=["greedy", "sampled"])
+def test_a_stream_is_the_answer_in_pieces(kb, sampling):
+    whole = generate(QUESTION, kb=kb, sampling=sampling, max_new_tokens=10)
+    stream = generate(QUESTION, kb=kb, sampling=sampling, max_new_tokens=10, stream=True)
+    assert stream.result is None
+    pieces = list(stream)
+    assert len(pieces) > 1
+    assert all(pieces)
+    assert "".join(pieces) == stream.result.text == whole.text
+    assert stream.result.token_ids == whole.token_ids
+    assert stream.result.counts == whole.counts
+
+
+def test_a_stream_that_is_left_gives_its_pages_back(kb, text_model):
+    generate(QUESTION, kb=kb, max_new_tokens=1)
+    owners = text_model.cache.owners
+    free = owners.num_free
+    stream = generate(QUESTION, kb=kb, max_new_tokens=100, stream=True)
+    pieces = iter(stream)
+    next(pieces)
+    assert owners.num_free < free
+    pieces.close()
+    del pieces, stream
+    assert owners.num_free == free
+
+
+def test_stop_string_ends_the_answer(kb):
+    text = generate(QUESTION, kb=kb, max_new_tokens=12).text
+    word = next(c for c in text[3:] if c.isprintable() and c != "\ufffd")
+    result = generate(QUESTION, kb=kb, max_new_tokens=12, stop=[word])
+    assert result.text == text[: text.index(word)]
+    assert result.finish_reason == "stop"
+    assert len(result.token_ids) < 12
+
+
+def test_end_of_sequence_ends_the_answer(kb, monkeypatch):
+    ids = generate(QUESTION, kb=kb, max_new_tokens=10).token_ids
+    tokenizer = copy.copy(kb.model.tokenizer)
+    tokenizer.eos_ids = (ids[4],)
+    monkeypatch.setattr(kb.model, "tokenizer", tokenizer)
+    result = generate(QUESTION, kb=kb, max_new_tokens=10)
+    assert result.token_ids == ids[: ids.index(ids[4])]
+    assert result.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array], ids=["list", "tuple", "array"])
+def test_token_ids_need_no_tokenizer(bare_model, kind):
+    documents = [kind([5, 6, 7]), kind([8])]
+    one = generate(kind([9, 10]), documents=documents, model=bare_model, max_new_tokens=3)
+    assert (one.text, len(one.token_ids)) == ("", 3)
+    assert [s.text for s in one.sources] == ["", ""]
+    assert sum(one.counts.values()) == 4
+    batch = generate(
+        [kind([9, 10]), kind([11])], documents=documents, model=bare_model, max_new_tokens=3
+    )
+    assert batch[0].token_ids == one.token_ids
+
+
+def test_a_batch_is_made_smaller_where_the_cache_is_small(bare_model, monkeypatch):
+    settings = resolve(
+        kb=None, model=bare_model, method="turborag", template=None, k=1, max_new_tokens=4, stop=()
+    )
+
+    def request(tokens):
+        return prepare(settings, [5] * tokens, [[6] * 400], Sampling())
+
+    one, two = pages_of(settings, [request(300)]), pages_of(settings, [request(300)] * 2)
+    assert one < two < 2 * one  # the document is counted once
+    requests = [request(tokens) for tokens in (300, 40, 280, 290, 40, 50)]
+    small = dataclasses.replace(bare_model, cache_tokens=two * PAGE)
+    settings = dataclasses.replace(settings, model=small)
+    batches = []
+
+    def run(settings, batch, block):
+        batches.append(batch)
+        yield list(range(len(batch)))
+
+    monkeypatch.setattr(generation, "_run", run)
+    served = list(serve(settings, requests, batch_size=8))
+    assert sorted(i for batch in served for i in batch) == list(range(6))
+    assert [len(batch) for batch in batches] == [4, 2]
+    assert all(pages_of(settings, batch) <= two for batch in batches)
+
+
+def test_a_prompt_larger_than_the_cache_is_refused(bare_model):
+    tight = dataclasses.replace(bare_model, cache_tokens=20 * PAGE)
+    with pytest.raises(RequestError, match="320; raise cache_tokens"):
+        generate([5] * 300, documents=[[6] * 40], model=tight, max_new_tokens=4)
+    assert tight.cache.owners.num_free == 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({}, "needs kb= or documents="),
+        ({"documents": ["x"]}, "no model: pass model="),
+        ({"documents": []}, "no model: pass model="),
+        ({"kb": True, "model": "other"}, "differs from the knowledge base's model"),
+        ({"kb": True, "method": "turborga"}, "expected one of full_attention, full_reuse"),
+        ({"kb": True, "k": 0}, "k=0: expected a positive integer"),
+        ({"kb": True, "max_new_tokens": 0}, "max_new_tokens=0: expected a positive"),
+        ({"kb": True, "batch_size": 0}, "batch_size=0: expected a positive"),
+        ({"kb": True, "stop": "word"}, "stop='word': expected a list"),
+        ({"kb": True, "stop": [""]}, "expected a list of non-empty strings"),
+        ({"kb": True, "documents": ["x", " "]}, r"documents\[1\] is empty"),
+        ({"kb": True, "documents": ["\ud800"]}, r"documents\[0\] holds half of a surrogate"),
+        ({"kb": True, "documents": [[600]]}, "outside the vocabulary"),
+        ({"kb": True, "max_new_tokens": 1024}, "1024 may be generated"),
+        ({"kb": True, "documents": ["long " * 600]}, "retrieve fewer chunks"),
+    ],
+)
+def test_bad_arguments_are_refused(kb, text_model, bare_model, arguments, words):
+    given = {"kb": kb, "other": bare_model}
+    arguments = {
+        name: given[name if name == "kb" else value] if name in ("kb", "model") else value
+        for name, value in arguments.items()
+    }
+    free = text_model.cache.owners.num_free
+    with pytest.raises(RequestError, match=words):
+        generate(QUESTION, **arguments)
+    assert text_model.cache.owners.num_free == free
+
+
+@pytest.mark.parametrize("question", ["", " \n", "\ud800x", [""], ["fine", ""]])
+def test_bad_questions_are_refused(kb, question):
+    with pytest.raises(RequestError, match="question"):
+        generate(question, kb=kb)
+    with pytest.raises(RequestError, match="question"):
+        generate(question, kb=kb, documents=["x"])
+
+
+def test_one_question_at_a_time_is_streamed(kb):
+    with pytest.raises(RequestError, match="takes one question"):
+        generate([QUESTION], kb=kb, stream=True)
+
+
+def test_text_and_token_ids_are_told_apart(kb, bare_model):
+    with pytest.raises(RequestError, match="needs the question as text"):
+        generate([5, 6], kb=kb)
+    with pytest.raises(TokenizerError, match="cannot take text"):
+        generate("text", documents=[[5]], model=bare_model)
+    with pytest.raises(TokenizerError, match="cannot take text"):
+        generate([5], documents=["text"], model=bare_model)
+    with pytest.raises(TokenizerError, match="cannot take text"):
+        generate([5], documents=[[5]], model=bare_model, stop=["x"])
+
+
+def test_knowledge_base_without_a_model_answers_nothing(kb_dir):
+    with KnowledgeBase.open(kb_dir) as kb, pytest.raises(RequestError, match="open the knowledge"):
+        generate(QUESTION, kb=kb)
+
+
+def test_unknown_template_is_refused(kb):
+    with pytest.raises(ConfigError, match="expected one of turborag"):
+        generate(QUESTION, kb=kb, template="nonsense")
+
+
+def test_no_questions_no_results(kb):
+    assert generate([], kb=kb) == []

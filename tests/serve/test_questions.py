@@ -1,0 +1,107 @@
+"""Preparing a request: which template it gets, and words that the model cannot read."""
+
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from jaxrag import KnowledgeBase, generate
+from jaxrag.engine.sampling import Sampling
+from jaxrag.errors import RequestError
+from jaxrag.models.model import load_model, random_model
+from jaxrag.serve.questions import prepare, resolve
+from jaxrag.text.prompts import TEMPLATES, PromptTemplate
+from jaxrag.text.tokenizer import Tokenizer
+
+DOCUMENTS = ["File 23: Kora Felell lives in Baldorf.", "File 41: She works as a weaver."]
+
+
+@pytest.fixture(scope="module")
+def word_model(word_model_dir):
+    return load_model(word_model_dir, cache_tokens=4096)
+
+
+class Unasked:
+    """A retriever that must not be asked."""
+
+    def search(self, questions, k, *, where=None):
+        raise AssertionError(questions)
+
+
+def prepared(model, question, documents=DOCUMENTS, template=None):
+    settings = resolve(
+        kb=None, model=model, method="block_attention", template=template, k=5,
+        max_new_tokens=1, stop=(),
+    )  # fmt: skip
+    return prepare(settings, question, documents, Sampling())
+
+
+def chosen(model, kb=None, template=None):
+    settings = resolve(
+        kb=kb, model=None if kb else model, method="block_attention", template=template, k=5,
+        max_new_tokens=1, stop=(),
+    )  # fmt: skip
+    return settings.template.name
+
+
+def test_the_template_of_caller_knowledge_base_model_and_method(word_model, text_model, tmp_path):
+    assert chosen(text_model) == "block_attention"
+    assert chosen(word_model) == "prompt"
+    assert chosen(word_model, template="plain") == "plain"
+    with KnowledgeBase.open(tmp_path / "own", word_model) as kb:
+        assert kb.template == word_model.template
+        assert chosen(word_model, kb=kb) == "prompt"
+    with KnowledgeBase.open(tmp_path / "named", word_model, template="plain") as kb:
+        assert chosen(word_model, kb=kb) == "plain"
+        assert chosen(word_model, kb=kb, template="turborag") == "turborag"
+    with KnowledgeBase.open(tmp_path / "named", word_model) as kb:  # remembered, not the model's
+        assert kb.template == TEMPLATES["plain"]
+    with KnowledgeBase.open(tmp_path / "none", text_model) as kb:
+        assert kb.template == TEMPLATES["turborag"]
+
+
+def test_a_word_level_model_refuses_words_it_does_not_know(word_model):
+    assert prepared(word_model, "Where does Kora Felell live?").notes == []
+    with pytest.raises(RequestError, match=r"question holds 'Hamburg', '!': not in this model's"):
+        prepared(word_model, "Where is Hamburg Hamburg!")
+    with pytest.raises(RequestError, match=r"'f' and 2 more: not in this model's vocabulary of"):
+        prepared(word_model, "b c d e f g h")
+
+
+def test_the_refusal_comes_before_any_work(word_model, tmp_path):
+    with KnowledgeBase.open(tmp_path, word_model) as kb:
+        kb.add(DOCUMENTS)
+        kb.retriever = Unasked()
+        with pytest.raises(RequestError, match="holds 'there', 'anybody'"):
+            generate("is there anybody?", kb=kb)
+
+
+def test_a_sub_word_model_refuses_only_a_question_it_cannot_read_at_all(tiny_config):
+    pieces = [
+        ("<unk>", -9.0),
+        ("\u2581", -2.0),
+        *((c, -3.0) for c in "abcdefghijklmnopqrstuvwxyz?"),
+    ]
+    made = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    model = random_model(
+        tiny_config(num_layers=1), tokenizer=Tokenizer(made.to_str().encode(), {}, {})
+    )
+    plain = PromptTemplate("t", "", "{text}", "{question}")
+    with pytest.raises(RequestError, match="'\u6851\u6851'"):
+        prepared(model, "\u6851\u6851?", ["text"], plain)
+    assert prepared(model, "who is \u6851\u6851?", ["text"], plain).notes == [
+        "the model's vocabulary lacks words of the question: '\u6851\u6851'"
+    ]
+
+
+def test_unknown_words_of_documents_and_templates_are_notes(word_model):
+    notes = prepared(word_model, "Who taught Kora Felell?", ["a lighthouse", "a lighthouse tower"])
+    assert notes.notes == [
+        "the model's vocabulary lacks words of the documents: 'lighthouse', 'tower'"
+    ]
+    (note,) = prepared(word_model, "Who taught Kora Felell?", template="turborag").notes
+    assert "tokens of the template 'turborag'; use the one that it was trained with" in note
+
+
+def test_token_ids_are_not_looked_at(word_model):
+    assert prepared(word_model, [2, 2], [[2]]).notes == []

@@ -1,0 +1,210 @@
+"""Every task hides what it asks for: once, among distractors that differ."""
+
+import collections
+import random
+import re
+
+import numpy as np
+import pytest
+
+from jaxrag.tasks.long.case import Frame
+from jaxrag.tasks.long.scores import string_match_all
+from jaxrag.tasks.long.tasks import DEPTHS, INFINITEBENCH, RULER, SUITES, Draw, common_words
+from jaxrag.tasks.world import BRIDGES, FIRST_HE, FIRST_SHE, LAST, RELATIONS, split_of, vocabulary
+from jaxrag.tasks.world import words as words_of
+from jaxrag.text.prompts import TEMPLATES
+
+PLAIN = [(suite, name) for suite in ("needle", "ruler", "infinitebench")
+         for name in SUITES[suite, "plain"]]  # fmt: skip
+VILLAGE = [(suite, name) for (suite, flavour), tasks in SUITES.items() if flavour == "village"
+           for name in tasks]  # fmt: skip
+COUNTED = ("cwe", "fwe")  # nothing is hidden there
+CODE = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+
+
+def a_case(task, seed=1, depth=0.5):
+    return task.make(Draw(random.Random(seed), depth))
+
+
+@pytest.fixture(scope="module")
+def text_of(byte_tokenizer):
+    """The haystack of a case as text, whole but for the sentence that is cut."""
+    frame = Frame(byte_tokenizer, TEMPLATES["plain"])
+
+    def write(case, length=4000):
+        return byte_tokenizer.decode(np.concatenate(frame.fit(case, length).chunks))
+
+    return write
+
+
+@pytest.mark.parametrize(("suite", "name"), [one for one in PLAIN if one[1] not in COUNTED])
+def test_the_answer_can_be_read_and_stands_once(text_of, suite, name):
+    case = a_case(SUITES[suite, "plain"][name])
+    text = text_of(case)
+    times = [len(re.findall(rf"\b{value}\b", text)) for value in case.expected]
+    assert times == ([2, 2, 2, 2, 1] if name == "vt" else [1] * len(times))
+    for needle in case.needles:
+        assert text.count(needle) == 1
+    assert string_match_all(" ".join(case.expected), case.expected) == 1
+    assert not any(value in case.question + case.lead for value in case.expected)
+
+
+@pytest.mark.parametrize(("suite", "name"), PLAIN + VILLAGE)
+def test_cases_follow_from_the_seed(suite, name):
+    task = SUITES[suite, "plain" if (suite, name) in PLAIN else "village"][name]
+    one, same, other = (a_case(task, seed) for seed in (1, 1, 2))
+    assert (one.needles, one.depths, one.question) == (same.needles, same.depths, same.question)
+    first, again, third = (list(zip(range(200), case.filler(), strict=False))
+                           for case in (one, same, other))  # fmt: skip
+    assert first == again == list(zip(range(200), one.filler(), strict=False))
+    assert one.expected != other.expected
+    assert first != third
+
+
+@pytest.mark.parametrize("name", [name for name, task in RULER.items() if task.one_needle])
+def test_tasks_with_one_needle_put_it_where_they_are_told(name):
+    assert a_case(RULER[name], depth=0.31).depths == (0.31,)
+    assert len(a_case(RULER[name]).needles) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "needles", "asked", "expected"),
+    [
+        ("niah_multikey_1", 4, 1, 1),
+        ("niah_multivalue", 4, 1, 4),
+        ("niah_multiquery", 4, 4, 4),
+    ],
+)
+def test_several_needles(name, needles, asked, expected):
+    orders = set()
+    for seed in range(20):
+        case = a_case(RULER[name], seed)
+        assert len(case.needles) == needles == len(set(case.depths))
+        assert set(case.depths) <= set(DEPTHS) and len(case.expected) == expected
+        form = re.compile(r"The secret number of the (.*) is (\d{7})\.")
+        told = dict(form.fullmatch(needle).groups()[::-1] for needle in case.needles)
+        assert len(told) == needles
+        keys = [told[value] for value in case.expected]
+        assert len(set(keys)) == asked and all(key in case.question for key in keys)
+        others = set(told.values()) - set(keys)
+        assert len(others) == (3 if name == "niah_multikey_1" else 0)
+        assert not any(key in case.question for key in others)
+        orders.add(tuple(told[value] == keys[0] for value in told))
+    assert len(orders) > 1 or name == "niah_multivalue"
+
+
+def test_values_are_of_their_kind():
+    assert re.fullmatch(CODE, a_case(RULER["niah_single_3"]).expected[0])
+    case = a_case(RULER["niah_multikey_3"])
+    assert re.search(CODE, case.question) and re.fullmatch(CODE, case.expected[0])
+    assert re.fullmatch(r"\d{5}", a_case(INFINITEBENCH["passkey"]).expected[0])
+
+
+@pytest.mark.parametrize(
+    ("task", "form"),
+    [
+        (RULER["niah_multikey_2"], r"The secret number of the (.*) is (\d{7})\."),
+        (RULER["niah_multikey_3"], rf"The secret code of ({CODE}) is ({CODE})\."),
+        (INFINITEBENCH["kv_retrieval"], rf'"({CODE})": "({CODE})"'),
+    ],
+)
+def test_distractors_have_other_keys_and_other_values(task, form):
+    case = a_case(task)
+    pairs = [re.fullmatch(form, text).groups() for _, text in zip(range(3000), case.filler(),
+                                                                  strict=False)]  # fmt: skip
+    (needle,) = case.needles
+    key, value = re.fullmatch(form, needle).groups()
+    assert key in case.question and value == case.expected[0]
+    assert len({key, *(k for k, _ in pairs)}) == 3001
+    assert len({value, *(v for _, v in pairs)}) == 3001
+
+
+def test_variables_can_be_tracked(text_of):
+    case = a_case(RULER["vt"])
+    text = text_of(case)
+    (value,) = re.findall(r"Which 5 boxes hold (\d{5})", case.question)
+    (first,) = re.findall(rf"Box (\w+) holds {value}\.", text)
+    found = [first]
+    while links := re.findall(rf"Box (\w+) holds what box {found[-1]} holds\.", text):
+        assert text.index(f"Box {links[0]} holds") > text.index(f"Box {found[-1]} holds")
+        found += links
+    assert tuple(found) == case.expected and len(set(found)) == 5
+    assert list(case.depths) == sorted(case.depths)
+
+
+def test_common_words_are_counted(text_of):
+    case = a_case(RULER["cwe"])
+    counts = collections.Counter(text_of(case, 9000).split())
+    assert {word for word, _ in counts.most_common(10)} == set(case.expected)
+    assert {counts[word] for word in case.expected} == {30}
+    assert max(n for word, n in counts.items() if word not in case.expected) <= 3
+    small = common_words(Draw(random.Random(1), 0.5), common=2, often=4)
+    assert len(small.needles) == 8 and len(small.expected) == 2
+
+
+@pytest.mark.parametrize("length", [1300, 1901, 6000])
+def test_frequent_words_are_counted(text_of, length):
+    for seed in range(3):
+        case = a_case(RULER["fwe"], seed)
+        counts = collections.Counter(text_of(case, length).split())
+        (dots, most), *others = counts.most_common(5)
+        assert dots == "...." and tuple(word for word, _ in others[:3]) == case.expected
+        assert others[2][1] > others[3][1]
+        assert most / counts.total() == pytest.approx(6 / np.pi**2, abs=0.02)
+
+
+def test_number_strings_repeat_their_digits():
+    for seed in range(100):
+        (number,) = a_case(INFINITEBENCH["number_string"], seed).expected
+        assert re.fullmatch(r"\d{10}", number)
+        runs = [len(run[0]) for run in re.finditer(r"(\d)\1*", number)]
+        assert min(runs) >= 2 and max(runs) <= 4
+
+
+@pytest.mark.parametrize(("suite", "name"), VILLAGE)
+def test_the_village_speaks_the_words_of_the_synthetic_task(village_frame, suite, name):
+    known = set(vocabulary())
+    task = SUITES[suite, "village"][name]
+    for seed in range(8):
+        case = a_case(task, seed)
+        (answer,) = case.expected
+        filler = [text for _, text in zip(range(150), case.filler(), strict=False)]
+        said = set(words_of(" ".join((*filler, *case.needles, case.question, answer))))
+        assert said <= known
+        around = set(words_of(" ".join(filler)))
+        assert not around & set(answer.split())
+        (asked,) = re.findall(r"([A-Z]\w+ [A-Z]\w+)(?: often meet)?\?", case.question)
+        assert asked in case.needles[0] and answer in case.needles[0] and asked != answer
+        assert not around & set(asked.split()) and split_of(*asked.split()) == "test"
+        fitted = village_frame.fit(case, 1000)
+        assert fitted.num_tokens == 1000
+
+
+@pytest.mark.parametrize(("suite", "name"), VILLAGE)
+def test_training_prompts_name_nobody_of_the_test_split(suite, name):
+    form = re.compile(rf"({'|'.join(FIRST_SHE + FIRST_HE)}) ({'|'.join(LAST)})")
+    met = {}
+    for split in ("train", "test"):
+        case = SUITES[suite, "village"][name].make(Draw(random.Random(3), 0.5, split=split))
+        filler = [text for _, text in zip(range(300), case.filler(), strict=False)]
+        named = form.findall(" ".join((*case.needles, case.question, *filler)))
+        assert len(named) == 3 if name == "passkey" else len(named) > 300
+        met[split] = {split_of(*person) for person in named}
+    assert met["train"] == {"train"} and "test" in met["test"]
+
+
+def test_village_keys_and_values_are_people_in_one_wording():
+    case = a_case(SUITES["infinitebench", "village"]["kv_retrieval"])
+    nouns = "|".join(RELATIONS[name].noun for name in BRIDGES)
+    form = re.compile(rf"The ({nouns}) of (\w+ \w+) is (\w+ \w+)\.")
+    told = [form.fullmatch(text).groups() for _, text in zip(range(500), case.filler(),
+                                                            strict=False)]  # fmt: skip
+    noun, *_ = form.fullmatch(case.needles[0]).groups()
+    assert {one[0] for one in told} == {noun} and noun in case.question
+    assert len({one[1] for one in told}) == 500
+
+
+def test_village_passkeys_hide_in_facts_about_places():
+    case = a_case(SUITES["infinitebench", "village"]["passkey"])
+    said = " ".join(text for _, text in zip(range(300), case.filler(), strict=False))
+    assert not re.search(r"teacher|friend|taught|learned|meets|summer", said)

@@ -1,0 +1,77 @@
+"""What chat templates may use, and what the sandbox keeps from them."""
+
+import datetime
+
+import pytest
+
+from jaxrag.errors import TokenizerError
+from jaxrag.text.chat import render_template
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "<b>你好</b>"},
+]
+
+
+def render(source, messages=MESSAGES, *, prompt=True, now=None):
+    return render_template(
+        source, messages, {"bos_token": "<s>"}, add_generation_prompt=prompt, now=now
+    )
+
+
+def test_a_template_as_models_ship_them():
+    source = """{{ bos_token }}
+{%- for message in messages %}
+    {%- if message['role'] == 'system' %}{% continue %}{% endif %}
+    {{- '<|' + message['role'] + '|>' + message['content'] | trim }}
+    {%- generation %}!{% endgeneration %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|assistant|>' }}
+{%- endif %}
+"""
+    assert render(source) == "<s><|user|><b>你好</b>!<|assistant|>"
+    assert render(source, prompt=False) == "<s><|user|><b>你好</b>!"
+
+
+def test_blocks_leave_no_blank_lines():
+    assert render("{% if true %}\n    {% set x = 1 %}\na\n{% endif %}\nb") == "a\nb"
+
+
+def test_tojson_keeps_characters():
+    assert render("{{ messages[1] | tojson }}") == '{"role": "user", "content": "<b>你好</b>"}'
+    assert render("{{ {'b': 1, 'a': 2} | tojson(indent=1) }}") == '{\n "b": 1,\n "a": 2\n}'
+
+
+def test_the_date_can_be_fixed():
+    now = datetime.datetime(2024, 7, 26)
+    assert render("{{ strftime_now('%d %b %Y') }}", now=now) == "26 Jul 2024"
+    assert render("{{ strftime_now('%Y') }}") == str(datetime.datetime.now().year)
+
+
+def test_absent_names_are_empty():
+    assert (
+        render("{% if tools %}x{% endif %}{% if not documents %}y{% endif %}{{ nothing }}") == "y"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% for %}", "chat template"),
+        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ ''.__class__.__base__.__subclasses__() }}", "unsafe"),
+        ("{{ nothing.attribute }}", "undefined"),
+    ],
+)
+def test_refusals(source, words):
+    with pytest.raises(TokenizerError, match=words):
+        render(source)
+
+
+def test_messages_are_not_changed():
+    with pytest.raises(TokenizerError):
+        render("{% set _ = messages[0].update({'role': 'x'}) %}")
+    assert MESSAGES[0]["role"] == "system"

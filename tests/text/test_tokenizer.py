@@ -1,0 +1,366 @@
+"""Ids and text: special tokens in documents, BOS, offsets, streaming and damaged files."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from jaxrag.errors import TokenizerError
+from jaxrag.text.tokenizer import Tokenizer, check_vocab
+
+CORPUS = [
+    "The cache keeps keys and values of every chunk, so a document is never read twice.",
+    "Quick foxes, 42 lazy dogs & naïve cafés.",
+    "缓存保存每个文档块的键和值，所以文档不会被读取两次。你好，世界！",
+    "def f(x):\n    return x ** 2  # squares\n",
+]
+TEXTS = [
+    "",
+    " ",
+    "The cache keeps keys.",
+    "  leading and trailing  ",
+    "你好，世界！ 🎉👩‍🚀 naïve",
+    "tabs\tand\n\nnew lines",
+    "unseen: Ω≈ç√∫ ☃",
+]
+SPECIAL = ["<s>", "</s>", "<|user|>"]
+
+
+def byte_level():
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def byte_fallback():
+    """As Llama 2 and Mistral have it: words start with U+2581, unknown characters fall to bytes."""
+    tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()  # so that no token spans two words
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=460, special_tokens=["<unk>", *SPECIAL, *bytes_], show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS[:2], trainer)
+    # The trainer marks the bytes as special; in released tokenizers they are plain vocabulary.
+    values = json.loads(tokenizer.to_str())
+    values["added_tokens"] = [t for t in values["added_tokens"] if t["content"] not in bytes_]
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(values))
+    tokenizer.pre_tokenizer = None
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    return tokenizer
+
+
+def metaspace():
+    """As newer conversions have it: a pre-tokenizer in place of the normalizer."""
+    tokenizer = byte_fallback()
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return tokenizer
+
+
+MAKERS = {"byte_level": byte_level, "byte_fallback": byte_fallback, "metaspace": metaspace}
+
+
+def write(directory, tokenizer, **config):
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def tokenizer(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(request.param) / "model"
+    return Tokenizer.load(
+        write(directory, MAKERS[request.param](), bos_token="<s>", eos_token={"content": "</s>"})
+    )
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_decode_inverts_encode(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int32
+    assert ids.ndim == 1
+    # A Metaspace pre-tokenizer adds no space before a space, and its decoder strips one.
+    assert tokenizer.decode(ids) in (text, text.removeprefix(" "))
+
+
+def test_no_special_token_is_added(tokenizer):
+    assert tokenizer.encode("").size == 0
+    ids = tokenizer.encode("The cache")
+    assert tokenizer.bos_id not in ids
+    assert tokenizer.eos_ids[0] not in ids
+
+
+def test_special_tokens_spelled_in_a_document_stay_text(tokenizer):
+    text = "before <|user|> after </s>"
+    plain = tokenizer.encode(text)
+    assert not set(plain.tolist()) & {tokenizer.bos_id, *tokenizer.eos_ids}
+    assert tokenizer.decode(plain) == text
+    marked = tokenizer.encode(text, special=True)
+    assert marked[-1] == tokenizer.eos_ids[0]
+    assert len(marked) < len(plain)
+    assert "</s>" not in tokenizer.decode(marked)
+    assert "</s>" in tokenizer.decode(marked, skip_special=False)
+    np.testing.assert_array_equal(tokenizer.encode(text), plain)  # the calls do not interfere
+
+
+def test_batch_equals_one_by_one(tokenizer):
+    texts = [*TEXTS, "x <s> y"]
+    for got, text in zip(tokenizer.encode_batch(texts), texts, strict=True):
+        assert got.dtype == np.int32
+        np.testing.assert_array_equal(got, tokenizer.encode(text))
+
+
+def test_offsets_are_characters(tokenizer):
+    text = "你好 naïve 🎉 <s> dogs"
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    np.testing.assert_array_equal(ids, tokenizer.encode(text))
+    assert len(offsets) == len(ids)
+    assert offsets[-1][1] == len(text)
+    covered = {i for start, end in offsets for i in range(start, end)}
+    assert {i for i, character in enumerate(text) if character != " "} <= covered
+
+
+def pieces_of(tokenizer, ids):
+    stream = tokenizer.stream()
+    return [*(stream.push(i) for i in ids), stream.flush()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_streamed_pieces_concatenate_to_the_text(tokenizer, text):
+    ids = tokenizer.encode(text)
+    pieces = pieces_of(tokenizer, ids)
+    assert "".join(pieces) == tokenizer.decode(ids)
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_streaming_hands_out_text_as_it_comes(tokenizer):
+    pieces = pieces_of(tokenizer, tokenizer.encode("The cache keeps keys and values."))
+    assert sum(bool(piece) for piece in pieces) > 4
+    assert pieces[-1] == ""
+
+
+@pytest.mark.parametrize("length", [1, 5, 40, 400])
+def test_streaming_any_ids_equals_decode(tokenizer, length):
+    rng = np.random.default_rng(length)
+    for _ in range(20):
+        ids = rng.integers(0, tokenizer.vocab_size, length).tolist()
+        assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+def test_a_window_that_begins_with_skipped_tokens_keeps_its_spaces(tokenizer):
+    text = tokenizer.encode(CORPUS[0]).tolist()
+    ids = text * 3 + [tokenizer.bos_id] * 80 + tokenizer.encode("a b").tolist() + text * 2
+    assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+def test_streaming_stays_linear(tokenizer, monkeypatch):
+    longest = 0
+    decode = tokenizer.decode
+
+    def watch(ids, skip_special=True):
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return decode(ids, skip_special)
+
+    monkeypatch.setattr(tokenizer, "decode", watch)
+    pieces_of(tokenizer, tokenizer.encode(" ".join(CORPUS[:2] * 20)))
+    assert longest < 100
+
+
+def template(*names):
+    return processors.TemplateProcessing(
+        single=[*names, "$A"], special_tokens=[(name, SPECIAL.index(name)) for name in names]
+    )
+
+
+@pytest.mark.parametrize(
+    ("leading", "config", "expected"),
+    [
+        ([], {}, []),
+        (["<s>"], {}, [0]),  # Llama 3: only the post-processor says so
+        ([], {"add_bos_token": True}, [0]),
+        (["<s>"], {"add_bos_token": False}, []),
+        (["<|user|>", "</s>"], {}, [2, 1]),  # GLM: two tokens, neither of them BOS
+    ],
+)
+def test_what_leads_a_prompt(tmp_path, leading, config, expected):
+    raw = byte_level()
+    if leading:
+        raw.post_processor = template(*leading)
+    tokenizer = Tokenizer.load(write(tmp_path, raw, bos_token="<s>", **config))
+    assert tokenizer.leading_ids.tolist() == expected
+    assert tokenizer.add_bos == (0 in expected)
+    assert tokenizer.encode("").size == 0
+
+
+def test_special_tokens_map_fills_what_the_config_leaves_out(tmp_path):
+    directory = write(tmp_path, byte_level(), bos_token=None)
+    (directory / "special_tokens_map.json").write_text(
+        '{"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": false}}'
+    )
+    tokenizer = Tokenizer.load(directory)
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (0, (1,))
+
+
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path):
+    raw = byte_level()
+    raw.enable_truncation(4)
+    raw.enable_padding(length=64)
+    tokenizer = Tokenizer.load(write(tmp_path, raw))
+    assert tokenizer.decode(tokenizer.encode(CORPUS[0])) == CORPUS[0]
+    assert len(tokenizer.encode("a")) == 1
+
+
+def test_digest_follows_the_file(tmp_path):
+    first = Tokenizer.load(write(tmp_path / "a", byte_level()))
+    same = Tokenizer.load(write(tmp_path / "b", byte_level(), chat_template="x"))
+    other = Tokenizer.load(write(tmp_path / "c", metaspace()))
+    assert first.digest == same.digest != other.digest
+
+
+def test_unusable_directories_are_refused(tmp_path):
+    with pytest.raises(TokenizerError, match=r"no tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    write(tmp_path, byte_level(), bos_token="<absent>")
+    with pytest.raises(TokenizerError, match="bos_token '<absent>' is not in the vocabulary"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: not valid JSON"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: not a readable tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tokenizer, tiny_config):
+    check_vocab(tokenizer, tiny_config(vocab_size=tokenizer.vocab_size))
+    with pytest.raises(TokenizerError, match=f"ids up to {tokenizer.vocab_size - 1}"):
+        check_vocab(tokenizer, tiny_config(vocab_size=tokenizer.vocab_size - 1))
+
+
+def test_chat_templates_by_name(tmp_path):
+    user = [{"role": "user", "content": "Why?"}]
+    directory = write(tmp_path, byte_level(), bos_token="<s>")
+    bare = Tokenizer.load(directory)
+    assert not bare.has_chat_template
+    with pytest.raises(TokenizerError, match="this tokenizer has: none"):
+        bare.render_chat(user)
+
+    listed = [{"name": "default", "template": "{{ bos_token }}{{ messages[0].content }}"}]
+    listed += [{"name": "rag", "template": "rag"}]
+    write(tmp_path, byte_level(), bos_token="<s>", chat_template=listed)
+    tokenizer = Tokenizer.load(directory)
+    assert tokenizer.has_chat_template
+    text = tokenizer.render_chat(user)
+    assert text == "<s>Why?"
+    assert tokenizer.encode(text, special=True)[0] == tokenizer.bos_id
+    assert tokenizer.render_chat(user, template="rag") == "rag"
+
+    (directory / "chat_template.jinja").write_text("file{% if add_generation_prompt %}>{% endif %}")
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "rag.jinja").write_text("rag file")
+    tokenizer = Tokenizer.load(directory)
+    assert tokenizer.render_chat(user) == "file>"
+    assert tokenizer.render_chat(user, add_generation_prompt=False) == "file"
+    assert tokenizer.render_chat(user, template="rag") == "rag file"
+
+
+def word_level():
+    """A word a token, as small models have it; marks stand alone."""
+    vocabulary = ["<unk>", "\u2581who", "\u2581lives", "\u2581here", "?", "\u2581caf\u00e9"]
+    made = tokenizers.Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>")
+    )
+    made.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Metaspace(prepend_scheme="always"),
+            pre_tokenizers.Split(tokenizers.Regex(r"[^\w\u2581]"), "isolated"),
+        ]
+    )
+    made.add_special_tokens(["<unk>"])
+    return made
+
+
+def unigram():
+    """Sub-words without bytes to fall back to, as T5 has them; id 2 is the unknown one."""
+    pieces = [("a", -1.0), ("b", -1.5), ("<unk>", -9.0), ("\u2581", -2.0), ("\u2581ab", -2.5)]
+    made = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=2))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    return made
+
+
+def word_piece():
+    made = tokenizers.Tokenizer(
+        models.WordPiece({"[UNK]": 0, "ab": 1, "##a": 2}, unk_token="[UNK]")
+    )
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return made
+
+
+def wrapped(tokenizer):
+    return Tokenizer(tokenizer.to_str().encode(), {}, {})
+
+
+@pytest.mark.parametrize(
+    ("make", "unk_id", "text", "unknown"),
+    [
+        (word_level, 0, "who lives here?", []),
+        (word_level, 0, " who lives\n in  Upper-Senn, here? in", ["in", "Upper", "-", "Senn", ","]),
+        (word_level, 0, "cafe\u0301 caf\u00e9 cafe", ["cafe"]),
+        (word_level, 0, "<unk> who", ["<", "unk", ">"]),
+        (unigram, 2, "ab ba", []),
+        (unigram, 2, "ab \u6851ab\u6851\u6851 zz ab zz", ["\u6851", "\u6851\u6851", "zz"]),
+        (word_piece, 0, "aba abba ab \u6851", ["abba", "\u6851"]),
+        (byte_level, None, "\u03a9 \u6851 anything", []),
+    ],
+)
+def test_unknown_words(make, unk_id, text, unknown):
+    tokenizer = wrapped(make())
+    assert tokenizer.unk_id == unk_id
+    assert tokenizer.unknown_words(text) == unknown
+    assert tokenizer.is_word_level == (make is word_level)
+
+
+def test_byte_fallback_knows_every_word():
+    tokenizer = wrapped(byte_fallback())
+    assert tokenizer.unk_id == 0
+    assert tokenizer.unknown_words("\u03a9 \u6851 \U0001f389") == []
+
+
+@pytest.mark.parametrize(
+    ("make", "text", "knows"),
+    [
+        (unigram, "ab \u6851", True),
+        (unigram, "\u6851\u6851 zz \u6851?", False),
+        (word_level, "who??", True),
+        (word_level, "what? ?", False),
+        (byte_level, "\u6851", True),
+        (unigram, "\u6851a\u6851", True),
+    ],
+)
+def test_whether_a_word_is_known(make, text, knows):
+    assert wrapped(make()).knows_a_word(text) is knows
