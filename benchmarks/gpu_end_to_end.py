@@ -63,45 +63,54 @@ def first_tokens(model: Any, store: Any, method: Any, prompts: Sequence[Any]) ->
     import jax.numpy as jnp
     import numpy as np
 
+    from jaxrag.engine.engine import engine_of
     from jaxrag.engine.mapping import map_request, unmap
     from jaxrag.engine.prefill import prefill
+    from jaxrag.engine.request import Request
 
+    runner = engine_of(model).runner
     start, mapped = time.perf_counter(), []
     try:
         for prompt in prompts:
-            mapped.append(map_request(model, store, method, prompt, reserve_tokens=0))
-        logits, _ = prefill(model, mapped)
+            mapped.append(map_request(runner, Request(prompt, store, method, 1), reserve_tokens=0))
+        logits, _ = prefill(runner, mapped)
         np.asarray(jnp.argmax(logits, axis=-1))
         return time.perf_counter() - start
     finally:
         for request in mapped:
-            unmap(model, request)
+            unmap(runner, request)
 
 
 def forget(model: Any, prompts: Sequence[Any]) -> None:
     """Drop the chunks from the pool; the store in host memory keeps them."""
     from jaxrag.encode import chunk_key
+    from jaxrag.engine.engine import engine_of
 
     for prompt in prompts:
         for chunk in prompt.chunks:
             key = chunk_key(model.fingerprint, model, "isolated", prompt.prefix, chunk, None)
-            model.cache.owners.forget(key)
+            engine_of(model).runner.cache.allocator.evict(key)
 
 
 def decoding_seconds(model: Any, store: Any, method: Any, prompts: Sequence[Any]) -> float:
     """Seconds a step while every prompt gets its next token."""
-    from jaxrag.engine.decoding import SamplingRows, decode, reserved
+    from jaxrag.engine.decoding import SamplingRows, decode
+    from jaxrag.engine.engine import engine_of
     from jaxrag.engine.mapping import map_request, unmap
     from jaxrag.engine.prefill import prefill
-    from jaxrag.engine.sampling import Sampling
+    from jaxrag.engine.request import Request, reserved
+    from jaxrag.engine.sampling import SamplingParams
 
+    runner = engine_of(model).runner
     room, mapped = reserved(1 + (RUNS + 1) * BLOCK, BLOCK), []
     try:
         for prompt in prompts:
-            mapped.append(map_request(model, store, method, prompt, reserve_tokens=room))
-        logits, table = prefill(model, mapped)
-        settings = SamplingRows.of([Sampling()] * len(prompts), logits.shape[0])
-        steps = decode(model, mapped, table, logits, settings, BLOCK)
+            mapped.append(
+                map_request(runner, Request(prompt, store, method, room), reserve_tokens=room)
+            )
+        logits, table = prefill(runner, mapped)
+        settings = SamplingRows.of([SamplingParams()] * len(prompts), logits.shape[0])
+        steps = decode(runner, mapped, table, logits, settings, BLOCK)
         next(steps), next(steps)  # the first token, then a block that compiles
         found = []
         for _ in range(RUNS):
@@ -111,7 +120,7 @@ def decoding_seconds(model: Any, store: Any, method: Any, prompts: Sequence[Any]
         return statistics.median(found) / BLOCK
     finally:
         for request in mapped:
-            unmap(model, request)
+            unmap(runner, request)
 
 
 def end_to_end(name: str, shape: Shape, impl: str, found: MutableMapping[str, Any]) -> None:

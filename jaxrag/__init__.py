@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxrag.documents import Document, read_paths
-    from jaxrag.engine.sampling import Sampling
+    from jaxrag.engine.sampling import Sampling, SamplingParams
     from jaxrag.errors import JaxragError
     from jaxrag.knowledge_base import KnowledgeBase
     from jaxrag.methods import METHODS, Method
@@ -31,6 +31,7 @@ _MODULES = {
     "PromptTemplate": "jaxrag.text.prompts",
     "Result": "jaxrag.serve.generate",
     "Sampling": "jaxrag.engine.sampling",
+    "SamplingParams": "jaxrag.engine.sampling",
     "Source": "jaxrag.serve.questions",
     "TEMPLATES": "jaxrag.text.prompts",
     "generate": "jaxrag.serve.generate",
@@ -50,6 +51,7 @@ __all__ = [
     "PromptTemplate",
     "Result",
     "Sampling",
+    "SamplingParams",
     "Source",
     "generate",
     "load_model",

@@ -7,6 +7,7 @@ pool, L layers, D model, N query heads, K KV heads, H head dim.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
@@ -21,6 +22,7 @@ __all__ = [
     "Array",
     "HostArray",
     "Partial",
+    "Step",
     "Tokens",
 ]
 
@@ -41,6 +43,23 @@ class Tokens(struct.PyTreeNode):
     positions: Array  # [B, T] the integer RoPE sees
     segments: Array  # [B, T] EMPTY, PREFIX, FINAL or a chunk
     examples: Array | None = None  # [B, T] packed example and question; None = one per row
+
+
+class Step(struct.PyTreeNode):
+    """New tokens that run against the pool; int32 arrays in this order.
+
+    Padding has position -1 and a slot beyond the page table.
+    """
+
+    ids: Array  # [B, T]
+    positions: Array  # [B, T] the integer RoPE sees
+    slots: Array  # [B, T] where in the request's pages their KV is written
+
+    @property
+    def tokens(self) -> Tokens:
+        """For the decoder: on the cached path every token is of the final block."""
+        segments = jnp.full_like(self.ids, FINAL)
+        return Tokens(ids=self.ids, positions=self.positions, segments=segments)
 
 
 class Partial(struct.PyTreeNode):

@@ -19,6 +19,7 @@ from typing import Any
 
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json, human_count, print_json, shorten, table
+from jaxrag.engine.engine import engine_of
 
 ROOT = Path(__file__).resolve().parents[1]
 METHODS = ("full_attention", "turborag", "block_attention")
@@ -86,8 +87,9 @@ def run(args: argparse.Namespace) -> int:
             if weights == "dual":
                 say(f"3. Ask {len(rows)} questions, after a round that compiles.\n")
                 warm = _ask(kb, rows, args.k)
-                model.forget_cache()  # so that TTFT includes reading the chunks from the store
-                _ = model.cache
+                runner = engine_of(model).runner
+                runner.forget_cache()  # so that TTFT includes reading the chunks from the store
+                _ = runner.cache
             found[weights] = _ask(kb, rows, args.k)
     asked = found["dual"]
     right = {

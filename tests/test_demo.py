@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from jaxrag.config import config_from_dict, read_toml
+from jaxrag.engine.engine import engine_of
 from jaxrag.models.export import export_hf
 from jaxrag.models.spec import init_params
 from jaxrag.text.prompts import template_named
@@ -75,7 +76,7 @@ def test_something_encoded_at_question_time_is_a_failure(
 
     def lose_the_store(kb, rows, k):
         kb.store.delete([key for d in kb.documents() for key in kb._catalog.keys(d.id)["isolated"]])
-        kb.model.forget_cache()
+        engine_of(kb.model).runner.forget_cache()
         return ask(kb, rows, k)
 
     monkeypatch.setattr(demo, "_ask", lose_the_store)

@@ -10,8 +10,10 @@ from jaxrag.cache import PAGE
 from jaxrag.encode import chunk_key, encode_chunks
 from jaxrag.engine import decoding as answer
 from jaxrag.engine import prefill
-from jaxrag.engine.loader import bring_in, release
-from jaxrag.engine.mapping import Prompt, map_request, unmap
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.loader import load_chunks, release
+from jaxrag.engine.mapping import map_request, unmap
+from jaxrag.engine.request import Prompt, Request
 from jaxrag.errors import ConfigError, RequestError
 from jaxrag.methods import METHODS, Method
 from jaxrag.models.model import random_model
@@ -50,12 +52,14 @@ def a_prompt(rng, prefix=5, chunks=(37, 20, 1, 16), final=9):
 def online_logits(model, method, prompt):
     """Logits of the last token through pool and page tables."""
     method = METHODS[method] if isinstance(method, str) else method
-    mapped = map_request(model, model.memory, method, prompt, reserve_tokens=0)
+    mapped = map_request(
+        engine_of(model).runner, Request(prompt, engine_of(model).memory, method, 1), 0
+    )
     try:
-        logits, _ = prefill.prefill(model, [mapped])
+        logits, _ = prefill.prefill(engine_of(model).runner, [mapped])
         return np.asarray(logits[0])
     finally:
-        unmap(model, mapped)
+        unmap(engine_of(model).runner, mapped)
 
 
 def packed_logits(model, prompt, scheme, prefix_visible=False, full=False):
@@ -141,12 +145,15 @@ def test_law_5_one_copy_serves_two_places(rng, model_of):
     first = Prompt(empty, (shared, other), one)
     second = Prompt(empty, (other, other, shared), two)
     method = METHODS["turborag"]
-    mapped = [map_request(model, model.memory, method, p, 0) for p in (first, second)]
+    mapped = [
+        map_request(engine_of(model).runner, Request(p, engine_of(model).memory, method, 1), 0)
+        for p in (first, second)
+    ]
     pages = [set(m.loaded[0].residents[at].pages) for m, at in zip(mapped, (0, 2), strict=True)]
     assert pages[0] == pages[1]
-    together, _ = prefill.prefill(model, mapped)
+    together, _ = prefill.prefill(engine_of(model).runner, mapped)
     for part in mapped:
-        unmap(model, part)
+        unmap(engine_of(model).runner, part)
     for row, prompt in enumerate((first, second)):
         expected = packed_logits(model, prompt, "reordered")
         np.testing.assert_allclose(together[row], expected, **CLOSE)
@@ -280,10 +287,13 @@ def test_a_prompt_in_pieces_equals_one_forward(rng, model_of, monkeypatch, famil
     model = model_of(family)
     prompts = [a_prompt(rng, final=n) for n in (9, 150, 60)]
     method = METHODS["full_attention"]
-    mapped = [map_request(model, model.memory, method, prompt, 0) for prompt in prompts]
-    logits, table = prefill.prefill(model, mapped)
+    mapped = [
+        map_request(engine_of(model).runner, Request(prompt, engine_of(model).memory, method, 1), 0)
+        for prompt in prompts
+    ]
+    logits, table = prefill.prefill(engine_of(model).runner, mapped)
     for part in mapped:
-        unmap(model, part)
+        unmap(engine_of(model).runner, part)
     for row, prompt in enumerate(prompts):
         expected = packed_logits(model, prompt, "reordered", full=True)
         np.testing.assert_allclose(logits[row], expected, **CLOSE)
@@ -312,18 +322,24 @@ def test_pool_evicts_unused_chunks_and_refuses_what_cannot_fit(rng, tiny_config)
     model = random_model(tiny_config(num_layers=2), cache_tokens=8 * PAGE)
     one, two, three = ids(rng, 3 * PAGE, 3 * PAGE, 3 * PAGE)
     empty = one[:0]
-    held = bring_in(model, model.memory, "isolated", empty, [one, two])
+    held = load_chunks(
+        engine_of(model).runner, engine_of(model).memory, "isolated", empty, [one, two]
+    )
     with pytest.raises(RequestError, match="raise cache_tokens"):
-        bring_in(model, model.memory, "isolated", empty, [three])
-    assert model.cache.owners.num_free == 2
-    release(model, held)
-    again = bring_in(model, model.memory, "isolated", empty, [three])
+        load_chunks(engine_of(model).runner, engine_of(model).memory, "isolated", empty, [three])
+    assert engine_of(model).runner.cache.allocator.num_free == 2
+    release(engine_of(model).runner, held)
+    again = load_chunks(
+        engine_of(model).runner, engine_of(model).memory, "isolated", empty, [three]
+    )
     key = chunk_key(model.fingerprint, model, "isolated", empty, one)
-    assert key not in model.cache.owners  # the least recently used left, the store keeps it
-    release(model, again)
-    back = bring_in(model, model.memory, "isolated", empty, [one])
+    assert (
+        key not in engine_of(model).runner.cache.allocator
+    )  # the least recently used left, the store keeps it
+    release(engine_of(model).runner, again)
+    back = load_chunks(engine_of(model).runner, engine_of(model).memory, "isolated", empty, [one])
     assert back.encoded == [False] and back.notes == []
-    release(model, back)
+    release(engine_of(model).runner, back)
 
 
 def test_refused_combinations():

@@ -25,9 +25,12 @@ from jaxrag.config import DType, ModelConfig
 from jaxrag.decode import DECODE_RULES, Account, Dense, Flat, TopN, break_even, bytes_of, rule_from
 from jaxrag.decode.footprint import A100
 from jaxrag.decode.retrieval import Retrieval
-from jaxrag.engine import decoding as answer
-from jaxrag.engine.mapping import Mapped, Prompt, map_request, unmap
+from jaxrag.engine import decoding
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.mapping import RequestState, map_request, unmap
 from jaxrag.engine.prefill import prefill_observed
+from jaxrag.engine.request import Prompt, Request
+from jaxrag.engine.runner import ModelRunner
 from jaxrag.errors import RequestError
 from jaxrag.methods import METHODS
 from jaxrag.models.model import Model, random_model
@@ -103,7 +106,7 @@ def run(options: Options) -> dict[str, Any]:
                 bar.set_description(f"{context} {rule}")
                 rows.append(_measure(model, options, prompt, rule))
                 bar.update()
-            model.forget_cache()
+            engine_of(model).runner.forget_cache()
     return {
         "benchmark": "decode",
         "model": f"random Llama, {num_params(config) / 1e6:.1f}M, {config.num_layers} layers, "
@@ -131,15 +134,16 @@ def _prompt(model: Model, options: Options, context: int) -> Prompt:
 
 
 def _measure(model: Model, options: Options, prompt: Prompt, text: str) -> dict[str, Any]:
-    rule, config, store = rule_from(text), model.config, model.memory
+    rule, config, store = rule_from(text), model.config, engine_of(model).memory
     if isinstance(rule, TopN) and rule.device_layers < config.num_layers:
         model = dataclasses.replace(model, value_layers=rule.device_layers)  # a cache of its own
     method = dataclasses.replace(METHODS["turborag"], decode=rule)
     count = options.warm + options.steps
-    mapped = map_request(model, store, method, prompt, count)
+    runner = engine_of(model).runner
+    mapped = map_request(runner, Request(prompt, store, method, count), count)
     try:
         seconds, prepare_seconds, ids, account, state_bytes = _generate(
-            model, mapped, method.decode, options, count
+            runner, mapped, method.decode, options, count
         )
         row: dict[str, Any] = {
             "context": prompt.num_tokens,
@@ -151,33 +155,33 @@ def _measure(model: Model, options: Options, prompt: Prompt, text: str) -> dict[
             "ids": ids,
             "formula_bytes": dataclasses.asdict(bytes_of(rule, config, prompt.num_tokens)),
             "state_bytes": state_bytes,
-            **_real_bytes(model, account),
+            **_real_bytes(runner, account),
         }
         if isinstance(rule, Retrieval):
             row["index"] = {"bytes": account.index_bytes, "notes": list(account.notes)}
             if options.measure:
-                row["index"] |= _counted(model, mapped, rule, options, prompt)
+                row["index"] |= _counted(runner, mapped, rule, options)
         if isinstance(rule, Dense | Flat | TopN):
             row["scanned"] = 1.0
         if isinstance(rule, TopN):
             row["break_even"] = dataclasses.asdict(break_even(rule, config, prompt.num_tokens))
         return row
     finally:
-        unmap(model, mapped)
+        unmap(runner, mapped)
 
 
 def _generate(
-    model: Model, mapped: Mapped, rule: Any, options: Options, count: int
+    runner: ModelRunner, mapped: RequestState, rule: Any, options: Options, count: int
 ) -> tuple[list[float], float, list[int], Account, int]:
     """Seconds of every step, of preparing the rule, the ids, the index account, state bytes."""
-    host = None if rule.searches is None else answer.host_search(model)
+    host = None if rule.searches is None else runner.host_search
     if host is not None:
         host.account = Account()
-    logits, table, bank = prefill_observed(model, [mapped], rule.observe)
+    logits, table, bank = prefill_observed(runner, [mapped], rule.observe)
     logits.block_until_ready()
-    rows = answer.SamplingRows.of([], logits.shape[0])
+    rows = decoding.SamplingRows.of([], logits.shape[0])
     before = _live_bytes()
-    blocks = answer.decode(model, [mapped], table, logits, rows, 1, rule, bank)
+    blocks = decoding.decode(runner, [mapped], table, logits, rows, 1, rule, bank)
     start = time.perf_counter()
     ids = [int(next(blocks)[0, 0])]  # the first token comes from prefill: this prepares the rule
     prepared = time.perf_counter() - start
@@ -193,16 +197,16 @@ def _generate(
 
 
 def _counted(
-    model: Model, mapped: Mapped, rule: Retrieval, options: Options, prompt: Prompt
+    runner: ModelRunner, mapped: RequestState, rule: Retrieval, options: Options
 ) -> dict[str, Any]:
     """What the index scanned and found in a few steps, beside an exact search."""
-    host = answer.host_search(model)
+    host, config = runner.host_search, runner.model.config
     host.measure = True
     try:
-        *_, account, _ = _generate(model, mapped, rule, options, min(4, options.steps))
+        *_, account, _ = _generate(runner, mapped, rule, options, min(4, options.steps))
     finally:
         host.measure = False
-    per_head = account.keys / (model.config.num_layers * model.config.num_kv_heads)
+    per_head = account.keys / (config.num_layers * config.num_kv_heads)
     return {
         "keys": int(per_head),
         "scanned": account.scanned / max(account.searches * per_head, 1),
@@ -210,11 +214,11 @@ def _counted(
     }
 
 
-def _real_bytes(model: Model, account: Account) -> dict[str, int]:
+def _real_bytes(runner: ModelRunner, account: Account) -> dict[str, int]:
     """Bytes of the arrays that hold K and V of the whole cache, and indexes, by where they lie."""
-    cache = model.cache
+    cache = runner.cache
     return {
-        "cache_tokens": cache.owners.num_pages * PAGE,
+        "cache_tokens": cache.allocator.num_pages * PAGE,
         "device_bytes": cache.pool.k.nbytes + cache.pool.v.nbytes,
         "host_bytes": account.index_bytes + (0 if cache.host is None else cache.host.nbytes),
     }

@@ -18,7 +18,10 @@ from tqdm import tqdm
 
 from jaxrag.bench.machine import describe
 from jaxrag.config import ModelConfig
-from jaxrag.engine.mapping import Mapped, Prompt, map_request, unmap
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.mapping import RequestState, map_request, unmap
+from jaxrag.engine.request import Prompt
+from jaxrag.engine.runner import ModelRunner
 from jaxrag.errors import RequestError
 from jaxrag.methods import Method, method_named
 from jaxrag.models.attention import PackedAttend
@@ -33,12 +36,12 @@ from jaxrag.select import (
     KvDeviation,
     QueryGuided,
     RandomTokens,
-    Scene,
+    SelectionInput,
     Selector,
     choose,
     layer_deviations,
 )
-from jaxrag.serve.questions import Request, Settings
+from jaxrag.serve.questions import ReadyQuestion, Settings
 from jaxrag.types import FINAL, Array, HostArray, Tokens
 
 DEFAULT_RATIO = 0.15  # of methods that recompute nothing, or have a number of their own
@@ -90,42 +93,41 @@ def method_to_explain(method: str | Method, ratio: float | None) -> Method:
     )
 
 
-def explain(settings: Settings, request: Request) -> dict[str, Any]:
-    """The three diagnostics of one request, JSON-able; nothing is generated.
+def explain(settings: Settings, question: ReadyQuestion) -> dict[str, Any]:
+    """The three diagnostics of one question, JSON-able; nothing is generated.
 
     ``settings.method`` comes from ``method_to_explain``. Chunk tokens are counted through all
     chunks in prompt order. Chunk KV that is not stored yet is encoded, stored and named in the
     notes, as it is for an answer. Raises RequestError for a prompt without chunks.
     """
-    model, prompt = settings.model, request.prompt
+    model, request = settings.model, question.request
+    prompt, runner = request.prompt, engine_of(model).runner
     if not prompt.chunks:
         raise RequestError("no chunk was found for the question: there is nothing to explain")
     lengths = [len(chunk) for chunk in prompt.chunks]
     ratio = settings.method.recompute_ratio
     room = max(selector.room(lengths, ratio) for selector in COMPARED.values())
     with tqdm(total=len(_STEPS), desc="explain", disable=None) as bar:
-        mapped: Mapped | None = None
+        mapped: RequestState | None = None
         try:
-            mapped = map_request(
-                model, settings.store, settings.method, prompt, room, settings.indexing
-            )
+            mapped = map_request(runner, request, room)
             bar.update()
             scene = mapped.scene
             assert scene is not None
-            deviation = _deviation(model, scene)
+            deviation = _deviation(runner, scene)
             bar.update()
-            selection = _selection(model, scene, bar)
+            selection = _selection(runner, scene, bar)
         finally:
             if mapped is not None:
-                unmap(model, mapped)
-            if model.cache.pool.k.is_deleted():  # interrupted while the pool was donated
-                model.forget_cache()
+                unmap(runner, mapped)
+            if runner.cache.lost:
+                runner.forget_cache()
         attention = {
             name: _attention(model, prompt, independent=name == "independent")
             for name in ("full", "independent")
         }
         bar.update()
-    places = zip(request.sources, lengths, scene.exact, strict=True)
+    places = zip(question.sources, lengths, scene.exact, strict=True)
     return {
         "benchmark": "explain",
         "method": settings.method.name,
@@ -151,14 +153,14 @@ def explain(settings: Settings, request: Request) -> dict[str, Any]:
         "deviation": deviation,
         "selection": selection,
         "attention": attention,
-        "notes": request.notes + [note for part in mapped.loaded for note in part.notes],
+        "notes": question.notes + [note for part in mapped.loaded for note in part.notes],
         "machine": describe(),
     }
 
 
-def _deviation(model: Model, scene: Scene) -> dict[str, Any]:
+def _deviation(runner: ModelRunner, scene: SelectionInput) -> dict[str, Any]:
     """Deviation per token and layer, its means, and what the best choice would leave of it."""
-    k, v = layer_deviations(model, scene)
+    k, v = layer_deviations(runner.model, runner.cache, scene)
     assert scene.ratio is not None
     return {
         "k": _rounded(k),
@@ -183,16 +185,16 @@ def left_by_layer(deviation: HostArray, budget: int) -> list[float | None]:
     return left
 
 
-def _selection(model: Model, scene: Scene, bar: "tqdm[Any]") -> dict[str, Any]:
+def _selection(runner: ModelRunner, scene: SelectionInput, bar: "tqdm[Any]") -> dict[str, Any]:
     """What every selector chooses among the same stored KV at the same ratio."""
     chosen, refused = [], []
     for label, selector in COMPARED.items():
         try:
-            selector.check(model.config)
+            selector.check(runner.model.config)
         except RequestError as error:
             refused.append({"selector": label, "why": str(error)})
         else:
-            [choice] = choose(model, selector, [scene])
+            [choice] = choose(runner.model, runner.cache, selector, [scene])
             chosen.append(
                 {
                     "selector": label,

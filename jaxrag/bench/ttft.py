@@ -33,8 +33,10 @@ from jaxrag.bench.ttft_ratios import report_ratios, slopes
 from jaxrag.cache import PAGE
 from jaxrag.config import DType, ModelConfig, RopeConfig
 from jaxrag.encode import chunk_key, encoder_named
-from jaxrag.engine.mapping import Prompt, map_request, unmap
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.mapping import map_request, unmap
 from jaxrag.engine.prefill import prefill
+from jaxrag.engine.request import Prompt, Request
 from jaxrag.errors import RequestError
 from jaxrag.knowledge_base.neighbours import each_other
 from jaxrag.methods import METHODS, Method
@@ -282,10 +284,11 @@ class _Recomputing:
 
 def _first_token(model: Model, store: KVStore, method: Method, prompt: Prompt) -> _First:
     """From token ids to the first token's id on the host."""
+    runner = engine_of(model).runner
     start = time.perf_counter()
-    mapped = map_request(model, store, method, prompt, reserve_tokens=0)
+    mapped = map_request(runner, Request(prompt, store, method, 1), reserve_tokens=0)
     try:
-        logits, _ = prefill(model, [mapped])
+        logits, _ = prefill(runner, [mapped])
         top = int(jnp.argmax(logits[0]))
         seconds = time.perf_counter() - start
         choice = mapped.choice
@@ -294,7 +297,7 @@ def _first_token(model: Model, store: KVStore, method: Method, prompt: Prompt) -
         recomputed = 0 if choice is None else len(choice.tokens)
         return _First(seconds, top, recomputed, computed + selection, selection)
     finally:
-        unmap(model, mapped)
+        unmap(runner, mapped)
 
 
 def _forget(model: Model, method: Method, prompt: Prompt) -> None:
@@ -304,7 +307,7 @@ def _forget(model: Model, method: Method, prompt: Prompt) -> None:
         if encoder_named(encoder).sees_neighbours:
             assert prompt.neighbours is not None
             others = prompt.neighbours[index]
-        model.cache.owners.forget(
+        engine_of(model).runner.cache.allocator.evict(
             chunk_key(model.fingerprint, model, encoder, prompt.prefix, chunk, others)
         )
 

@@ -7,7 +7,7 @@ released when it ends.
 """
 
 from jaxrag.cache.cache import PagedCache
-from jaxrag.cache.pages import PageOwners, Resident, pages_for
+from jaxrag.cache.pages import CachedChunk, PageAllocator, pages_for
 from jaxrag.cache.pool import PAGE, PagePool, empty_pool
 from jaxrag.cache.tables import (
     MIN_TABLE_PAGES,
@@ -20,11 +20,11 @@ from jaxrag.cache.tables import (
 __all__ = [
     "MIN_TABLE_PAGES",
     "PAGE",
-    "PageOwners",
+    "CachedChunk",
+    "PageAllocator",
     "PagePool",
     "PageTable",
     "PagedCache",
-    "Resident",
     "TableBuilder",
     "batch_table",
     "empty_pool",

@@ -1,38 +1,72 @@
 """The pool and the record of who owns its pages, and the host memory that belongs to them."""
 
-import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxrag.cache.host import HostValues, StagingBuffers, host_buffer
-from jaxrag.cache.pages import PageOwners, pages_for
+from jaxrag.cache.pages import PageAllocator, pages_for
 from jaxrag.cache.pool import PAGE, PagePool, empty_pool
 from jaxrag.config import ModelConfig
 from jaxrag.errors import RequestError
 from jaxrag.types import HostArray
 
 
-@dataclasses.dataclass
 class PagedCache:
     """A pool on the device and the record of who owns its pages.
 
-    ``pool`` is replaced by every jitted call that writes to it (the buffer itself is donated).
-    ``host`` [L - n, P, page, K, H] is the memory behind ``values``, V of the layers from n on; both
-    are None where the pool holds V of all layers.
+    One thread uses it at a time, that of the engine.
+
+    Attributes:
+      allocator: which pages are free, owned or shared.
+      host: [L - n, P, page, K, H] the memory behind ``values``; None where the pool holds V of all
+        layers.
+      values: V of the layers from n on, in host memory; None as well there.
     """
 
-    pool: PagePool
-    owners: PageOwners
-    host: HostArray | None = None
-    values: HostValues | None = None
-    staging: StagingBuffers = dataclasses.field(default_factory=StagingBuffers)
+    def __init__(
+        self,
+        pool: PagePool,
+        num_pages: int,
+        host: HostArray | None = None,
+        values: HostValues | None = None,
+    ) -> None:
+        """Over a pool of zeros and, with ``values``, the host memory that they lie in."""
+        self.allocator = PageAllocator(num_pages)
+        self.host = host
+        self.values = values
+        self._pool = pool
+        self._staging = StagingBuffers()
+
+    @property
+    def pool(self) -> PagePool:
+        """The pool as it is now; a step that writes to it goes through ``run``."""
+        return self._pool
+
+    @property
+    def lost(self) -> bool:
+        """Was a step interrupted after the pool had been donated to it?"""
+        return bool(self._pool.k.is_deleted())
+
+    def run(self, step: Callable[..., tuple[Any, ...]], *args: Any, **kwargs: Any) -> Any:
+        """Call ``step(pool, *args, **kwargs)``, a jitted function that donates the pool.
+
+        The first of its results is the pool after it, which is kept. Returns the second, or a tuple
+        of all others where there are more.
+        """
+        self._pool, *rest = step(self._pool, *args, **kwargs)
+        return rest[0] if len(rest) == 1 else tuple(rest)
 
     def staging_buffer(self, config: ModelConfig, tokens: int) -> HostArray:
         """A reused host buffer [L, 2, tokens, K, H]: fresh pages cost more than the copy."""
         shape = (config.num_layers, 2, tokens, config.num_kv_heads, config.head_dim)
-        return self.staging.take(shape, jnp.dtype(config.dtype))
+        return self._staging.take(shape, jnp.dtype(config.dtype))
+
+    def staged(self, reader: Any) -> None:
+        """The last staging buffer may be filled again once ``reader`` is ready."""
+        self._staging.read_by(reader)
 
     @classmethod
     def create(
@@ -62,4 +96,4 @@ class PagedCache:
             host = host_buffer(shape, jnp.dtype(config.dtype))
             values = HostValues(value_layers, host)
         pool = empty_pool(config, num_pages, sharding, value_layers if values else None)
-        return cls(pool, PageOwners(num_pages), host, values)
+        return cls(pool, num_pages, host, values)

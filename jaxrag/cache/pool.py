@@ -15,8 +15,8 @@ PAGE = 16  # tokens a page
 class PagePool(struct.PyTreeNode):
     """One buffer for all layers: page p of layer l is row p + l * P.
 
-    Where V of some layers lies in host memory (``offload.HostValues``), ``v`` ends before them, and
-    what is written there is dropped.
+    Where V of some layers lies in host memory (``cache.host.HostValues``), ``v`` ends before them,
+    and what is written there is dropped.
     """
 
     k: Array  # [L*P, page, K, H]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxrag.cache.pages import Resident
+from jaxrag.cache.pages import CachedChunk
 from jaxrag.cache.pool import PAGE
 from jaxrag.shapes import bucket
 from jaxrag.types import HIDDEN, Array, HostArray
@@ -43,7 +43,7 @@ class TableBuilder:
         """Slots added so far."""
         return len(self.pages) * PAGE
 
-    def map_chunk(self, chunk: Resident, offset: int, turned: bool = False) -> int:
+    def map_chunk(self, chunk: CachedChunk, offset: int, turned: bool = False) -> int:
         """Map a shared chunk at a position: its slots are visible from there on.
 
         ``turned`` says that its keys were rotated to that very position when they were computed.

@@ -296,7 +296,7 @@ def run_explain(args: argparse.Namespace) -> None:
     """Write the pictures and the numbers; print a summary, or one JSON object."""
     from jaxrag.bench.explain import explain, method_to_explain, report
     from jaxrag.bench.explain_plots import check_folder, draw
-    from jaxrag.engine.sampling import Sampling
+    from jaxrag.engine.sampling import SamplingParams
     from jaxrag.serve.questions import prepare, resolve
 
     folder, where = Path(args.out), where_of(args)
@@ -307,8 +307,8 @@ def run_explain(args: argparse.Namespace) -> None:
             kb=kb, model=None, method=method, template=args.template, k=args.k,
             max_new_tokens=1, stop=(), where=where,
         )  # fmt: skip
-        request = prepare(settings, args.question, None, Sampling())
-        result = {"question": args.question, **explain(settings, request)}
+        question = prepare(settings, args.question, None, SamplingParams())
+        result = {"question": args.question, **explain(settings, question)}
     pictures = draw(result, folder)
     args.out = folder / "explain.json"
     give_out(args, result, [*report(result), "", *[f"wrote {path}" for path in pictures]])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxrag.errors import ConfigError, KnowledgeBaseError, RequestError
 
 if TYPE_CHECKING:
-    from jaxrag.engine.sampling import Sampling
+    from jaxrag.engine.sampling import SamplingParams
     from jaxrag.evals.synthetic_report import Table
     from jaxrag.knowledge_base import KnowledgeBase
     from jaxrag.models.model import Model
@@ -169,11 +169,11 @@ def where_of(args: argparse.Namespace) -> dict[str, Any] | None:
     return where
 
 
-def sampling_of(args: argparse.Namespace) -> "Sampling":
-    """The Sampling of --temperature, --top-k, --top-p and --seed."""
-    from jaxrag.engine.sampling import Sampling
+def sampling_of(args: argparse.Namespace) -> "SamplingParams":
+    """The SamplingParams of --temperature, --top-k, --top-p and --seed."""
+    from jaxrag.engine.sampling import SamplingParams
 
-    return Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    return SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
 
 
 def load(args: argparse.Namespace, path: str, dtype: str | None) -> "Model":

@@ -17,9 +17,9 @@ import numpy as np
 from jaxrag.cache import (
     MIN_TABLE_PAGES,
     PAGE,
+    CachedChunk,
     PagePool,
     PageTable,
-    Resident,
     TableBuilder,
     batch_table,
     pages_for,
@@ -151,8 +151,8 @@ class _Context:
 
     def __init__(self, config: ModelConfig, prefix_kv: Sequence[HostArray]) -> None:
         self._config = config
-        self._parts: list[tuple[Resident, HostArray]] = []
-        self._by_name: dict[bytes, Resident] = {}
+        self._parts: list[tuple[CachedChunk, HostArray]] = []
+        self._by_name: dict[bytes, CachedChunk] = {}
         self.num_pages = 0
         self.prefix = [self._lay_out(kv) for kv in prefix_kv]
 
@@ -187,9 +187,9 @@ class _Context:
             local[here] = np.arange(part.tokens)
         return kv, local
 
-    def _lay_out(self, kv: HostArray) -> Resident:
+    def _lay_out(self, kv: HostArray) -> CachedChunk:
         tokens = kv.shape[2]
-        part = Resident(tuple(self.reserve(tokens)), tokens)
+        part = CachedChunk(tuple(self.reserve(tokens)), tokens)
         self._parts.append((part, kv))
         return part
 

@@ -1,5 +1,6 @@
-"""From tokens to an answer: the decode loop on the device, and text with its stop rules."""
+"""The decode loop: blocks of tokens sampled on the device, for a batch of prefilled requests."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,7 +13,6 @@ from jax import lax
 
 from jaxrag.cache import PagePool, PageTable
 from jaxrag.cache.host import HostValues
-from jaxrag.config import ModelConfig
 from jaxrag.decode import (
     Carried,
     DecodeAttend,
@@ -27,23 +27,20 @@ from jaxrag.decode import (
     order_of,
     prepare,
 )
-from jaxrag.engine.mapping import Mapped
+from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.prefill import run_tokens
-from jaxrag.engine.sampling import Sampling, sample
-from jaxrag.errors import RequestError
+from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.sampling import SamplingParams, sample
 from jaxrag.models.attention import PagedAttend
-from jaxrag.models.decoder import forward, unembed
-from jaxrag.models.model import Model
-from jaxrag.models.rope import RopeTable
-from jaxrag.models.spec import Params
+from jaxrag.models.decoder import Decoder, forward, unembed
 from jaxrag.shapes import bucket
-from jaxrag.types import FINAL, Array, HostArray, Tokens
+from jaxrag.types import Array, HostArray, Step
 
 DENSE = Dense()
 
 
 class SamplingRows(struct.PyTreeNode):
-    """Sampling settings of every row of a batch, [B] each."""
+    """SamplingParams settings of every row of a batch, [B] each."""
 
     temperature: Array
     top_k: Array
@@ -51,9 +48,9 @@ class SamplingRows(struct.PyTreeNode):
     seeds: Array
 
     @classmethod
-    def of(cls, settings: Sequence[Sampling], rows: int) -> "SamplingRows":
+    def of(cls, settings: Sequence[SamplingParams], rows: int) -> "SamplingRows":
         """Settings padded with greedy rows."""
-        padded = [*settings, *[Sampling()] * (rows - len(settings))]
+        padded = [*settings, *[SamplingParams()] * (rows - len(settings))]
         return cls(
             temperature=jnp.array([s.temperature for s in padded], jnp.float32),
             top_k=jnp.array([s.top_k for s in padded], jnp.int32),
@@ -62,12 +59,31 @@ class SamplingRows(struct.PyTreeNode):
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is compiled into a block of decode steps."""
+
+    block: int  # tokens a row
+    rule: DecodeRule
+    host: HostSearch | None
+    values: HostValues | None
+
+
+class _Rows(struct.PyTreeNode):
+    """Where every row of a batch stands, [B] each."""
+
+    ids: Array  # the newest token
+    position: Array  # of the newest token, -1 in padding rows
+    slot: Array  # in which its KV is written
+    token_index: Array  # of the newest token in its answer
+
+
 def decode(
-    model: Model,
-    requests: Sequence[Mapped],
+    runner: ModelRunner,
+    requests: Sequence[RequestState],
     table: PageTable,
     logits: Array,
-    settings: SamplingRows,
+    sampling: SamplingRows,
     block: int,
     rule: DecodeRule = DENSE,
     bank: PromptQueries | None = None,
@@ -80,6 +96,7 @@ def decode(
     holds the queries that it asked prefill for. ``room`` is the most tokens that will be run; None:
     as many as pages were reserved for; 0: the first token is all, and no rule is prepared.
     """
+    model, cache = runner.model, runner.cache
     rule.check_values(model.value_layers)
     rows = logits.shape[0]
     pad = rows - len(requests)
@@ -88,21 +105,21 @@ def decode(
     slot = np.array([r.next_slot for r in requests] + [hidden_slot] * pad, np.int32)
     token_index = np.zeros(rows, np.int32)
     if room == 0:
-        yield np.asarray(_sample(logits, settings, token_index))[:, None]
+        yield np.asarray(_sample(logits, sampling, token_index))[:, None]
         return
-    host = None if rule.searches is None else host_search(model)
-    decoding = start_decoding(model, requests, table, rule, bank, position, slot, host, room)
-    ids = _sample(logits, settings, token_index)
-    rope = model.rope(hidden_slot)
+    host = None if rule.searches is None else runner.host_search
+    decoding = start_decoding(runner, requests, table, rule, bank, position, slot, host, room)
+    ids = _sample(logits, sampling, token_index)
+    decoder = model.decoder(hidden_slot)
+    plan = Plan(block, rule, host, cache.values)
     numbers = [] if host is None else numbers_of(decoding)
     try:
         yield np.asarray(ids)[:, None]
         while True:
-            batch = [model.put_batch(x, rows) for x in (position, slot, token_index)]
-            model.cache.pool, table, decoding, ids, new = _decode_block(
-                model.params, model.config, rope, model.cache.pool, table, decoding, settings, ids,
-                *batch, block, rule, host, model.cache.values,
-            )  # fmt: skip
+            at = _Rows(ids, *(model.put_batch(x, rows) for x in (position, slot, token_index)))
+            table, decoding, ids, new = cache.run(
+                _decode_block, decoding, decoder, table, sampling, at, plan
+            )
             position = np.where(position >= 0, position + block, -1).astype(np.int32)
             slot = np.where(position >= 0, slot + block, slot).astype(np.int32)
             token_index = token_index + np.int32(block)
@@ -112,20 +129,9 @@ def decode(
             host.release(numbers)
 
 
-@functools.lru_cache(maxsize=8)
-def host_search(model: Model) -> HostSearch:
-    """The one place where indexes of this model's requests are searched; compiled steps name it."""
-    if model.mesh is not None and model.mesh.size > 1:
-        raise RequestError(
-            f"an index is searched on the host for one device, and the model is on "
-            f"{model.mesh.size}; load it without a mesh, or use decode='dense'"
-        )
-    return HostSearch()
-
-
 def start_decoding(
-    model: Model,
-    requests: Sequence[Mapped],
+    runner: ModelRunner,
+    requests: Sequence[RequestState],
     table: PageTable,
     rule: DecodeRule,
     bank: PromptQueries | None,
@@ -140,6 +146,7 @@ def start_decoding(
     """
     if rule == DENSE:
         return None
+    model = runner.model
     rows, config = len(position), model.config
     order = order_of(np.asarray(table.slot_position), position, slot)
     if bank is None or rule.observe is None:
@@ -151,7 +158,7 @@ def start_decoding(
     room = bucket(room)
     last = np.where(position >= 0, position - 1, -1).astype(np.int32)
     placed = model.put_batch(order, rows)
-    common = (config, model.rope(table.slot_position.shape[1]), model.cache.pool, table)
+    common = (config, model.rope(table.slot_position.shape[1]), runner.cache.pool, table)
     state: Any
     if isinstance(rule, Retrieval):
         assert host is not None
@@ -163,7 +170,7 @@ def start_decoding(
     return Decoding(order=placed, state=state)
 
 
-def _carried(request: Mapped) -> list[Carried]:
+def _carried(request: RequestState) -> list[Carried]:
     """The chunks of a request that may have been stored with indexes."""
     if request.store is None:
         return []
@@ -180,78 +187,53 @@ def _sample(logits: Array, settings: SamplingRows, token_index: Array) -> Array:
     return sample(logits, s.temperature, s.top_k, s.top_p, s.seeds, token_index)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("config", "block", "rule", "host", "values"),
-    donate_argnames=("pool", "decoding"),
-)
+@functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("pool", "decoding"))
 def _decode_block(
-    params: Params,
-    config: ModelConfig,
-    rope: RopeTable,
     pool: PagePool,
-    table: PageTable,
     decoding: Decoding | None,
-    settings: SamplingRows,
-    ids: Array,
-    position: Array,
-    slot: Array,
-    token_index: Array,
-    block: int,
-    rule: DecodeRule,
-    host: HostSearch | None,
-    values: HostValues | None,
+    decoder: Decoder,
+    table: PageTable,
+    sampling: SamplingRows,
+    at: _Rows,
+    plan: Plan,
 ) -> tuple[PagePool, PageTable, Decoding | None, Array, Array]:
-    """Feed ``ids`` [B] back, sample ``block`` more.
+    """Feed the newest tokens back, sample ``plan.block`` more of every row.
 
     Returns pool, table, what the rule carries, last ids [B] and new ids [B, block].
     """
-    live = position >= 0
+    live = at.position >= 0
 
-    def step(carry: tuple[Any, ...], n: Array) -> tuple[Any, Array]:
+    def one(carry: tuple[Any, ...], n: Array) -> tuple[Any, Array]:
         pool, table, decoding, ids = carry
-        at = jnp.where(live, position + n, -1)[:, None]
-        to = jnp.where(live, slot + n, table.slot_position.shape[1])[:, None]
+        step = Step(
+            ids=ids[:, None],
+            positions=jnp.where(live, at.position + n, -1)[:, None],
+            slots=jnp.where(live, at.slot + n, table.slot_position.shape[1])[:, None],
+        )
         if decoding is None:
-            hidden, pool, table = run_tokens(
-                params, config, rope, pool, table, ids[:, None], at, to
-            )
+            hidden, pool, table = run_tokens(decoder, pool, table, step)
         else:
-            new = (ids[:, None], at, to)
-            hidden, pool, table, decoding = run_by_rule(
-                params, config, rope, pool, table, decoding, *new, rule, host, values
-            )
-        logits = unembed(params, hidden[:, 0])
-        ids = _sample(logits, settings, token_index + n + 1)
+            hidden, pool, table, decoding = run_by_rule(decoder, pool, table, decoding, step, plan)
+        logits = unembed(decoder.params, hidden[:, 0])
+        ids = _sample(logits, sampling, at.token_index + n + 1)
         return (pool, table, decoding, ids), ids
 
-    carry, new = lax.scan(step, (pool, table, decoding, ids), jnp.arange(block))
+    carry, new = lax.scan(one, (pool, table, decoding, at.ids), jnp.arange(plan.block))
     return (*carry, new.T)
 
 
 def run_by_rule(
-    params: Params,
-    config: ModelConfig,
-    rope: RopeTable,
+    decoder: Decoder,
     pool: PagePool,
     table: PageTable,
     decoding: Decoding,
-    ids: Array,
-    positions: Array,
-    slots: Array,
-    rule: DecodeRule,
-    host: HostSearch | None,
-    values: HostValues | None = None,
+    step: Step,
+    plan: Plan,
 ) -> tuple[Array, PagePool, PageTable, Decoding]:
-    """As ``prefill.run_tokens`` for one token a row, [B, 1], attending by the rule."""
-    table = table.reveal(slots, positions)
-    tokens = Tokens(ids=ids, positions=positions, segments=jnp.full_like(ids, FINAL))
-    paged = PagedAttend(config, rope, table, slots, values=values)
-    attend = DecodeAttend(paged, rule, decoding.order, host)
-    hidden, (pool, state), _ = forward(params, config, tokens, (pool, decoding.state), attend)
-    return hidden, pool, table, decoding.replace(state=state)
-
-
-def reserved(max_new_tokens: int, block: int) -> int:
-    """Slots to reserve: the first token comes from prefill, the rest in whole blocks."""
-    return -(-(max_new_tokens - 1) // block) * block if max_new_tokens > 1 else 0
+    """As ``prefill.run_tokens`` for one token a row, [B, 1], attending by the plan's rule."""
+    table = table.reveal(step.slots, step.positions)
+    paged = PagedAttend(decoder.config, decoder.rope, table, step.slots, values=plan.values)
+    attend = DecodeAttend(paged, plan.rule, decoding.order, plan.host)
+    cache = (pool, decoding.state)
+    hidden, cache, _ = forward(decoder.params, decoder.config, step.tokens, cache, attend)
+    return hidden, cache[0], table, decoding.replace(state=cache[1])

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxrag.attention_index.document import Indexing
-from jaxrag.cache import PAGE, PagePool, Resident, pages_for
+from jaxrag.cache import PAGE, CachedChunk, PagePool, pages_for
 from jaxrag.cache.host import to_device
 from jaxrag.config import ModelConfig
 from jaxrag.encode import (
@@ -23,9 +23,9 @@ from jaxrag.encode import (
     encoder_named,
     provenance,
 )
+from jaxrag.engine.runner import ModelRunner
 from jaxrag.errors import ChunkCorrupt, StoreError
 from jaxrag.methods import Misses
-from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable, place
 from jaxrag.shapes import bucket
 from jaxrag.store import KVStore, Refused
@@ -61,7 +61,7 @@ class Loaded:
     """
 
     keys: list[str]
-    residents: list[Resident | None]
+    residents: list[CachedChunk | None]
     found: list[Found]
     runs: list[tuple[int, int]]  # (tokens, keys the last one sees) of every prefill on the way
     load_seconds: float
@@ -74,14 +74,14 @@ class Loaded:
         return [found.how == "encoded" for found in self.found]
 
 
-def release(model: Model, loaded: Loaded) -> None:
+def release(runner: ModelRunner, loaded: Loaded) -> None:
     """The request is over; its chunks stay resident until their pages are needed."""
     for key in loaded.keys:
-        model.cache.owners.release(key)
+        runner.cache.allocator.release(key)
 
 
-def bring_in(
-    model: Model,
+def load_chunks(
+    runner: ModelRunner,
     store: KVStore,
     encoder: str,
     prefix_ids: HostArray,
@@ -98,52 +98,52 @@ def bring_in(
     ``encode_chunks`` says. What is encoded is stored with the indexes that it gets by ``indexing``.
     Raises RequestError when the pool is too small.
     """
-    owners = model.cache.owners
+    allocator = runner.cache.allocator
     seen: Sequence[Sequence[HostArray] | None]
     seen = [None] * len(chunks) if neighbours is None else neighbours
     keys = [
-        chunk_key(store.fingerprint, model, encoder, prefix_ids, ids, others)
+        chunk_key(store.fingerprint, runner.model, encoder, prefix_ids, ids, others)
         for ids, others in zip(chunks, seen, strict=True)
     ]
     before = dict(zip(keys, seen, strict=True))
-    found = {key: owners.borrow(key) for key in dict.fromkeys(keys)}
+    found = {key: allocator.acquire(key) for key in dict.fromkeys(keys)}
     inside = {key for key, resident in found.items() if resident is not None}
     wanted = {key: ids for key, ids in zip(keys, chunks, strict=True) if found[key] is None}
     pages: dict[str, tuple[int, ...]] = {}
     try:
         for key, ids in wanted.items():
-            pages[key] = owners.take(pages_for(len(ids)), f"a chunk of {len(ids)} tokens")
+            pages[key] = allocator.allocate(pages_for(len(ids)), f"a chunk of {len(ids)} tokens")
         start = time.perf_counter()
-        reasons = _read(model, store, wanted, pages)
+        reasons = _read(runner, store, wanted, pages)
         load_seconds = time.perf_counter() - start
         refused = {key: wanted[key] for key in reasons}
-        why = _why(model, store, encoder, prefix_ids, refused, reasons)
+        why = _why(runner, store, encoder, prefix_ids, refused, reasons)
         start = time.perf_counter()
         not_stored, runs = None, list[tuple[int, int]]()
         if misses == "in_place":
             for key in refused:
                 del wanted[key]
-                owners.give_back(pages.pop(key))
+                allocator.free(pages.pop(key))
         else:
             not_stored, runs = _encode(
-                model, store, encoder, prefix_ids, refused, before, pages, indexing
+                runner, store, encoder, prefix_ids, refused, before, pages, indexing
             )
         encode_seconds = time.perf_counter() - start
     except BaseException:
         for taken in pages.values():
-            owners.give_back(taken)
+            allocator.free(taken)
         for key, resident in found.items():
             if resident is not None:
-                owners.release(key)
+                allocator.release(key)
         raise
     how = {key: Found("pool" if key in inside else "store") for key in found}
     for key in reasons:
         how[key] = Found("nowhere" if misses == "in_place" else "encoded", why[key])
     for key, ids in wanted.items():
-        found[key] = owners.admit(key, pages[key], len(ids))
-    residents: list[Resident | None] = []
+        found[key] = allocator.insert(key, pages[key], len(ids))
+    residents: list[CachedChunk | None] = []
     for index, key in enumerate(keys):
-        residents.append(owners.borrow(key) if key in keys[:index] else found[key])
+        residents.append(allocator.acquire(key) if key in keys[:index] else found[key])
     return Loaded(
         keys=[key for key, it in zip(keys, residents, strict=True) if it is not None],
         residents=residents,
@@ -176,7 +176,7 @@ def _notes(
 
 
 def _why(
-    model: Model,
+    runner: ModelRunner,
     store: KVStore,
     encoder: str,
     prefix_ids: HostArray,
@@ -191,7 +191,7 @@ def _why(
         return {}
     names = [name for name, it in ENCODERS.items() if name != encoder and not it.sees_neighbours]
     others = {
-        (key, name): chunk_key(store.fingerprint, model, name, prefix_ids, ids)
+        (key, name): chunk_key(store.fingerprint, runner.model, name, prefix_ids, ids)
         for key, ids in wanted.items()
         for name in names
     }
@@ -210,18 +210,20 @@ def _why(
 
 
 def _read(
-    model: Model, store: KVStore, wanted: dict[str, HostArray], pages: dict[str, tuple[int, ...]]
+    runner: ModelRunner,
+    store: KVStore,
+    wanted: dict[str, HostArray],
+    pages: dict[str, tuple[int, ...]],
 ) -> dict[str, Refused]:
     """Read what the store holds into the pool; per key that it refused, why."""
     refused: dict[str, Refused] = {}
     for keys in _windows({key: len(ids) for key, ids in wanted.items()}):
         tokens = sum(len(wanted[key]) for key in keys)
-        buffer = model.cache.staging_buffer(model.config, bucket(tokens, 256))
+        buffer = runner.cache.staging_buffer(runner.model.config, bucket(tokens, 256))
         read = store.get_many(keys, out=buffer, on_missing="skip")
         if read.offsets:
-            _place_spans(model, buffer, read.offsets, pages)
+            _place_spans(runner, buffer, read.offsets, pages)
         refused |= read.refused
-    jax.block_until_ready(model.cache.pool)  # for the caller's clock
     return refused
 
 
@@ -239,7 +241,7 @@ def _windows(lengths: Mapping[str, int]) -> list[list[str]]:
 
 
 def _encode(
-    model: Model,
+    runner: ModelRunner,
     store: KVStore,
     encoder: str,
     prefix_ids: HostArray,
@@ -257,51 +259,49 @@ def _encode(
     not_stored = None if store.writable else "the store is open for reading only"
     others = [before[key] or () for key in keys]
     seen = prefix_ids if encoder_named(encoder).sees_prefix else prefix_ids[:0]
-    own_kv = StoredNeighbours(model, seen, store)
+    own_kv = StoredNeighbours(runner.model, seen, store)
     runs = []
     built = indexing if store.writable else None
-    fresh = encode_for_store(model, encoder, prefix_ids, chunks, others, own_kv, built)
+    fresh = encode_for_store(runner.model, encoder, prefix_ids, chunks, others, own_kv, built)
     for index, kv, aux in fresh:
         num_before = len(seen) + sum(map(len, others[index]))
         joint = encoder_named(encoder).neighbours == "joint"
         runs.append((len(chunks[index]) + num_before * joint, num_before + len(chunks[index])))
         key = keys[index]
         if store.writable:
-            origin = provenance(model, encoder, prefix_ids, chunks[index], others[index])
+            origin = provenance(runner.model, encoder, prefix_ids, chunks[index], others[index])
             # A key whose record stands but whose bytes are gone or damaged is healed by this.
             try:
                 store.put(key, kv, record=origin, aux=aux, replace=True)
             except StoreError as error:
                 not_stored = str(error)
         length = kv.shape[2]
-        buffer = model.cache.staging_buffer(model.config, bucket(length, 256))
+        buffer = runner.cache.staging_buffer(runner.model.config, bucket(length, 256))
         buffer[:, :, :length] = kv
-        _place_spans(model, buffer, {key: (0, length)}, pages)
-    jax.block_until_ready(model.cache.pool)  # for the caller's clock
+        _place_spans(runner, buffer, {key: (0, length)}, pages)
     runs += [(length, len(seen) + length) for length in own_kv.computed]
     return not_stored, runs
 
 
 def _place_spans(
-    model: Model,
+    runner: ModelRunner,
     buffer: HostArray,
     spans: Mapping[str, tuple[int, int]],
     pages: dict[str, tuple[int, ...]],
 ) -> None:
     """Write spans of a staging buffer, key -> (first token, tokens), to their chunks' pages."""
     size = buffer.shape[2]
-    nowhere = model.cache.pool.k.shape[0]
+    nowhere = runner.cache.pool.k.shape[0]
     page = np.full(size, nowhere, np.int32)
     local = np.zeros(size, np.int32)
     for key, (start, length) in spans.items():
         at = np.arange(length, dtype=np.int32)
         page[start : start + length] = np.array(pages[key], np.int32)[at // PAGE]
         local[start : start + length] = at
-    rope = model.rope(int(local.max()) + 1)
-    pool = model.cache.pool
-    model.cache.pool, placed = _place(pool, model.config, to_device(buffer), page, local, rope)
-    model.cache.staging.read_by(placed)
-    values = model.cache.values
+    rope = runner.model.rope(int(local.max()) + 1)
+    placed = runner.cache.run(_place, runner.model.config, to_device(buffer), page, local, rope)
+    runner.cache.staged(placed)
+    values = runner.cache.values
     if values is not None:
         here = np.flatnonzero(page != nowhere)
         values.put(page[here], local[here] % PAGE, buffer[values.first_layer :, 1][:, here])

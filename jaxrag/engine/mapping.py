@@ -11,42 +11,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrag.attention_index.document import Indexing
-from jaxrag.cache import Resident, TableBuilder, pages_for
+from jaxrag.cache import CachedChunk, TableBuilder, pages_for
 from jaxrag.encode import encoder_named
-from jaxrag.engine.loader import Found, Loaded, bring_in, release
-from jaxrag.errors import RequestError
+from jaxrag.engine.loader import Found, Loaded, load_chunks, release
+from jaxrag.engine.request import Prompt, Request
+from jaxrag.engine.runner import ModelRunner
 from jaxrag.methods import Method
-from jaxrag.models.model import Model
 from jaxrag.models.segments import lay_out
-from jaxrag.select import Choice, Scene, Selector
+from jaxrag.select import Choice, SelectionInput, Selector
 from jaxrag.store import KVStore, chunk_key, content_id, context_id
 from jaxrag.types import HostArray
 
 _KEPT = "in_place"  # the encoder that keys of kept leading parts name; no store holds such KV
 
 
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    """Token ids of the parts, int32 each, tokenised separately.
-
-    ``neighbours`` holds for each chunk the chunks it was encoded behind, in their order; read by
-    encoders that see them, None where that is not known.
-    """
-
-    prefix: HostArray
-    chunks: tuple[HostArray, ...]
-    final: HostArray
-    neighbours: tuple[tuple[HostArray, ...], ...] | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """Length of the whole prompt."""
-        return len(self.prefix) + sum(map(len, self.chunks)) + len(self.final)
-
-
 @dataclasses.dataclass
-class Part:
+class PromptPart:
     """The prefix (which may be empty) or a chunk of one prompt, and where its KV lies.
 
     Attributes:
@@ -62,7 +42,7 @@ class Part:
 
     ids: HostArray
     position: int
-    resident: Resident | None = None
+    resident: CachedChunk | None = None
     found: Found | None = None
     kept: bool = False
     exact: bool = False
@@ -77,7 +57,7 @@ class Part:
 
 
 @dataclasses.dataclass
-class Mapped:
+class RequestState:
     """One request mapped into the pool: what is reused, and which tokens are still to be run.
 
     ``prefill`` lets ``selector`` choose among the chunk tokens of ``scene`` first, adds its choice
@@ -85,16 +65,16 @@ class Mapped:
     """
 
     table: TableBuilder
-    parts: list[Part]  # the prefix, then the chunks
+    parts: list[PromptPart]  # the prefix, then the chunks
     owned: list[int]  # pages to give back
     loaded: list[Loaded]
     ids: HostArray  # [n] the tokens to run, by position
     positions: HostArray  # [n] int32 of ids
     slots: HostArray  # [n] int32 of ids
     first_slot: int  # of the last pages, which hold the final block and what follows it
-    keep: dict[str, Part] = dataclasses.field(default_factory=dict)  # once they are computed
+    keep: dict[str, PromptPart] = dataclasses.field(default_factory=dict)  # once they are computed
     borrowed: list[str] = dataclasses.field(default_factory=list)  # keys of kept parts
-    scene: Scene | None = None
+    scene: SelectionInput | None = None
     selector: Selector | None = None
     choice: Choice | None = None
     store: KVStore | None = None  # that ``key`` of a part is of
@@ -129,60 +109,41 @@ class Mapped:
         self.choice, self.selector = choice, None
 
 
-def check_length(model: Model, prompt: Prompt, max_new_tokens: int) -> None:
-    """RequestError when prompt and answer do not fit the model's context."""
-    need, limit = prompt.num_tokens + max_new_tokens, model.config.max_positions
-    if need > limit:
-        parts = f"{len(prompt.prefix)} prefix + {sum(map(len, prompt.chunks))} chunk"
-        raise RequestError(
-            f"the prompt has {parts} + {len(prompt.final)} question tokens and {max_new_tokens} "
-            f"may be generated: {need} in all, the model's context is {limit}; ask a shorter "
-            f"question, retrieve fewer chunks or generate fewer tokens"
-        )
-
-
-def map_request(
-    model: Model,
-    store: KVStore,
-    method: Method,
-    prompt: Prompt,
-    reserve_tokens: int,
-    indexing: Indexing | None = None,
-) -> Mapped:
+def map_request(runner: ModelRunner, request: Request, reserve_tokens: int) -> RequestState:
     """Bring a prompt's chunks into the pool and reserve pages for what must be computed.
 
-    ``reserve_tokens`` is room for generated tokens; chunks that are encoded on the way are stored
-    with the indexes that they get by ``indexing``. Undo with ``unmap``.
+    ``reserve_tokens`` is room for generated tokens. Undo with ``unmap``.
     """
+    prompt, method, store = request.prompt, request.method, request.store
     lengths = [len(chunk) for chunk in prompt.chunks]
     layout = lay_out(len(prompt.prefix), lengths, len(prompt.final), method.positions)
-    parts = [Part(prompt.prefix, 0), *map(Part, prompt.chunks, layout.chunk_offsets)]
+    parts = [PromptPart(prompt.prefix, 0), *map(PromptPart, prompt.chunks, layout.chunk_offsets)]
     table, loaded, owned = TableBuilder(), list[Loaded](), list[int]()
-    keys = _kept_keys(model, store, prompt) if method.prefix_cache else []
-    borrowed = _leading_hits(model, method, parts, keys)
+    keys = _kept_keys(runner, store, prompt) if method.prefix_cache else []
+    borrowed = _leading_hits(runner, method, parts, keys)
     try:
         if method.encoder is not None:
-            _stored_hits(model, store, method, prompt, parts, loaded, indexing)
+            _stored_hits(runner, request, parts, loaded)
         _mark_exact(method, parts)
         in_place = [part for part in parts if part.resident is None and len(part.ids)]
         if method.encoder is None and not method.prefix_cache:  # one run of tokens to the end
             final, in_place = np.concatenate([*(part.ids for part in parts), prompt.final]), []
         else:
             final = prompt.final
-            _map_parts(model, parts, table, owned)
+            _map_parts(runner, parts, table, owned)
         new_tokens = len(final) + method.room(lengths)
         why = f"a request of {new_tokens} new tokens and {reserve_tokens} to generate"
-        last = model.cache.owners.take(pages_for(new_tokens + reserve_tokens), why)
+        last = runner.cache.allocator.allocate(pages_for(new_tokens + reserve_tokens), why)
         owned += last
     except BaseException:
-        _let_go(model, owned, loaded, borrowed)
+        _let_go(runner, owned, loaded, borrowed)
         raise
     first_slot = table.reserve(last)
     end = layout.final_start + len(prompt.final)
     ids = [*(part.ids for part in in_place), final]
     positions = [*(part.positions for part in in_place), np.arange(end - len(final), end)]
     slots = [*(part.slots for part in in_place), first_slot + np.arange(len(final))]
-    mapped = Mapped(
+    mapped = RequestState(
         table=table,
         parts=parts,
         owned=owned,
@@ -201,18 +162,18 @@ def map_request(
     return mapped
 
 
-def unmap(model: Model, mapped: Mapped) -> None:
+def unmap(runner: ModelRunner, mapped: RequestState) -> None:
     """Give a request's pages back and let its chunks go."""
-    _let_go(model, mapped.owned, mapped.loaded, mapped.borrowed)
+    _let_go(runner, mapped.owned, mapped.loaded, mapped.borrowed)
 
 
-def keep_leading(model: Model, mapped: Mapped) -> None:
+def keep_leading(runner: ModelRunner, mapped: RequestState) -> None:
     """The leading parts of a request are computed: later prompts may begin with them."""
-    owners = model.cache.owners
+    allocator = runner.cache.allocator
     given: set[int] = set()
     for key, part in mapped.keep.items():
-        if key not in owners:  # another request of the batch may have been first
-            owners.admit(key, part.pages, len(part.ids))
+        if key not in allocator:  # another request of the batch may have been first
+            allocator.insert(key, part.pages, len(part.ids))
             mapped.borrowed.append(key)
             given.update(part.pages)
     mapped.owned = [page for page in mapped.owned if page not in given]
@@ -220,18 +181,18 @@ def keep_leading(model: Model, mapped: Mapped) -> None:
 
 
 def _let_go(
-    model: Model, owned: Sequence[int], loaded: Sequence[Loaded], borrowed: Sequence[str]
+    runner: ModelRunner, owned: Sequence[int], loaded: Sequence[Loaded], borrowed: Sequence[str]
 ) -> None:
-    model.cache.owners.give_back(owned)
+    runner.cache.allocator.free(owned)
     for part in loaded:
-        release(model, part)
+        release(runner, part)
     for key in borrowed:
-        model.cache.owners.release(key)
+        runner.cache.allocator.release(key)
 
 
-def _kept_keys(model: Model, store: KVStore, prompt: Prompt) -> list[str]:
+def _kept_keys(runner: ModelRunner, store: KVStore, prompt: Prompt) -> list[str]:
     """Per part the key of its KV behind all that precedes it in this prompt; "" if it is empty."""
-    tokenizer = "" if model.tokenizer is None else model.tokenizer.digest
+    tokenizer = "" if runner.model.tokenizer is None else runner.model.tokenizer.digest
     named = functools.partial(content_id, tokenizer)
     before: list[str] = []
     keys = []
@@ -247,8 +208,8 @@ def _kept_keys(model: Model, store: KVStore, prompt: Prompt) -> list[str]:
 
 
 def _to_keep(
-    method: Method, store: KVStore, keys: Sequence[str], parts: Sequence[Part]
-) -> dict[str, Part]:
+    method: Method, store: KVStore, keys: Sequence[str], parts: Sequence[PromptPart]
+) -> dict[str, PromptPart]:
     """The parts that are computed here and exact, by key; none behind KV that was rounded."""
     if method.encoder is not None and store.layout.stored != "native":
         return {}
@@ -257,12 +218,12 @@ def _to_keep(
 
 
 def _leading_hits(
-    model: Model, method: Method, parts: Sequence[Part], keys: Sequence[str]
+    runner: ModelRunner, method: Method, parts: Sequence[PromptPart], keys: Sequence[str]
 ) -> list[str]:
     """Find kept parts, as long as everything before is exact; the keys that were borrowed."""
     borrowed = []
     for index, (part, key) in enumerate(zip(parts, keys, strict=False)):
-        found = model.cache.owners.borrow(key)
+        found = runner.cache.allocator.acquire(key)
         if found is not None:
             part.resident, part.kept = found, True
             borrowed.append(key)
@@ -271,7 +232,7 @@ def _leading_hits(
     return borrowed
 
 
-def _stored_exact(method: Method, parts: Sequence[Part], index: int) -> bool:
+def _stored_exact(method: Method, parts: Sequence[PromptPart], index: int) -> bool:
     """Is the stored KV of a part what full attention computes, with what stands before it here?"""
     if method.encoder is None:
         return False
@@ -281,17 +242,12 @@ def _stored_exact(method: Method, parts: Sequence[Part], index: int) -> bool:
 
 
 def _stored_hits(
-    model: Model,
-    store: KVStore,
-    method: Method,
-    prompt: Prompt,
-    parts: Sequence[Part],
-    loaded: list[Loaded],
-    indexing: Indexing | None,
+    runner: ModelRunner, request: Request, parts: Sequence[PromptPart], loaded: list[Loaded]
 ) -> None:
     """Bring in what is not found yet; chunks that are missed stay without KV or are encoded."""
+    prompt, method, store = request.prompt, request.method, request.store
 
-    def take(wanted: Sequence[Part], answer: Loaded) -> None:
+    def take(wanted: Sequence[PromptPart], answer: Loaded) -> None:
         loaded.append(answer)
         keys = iter(answer.keys)
         for part, resident, found in zip(wanted, answer.residents, answer.found, strict=True):
@@ -300,7 +256,7 @@ def _stored_hits(
 
     prefix = parts[0]
     if len(prefix.ids) and prefix.resident is None:  # its own context: nothing stands before it
-        take([prefix], bring_in(model, store, "isolated", prefix.ids[:0], [prefix.ids]))
+        take([prefix], load_chunks(runner, store, "isolated", prefix.ids[:0], [prefix.ids]))
     for encoder, indices in _by_encoder(method, len(prompt.chunks)):
         wanted = [i for i in indices if parts[i + 1].resident is None]
         if not wanted:
@@ -309,8 +265,8 @@ def _stored_hits(
         if prompt.neighbours is not None and encoder_named(encoder).sees_neighbours:
             neighbours = [prompt.neighbours[i] for i in wanted]
         chunks = [prompt.chunks[i] for i in wanted]
-        answer = bring_in(
-            model, store, encoder, prefix.ids, chunks, neighbours, method.misses, indexing
+        answer = load_chunks(
+            runner, store, encoder, prefix.ids, chunks, neighbours, method.misses, request.indexing
         )
         take([parts[i + 1] for i in wanted], answer)
 
@@ -326,7 +282,7 @@ def _by_encoder(method: Method, num_chunks: int) -> list[tuple[str, range]]:
     return [(encoder, indices) for encoder, indices in parts if indices]
 
 
-def _mark_exact(method: Method, parts: Sequence[Part]) -> None:
+def _mark_exact(method: Method, parts: Sequence[PromptPart]) -> None:
     """A part is exact if all before it are, and it is computed here or is stored as it is here."""
     exact = True
     for index, part in enumerate(parts):
@@ -334,7 +290,9 @@ def _mark_exact(method: Method, parts: Sequence[Part]) -> None:
         exact = part.exact = exact and here
 
 
-def _map_parts(model: Model, parts: Sequence[Part], table: TableBuilder, owned: list[int]) -> None:
+def _map_parts(
+    runner: ModelRunner, parts: Sequence[PromptPart], table: TableBuilder, owned: list[int]
+) -> None:
     """Lay the parts out in the table, each in pages of its own; gaps in new ones of the request."""
     for part in parts:
         if not len(part.ids):
@@ -343,15 +301,15 @@ def _map_parts(model: Model, parts: Sequence[Part], table: TableBuilder, owned: 
             first = table.map_chunk(part.resident, part.position, turned=part.kept)
         else:
             why = f"a chunk of {len(part.ids)} tokens, computed in place,"
-            part.pages = model.cache.owners.take(pages_for(len(part.ids)), why)
+            part.pages = runner.cache.allocator.allocate(pages_for(len(part.ids)), why)
             owned += part.pages
             first = table.reserve(part.pages)
         part.slots = (first + np.arange(len(part.ids))).astype(np.int32)
 
 
-def _scene(method: Method, prompt: Prompt, mapped: Mapped) -> Scene:
+def _scene(method: Method, prompt: Prompt, mapped: RequestState) -> SelectionInput:
     chunks = mapped.parts[1:]
-    return Scene(
+    return SelectionInput(
         prefix=prompt.prefix,
         chunks=prompt.chunks,
         final=prompt.final,

@@ -6,26 +6,32 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax import lax
 
 from jaxrag.cache import PagePool, PageTable, batch_table
 from jaxrag.cache.host import HostValues
-from jaxrag.config import ModelConfig
 from jaxrag.decode import Observe, PromptQueries
-from jaxrag.engine.mapping import Mapped, keep_leading
+from jaxrag.engine.mapping import RequestState, keep_leading
+from jaxrag.engine.runner import ModelRunner
 from jaxrag.models.attention import PagedAttend
-from jaxrag.models.decoder import forward, unembed
-from jaxrag.models.model import Model
-from jaxrag.models.rope import RopeTable
-from jaxrag.models.spec import Params
+from jaxrag.models.decoder import Decoder, forward, unembed
 from jaxrag.select import choose
 from jaxrag.shapes import bucket, pieces
-from jaxrag.types import FINAL, Array, HostArray, Tokens
+from jaxrag.types import Array, HostArray, Step
 
 PREFILL_TOKENS = 1024  # of one pass; longer prompts run in pieces of this many
 
 
-def select_tokens(model: Model, requests: Sequence[Mapped]) -> None:
+class _Piece(struct.PyTreeNode):
+    """Some tokens of every prompt of a batch, one pass of the model."""
+
+    step: Step
+    last: Array  # [B] index of the prompt's last token among them; -1 where it is not
+    observed: Array  # [B, W] indices of the observed tokens among them; -1: in another piece
+
+
+def select_tokens(runner: ModelRunner, requests: Sequence[RequestState]) -> None:
     """Choose the chunk tokens that each request computes again, and hide their stored KV from it.
 
     They join the tokens to run, at their own positions, before the final block. Runs once a
@@ -34,35 +40,37 @@ def select_tokens(model: Model, requests: Sequence[Mapped]) -> None:
     for selector in dict.fromkeys(r.selector for r in requests if r.selector is not None):
         here = [r for r in requests if r.selector == selector]
         scenes = [r.scene for r in here if r.scene is not None]
-        for request, choice in zip(here, choose(model, selector, scenes), strict=True):
+        choices = choose(runner.model, runner.cache, selector, scenes)
+        for request, choice in zip(here, choices, strict=True):
             request.recompute(choice)
 
 
-def prefill(model: Model, requests: Sequence[Mapped]) -> tuple[Array, PageTable]:
+def prefill(runner: ModelRunner, requests: Sequence[RequestState]) -> tuple[Array, PageTable]:
     """Select what is to be recomputed, then run every request's tokens.
 
     Returns logits [B', V] float32 after each request's last token, and the table with all prefilled
     slots shown (B' >= len(requests) is a power of two; padding rows hold nothing).
     """
-    logits, table, _ = prefill_observed(model, requests, None)
+    logits, table, _ = prefill_observed(runner, requests, None)
     return logits, table
 
 
 def prefill_observed(
-    model: Model, requests: Sequence[Mapped], observe: Observe | None
+    runner: ModelRunner, requests: Sequence[RequestState], observe: Observe | None
 ) -> tuple[Array, PageTable, PromptQueries]:
     """As ``prefill``, and keep queries of tokens that were run: the last, or evenly spread ones.
 
     The bank holds as many queries a row as asked for, fewer where all requests run fewer tokens
     (then the next power of two), none where ``observe`` is None.
     """
-    select_tokens(model, requests)
+    select_tokens(runner, requests)
+    model = runner.model
     rows = bucket(len(requests), 1)
     table = batch_table([r.table for r in requests], rows, model.put_batch)
     num_slots = table.slot_position.shape[1]
-    rope = model.rope(num_slots)
+    decoder = model.decoder(num_slots)
     logits = model.put_batch(np.zeros((rows, model.config.vocab_size), np.float32), rows)
-    observed, bank = _empty_bank(model, requests, observe, rows)
+    observed, bank = _empty_bank(runner, requests, observe, rows)
     start = 0
     for length, width in pieces(max(len(r.ids) for r in requests), PREFILL_TOKENS):
         ids = np.zeros((rows, width), np.int32)
@@ -78,30 +86,31 @@ def prefill_observed(
                 last[row] = len(here) - 1
         here = observed - start
         here = np.where((here >= 0) & (here < length), here, -1).astype(np.int32)
-        batch = [model.put_batch(x, rows) for x in (ids, positions, slots, last, here)]
-        carried = (model.cache.pool, table, logits, bank.queries)
-        model.cache.pool, table, logits, queries = _prefill_piece(
-            model.params,
-            model.config,
-            rope,
-            *carried,
-            *batch,
-            values=model.cache.values,
+        step = Step(*(model.put_batch(x, rows) for x in (ids, positions, slots)))
+        piece = _Piece(step, *(model.put_batch(x, rows) for x in (last, here)))
+        table, logits, queries = runner.cache.run(
+            _prefill_piece,
+            logits,
+            bank.queries,
+            decoder,
+            table,
+            piece,
+            values=runner.cache.values,
             rows_in_turn=model.rows_in_turn,
         )
         bank = bank.replace(queries=queries)
         start += length
     for request in requests:
-        keep_leading(model, request)
+        keep_leading(runner, request)
     return logits, table, bank
 
 
 def _empty_bank(
-    model: Model, requests: Sequence[Mapped], observe: Observe | None, rows: int
+    runner: ModelRunner, requests: Sequence[RequestState], observe: Observe | None, rows: int
 ) -> tuple[HostArray, PromptQueries]:
     """Which of the tokens to run are observed, [B, W] (-1: none), and a bank for their queries."""
+    model, width = runner.model, 0
     config = model.config
-    width = 0
     if observe is not None:
         width = min(observe.count, bucket(max(len(r.ids) for r in requests)))
     observed = np.full((rows, width), -1, np.int64)
@@ -120,80 +129,48 @@ def _empty_bank(
 
 
 def run_tokens(
-    params: Params,
-    config: ModelConfig,
-    rope: RopeTable,
-    pool: PagePool,
-    table: PageTable,
-    ids: Array,
-    positions: Array,
-    slots: Array,
+    decoder: Decoder, pool: PagePool, table: PageTable, step: Step
 ) -> tuple[Array, PagePool, PageTable]:
-    """One forward of new tokens [B, T] against the pool: hidden [B, T, D], pool, table.
-
-    Padding tokens have position -1 and a slot beyond the table.
-    """
-    batch = (ids, positions, slots, None, None)
-    hidden, pool, table, _ = _run_observed(params, config, rope, pool, table, *batch, False)
+    """One forward of new tokens [B, T] against the pool: hidden [B, T, D], pool, table."""
+    table = table.reveal(step.slots, step.positions)
+    attend = PagedAttend(decoder.config, decoder.rope, table, step.slots)
+    hidden, pool, _ = forward(decoder.params, decoder.config, step.tokens, pool, attend)
     return hidden, pool, table
-
-
-def _run_observed(
-    params: Params,
-    config: ModelConfig,
-    rope: RopeTable,
-    pool: PagePool,
-    table: PageTable,
-    ids: Array,
-    positions: Array,
-    slots: Array,
-    collect: Array | None,
-    values: HostValues | None,
-    rows_in_turn: bool,
-) -> tuple[Array, PagePool, PageTable, Array | None]:
-    """As ``run_tokens``, and the queries [L, B, W, N, H] of the tokens that ``collect`` names."""
-    table = table.reveal(slots, positions)
-    tokens = Tokens(ids=ids, positions=positions, segments=jnp.full_like(ids, FINAL))
-    attend = PagedAttend(config, rope, table, slots, collect, values, rows_in_turn)
-    hidden, pool, queries = forward(params, config, tokens, pool, attend)
-    return hidden, pool, table, queries
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("config", "values", "rows_in_turn"),
+    static_argnames=("values", "rows_in_turn"),
     donate_argnames=("pool", "logits"),
 )
 def _prefill_piece(
-    params: Params,
-    config: ModelConfig,
-    rope: RopeTable,
     pool: PagePool,
-    table: PageTable,
     logits: Array,
     queries: Array,
-    ids: Array,
-    positions: Array,
-    slots: Array,
-    last: Array,
-    observed: Array,
-    values: HostValues | None = None,
-    rows_in_turn: bool = False,
+    decoder: Decoder,
+    table: PageTable,
+    piece: _Piece,
+    values: HostValues | None,
+    rows_in_turn: bool,
 ) -> tuple[PagePool, PageTable, Array, Array]:
-    """Run one piece; rows whose prompt ends in it (last >= 0) get their logits.
+    """Run one piece; rows whose prompt ends in it get their logits [B, V].
 
-    Queries of its observed tokens [B, W] (-1: another piece's) go into ``queries``.
+    The queries of its observed tokens go into ``queries`` [L, B, W, N, H].
     """
+    step, observed = piece.step, piece.observed
     collect = jnp.maximum(observed, 0) if observed.shape[1] else None
-    hidden, pool, table, new = _run_observed(
-        params, config, rope, pool, table, ids, positions, slots, collect, values, rows_in_turn
+    table = table.reveal(step.slots, step.positions)
+    attend = PagedAttend(
+        decoder.config, decoder.rope, table, step.slots, collect, values, rows_in_turn
     )
+    hidden, pool, new = forward(decoder.params, decoder.config, step.tokens, pool, attend)
     if new is not None:
         queries = jnp.where((observed >= 0)[None, :, :, None, None], new, queries)
 
     def finish() -> Array:
-        at = jnp.maximum(last, 0)[:, None, None]
+        at = jnp.maximum(piece.last, 0)[:, None, None]
         ends = jnp.take_along_axis(hidden, at, axis=1)[:, 0]
-        return jnp.where((last >= 0)[:, None], unembed(params, ends), logits)
+        return jnp.where((piece.last >= 0)[:, None], unembed(decoder.params, ends), logits)
 
-    return pool, table, lax.cond((last >= 0).any(), finish, lambda: logits), queries
+    logits = lax.cond((piece.last >= 0).any(), finish, lambda: logits)
+    return pool, table, logits, queries

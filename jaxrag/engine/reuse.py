@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxrag.engine.mapping import Mapped, Part
+from jaxrag.engine.mapping import PromptPart, RequestState
 from jaxrag.methods import Method
 
 How = Literal["prefix hit", "chunk hit", "encoded", "in place", "computed"]
@@ -35,7 +35,7 @@ class PartReuse:
 
 
 def account(
-    method: Method, mapped: Mapped, maintained: Collection[str] | None = None
+    method: Method, mapped: RequestState, maintained: Collection[str] | None = None
 ) -> list[PartReuse]:
     """What became of the prefix (unless it is empty) and of every chunk.
 
@@ -60,7 +60,7 @@ def account(
     return rows
 
 
-def _found(method: Method, part: Part) -> tuple[How, Literal["pool", "store"] | None, str]:
+def _found(method: Method, part: PromptPart) -> tuple[How, Literal["pool", "store"] | None, str]:
     if part.kept:
         return "prefix hit", "pool", ""
     found = part.found

@@ -15,7 +15,7 @@ from jaxrag.types import Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """One request's settings. Raises RequestError for a value out of range."""
 
     temperature: float = 0.0  # 0 = greedy
@@ -37,6 +37,9 @@ class Sampling:
             raise RequestError(f"seed={self.seed!r}: expected an integer")
         if not 0 <= self.seed < 2**32:
             raise RequestError(f"seed={self.seed}: expected 0 to {2**32 - 1}")
+
+
+Sampling = SamplingParams  # its first public name
 
 
 def sample(

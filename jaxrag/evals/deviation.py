@@ -1,6 +1,5 @@
 """How far the KV that an answer is read from stands from full attention's, layer by layer."""
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,13 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrag.cache import PAGE, PagePool
-from jaxrag.config import ModelConfig
 from jaxrag.encode import encode_chunks
-from jaxrag.engine.mapping import Mapped, Part, Prompt, map_request, unmap
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.mapping import PromptPart, RequestState, map_request, unmap
 from jaxrag.engine.prefill import prefill
+from jaxrag.engine.request import Prompt, Request
+from jaxrag.engine.runner import ModelRunner
 from jaxrag.methods import Method
+from jaxrag.models.decoder import Decoder
 from jaxrag.models.model import Model
-from jaxrag.models.rope import RopeTable, place
+from jaxrag.models.rope import place
 from jaxrag.shapes import bucket
 from jaxrag.store import KVStore
 from jaxrag.types import Array, HostArray
@@ -41,23 +43,26 @@ def kv_deviation(
     one at a time, in the way ``generate`` does; each has a chunk. Raises RequestError as
     ``map_request`` does.
     """
+    runner = engine_of(model).runner
     shape = (model.config.num_layers, 2)
     apart, length, tokens = np.zeros(shape), np.zeros(shape), 0
     whole = [np.concatenate((it.prefix, *it.chunks)) for it in prompts]
     fresh = dict(encode_chunks(model, "isolated", whole[0][:0], whole))  # plain causal attention
     for index, prompt in enumerate(prompts):
-        mapped = map_request(model, store, method, prompt, 0)
+        mapped = map_request(runner, Request(prompt, store, method, 1), 0)
         try:
-            prefill(model, [mapped])
-            one = _of_request(model, mapped, prompt, fresh[index])
+            prefill(runner, [mapped])
+            one = _of_request(runner, mapped, prompt, fresh[index])
         finally:
-            unmap(model, mapped)
+            unmap(runner, mapped)
         apart, length = apart + one[0], length + one[1]
         tokens += sum(map(len, prompt.chunks))
     return Deviation(apart / tokens, apart / length)
 
 
-def _of_request(model: Model, mapped: Mapped, prompt: Prompt, fresh: HostArray) -> HostArray:
+def _of_request(
+    runner: ModelRunner, mapped: RequestState, prompt: Prompt, fresh: HostArray
+) -> HostArray:
     """Sums over the chunk tokens, [2, L, 2]: squared difference, squared length of ``fresh``.
 
     ``fresh`` [L, 2, T, K, H] is the KV of prefix and chunks under full attention.
@@ -68,16 +73,15 @@ def _of_request(model: Model, mapped: Mapped, prompt: Prompt, fresh: HostArray) 
     padded = np.zeros((*fresh.shape[:2], size, *fresh.shape[3:]), fresh.dtype)
     padded[:, :, :count] = fresh[:, :, len(prompt.prefix) :]
     sums = _sums(
-        model.config,
-        model.rope(int(places.max()) + 1),
-        model.cache.pool,
+        runner.cache.pool,
+        runner.model.decoder(int(places.max()) + 1),
         *map(jnp.asarray, (padded, *(np.pad(x, (0, size - count)) for x in (page, slot, places)))),
         jnp.asarray(np.arange(size) < count),
     )
     return np.asarray(sums, np.float64)
 
 
-def _where(mapped: Mapped, prompt: Prompt) -> tuple[HostArray, HostArray, HostArray]:
+def _where(mapped: RequestState, prompt: Prompt) -> tuple[HostArray, HostArray, HostArray]:
     """Of each chunk token, int32 [C]: its page, its slot there, what its key is rotated to."""
     prefix, count = len(prompt.prefix), sum(map(len, prompt.chunks))
     chunks = mapped.parts[1:]
@@ -94,18 +98,17 @@ def _where(mapped: Mapped, prompt: Prompt) -> tuple[HostArray, HostArray, HostAr
     return np.array(mapped.table.pages, np.int32)[slots // PAGE], slots % PAGE, places
 
 
-def _rotated_to(part: Part) -> HostArray:
+def _rotated_to(part: PromptPart) -> HostArray:
     """What the keys of a part are rotated to in the pool: stored ones to places in their chunk."""
     if part.resident is None or part.kept:
         return part.positions
     return np.arange(len(part.ids), dtype=np.int32)
 
 
-@functools.partial(jax.jit, static_argnames=("config",))
+@jax.jit
 def _sums(
-    config: ModelConfig,
-    rope: RopeTable,
     pool: PagePool,
+    decoder: Decoder,
     fresh: Array,
     page: Array,
     slot: Array,
@@ -113,10 +116,11 @@ def _sums(
     real: Array,
 ) -> Array:
     """[2, L, 2] float32: squared differences from the pool, and squared lengths."""
+    config = decoder.config
     num_pages = pool.k.shape[0] // config.num_layers
     rows = []
     for layer in range(config.num_layers):
-        k = place(fresh[layer, 0], places, rope, config.rope)
+        k = place(fresh[layer, 0], places, decoder.rope, config.rope)
         for new, cached in ((k, pool.k), (fresh[layer, 1], pool.v)):
             new = new.astype(jnp.float32)
             old = cached[page + layer * num_pages, slot]

@@ -15,26 +15,23 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrag.cache import PagePool, PageTable
-from jaxrag.config import ModelConfig
-from jaxrag.engine.mapping import Mapped, map_request, unmap
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.mapping import RequestState, map_request, unmap
 from jaxrag.engine.prefill import prefill, run_tokens
-from jaxrag.engine.sampling import Sampling
+from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.sampling import SamplingParams
 from jaxrag.errors import KnowledgeBaseError, RequestError
 from jaxrag.evals.statistics import Estimate, share
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import METHODS, Method
-from jaxrag.models.decoder import unembed
-from jaxrag.models.model import Model
-from jaxrag.models.rope import RopeTable
-from jaxrag.models.spec import Params
+from jaxrag.models.decoder import Decoder, unembed
 from jaxrag.select import NoTokens
 from jaxrag.serve.batch_files import BadQuestion, QuestionFile, Shard
-from jaxrag.serve.gated import gate_subject
-from jaxrag.serve.generate import Result, batches, serve
-from jaxrag.serve.questions import Request, Settings, prepare, resolve
+from jaxrag.serve.generate import Result, serve
+from jaxrag.serve.questions import ReadyQuestion, Settings, gate_subject, prepare, resolve
 from jaxrag.shapes import bucket
 from jaxrag.text.prompts import PromptTemplate
-from jaxrag.types import Array, HostArray
+from jaxrag.types import Array, HostArray, Step
 
 RATIOS = (0.0, 0.05, 0.10, 0.15, 0.20, 0.30, 0.50)  # at 1 nothing is gained
 
@@ -156,16 +153,17 @@ def gate(
     tallies = [_Tally() for _ in tried]
     total = len(prepared[0]) * len(settings)
     with tqdm(total=total, unit="question", desc="gate", disable=None if progress else True) as bar:
-        for batch in batches(settings[0], prepared[0], batch_size):
+        requests = [question.request for question in prepared[0]]
+        for batch in engine_of(settings[0].model).batches(requests, batch_size):
             here = [prepared[0][i] for i in batch]
             answers = _answers(settings[0], here, batch_size)
             full, _ = forced_logits(settings[0], here, answers, batch_size)
             bar.update(len(batch))
-            for one, requests, tally in zip(settings[1:], prepared[1:], tallies, strict=True):
-                here = [requests[i] for i in batch]
+            for one, ready, tally in zip(settings[1:], prepared[1:], tallies, strict=True):
+                here = [ready[i] for i in batch]
                 tally.add(batch, full, *forced_logits(one, here, answers, batch_size))
                 bar.update(len(batch))
-    chunk_tokens = sum(len(chunk) for request in prepared[0] for chunk in request.prompt.chunks)
+    chunk_tokens = sum(len(chunk) for one in requests for chunk in one.prompt.chunks)
     measured = tuple(
         tally.measured(one.recompute_ratio or 0.0, chunk_tokens, target)
         for one, tally in zip(tried, tallies, strict=True)
@@ -184,77 +182,80 @@ def gate(
     return report
 
 
-def _prepare(settings: Settings, questions: QuestionFile) -> list[Request]:
-    requests = []
+def _prepare(settings: Settings, questions: QuestionFile) -> list[ReadyQuestion]:
+    ready = []
     for question in questions.entries(Shard()):
         where = f"{questions.path}: question {question.id!r}"
         if isinstance(question, BadQuestion):
             raise RequestError(f"{where}: {question.reason}")
         try:
-            request = prepare(settings, question.text, question.documents, Sampling())
+            one = prepare(settings, question.text, question.documents, SamplingParams())
         except RequestError as error:
             raise RequestError(f"{where}: {error}") from None
-        if not request.prompt.chunks:
+        if not one.request.prompt.chunks:
             raise RequestError(f"{where} finds no chunk and can test no reuse; leave it out")
-        requests.append(request)
-    return requests
+        ready.append(one)
+    return ready
 
 
-def _answers(settings: Settings, requests: Sequence[Request], batch_size: int) -> list[list[int]]:
+def _answers(
+    settings: Settings, ready: Sequence[ReadyQuestion], batch_size: int
+) -> list[list[int]]:
     """Greedy answers without their end, one token shorter than compared at most."""
     found: dict[int, Result] = {}
-    for batch in serve(settings, requests, batch_size):
+    for batch in serve(settings, ready, batch_size):
         found |= batch
-    return [found[i].token_ids[: settings.max_new_tokens - 1] for i in range(len(requests))]
+    return [found[i].token_ids[: settings.max_new_tokens - 1] for i in range(len(ready))]
 
 
 def forced_logits(
     settings: Settings,
-    requests: Sequence[Request],
+    questions: Sequence[ReadyQuestion],
     answers: Sequence[Sequence[int]],
     batch_size: int,
 ) -> tuple[list[HostArray], int]:
     """Logits of every token of given answers and of the one after, as decoding would have them.
 
     Args:
-      settings: with the method. requests: what is asked.
+      settings: with the method.
+      questions: what is asked.
       answers: token ids of each, at most ``settings.max_new_tokens`` - 1.
       batch_size: requests that run together.
 
     Returns float32 [len(answer) + 1, V] for each request, and how many chunk tokens were
     recomputed for all of them.
     """
-    model = settings.model
+    engine = engine_of(settings.model)
+    asked = [question.request for question in questions]
     logits: dict[int, HostArray] = {}
     recomputed = 0
-    for batch in batches(settings, requests, batch_size):
+    for batch in engine.batches(asked, batch_size):
         given = [np.asarray(answers[i], np.int32) for i in batch]
         longest = max(map(len, given))
-        mapped: list[Mapped] = []
+        states: list[RequestState] = []
         try:
             for i in batch:
-                prompt = requests[i].prompt
-                mapped.append(
-                    map_request(
-                        model, settings.store, settings.method, prompt, longest, settings.indexing
-                    )
-                )
-            first, table = prefill(model, mapped)
-            rest = _feed(model, mapped, table, given)
+                states.append(map_request(engine.runner, asked[i], longest))
+            first, table = prefill(engine.runner, states)
+            rest = _feed(engine.runner, states, table, given)
         finally:
-            for part in mapped:
-                unmap(model, part)
+            for state in states:
+                unmap(engine.runner, state)
         for row, i in enumerate(batch):
             logits[i] = np.concatenate((np.asarray(first[row])[None], rest[row, : len(given[row])]))
-            choice = mapped[row].choice
+            choice = states[row].choice
             recomputed += 0 if choice is None else len(choice.tokens)
-    return [logits[i] for i in range(len(requests))], recomputed
+    return [logits[i] for i in range(len(questions))], recomputed
 
 
 def _feed(
-    model: Model, mapped: Sequence[Mapped], table: PageTable, answers: Sequence[HostArray]
+    runner: ModelRunner,
+    states: Sequence[RequestState],
+    table: PageTable,
+    answers: Sequence[HostArray],
 ) -> HostArray:
     """Logits float32 [B', T, V] after each token of answers that follow prefilled prompts."""
+    model = runner.model
     longest = max(map(len, answers))
     rows, hidden_slot = table.slot_position.shape
     if not longest:
@@ -262,31 +263,21 @@ def _feed(
     shape = (rows, bucket(longest, 1))
     ids, positions = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
     slots = np.full(shape, hidden_slot, np.int32)
-    for row, (request, answer) in enumerate(zip(mapped, answers, strict=True)):
+    for row, (request, answer) in enumerate(zip(states, answers, strict=True)):
         at = np.arange(len(answer))
         ids[row, at] = answer
         positions[row, at] = request.next_position + at
         slots[row, at] = request.next_slot + at
-    batch = [model.put_batch(x, rows) for x in (ids, positions, slots)]
-    model.cache.pool, logits = _forced(
-        model.params, model.config, model.rope(hidden_slot), model.cache.pool, table, *batch
-    )
-    return np.asarray(logits)
+    step = Step(*(model.put_batch(x, rows) for x in (ids, positions, slots)))
+    return np.asarray(runner.cache.run(_forced, model.decoder(hidden_slot), table, step))
 
 
-@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("pool",))
+@functools.partial(jax.jit, donate_argnames=("pool",))
 def _forced(
-    params: Params,
-    config: ModelConfig,
-    rope: RopeTable,
-    pool: PagePool,
-    table: PageTable,
-    ids: Array,
-    positions: Array,
-    slots: Array,
+    pool: PagePool, decoder: Decoder, table: PageTable, step: Step
 ) -> tuple[PagePool, Array]:
-    hidden, pool, _ = run_tokens(params, config, rope, pool, table, ids, positions, slots)
-    return pool, unembed(params, hidden)
+    hidden, pool, _ = run_tokens(decoder, pool, table, step)
+    return pool, unembed(decoder.params, hidden)
 
 
 @dataclasses.dataclass

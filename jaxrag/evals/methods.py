@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from jaxrag.documents import Document
 from jaxrag.encode import encoder_named
-from jaxrag.engine.sampling import Sampling
+from jaxrag.engine.sampling import SamplingParams
 from jaxrag.evals.deviation import kv_deviation
 from jaxrag.evals.methods_grid import REFERENCES, Cell, Options
 from jaxrag.evals.metrics import exact_match, token_f1
@@ -28,7 +28,7 @@ from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import Method
 from jaxrag.models.model import load_model
 from jaxrag.serve.generate import Result, serve
-from jaxrag.serve.questions import Request, Settings, prepare, resolve
+from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.text.prompts import template_named
 from jaxrag.types import HostArray
 
@@ -126,19 +126,20 @@ class _Pool:
             stop=(),
         )
 
-    def requests(self, settings: Settings, only_first: int | None = None) -> list[Request]:
+    def questions(self, settings: Settings, only_first: int | None = None) -> list[ReadyQuestion]:
         """Every question, or the first one of so many samples, with its chunks' neighbours."""
         method = settings.method
         names = [name for name in (method.encoder, method.first_encoder) if name is not None]
         seeing = [name for name in names if encoder_named(name).sees_neighbours]
-        requests = []
+        made = []
         for number, sample in enumerate(self.written.samples[:only_first]):
             neighbours = self._seen(seeing[0], number) if seeing else None
             for question in sample.questions[: None if only_first is None else 1]:
-                request = prepare(settings, question.question, sample.chunks, Sampling())
-                prompt = dataclasses.replace(request.prompt, neighbours=neighbours)
-                requests.append(dataclasses.replace(request, prompt=prompt))
-        return requests
+                one = prepare(settings, question.question, sample.chunks, SamplingParams())
+                prompt = dataclasses.replace(one.request.prompt, neighbours=neighbours)
+                request = dataclasses.replace(one.request, prompt=prompt)
+                made.append(dataclasses.replace(one, request=request))
+        return made
 
     def _seen(self, encoder: str, sample: int) -> Neighbours:
         """What each chunk of a sample was encoded behind."""
@@ -183,12 +184,12 @@ def _name(sample: int, chunk: int) -> str:
 
 def _answer(pool: _Pool, method: Method, batch_size: int, bar: "tqdm[Any]") -> Answers:
     settings = pool.settings(method)
-    requests = pool.requests(settings)
+    questions = pool.questions(settings)
     found: dict[int, Result] = {}
-    for batch in serve(settings, requests, batch_size):
+    for batch in serve(settings, questions, batch_size):
         found |= batch
         bar.update(len(batch))
-    results = [found[i] for i in range(len(requests))]
+    results = [found[i] for i in range(len(questions))]
     golds = [q.answer for sample in pool.written.samples for q in sample.questions]
     both = list(zip((result.text for result in results), golds, strict=True))
     return Answers(
@@ -200,7 +201,7 @@ def _answer(pool: _Pool, method: Method, batch_size: int, bar: "tqdm[Any]") -> A
 
 def _deviation(pool: _Pool, method: Method, count: int) -> dict[str, Any]:
     settings = pool.settings(method)
-    prompts = [request.prompt for request in pool.requests(settings, only_first=count)]
+    prompts = [one.request.prompt for one in pool.questions(settings, only_first=count)]
     found = kv_deviation(settings.model, settings.store, settings.method, prompts)
     return {
         name: {"k": values[:, 0].tolist(), "v": values[:, 1].tolist()}

@@ -5,15 +5,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
 from jaxrag.config import ModelConfig
 from jaxrag.models.attention import Attend
+from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import LayerParams, Params
 from jaxrag.types import Array, Tokens
 
 _Carry = tuple[Array, Any]  # x [B, T, D] and the cache
 Layer = Callable[[_Carry, Any], tuple[_Carry, Any]]  # (carry, (layer's params, ...)) of the scan
+
+
+class Decoder(struct.PyTreeNode):
+    """What a compiled step needs of a model: ``Model.decoder`` gives it."""
+
+    params: Params
+    rope: RopeTable  # of at least as many positions as the step's table has slots
+    config: ModelConfig = struct.field(pytree_node=False)
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:

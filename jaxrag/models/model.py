@@ -1,4 +1,4 @@
-"""A loaded model: parameters, tokenizer and mesh, and what belongs to them on the device."""
+"""A loaded model: weights, config, tokenizer, prompt template, and the mesh they lie on."""
 
 import dataclasses
 import functools
@@ -12,20 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrag.cache import PAGE, PagedCache
+from jaxrag.cache import PAGE
 from jaxrag.config import Kernels, ModelConfig, config_to_dict
 from jaxrag.errors import ConfigError, RequestError, TokenizerError
 from jaxrag.models.attention import PackedAttend, check_kernels
 from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
-from jaxrag.models.decoder import forward, unembed
+from jaxrag.models.decoder import Decoder, forward, unembed
 from jaxrag.models.digest import params_digest, weights_digest
 from jaxrag.models.hf import load_hf
 from jaxrag.models.rope import RopeTable, rope_table
 from jaxrag.models.segments import positions_follow_order
 from jaxrag.models.spec import Params, init_params, param_shardings
 from jaxrag.shapes import bucket
-from jaxrag.sharding import Rules, replicated, sharding
-from jaxrag.store import KVLayout, MemoryStore, fingerprint
+from jaxrag.sharding import Rules, replicated
+from jaxrag.store import KVLayout, fingerprint
 from jaxrag.text.prompts import PromptTemplate, read_prompt
 from jaxrag.text.tokenizer import Tokenizer, check_vocab
 from jaxrag.types import EMPTY, FINAL, Array, HostArray, Tokens
@@ -33,20 +33,29 @@ from jaxrag.types import EMPTY, FINAL, Array, HostArray, Tokens
 _LOG = logging.getLogger("jaxrag")
 
 KV_VERSION = 1  # of what a stored chunk means; part of every key
-_CPU_CACHE_BYTES = 1 << 30
-_MEMORY_BYTES = 4 << 30  # of KV of documents passed without a knowledge base
-_GPU_CACHE_SHARE = 0.5  # of the memory that is free once the parameters are loaded
 
 
 @dataclasses.dataclass(eq=False)
 class Model:
-    """A decoder ready to serve. Make one with ``load_model`` or ``random_model``.
+    """Weights and what belongs to them. Make one with ``load_model`` or ``random_model``.
 
-    ``cache`` is the paged pool, made at the first request; ``memory`` keeps the KV of documents
-    that were passed without a knowledge base. ``template`` is the prompt format that the model was
-    trained with, from its directory's ``prompt.toml``; it is used where nobody names another.
-    With ``value_layers``, the device holds V of so many layers, and host memory V of the others, up
-    to ``max_host_bytes`` (KCache section 3.1); only the decode rule "topn" works then.
+    It owns no KV. The engine that serves it is made at the first request and kept in ``engine``, so
+    that the page pool lives as long as the model does (engine.engine_of).
+
+    Attributes:
+      config: sizes, RoPE, dtype, kernels.
+      params: the weights.
+      tokenizer: None where the directory has none; such a model takes token ids.
+      digest: of the weights.
+      path: the directory it came from.
+      mesh: the devices it is spread over; None is the default device.
+      cache_tokens: size of its engine's page pool; None leaves that to the engine.
+      template: the prompt format that it was trained with, from its directory's ``prompt.toml``;
+        used where nobody names another.
+      value_layers: its engine's pool holds V of so many layers on the device, and of the others in
+        host memory (KCache section 3.1), where only the decode rule "topn" reads it; None: of all.
+      max_host_bytes: ceiling of that host memory.
+      engine: the slot for ``engine.engine_of``.
     """
 
     config: ModelConfig
@@ -59,6 +68,8 @@ class Model:
     template: PromptTemplate | None = None
     value_layers: int | None = None
     max_host_bytes: int | None = None
+    engine: Any = dataclasses.field(default=None, init=False, repr=False)
+    _ropes: dict[int, RopeTable] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Refuse kernels and a tokenizer that do not fit before anything is computed."""
@@ -99,28 +110,6 @@ class Model:
             }
         )
 
-    @functools.cached_property
-    def cache(self) -> PagedCache:
-        """The paged pool and its owners."""
-        tokens = self.cache_tokens or self._default_cache_tokens()
-        return PagedCache.create(
-            self.config, tokens, self._pool_sharding(), self.value_layers, self.max_host_bytes
-        )
-
-    def forget_cache(self) -> None:
-        """Drop the pool; the next request makes a new one and chunks are mapped again."""
-        self.__dict__.pop("cache", None)
-
-    @functools.cached_property
-    def memory(self) -> MemoryStore:
-        """KV of documents passed to ``generate`` without a knowledge base."""
-        return MemoryStore(
-            self.fingerprint,
-            self.kv_layout,
-            max_tokens=self.config.max_positions,
-            max_bytes=_MEMORY_BYTES,
-        )
-
     @property
     def kv_layout(self) -> KVLayout:
         """Sizes and dtype of the chunk KV this model makes."""
@@ -143,7 +132,17 @@ class Model:
 
     def rope(self, num_positions: int) -> RopeTable:
         """Rotation tables for at least ``num_positions`` positions, rounded up to a bucket."""
-        return _rope(self, bucket(num_positions, 1024))
+        size = bucket(num_positions, 1024)
+        if size not in self._ropes:
+            table = rope_table(self.config.rope, size)
+            self._ropes[size] = (
+                table if self.mesh is None else jax.device_put(table, replicated(self.mesh))
+            )
+        return self._ropes[size]
+
+    def decoder(self, num_positions: int) -> Decoder:
+        """What a compiled step over at most ``num_positions`` positions needs of this model."""
+        return Decoder(params=self.params, rope=self.rope(num_positions), config=self.config)
 
     def logits(
         self,
@@ -214,26 +213,6 @@ class Model:
     def batch_ways(self) -> int:
         """How many groups of devices a batch is split over."""
         return 1 if self.mesh is None else self.mesh.shape["data"] * self.mesh.shape["fsdp"]
-
-    def _pool_sharding(self) -> Any:
-        if self.mesh is None:
-            return None
-        shape = (1, PAGE, self.config.num_kv_heads, self.config.head_dim)
-        return sharding(self.mesh, shape, (None, None, "kv_heads", None), Rules(), "KV pool")
-
-    def _default_cache_tokens(self) -> int:
-        device = jax.tree.leaves(self.params)[0].devices().pop()
-        stats = device.memory_stats() if device.platform != "cpu" else None
-        budget = _CPU_CACHE_BYTES
-        if stats:
-            budget = int((stats["bytes_limit"] - stats["bytes_in_use"]) * _GPU_CACHE_SHARE)
-        return min(budget // self.config.kv_bytes_per_token, 8 * self.config.max_positions)
-
-
-@functools.lru_cache(maxsize=32)
-def _rope(model: Model, num_positions: int) -> RopeTable:
-    table = rope_table(model.config.rope, num_positions)
-    return table if model.mesh is None else jax.device_put(table, replicated(model.mesh))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "prefix_visible"))

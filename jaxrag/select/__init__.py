@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxrag.cache import PagedCache
 from jaxrag.config import strict_fields
 from jaxrag.errors import ConfigError
 from jaxrag.models.model import Model
-from jaxrag.select.base import Choice, Scene, Selector, budget_of
+from jaxrag.select.base import Choice, SelectionInput, Selector, budget_of
 from jaxrag.select.cache_craft import CacheCraft
 from jaxrag.select.extremes import AllTokens, NoTokens
 from jaxrag.select.first_k import FirstK
@@ -31,7 +32,7 @@ __all__ = [
     "NoTokens",
     "QueryGuided",
     "RandomTokens",
-    "Scene",
+    "SelectionInput",
     "Selector",
     "budget_of",
     "choose",
@@ -65,8 +66,10 @@ def selector_from(value: str | Mapping[str, Any] | Selector, where: str = "selec
     return SELECTORS[name](**strict_fields(SELECTORS[name], settings, where))
 
 
-def choose(model: Model, selector: Selector, scenes: Sequence[Scene]) -> list[Choice]:
-    """Choose the tokens to recompute for a batch of requests.
+def choose(
+    model: Model, cache: PagedCache, selector: Selector, scenes: Sequence[SelectionInput]
+) -> list[Choice]:
+    """Choose the tokens to recompute for a batch of requests, whose chunks lie in ``cache``.
 
     The selector is not run for a request where there is nothing to decide: at ratio 0 or 1, or
     where the KV of every chunk is exact.
@@ -79,6 +82,6 @@ def choose(model: Model, selector: Selector, scenes: Sequence[Scene]) -> list[Ch
             choices[index] = Choice(np.flatnonzero(scene.candidates))
     rest = [index for index in range(len(scenes)) if index not in choices]
     if rest:
-        chosen = selector.select(model, [scenes[index] for index in rest])
+        chosen = selector.select(model, cache, [scenes[index] for index in rest])
         choices |= dict(zip(rest, chosen, strict=True))
     return [choices[index] for index in range(len(scenes))]

@@ -10,7 +10,7 @@ from decimal import Decimal
 
 import numpy as np
 
-from jaxrag.cache import PAGE, TableBuilder
+from jaxrag.cache import PAGE, PagedCache, TableBuilder
 from jaxrag.config import ModelConfig
 from jaxrag.errors import RequestError
 from jaxrag.models.model import Model
@@ -18,7 +18,7 @@ from jaxrag.types import HostArray
 
 
 @dataclasses.dataclass(frozen=True)
-class Scene:
+class SelectionInput:
     """One request before anything is recomputed: its tokens, and its chunks' KV in the pool.
 
     Chunk tokens are counted through all chunks in prompt order: 0 .. C-1. Token c stands at
@@ -131,7 +131,9 @@ class Selector(abc.ABC):
         return sum(lengths) if ratio is None else budget_of(ratio, sum(lengths))
 
     @abc.abstractmethod
-    def select(self, model: Model, scenes: Sequence[Scene]) -> list[Choice]:
+    def select(
+        self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
+    ) -> list[Choice]:
         """Choose for every request of a batch; deterministic, whatever else is in the batch."""
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrag.cache import PagedCache
 from jaxrag.config import ModelConfig
 from jaxrag.errors import RequestError
 from jaxrag.models.attention import ChunkMassAttend
@@ -17,7 +18,7 @@ from jaxrag.models.flops import score_flops, turborag_flops
 from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import Params
-from jaxrag.select.base import Choice, Scene, Selector, best, check_range
+from jaxrag.select.base import Choice, SelectionInput, Selector, best, check_range
 from jaxrag.shapes import bucket, row_length
 from jaxrag.types import EMPTY, FINAL, Array, HostArray, Tokens
 
@@ -69,7 +70,9 @@ class CacheCraft(Selector):
                 f"{config.num_layers}; choose fewer layers"
             )
 
-    def select(self, model: Model, scenes: Sequence[Scene]) -> list[Choice]:
+    def select(
+        self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
+    ) -> list[Choice]:
         """Choose per chunk by CFO, inside a chunk by attention to earlier chunks."""
         self.check(model.config)
         return [
@@ -77,7 +80,7 @@ class CacheCraft(Selector):
             for scene, shares in zip(scenes, self.shares(model, scenes), strict=True)
         ]
 
-    def _chosen(self, scene: Scene, shares: HostArray) -> HostArray:
+    def _chosen(self, scene: SelectionInput, shares: HostArray) -> HostArray:
         chunk_of = scene.chunk_of
         lengths = np.array(scene.lengths)
         earlier = np.where(np.arange(len(lengths)) < chunk_of[:, None], shares, 0.0)
@@ -93,12 +96,12 @@ class CacheCraft(Selector):
         ]
         return np.concatenate(parts)
 
-    def _flops(self, config: ModelConfig, scene: Scene) -> int:
+    def _flops(self, config: ModelConfig, scene: SelectionInput) -> int:
         tokens = len(scene.prefix) + scene.num_chunk_tokens
         passes = turborag_flops(config, tokens, tokens) * self.layers // config.num_layers
         return passes + self.layers * score_flops(config, tokens, tokens)
 
-    def shares(self, model: Model, scenes: Sequence[Scene]) -> list[HostArray]:
+    def shares(self, model: Model, scenes: Sequence[SelectionInput]) -> list[HostArray]:
         """Share of every chunk token's attention that falls on every chunk: [C, chunks] each."""
         rows = bucket(len(scenes), 1)
         used = [len(scene.prefix) + scene.num_chunk_tokens for scene in scenes]

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxrag.cache import PagedCache
 from jaxrag.errors import RequestError
 from jaxrag.models.model import Model
-from jaxrag.select.base import Choice, Scene, Selector, check_range
+from jaxrag.select.base import Choice, SelectionInput, Selector, check_range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,9 @@ class NoTokens(Selector):
         """None."""
         return 0
 
-    def select(self, model: Model, scenes: Sequence[Scene]) -> list[Choice]:
+    def select(
+        self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
+    ) -> list[Choice]:
         """Choose nothing."""
         return [Choice(np.zeros(0, np.int64)) for _ in scenes]
 
@@ -52,6 +55,8 @@ class AllTokens(Selector):
         """Everything, whatever the ratio."""
         return sum(lengths)
 
-    def select(self, model: Model, scenes: Sequence[Scene]) -> list[Choice]:
+    def select(
+        self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
+    ) -> list[Choice]:
         """Choose all candidates."""
         return [Choice(np.flatnonzero(scene.candidates)) for scene in scenes]

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxrag.cache import PagedCache
 from jaxrag.errors import RequestError
 from jaxrag.models.model import Model
-from jaxrag.select.base import Choice, Scene, Selector, budget_of, check_range
+from jaxrag.select.base import Choice, SelectionInput, Selector, budget_of, check_range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,9 @@ class FirstK(Selector):
             return [min(self.k, length) for length in lengths]
         return [budget_of(ratio, length) for length in lengths]
 
-    def select(self, model: Model, scenes: Sequence[Scene]) -> list[Choice]:
+    def select(
+        self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
+    ) -> list[Choice]:
         """Choose by place alone."""
         return [
             Choice(

@@ -8,20 +8,20 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax import lax
 
-from jaxrag.cache import PAGE, PagePool, PageTable, batch_table
+from jaxrag.cache import PAGE, PagedCache, PagePool, PageTable, batch_table
 from jaxrag.config import ModelConfig
 from jaxrag.errors import RequestError
 from jaxrag.models.attention import PackedAttend, PagedAttend
-from jaxrag.models.decoder import forward, keys_and_values
+from jaxrag.models.decoder import Decoder, forward, keys_and_values
 from jaxrag.models.flops import turborag_flops
 from jaxrag.models.model import Model
-from jaxrag.models.rope import RopeTable, place
-from jaxrag.models.spec import Params
-from jaxrag.select.base import Choice, Scene, Selector, best, budget_of
+from jaxrag.models.rope import place
+from jaxrag.select.base import Choice, SelectionInput, Selector, best, budget_of
 from jaxrag.shapes import bucket, row_length
-from jaxrag.types import EMPTY, FINAL, Array, HostArray, Tokens
+from jaxrag.types import EMPTY, FINAL, Array, HostArray, Step, Tokens
 
 Part = Literal["v", "k", "kv"]
 
@@ -91,16 +91,19 @@ class KvDeviation(Selector):
         """It runs tokens through the layers over the cache."""
         return True
 
-    def select(self, model: Model, scenes: Sequence[Scene]) -> list[Choice]:
+    def select(
+        self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
+    ) -> list[Choice]:
         """Choose the tokens that deviate most, over all chunks."""
         self.check(model.config)
-        deviations = [self.deviations(model, scenes)]
+        deviations = [self.deviations(model, cache, scenes)]
         kept = [scene.candidates for scene in scenes]
         flops = [self._flops(model.config, scene, scene.num_chunk_tokens, 0) for scene in scenes]
         chosen: list[HostArray] = []
         for check in range(len(self.layers)):
             if check:
-                deviations.append(self._next_check(model, scenes, chosen, self.layers[check]))
+                layer = self.layers[check]
+                deviations.append(self._next_check(model, cache, scenes, chosen, layer))
                 flops = [
                     spent + self._flops(model.config, scene, len(tokens), check)
                     for spent, scene, tokens in zip(flops, scenes, chosen, strict=True)
@@ -112,30 +115,31 @@ class KvDeviation(Selector):
             kept = [_flags(tokens, scene) for tokens, scene in zip(chosen, scenes, strict=True)]
         return [Choice(*pair) for pair in zip(chosen, flops, strict=True)]
 
-    def _flops(self, config: ModelConfig, scene: Scene, num_tokens: int, check: int) -> int:
+    def _flops(
+        self, config: ModelConfig, scene: SelectionInput, num_tokens: int, check: int
+    ) -> int:
         """Of one check: the layers before it, in the convention of ``turborag_flops``."""
         context = len(scene.prefix) + scene.num_chunk_tokens
         computed = context if check == 0 else num_tokens
         all_layers = turborag_flops(config, computed, context)
         return all_layers * self.layers[check] // config.num_layers
 
-    def deviations(self, model: Model, scenes: Sequence[Scene]) -> list[HostArray]:
+    def deviations(
+        self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
+    ) -> list[HostArray]:
         """Deviation of every chunk token in ``layers[0]``: [C] float32 each."""
-        table, batch = _whole_rows(model, scenes)
-        out = _whole_deviation(
-            model.params,
-            model.config,
-            model.rope(batch[0].shape[1]),
-            model.cache.pool,
-            table,
-            *batch,
-            self.layers[0],
-            self.part,
-        )
+        table, rows = _whole_rows(model, scenes)
+        decoder = model.decoder(rows.ids.shape[1])
+        out = _whole_deviation(cache.pool, decoder, table, rows, self.layers[0], self.part)
         return [_of_chunks(np.asarray(out[row]), scene) for row, scene in enumerate(scenes)]
 
     def _next_check(
-        self, model: Model, scenes: Sequence[Scene], kept: Sequence[HostArray], layer: int
+        self,
+        model: Model,
+        cache: PagedCache,
+        scenes: Sequence[SelectionInput],
+        kept: Sequence[HostArray],
+        layer: int,
     ) -> list[HostArray]:
         """Deviation of the kept tokens with everything else as cached: [C] each, 0 elsewhere."""
         rows = bucket(len(scenes), 1)
@@ -153,16 +157,10 @@ class KvDeviation(Selector):
             slots[row, at] = scene.scratch + at
             tables[row].hide(scene.chunk_slots[tokens])
         table = batch_table(tables, rows, model.put_batch)
-        model.cache.pool, out = _sparse_deviation(
-            model.params,
-            model.config,
-            model.rope(table.slot_position.shape[1]),
-            model.cache.pool,
-            table,
-            *(model.put_batch(x, rows) for x in (ids, positions, slots, stale, local)),
-            layer,
-            self.part,
-        )
+        step = Step(*(model.put_batch(x, rows) for x in (ids, positions, slots)))
+        where = _Where(*(model.put_batch(x, rows) for x in (stale, local)))
+        decoder = model.decoder(table.slot_position.shape[1])
+        out = cache.run(_sparse_deviation, decoder, table, step, where, layer, self.part)
         host = np.asarray(out)
         deviations = [np.zeros(scene.num_chunk_tokens, np.float32) for scene in scenes]
         for row, tokens in enumerate(kept):
@@ -170,27 +168,50 @@ class KvDeviation(Selector):
         return deviations
 
 
-def layer_deviations(model: Model, scene: Scene) -> tuple[HostArray, HostArray]:
+def layer_deviations(
+    model: Model, cache: PagedCache, scene: SelectionInput
+) -> tuple[HostArray, HostArray]:
     """Deviation of every chunk token in every layer, of K and of V: [L, C] float32 each.
 
     The stored KV against one pass of full attention over all of the prompt before the final block
     (FusionRAG equation 7); squared differences, summed over KV heads and dimensions.
     """
-    table, batch = _whole_rows(model, [scene])
-    rope = model.rope(batch[0].shape[1])
-    both = _layer_deviations(model.params, model.config, rope, model.cache.pool, table, *batch)
+    table, rows = _whole_rows(model, [scene])
+    both = _layer_deviations(cache.pool, model.decoder(rows.ids.shape[1]), table, rows)
     k, v = (_of_chunks(np.asarray(out[:, 0]), scene) for out in both)
     return k, v
 
 
-def _of_chunks(rows: HostArray, scene: Scene) -> HostArray:
+class _Where(struct.PyTreeNode):
+    """Where the cached KV of tokens lies; int32 [B, T]."""
+
+    slots: Array  # in the table
+    local: Array  # place in their chunk, to which the cached keys are rotated
+
+
+class _Rows(struct.PyTreeNode):
+    """Prefix and chunks of prompts, each in a row; int32 [B, T]."""
+
+    ids: Array
+    segments: Array
+    where: _Where
+
+    @property
+    def tokens(self) -> Tokens:
+        """At positions that are their order."""
+        order = jnp.arange(self.ids.shape[1], dtype=jnp.int32)
+        positions = jnp.broadcast_to(order, self.ids.shape)
+        return Tokens(ids=self.ids, positions=positions, segments=self.segments)
+
+
+def _of_chunks(rows: HostArray, scene: SelectionInput) -> HostArray:
     """The chunk tokens of what was laid out by ``_whole_rows``: [..., T] -> [..., C]."""
     first = len(scene.prefix)
     return rows[..., first : first + scene.num_chunk_tokens]
 
 
-def _whole_rows(model: Model, scenes: Sequence[Scene]) -> tuple[PageTable, list[Array]]:
-    """Prefix and chunks of every scene in a row: the table; ids, segments, slots, local [B, T]."""
+def _whole_rows(model: Model, scenes: Sequence[SelectionInput]) -> tuple[PageTable, _Rows]:
+    """Prefix and chunks of every scene in a row, and the table of their pages."""
     rows = bucket(len(scenes), 1)
     used = [len(scene.prefix) + scene.num_chunk_tokens for scene in scenes]
     shape = (rows, row_length(max(used)))
@@ -202,97 +223,68 @@ def _whole_rows(model: Model, scenes: Sequence[Scene]) -> tuple[PageTable, list[
         slots[row, len(scene.prefix) : used[row]] = scene.chunk_slots
         local[row, len(scene.prefix) : used[row]] = scene.local
     table = batch_table([scene.table for scene in scenes], rows, model.put_batch)
-    return table, [model.put_batch(x, rows) for x in (ids, segments, slots, local)]
+    placed = [model.put_batch(x, rows) for x in (ids, segments, slots, local)]
+    return table, _Rows(placed[0], placed[1], _Where(placed[2], placed[3]))
 
 
-def _flags(tokens: HostArray, scene: Scene) -> HostArray:
+def _flags(tokens: HostArray, scene: SelectionInput) -> HostArray:
     flags = np.zeros(scene.num_chunk_tokens, bool)
     flags[tokens] = True
     return flags
 
 
-@functools.partial(jax.jit, static_argnames=("config", "layer", "part"))
+@functools.partial(jax.jit, static_argnames=("layer", "part"))
 def _whole_deviation(
-    params: Params,
-    config: ModelConfig,
-    rope: RopeTable,
-    pool: PagePool,
-    table: PageTable,
-    ids: Array,
-    segments: Array,
-    slots: Array,
-    local: Array,
-    layer: int,
-    part: Part,
+    pool: PagePool, decoder: Decoder, table: PageTable, rows: _Rows, layer: int, part: Part
 ) -> Array:
-    """Deviation [B, T] of prompts' KV in ``layer`` from that in their slots [B, T]."""
-    attend = PackedAttend(config, rope, prefix_visible=True)
-    k, v, _ = keys_and_values(params, config, _in_order(ids, segments), None, attend, layer)
-    return _deviation(config, rope, pool, table.pages, slots, local, k, v, layer, part)
+    """Deviation [B, T] of prompts' KV in ``layer`` from that in their slots."""
+    params, config = decoder.params, decoder.config
+    attend = PackedAttend(config, decoder.rope, prefix_visible=True)
+    k, v, _ = keys_and_values(params, config, rows.tokens, None, attend, layer)
+    return _deviation(decoder, pool, table.pages, rows.where, {"k": k, "v": v}, layer, part)
 
 
-@functools.partial(jax.jit, static_argnames=("config",))
+@jax.jit
 def _layer_deviations(
-    params: Params,
-    config: ModelConfig,
-    rope: RopeTable,
-    pool: PagePool,
-    table: PageTable,
-    ids: Array,
-    segments: Array,
-    slots: Array,
-    local: Array,
+    pool: PagePool, decoder: Decoder, table: PageTable, rows: _Rows
 ) -> tuple[Array, Array]:
-    """Deviation of K and of V [L, B, T] of prompts in their slots [B, T]."""
-    attend = PackedAttend(config, rope, prefix_visible=True, collect=True)
-    _, _, fresh = forward(params, config, _in_order(ids, segments), None, attend)
+    """Deviation of K and of V [L, B, T] of prompts in their slots."""
+    params, config = decoder.params, decoder.config
+    attend = PackedAttend(config, decoder.rope, prefix_visible=True, collect=True)
+    _, _, fresh = forward(params, config, rows.tokens, None, attend)
 
     def of_layer(scanned: tuple[Array, tuple[Array, Array]]) -> tuple[Array, Array]:
         layer, (k, v) = scanned
-        at = (config, rope, pool, table.pages, slots, local, k, v, layer)
+        at = (decoder, pool, table.pages, rows.where, {"k": k, "v": v}, layer)
         return _deviation(*at, "k"), _deviation(*at, "v")
 
     return lax.map(of_layer, (jnp.arange(config.num_layers), fresh))
 
 
-def _in_order(ids: Array, segments: Array) -> Tokens:
-    """Tokens [B, T] whose positions are their order."""
-    positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-    return Tokens(ids=ids, positions=positions, segments=segments)
-
-
-@functools.partial(jax.jit, static_argnames=("config", "layer", "part"), donate_argnames=("pool",))
+@functools.partial(jax.jit, static_argnames=("layer", "part"), donate_argnames=("pool",))
 def _sparse_deviation(
-    params: Params,
-    config: ModelConfig,
-    rope: RopeTable,
     pool: PagePool,
+    decoder: Decoder,
     table: PageTable,
-    ids: Array,
-    positions: Array,
-    slots: Array,
-    stale: Array,
-    local: Array,
+    step: Step,
+    stale: _Where,
     layer: int,
     part: Part,
 ) -> tuple[PagePool, Array]:
     """The pool, and the deviation [B, T] of tokens that see the cache and each other."""
-    table = table.reveal(slots, positions)
-    tokens = Tokens(ids=ids, positions=positions, segments=jnp.full_like(ids, FINAL))
-    attend = PagedAttend(config, rope, table, slots)
-    k, v, pool = keys_and_values(params, config, tokens, pool, attend, layer)
-    return pool, _deviation(config, rope, pool, table.pages, stale, local, k, v, layer, part)
+    params, config = decoder.params, decoder.config
+    table = table.reveal(step.slots, step.positions)
+    attend = PagedAttend(config, decoder.rope, table, step.slots)
+    k, v, pool = keys_and_values(params, config, step.tokens, pool, attend, layer)
+    return pool, _deviation(decoder, pool, table.pages, stale, {"k": k, "v": v}, layer, part)
 
 
 def _deviation(
-    config: ModelConfig,
-    rope: RopeTable,
+    decoder: Decoder,
     pool: PagePool,
     pages: Array,
-    slots: Array,
-    local: Array,
-    k: Array,
-    v: Array,
+    where: _Where,
+    fresh: dict[str, Array],
     layer: Array | int,
     part: Part,
 ) -> Array:
@@ -301,10 +293,11 @@ def _deviation(
     Keys are compared where the pool holds them, at their place in the chunk: a rotation changes no
     distance.
     """
+    config, slots = decoder.config, where.slots
     at = jnp.take_along_axis(pages, slots // PAGE, axis=1)
     at += layer * (pool.k.shape[0] // config.num_layers)
     total = jnp.zeros(slots.shape, jnp.float32)
-    fresh = {"k": place(k, local, rope, config.rope), "v": v}
+    fresh = fresh | {"k": place(fresh["k"], where.local, decoder.rope, config.rope)}
     for name in part:
         cached = getattr(pool, name)[at, slots % PAGE].astype(jnp.float32)
         total += jnp.square(fresh[name].astype(jnp.float32) - cached).sum((2, 3))

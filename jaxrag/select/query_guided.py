@@ -9,18 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrag.cache import PagePool, PageTable, batch_table, pages_for
+from jaxrag.cache import PagedCache, PagePool, PageTable, batch_table, pages_for
 from jaxrag.config import ModelConfig
 from jaxrag.errors import RequestError
 from jaxrag.models.attention import LastQueries, PackedAttend, PagedAttend, attention_received
-from jaxrag.models.decoder import forward
+from jaxrag.models.decoder import Decoder, forward
 from jaxrag.models.flops import score_flops, turborag_flops
 from jaxrag.models.model import Model
-from jaxrag.models.rope import RopeTable
-from jaxrag.models.spec import Params
-from jaxrag.select.base import Choice, Scene, Selector, best
+from jaxrag.select.base import Choice, SelectionInput, Selector, best
 from jaxrag.shapes import bucket
-from jaxrag.types import EMPTY, FINAL, HIDDEN, Array, HostArray, Tokens
+from jaxrag.types import EMPTY, FINAL, HIDDEN, Array, HostArray, Step, Tokens
 
 Over = Literal["question", "cache"]
 Place = Literal["as_cached", "behind"]
@@ -64,22 +62,33 @@ class QueryGuided(Selector):
         """It runs tokens through the layers over the cache."""
         return True
 
-    def select(self, model: Model, scenes: Sequence[Scene]) -> list[Choice]:
+    def select(
+        self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
+    ) -> list[Choice]:
         """Choose the tokens with the highest scores over all chunks."""
         return [
             Choice(best(scores, scene.candidates, scene.budget), self._flops(model.config, scene))
-            for scene, scores in zip(scenes, self.scores(model, scenes), strict=True)
+            for scene, scores in zip(scenes, self.scores(model, cache, scenes), strict=True)
         ]
 
-    def scores(self, model: Model, scenes: Sequence[Scene]) -> list[HostArray]:
+    def scores(
+        self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
+    ) -> list[HostArray]:
         """Attention that every chunk token gets from the question: [C] float32 each."""
         rows = bucket(len(scenes), 1)
         width = bucket(max(len(scene.final) for scene in scenes))
         variant = self._alone if self.over == "question" else self._over_cache
-        host = np.asarray(variant(model, scenes, rows, width))
+        host = np.asarray(variant(model, cache, scenes, rows, width))
         return [host[row, scene.chunk_slots] for row, scene in enumerate(scenes)]
 
-    def _alone(self, model: Model, scenes: Sequence[Scene], rows: int, width: int) -> Array:
+    def _alone(
+        self,
+        model: Model,
+        cache: PagedCache,
+        scenes: Sequence[SelectionInput],
+        rows: int,
+        width: int,
+    ) -> Array:
         ids, order = _final_rows(scenes, rows, width)
         table = batch_table([scene.table for scene in scenes], rows, model.put_batch)
         offsets = np.zeros(table.pages.shape, np.int32)
@@ -95,17 +104,17 @@ class QueryGuided(Selector):
                 offsets[row, pages], groups[row, pages] = at, first
         put = functools.partial(model.put_batch, batch=rows)
         table = PageTable(pages=table.pages, offsets=put(offsets), slot_position=put(seen))
-        rope = model.rope(table.slot_position.shape[1])
-        return _received_alone(
-            model.params,
-            model.config,
-            rope,
-            model.cache.pool,
-            table,
-            *(put(x) for x in (groups, ids, order)),
-        )
+        decoder = model.decoder(table.slot_position.shape[1])
+        return _received_alone(cache.pool, decoder, table, *(put(x) for x in (groups, ids, order)))
 
-    def _over_cache(self, model: Model, scenes: Sequence[Scene], rows: int, width: int) -> Array:
+    def _over_cache(
+        self,
+        model: Model,
+        cache: PagedCache,
+        scenes: Sequence[SelectionInput],
+        rows: int,
+        width: int,
+    ) -> Array:
         ids, _ = _final_rows(scenes, rows, width)
         table = batch_table([scene.table for scene in scenes], rows, model.put_batch)
         num_slots = table.slot_position.shape[1]
@@ -115,13 +124,11 @@ class QueryGuided(Selector):
             at = np.arange(len(scene.final))
             positions[row, at] = len(scene.prefix) + scene.num_chunk_tokens + at
             slots[row, at] = scene.scratch + at
-        batch = [model.put_batch(x, rows) for x in (ids, positions, slots)]
-        model.cache.pool, received = _received_over_cache(
-            model.params, model.config, model.rope(num_slots), model.cache.pool, table, *batch
-        )
+        step = Step(*(model.put_batch(x, rows) for x in (ids, positions, slots)))
+        received: Array = cache.run(_received_over_cache, model.decoder(num_slots), table, step)
         return received
 
-    def _flops(self, config: ModelConfig, scene: Scene) -> int:
+    def _flops(self, config: ModelConfig, scene: SelectionInput) -> int:
         final, chunks = len(scene.final), scene.num_chunk_tokens
         if self.over == "question":
             return turborag_flops(config, final, final) + score_flops(config, final, chunks)
@@ -129,7 +136,9 @@ class QueryGuided(Selector):
         return turborag_flops(config, final, context) + score_flops(config, final, context)
 
 
-def _final_rows(scenes: Sequence[Scene], rows: int, width: int) -> tuple[HostArray, HostArray]:
+def _final_rows(
+    scenes: Sequence[SelectionInput], rows: int, width: int
+) -> tuple[HostArray, HostArray]:
     """Final blocks [rows, width] and their tokens' order in them, -1 in padding."""
     ids = np.zeros((rows, width), np.int32)
     order = np.full((rows, width), -1, np.int32)
@@ -143,40 +152,35 @@ def _no_queries(config: ModelConfig, ids: Array) -> Array:
     return jnp.zeros((*ids.shape, config.num_heads, config.head_dim), config.dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("config",))
+@jax.jit
 def _received_alone(
-    params: Params,
-    config: ModelConfig,
-    rope: RopeTable,
     pool: PagePool,
+    decoder: Decoder,
     table: PageTable,
     groups: Array,
     ids: Array,
     order: Array,
 ) -> Array:
     """Attention that slots get from final blocks [B, T] which saw nothing else: [B, S]."""
+    config, rope = decoder.config, decoder.rope
     segments = jnp.where(order >= 0, FINAL, EMPTY)
     tokens = Tokens(ids=ids, positions=jnp.maximum(order, 0), segments=segments)
     attend = LastQueries(PackedAttend(config, rope, prefix_visible=True))
-    _, (_, q), _ = forward(params, config, tokens, (None, _no_queries(config, ids)), attend)
+    cache = (None, _no_queries(config, ids))
+    _, (_, q), _ = forward(decoder.params, config, tokens, cache, attend)
     return attention_received(config, rope, pool, table, groups, q, order, causal=False)
 
 
-@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("pool",))
+@functools.partial(jax.jit, donate_argnames=("pool",))
 def _received_over_cache(
-    params: Params,
-    config: ModelConfig,
-    rope: RopeTable,
-    pool: PagePool,
-    table: PageTable,
-    ids: Array,
-    positions: Array,
-    slots: Array,
+    pool: PagePool, decoder: Decoder, table: PageTable, step: Step
 ) -> tuple[PagePool, Array]:
     """The pool, and the attention that slots get from final blocks over all that is cached."""
-    table = table.reveal(slots, positions)
-    tokens = Tokens(ids=ids, positions=positions, segments=jnp.full_like(ids, FINAL))
-    attend = LastQueries(PagedAttend(config, rope, table, slots))
-    _, (pool, q), _ = forward(params, config, tokens, (pool, _no_queries(config, ids)), attend)
+    config, rope = decoder.config, decoder.rope
+    table = table.reveal(step.slots, step.positions)
+    attend = LastQueries(PagedAttend(config, rope, table, step.slots))
+    cache = (pool, _no_queries(config, step.ids))
+    _, (pool, q), _ = forward(decoder.params, config, step.tokens, cache, attend)
     groups = jnp.zeros_like(table.pages)
-    return pool, attention_received(config, rope, pool, table, groups, q, positions, causal=True)
+    received = attention_received(config, rope, pool, table, groups, q, step.positions, causal=True)
+    return pool, received

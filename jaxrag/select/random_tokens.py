@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
+from jaxrag.cache import PagedCache
 from jaxrag.models.model import Model
-from jaxrag.select.base import Choice, Scene, Selector, best
+from jaxrag.select.base import Choice, SelectionInput, Selector, best
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +18,13 @@ class RandomTokens(Selector):
     seed: int = 0
     name: str = dataclasses.field(default="random", init=False)
 
-    def select(self, model: Model, scenes: Sequence[Scene]) -> list[Choice]:
+    def select(
+        self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
+    ) -> list[Choice]:
         """Draw from a generator that is seeded by the seed and the request's token ids."""
         return [Choice(best(self._draw(scene), scene.candidates, scene.budget)) for scene in scenes]
 
-    def _draw(self, scene: Scene) -> np.ndarray:
+    def _draw(self, scene: SelectionInput) -> np.ndarray:
         digest = xxhash.xxh3_64()
         for ids in (scene.prefix, *scene.chunks, scene.final):
             digest.update(len(ids).to_bytes(8, "little") + ids.astype("<i4").tobytes())

@@ -9,11 +9,11 @@ from typing import Any
 import xxhash
 from tqdm import tqdm
 
-from jaxrag.engine.sampling import Sampling
+from jaxrag.engine.sampling import SamplingParams
 from jaxrag.errors import RequestError
 from jaxrag.serve.batch_files import AnswerFile, BadQuestion, Id, Question, QuestionFile, Shard
 from jaxrag.serve.generate import Result, serve
-from jaxrag.serve.questions import Request, Settings, prepare
+from jaxrag.serve.questions import ReadyQuestion, Settings, prepare
 from jaxrag.store import MemoryStore
 
 _LOOK_AHEAD = 8  # batches whose questions are retrieved together and sorted by length
@@ -59,7 +59,7 @@ def answer_file(
     out: str | os.PathLike[str],
     settings: Settings,
     *,
-    sampling: Sampling,
+    sampling: SamplingParams,
     shard: Shard,
     batch_size: int,
     progress: bool = False,
@@ -96,12 +96,12 @@ def answer_file(
             disable=None if progress else True,
         ) as bar:
             for window in itertools.batched(waiting, batch_size * _LOOK_AHEAD):
-                ready, bad = _prepare_all(settings, window, sampling)
+                own = _with_store(settings)
+                ready, bad = _prepare_all(own, window, sampling)
                 answers.write({"id": q.id, "error": q.reason} for q in bad)
                 refused += bad
                 bar.update(len(bad))
-                own = _with_store(settings)
-                for batch in serve(own, [request for _, request in ready], batch_size):
+                for batch in serve(own, [one for _, one in ready], batch_size):
                     answers.write(_line(ready[i][0], result) for i, result in batch.items())
                     answered += len(batch)
                     generated += sum(len(result.token_ids) for result in batch.values())
@@ -122,10 +122,10 @@ def answer_file(
 
 
 def _prepare_all(
-    settings: Settings, window: tuple[Question | BadQuestion, ...], sampling: Sampling
-) -> tuple[list[tuple[Id, Request]], list[BadQuestion]]:
-    """Requests that can be served, each with its question's id, and the questions that cannot."""
-    ready: list[tuple[Id, Request]] = []
+    settings: Settings, window: tuple[Question | BadQuestion, ...], sampling: SamplingParams
+) -> tuple[list[tuple[Id, ReadyQuestion]], list[BadQuestion]]:
+    """Questions that can be served, each with its id, and those that cannot."""
+    ready: list[tuple[Id, ReadyQuestion]] = []
     bad: list[BadQuestion] = []
     for question in window:
         if isinstance(question, BadQuestion):
@@ -133,11 +133,11 @@ def _prepare_all(
             continue
         own = dataclasses.replace(sampling, seed=question_seed(sampling.seed, question.id))
         try:
-            request = prepare(settings, question.text, question.documents, own)
+            one = prepare(settings, question.text, question.documents, own)
         except RequestError as error:
             bad.append(BadQuestion(question.id, str(error)))
         else:
-            ready.append((question.id, request))
+            ready.append((question.id, one))
     return ready, bad
 
 
@@ -156,7 +156,7 @@ def _line(name: Id, result: Result) -> dict[str, Any]:
 
 
 def _record(
-    questions: QuestionFile, settings: Settings, sampling: Sampling, shard: Shard
+    questions: QuestionFile, settings: Settings, sampling: SamplingParams, shard: Shard
 ) -> dict[str, Any]:
     """Everything that decides the answers; batch size and devices do not."""
     return {

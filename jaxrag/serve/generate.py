@@ -1,36 +1,22 @@
 """generate(): a question and retrieved or given chunks in, an answer and its account out."""
 
+import contextlib
 import dataclasses
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from jaxrag.decode import Account, DecodeRule
-from jaxrag.engine.decoding import SamplingRows, decode, host_search, reserved
-from jaxrag.engine.mapping import Mapped, map_request, unmap
-from jaxrag.engine.prefill import prefill_observed
-from jaxrag.engine.reuse import PartReuse, account, token_counts
-from jaxrag.engine.sampling import Sampling
+from jaxrag.decode import DecodeRule
+from jaxrag.engine.engine import Outcome, engine_of
+from jaxrag.engine.request import DECODE_BLOCK, FinishReason
+from jaxrag.engine.reuse import PartReuse, token_counts
+from jaxrag.engine.sampling import SamplingParams
 from jaxrag.errors import RequestError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import Method, Misses
-from jaxrag.models.flops import turborag_flops
 from jaxrag.models.model import Model
-from jaxrag.serve.output import Answer, FinishReason
-from jaxrag.serve.questions import (
-    DECODE_BLOCK,
-    Request,
-    Settings,
-    Source,
-    Text,
-    is_ids,
-    pages_of,
-    prepare,
-    resolve,
-)
+from jaxrag.serve.output import Answer
+from jaxrag.serve.questions import ReadyQuestion, Settings, Source, Text, is_ids, prepare, resolve
 from jaxrag.text.prompts import PromptTemplate
-
-INDEX_COUNTS = ("keys", "stored", "trained")  # of decode.Account
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +86,7 @@ def generate(
     k: int = 5,
     where: Mapping[str, Any] | None = None,
     max_new_tokens: int = 64,
-    sampling: Sampling | Sequence[Sampling] | None = None,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     stop: Sequence[str] = (),
     stream: bool = False,
     batch_size: int = 8,
@@ -111,8 +97,8 @@ def generate(
       question: text or token ids; a list of texts (or of id sequences) is a batch.
       kb: a knowledge base; its ``k`` best chunks are used, of documents whose metadata ``where``
         allows, such as {"year": {"$gte": 2020}}.
-      documents: each one chunk, its KV kept in memory by the model object; with ``kb`` as well they
-        are used instead of retrieval, and kept in its store.
+      documents: each one chunk, its KV kept in memory by the model's engine; with ``kb`` as well
+        they are used instead of retrieval, and kept in its store.
       model: needed without ``kb``. method: a preset of methods.METHODS or a Method.
       recompute_ratio: share of the chunk tokens that are computed again, 0..1, for methods with a
         selector. None: for a method that is named, what the gate of the knowledge base found
@@ -159,153 +145,90 @@ def generate(
         raise RequestError("stream=True takes one question, got a list; call generate for each")
     questions = [cast(Text, question)] if single else list(cast(Sequence[Text], question))
     samplings = _one_each(sampling, len(questions))
-    requests = [
+    ready = [
         prepare(settings, text, documents, own)
         for text, own in zip(questions, samplings, strict=True)
     ]
     if stream:
-        return Stream(_run(settings, requests, block=1))
+        return Stream(_run(settings, ready, block=1))
     results: dict[int, Result] = {}
-    for batch in serve(settings, requests, batch_size):
+    for batch in serve(settings, ready, batch_size):
         results |= batch
-    ordered = [results[i] for i in range(len(requests))]
+    ordered = [results[i] for i in range(len(ready))]
     return ordered[0] if single else ordered
 
 
-def _one_each(sampling: Sampling | Sequence[Sampling] | None, count: int) -> list[Sampling]:
-    if sampling is None or isinstance(sampling, Sampling):
-        return [sampling or Sampling()] * count
+def _one_each(
+    sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling or SamplingParams()] * count
     if len(sampling) != count:
         raise RequestError(
             f"sampling has {len(sampling)} entries for {count} question(s); give one for each, or "
-            "a single Sampling for all"
+            "a single SamplingParams for all"
         )
     return list(sampling)
 
 
 def serve(
-    settings: Settings, requests: Sequence[Request], batch_size: int
+    settings: Settings, questions: Sequence[ReadyQuestion], batch_size: int
 ) -> Iterator[dict[int, Result]]:
-    """Serve requests in batches: yields index into ``requests`` -> Result, a batch at a time.
+    """Serve questions in batches: yields index into ``questions`` -> Result, a batch at a time.
 
     Requests of similar length run together, so that little of a batch is padding; a batch is
     smaller than ``batch_size`` where the cache holds no more at once.
     """
-    for batch in batches(settings, requests, batch_size):
-        *_, last = _run(settings, [requests[i] for i in batch], block=DECODE_BLOCK)
+    requests = [question.request for question in questions]
+    for batch in engine_of(settings.model).batches(requests, batch_size):
+        *_, last = _run(settings, [questions[i] for i in batch], block=DECODE_BLOCK)
         yield dict(zip(batch, last, strict=True))  # type: ignore[arg-type]
 
 
-def batches(
-    settings: Settings, requests: Sequence[Request], batch_size: int
-) -> Iterator[list[int]]:
-    """Indices of the requests that run together; all of them once, the shortest prompts first."""
-    room = settings.model.cache.owners.num_pages
-    waiting = sorted(range(len(requests)), key=lambda i: requests[i].prompt.num_tokens)
-    while waiting:
-        size = min(batch_size, len(waiting))
-        while size > 1 and pages_of(settings, [requests[i] for i in waiting[:size]]) > room:
-            size -= 1
-        yield waiting[:size]
-        waiting = waiting[size:]
-
-
 def _run(
-    settings: Settings, requests: Sequence[Request], block: int
+    settings: Settings, questions: Sequence[ReadyQuestion], block: int
 ) -> Iterator[list[str] | list[Result]]:
-    """Serve one batch: yields the new text of every request per block, and last the Results."""
-    model = settings.model
-    start = time.perf_counter()
-    mapped: list[Mapped] = []
-    try:
-        reserve = reserved(settings.max_new_tokens, block)
-        for request in requests:
-            prompt, indexing = request.prompt, settings.indexing
-            mapped.append(
-                map_request(model, settings.store, settings.method, prompt, reserve, indexing)
-            )
-        load_seconds = time.perf_counter() - start
-        rule = settings.method.decode
-        host = None if rule.searches is None else host_search(model)
-        if host is not None:
-            host.account = Account()
-        observe = rule.observe if reserve else None  # one token needs no rule
-        logits, table, bank = prefill_observed(model, mapped, observe)
-        rows = SamplingRows.of([r.sampling for r in requests], logits.shape[0])
-        answers = [_new_answer(settings) for _ in requests]
-        blocks = decode(model, mapped, table, logits, rows, block, rule, bank, reserve)
-        first_at, decoded = 0.0, 0
-        for ids in blocks:
-            if not first_at:
-                first_at = time.perf_counter()
-            else:
-                decoded += block
-            shown = [
-                "".join(answer.push(int(token)) for token in row)
-                for answer, row in zip(answers, ids, strict=False)
-            ]
+    """Serve one batch: yields the new text of every answer per step, and last the Results."""
+    tokenizer = settings.model.tokenizer
+    answers = [
+        Answer(settings.stop, None if tokenizer is None else tokenizer.stream()) for _ in questions
+    ]
+    engine = engine_of(settings.model)
+    batch = engine.run([question.request for question in questions], block)
+    with contextlib.closing(iter(batch)) as steps:
+        for rows in steps:
+            shown = []
+            for index, (answer, row) in enumerate(zip(answers, rows, strict=True)):
+                shown.append(answer.push(row.new, row.finish_reason))
+                if answer.finish_reason is not None:
+                    batch.stop(index)
             yield shown
-            if all(answer.finish_reason for answer in answers):
-                break
-        end = time.perf_counter()
-    finally:
-        for part in mapped:
-            unmap(model, part)
-        if model.cache.pool.k.is_deleted():  # interrupted while the pool was donated
-            model.forget_cache()
-    searched = Account() if host is None else host.account
-    notes = [f"decode rule {rule.name!r}: {note}" for note in searched.notes]
-    indexes = {} if host is None else {n: getattr(searched, n) for n in INDEX_COUNTS}
-    prefill_seconds = first_at - start - load_seconds
-    per_token = (end - first_at) / decoded if decoded else 0.0
     yield [
-        _result(settings, *parts, load_seconds, prefill_seconds, per_token, notes, indexes)
-        for parts in zip(requests, mapped, answers, strict=True)
+        _result(settings, *parts) for parts in zip(questions, answers, batch.outcomes, strict=True)
     ]
 
 
-def _new_answer(settings: Settings) -> Answer:
-    tokenizer = settings.model.tokenizer
-    eos = set(settings.model.config.eos_ids) | set(tokenizer.eos_ids if tokenizer else ())
-    stream = None if tokenizer is None else tokenizer.stream()
-    return Answer(settings.max_new_tokens, frozenset(eos), settings.stop, stream)
-
-
 def _result(
-    settings: Settings,
-    request: Request,
-    mapped: Mapped,
-    answer: Answer,
-    load_seconds: float,
-    prefill_seconds: float,
-    per_token: float,
-    notes: Sequence[str],
-    indexes: Mapping[str, int],
+    settings: Settings, question: ReadyQuestion, answer: Answer, outcome: Outcome
 ) -> Result:
-    config = settings.model.config
-    maintained = settings.kb.encoders if settings.kb and request.retrieved else None
-    reuse = account(settings.method, mapped, maintained)
-    flops = turborag_flops(config, len(mapped.ids), request.prompt.num_tokens)
-    flops += 0 if mapped.choice is None else mapped.choice.flops
-    for part in mapped.loaded:
-        flops += sum(turborag_flops(config, *run) for run in part.runs)
     assert answer.finish_reason is not None
+    retrieve, load = question.retrieve_seconds, outcome.load_seconds
     return Result(
         text=answer.text,
         token_ids=answer.token_ids,
         finish_reason=answer.finish_reason,
         method=settings.method.name,
-        sources=request.sources,
+        sources=question.sources,
         timings={
-            "retrieve": request.retrieve_seconds,
-            "load": load_seconds,
-            "prefill": prefill_seconds,
-            "ttft": request.retrieve_seconds + load_seconds + prefill_seconds,
-            "per_token": per_token,
+            "retrieve": retrieve,
+            "load": load,
+            "prefill": outcome.prefill_seconds,
+            "ttft": retrieve + load + outcome.prefill_seconds,
+            "per_token": outcome.per_token,
         },
-        counts=token_counts(reuse),
-        flops=flops,
-        reuse=reuse,
-        indexes=dict(indexes),
-        notes=[*request.notes, *(n for part in mapped.loaded for n in part.notes), *notes],
+        counts=token_counts(outcome.reuse),
+        flops=outcome.flops,
+        reuse=outcome.reuse,
+        indexes=outcome.indexes,
+        notes=[*question.notes, *outcome.notes],
     )

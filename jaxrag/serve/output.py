@@ -1,9 +1,10 @@
 """From token ids to text: detokenised as it grows, with stop strings and the reason it ended."""
 
 import dataclasses
-from typing import Literal, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
-FinishReason = Literal["stop", "length"]
+from jaxrag.engine.request import FinishReason
 
 
 class TextStream(Protocol):
@@ -22,8 +23,6 @@ class TextStream(Protocol):
 class Answer:
     """One answer as it grows: ids, text, and why it ended."""
 
-    max_new_tokens: int
-    eos_ids: frozenset[int]
     stop: tuple[str, ...]
     stream: TextStream | None  # None without a tokenizer: text stays empty
     token_ids: list[int] = dataclasses.field(default_factory=list)
@@ -31,16 +30,19 @@ class Answer:
     finish_reason: FinishReason | None = None
     _held: str = ""  # may be the beginning of a stop string, not shown yet
 
-    def push(self, token_id: int) -> str:
-        """Add a token; returns text that is certain to be part of the answer."""
-        if self.finish_reason is not None:
-            return ""
-        if token_id in self.eos_ids:
-            return self._finish("stop")
-        self.token_ids.append(token_id)
-        shown = "" if self.stream is None else self._show(self.stream.push(token_id))
-        if self.finish_reason is None and len(self.token_ids) == self.max_new_tokens:
-            shown += self._finish("length")
+    def push(self, token_ids: Sequence[int], ended: FinishReason | None = None) -> str:
+        """Add tokens, and say whether they were the last; returns text that is certain now.
+
+        Tokens after the one that completes a stop string are left out.
+        """
+        shown = ""
+        for token_id in token_ids:
+            if self.finish_reason is not None:
+                return shown
+            self.token_ids.append(token_id)
+            shown += "" if self.stream is None else self._show(self.stream.push(token_id))
+        if ended is not None and self.finish_reason is None:
+            shown += self._finish(ended)
         return shown
 
     def _finish(self, reason: FinishReason) -> str:

@@ -1,6 +1,7 @@
 """What is asked: the settings of a run, and one question with its chunks as token ids."""
 
 import dataclasses
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -8,19 +9,17 @@ from typing import Any
 import numpy as np
 
 from jaxrag.attention_index.document import Indexing
-from jaxrag.cache import PAGE, pages_for
 from jaxrag.decode import DecodeRule, rule_from
 from jaxrag.encode import encoder_named
-from jaxrag.engine.decoding import host_search, reserved
-from jaxrag.engine.mapping import Prompt, check_length
-from jaxrag.engine.sampling import Sampling
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.request import Prompt, Request, check_length
+from jaxrag.engine.sampling import SamplingParams
 from jaxrag.errors import RequestError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.knowledge_base.neighbours import each_other
 from jaxrag.methods import Method, Misses, method_named
 from jaxrag.models.model import Model, as_token_ids
 from jaxrag.retrieve.filters import Filter
-from jaxrag.serve.gated import gated
 from jaxrag.store import KVStore
 from jaxrag.text.prompts import PromptTemplate, template_named
 from jaxrag.text.tokenizer import Tokenizer
@@ -28,7 +27,6 @@ from jaxrag.types import HostArray
 
 Text = str | Sequence[int] | HostArray  # text, or token ids where a model has no tokenizer
 
-DECODE_BLOCK = 8  # tokens between two waits for the device when nobody watches
 _SHOWN_WORDS = 5  # of those that a tokenizer lacks
 _SHOWN_CHARACTERS = 40  # of each
 
@@ -69,15 +67,20 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """One question, ready to be served. Make one with ``prepare``."""
+class ReadyQuestion:
+    """One question, ready to be served. Make one with ``prepare``.
 
-    prompt: Prompt
+    Attributes:
+      request: what the engine is asked.
+      sources: the chunks of its prompt, in prompt order.
+      retrieve_seconds: what finding them took.
+      notes: what a result says about all that happened so far.
+    """
+
+    request: Request
     sources: list[Source]
-    sampling: Sampling
     retrieve_seconds: float
     notes: list[str]
-    retrieved: bool = False  # are the chunks those of the knowledge base?
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,11 +151,11 @@ def resolve(
     method.check(model.config)
     method.check_values(model.value_layers)
     if method.decode.searches is not None:
-        host_search(model)  # refuses a model on several devices
+        engine_of(model).runner.check_search()
     return Settings(
         model=model,
         kb=kb,
-        store=model.memory if kb is None else kb.store,
+        store=engine_of(model).memory if kb is None else kb.store,
         method=method,
         template=chosen,
         k=k,
@@ -164,8 +167,8 @@ def resolve(
 
 
 def prepare(
-    settings: Settings, question: Text, documents: Sequence[Text] | None, sampling: Sampling
-) -> Request:
+    settings: Settings, question: Text, documents: Sequence[Text] | None, sampling: SamplingParams
+) -> ReadyQuestion:
     """Retrieve the chunks, or take the documents, and turn every part into token ids.
 
     Runs nothing on the device. Words that the tokenizer lacks are named in the notes. Raises
@@ -201,30 +204,23 @@ def prepare(
     prompt = Prompt(prefix, chunks, final)
     check_length(model, prompt, settings.max_new_tokens)
     prompt = dataclasses.replace(prompt, neighbours=_neighbours(settings, found, prompt))
-    sources = [chunk.source for chunk in found]
-    request = Request(prompt, sources, sampling, retrieve_seconds, notes, documents is None)
-    _check_cache(settings, request)
-    return request
+    request = Request(
+        prompt,
+        settings.store,
+        settings.method,
+        settings.max_new_tokens,
+        sampling=sampling,
+        eos_ids=_eos_ids(model),
+        indexing=settings.indexing,
+        encoders=tuple(settings.kb.encoders) if settings.kb and documents is None else None,
+    )
+    engine_of(model).check_fits(request)
+    return ReadyQuestion(request, [chunk.source for chunk in found], retrieve_seconds, notes)
 
 
-def pages_of(settings: Settings, requests: Sequence[Request]) -> int:
-    """Pages of the pool that requests served as one batch need at most; equal chunks share them."""
-    reserve = reserved(settings.max_new_tokens, DECODE_BLOCK)
-    shared: dict[tuple[str, bytes], int] = {}
-    owned = 0
-    for request in requests:
-        prompt, method = request.prompt, settings.method
-        if method.encoder is None and not method.prefix_cache:
-            owned += pages_for(prompt.num_tokens + reserve)
-            continue
-        room = method.room([len(chunk) for chunk in prompt.chunks])
-        owned += pages_for(len(prompt.final) + room + reserve)
-        if method.encoder is None or method.misses == "in_place":  # what is missed is not shared
-            owned += sum(map(pages_for, map(len, (prompt.prefix, *prompt.chunks))))
-            continue
-        shared["prefix", prompt.prefix.tobytes()] = len(prompt.prefix)
-        shared |= {("chunk", ids.tobytes()): len(ids) for ids in prompt.chunks}
-    return owned + sum(map(pages_for, shared.values()))
+def _eos_ids(model: Model) -> frozenset[int]:
+    tokenizer = model.tokenizer
+    return frozenset((*model.config.eos_ids, *(tokenizer.eos_ids if tokenizer else ())))
 
 
 def is_ids(x: Any) -> bool:
@@ -283,15 +279,6 @@ def _some(words: Sequence[str]) -> str:
     return shown + (f" and {more} more" if more > 0 else "")
 
 
-def _check_cache(settings: Settings, request: Request) -> None:
-    need, there = pages_of(settings, [request]), settings.model.cache.owners.num_pages
-    if need > there:
-        raise RequestError(
-            f"the prompt of {request.prompt.num_tokens} tokens and its answer need {need * PAGE} "
-            f"tokens of cache, the pool has {there * PAGE}; raise cache_tokens or use fewer chunks"
-        )
-
-
 def _retrieve(settings: Settings, question: Text) -> list[_Chunk]:
     if settings.kb is None:
         raise RequestError("no knowledge base and no documents to answer from; give one of them")
@@ -338,3 +325,39 @@ def _given(index: int, document: Text, model: Model) -> _Chunk:
     else:
         ids, text = as_token_ids(document, model.config, what), ""
     return _Chunk(Source(what, 0, None, None, text, end=len(text)), "", ids)
+
+
+def gate_subject(method: Method, template: PromptTemplate) -> dict[str, Any]:
+    """What a gate is about, JSON-able: how chunks are reused, at any ratio, and the prompt format.
+
+    What becomes of misses and of leading parts is left out: there KV is exact, or behind more of
+    what precedes it than a stored chunk's. So is the decode rule: the gate looks at prefill.
+    """
+    values = dataclasses.asdict(method)
+    for other in ("recompute_ratio", "misses", "prefix_cache", "decode"):
+        del values[other]
+    subject = {"method": values, "template": template.to_dict()}
+    return dict(json.loads(json.dumps(subject)))
+
+
+def gated(
+    kb: KnowledgeBase, method: Method, template: PromptTemplate
+) -> tuple[Method, tuple[str, ...]]:
+    """The method at the ratio that the knowledge base's gate found for it, and a note that says so.
+
+    The method itself and no note where there was no gate; a note as well where there was one for
+    other settings of the method or another prompt format, which says nothing about these.
+    """
+    gate = kb.gates.get(method.name)
+    if gate is None:
+        return method, ()
+    if gate["subject"] != gate_subject(method, template):
+        return method, (
+            f"the gate of {method.name!r} in this knowledge base was for other settings of the "
+            f"method or another template, and is not used; run `jaxrag kb gate` again",
+        )
+    ratio, probes = gate["ratio"], gate["questions"]
+    return method.with_ratio(ratio), (
+        f"recompute_ratio {ratio:g}, as the knowledge base's gate found for {method.name} on "
+        f"{probes} questions",
+    )

@@ -19,7 +19,9 @@ from jaxrag.bench.explain import (
 from jaxrag.bench.explain_plots import PICTURES, draw
 from jaxrag.cli import main
 from jaxrag.documents import Document
-from jaxrag.engine.mapping import Prompt, map_request, unmap
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.mapping import map_request, unmap
+from jaxrag.engine.request import Prompt, Request
 from jaxrag.errors import RequestError
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import random_model
@@ -62,17 +64,19 @@ def test_deviation_by_layer_is_what_the_selector_measures(tiny_config, rng):
     model = random_model(tiny_config(), cache_tokens=1024)
     prompt = a_prompt(rng)
     method = method_to_explain("full_reuse", 0.3)
-    mapped = map_request(model, model.memory, method, prompt, 0)
+    mapped = map_request(
+        engine_of(model).runner, Request(prompt, engine_of(model).memory, method, 1), 0
+    )
     try:
-        k, v = layer_deviations(model, mapped.scene)
+        k, v = layer_deviations(model, engine_of(model).runner.cache, mapped.scene)
         assert k.shape == v.shape == (3, 68)
         for layer in (1, 2):
             for part, values in (("k", k[layer]), ("v", v[layer]), ("kv", (k + v)[layer])):
                 selector = KvDeviation(layers=(layer,), part=part)
-                [same] = selector.deviations(model, [mapped.scene])
+                [same] = selector.deviations(model, engine_of(model).runner.cache, [mapped.scene])
                 np.testing.assert_allclose(values, same, rtol=1e-4, atol=1e-9)
     finally:
-        unmap(model, mapped)
+        unmap(engine_of(model).runner, mapped)
     assert k[0].max() < 1e-9 and v[0].max() < 1e-9  # layer 0 knows no context
     assert (k + v)[:, :19].max() < 1e-9  # the first chunk stands where it was encoded
     assert (k + v)[1:, 19:].min() > 1e-6

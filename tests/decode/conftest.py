@@ -1,6 +1,7 @@
 """Random models, prompts of several parts, and slow attention written from the equations."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,14 @@ import pytest
 
 from jaxrag.engine import decoding as answer
 from jaxrag.engine import prefill
-from jaxrag.engine.mapping import Prompt, map_request, unmap
-from jaxrag.engine.sampling import Sampling
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.mapping import map_request, unmap
+from jaxrag.engine.request import Prompt, Request
+from jaxrag.engine.sampling import SamplingParams
 from jaxrag.methods import METHODS
 from jaxrag.models.decoder import unembed
 from jaxrag.models.model import random_model
+from jaxrag.types import Step
 
 
 @pytest.fixture(scope="session")
@@ -74,30 +78,42 @@ def rule_logits():
 def _decoded(model, method, prompts, rule, steps=12, block=4):
     """Token ids [B, steps] of greedy decoding after prefill by ``method``."""
     method = dataclasses.replace(METHODS[method], decode=rule)
-    mapped = [map_request(model, model.memory, method, p, steps) for p in prompts]
+    mapped = [
+        map_request(engine_of(model).runner, Request(p, engine_of(model).memory, method, 1), steps)
+        for p in prompts
+    ]
     try:
-        logits, table, bank = prefill.prefill_observed(model, mapped, rule.observe)
-        rows = answer.SamplingRows.of([Sampling()] * len(prompts), logits.shape[0])
-        blocks = answer.decode(model, mapped, table, logits, rows, block, rule, bank)
+        logits, table, bank = prefill.prefill_observed(
+            engine_of(model).runner, mapped, rule.observe
+        )
+        rows = answer.SamplingRows.of([SamplingParams()] * len(prompts), logits.shape[0])
+        blocks = answer.decode(
+            engine_of(model).runner, mapped, table, logits, rows, block, rule, bank
+        )
         out = [next(blocks)]
         while sum(part.shape[1] for part in out) < steps:
             out.append(next(blocks))
         return np.concatenate(out, axis=1)[: len(prompts), :steps]
     finally:
         for part in mapped:
-            unmap(model, part)
+            unmap(engine_of(model).runner, part)
 
 
 def _next_logits(model, method, prompts, rule, given):
     """Logits [B, n, V] after each of the ``given`` [B, n] tokens, decoded one at a time."""
     method = dataclasses.replace(METHODS[method], decode=rule)
-    mapped = [map_request(model, model.memory, method, p, given.shape[1]) for p in prompts]
+    mapped = [
+        map_request(
+            engine_of(model).runner, Request(p, engine_of(model).memory, method, 1), given.shape[1]
+        )
+        for p in prompts
+    ]
     try:
-        _, table, bank = prefill.prefill_observed(model, mapped, rule.observe)
+        _, table, bank = prefill.prefill_observed(engine_of(model).runner, mapped, rule.observe)
         return _rule_logits(model, mapped, table, rule, bank, np.asarray(given))
     finally:
         for part in mapped:
-            unmap(model, part)
+            unmap(engine_of(model).runner, part)
 
 
 def _rule_logits(model, mapped, table, rule, bank, given):
@@ -107,22 +123,23 @@ def _rule_logits(model, mapped, table, rule, bank, given):
     slot = np.full(rows, table.slot_position.shape[1], np.int32)
     position[: len(mapped)] = [m.next_position for m in mapped]
     slot[: len(mapped)] = [m.next_slot for m in mapped]
-    host = None if rule.searches is None else answer.host_search(model)
-    decoding = answer.start_decoding(model, mapped, table, rule, bank, position, slot, host)
-    rope = model.rope(table.slot_position.shape[1])
+    runner = engine_of(model).runner
+    host = None if rule.searches is None else runner.host_search
+    decoding = answer.start_decoding(runner, mapped, table, rule, bank, position, slot, host)
+    decoder = model.decoder(table.slot_position.shape[1])
+    plan = answer.Plan(1, rule, host, runner.cache.values)
     out = []
     for step in range(given.shape[1]):
         tokens = np.zeros((rows, 1), np.int32)
         tokens[: len(mapped), 0] = given[:, step]
         at = np.where(position >= 0, position + step, -1)[:, None].astype(np.int32)
         to = np.where(position >= 0, slot + step, slot)[:, None].astype(np.int32)
-        args = (model.params, model.config, rope, model.cache.pool, table)
-        batch = tuple(map(jnp.asarray, (tokens, at, to)))
+        new = Step(*map(jnp.asarray, (tokens, at, to)))
         if decoding is None:
-            hidden, model.cache.pool, table = _DENSE(*args, *batch)
+            hidden, table = runner.cache.run(_dense, decoder, table, new)
         else:
-            hidden, model.cache.pool, table, decoding = _RULE(
-                *args, decoding, *batch, rule, host, model.cache.values
+            hidden, table, decoding = runner.cache.run(
+                _by_rule, decoder, table, decoding, new, plan
             )
         out.append(np.asarray(unembed(model.params, hidden[:, 0]))[: len(mapped)])
     if host is not None:
@@ -130,5 +147,13 @@ def _rule_logits(model, mapped, table, rule, bank, given):
     return np.stack(out, axis=1)
 
 
-_DENSE = jax.jit(prefill.run_tokens, static_argnums=1)
-_RULE = jax.jit(answer.run_by_rule, static_argnums=(1, 9, 10, 11))
+@jax.jit
+def _dense(pool, decoder, table, step):
+    hidden, pool, table = prefill.run_tokens(decoder, pool, table, step)
+    return pool, hidden, table
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _by_rule(pool, decoder, table, decoding, step, plan):
+    hidden, pool, table, decoding = answer.run_by_rule(decoder, pool, table, decoding, step, plan)
+    return pool, hidden, table, decoding

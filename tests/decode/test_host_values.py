@@ -12,6 +12,7 @@ import pytest
 from jaxrag.cache import PAGE
 from jaxrag.cache.host import HostValues
 from jaxrag.decode import Dense, Flat, TopN, bytes_of
+from jaxrag.engine.engine import engine_of
 from jaxrag.errors import ConfigError, RequestError
 from jaxrag.models.model import random_model
 from jaxrag.serve.generate import generate
@@ -64,9 +65,9 @@ def test_token_for_token_in_a_small_cache(model_of, far_from, ids):
 def test_bytes_are_those_of_the_formula(far_from):
     for layers in (0, 1, 2):
         model = far_from(layers)
-        cache = model.cache
+        cache = engine_of(model).runner.cache
         said = bytes_of(
-            TopN(n=8, device_layers=layers), model.config, cache.owners.num_pages * PAGE
+            TopN(n=8, device_layers=layers), model.config, cache.allocator.num_pages * PAGE
         )
         assert cache.pool.k.nbytes + cache.pool.v.nbytes == said.device
         assert cache.host.nbytes == said.host
@@ -74,8 +75,11 @@ def test_bytes_are_those_of_the_formula(far_from):
 
 def test_host_memory_is_given_back(far_from):
     model = far_from(1)
-    memory, values = weakref.ref(model.cache.host), model.cache.values
-    model.forget_cache()
+    memory, values = (
+        weakref.ref(engine_of(model).runner.cache.host),
+        engine_of(model).runner.cache.values,
+    )
+    engine_of(model).runner.forget_cache()
     gc.collect()
     assert memory() is None
     with pytest.raises(RuntimeError, match="given back"):
@@ -123,7 +127,7 @@ def test_who_reads_values_on_the_device_is_refused(far_from, ids, options, messa
     with pytest.raises(RequestError, match=message) as caught:
         generate(ids(5)[0], documents=list(ids(30)), model=model, **options)
     assert "\n" not in str(caught.value)
-    assert "cache" not in vars(model)  # before anything is allocated
+    assert "cache" not in vars(engine_of(model).runner)  # before anything is allocated
 
 
 @pytest.mark.parametrize(
@@ -159,6 +163,6 @@ def test_the_ceiling_is_checked_before_allocation(far_from):
     need = 2 * 2048 * 2 * 10 * 4  # layers, tokens, KV heads, dims, bytes
     model = far_from(1, max_host_bytes=need - 1)
     with pytest.raises(RequestError, match=f"takes {need} bytes of host memory") as caught:
-        _ = model.cache
-    assert "\n" not in str(caught.value) and "cache" not in vars(model)
-    assert far_from(1, max_host_bytes=need).cache.host.nbytes == need
+        _ = engine_of(model).runner.cache
+    assert "\n" not in str(caught.value) and "cache" not in vars(engine_of(model).runner)
+    assert engine_of(far_from(1, max_host_bytes=need)).runner.cache.host.nbytes == need

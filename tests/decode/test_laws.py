@@ -24,6 +24,7 @@ from jaxrag.decode import (
 )
 from jaxrag.engine import decoding as answer
 from jaxrag.engine import prefill
+from jaxrag.engine.engine import engine_of
 from jaxrag.errors import RequestError
 from jaxrag.serve.generate import generate
 
@@ -134,7 +135,7 @@ def test_a_graph_trained_on_the_prompt_is_searched(model_of, ids, a_prompt, next
     model, prompt = model_of(), a_prompt(final=60)
     graph = ProjectedGraph(degree=16, knn=24, ef=80, exact_below=0, min_queries=32)
     rule = Retrieval(k=6, sink=4, recent=8, index=graph, queries=64)
-    host = answer.host_search(model)
+    host = engine_of(model).runner.host_search
     host.account, host.measure = Account(), True
     try:
         given = ids(5)[0][None]

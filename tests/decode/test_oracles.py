@@ -33,7 +33,7 @@ NEW = 9
 
 
 @dataclasses.dataclass
-class Scene:
+class SelectionInput:
     """One row of a pool, and what it holds by position in float64."""
 
     view: View
@@ -78,7 +78,7 @@ def scene(tiny_config, dtype="float32", stretch=1.0, seed=0):
     keys = rng.normal(size=(total, 2, 10)) + 0.5
     values = rng.normal(size=(total, 2, 10))
     q = rng.normal(size=(6, 10)) * stretch
-    made = Scene(None, keys, values, q, np.zeros(total, int), config.rope)
+    made = SelectionInput(None, keys, values, q, np.zeros(total, int), config.rope)
     free = list(rng.permutation(40))
     pages, offsets, slot_position = [], [], []
     k_pool = np.full((40, PAGE, 2, 10), np.nan)

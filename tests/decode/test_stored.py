@@ -9,7 +9,7 @@ from jaxrag.attention_index import Exact, ProjectedGraph, QueryLists
 from jaxrag.attention_index.document import Indexing
 from jaxrag.decode import Account, Flat, Ivf, Retrieval, stored
 from jaxrag.encode import chunk_key, encode_for_store, provenance
-from jaxrag.engine import decoding as answer
+from jaxrag.engine.engine import engine_of
 from jaxrag.errors import RequestError
 from jaxrag.models.model import random_model
 
@@ -57,17 +57,17 @@ def put(model, prompt, indexing=EXHAUSTIVE, damage=False):
     made = encode_for_store(model, "isolated", prompt.prefix, prompt.chunks, indexing=indexing)
     for index, kv, aux in made:
         origin = (model, "isolated", prompt.prefix, prompt.chunks[index])
-        key = chunk_key(model.memory.fingerprint, *origin)
+        key = chunk_key(engine_of(model).memory.fingerprint, *origin)
         if aux is not None and damage:
             aux = {name: np.zeros(8, np.uint8) for name in aux}
-        model.memory.put(key, kv, record=provenance(*origin), aux=aux)
+        engine_of(model).memory.put(key, kv, record=provenance(*origin), aux=aux)
         keys += [key] if aux is not None else []
     return keys
 
 
 def searched(model):
     """The host's side of a model, with an empty account."""
-    host = answer.host_search(model)
+    host = engine_of(model).runner.host_search
     host.account = Account()
     return host
 
@@ -99,8 +99,8 @@ def test_without_a_stored_index_one_is_trained(model, prompt, given, next_logits
     assert host.account.stored == 0
     assert host.account.trained == model.config.num_layers * model.config.num_kv_heads
     put_again = dataclasses.replace(RULE, stored=False)
-    model.memory.delete(list(model.memory.keys()))
-    model.forget_cache()
+    engine_of(model).memory.delete(list(engine_of(model).memory.keys()))
+    engine_of(model).runner.forget_cache()
     put(model, prompt)
     host = searched(model)
     for rule in (put_again, Ivf(k=6, sink=4, recent=30)):
@@ -189,7 +189,7 @@ def test_open_indexes_are_kept_and_leave_with_their_chunk(
     assert ask() == (set(keys), True)
     host.documents.kept_bytes = 1 << 30
     ask()
-    model.memory.delete(keys)  # their KV is still in the pool
+    engine_of(model).memory.delete(keys)  # their KV is still in the pool
     assert ask() == (set(), False)
     assert not host.documents._open
 

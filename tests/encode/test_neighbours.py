@@ -7,7 +7,8 @@ import pytest
 
 from jaxrag.encode import ENCODERS, StoredNeighbours, chunk_key, encode_chunks, joint, provenance
 from jaxrag.encode import neighbours as behind
-from jaxrag.engine.loader import bring_in, release
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.loader import load_chunks, release
 from jaxrag.errors import RequestError
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import random_model
@@ -191,13 +192,27 @@ def test_chunks_of_one_bucket_compile_one_program(rng, model_of):
 def test_the_pool_takes_chunks_behind_their_neighbours_from_the_store(rng, model_of):
     model = model_of("glm")
     prefix, one, two, chunk = ids(rng, 4, 15, 15, 20)
-    first = bring_in(model, model.memory, "neighbours", prefix, [chunk, one], [[one, two], []])
+    first = load_chunks(
+        engine_of(model).runner,
+        engine_of(model).memory,
+        "neighbours",
+        prefix,
+        [chunk, one],
+        [[one, two], []],
+    )
     assert first.encoded == [True, True]
     # (tokens that ran, keys that the last of them saw): both chunks, and the own KV of both.
     assert sorted(first.runs) == [(15, 4 + 15)] * 3 + [(20, 4 + 30 + 20)]
-    release(model, first)
-    model.forget_cache()
-    again = bring_in(model, model.memory, "neighbours", prefix, [chunk, chunk], [[one, two], [two]])
+    release(engine_of(model).runner, first)
+    engine_of(model).runner.forget_cache()
+    again = load_chunks(
+        engine_of(model).runner,
+        engine_of(model).memory,
+        "neighbours",
+        prefix,
+        [chunk, chunk],
+        [[one, two], [two]],
+    )
     assert again.encoded == [False, True]
     assert again.runs == [(20, 4 + 15 + 20)]
-    release(model, again)
+    release(engine_of(model).runner, again)

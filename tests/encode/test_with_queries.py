@@ -8,8 +8,10 @@ from jaxrag.attention_index.document import Indexing, build_arrays
 from jaxrag.decode import Observe
 from jaxrag.encode import encode_chunks, encode_for_store
 from jaxrag.encode.with_queries import encode_observed
-from jaxrag.engine.mapping import Prompt, map_request, unmap
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.mapping import map_request, unmap
 from jaxrag.engine.prefill import prefill_observed
+from jaxrag.engine.request import Prompt, Request
 from jaxrag.errors import RequestError
 from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
@@ -32,11 +34,17 @@ def chunks(rng):
 def queries_of(model, prefix, chunk):
     """Queries [L, N, T, H] of a chunk behind the prefix, from an online prefill of both."""
     prompt = Prompt(prefix[:0], (), np.concatenate((prefix, chunk)))
-    mapped = map_request(model, model.memory, METHODS["full_attention"], prompt, 0)
+    mapped = map_request(
+        engine_of(model).runner,
+        Request(prompt, engine_of(model).memory, METHODS["full_attention"], 1),
+        0,
+    )
     try:
-        _, _, bank = prefill_observed(model, [mapped], Observe("last", len(chunk)))
+        _, _, bank = prefill_observed(
+            engine_of(model).runner, [mapped], Observe("last", len(chunk))
+        )
     finally:
-        unmap(model, mapped)
+        unmap(engine_of(model).runner, mapped)
     assert np.asarray(bank.positions[0, : len(chunk)])[-1] == len(prompt.final) - 1
     return np.asarray(bank.queries[:, 0, : len(chunk)]).swapaxes(1, 2)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrag.engine.sampling import Sampling, _most_likely, sample
+from jaxrag.engine.sampling import SamplingParams, _most_likely, sample
 from jaxrag.errors import RequestError
 
 DRAWS = 4096
@@ -184,8 +184,8 @@ def test_an_all_greedy_batch_neither_sorts_nor_draws():
 )
 def test_settings_out_of_range_are_refused(changes, word):
     with pytest.raises(RequestError, match=word):
-        Sampling(**changes)
+        SamplingParams(**changes)
 
 
 def test_the_default_is_greedy():
-    assert Sampling() == Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+    assert SamplingParams() == SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from jaxrag.encode import encode_chunks
-from jaxrag.engine.mapping import Prompt
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.request import Prompt
 from jaxrag.evals.deviation import kv_deviation
 from jaxrag.methods import METHODS, Method
 from jaxrag.models.model import random_model
@@ -38,7 +39,7 @@ def by_hand(model, prompt):
 
 
 def test_deviation_of_reused_chunks_is_that_of_their_stored_kv(model, prompts):
-    found = kv_deviation(model, model.memory, METHODS["turborag"], prompts)
+    found = kv_deviation(model, engine_of(model).memory, METHODS["turborag"], prompts)
     both = zip(*(by_hand(model, prompt) for prompt in prompts), strict=True)
     apart, length = (np.concatenate(parts, 2) for parts in both)
     np.testing.assert_allclose(found.squared, apart.mean(2), rtol=1e-3, atol=1e-10)
@@ -50,20 +51,20 @@ def test_deviation_of_reused_chunks_is_that_of_their_stored_kv(model, prompts):
 @pytest.mark.parametrize("ratio", [None, 1.0])
 def test_nothing_deviates_once_everything_is_computed(model, prompts, ratio):
     method = METHODS["full_attention"] if ratio is None else METHODS["epic"].with_ratio(ratio)
-    assert kv_deviation(model, model.memory, method, prompts).relative.max() < 1e-8
+    assert kv_deviation(model, engine_of(model).memory, method, prompts).relative.max() < 1e-8
 
 
 def test_recomputed_tokens_count_with_their_new_kv(model, prompts):
     # The first chunk's tokens see only the prefix and each other: recomputed, they are exact.
     method = Method("half", encoder="isolated", selector=FirstK(17))
-    plain = kv_deviation(model, model.memory, METHODS["turborag"], prompts)
-    found = kv_deviation(model, model.memory, method, prompts)
+    plain = kv_deviation(model, engine_of(model).memory, METHODS["turborag"], prompts)
+    found = kv_deviation(model, engine_of(model).memory, method, prompts)
     assert (found.squared[1:] < 0.5 * plain.squared[1:]).all()
 
 
 def test_pages_are_given_back(model, prompts):
-    kv_deviation(model, model.memory, METHODS["turborag"], prompts)
-    free = model.cache.owners.num_free
+    kv_deviation(model, engine_of(model).memory, METHODS["turborag"], prompts)
+    free = engine_of(model).runner.cache.allocator.num_free
     for name in ("full_attention", "turborag"):
-        kv_deviation(model, model.memory, METHODS[name], prompts)
-    assert model.cache.owners.num_free == free
+        kv_deviation(model, engine_of(model).memory, METHODS[name], prompts)
+    assert engine_of(model).runner.cache.allocator.num_free == free

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrag.cli import main
-from jaxrag.engine.sampling import Sampling
+from jaxrag.engine.sampling import SamplingParams
 from jaxrag.errors import KnowledgeBaseError, RequestError
 from jaxrag.evals.gate import Target, forced_logits, gate, kl_divergence
 from jaxrag.knowledge_base import KnowledgeBase
@@ -58,7 +58,7 @@ def settings_of(kb, method):
 @pytest.mark.parametrize("method", [METHODS["full_attention"], METHODS["cacheblend"].with_ratio(1)])
 def test_forced_logits_are_those_of_the_whole_text(kb, method):
     settings = settings_of(kb, method)
-    requests = [prepare(settings, q, None, Sampling()) for q in PROBES]
+    requests = [prepare(settings, q, None, SamplingParams()) for q in PROBES]
     answers = [[7, 300, 11, 5], [], [42]]
     found, recomputed = forced_logits(settings, requests, answers, batch_size=2)
     for request, answer, logits in zip(requests, answers, found, strict=True):

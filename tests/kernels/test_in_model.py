@@ -8,7 +8,9 @@ import pytest
 from jaxrag.config import config_from_dict, config_to_dict
 from jaxrag.decode import TopN
 from jaxrag.engine import prefill
-from jaxrag.engine.mapping import Prompt, map_request, unmap
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.mapping import map_request, unmap
+from jaxrag.engine.request import Prompt, Request
 from jaxrag.errors import ConfigError
 from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
@@ -36,11 +38,13 @@ def a_prompt(rng, *chunks):
 
 def online(model, method, prompt):
     method = METHODS[method] if isinstance(method, str) else method
-    mapped = map_request(model, model.memory, method, prompt, reserve_tokens=0)
+    mapped = map_request(
+        engine_of(model).runner, Request(prompt, engine_of(model).memory, method, 1), 0
+    )
     try:
-        return np.asarray(prefill.prefill(model, [mapped])[0][0])
+        return np.asarray(prefill.prefill(engine_of(model).runner, [mapped])[0][0])
     finally:
-        unmap(model, mapped)
+        unmap(engine_of(model).runner, mapped)
 
 
 @pytest.mark.slow

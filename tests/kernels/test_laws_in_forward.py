@@ -5,7 +5,6 @@ decode step. Slots that nobody may see hold NaN.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -13,15 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrag.cache import PAGE, PagePool, Resident, TableBuilder, stack_tables
+from jaxrag.cache import PAGE, CachedChunk, PagePool, TableBuilder, stack_tables
 from jaxrag.engine.prefill import run_tokens
+from jaxrag.models.decoder import Decoder
 from jaxrag.models.rope import rope_table, rotate
 from jaxrag.models.spec import init_params
+from jaxrag.types import Step
 from pallas_kernels.triton import paged
 
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 LAYERS, PAGES = 2, 12  # of the pool, a layer
-FIRST, SECOND = Resident((3, 5), 29), Resident((8,), 13)  # chunks
+FIRST, SECOND = CachedChunk((3, 5), 29), CachedChunk((8,), 13)  # chunks
 OWN = ((1, 2), (4, 6))  # pages of each request
 AGAIN = ((3, 20), (1, 30))  # positions of the tokens that are computed again
 NEW = 5  # tokens of the final block
@@ -47,14 +48,9 @@ class Work:
         table = stack_tables(work.builders, 8)
         if only is not None:  # the others were computed before
             table = table.reveal(work.slots[:, :only], work.positions[:, :only])
-        run = functools.partial(run_tokens, config=work.config)
-        hidden, pool, _ = jax.jit(
-            lambda pool, table, *new: run(
-                work.params, rope=work.rope, pool=pool, table=table,
-                ids=new[0], positions=new[1], slots=new[2],
-            )
-        )(work.pool, table, *(jnp.asarray(x[:, some]) for x in
-                              (work.ids, work.positions, work.slots)))  # fmt: skip
+        decoder = Decoder(params=work.params, rope=work.rope, config=work.config)
+        new = Step(*(jnp.asarray(x[:, some]) for x in (work.ids, work.positions, work.slots)))
+        hidden, pool, _ = jax.jit(run_tokens)(decoder, work.pool, table, new)
         return np.asarray(hidden), pool
 
 

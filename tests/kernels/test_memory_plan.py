@@ -8,8 +8,10 @@ import pytest
 
 from jaxrag.cache import PAGE, PagePool, PageTable
 from jaxrag.engine.prefill import run_tokens
+from jaxrag.models.decoder import Decoder
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import init_params
+from jaxrag.types import Step
 
 POOL_TOKENS = 1 << 16
 
@@ -26,13 +28,14 @@ def plan_of(config, rows, width, donated=True):
     table = PageTable(numbers(rows, 32), numbers(rows, 32), numbers(rows, 32 * PAGE))
     params = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
 
-    def step(pool, params, rope, table, *new):
-        hidden, pool, _ = run_tokens(params, config, rope, pool, table, *new)
+    def step(pool, decoder, table, new):
+        hidden, pool, _ = run_tokens(decoder, pool, table, new)
         return hidden, pool
 
-    new = [numbers(rows, width)] * 3
+    new = Step(*[numbers(rows, width)] * 3)
+    decoder = Decoder(params=params, rope=RopeTable(angles, angles), config=config)
     program = jax.jit(step, donate_argnums=(0,) if donated else ())
-    lowered = program.lower(PagePool(pool, pool), params, RopeTable(angles, angles), table, *new)
+    lowered = program.lower(PagePool(pool, pool), decoder, table, new)
     size = pool.size * pool.dtype.itemsize
     return lowered.compile().memory_analysis(), size
 

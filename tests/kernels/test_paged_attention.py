@@ -20,7 +20,7 @@ ROPES = {
 }
 
 
-class Scene:
+class SelectionInput:
     """A pool with un-rotated keys known to the test, and one request's table over it."""
 
     def __init__(self, rng, rope, chunk_lengths, offsets, queries, poison=np.nan):
@@ -93,7 +93,7 @@ class Scene:
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 def test_equals_dense_with_poisoned_unused_slots(rng, rope, side):
     # chunks out of place, gaps in the positions, padding queries (-1), a query that sees nothing
-    scene = Scene(rng, rope, [37, 16, 5], [300, 0, 100], [-1, 104, 310, 400, 3, 336])
+    scene = SelectionInput(rng, rope, [37, 16, 5], [300, 0, 100], [-1, 104, 310, 400, 3, 336])
     out, lse = scene.attend(rotate_side=side)
     expected, expected_lse = scene.dense()
     np.testing.assert_allclose(out[0], expected, rtol=1e-4, atol=1e-5)
@@ -103,7 +103,7 @@ def test_equals_dense_with_poisoned_unused_slots(rng, rope, side):
 
 def test_many_query_tiles_and_key_tiles(rng):
     queries = [*range(500, 800), *[-1] * 20]
-    scene = Scene(rng, ROPES["half"], [290, 130], [150, 0], queries)
+    scene = SelectionInput(rng, ROPES["half"], [290, 130], [150, 0], queries)
     out, lse = scene.attend()
     expected, expected_lse = scene.dense()
     np.testing.assert_allclose(out[0], expected, rtol=2e-4, atol=2e-5)
@@ -113,14 +113,14 @@ def test_many_query_tiles_and_key_tiles(rng):
 @pytest.mark.parametrize("queries", [[70], list(range(40, 330))])
 @pytest.mark.parametrize("window", [1, 9, 64])
 def test_window(rng, queries, window):
-    scene = Scene(rng, ROPES["half"], [300], [0], queries)
+    scene = SelectionInput(rng, ROPES["half"], [300], [0], queries)
     out, _ = scene.attend(window=window)
     np.testing.assert_allclose(out[0], scene.dense(window)[0], rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 def test_rotating_query_by_offset_equals_rotating_keys(rng, rope):
-    scene = Scene(rng, rope, [20, 40], [512, 31], [700, 600])
+    scene = SelectionInput(rng, rope, [20, 40], [512, 31], [700, 600])
     by_query, by_keys = scene.attend(rotate_side="query"), scene.attend(rotate_side="keys")
     for one, other in zip(by_query, by_keys, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
@@ -129,7 +129,7 @@ def test_rotating_query_by_offset_equals_rotating_keys(rng, rope):
 @pytest.mark.parametrize("own_v_pages", [False, True])
 def test_rows_in_turn_are_the_rows_together(rng, own_v_pages):
     """Other tables and positions a row, one row of padding only; V at pages of its own or not."""
-    scene = Scene(rng, ROPES["half"], [290, 130, 40], [150, 0, 600], [-1] * 20)
+    scene = SelectionInput(rng, ROPES["half"], [290, 130, 40], [150, 0, 600], [-1] * 20)
     tables = [
         jnp.concatenate(parts)
         for parts in zip(
@@ -187,7 +187,7 @@ def test_yarn_factor_enters_once(rng):
 
 @pytest.mark.parametrize("parts", [[[0], [1], [2]], [[0, 2], [1]], [[1, 2, 0]]])
 def test_split_and_merge_equals_not_splitting(rng, parts):
-    scene = Scene(rng, ROPES["half"], [37, 16, 50], [300, 0, 100], [104, 310, 400, 3])
+    scene = SelectionInput(rng, ROPES["half"], [37, 16, 50], [300, 0, 100], [104, 310, 400, 3])
     whole, whole_lse = scene.attend()
     merged = merge([Partial(*scene.attend(part)) for part in parts])
     np.testing.assert_allclose(merged.out, whole, rtol=1e-4, atol=1e-5)

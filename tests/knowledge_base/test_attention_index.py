@@ -14,7 +14,7 @@ from jaxrag.cli import main
 from jaxrag.decode import Retrieval
 from jaxrag.decode.stored import StoredIndexes
 from jaxrag.documents import Document
-from jaxrag.engine.decoding import host_search
+from jaxrag.engine.engine import engine_of
 from jaxrag.errors import ConfigError, KnowledgeBaseError
 from jaxrag.models.model import random_model
 from jaxrag.serve.generate import generate
@@ -97,13 +97,13 @@ def test_verify_reads_them_and_makes_them_again(indexed_kb, long):
     kb = indexed_kb
     kb.add([long])
     keys, before = indexed_keys(kb), ask(kb, RULE)
-    host_search(kb.model).documents = StoredIndexes()  # it keeps what was read
+    engine_of(kb.model).runner.host_search.documents = StoredIndexes()  # it keeps what was read
     path = next((kb.path / "kv").rglob("aux/attention_index_1/c/0"))
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     assert kb.verify().damaged == (keys[0],)
-    kb.model.forget_cache()
+    engine_of(kb.model).runner.forget_cache()
     found = ask(kb, dataclasses.replace(RULE, index=Exact("float32")))  # it does not fail
     assert found.token_ids == before.token_ids
     assert any("a stored index is not used" in note for note in found.notes)
@@ -142,7 +142,7 @@ def test_a_chunk_that_a_question_encodes_gets_them(indexed_kb, long):
     kb.add([long])
     keys = indexed_keys(kb)
     kb.store.delete(keys)
-    kb.model.forget_cache()
+    engine_of(kb.model).runner.forget_cache()
     answer = ask(kb, RULE)
     assert answer.counts["encoded"] > 0
     assert indexed_keys(kb) == keys

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxrag import generate
+from jaxrag.engine.engine import engine_of
 from jaxrag.errors import KnowledgeBaseError, StoreError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.models.model import random_model
@@ -33,7 +34,7 @@ def shards(kb):
 
 def ask(kb):
     """An answer whose chunks came from the store, not from the device's pool."""
-    kb.model.forget_cache()
+    engine_of(kb.model).runner.forget_cache()
     return generate(QUESTION, kb=kb, method="turborag", max_new_tokens=4)
 
 

@@ -9,6 +9,7 @@ import pytest
 from jaxrag.documents import Document
 from jaxrag.embed import as_embedder
 from jaxrag.encode import chunk_key, encode_chunks
+from jaxrag.engine.engine import engine_of
 from jaxrag.errors import KnowledgeBaseError
 from jaxrag.knowledge_base import KnowledgeBase, neighbours
 from jaxrag.methods import Method
@@ -234,7 +235,7 @@ def test_answers_are_those_of_kv_encoded_on_the_fly(make_kb, embedder):
     bare.add(documents)
     results = []
     for kb in (ready, bare):
-        kb.model.forget_cache()
+        engine_of(kb.model).runner.forget_cache()
         results.append(generate("amber fjord", kb=kb, method=METHOD, k=3, max_new_tokens=4))
     stored, fresh = results
     assert stored.counts["encoded"] == 0 < stored.counts["reused"] == fresh.counts["encoded"]

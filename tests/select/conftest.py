@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from jaxrag.encode import encode_chunks
-from jaxrag.engine.mapping import Prompt, map_request, unmap
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.mapping import map_request, unmap
 from jaxrag.engine.prefill import prefill
+from jaxrag.engine.request import Prompt, Request
 from jaxrag.methods import Method
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import random_model
@@ -95,17 +97,23 @@ class Work:
         parts = []
         try:
             for prompt in prompts:
-                parts.append(map_request(model, model.memory, method, prompt, reserve_tokens=0))
+                parts.append(
+                    map_request(
+                        engine_of(model).runner,
+                        Request(prompt, engine_of(model).memory, method, 1),
+                        0,
+                    )
+                )
             yield parts
         finally:
             for part in parts:
-                unmap(model, part)
+                unmap(engine_of(model).runner, part)
 
     @classmethod
     def online(cls, model, method, *prompts):
         """Logits of each prompt's last token, and what was recomputed (None: nothing at all)."""
         with cls.mapped(model, method, *prompts) as parts:
-            logits, _ = prefill(model, parts)
+            logits, _ = prefill(engine_of(model).runner, parts)
             chosen = [None if p.choice is None else p.choice.tokens for p in parts]
             return np.asarray(logits)[: len(prompts)], chosen
 

@@ -9,7 +9,9 @@ import pytest
 
 from jaxrag.cache import PagePool
 from jaxrag.engine import prefill
-from jaxrag.engine.mapping import Prompt, map_request, unmap
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.mapping import map_request, unmap
+from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.reuse import account, token_counts
 from jaxrag.errors import RequestError
 from jaxrag.methods import METHODS, Method
@@ -57,17 +59,17 @@ def mapped(model, store, method, *prompts):
     parts = []
     try:
         for prompt in prompts:
-            parts.append(map_request(model, store, method, prompt, reserve_tokens=0))
+            parts.append(map_request(engine_of(model).runner, Request(prompt, store, method, 1), 0))
         yield parts
     finally:
         for part in parts:
-            unmap(model, part)
+            unmap(engine_of(model).runner, part)
 
 
 def run(model, store, method, prompt):
     """Logits of the last token, the tokens that were chosen, and the account."""
     with mapped(model, store, method, prompt) as (part,):
-        logits, _ = prefill.prefill(model, [part])
+        logits, _ = prefill.prefill(engine_of(model).runner, [part])
         chosen = [] if part.choice is None else part.choice.tokens.tolist()
         return np.asarray(logits[0]), chosen, account(method, part)
 
@@ -78,7 +80,7 @@ def put(model, store, method, prefix, *chunks):
     with mapped(model, store, encode, Prompt(prefix, chunks, prefix[:1])) as (part,):
         keys = [key for loaded in part.loaded for key in loaded.keys]
     for key in keys:
-        model.cache.owners.forget(key)
+        engine_of(model).runner.cache.allocator.evict(key)
 
 
 def hows(rows):
@@ -149,13 +151,13 @@ def test_law_3_ratio_1_with_gaps_is_full_attention(rng, work, model_of, encoder)
 def test_a_chunk_computed_in_place_is_not_stored_and_not_shared(rng, work, model_of):
     model, prompt, method = model_of(), work.prompt(rng), method_with()
     store = new_store(model)
-    free = model.cache.owners.num_free
+    free = engine_of(model).runner.cache.allocator.num_free
     for _ in range(2):
         _, _, rows = run(model, store, method, prompt)
         assert hows(rows)[1:] == ["in place"] * 4
         assert {row.why for row in rows[1:]} == {"not in the store"}
     assert len(list(store.keys())) == 1  # the prefix
-    assert model.cache.owners.num_free == free - 1
+    assert engine_of(model).runner.cache.allocator.num_free == free - 1
     encoded, _, rows = run(model, store, METHODS["full_reuse"], prompt)
     assert hows(rows)[1:] == ["encoded"] * 4
     again, _, rows = run(model, store, method, prompt)
@@ -171,7 +173,7 @@ def test_law_12_a_batch_with_gaps_is_one_at_a_time(rng, work, model_of, name):
     put(model, store, method, prompts[0].prefix, prompts[0].chunks[1])
     alone = [run(model, store, method, prompt)[0] for prompt in prompts]
     with mapped(model, store, method, *prompts) as parts:
-        logits, _ = prefill.prefill(model, parts)
+        logits, _ = prefill.prefill(engine_of(model).runner, parts)
         pages = [page for part in parts for page in part.owned]
         assert len(set(pages)) == len(pages)
         together = np.asarray(logits)
@@ -187,14 +189,19 @@ def test_slots_of_gaps_may_hold_nan(rng, work, model_of, name):
     put(model, store, method, prompt.prefix, prompt.chunks[1], prompt.chunks[3])
     expected, chosen, _ = run(model, store, method, prompt)
     with mapped(model, store, method, prompt) as (part,):
-        pool = model.cache.pool
+        pool = engine_of(model).runner.cache.pool
         pages = np.array(part.owned)
-        layers = np.arange(model.config.num_layers)[:, None] * model.cache.owners.num_pages
+        layers = (
+            np.arange(model.config.num_layers)[:, None]
+            * engine_of(model).runner.cache.allocator.num_pages
+        )
         rows = (layers + pages).ravel()
-        model.cache.pool = PagePool(k=pool.k.at[rows].set(np.nan), v=pool.v.at[rows].set(np.nan))
-        logits, _ = prefill.prefill(model, [part])
+        engine_of(model).runner.cache._pool = PagePool(
+            k=pool.k.at[rows].set(np.nan), v=pool.v.at[rows].set(np.nan)
+        )
+        logits, _ = prefill.prefill(engine_of(model).runner, [part])
         again = [] if part.choice is None else part.choice.tokens.tolist()
-    model.forget_cache()
+    engine_of(model).runner.forget_cache()
     assert again == chosen
     np.testing.assert_array_equal(logits[0], expected)
 
@@ -225,22 +232,22 @@ def test_a_batch_keeps_one_copy_and_gives_every_page_back(rng, work, model_of):
     method = dataclasses.replace(METHODS["full_attention"], prefix_cache=True)
     one = work.prompt(rng)
     other = dataclasses.replace(one, final=work.ids(rng, 12)[0])
-    owners = model.cache.owners
-    owners.give_back(owners.take(owners.num_pages, "a test"))  # drops all that is resident
+    allocator = engine_of(model).runner.cache.allocator
+    allocator.free(allocator.allocate(allocator.num_pages, "a test"))  # drops all that is resident
     with mapped(model, store, method, one, other) as parts:
-        logits, _ = prefill.prefill(model, parts)
+        logits, _ = prefill.prefill(engine_of(model).runner, parts)
     for row, prompt in enumerate((one, other)):
         np.testing.assert_allclose(logits[row], work.full_logits(model, prompt), **CLOSE)
-    assert owners.num_free == owners.num_pages - (1 + 3 + 2 + 1 + 1)
+    assert allocator.num_free == allocator.num_pages - (1 + 3 + 2 + 1 + 1)
     with mapped(model, store, method, one, other) as parts:  # law 5: both on the same pages
         first, second = ([part.resident for part in request.parts] for request in parts)
         assert first == second and None not in first
-        logits, _ = prefill.prefill(model, parts)
+        logits, _ = prefill.prefill(engine_of(model).runner, parts)
     for row, prompt in enumerate((one, other)):
         np.testing.assert_allclose(logits[row], work.full_logits(model, prompt), **CLOSE)
-    assert owners.num_free == owners.num_pages - (1 + 3 + 2 + 1 + 1)
-    owners.give_back(owners.take(owners.num_pages, "a test"))
-    assert owners.num_free == owners.num_pages
+    assert allocator.num_free == allocator.num_pages - (1 + 3 + 2 + 1 + 1)
+    allocator.free(allocator.allocate(allocator.num_pages, "a test"))
+    assert allocator.num_free == allocator.num_pages
     assert hows(run(model, store, method, one)[2]) == ["computed"] * 5
 
 
@@ -280,16 +287,16 @@ def test_another_salt_shares_no_leading_part(rng, work, model_of):
 
 def test_a_failure_gives_everything_back(rng, work, model_of):
     model, store = model_of(), new_store(model_of())
-    owners = model.cache.owners
+    allocator = engine_of(model).runner.cache.allocator
     prompt = work.prompt(rng, chunks=(100, 90, 80))
     method = method_with(prefix_cache=True)
     put(model, store, method, prompt.prefix, prompt.chunks[1])
-    held = owners.take(owners.num_pages - 19, "a test")
+    held = allocator.allocate(allocator.num_pages - 19, "a test")
     with pytest.raises(RequestError, match="a request of 9 new tokens and 0 to generate needs"):
-        map_request(model, store, method, prompt, 0)
-    owners.give_back(held)
-    owners.give_back(owners.take(owners.num_pages, "a test"))
-    assert owners.num_free == owners.num_pages
+        map_request(engine_of(model).runner, Request(prompt, store, method, 1), 0)
+    allocator.free(held)
+    allocator.free(allocator.allocate(allocator.num_pages, "a test"))
+    assert allocator.num_free == allocator.num_pages
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrag.select import AllTokens, FirstK, NoTokens, RandomTokens, Scene, budget_of
+from jaxrag.select import AllTokens, FirstK, NoTokens, RandomTokens, SelectionInput, budget_of
 from jaxrag.select.base import best
 from jaxrag.select.cache_craft import order_penalty, scaled_counts
 
@@ -13,7 +13,7 @@ def scene_of(rng, ratio):
     count = int(rng.integers(1, 9))
     prompt = [rng.integers(3, 101, rng.integers(1, 9)).astype(np.int32) for _ in range(count + 2)]
     settled = rng.random((2, count)) < 0.2
-    return Scene(
+    return SelectionInput(
         prefix=prompt[0], chunks=tuple(prompt[2:]), final=prompt[1], table=None, chunk_slots=None,
         scratch=0, exact=tuple(settled[0]), in_place=tuple(settled[1]),
         seen=((),) * count, ratio=ratio,
@@ -34,11 +34,11 @@ def test_selectors_that_ask_no_model_by_counting(rng, ratio):
             at += len(chunk)
         expected = {FirstK(k=3): first, AllTokens(): free, NoTokens(): []}
         for selector, tokens in expected.items():
-            (choice,) = selector.select(None, [scene])
+            (choice,) = selector.select(None, None, [scene])
             assert choice.tokens.tolist() == tokens
             assert choice.flops == 0
         if ratio is not None:
-            (choice,) = RandomTokens().select(None, [scene])
+            (choice,) = RandomTokens().select(None, None, [scene])
             chosen = choice.tokens.tolist()
             assert chosen == sorted(set(chosen) & set(free))
             assert len(chosen) == min(int(np.ceil(ratio * at - 1e-9)), len(free))
@@ -47,13 +47,13 @@ def test_selectors_that_ask_no_model_by_counting(rng, ratio):
 def test_random_draws_all_candidates_equally_often(rng):
     """Each of the candidates, and each pair of them, as often as chance says."""
     chunks = tuple(ids.astype(np.int32) for ids in np.split(rng.integers(3, 101, 12), [5, 8]))
-    scene = Scene(
+    scene = SelectionInput(
         prefix=chunks[0][:0], chunks=chunks, final=chunks[0], table=None, chunk_slots=None,
         scratch=0, exact=(False, True, False), in_place=(False,) * 3, seen=((),) * 3, ratio=0.25,
     )  # fmt: skip
     draws, together = 3000, np.zeros((12, 12))
     for seed in range(draws):
-        (choice,) = RandomTokens(seed).select(None, [scene])
+        (choice,) = RandomTokens(seed).select(None, None, [scene])
         together[np.ix_(choice.tokens, choice.tokens)] += 1
     free = [0, 1, 2, 3, 4, 8, 9, 10, 11]
     once, twice = 3 / 9, 3 / 9 * 2 / 8

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from jaxrag.engine import prefill
-from jaxrag.engine.mapping import Prompt, map_request, unmap
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.mapping import map_request, unmap
+from jaxrag.engine.request import Prompt, Request
 from jaxrag.methods import METHODS, Method
 from jaxrag.select import (
     AllTokens,
@@ -73,18 +75,20 @@ def mapped(model, method, *prompts, stores=None):
     """Requests in the pool, each from its own store or all from the model's."""
     parts = []
     try:
-        for prompt, store in zip(prompts, stores or [model.memory] * len(prompts), strict=True):
-            parts.append(map_request(model, store, method, prompt, reserve_tokens=0))
+        for prompt, store in zip(
+            prompts, stores or [engine_of(model).memory] * len(prompts), strict=True
+        ):
+            parts.append(map_request(engine_of(model).runner, Request(prompt, store, method, 1), 0))
         yield parts
     finally:
         for part in parts:
-            unmap(model, part)
+            unmap(engine_of(model).runner, part)
 
 
 def run(model, method, *prompts, stores=None):
     """Logits after each prompt [B, V], and the tokens that each recomputed (None: nothing)."""
     with mapped(model, method, *prompts, stores=stores) as parts:
-        logits, _ = prefill.prefill(model, parts)
+        logits, _ = prefill.prefill(engine_of(model).runner, parts)
         chosen = [None if p.choice is None else p.choice.tokens.tolist() for p in parts]
         return np.asarray(logits)[: len(prompts)], chosen
 
@@ -107,7 +111,9 @@ def test_law_3_ratio_1_is_full_attention(rng, work, model_of, family, name):
     model, prompts = model_of(family), pair(rng, work)
     method = method_with(name, 1)
     with mapped(model, method, *prompts) as parts:
-        choices = method.selector.select(model, [part.scene for part in parts])
+        choices = method.selector.select(
+            model, engine_of(model).runner.cache, [part.scene for part in parts]
+        )
     assert [choice.tokens.tolist() for choice in choices] == [list(range(24)), list(range(13))]
     logits, chosen = run(model, method, *prompts)
     assert list(map(len, chosen)) == [24, 13]
@@ -153,14 +159,20 @@ def test_law_4_later_tokens_change_nothing(rng, work, model_of, family, name):
     def computed(cut=None):
         """K and V [L, n, K, H] of the tokens that each request runs, others from ``cut`` on."""
         with mapped(model, method_with(name, 0.4), *prompts) as parts:
-            prefill.select_tokens(model, parts)
+            prefill.select_tokens(engine_of(model).runner, parts)
             for part in parts if cut is not None else ():
                 part.ids[cut:] = 3 + (part.ids[cut:] + 5) % 90
-            prefill.prefill(model, parts)
-            layers = np.arange(model.config.num_layers)[:, None] * model.cache.owners.num_pages
+            prefill.prefill(engine_of(model).runner, parts)
+            layers = (
+                np.arange(model.config.num_layers)[:, None]
+                * engine_of(model).runner.cache.allocator.num_pages
+            )
             found = []
             for part in parts:
-                for buffer in (model.cache.pool.k, model.cache.pool.v):
+                for buffer in (
+                    engine_of(model).runner.cache.pool.k,
+                    engine_of(model).runner.cache.pool.v,
+                ):
                     rows = np.asarray(buffer[layers + np.array(part.owned)])
                     flat = rows.reshape(rows.shape[0], -1, *rows.shape[3:])
                     found.append(flat[:, part.slots - part.first_slot])
@@ -180,7 +192,10 @@ def test_law_4_later_tokens_change_nothing(rng, work, model_of, family, name):
 def test_law_5_shared_chunks_give_what_separate_copies_give(rng, work, model_of, family, name):
     """Two requests at once, over one copy at different places, and over a copy each."""
     model, prompts, method = model_of(family), pair(rng, work), method_with(name, 0.4)
-    layers = np.arange(model.config.num_layers)[:, None] * model.cache.owners.num_pages
+    layers = (
+        np.arange(model.config.num_layers)[:, None]
+        * engine_of(model).runner.cache.allocator.num_pages
+    )
 
     def residents(parts):
         """Pages of chunk b and of chunk c in each request."""
@@ -193,9 +208,15 @@ def test_law_5_shared_chunks_give_what_separate_copies_give(rng, work, model_of,
         first, second = residents(parts)
         assert first == second
         shared = layers + np.array([page for pages in first for page in pages])
-        before = [np.asarray(x[shared]) for x in (model.cache.pool.k, model.cache.pool.v)]
-        together, _ = prefill.prefill(model, parts)
-        after = [np.asarray(x[shared]) for x in (model.cache.pool.k, model.cache.pool.v)]
+        before = [
+            np.asarray(x[shared])
+            for x in (engine_of(model).runner.cache.pool.k, engine_of(model).runner.cache.pool.v)
+        ]
+        together, _ = prefill.prefill(engine_of(model).runner, parts)
+        after = [
+            np.asarray(x[shared])
+            for x in (engine_of(model).runner.cache.pool.k, engine_of(model).runner.cache.pool.v)
+        ]
         chosen = [[] if part.choice is None else part.choice.tokens.tolist() for part in parts]
     for old, new in zip(before, after, strict=True):
         np.testing.assert_array_equal(old, new)
@@ -203,7 +224,7 @@ def test_law_5_shared_chunks_give_what_separate_copies_give(rng, work, model_of,
     with mapped(model, method, *prompts, stores=stores) as parts:
         first, second = residents(parts)
         assert not {*itertools.chain(*first)} & {*itertools.chain(*second)}
-        apart, _ = prefill.prefill(model, parts)
+        apart, _ = prefill.prefill(engine_of(model).runner, parts)
         again = [[] if part.choice is None else part.choice.tokens.tolist() for part in parts]
     assert chosen == again
     assert [bool(tokens) for tokens in chosen] == [name != "none"] * 2

@@ -9,7 +9,8 @@ import pytest
 from jaxrag.cache import PagePool
 from jaxrag.engine import decoding as answer
 from jaxrag.engine import prefill
-from jaxrag.engine.mapping import Prompt
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.request import Prompt
 from jaxrag.methods import METHODS
 from jaxrag.models.decoder import unembed
 from jaxrag.models.model import random_model
@@ -85,7 +86,7 @@ def test_law_3_a_selector_that_may_take_everything_does(rng, work, model_of, nam
     """Run on its own, without the shortcut of ratio 1."""
     model, prompt = model_of(), work.prompt(rng)
     with work.mapped(model, work.method(SELECTORS[name], 1, "isolated"), prompt) as (part,):
-        (choice,) = SELECTORS[name].select(model, [part.scene])
+        (choice,) = SELECTORS[name].select(model, engine_of(model).runner.cache, [part.scene])
     assert choice.tokens.tolist() == list(range(74))
 
 
@@ -156,11 +157,15 @@ def test_law_4_a_recomputed_token_never_sees_a_later_one(rng, work, model_of, fa
 
     def recomputed(change, prompt):
         with work.mapped(model, method, prompt) as (part,):
-            prefill.select_tokens(model, [part])
+            prefill.select_tokens(engine_of(model).runner, [part])
             change(part)
-            prefill.prefill(model, [part])
-            pool, page = model.cache.pool, part.owned[0]
-            every = page + np.arange(model.config.num_layers) * model.cache.owners.num_pages
+            prefill.prefill(engine_of(model).runner, [part])
+            pool, page = engine_of(model).runner.cache.pool, part.owned[0]
+            every = (
+                page
+                + np.arange(model.config.num_layers)
+                * engine_of(model).runner.cache.allocator.num_pages
+            )
             return np.asarray(pool.k[every]), np.asarray(pool.v[every])
 
     def nothing(part):
@@ -201,11 +206,19 @@ def test_law_5_shared_pages_stay_and_serve_two_selections(rng, work, model_of, f
         residents = [parts[0].loaded[1].residents[1], parts[1].loaded[1].residents[0]]
         assert residents[0].pages == residents[1].pages
         assert parts[1].loaded[1].residents[2].pages == residents[0].pages
-        layers = np.arange(model.config.num_layers) * model.cache.owners.num_pages
+        layers = (
+            np.arange(model.config.num_layers) * engine_of(model).runner.cache.allocator.num_pages
+        )
         pages = layers[:, None] + np.array(residents[0].pages)
-        before = [np.asarray(x[pages]) for x in (model.cache.pool.k, model.cache.pool.v)]
-        together, _ = prefill.prefill(model, parts)
-        after = [np.asarray(x[pages]) for x in (model.cache.pool.k, model.cache.pool.v)]
+        before = [
+            np.asarray(x[pages])
+            for x in (engine_of(model).runner.cache.pool.k, engine_of(model).runner.cache.pool.v)
+        ]
+        together, _ = prefill.prefill(engine_of(model).runner, parts)
+        after = [
+            np.asarray(x[pages])
+            for x in (engine_of(model).runner.cache.pool.k, engine_of(model).runner.cache.pool.v)
+        ]
         chosen = [part.choice.tokens for part in parts]
         assert not set(parts[0].owned) & set(parts[1].owned)
     for old, new in zip(before, after, strict=True):
@@ -238,13 +251,15 @@ def test_unused_slots_may_hold_nan(rng, work, model_of, name):
     model, prompt = model_of(), work.prompt(rng)
     method = work.method(SELECTORS[name], 0.3)
     clean, (chosen,) = work.online(model, method, prompt)
-    model.forget_cache()
-    model.cache.pool = jax.tree.map(lambda x: x * np.nan, model.cache.pool)
-    assert isinstance(model.cache.pool, PagePool)
+    engine_of(model).runner.forget_cache()
+    engine_of(model).runner.cache._pool = jax.tree.map(
+        lambda x: x * np.nan, engine_of(model).runner.cache.pool
+    )
+    assert isinstance(engine_of(model).runner.cache.pool, PagePool)
     try:
         poisoned, (again,) = work.online(model, method, prompt)
     finally:
-        model.forget_cache()
+        engine_of(model).runner.forget_cache()
     np.testing.assert_array_equal(chosen, again)
     np.testing.assert_allclose(poisoned, clean, **CLOSE)
 

@@ -9,6 +9,7 @@ import pytest
 from jaxrag import KnowledgeBase, generate
 from jaxrag.cli import main
 from jaxrag.documents import Document
+from jaxrag.engine.engine import engine_of
 from jaxrag.errors import ConfigError, RequestError
 from jaxrag.methods import METHODS, Method, method_named
 from jaxrag.models.flops import turborag_flops
@@ -167,10 +168,10 @@ def test_pages_of_recomputed_tokens_go_back(model_of, work, rng):
     documents = [list(map(int, d)) for d in work.ids(rng, 100, 90)]
     options = {"documents": documents, "model": model, "max_new_tokens": 3}
     generate([5, 6], method="full_reuse", **options)
-    free = model.cache.owners.num_free
+    free = engine_of(model).runner.cache.allocator.num_free
     for ratio in (0, 0.3, 1):
         generate([5, 6], method="cacheblend", recompute_ratio=ratio, **options)
-        assert model.cache.owners.num_free == free
+        assert engine_of(model).runner.cache.allocator.num_free == free
 
 
 def test_only_the_methods_that_recompute_need_room(work):

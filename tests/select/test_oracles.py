@@ -6,7 +6,8 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxrag.engine.mapping import Prompt
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.request import Prompt
 from jaxrag.models.rope import frequencies
 from jaxrag.select import CacheCraft, FirstK, KvDeviation, QueryGuided, RandomTokens
 from jaxrag.select.cache_craft import cache_fix_overhead
@@ -64,7 +65,7 @@ def tried(work, model_of, rng):
         changes = {"sliding_window": 24} if family == "mistral" else {}
         model, prompt = model_of(family, **changes), work.prompt(rng)
         with work.mapped(model, work.method(selector, ratio, encoder), prompt) as (part,):
-            (choice,) = selector.select(model, [part.scene])
+            (choice,) = selector.select(model, engine_of(model).runner.cache, [part.scene])
             return model, prompt, choice.tokens.tolist(), of(model, [part.scene])
 
     return run
@@ -236,7 +237,7 @@ def test_cache_craft_behind_neighbours(work, model_of, rng):
     )
     with work.mapped(model, method, prompt) as (part,):
         seen = part.scene.seen
-        (choice,) = selector.select(model, [part.scene])
+        (choice,) = selector.select(model, engine_of(model).runner.cache, [part.scene])
     assert seen == ((), (0,), (1, 0), (2, 1, 0))
     attention = chunk_attention(work, model, prompt)
 

@@ -12,7 +12,8 @@ import pytest
 
 from jaxrag import KnowledgeBase, generate
 from jaxrag.documents import Document
-from jaxrag.engine.sampling import Sampling
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.sampling import SamplingParams
 from jaxrag.errors import ConfigError, RequestError, StoreError, TokenizerError
 from jaxrag.serve import batch
 from jaxrag.serve.batch import answer_file, question_seed
@@ -28,7 +29,7 @@ from jaxrag.serve.questions import resolve
 from jaxrag.text.prompts import PromptTemplate
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "generate.py"
-WARM = Sampling(temperature=1.0, seed=5)
+WARM = SamplingParams(temperature=1.0, seed=5)
 LINES = [
     {"id": "salt", "question": "Who works the salt wells?", "answers": ["hands"]},
     {"question": "What crosses the river?"},
@@ -296,12 +297,12 @@ def test_without_a_knowledge_base_questions_bring_documents(answer, text_model):
         max_new_tokens=3,
         stop=(),
     )
-    kept = text_model.memory.stats()
+    kept = engine_of(text_model).memory.stats()
     report = answer([LINES[2], LINES[0]], settings=settings)
     assert [bad.id for bad in report.refused] == ["salt"]
     assert "no documents to answer from" in report.refused[0].reason
     assert report.answered == 1
-    assert text_model.memory.stats() == kept  # a long run does not fill the memory
+    assert engine_of(text_model).memory.stats() == kept  # a long run does not fill the memory
 
 
 def test_settings_that_serve_no_question_are_refused_before_the_file_is_made(answer, settings):

@@ -11,10 +11,12 @@ import jaxrag
 from jaxrag import KnowledgeBase, Sampling, generate
 from jaxrag.cache import PAGE
 from jaxrag.documents import Document
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.request import pages_of
 from jaxrag.errors import ConfigError, RequestError, TokenizerError
 from jaxrag.serve import generate as generation
 from jaxrag.serve.generate import serve
-from jaxrag.serve.questions import Source, pages_of, prepare, resolve
+from jaxrag.serve.questions import Source, prepare, resolve
 
 DOCUMENTS = [
     Document("salt", "The salt wells of Yanjing are worked by hand.", title="Salt"),
@@ -122,7 +124,7 @@ def test_knowledge_base_that_is_read_only_keeps_nothing_and_says_so(kb_dir, mode
         assert result.counts["encoded"] == sum(result.counts.values()) > 0
         assert "not stored: the store is open for reading only" in result.notes[-1]
         assert kb.stats()["stored"] == before
-        model.forget_cache()
+        engine_of(model).runner.forget_cache()
         assert (
             generate(QUESTION, kb=kb, method="full_reuse", max_new_tokens=1).counts["encoded"] > 0
         )
@@ -174,15 +176,15 @@ def test_a_stream_is_the_answer_in_pieces(kb, sampling):
 
 def test_a_stream_that_is_left_gives_its_pages_back(kb, text_model):
     generate(QUESTION, kb=kb, max_new_tokens=1)
-    owners = text_model.cache.owners
-    free = owners.num_free
+    allocator = engine_of(text_model).runner.cache.allocator
+    free = allocator.num_free
     stream = generate(QUESTION, kb=kb, max_new_tokens=100, stream=True)
     pieces = iter(stream)
     next(pieces)
-    assert owners.num_free < free
+    assert allocator.num_free < free
     pieces.close()
     del pieces, stream
-    assert owners.num_free == free
+    assert allocator.num_free == free
 
 
 def test_stop_string_ends_the_answer(kb):
@@ -247,7 +249,7 @@ def test_a_prompt_larger_than_the_cache_is_refused(bare_model):
     tight = dataclasses.replace(bare_model, cache_tokens=20 * PAGE)
     with pytest.raises(RequestError, match="320; raise cache_tokens"):
         generate([5] * 300, documents=[[6] * 40], model=tight, max_new_tokens=4)
-    assert tight.cache.owners.num_free == 20
+    assert tight.cache.allocator.num_free == 20
 
 
 @pytest.mark.parametrize(
@@ -276,10 +278,10 @@ def test_bad_arguments_are_refused(kb, text_model, bare_model, arguments, words)
         name: given[name if name == "kb" else value] if name in ("kb", "model") else value
         for name, value in arguments.items()
     }
-    free = text_model.cache.owners.num_free
+    free = engine_of(text_model).runner.cache.allocator.num_free
     with pytest.raises(RequestError, match=words):
         generate(QUESTION, **arguments)
-    assert text_model.cache.owners.num_free == free
+    assert engine_of(text_model).runner.cache.allocator.num_free == free
 
 
 @pytest.mark.parametrize("question", ["", " \n", "\ud800x", [""], ["fine", ""]])

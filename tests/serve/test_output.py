@@ -4,11 +4,8 @@ import itertools
 
 import pytest
 
-from jaxrag.engine.decoding import reserved
 from jaxrag.serve.output import Answer
 from jaxrag.text.tokenizer import Tokenizer
-
-EOS = 0
 
 
 class Words:
@@ -27,10 +24,10 @@ class Words:
 
 def play(pieces, stop=(), limit=100, tail=""):
     """Push every piece as one token: the answer, and what each push showed."""
-    answer = Answer(limit, frozenset({EOS}), tuple(stop), Words(["", *pieces], tail))
+    answer = Answer(tuple(stop), Words(["", *pieces], tail))
     shown = []
     for token_id in range(1, len(pieces) + 1):
-        shown.append(answer.push(token_id))
+        shown.append(answer.push([token_id], "length" if token_id == limit else None))
         if answer.finish_reason:
             break
     return answer, shown
@@ -89,20 +86,20 @@ def test_text_behind_a_stop_string_in_the_same_token_is_dropped():
 
 def test_nothing_is_added_once_it_is_over():
     answer, _ = play(["a\n", "b"], stop=["\n"])
-    assert answer.push(2) == ""
+    assert answer.push([2]) == ""
     assert (answer.text, answer.token_ids) == ("a", [1])
 
 
 def test_end_of_sequence_releases_what_was_held_and_is_no_part_of_the_answer():
     answer, shown = play(["a ", "St"], stop=["Stop"])
     assert shown == ["a ", ""]
-    assert answer.push(EOS) == "St"
+    assert answer.push([], "stop") == "St"
     assert (answer.text, answer.finish_reason, answer.token_ids) == ("a St", "stop", [1, 2])
 
 
 def test_end_of_sequence_at_once():
     answer, _ = play([])
-    assert answer.push(EOS) == ""
+    assert answer.push([], "stop") == ""
     assert (answer.text, answer.finish_reason, answer.token_ids) == ("", "stop", [])
 
 
@@ -129,8 +126,8 @@ def test_incomplete_character_comes_at_the_end():
 
 
 def test_without_a_tokenizer_only_ids_are_kept():
-    answer = Answer(2, frozenset({EOS}), (), None)
-    assert [answer.push(5), answer.push(6)] == ["", ""]
+    answer = Answer((), None)
+    assert [answer.push([5]), answer.push([6], "length")] == ["", ""]
     assert (answer.text, answer.token_ids, answer.finish_reason) == ("", [5, 6], "length")
 
 
@@ -140,16 +137,15 @@ def test_shown_pieces_are_the_text_whatever_the_bytes(tokenizer_dir, stop):
     tokenizer = Tokenizer.load(tokenizer_dir)
     whole = "A naïve guest 🍵 drinks 盐井茶。 Then rests."
     ids = [int(i) for i in tokenizer.encode(whole)]
-    answer = Answer(len(ids), frozenset(tokenizer.eos_ids), stop, tokenizer.stream())
-    shown = [answer.push(i) for i in ids]
+    answer = Answer(stop, tokenizer.stream())
+    shown = [answer.push([i]) for i in ids[:-1]] + [answer.push(ids[-1:], "length")]
     cut = min((whole.index(word) for word in stop if word in whole), default=len(whole))
     assert "".join(shown) == answer.text == whole[:cut]
     assert answer.finish_reason == ("stop" if cut < len(whole) else "length")
     assert not any("\ufffd" in piece for piece in shown)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "block", "expected"), [(1, 8, 0), (2, 8, 8), (9, 8, 8), (10, 8, 16), (4, 1, 3)]
-)
-def test_slots_are_reserved_for_whole_blocks(tokens, block, expected):
-    assert reserved(tokens, block) == expected
+def test_tokens_of_one_step_behind_a_stop_string_are_left_out():
+    answer = Answer(("\n",), Words(["", "a", "b\n", "c"]))
+    assert answer.push([1, 2, 3], "length") == "ab"
+    assert (answer.text, answer.token_ids, answer.finish_reason) == ("ab", [1, 2], "stop")

@@ -5,7 +5,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from jaxrag import KnowledgeBase, generate
-from jaxrag.engine.sampling import Sampling
+from jaxrag.engine.sampling import SamplingParams
 from jaxrag.errors import RequestError
 from jaxrag.models.model import load_model, random_model
 from jaxrag.serve.questions import prepare, resolve
@@ -32,7 +32,7 @@ def prepared(model, question, documents=DOCUMENTS, template=None):
         kb=None, model=model, method="block_attention", template=template, k=5,
         max_new_tokens=1, stop=(),
     )  # fmt: skip
-    return prepare(settings, question, documents, Sampling())
+    return prepare(settings, question, documents, SamplingParams())
 
 
 def chosen(model, kb=None, template=None):

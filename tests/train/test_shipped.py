@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from jaxrag.engine import prefill
-from jaxrag.engine.mapping import Prompt, map_request, unmap
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.mapping import map_request, unmap
+from jaxrag.engine.request import Prompt, Request
 from jaxrag.evals.scoring import READS, draw, scored, write
 from jaxrag.evals.synthetic_report import markdown
 from jaxrag.methods import METHODS
@@ -63,11 +65,13 @@ def training_forward(config):
 
 def cached_logits(model, method, prompt):
     """Logits of the last token through stored chunks, pool and page tables."""
-    mapped = map_request(model, model.memory, METHODS[method], prompt, reserve_tokens=0)
+    mapped = map_request(
+        engine_of(model).runner, Request(prompt, engine_of(model).memory, METHODS[method], 1), 0
+    )
     try:
-        return np.asarray(prefill.prefill(model, [mapped])[0][0])
+        return np.asarray(prefill.prefill(engine_of(model).runner, [mapped])[0][0])
     finally:
-        unmap(model, mapped)
+        unmap(engine_of(model).runner, mapped)
 
 
 @pytest.mark.parametrize("read", READS)

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrag.engine.mapping import Prompt, map_request, unmap
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.mapping import map_request, unmap
 from jaxrag.engine.prefill import prefill
+from jaxrag.engine.request import Prompt, Request
 from jaxrag.methods import METHODS
 from jaxrag.train.config import OptimizerPart
 from jaxrag.train.lora import init_adapters, merge_all
@@ -167,9 +169,13 @@ def test_training_forward_equals_cached_inference(
         for answered in (0, len(final.response) - 1):
             ids = np.concatenate((final.question, final.response[:answered]))
             prompt = Prompt(SAMPLE.prefix, SAMPLE.chunks, ids)
-            mapped = map_request(text_model, text_model.memory, METHODS[method], prompt, 0)
-            cached, _ = prefill(text_model, [mapped])
-            unmap(text_model, mapped)
+            mapped = map_request(
+                engine_of(text_model).runner,
+                Request(prompt, engine_of(text_model).memory, METHODS[method], 1),
+                0,
+            )
+            cached, _ = prefill(engine_of(text_model).runner, [mapped])
+            unmap(engine_of(text_model).runner, mapped)
             np.testing.assert_allclose(
                 logits[asked + answered - 1], cached[0], rtol=1e-3, atol=2e-4
             )

@@ -14,13 +14,14 @@ from tqdm import tqdm
 
 from jaxrag.cache import PAGE
 from jaxrag.decode import TopN
-from jaxrag.engine.sampling import Sampling
+from jaxrag.engine.request import DECODE_BLOCK
+from jaxrag.engine.sampling import SamplingParams
 from jaxrag.errors import ConfigError
 from jaxrag.evals.long.plan import Item, Options, plan
 from jaxrag.evals.statistics import LEVEL, Estimate, difference, share
 from jaxrag.models.model import Model, load_model
 from jaxrag.serve.generate import Result, serve
-from jaxrag.serve.questions import DECODE_BLOCK, Request, Settings, prepare, resolve
+from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.tasks.long.case import Frame
 from jaxrag.text.prompts import template_named
 from jaxrag.types import HostArray
@@ -83,7 +84,7 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
     firsts = {(item.task, item.length): item for item in reversed(items)}
     for (_, task), one in settings.items():  # what a method refuses, it refuses before any work
         for length in options.lengths:
-            _request(one, firsts[task, length])
+            _question(one, firsts[task, length])
     answers: dict[str, Answers] = {}
     total = len(items) * len(options.resolved)
     silent = None if progress else True
@@ -164,14 +165,15 @@ def _cache_tokens(options: Options, frame: Frame, items: Sequence[Item]) -> int:
     return need * options.batch_size
 
 
-def _request(settings: Settings, item: Item) -> Request:
+def _question(settings: Settings, item: Item) -> ReadyQuestion:
     """The prompt of an item, with the beginning of its answer."""
     fitted = item.fitted
-    request = prepare(settings, fitted.case.question, fitted.chunks, Sampling())
+    question = prepare(settings, fitted.case.question, fitted.chunks, SamplingParams())
+    request = question.request
     final = np.concatenate((request.prompt.final, fitted.lead))
     prompt = dataclasses.replace(request.prompt, final=final)
     assert prompt.num_tokens == item.length
-    return dataclasses.replace(request, prompt=prompt)
+    return dataclasses.replace(question, request=dataclasses.replace(request, prompt=prompt))
 
 
 def _answer(
@@ -181,8 +183,8 @@ def _answer(
     found: dict[int, Result] = {}
     for task, one in settings.items():
         places = [i for i, item in enumerate(items) if item.task == task]
-        requests = [_request(one, items[i]) for i in places]
-        for batch in serve(one, requests, options.batch_size):
+        questions = [_question(one, items[i]) for i in places]
+        for batch in serve(one, questions, options.batch_size):
             found |= {places[i]: result for i, result in batch.items()}
             bar.update(len(batch))
     results = [found[i] for i in range(len(items))]

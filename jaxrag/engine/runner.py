@@ -1,0 +1,68 @@
+"""A model on its device: the page pool, who owns its pages, and the host's side of search."""
+
+import functools
+from typing import Any
+
+import jax
+
+from jaxrag.cache import PAGE, PagedCache
+from jaxrag.decode import HostSearch
+from jaxrag.errors import RequestError
+from jaxrag.models.model import Model
+from jaxrag.sharding import Rules, sharding
+
+_CPU_CACHE_BYTES = 1 << 30
+_GPU_CACHE_SHARE = 0.5  # of the memory that is free once the parameters are loaded
+
+
+class ModelRunner:
+    """What every function of this room works on: a model and what its requests share.
+
+    Attributes:
+      model: the weights, config and mesh.
+      host_search: where indexes of this model's requests are searched; compiled steps name it, so
+        it holds nothing of the model.
+    """
+
+    def __init__(self, model: Model) -> None:
+        """Allocates nothing yet."""
+        self.model = model
+        self.host_search = HostSearch()
+
+    def check_search(self) -> None:
+        """RequestError where indexes cannot be searched for this model."""
+        mesh = self.model.mesh
+        if mesh is not None and mesh.size > 1:
+            raise RequestError(
+                f"an index is searched on the host for one device, and the model is on "
+                f"{mesh.size}; load it without a mesh, or use decode='dense'"
+            )
+
+    @functools.cached_property
+    def cache(self) -> PagedCache:
+        """The paged pool and its pages' owners, made when they are first needed."""
+        model = self.model
+        tokens = model.cache_tokens or self._default_tokens()
+        return PagedCache.create(
+            model.config, tokens, self._sharding(), model.value_layers, model.max_host_bytes
+        )
+
+    def forget_cache(self) -> None:
+        """Drop the pool; the next request makes a new one and chunks are mapped again."""
+        self.__dict__.pop("cache", None)
+
+    def _sharding(self) -> Any:
+        mesh, config = self.model.mesh, self.model.config
+        if mesh is None:
+            return None
+        shape = (1, PAGE, config.num_kv_heads, config.head_dim)
+        return sharding(mesh, shape, (None, None, "kv_heads", None), Rules(), "KV pool")
+
+    def _default_tokens(self) -> int:
+        config = self.model.config
+        device = jax.tree.leaves(self.model.params)[0].devices().pop()
+        stats = device.memory_stats() if device.platform != "cpu" else None
+        budget = _CPU_CACHE_BYTES
+        if stats:
+            budget = int((stats["bytes_limit"] - stats["bytes_in_use"]) * _GPU_CACHE_SHARE)
+        return min(budget // config.kv_bytes_per_token, 8 * config.max_positions)
