@@ -47,9 +47,9 @@ test-oracle: $(VENV)/.installed-test ## Run the tests that compare with transfor
 
 # The plug-in compiles for a described H200, and no device is needed or opened.
 check-kernels: $(VENV)/.installed-check-kernels ## Compile the GPU kernels without a GPU, within budget
-	$(BIN)/python scripts/check_kernels.py
-	$(BIN)/python scripts/check_kernels.py --self-test
-	$(BIN)/python scripts/check_triton_numbers.py
+	$(BIN)/python scripts/kernels/check_kernels.py
+	$(BIN)/python scripts/kernels/check_kernels.py --self-test
+	$(BIN)/python scripts/kernels/check_triton_numbers.py
 
 lint: $(VENV)/.installed-dev ## Check style, formatting and types
 	$(BIN)/ruff check .

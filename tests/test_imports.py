@@ -38,10 +38,7 @@ BANNED = {"torch", "transformers"}
 # Imported when its body is chosen: JAX's Mosaic tells its compiler in the environment where its
 # runtime lies; Triton is in no test's environment.
 CHOSEN = {"pallas_kernels.mosaic.paged", "pallas_kernels.jax_triton.topn"}
-MAY_IMPORT = {  # beside jax
-    "pallas_kernels.jax_triton.topn": {"triton", "jax_triton"},
-    "pallas_kernels.described": {"jaxlib"},
-}
+MAY_IMPORT = {"pallas_kernels.jax_triton.topn": {"triton", "jax_triton"}}  # beside jax
 # Run by the peer's interpreter, never imported.
 PEER_SCRIPTS = {"jaxrag.bench.peer_train", "jaxrag.bench.peer_transformers"}
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from jaxrag.cli.bench_decode import add_decode
 from jaxrag.cli.bench_document import add_document
-from jaxrag.cli.bench_index import add_index
 from jaxrag.cli.options import (
     add_command,
     add_json,
@@ -92,43 +91,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     ingest.add_argument("--neighbours", type=int, default=10, metavar="N", help="how many (10)")
     add_json(ingest)
     ingest.set_defaults(run=run_ingest)
-    reuse = add_command(
-        kinds,
-        "reuse",
-        "KV stored and computed over many queries, beside a standard prefix cache; simulated",
-        "jaxrag bench reuse --data DIR --out benchmarks/results/reuse.json",
-    )
-    reuse.add_argument(
-        "--data",
-        required=True,
-        metavar="DIR",
-        help="folder with the authors' files, at any depth, of RGB (en_fact.json, zh_refine.json), "
-        "Natural Questions (nq-open-oracle.jsonl) and HotpotQA (hotpotqa_train_corpus.json); those "
-        "that are there are used",
-    )
-    reuse.add_argument("--queries", type=int, default=1000, metavar="N", help="(1000)")
-    reuse.add_argument("--chunks-per-query", type=int, default=5, metavar="N", help="(5)")
-    reuse.add_argument(
-        "--kb-share", type=float, default=0.6, metavar="P", help="of the knowledge base (0.6)"
-    )
-    reuse.add_argument(
-        "--shared-share", type=float, default=0.3, metavar="P", help="new, of many users (0.3)"
-    )
-    reuse.add_argument(
-        "--popularity", type=float, default=1.0, metavar="S", help="exponent of the Zipf law (1)"
-    )
-    reuse.add_argument(
-        "--no-shuffle", action="store_true", help="popular chunks first in every prompt"
-    )
-    reuse.add_argument(
-        "--pool", type=float, default=1.0, metavar="P", help="share of the passages in use (1)"
-    )
-    reuse.add_argument("--tokenizer", metavar="DIR", help="to count tokens with (counts words)")
-    reuse.add_argument("--no-sensitivity", action="store_true", help="leave that table out")
-    reuse.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
-    reuse.add_argument("--out", metavar="FILE", help="also write the JSON result there")
-    add_json(reuse)
-    reuse.set_defaults(run=run_reuse)
     explain = add_command(
         kinds,
         "explain",
@@ -176,7 +138,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     train.add_argument("--out", metavar="FILE", help="also write the JSON result there")
     add_json(train)
     train.set_defaults(run=run_train_step)
-    add_index(kinds)
     add_decode(kinds)
     add_document(kinds)
 
@@ -265,28 +226,6 @@ def run_ingest(args: argparse.Namespace) -> None:
         seed=args.seed,
         encoder=args.encoder,
         neighbours=args.neighbours,
-    )
-    result = run(options)
-    give_out(args, result, report(result))
-
-
-def run_reuse(args: argparse.Namespace) -> None:
-    """Print tables, or one JSON object."""
-    from jaxrag.bench.reuse import Options, report, run
-
-    require_folder(args.out)
-    options = Options(
-        data=args.data,
-        queries=args.queries,
-        chunks_per_query=args.chunks_per_query,
-        kb_share=args.kb_share,
-        shared_share=args.shared_share,
-        popularity=args.popularity,
-        shuffle=not args.no_shuffle,
-        pool=args.pool,
-        tokenizer=args.tokenizer,
-        seed=args.seed,
-        sensitivity=not args.no_sensitivity,
     )
     result = run(options)
     give_out(args, result, report(result))

@@ -3,16 +3,19 @@
 import dataclasses
 import json
 
+import attention_heads
+import index
+import index_distance
+import index_measure
+import index_report
 import numpy as np
 import pytest
+from index_knn import Seconds, SharedNeighbours
 
 from jaxrag.attention_index import Exact, build, nearest, open_index
-from jaxrag.bench import attention_heads, index, index_distance, index_report
-from jaxrag.bench.index_knn import Seconds, SharedNeighbours
-from jaxrag.cli import main
 from jaxrag.errors import ConfigError, RequestError
 
-TINY = index.Options(
+TINY = index_measure.Options(
     contexts=(1200,),
     heads=("ivf24",),
     engines=("flat fp32", "flat fp16", "ivf fp16", "lists fp32"),
@@ -28,7 +31,7 @@ SMALL = attention_heads.HeadSpec(seed=3, head_dim=32, model_dim=64, words=512, t
 
 @pytest.fixture(scope="module")
 def result():
-    return index.run(TINY)
+    return index_measure.run(TINY)
 
 
 @pytest.fixture(scope="module")
@@ -88,17 +91,20 @@ def test_a_context_of_window_only_is_refused():
 
 def test_the_knob_is_the_smallest_that_reaches_the_target(heads):
     keys, asked = heads.placed_keys(), heads.placed_queries()
-    truth = index.exact_rows(asked, keys, 20)
-    spec = dataclasses.replace(index.ENGINES["ivf fp16"].spec, clusters=40)
+    truth = index_measure.exact_rows(asked, keys, 20)
+    spec = dataclasses.replace(index_measure.ENGINES["ivf fp16"].spec, clusters=40)
     searcher = open_index(build(keys, None, spec))
     options = dataclasses.replace(TINY, target=0.8, margin=0.0)
-    efforts = index.tune(searcher, asked, truth, range(1, 41), options)
-    reached = index.quality(searcher, asked, truth, 20, efforts)[0]
-    below = index.quality(searcher, asked, truth, 20, [one - 1 for one in efforts])[0]
+    efforts = index_measure.tune(searcher, asked, truth, range(1, 41), options)
+    reached = index_measure.quality(searcher, asked, truth, 20, efforts)[0]
+    below = index_measure.quality(searcher, asked, truth, 20, [one - 1 for one in efforts])[0]
     assert (below < 0.8).all()
     assert (reached >= 0.8).all()
-    assert index.tune(searcher, asked, truth, (1, 2), options) == [2, 2]
-    assert index.tune(open_index(build(keys, None, Exact())), asked, truth, (), options) is None
+    assert index_measure.tune(searcher, asked, truth, (1, 2), options) == [2, 2]
+    assert (
+        index_measure.tune(open_index(build(keys, None, Exact())), asked, truth, (), options)
+        is None
+    )
 
 
 def test_neighbours_are_found_once_and_charged_to_every_build(heads):
@@ -165,8 +171,10 @@ def test_break_even_is_where_it_stays_cheaper():
 
 def test_slow_builds_are_left_out_of_long_contexts():
     options = dataclasses.replace(TINY, engines=("flat fp16", "hnsw fp32"), slow_up_to=1000)
-    ((_, heads),) = index.generated(options)
-    assert [row["engine"] for row in index.measure(heads, "ivf24", options)] == ["flat fp16"]
+    ((_, heads),) = index_measure.generated(options)
+    assert [row["engine"] for row in index_measure.measure(heads, "ivf24", options)] == [
+        "flat fp16"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -205,11 +213,11 @@ def test_distances(capsys):
 
 def test_the_command(tmp_path, capsys):
     out = tmp_path / "index.json"
-    arguments = ["bench", "index", "--heads", "mild", "--contexts", "900"]
+    arguments = ["--heads", "mild", "--contexts", "900"]
     arguments += ["--engines", "flat fp16;lists fp32"]
     arguments += ["--k", "10", "--train", "50", "--ask", "4", "--cold-mb", "1", "--rounds", "1"]
-    assert main([*arguments, "--out", str(out)]) == 0
+    assert index.main([*arguments, "--out", str(out)]) == 0
     assert "lists fp32" in capsys.readouterr().out
     assert json.loads(out.read_text())["benchmark"] == "index"
-    assert main([*arguments, "--contexts", "many"]) != 0
+    assert index.main([*arguments, "--contexts", "many"]) != 0
     assert "--contexts 'many': expected integers" in capsys.readouterr().err

@@ -4,16 +4,17 @@ import dataclasses
 import json
 from pathlib import Path
 
+import index
+import index_measure
+import model_heads
 import numpy as np
 import pytest
 
 from jaxrag.attention_index import rotated
-from jaxrag.bench import index, model_heads
-from jaxrag.cli import main
 from jaxrag.errors import RequestError
 from jaxrag.models.model import random_model
 
-OPTIONS = index.Options(
+OPTIONS = index_measure.Options(
     contexts=(60, 90), engines=("flat fp32", "lists fp32"), k=5, train=40, ask=8, sink=4, recent=6,
     cold_bytes=1, searches=1, rounds=1,
 )  # fmt: skip
@@ -73,7 +74,7 @@ def test_heads_ask_in_the_order_of_the_group(model):
 
 def test_they_are_measured_like_generated_heads(model):
     ids = np.random.default_rng(3).integers(model.config.vocab_size, size=98)
-    result = index.run(OPTIONS, model_heads.model_heads(model, ids, OPTIONS, [0]))
+    result = index_measure.run(OPTIONS, model_heads.model_heads(model, ids, OPTIONS, [0]))
     assert len(result["rows"]) == 2 * 2 * model.config.num_kv_heads
     assert result["rows"][0]["head"] == "0.0"
     assert all(row["recall"] > 0.5 for row in result["rows"])
@@ -94,10 +95,10 @@ def test_the_command_says_which_model_and_text(tmp_path, capsys):
     text, out = tmp_path / "text.txt", tmp_path / "result.json"
     text.write_text("The home of Kora Felell is Ninven. She works as a smith. " * 6)
     model = Path(__file__).parents[2] / "checkpoints" / "synthetic-0.8m" / "full"
-    arguments = ["bench", "index", "--model", str(model), "--text", str(text), "--layers", "0"]
+    arguments = ["--model", str(model), "--text", str(text), "--layers", "0"]
     arguments += ["--contexts", "40", "--ask", "8", "--sink", "2", "--recent", "4", "--k", "3"]
     arguments += ["--engines", "flat fp32", "--cold-mb", "1", "--rounds", "1", "--out", str(out)]
-    assert main(arguments) == 0
+    assert index.main(arguments) == 0
     assert "head 0.3, 40 tokens, 34 keys" in capsys.readouterr().out
     options = json.loads(out.read_text())["options"]
     assert (options["model"], options["text"]) == (str(model), "text.txt")

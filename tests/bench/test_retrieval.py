@@ -1,26 +1,12 @@
 """The retrieval benchmark on sets made here: gold is read right, recall is what it says."""
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
-import pytest
+import retrieval
 
 from jaxrag.retrieve.base import Found
-
-
-@pytest.fixture(scope="module")
-def benchmark():
-    path = Path(__file__).parents[2] / "benchmarks" / "retrieval.py"
-    spec = importlib.util.spec_from_file_location("retrieval_benchmark", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-
 
 TOPICS = ["lamp oil wick", "harbour boats rope", "rain cloud storm", "oven bread flour"]
 
@@ -46,41 +32,41 @@ def write_sets(folder):
     (folder / "zh_refine.json").write_text("\n".join(map(json.dumps, rows)))
 
 
-def test_sets_and_recall(benchmark, tmp_path):
+def test_sets_and_recall(tmp_path):
     write_sets(tmp_path)
-    hotpot, chinese = benchmark.read_sets(tmp_path)
+    hotpot, chinese = retrieval.read_sets(tmp_path)
     assert (hotpot.name, len(hotpot.passages), len(hotpot.questions)) == ("HotpotQA", 4, 3)
     assert [len(question.gold) for question in hotpot.questions] == [2, 2, 2]
     assert (chinese.name, len(chinese.passages)) == ("RGB zh_refine", 3)
     (tmp_path / "work").mkdir()
-    rows = benchmark.run_set(hotpot, None, "exact", tmp_path / "work")
+    rows = retrieval.run_set(hotpot, None, "exact", tmp_path / "work")
     assert [row["retriever"] for row in rows] == ["bm25", "lsa-256", "bm25 + lsa-256"]
     assert all(row["recall@5"] == 1 and row["ceiling@5"] == 1 for row in rows)
-    assert benchmark.table(rows).count("\n") == 5
+    assert retrieval.table(rows).count("\n") == 5
 
 
-def test_recall_is_the_share_of_gold_in_the_first_chunks(benchmark):
+def test_recall_is_the_share_of_gold_in_the_first_chunks():
     class Fixed:
         def search(self, queries, k, *, where=None):
             return [[Found(i, 1.0) for i in range(k)] for _ in queries]
 
     questions = [
-        benchmark.Question("a", frozenset({"p0", "p7"})),
-        benchmark.Question("b", frozenset({"p99"})),
+        retrieval.Question("a", frozenset({"p0", "p7"})),
+        retrieval.Question("b", frozenset({"p99"})),
     ]
-    result = benchmark.measure(Fixed(), questions, {i: f"p{i}" for i in range(100)})
+    result = retrieval.measure(Fixed(), questions, {i: f"p{i}" for i in range(100)})
     assert (result["recall@5"], result["recall@10"]) == (0.25, 0.5)
 
 
-def test_lsa_finds_texts_of_the_same_topic(benchmark):
+def test_lsa_finds_texts_of_the_same_topic():
     texts = [f"{topic} {extra}" for topic in TOPICS for extra in ("one", "two", "three")]
-    embed = benchmark.lsa(texts)
+    embed = retrieval.lsa(texts)
     made, asked = embed(texts, "passage"), embed(["bread from the oven"], "query")
     np.testing.assert_allclose(np.linalg.norm(made, axis=1), 1, rtol=1e-5)
     assert set(np.argsort(-(made @ asked[0]))[:3].tolist()) == {9, 10, 11}
 
 
-def test_a_folder_without_sets_is_an_error(benchmark, tmp_path, monkeypatch, capsys):
+def test_a_folder_without_sets_is_an_error(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["retrieval.py", "--data", str(tmp_path)])
-    assert benchmark.main() == 1
+    assert retrieval.main() == 1
     assert "no set was found" in capsys.readouterr().err

@@ -6,12 +6,12 @@ import json
 
 import numpy as np
 import pytest
-
-from jaxrag.bench.reuse import (
+from reuse import (
     Options,
     TooFewPassages,
     Workload,
     chunk_store,
+    main,
     make_workload,
     measure,
     prefix_cache,
@@ -19,7 +19,7 @@ from jaxrag.bench.reuse import (
     report,
     run,
 )
-from jaxrag.cli import main
+
 from jaxrag.errors import RequestError
 
 LENGTHS = np.random.default_rng(3).integers(20, 200, 3000)
@@ -158,7 +158,7 @@ def test_run_counts_words_and_reports(data):
 
 def test_command_writes_the_result(data, tmp_path, capsys):
     out = tmp_path / "reuse.json"
-    arguments = ["bench", "reuse", "--data", str(data), "--queries", "20", "--no-sensitivity"]
+    arguments = ["--data", str(data), "--queries", "20", "--no-sensitivity"]
     assert main([*arguments, "--out", str(out), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown == json.loads(out.read_text(encoding="utf-8"))

@@ -8,19 +8,19 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import check_kernels
 import jax
 import jax.numpy as jnp
 import pytest
+from cases import BROKEN, CASES
+from described import pin
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
-
-from pallas_kernels.check import BROKEN, CASES
-from pallas_kernels.described import pin
 
 H200 = AbstractMesh(
     (1,), ("x",), (AxisType.Auto,), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda")
 )
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "check_kernels.py"
+SCRIPT = ROOT / "scripts" / "kernels" / "check_kernels.py"
 
 REPORT = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'loop_fusion' for 'sm_90a'
@@ -34,27 +34,19 @@ ptxas info    : Used 255 registers, used 1 barriers
 """
 
 
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("check_kernels", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+def test_reads_the_report_of_one_kernel():
+    assert check_kernels.usage_of(REPORT, "paged_attention") == check_kernels.Usage(255, 368)
+    assert check_kernels.usage_of(REPORT, "loop_fusion") == check_kernels.Usage(12, 0)
+    assert check_kernels.usage_of(REPORT, "absent") is None
 
 
-def test_reads_the_report_of_one_kernel(script):
-    assert script.usage_of(REPORT, "paged_attention") == script.Usage(255, 368)
-    assert script.usage_of(REPORT, "loop_fusion") == script.Usage(12, 0)
-    assert script.usage_of(REPORT, "absent") is None
-
-
-def test_over_budget_is_said(script):
+def test_over_budget_is_said():
     case = CASES["decode_one_row"]
-    assert script.verdict(script.Usage(case.registers, 0), case) == ""
-    assert "169 registers a thread, the budget is 168" in script.verdict(script.Usage(169, 0), case)
-    assert "spill of 8 bytes" in script.verdict(script.Usage(20, 8), case)
+    assert check_kernels.verdict(check_kernels.Usage(case.registers, 0), case) == ""
+    assert "169 registers a thread, the budget is 168" in check_kernels.verdict(
+        check_kernels.Usage(169, 0), case
+    )
+    assert "spill of 8 bytes" in check_kernels.verdict(check_kernels.Usage(20, 8), case)
 
 
 def test_arguments_are_said_to_lie_in_host_memory():
@@ -65,7 +57,7 @@ def test_arguments_are_said_to_lie_in_host_memory():
     assert place == "1"
 
 
-def test_values_that_leave_host_memory_are_noticed(script):
+def test_values_that_leave_host_memory_are_noticed():
     def plan(taken, device, host):
         return SimpleNamespace(
             host_argument_size_in_bytes=taken,
@@ -73,12 +65,12 @@ def test_values_that_leave_host_memory_are_noticed(script):
             host_temp_size_in_bytes=host,
         )
 
-    script.stay_on_host(plan(100, 60, 30), 100)
-    script.stay_on_host(plan(0, 999, 0), 0)
+    check_kernels.stay_on_host(plan(100, 60, 30), 100)
+    check_kernels.stay_on_host(plan(0, 999, 0), 0)
     with pytest.raises(RuntimeError, match="0 bytes are taken from host memory, 100 lie there"):
-        script.stay_on_host(plan(0, 0, 0), 100)
+        check_kernels.stay_on_host(plan(0, 0, 0), 100)
     with pytest.raises(RuntimeError, match="110 temporary bytes hold a copy of 100 bytes"):
-        script.stay_on_host(plan(100, 60, 50), 100)
+        check_kernels.stay_on_host(plan(100, 60, 50), 100)
 
 
 def test_an_unsupported_primitive_does_not_lower():
@@ -88,8 +80,8 @@ def test_an_unsupported_primitive_does_not_lower():
 
 
 @pytest.mark.parametrize("width", [1, 64])
-def test_a_whole_step_lowers_for_a_gpu(script, width):
-    step = script.Step(2, width, temporary=0, num_layers=2, context=512, pool_tokens=1024)
+def test_a_whole_step_lowers_for_a_gpu(width):
+    step = check_kernels.Step(2, width, temporary=0, num_layers=2, context=512, pool_tokens=1024)
     function, arguments = step.program()
     with jax.sharding.use_abstract_mesh(H200):
         text = function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()

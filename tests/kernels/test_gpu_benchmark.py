@@ -3,26 +3,12 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 
+import gpu
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-MODULES = ("gpu", "gpu_end_to_end", "gpu_scenes", "gpu_stages")
 
-
-@pytest.fixture(scope="module")
-def gpu():
-    sys.path.insert(0, str(FOLDER))
-    import gpu
-
-    yield gpu
-    sys.path.remove(str(FOLDER))
-    for name in MODULES:
-        sys.modules.pop(name, None)
-
-
-def test_all_stages_together_end_within_eight_minutes(gpu, capsys, monkeypatch):
+def test_all_stages_together_end_within_eight_minutes(capsys, monkeypatch):
     assert set(gpu.SECONDS) == set(gpu.STAGES)
     assert sum(gpu.SECONDS.values()) <= 480
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry-run", "--stage", "sweep"])
@@ -30,7 +16,7 @@ def test_all_stages_together_end_within_eight_minutes(gpu, capsys, monkeypatch):
     assert capsys.readouterr().out == "sweep: at most 35 s\n"
 
 
-def test_a_stage_that_hangs_is_killed_and_leaves_what_it_had(gpu, tmp_path):
+def test_a_stage_that_hangs_is_killed_and_leaves_what_it_had(tmp_path):
     args = argparse.Namespace(impl="xla", tiny=True, seconds=1)
     assert gpu.run_stage("llama", args)["failed"] == "killed after 1 s"
     kept = gpu.Kept(str(tmp_path / "stage.json"))
@@ -41,13 +27,13 @@ def test_a_stage_that_hangs_is_killed_and_leaves_what_it_had(gpu, tmp_path):
     }
 
 
-def test_a_stage_that_fails_says_why(gpu):
+def test_a_stage_that_fails_says_why():
     args = argparse.Namespace(impl="pallas_triton", tiny=True, seconds=300)
     failed = gpu.run_stage("decode", args)["failed"]
     assert "the body 'pallas_triton' needs an NVIDIA GPU" in failed
 
 
-def test_rates_are_put_beside_the_roofline(gpu):
+def test_rates_are_put_beside_the_roofline():
     results = {
         "machine": {"bytes_per_second": 4e12, "flops_per_second": 8e14},
         "decode": {"b=1": {"seconds": 2e-3, "bytes_per_second": 3e12}},
@@ -68,7 +54,7 @@ def test_rates_are_put_beside_the_roofline(gpu):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama-3-8b", "mistral-7b"])
-def test_end_to_end_on_a_toy(gpu, model):
+def test_end_to_end_on_a_toy(model):
     found = {}
     gpu.end_to_end(model, gpu.TINY, "xla", found)
     rows = ["64 + 5", "1 x (64 + 7)", "2 x (64 + 7)"]
@@ -80,7 +66,7 @@ def test_end_to_end_on_a_toy(gpu, model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["correctness", "topn", "segment"])
-def test_stages_run_on_toy_shapes(gpu, stage):
+def test_stages_run_on_toy_shapes(stage):
     found = {}
     gpu.STAGES[stage](gpu.TINY, "pallas_interpret", found)
     assert found.pop("ok", True)

@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from cases import CASES
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
 from jaxrag.config import KERNELS
@@ -19,7 +20,6 @@ from pallas_kernels import (
     sparse_attention,
     topn_attention,
 )
-from pallas_kernels.check import CASES
 
 H200 = AbstractMesh(
     (1,), ("x",), (AxisType.Auto,), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda")

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attention_heads import Heads
+from index_measure import Options
 
 from jaxrag.attention_index import QueryBank
-from jaxrag.bench.attention_heads import Heads
-from jaxrag.bench.index import Options
 from jaxrag.config import ModelConfig
 from jaxrag.errors import RequestError
 from jaxrag.models.attention import PackedAttend

@@ -19,6 +19,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from attention_heads import Heads, HeadSpec, draw
+from index_knn import SharedNeighbours
+from index_report import break_even
 from tqdm import tqdm
 
 from jaxrag.attention_index import (
@@ -38,9 +41,6 @@ from jaxrag.attention_index import (
     table_of,
 )
 from jaxrag.attention_index.faiss_objects import faiss_module
-from jaxrag.bench.attention_heads import Heads, HeadSpec, draw
-from jaxrag.bench.index_knn import SharedNeighbours
-from jaxrag.bench.index_report import break_even
 from jaxrag.bench.machine import describe
 from jaxrag.errors import RequestError
 from jaxrag.types import HostArray

@@ -3,7 +3,7 @@
 Their numbers are held against the `xla` body over sizes, dtypes and rows that nobody may read,
 which hold NaN. Needs `triton`, and neither a GPU nor torch (`make check-kernels` runs it).
 
-    python scripts/check_triton_numbers.py
+    python scripts/kernels/check_triton_numbers.py
 """
 
 import itertools

@@ -9,13 +9,13 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from attention_heads import Heads
+from index_knn import SharedNeighbours
+from index_measure import ENGINES, Options, exact_rows, generated, one_thread, quality, tune
 from tqdm import tqdm
 
 from jaxrag.attention_index import build, open_index, spread
 from jaxrag.attention_index.faiss_objects import faiss_module
-from jaxrag.bench.attention_heads import Heads
-from jaxrag.bench.index import ENGINES, Options, exact_rows, generated, one_thread, quality, tune
-from jaxrag.bench.index_knn import SharedNeighbours
 from jaxrag.bench.machine import describe
 from jaxrag.errors import RequestError
 from jaxrag.types import HostArray

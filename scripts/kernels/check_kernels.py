@@ -6,7 +6,7 @@ of the model is compiled too, and its memory plan may hold no copy of the pool. 
 what is over budget or does not compile; `--self-test` compiles kernels that are broken on purpose
 and fails unless each is refused for its reason.
 
-    python scripts/check_kernels.py [--only NAME] [--self-test] [--json]
+    python scripts/kernels/check_kernels.py [--only NAME] [--self-test] [--json]
 """
 
 import argparse
@@ -111,7 +111,7 @@ class Step:
         from jaxrag.models.spec import Params, init_params
         from jaxrag.types import FINAL, Tokens
 
-        path = Path(__file__).parents[1] / "configs" / "models" / f"{self.model}.toml"
+        path = Path(__file__).parents[2] / "configs" / "models" / f"{self.model}.toml"
         config = config_from_dict(read_toml(path), str(path))
         layers = self.num_layers or config.num_layers
         config = dataclasses.replace(config, num_layers=layers, kernels="pallas_triton")
@@ -162,7 +162,7 @@ STEPS = {
 
 def check_step(step: Step) -> dict[str, Any]:
     """Compile a step: bytes of its memory plan, and the reason it is refused ("": it is not)."""
-    from pallas_kernels.described import bytes_of, compiled_for
+    from described import bytes_of, compiled_for
 
     try:
         function, arguments = step.program()
@@ -203,8 +203,7 @@ def printed_to(path: Path) -> Iterator[None]:
 def compile_case(name: str, case: Any, folder: Path, ptxas: Path) -> Usage:
     """Compile for the H200: the most that one of its kernels uses; raises whatever XLA raises."""
     import jax
-
-    from pallas_kernels.described import bytes_of, compiled_for
+    from described import bytes_of, compiled_for
 
     def checked(*arguments: Any) -> Any:
         return case.function(*arguments)
@@ -308,8 +307,7 @@ def main() -> int:
             )
         )
         import jax
-
-        from pallas_kernels.check import BROKEN, CASES
+        from cases import BROKEN, CASES
 
         jax.config.update("jax_enable_compilation_cache", False)  # what is not compiled has no PTX
         jax.devices()

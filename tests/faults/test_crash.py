@@ -1,4 +1,4 @@
-"""The kill -9 experiment, a few rounds of it; ``benchmarks/crash.py`` runs hundreds."""
+"""The kill -9 experiment, a few rounds of it; ``crash.py`` runs hundreds."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("level", ["store", "kb"])
 def test_a_killed_writer_loses_nothing_and_serves_nothing_wrong(tmp_path, level):
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "crash.py", "--level", level, "--rounds", "6",
+        [sys.executable, Path(__file__).with_name("crash.py"), "--level", level, "--rounds", "6",
          "--seed", "3", "--folder", tmp_path, "--out", tmp_path / "result.json"],
         cwd=ROOT,
         capture_output=True,

@@ -28,14 +28,18 @@ The figures, each over all queries:
 The paper gives 71.0 % less storage, a hit rate of 77.9 % and 82.3 % of redundant computations
 avoided against a standard prefix cache, and does not say how many chunks a query asks for, how
 popular chunks are, or how its figures are defined; ``sensitivity`` shows what these decide.
+
+example: python benchmarks/reuse.py --data DIR --out benchmarks/results/reuse.json
 """
 
+import argparse
 import collections
 import dataclasses
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +47,8 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrag.bench.machine import describe
+from jaxrag.cli import run_command
+from jaxrag.cli.options import add_json, give_out, require_folder
 from jaxrag.errors import RequestError
 from jaxrag.text.tokenizer import Tokenizer
 from jaxrag.types import HostArray
@@ -397,3 +403,65 @@ def report(result: dict[str, Any]) -> Iterator[str]:
                 for figure in ("storage_reduction", "hit_rate", "avoided")
             )
             yield f"{row['parameter']:>17} {row['value']!s:>6} {cells}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Simulate and print; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data",
+        required=True,
+        metavar="DIR",
+        help="folder with the authors' files, at any depth, of RGB (en_fact.json, zh_refine.json), "
+        "Natural Questions (nq-open-oracle.jsonl) and HotpotQA (hotpotqa_train_corpus.json); those "
+        "that are there are used",
+    )
+    parser.add_argument("--queries", type=int, default=1000, metavar="N", help="(1000)")
+    parser.add_argument("--chunks-per-query", type=int, default=5, metavar="N", help="(5)")
+    parser.add_argument(
+        "--kb-share", type=float, default=0.6, metavar="P", help="of the knowledge base (0.6)"
+    )
+    parser.add_argument(
+        "--shared-share", type=float, default=0.3, metavar="P", help="new, of many users (0.3)"
+    )
+    parser.add_argument(
+        "--popularity", type=float, default=1.0, metavar="S", help="exponent of the Zipf law (1)"
+    )
+    parser.add_argument(
+        "--no-shuffle", action="store_true", help="popular chunks first in every prompt"
+    )
+    parser.add_argument(
+        "--pool", type=float, default=1.0, metavar="P", help="share of the passages in use (1)"
+    )
+    parser.add_argument("--tokenizer", metavar="DIR", help="to count tokens with (counts words)")
+    parser.add_argument("--no-sensitivity", action="store_true", help="leave that table out")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
+    parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
+    add_json(parser)
+    return run_command(print_result, parser.parse_args(argv))
+
+
+def print_result(args: argparse.Namespace) -> None:
+    """Print tables, or one JSON object."""
+    require_folder(args.out)
+    options = Options(
+        data=args.data,
+        queries=args.queries,
+        chunks_per_query=args.chunks_per_query,
+        kb_share=args.kb_share,
+        shared_share=args.shared_share,
+        popularity=args.popularity,
+        shuffle=not args.no_shuffle,
+        pool=args.pool,
+        tokenizer=args.tokenizer,
+        seed=args.seed,
+        sensitivity=not args.no_sensitivity,
+    )
+    result = run(options)
+    give_out(args, result, report(result))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,25 +1,30 @@
-"""`jaxrag bench index`: attention indexes beside exact search, IVF and HNSW."""
+"""Attention indexes beside exact search, IVF and HNSW, on generated heads or on a model's own.
+
+example: python benchmarks/index.py --contexts 32768,131072 --out benchmarks/results/index.json
+"""
 
 import argparse
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from jaxrag.cli.options import add_command, add_json, give_out, require_folder
+import index_distance
+import index_measure
+import index_report
+from attention_heads import Heads
+from index_measure import Options
+from model_heads import model_heads
+
+from jaxrag.cli import run_command
+from jaxrag.cli.options import add_json, give_out, require_folder
 from jaxrag.errors import RequestError
-
-if TYPE_CHECKING:
-    from jaxrag.bench.attention_heads import Heads
-    from jaxrag.bench.index import Options
+from jaxrag.models.model import load_model
 
 
-def add_index(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Register the benchmark."""
-    parser = add_command(
-        kinds,
-        "index",
-        "attention indexes beside exact search, IVF and HNSW, on generated heads",
-        "jaxrag bench index --contexts 32768,131072 --out benchmarks/results/index.json",
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run and print; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--contexts", default="32768,131072", metavar="N,...", help="tokens (32768,131072)"
@@ -68,18 +73,16 @@ def add_index(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
     parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
     add_json(parser)
-    parser.set_defaults(run=run_index)
+    return run_command(run, parser.parse_args(argv))
 
 
-def run_index(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
     """Print tables, or one JSON object."""
-    from jaxrag.bench import index, index_distance, index_report
-
     require_folder(args.out)
-    options = index.Options(
+    options = Options(
         contexts=_integers("--contexts", args.contexts),
         heads=tuple(args.heads.split(",")),
-        engines=tuple(args.engines.split(";")) if args.engines else tuple(index.ENGINES),
+        engines=tuple(args.engines.split(";")) if args.engines else tuple(index_measure.ENGINES),
         k=args.k,
         sink=args.sink,
         recent=args.recent,
@@ -92,7 +95,7 @@ def run_index(args: argparse.Namespace) -> None:
     )
     given = _model_heads(args, options)
     if args.distances is None:
-        result = index.run(options, given)
+        result = index_measure.run(options, given)
         lines = index_report.report(result)
     else:
         engines = tuple(args.engines.split(";")) if args.engines else index_distance.DEFAULT_ENGINES
@@ -105,17 +108,12 @@ def run_index(args: argparse.Namespace) -> None:
     give_out(args, result, lines)
 
 
-def _model_heads(
-    args: argparse.Namespace, options: "Options"
-) -> "Iterator[tuple[str, Heads]] | None":
+def _model_heads(args: argparse.Namespace, options: Options) -> Iterator[tuple[str, Heads]] | None:
     """The heads of --model over --text, or None."""
     if (args.model is None) != (args.text is None):
         raise RequestError("--model and --text go together; give both or neither")
     if args.model is None:
         return None
-    from jaxrag.bench.model_heads import model_heads
-    from jaxrag.models.model import load_model
-
     if not Path(args.text).is_file():
         raise RequestError(f"--text {args.text}: no such file")
     model = load_model(args.model, dtype="float32")
@@ -130,3 +128,7 @@ def _integers(option: str, text: str) -> tuple[int, ...]:
     if not all(size.isdigit() for size in sizes):
         raise RequestError(f"{option} {text!r}: expected integers such as 512,4096")
     return tuple(map(int, sizes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,7 +13,7 @@ base is opened again and held against the log:
 With ``--level store`` the process puts, replaces, deletes and collects chunks of random bits
 instead, without a model.
 
-example: python benchmarks/crash.py --rounds 200 --out benchmarks/results/crash.json
+example: python tests/faults/crash.py --rounds 200 --out benchmarks/results/crash.json
 """
 
 import argparse
