@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrag.attention_index.document import Indexing
 from jaxrag.cache import Resident, TableBuilder, pages_for
-from jaxrag.encode import encoder_named
+from jaxrag.encode import PREFIX_ENCODER, encoder_named
 from jaxrag.engine.loader import Found, Loaded, bring_in, release
 from jaxrag.errors import RequestError
 from jaxrag.methods import Method
@@ -300,7 +300,7 @@ def _stored_hits(
 
     prefix = parts[0]
     if len(prefix.ids) and prefix.resident is None:  # its own context: nothing stands before it
-        take([prefix], bring_in(model, store, "isolated", prefix.ids[:0], [prefix.ids]))
+        take([prefix], bring_in(model, store, PREFIX_ENCODER, prefix.ids[:0], [prefix.ids]))
     for encoder, indices in _by_encoder(method, len(prompt.chunks)):
         wanted = [i for i in indices if parts[i + 1].resident is None]
         if not wanted:
