@@ -1,5 +1,8 @@
 """Encodes chunks together with what stands before them: prefix, neighbours, and the chunk last.
 
+An ablation of FusionRAG section 3.1 (arXiv:2601.12904): the same chunks in front, but computed anew
+for every chunk, where equation 10 takes the KV that each of them has by itself.
+
 Short prompts share rows, and rows have few distinct lengths. Of what the layers compute only the KV
 of the chunk itself leaves the device.
 """
@@ -15,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrag.config import ModelConfig
-from jaxrag.encode.packed import ROW_TOKENS, Places, check_context, take_places
+from jaxrag.encode.packed import ROW_TOKENS, Places, check_context, take_behind
 from jaxrag.models.attention import PackedAttend
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import Model
@@ -91,7 +94,9 @@ def encode_jointly(
     any place afterwards.
 
     Args:
-      model: the model. prefix: [P] int32, may be empty. chunks: [T] int32 each.
+      model: the model.
+      prefix: [P] int32, may be empty.
+      chunks: [T] int32 each.
       neighbours: for every chunk those in front of it, in order, [T'] int32 each.
 
     Yields (index, kv [L, 2, T, K, H]). Raises RequestError for an empty chunk, or one that does
@@ -101,13 +106,10 @@ def encode_jointly(
     examples = [
         _Example(prefix, others, chunk) for others, chunk in zip(neighbours, chunks, strict=True)
     ]
-    running: list[tuple[Places, Array, Array]] = []
-    for tokens, rope, columns, places in _batches(model, examples):
-        running.append((places, *_encode(model.params, model.config, tokens, rope, columns)))
-        if len(running) > 1:  # the device works on one batch while the host takes the one before
-            yield from take_places(*running.pop(0))
-    for batch in running:
-        yield from take_places(*batch)
+    yield from take_behind(
+        (places, *_encode(model.params, model.config, tokens, rope, columns))
+        for tokens, rope, columns, places in _batches(model, examples)
+    )
 
 
 def _batches(

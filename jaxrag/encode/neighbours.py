@@ -1,5 +1,7 @@
 """Encodes chunks behind the KV of other chunks: only the chunk's own tokens run through the model.
 
+FusionRAG section 3.1, equation 10 (arXiv:2601.12904).
+
 A batch brings its context along: the KV of the prefix and of every neighbour, each once, rotated
 to its place inside its chunk and laid out in pages, as online prefill has it. One page table for
 each chunk says where they stand in front of it.
@@ -29,9 +31,10 @@ from jaxrag.config import ModelConfig
 from jaxrag.encode.packed import (
     ROW_TOKENS,
     Places,
+    Started,
     check_context,
     encode_rows,
-    take_places,
+    take_behind,
 )
 from jaxrag.models.attention import PagedAttend
 from jaxrag.models.decoder import forward
@@ -101,14 +104,16 @@ def encode_behind(
     neighbours: Sequence[Sequence[HostArray]],
     own_kv: OwnKV,
 ) -> Iterator[tuple[int, HostArray]]:
-    """Encode every chunk behind the prefix and the KV of its neighbours (FusionRAG equation 10).
+    """Encode every chunk behind the prefix and the KV of its neighbours.
 
     The neighbours' KV is what each of them has directly behind the prefix, turned to its place in
     front of the chunk; it is not computed again. The chunk sees all of it and itself, at the
     positions that follow. K is handed over before RoPE, so that it stands at any place afterwards.
 
     Args:
-      model: the model. prefix: [P] int32, may be empty. chunks: [T] int32 each.
+      model: the model.
+      prefix: [P] int32, may be empty.
+      chunks: [T] int32 each.
       neighbours: for every chunk those in front of it, in order, [T'] int32 each.
       own_kv: gives the KV of neighbours; asked for the distinct ones of a batch.
 
@@ -116,10 +121,26 @@ def encode_behind(
     not fit the model's context with its neighbours.
     """
     check_context(model, prefix, chunks, neighbours)
+    yield from take_behind(_started(model, prefix, chunks, neighbours, own_kv))
+
+
+def compute_own_kv(model: Model, prefix: HostArray, chunks: Sequence[HostArray]) -> list[HostArray]:
+    """The KV [L, 2, T, K, H] of chunks directly behind the prefix; the ``OwnKV`` of no store."""
+    found = dict(encode_rows(model, prefix, chunks))
+    return [found[index] for index in range(len(chunks))]
+
+
+def _started(
+    model: Model,
+    prefix: HostArray,
+    chunks: Sequence[HostArray],
+    neighbours: Sequence[Sequence[HostArray]],
+    own_kv: OwnKV,
+) -> Iterator[Started]:
+    """Every chunk once, in batches of similar length, the longest first; each starts when drawn."""
     nothing = prefix[:0]
     prefix_kv = [kv for _, kv in encode_rows(model, nothing, [prefix])] if len(prefix) else []
     waiting = sorted(range(len(chunks)), key=lambda i: (-len(chunks[i]), i))
-    running: list[tuple[Places, Array, Array]] = []
     staging = StagingBuffers()
     while waiting:
         rows = batch_rows(len(chunks[waiting[0]]))
@@ -129,11 +150,7 @@ def encode_behind(
         for name, kv in zip(others, own_kv(list(others.values())), strict=True):
             context.add(name, kv)
         examples = [(i, chunks[i], neighbours[i]) for i in members]
-        running.append(_start(model, context, examples, staging))
-        if len(running) > 1:  # the device works on one batch while the host takes the one before
-            yield from take_places(*running.pop(0))
-    for batch in running:
-        yield from take_places(*batch)
+        yield _start(model, context, examples, staging)
 
 
 def batch_rows(longest: int) -> int:
@@ -199,8 +216,8 @@ def _start(
     context: _Context,
     examples: Sequence[tuple[int, HostArray, Sequence[HostArray]]],
     staging: StagingBuffers,
-) -> tuple[Places, Array, Array]:
-    """Start one batch of (index, chunk, neighbours): where every chunk will be, and its KV."""
+) -> Started:
+    """Start one batch of (index, chunk, neighbours)."""
     rows = bucket(len(examples), 1)
     width = _width(max(len(chunk) for _, chunk, _ in examples))
     ids = np.zeros((rows, width), np.int32)

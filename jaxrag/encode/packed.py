@@ -1,8 +1,13 @@
-"""Packs chunks into rows behind a shared prefix and runs them through the model at once."""
+"""Packs chunks into rows behind a shared prefix and runs them through the model at once.
+
+Chunks that see nothing but themselves, and perhaps the prefix: TurboRAG section 3.4
+(arXiv:2410.07590), Block-Attention section 2.1 (arXiv:2409.15355). The packing is ours; whoever
+shares a row is hidden from each other.
+"""
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -19,6 +24,9 @@ from jaxrag.shapes import row_length
 from jaxrag.types import EMPTY, FIRST_CHUNK, PREFIX, Array, HostArray, Tokens
 
 Places = list[tuple[int, int, slice]]  # (chunk, row, columns)
+
+# A batch that runs on the device: where its chunks are, and K and V of its rows [L, B, T, K, H].
+Started = tuple[Places, Array, Array]
 
 ROW_TOKENS = 2048  # tokens of one packed row; a longer chunk makes its own row longer
 
@@ -50,13 +58,10 @@ def encode_rows(
                 f"chunk {index} has {length} tokens: expected 1.."
                 f"{model.config.max_positions - len(prefix)}; choose a smaller chunk size"
             )
-    running: list[tuple[Places, Array, Array]] = []
-    for tokens, rope, places in packed_batches(model, prefix, chunks):
-        running.append((places, *_encode(model.params, model.config, tokens, rope)))
-        if len(running) > 1:  # the device works on one batch while the host takes the one before
-            yield from take_places(*running.pop(0))
-    for batch in running:
-        yield from take_places(*batch)
+    yield from take_behind(
+        (places, *_encode(model.params, model.config, tokens, rope))
+        for tokens, rope, places in packed_batches(model, prefix, chunks)
+    )
 
 
 def packed_batches(
@@ -116,6 +121,20 @@ def check_context(
                 f"chunk {index} has {len(chunk)} tokens behind {before}: expected at least 1, and "
                 f"{limit} in all; use fewer neighbours or smaller chunks"
             )
+
+
+def take_behind(started: Iterable[Started]) -> Iterator[tuple[int, HostArray]]:
+    """``take_places`` of batches that start as they are drawn, each when the next has started.
+
+    So the device works on one batch while the host takes the one before.
+    """
+    before: Started | None = None
+    for batch in started:
+        if before is not None:
+            yield from take_places(*before)
+        before = batch
+    if before is not None:
+        yield from take_places(*before)
 
 
 def take_places(places: Places, k: Array, v: Array) -> Iterator[tuple[int, HostArray]]:

@@ -1,4 +1,8 @@
-"""Encodes chunks as ``encode_rows`` does, and keeps some of their queries for an index."""
+"""Encodes chunks as ``encode_rows`` does, and keeps some of their queries for an index.
+
+RetrievalAttention section 3.3 (arXiv:2409.10516) trains an index over keys with the queries of
+prefill; here these are the queries of the chunk's own tokens.
+"""
 
 import dataclasses
 import functools

@@ -17,14 +17,15 @@ from jaxrag.cache.host import to_device
 from jaxrag.config import ModelConfig
 from jaxrag.encode import (
     ENCODERS,
+    ChunkEncoding,
+    ChunkInContext,
     StoredNeighbours,
     chunk_key,
-    encode_for_store,
     encoder_named,
-    provenance,
+    seen_prefix,
 )
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.errors import ChunkCorrupt, StoreError
+from jaxrag.errors import ChunkCorrupt
 from jaxrag.methods import Misses
 from jaxrag.models.rope import RopeTable, place
 from jaxrag.shapes import bucket
@@ -125,9 +126,11 @@ def load_chunks(
                 del wanted[key]
                 allocator.free(pages.pop(key))
         else:
-            not_stored, runs = _encode(
-                runner, store, encoder, prefix_ids, refused, before, pages, indexing
-            )
+            encoding = ChunkEncoding(runner.model, store, prefix_ids, indexing)
+            lacking = {
+                key: ChunkInContext(ids, tuple(before[key] or ())) for key, ids in refused.items()
+            }
+            not_stored, runs = _encode(runner, encoding, encoder, lacking, pages)
         encode_seconds = time.perf_counter() - start
     except BaseException:
         for taken in pages.values():
@@ -242,44 +245,31 @@ def _windows(lengths: Mapping[str, int]) -> list[list[str]]:
 
 def _encode(
     runner: ModelRunner,
-    store: KVStore,
+    encoding: ChunkEncoding,
     encoder: str,
-    prefix_ids: HostArray,
-    wanted: dict[str, HostArray],
-    before: Mapping[str, Sequence[HostArray] | None],
+    wanted: Mapping[str, ChunkInContext],
     pages: dict[str, tuple[int, ...]],
-    indexing: Indexing | None,
 ) -> tuple[str | None, list[tuple[int, int]]]:
     """Encode chunks, store them durably where the store may be written, and place them.
 
-    ``before`` holds every key's neighbours, or None. Returns why some are not stored, if so (a full
-    disk does not keep a question from its answer), and the prefills as ``Loaded.runs`` counts them.
+    Returns why some are not stored, if so (a full disk does not keep a question from its answer),
+    and the prefills as ``Loaded.runs`` counts them.
     """
-    keys, chunks = list(wanted), list(wanted.values())
-    not_stored = None if store.writable else "the store is open for reading only"
-    others = [before[key] or () for key in keys]
-    seen = prefix_ids if encoder_named(encoder).sees_prefix else prefix_ids[:0]
-    own_kv = StoredNeighbours(runner.model, seen, store)
+    config, chosen = encoding.model.config, encoder_named(encoder)
+    num_prefix = len(seen_prefix(chosen, encoding.prefix))
+    own_kv = StoredNeighbours(encoding)
+    not_stored = None
     runs = []
-    built = indexing if store.writable else None
-    fresh = encode_for_store(runner.model, encoder, prefix_ids, chunks, others, own_kv, built)
-    for index, kv, aux in fresh:
-        num_before = len(seen) + sum(map(len, others[index]))
-        joint = encoder_named(encoder).neighbours == "joint"
-        runs.append((len(chunks[index]) + num_before * joint, num_before + len(chunks[index])))
-        key = keys[index]
-        if store.writable:
-            origin = provenance(runner.model, encoder, prefix_ids, chunks[index], others[index])
-            # A key whose record stands but whose bytes are gone or damaged is healed by this.
-            try:
-                store.put(key, kv, record=origin, aux=aux, replace=True)
-            except StoreError as error:
-                not_stored = str(error)
-        length = kv.shape[2]
-        buffer = runner.cache.staging_buffer(runner.model.config, bucket(length, 256))
-        buffer[:, :, :length] = kv
-        _place_spans(runner, buffer, {key: (0, length)}, pages)
-    runs += [(length, len(seen) + length) for length in own_kv.computed]
+    for made in encoding.encode(encoder, wanted, own_kv):
+        length = len(made.chunk.ids)
+        num_before = num_prefix + sum(map(len, made.chunk.neighbours))
+        joint = chosen.neighbours == "joint"
+        runs.append((length + num_before * joint, num_before + length))
+        not_stored = encoding.offer(made) or not_stored
+        buffer = runner.cache.staging_buffer(config, bucket(length, 256))
+        buffer[:, :, :length] = made.kv
+        _place_spans(runner, buffer, {made.key: (0, length)}, pages)
+    runs += [(length, num_prefix + length) for length in own_kv.computed]
     return not_stored, runs
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrag.cache import CachedChunk, TableBuilder, pages_for
-from jaxrag.encode import encoder_named
+from jaxrag.encode import PREFIX_ENCODER, encoder_named
 from jaxrag.engine.loader import Found, Loaded, load_chunks, release
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
@@ -256,7 +256,7 @@ def _stored_hits(
 
     prefix = parts[0]
     if len(prefix.ids) and prefix.resident is None:  # its own context: nothing stands before it
-        take([prefix], load_chunks(runner, store, "isolated", prefix.ids[:0], [prefix.ids]))
+        take([prefix], load_chunks(runner, store, PREFIX_ENCODER, prefix.ids[:0], [prefix.ids]))
     for encoder, indices in _by_encoder(method, len(prompt.chunks)):
         wanted = [i for i in indices if parts[i + 1].resident is None]
         if not wanted:

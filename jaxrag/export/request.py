@@ -87,7 +87,7 @@ def export_selected(
     placement = request.placement(config)
     selection = request.select(selector)
     if request.joined or request.question is not None:
-        bundles = [selector.joined(selection, store.fingerprint, request.question)]
+        bundles = [selector.joined(selection, request.question)]
     else:
         bundles = selection.separate()
     return export_bundles(

@@ -9,10 +9,9 @@ from jaxrag.documents.chunking import Chunk
 from jaxrag.errors import KnowledgeBaseError
 from jaxrag.export.bundle import Bundle, Piece
 from jaxrag.retrieve.filters import Filter
-from jaxrag.store import chunk_key, content_id, context_id
+from jaxrag.store import content_id
 from jaxrag.text.prompts import PromptTemplate
 from jaxrag.text.tokenizer import Tokenizer
-from jaxrag.types import HostArray
 
 PROMPT = "prompt"  # name of the file that holds a whole prompt
 
@@ -31,12 +30,21 @@ class Selection:
 
 @dataclasses.dataclass(frozen=True)
 class Selector:
-    """Looks chunks up in a catalog under one encoder variant."""
+    """Looks chunks up in a catalog under one encoder variant.
+
+    Attributes:
+      catalog: of the knowledge base.
+      template: wraps the chunks.
+      tokenizer: of the model that encoded them.
+      encoder: the variant.
+      prefix: the template's prefix, which is stored as a chunk of its own; None where it is empty.
+    """
 
     catalog: Catalog
     template: PromptTemplate
     tokenizer: Tokenizer
     encoder: str
+    prefix: Piece | None
 
     def documents(self, document_ids: Iterable[str] | None) -> Selection:
         """Every chunk of these documents, or of all.
@@ -81,26 +89,18 @@ class Selector:
                     documents += part.documents
         return Selection(tuple(pieces.values()), tuple(documents))
 
-    def joined(self, selection: Selection, fingerprint: str, question: str | None) -> Bundle:
+    def joined(self, selection: Selection, question: str | None) -> Bundle:
         """The selected chunks behind the template's prefix, as they stand in one prompt.
 
         With a question, the final block's token ids go with them.
         """
-        prefix = self.template.prefix_ids(self.tokenizer)
-        pieces = selection.pieces
-        if len(prefix):
-            pieces = (Piece(self._prefix_key(prefix, fingerprint), prefix), *pieces)
+        pieces = selection.pieces if self.prefix is None else (self.prefix, *selection.pieces)
         if not pieces:
             raise KnowledgeBaseError(
                 "no chunk was found and the template has no prefix: there is nothing to join"
             )
         final = None if question is None else self.template.final_ids(self.tokenizer, question)
         return Bundle(PROMPT, pieces, question, final)
-
-    def _prefix_key(self, prefix: HostArray, fingerprint: str) -> str:
-        """The prefix stands first in every prompt, so it is stored as a chunk that saw nothing."""
-        content = content_id(self.tokenizer.digest, prefix)
-        return chunk_key(fingerprint, content, context_id("isolated", prefix[:0]))
 
     def _select(self, chosen: Iterable[tuple[DocumentEntry, Sequence[Chunk]]]) -> Selection:
         pieces: list[Piece] = []

@@ -1,35 +1,27 @@
-"""From documents to a knowledge base: cut, look up, encode what is missing, store, commit.
+"""From documents to a knowledge base: split, look up, encode what is missing, store, commit.
 
 Work goes in batches of documents. Of each, the KV is made durable first, then the vectors, and the
 catalog is committed last, so a run that is killed leaves whole documents, and the KV it had already
-stored is found, not encoded again, when the same documents are added once more. Reading and cutting
-run ahead of the encoder, puts and commits behind it, each within bounds: memory does not grow with
-the number of documents.
+stored is found, not encoded again, when the same documents are added once more. Documents are read
+and split ahead of the encoder, put and committed behind it, each within bounds: memory does not
+grow with the number of documents.
 """
 
 import collections
 import concurrent.futures
 import dataclasses
-import functools
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from jaxrag.attention_index.document import Indexing, is_indexed
-from jaxrag.catalog import Catalog
 from jaxrag.documents import BadDocument, Intake, Shard, Source
-from jaxrag.documents.chunking import Chunking
-from jaxrag.encode import chunk_key, encode_chunks, encode_for_store, gets_indexes, provenance
-from jaxrag.knowledge_base.prepare import Cutter, Prepared
-from jaxrag.models.model import Model
+from jaxrag.encode import ChunkInContext
+from jaxrag.knowledge_base.prepare import Prepared, Preparer
 from jaxrag.retrieve.base import searched_text
-from jaxrag.store import KVStore, PutResult
-from jaxrag.store.writer import ChunkWriter
-from jaxrag.text.prompts import PromptTemplate
-from jaxrag.types import HostArray
+from jaxrag.store import ChunkWriter, PutResult
 
 BATCH_TOKENS = 1 << 16  # of one catalog commit
 UNKNOWN_EXAMPLES = 5  # words that a report shows
@@ -107,23 +99,15 @@ class Vectors(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Ingest:
-    """How the documents of one knowledge base are cut, encoded and kept."""
+    """How documents come into one knowledge base.
 
-    model: Model
-    template: PromptTemplate
-    chunking: Chunking
-    encoders: tuple[str, ...]  # none that sees neighbours
-    store: KVStore
-    catalog: Catalog
+    Attributes:
+      preparer: splits documents into chunks and names their KV.
+      vectors: where the vectors of the chunks' texts are kept; None where they have none.
+    """
+
+    preparer: Preparer
     vectors: Vectors | None = None
-    indexing: Indexing | None = None
-
-    @functools.cached_property
-    def _cutter(self) -> Cutter:
-        return Cutter(
-            self.model, self.template, self.chunking, self.encoders, self.store.fingerprint,
-            self.catalog,
-        )  # fmt: skip
 
     def run(
         self, documents: Iterable[Source], progress: bool, shard: tuple[int, int] | None = None
@@ -136,25 +120,24 @@ class Ingest:
           shard: (i, n) adds only the part i of n that falls to it by the hash of the id, so that
             n processes share the work.
 
-        Raises TokenizerError before any work when the model takes no text, and DocumentError for
-        an argument that is no list of documents or a shard that does not exist. Single bad
-        documents are skipped and reported.
+        Raises DocumentError for an argument that is no list of documents or a shard that does not
+        exist. Single bad documents are skipped and reported.
         """
         start = time.perf_counter()
-        _ = self._cutter.prefix
+        preparer = self.preparer
         intake = Intake(documents, Shard(*shard) if shard is not None else Shard())
         skipped: list[BadDocument] = []
         with (
             tqdm(
                 desc="encode", unit="token", unit_scale=True, disable=None if progress else True
             ) as bar,
-            self.store.writer() as writer,
+            preparer.encoding.store.writer() as writer,
             concurrent.futures.ThreadPoolExecutor(1, "jaxrag-commit") as committer,
         ):
-            pipeline = _Pipeline(self, writer, committer, bar)
+            pipeline = _Pipeline(preparer, self.commit, writer, committer, bar)
             for batch in self._batches(intake, skipped):
                 if not pipeline.count["documents"]:
-                    self._keep_prefix()
+                    preparer.encoding.keep_prefix()
                 pipeline.take(batch, None if bar.disable else intake)
             pipeline.finish()
         count = pipeline.count
@@ -165,7 +148,7 @@ class Ingest:
             chunks=count["chunks"],
             tokens=count["tokens"],
             encoded=count["encoded"],
-            reused=count["chunks"] * len(self.encoders) - count["encoded"],
+            reused=count["chunks"] * len(preparer.encoders) - count["encoded"],
             encoded_tokens=count["encoded_tokens"],
             skipped=tuple(skipped),
             seconds=time.perf_counter() - start,
@@ -173,54 +156,10 @@ class Ingest:
             unknown_words=tuple(pipeline.unknown_words),
         )
 
-    def missing(self, encoder: str, chunks: Mapping[str, HostArray]) -> list[str]:
-        """Keys of the chunks that the store lacks, or holds without the indexes that they get."""
-        records = self.store.head(list(chunks), on_corrupt="skip")
-        return [
-            key
-            for (key, ids), record in zip(chunks.items(), records, strict=True)
-            if record is None
-            or (gets_indexes(self.indexing, encoder, len(ids)) and not is_indexed(record))
-        ]
-
-    def encode(
-        self, encoder: str, chunks: Sequence[HostArray]
-    ) -> Iterator[tuple[int, HostArray, dict[str, HostArray] | None]]:
-        """The KV of chunks, and what is stored with it."""
-        return encode_for_store(
-            self.model, encoder, self._cutter.prefix, chunks, indexing=self.indexing
-        )
-
-    def _keep_prefix(self) -> None:
-        """Make the KV of the template's prefix durable: every prompt begins with it."""
-        prefix, nothing = self._cutter.prefix, self._cutter.prefix[:0]
-        if not len(prefix):
-            return
-        key = chunk_key(self.store.fingerprint, self.model, "isolated", nothing, prefix)
-        if self.store.head([key], on_corrupt="skip") == [None]:
-            record = provenance(self.model, "isolated", nothing, prefix)
-            for _, kv in encode_chunks(self.model, "isolated", nothing, [prefix]):
-                self.store.put(key, kv, record=record)
-
-    def _batches(self, intake: Intake, skipped: list[BadDocument]) -> Iterator[list[Prepared]]:
-        """Prepared documents in batches of about BATCH_TOKENS; refused ones go to ``skipped``."""
-        batch: list[Prepared] = []
-        num_tokens = 0
-        for found in self._cutter.ahead(intake):
-            if isinstance(found, BadDocument):
-                skipped.append(found)
-                continue
-            batch.append(found)
-            num_tokens += found.num_tokens
-            if num_tokens >= BATCH_TOKENS:
-                yield batch
-                batch, num_tokens = [], 0
-        if batch:
-            yield batch
-
-    def _commit(self, batch: Sequence[Prepared]) -> None:
+    def commit(self, batch: Sequence[Prepared]) -> None:
         """Make documents findable whose KV is durable: vectors first, then the catalog."""
-        self.catalog.put_keys(
+        catalog = self.preparer.catalog
+        catalog.put_keys(
             (prepared.entry.document.id, prepared.entry.digest, prepared.entry.keys)
             for prepared in batch
             if prepared.unchanged
@@ -228,7 +167,7 @@ class Ingest:
         entries = [prepared.entry for prepared in batch if not prepared.unchanged]
         if not entries:
             return
-        free = iter(self.catalog.reserve(sum(len(entry.chunks) for entry in entries)))
+        free = iter(catalog.reserve(sum(len(entry.chunks) for entry in entries)))
         entries = [
             dataclasses.replace(entry, chunk_ids=list(itertools.islice(free, len(entry.chunks))))
             for entry in entries
@@ -241,10 +180,26 @@ class Ingest:
                 for chunk in entry.chunks
             ]
             self.vectors.add(chunk_ids, texts)
-        left = self.catalog.put(entries)
+        left = catalog.put(entries)
         if self.vectors is not None:
             self.vectors.remove(left)
-            self.catalog.settle(left)
+            catalog.settle(left)
+
+    def _batches(self, intake: Intake, skipped: list[BadDocument]) -> Iterator[list[Prepared]]:
+        """Prepared documents in batches of about BATCH_TOKENS; refused ones go to ``skipped``."""
+        batch: list[Prepared] = []
+        num_tokens = 0
+        for found in self.preparer.ahead(intake):
+            if isinstance(found, BadDocument):
+                skipped.append(found)
+                continue
+            batch.append(found)
+            num_tokens += found.num_tokens
+            if num_tokens >= BATCH_TOKENS:
+                yield batch
+                batch, num_tokens = [], 0
+        if batch:
+            yield batch
 
 
 class _Pipeline:
@@ -252,19 +207,22 @@ class _Pipeline:
 
     def __init__(
         self,
-        ingest: Ingest,
+        preparer: Preparer,
+        commit: Callable[[Sequence[Prepared]], None],
         writer: ChunkWriter,
         committer: concurrent.futures.ThreadPoolExecutor,
         bar: "tqdm[Any]",
     ) -> None:
         self.count: collections.Counter[str] = collections.Counter()
         self.unknown_words: dict[str, None] = {}
-        self._ingest = ingest
+        self._preparer = preparer
+        self._encoding = preparer.encoding
+        self._commit = commit
         self._writer = writer
         self._committer = committer
         self._bar = bar
         self._flying: dict[str, _Future[PutResult]] = {}  # puts that may not be durable yet
-        self._commit: _Future[None] | None = None  # of the batch before
+        self._committing: _Future[None] | None = None  # the batch before
 
     def take(self, batch: Sequence[Prepared], intake: Intake | None) -> None:
         """Encode a batch and have it committed; ``intake`` knows how much is still to come."""
@@ -281,26 +239,26 @@ class _Pipeline:
         if intake is not None and fraction:
             characters = intake.characters / fraction
             tokens = count["tokens"] * characters / count["characters"]
-            self._bar.total = round(tokens) * len(self._ingest.encoders)
+            self._bar.total = round(tokens) * len(self._preparer.encoders)
         puts: list[_Future[PutResult]] = []
-        found: dict[str, dict[str, HostArray]] = {}
-        for encoder in self._ingest.encoders:
+        found: dict[str, dict[str, ChunkInContext]] = {}
+        for encoder in self._preparer.encoders:
             more, found[encoder] = self._encode(encoder, batch)
             puts += more
-        if self._commit is not None:
-            self._commit.result()
-        self._commit = self._committer.submit(self._finish_batch, batch, puts, found)
+        if self._committing is not None:
+            self._committing.result()
+        self._committing = self._committer.submit(self._finish_batch, batch, puts, found)
 
     def finish(self) -> None:
         """Wait for the last commit."""
-        if self._commit is not None:
-            self._commit.result()
+        if self._committing is not None:
+            self._committing.result()
         if self._bar.total is not None:
             self._bar.total = self._bar.n
 
     def _count_unknown(self, prepared: Prepared) -> None:
         """Count what the tokenizer does not know; only chunks that hold some are read again."""
-        tokenizer = self._ingest.model.text_tokenizer()
+        tokenizer = self._preparer.tokenizer
         if tokenizer.unk_id is None:
             return
         for chunk in prepared.entry.chunks:
@@ -313,43 +271,39 @@ class _Pipeline:
 
     def _encode(
         self, encoder: str, batch: Iterable[Prepared]
-    ) -> tuple[list[_Future[PutResult]], dict[str, HostArray]]:
+    ) -> tuple[list[_Future[PutResult]], dict[str, ChunkInContext]]:
         """Put the KV of the batch's chunks that the store lacks under one encoder.
 
         Returns the puts to wait for, and the chunks to be committed that the store had already.
         """
-        ingest = self._ingest
-        wanted: dict[str, HostArray] = {}
+        wanted: dict[str, ChunkInContext] = {}
         committed: set[str] = set()
         total = 0
         for prepared in batch:
             total += prepared.num_tokens
             keys = prepared.entry.keys[encoder]
-            wanted.update(zip(keys, prepared.token_ids, strict=True))
+            wanted.update(zip(keys, map(ChunkInContext, prepared.token_ids), strict=True))
             committed.update(keys if prepared.commit else ())
         self._flying = {key: put for key, put in self._flying.items() if not put.done()}
         puts = [self._flying[key] for key in wanted if key in self._flying]
-        settled = [key for key in wanted if key not in self._flying]
-        missing = ingest.missing(encoder, {key: wanted[key] for key in settled})
-        chunks = [wanted[key] for key in missing]
-        self._bar.update(total - sum(len(ids) for ids in chunks))
-        for index, kv, aux in ingest.encode(encoder, chunks):
-            record = provenance(ingest.model, encoder, ingest._cutter.prefix, chunks[index])
-            # An index comes with its chunk: one that was stored without it is put again.
-            put = self._writer.submit(missing[index], kv, record, aux=aux, replace=aux is not None)
+        settled = {key: chunk for key, chunk in wanted.items() if key not in self._flying}
+        missing = self._encoding.missing(encoder, settled)
+        self._bar.update(total - sum(len(chunk.ids) for chunk in missing.values()))
+        for made in self._encoding.encode(encoder, missing):
+            put = made.put(self._writer.submit)
             puts.append(put)
-            self._flying[missing[index]] = put
+            self._flying[made.key] = put
             self.count["encoded"] += 1
-            self.count["encoded_tokens"] += len(chunks[index])
-            self._bar.update(len(chunks[index]))
-        committed.difference_update(missing)
-        return puts, {key: wanted[key] for key in settled if key in committed}
+            self.count["encoded_tokens"] += len(made.chunk.ids)
+            self._bar.update(len(made.chunk.ids))
+        committed -= missing.keys()
+        return puts, {key: chunk for key, chunk in settled.items() if key in committed}
 
     def _finish_batch(
         self,
         batch: Sequence[Prepared],
         puts: Iterable[_Future[PutResult]],
-        found: dict[str, dict[str, HostArray]],
+        found: dict[str, dict[str, ChunkInContext]],
     ) -> None:
         """Commit a batch once its KV is durable (in the committer's thread).
 
@@ -358,12 +312,6 @@ class _Pipeline:
         """
         for put in puts:
             put.result()
-        ingest = self._ingest
-        ingest._commit([prepared for prepared in batch if prepared.commit])
+        self._commit([prepared for prepared in batch if prepared.commit])
         for encoder, chunks in found.items():
-            lost = ingest.missing(encoder, chunks)
-            for index, kv, aux in ingest.encode(encoder, [chunks[key] for key in lost]):
-                record = provenance(
-                    ingest.model, encoder, ingest._cutter.prefix, chunks[lost[index]]
-                )
-                ingest.store.put(lost[index], kv, record=record, aux=aux, replace=aux is not None)
+            self._encoding.encode_missing(encoder, chunks)

@@ -9,13 +9,15 @@ from typing import Any, Self, get_args, overload
 from jaxrag.attention_index.document import Indexing, indexing_from
 from jaxrag.catalog import DocumentEntry, Hit
 from jaxrag.documents.chunking import ChunkBy
+from jaxrag.encode import prefix_key
 from jaxrag.errors import KnowledgeBaseError, RequestError
-from jaxrag.export import ExportReport, ExportRequest, Selector, export_selected
+from jaxrag.export import ExportReport, ExportRequest, Piece, Selector, export_selected
 from jaxrag.knowledge_base import upkeep
 from jaxrag.knowledge_base.ingest import AddReport, Ingest, Source
 from jaxrag.knowledge_base.location import find_folder, open_catalog, store_location
 from jaxrag.knowledge_base.maintained import Maintained
 from jaxrag.knowledge_base.neighbours import SimilarBy
+from jaxrag.knowledge_base.prepare import Preparer
 from jaxrag.knowledge_base.search import Search, SearchMode
 from jaxrag.knowledge_base.settings import Wanted
 from jaxrag.knowledge_base.vectors import GivenEmbedder, choose_embedder
@@ -163,17 +165,11 @@ class KnowledgeBase(Maintained):
             _ = self._vectors.embedder  # refused before any work
             if not self._all_embedded():
                 self.embed(progress=progress)
-        ingest = Ingest(
-            model,
-            self.template,
-            self.chunking,
-            tuple(name for name in self.encoders if name not in self._behind_others),
-            self.store,
-            self._catalog,
-            self._vectors,
-            self.indexing,
+        alone = tuple(name for name in self.encoders if name not in self._behind_others)
+        preparer = Preparer(
+            self._encoding(model), self.template, self.chunking, alone, self._catalog
         )
-        report = ingest.run(documents, progress, shard)
+        report = Ingest(preparer, self._vectors).run(documents, progress, shard)
         if self._behind_others and (shard is None or shard[1] == 1):
             return dataclasses.replace(report, neighbours=self.refresh(progress=progress))
         return report
@@ -316,5 +312,10 @@ class KnowledgeBase(Maintained):
             first_position=first_position,
         )
         chosen = encoder or self.encoders[0]
-        selector = Selector(self._catalog, self.template, self._tokenizer(tokenizer), chosen)
+        checked = self._tokenizer(tokenizer)
+        ids = self.template.prefix_ids(checked)
+        prefix = None
+        if len(ids):
+            prefix = Piece(prefix_key(self.store.fingerprint, checked.digest, ids), ids)
+        selector = Selector(self._catalog, self.template, checked, chosen, prefix)
         return export_selected(request, selector, self.store, self.config, out, progress)

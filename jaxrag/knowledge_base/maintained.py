@@ -44,7 +44,7 @@ class Maintained(Opened):
         self._require_writable("encode its chunks")
         neighbours = self._neighbours(model)
         self._check_vectors(neighbours.by)
-        return refresh(neighbours, self.store, self._behind_others, progress)
+        return refresh(neighbours, self._encoding(model), self._behind_others, progress)
 
     def neighbours_of(
         self, chunk_ids: Sequence[int], encoder: str, template: PromptTemplate | None = None
@@ -54,7 +54,8 @@ class Maintained(Opened):
         As recorded with their KV; where there is none, as a search finds them now.
 
         Args:
-          chunk_ids: of hits. encoder: a key of ENCODERS.
+          chunk_ids: of hits.
+          encoder: a key of ENCODERS.
           template: what wraps them; None is the knowledge base's own.
 
         Returns for every chunk the token ids of its neighbours, int32 [T] each, in order. Raises
@@ -100,9 +101,11 @@ class Maintained(Opened):
         Nothing younger than the grace is touched, so that it may run beside writers and readers.
 
         Args:
-          grace_seconds: longer than any request or ingested batch takes. dry_run: only count.
+          grace_seconds: longer than any request or ingested batch takes.
+          dry_run: only count.
           others: folders of other knowledge bases in the same repository that are not where they
-            were opened for writing last. gone: ids of those that exist no more.
+            were opened for writing last.
+          gone: ids of those that exist no more.
 
         Raises KnowledgeBaseError when another knowledge base of the repository cannot be asked, or
         this one was opened for reading; StoreError when files cannot be removed.
@@ -139,21 +142,22 @@ class Maintained(Opened):
 
         Raises KnowledgeBaseError for a repair without a model or when opened for reading.
         """
+        model = None
         if repair:
-            self._require_model("repair chunks")
+            model = self._require_model("repair chunks")
             self._require_writable("repair chunks")
         report = upkeep.verify(
             self.store,
             self._catalog,
-            self.model if repair else None,
-            self.template,
+            self.indexing,
             max_bytes_per_second,
-            indexing=self.indexing,
             limited=self._settings["max_bytes"] is not None and self._settings["store"] is None,
             progress=progress,
         )
-        if repair and self._vectors is not None and not self._all_embedded():
-            self.embed(progress=progress)
+        if model is not None:
+            report = upkeep.repair(report, self._catalog, self.template, self._encoding(model))
+            if self._vectors is not None and not self._all_embedded():
+                self.embed(progress=progress)
         return report
 
     @property

@@ -18,14 +18,13 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrag.catalog import Catalog, ChunkTokens
-from jaxrag.encode import StoredNeighbours, chunk_key, encode_chunks, provenance
+from jaxrag.encode import ChunkEncoding, ChunkInContext
 from jaxrag.knowledge_base.ingest import RefreshReport
 from jaxrag.knowledge_base.staleness import NeighbourSearch
 from jaxrag.knowledge_base.vectors import ChunkVectors
 from jaxrag.models.model import Model
 from jaxrag.retrieve.base import NOTHING, VectorIndex
 from jaxrag.retrieve.bm25 import BM25Snapshot
-from jaxrag.store import KVStore
 from jaxrag.text.prompts import PromptTemplate
 from jaxrag.types import HostArray
 
@@ -37,12 +36,14 @@ _BATCH = 64  # chunks between two commits
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Placed:
-    """A chunk and the chunks in front of it, as token ids int32 [T] that stand in a prompt."""
+class Placed(ChunkInContext):
+    """A chunk and the chunks in front of it.
 
-    ids: HostArray
-    neighbours: tuple[HostArray, ...] = ()
-    content_ids: tuple[str, ...] = ()  # of the neighbours
+    Attributes:
+      content_ids: of the neighbours.
+    """
+
+    content_ids: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +51,10 @@ class Neighbours:
     """How the neighbours of a knowledge base's chunks are found.
 
     Attributes:
-      catalog, vectors, model, template: of the knowledge base; ``vectors`` of every chunk are
-        needed to find neighbours by vectors.
+      catalog: of the knowledge base.
+      vectors: of every chunk; needed to find neighbours by vectors.
+      model: whose tokens and context length count.
+      template: wraps the chunks.
       top_n: how many a chunk has at most.
       by: "vectors" ranks by the inner product of the chunks' own vectors, "bm25" by the words of
         the chunk as a question.
@@ -165,7 +168,7 @@ def _that_fit(chunks: Iterable[HostArray], room: int) -> tuple[HostArray, ...]:
 
 
 def refresh(
-    neighbours: Neighbours, store: KVStore, encoders: Sequence[str], progress: bool
+    neighbours: Neighbours, encoding: ChunkEncoding, encoders: Sequence[str], progress: bool
 ) -> RefreshReport:
     """Encode every chunk whose neighbours, their order included, are not those of its KV.
 
@@ -180,13 +183,14 @@ def refresh(
     over.
 
     Args:
-      neighbours: of the knowledge base. store: its chunk KV.
+      neighbours: of the knowledge base.
+      encoding: of its chunks.
       encoders: those of its variants that see neighbours.
       progress: draw a bar on stderr, where that is a terminal.
     """
     start = time.perf_counter()
     count: collections.Counter[str] = collections.Counter()
-    search = NeighbourSearch.begin(neighbours.catalog, _how(neighbours, store, encoders))
+    search = NeighbourSearch.begin(neighbours.catalog, _how(neighbours, encoding, encoders))
     outdated = search.outdated(encoders, neighbours.top_n, neighbours.index)
     if neighbours.by == "bm25" and len(outdated) > _BATCH:
         neighbours = dataclasses.replace(neighbours, words=neighbours.catalog.words())
@@ -201,7 +205,7 @@ def refresh(
         for batch in itertools.batched(map(int, outdated), _BATCH):
             placed = neighbours.find(batch)
             for encoder in encoders:
-                count.update(_refresh_batch(neighbours, store, encoder, placed))
+                count.update(_refresh_batch(neighbours, encoding, encoder, placed))
                 bar.update(len(batch))
             search.check()
     search.finish()
@@ -217,36 +221,35 @@ def refresh(
     )
 
 
-def _how(neighbours: Neighbours, store: KVStore, encoders: Sequence[str]) -> dict[str, Any]:
+def _how(
+    neighbours: Neighbours, encoding: ChunkEncoding, encoders: Sequence[str]
+) -> dict[str, Any]:
     """What decides the lists besides the chunks there are; JSON-able."""
     return {
         "by": neighbours.by,
         "top_n": neighbours.top_n,
         "vectors": None if neighbours.vectors is None else dict(neighbours.vectors.settings),
         "encoders": sorted(encoders),
-        "fingerprint": store.fingerprint,
-        "prefix": neighbours.prefix.tolist(),
+        "fingerprint": encoding.store.fingerprint,
+        "prefix": encoding.prefix.tolist(),
     }
 
 
 def _refresh_batch(
-    neighbours: Neighbours, store: KVStore, encoder: str, placed: Mapping[int, Placed]
+    neighbours: Neighbours, encoding: ChunkEncoding, encoder: str, placed: Mapping[int, Placed]
 ) -> dict[str, int]:
     """Bring the KV of some chunks up to date; returns what was counted."""
-    model, prefix = neighbours.model, neighbours.prefix
     keys = {
-        chunk_id: chunk_key(store.fingerprint, model, encoder, prefix, it.ids, it.neighbours)
-        for chunk_id, it in placed.items()
+        chunk_id: encoding.key(encoder, it.ids, it.neighbours) for chunk_id, it in placed.items()
     }
     known = neighbours.catalog.keys_of(placed, encoder)
     changed = [chunk_id for chunk_id in placed if known.get(chunk_id) != keys[chunk_id]]
     wanted = {keys[chunk_id]: placed[chunk_id] for chunk_id in changed}
-    missing = _missing(store, wanted)
-    _encode(model, store, encoder, prefix, missing)
+    missing = encoding.encode_missing(encoder, wanted)
     neighbours.catalog.put_contexts(encoder, [(i, keys[i], placed[i].content_ids) for i in changed])
     # What nobody held when it was found may have been swept before this commit made it live.
     stored = {key: it for key, it in wanted.items() if key not in missing}
-    _encode(model, store, encoder, prefix, _missing(store, stored))
+    encoding.encode_missing(encoder, stored)
     return {
         "chunks": len(placed),
         "unchanged": len(placed) - len(changed),
@@ -254,36 +257,9 @@ def _refresh_batch(
         "encoded": len(missing),
         "encoded_tokens": sum(len(it.ids) for it in missing.values()),
         "context_tokens": sum(
-            len(prefix) + sum(map(len, it.neighbours)) for it in missing.values()
+            len(encoding.prefix) + sum(map(len, it.neighbours)) for it in missing.values()
         ),
     }
-
-
-def _missing(store: KVStore, wanted: Mapping[str, Placed]) -> dict[str, Placed]:
-    records = store.head(list(wanted), on_corrupt="skip")
-    return {
-        key: it for (key, it), record in zip(wanted.items(), records, strict=True) if record is None
-    }
-
-
-def _encode(
-    model: Model, store: KVStore, encoder: str, prefix: HostArray, wanted: Mapping[str, Placed]
-) -> None:
-    """Encode chunks and make their KV durable."""
-    keys, chunks = list(wanted), list(wanted.values())
-    encoded = encode_chunks(
-        model,
-        encoder,
-        prefix,
-        [it.ids for it in chunks],
-        [it.neighbours for it in chunks],
-        StoredNeighbours(model, prefix, store),
-    )
-    with store.writer() as writer:
-        for index, kv in encoded:
-            it = chunks[index]
-            record = provenance(model, encoder, prefix, it.ids, it.neighbours)
-            writer.submit(keys[index], kv, record)
 
 
 def recorded_chunks(

@@ -9,6 +9,7 @@ from jaxrag.catalog import Catalog
 from jaxrag.config import ModelConfig, config_from_dict
 from jaxrag.documents.chunking import Chunking
 from jaxrag.embed import Embedder
+from jaxrag.encode import ChunkEncoding
 from jaxrag.errors import KnowledgeBaseError
 from jaxrag.knowledge_base.location import open_repository
 from jaxrag.knowledge_base.vectors import ChunkVectors
@@ -135,6 +136,11 @@ class Opened:
         if self._vectors is None or not self._settings["vectors_complete"]:
             return False
         return len(self._vectors.index) >= self._catalog.counts()["chunks"]
+
+    def _encoding(self, model: Model) -> ChunkEncoding:
+        """How its chunks are encoded; TokenizerError when the model takes no text."""
+        prefix = self.template.prefix_ids(model.text_tokenizer())
+        return ChunkEncoding(model, self.store, prefix, self.indexing)
 
     def _require_model(self, purpose: str) -> Model:
         if self.model is None:

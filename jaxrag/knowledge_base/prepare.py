@@ -1,4 +1,4 @@
-"""Documents cut into chunks and looked up in the catalog, ahead of who encodes them."""
+"""Documents split into chunks and looked up in the catalog, ahead of who encodes them."""
 
 import collections
 import concurrent.futures
@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from jaxrag.catalog import Catalog, Entry
 from jaxrag.documents import BadDocument, Document, Intake
 from jaxrag.documents.chunking import Chunking, split
-from jaxrag.encode import chunk_key, provenance
+from jaxrag.encode import ChunkEncoding
 from jaxrag.errors import DocumentError
-from jaxrag.models.model import Model
+from jaxrag.store import content_id
 from jaxrag.text.prompts import PromptTemplate
 from jaxrag.text.tokenizer import Tokenizer
 from jaxrag.types import HostArray
 
-_AHEAD_CHARACTERS = 1 << 18  # of documents that are cut while others are encoded
+_AHEAD_CHARACTERS = 1 << 18  # of documents that are prepared while others are encoded
 _AHEAD_DOCUMENTS = 1024
 _THREADS = 2  # the tokenizer works outside of the interpreter lock
 
@@ -44,45 +44,42 @@ _Waiting = BadDocument | tuple[Document, concurrent.futures.Future[Prepared]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Cutter:
-    """How the documents of one knowledge base are cut, and which keys their chunks get.
+class Preparer:
+    """How the documents of one knowledge base are split, and which keys their chunks get.
 
     Attributes:
-      model, template, chunking, encoders: of the knowledge base.
-      fingerprint: of its store. catalog: where documents are looked up.
+      encoding: names the chunks' KV.
+      template: wraps the chunks.
+      chunking: sizes and places of the chunks.
+      encoders: the KV variants that every chunk gets; none that sees neighbours.
+      catalog: where documents are looked up.
     """
 
-    model: Model
+    encoding: ChunkEncoding
     template: PromptTemplate
     chunking: Chunking
     encoders: tuple[str, ...]
-    fingerprint: str
     catalog: Catalog
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """The model's; TokenizerError when it takes no text."""
-        return self.model.text_tokenizer()
-
-    @functools.cached_property
-    def prefix(self) -> HostArray:
-        """Token ids of the template's prefix, int32 [P]."""
-        return self.template.prefix_ids(self.tokenizer)
+        return self.encoding.model.text_tokenizer()
 
     def ahead(self, intake: Intake) -> Iterator[Prepared | BadDocument]:
-        """Everything that is taken in, in its order, cut while the caller works on earlier ones.
+        """Everything that is taken in, in its order, ready while the caller works on earlier ones.
 
         At most _AHEAD_CHARACTERS, _AHEAD_DOCUMENTS and one document are held.
         """
         waiting: collections.deque[_Waiting] = collections.deque()
         ahead = 0
-        cutters = concurrent.futures.ThreadPoolExecutor(_THREADS, "jaxrag-cut")
+        threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "jaxrag-prepare")
         try:
             for found in intake:
                 if isinstance(found, BadDocument):
                     waiting.append(found)
                 else:
-                    waiting.append((found, cutters.submit(self.prepare, found)))
+                    waiting.append((found, threads.submit(self.prepare, found)))
                     ahead += len(found.text)
                 while waiting and (ahead > _AHEAD_CHARACTERS or len(waiting) > _AHEAD_DOCUMENTS):
                     ahead -= _characters(waiting[0])
@@ -90,10 +87,10 @@ class Cutter:
             while waiting:
                 yield _result(waiting.popleft())
         finally:
-            cutters.shutdown(wait=True, cancel_futures=True)
+            threads.shutdown(wait=True, cancel_futures=True)
 
     def prepare(self, document: Document) -> Prepared:
-        """Cut a document, or take the cuts from the catalog when it stands there unchanged."""
+        """Split a document, or take its chunks from the catalog when it stands there unchanged."""
         digest = _digest(document)
         known = self.catalog.document(document.id)
         same = known is not None and known.digest == digest
@@ -111,7 +108,7 @@ class Cutter:
         token_ids = tuple(
             self.template.chunk_ids(self.tokenizer, chunk.ids, document.title) for chunk in chunks
         )
-        room = self.model.config.max_positions - len(self.prefix)
+        room = self.encoding.model.config.max_positions - len(self.encoding.prefix)
         longest = max(len(ids) for ids in token_ids)
         if longest > room:
             raise DocumentError(
@@ -119,18 +116,13 @@ class Cutter:
                 f"context leaves {room} behind the prefix; use smaller chunks"
             )
         keys = {
-            encoder: [
-                chunk_key(self.fingerprint, self.model, encoder, self.prefix, ids)
-                for ids in token_ids
-            ]
+            encoder: [self.encoding.key(encoder, ids) for ids in token_ids]
             for encoder in self.encoders
         }
         held = self.catalog.keys(document.id)
         commit = not same or any(held.get(encoder) != keys[encoder] for encoder in keys)
         replaces = known is not None and not same
-        content_ids = [
-            provenance(self.model, "isolated", self.prefix, ids).content_id for ids in token_ids
-        ]
+        content_ids = [content_id(self.tokenizer.digest, ids) for ids in token_ids]
         entry = Entry(document, digest, chunks, keys, content_ids, chunk_ids=())
         return Prepared(entry, token_ids, same, replaces, commit)
 
@@ -142,9 +134,9 @@ def _characters(waiting: _Waiting) -> int:
 def _result(waiting: _Waiting) -> Prepared | BadDocument:
     if isinstance(waiting, BadDocument):
         return waiting
-    document, cut = waiting
+    document, prepared = waiting
     try:
-        return cut.result()
+        return prepared.result()
     except DocumentError as error:
         return BadDocument(document.id, str(error))
 

@@ -12,7 +12,7 @@ from jaxrag.attention_index.document import Indexing
 from jaxrag.config import config_to_dict
 from jaxrag.documents.chunking import ChunkBy, Chunking
 from jaxrag.embed import Embedder
-from jaxrag.encode import encoder_named, provenance
+from jaxrag.encode import encoder_named, prefix_provenance
 from jaxrag.errors import KnowledgeBaseError
 from jaxrag.knowledge_base.neighbours import DEFAULT_TOP_N, SimilarBy
 from jaxrag.models.model import Model
@@ -117,7 +117,7 @@ def new_settings(model: Model, wanted: Wanted) -> dict[str, Any]:
         "max_bytes": wanted.max_bytes or None,
         "template": template.to_dict(),
         "prefix_content": (
-            provenance(model, "isolated", prefix[:0], prefix).content_id if len(prefix) else None
+            prefix_provenance(tokenizer.digest, prefix).content_id if len(prefix) else None
         ),
         "chunking": dataclasses.asdict(chunking),
         "encoders": list(dict.fromkeys(wanted.encoders or DEFAULT_ENCODERS)),

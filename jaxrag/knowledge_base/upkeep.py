@@ -13,13 +13,12 @@ from tqdm import tqdm
 
 from jaxrag.attention_index.document import Indexing, is_indexed
 from jaxrag.catalog import Catalog
-from jaxrag.encode import StoredNeighbours, encode_for_store, gets_indexes, provenance
+from jaxrag.encode import ChunkEncoding, gets_indexes
 from jaxrag.errors import KnowledgeBaseError
 from jaxrag.knowledge_base.ingest import RefreshReport
 from jaxrag.knowledge_base.location import CATALOG
 from jaxrag.knowledge_base.neighbours import recorded_chunks
 from jaxrag.knowledge_base.vectors import ChunkVectors
-from jaxrag.models.model import Model
 from jaxrag.store import ChunkStore, ReadThrough, Record
 from jaxrag.store.owners import Owner, Owners, this_owner
 from jaxrag.text.prompts import PromptTemplate
@@ -90,7 +89,9 @@ def all_claims(
     One that lies where it was registered on this host is found by itself.
 
     Args:
-      own, own_id: this knowledge base. owners: of the repository.
+      own: the claim of this knowledge base.
+      own_id: its id.
+      owners: of the repository.
       others: folders of knowledge bases that lie elsewhere now.
       gone: ids of those that exist no more.
 
@@ -168,46 +169,41 @@ def gc_note(report: GcReport) -> dict[str, Any]:
 def verify(
     store: ChunkStore | ReadThrough,
     catalog: Catalog,
-    model: Model | None,
-    template: PromptTemplate,
+    indexing: Indexing | None,
     max_bytes_per_second: float | None,
     *,
-    indexing: Indexing | None = None,
     limited: bool,
     progress: bool,
 ) -> VerifyReport:
-    """Check every chunk's KV; with a model, encode what is damaged or missing again.
+    """Check every chunk's KV, and that chunks have the indexes that they get by ``indexing``.
 
-    So are chunks that lack the indexes that they get by ``indexing``. Under a size limit
-    (``limited``), a chunk that is missing has been dropped and is left so.
+    Under a size limit (``limited``), a chunk that is missing has been dropped and is left so.
     """
     found = store.verify(
         catalog.all_keys(), max_bytes_per_second=max_bytes_per_second, progress=progress
     )
-    damaged = [*found.corrupt, *(() if limited else found.missing)]
+    damaged = (*found.corrupt, *(() if limited else found.missing))
     dropped = len(found.missing) if limited else 0
     bare = [] if indexing is None else _unindexed(store, catalog, indexing, set(damaged))
-    if model is None or not (damaged or bare):
-        return VerifyReport(found.ok, 0, tuple(damaged), dropped, tuple(bare))
-    prefix = template.prefix_ids(model.text_tokenizer())
-    own_kv = StoredNeighbours(model, prefix, store)
-    repaired = []
-    wanted = [*damaged, *bare]
-    for encoder, chunks in recorded_chunks(catalog, model, template, wanted).items():
-        for batch in itertools.batched(chunks.items(), _REPAIR_BATCH):
-            ids = [it.ids for _, it in batch]
-            others = [it.neighbours for _, it in batch]
-            fresh = encode_for_store(model, encoder, prefix, ids, others, own_kv, indexing)
-            for index, kv, aux in fresh:
-                key = batch[index][0]
-                record = provenance(model, encoder, prefix, ids[index], others[index])
-                store.put(key, kv, record=record, aux=aux, replace=True)
-                repaired.append(key)
-    left = set(wanted) - set(repaired)
-    still = tuple(key for key in damaged if key in left)
-    without = tuple(key for key in bare if key in left)
-    whole = found.ok - (len(bare) - len(without))
-    return VerifyReport(whole, len(repaired), still, dropped, without)
+    return VerifyReport(found.ok, 0, damaged, dropped, tuple(bare))
+
+
+def repair(
+    report: VerifyReport, catalog: Catalog, template: PromptTemplate, encoding: ChunkEncoding
+) -> VerifyReport:
+    """Encode again what ``verify`` found damaged, missing or without indexes."""
+    repaired = set[str]()
+    wanted = [*report.damaged, *report.unindexed]
+    chunks = recorded_chunks(catalog, encoding.model, template, wanted)
+    for encoder, by_key in chunks.items():
+        for batch in itertools.batched(by_key.items(), _REPAIR_BATCH):
+            for made in encoding.encode(encoder, dict(batch)):
+                made.put(encoding.store.put, replace=True)
+                repaired.add(made.key)
+    damaged = tuple(key for key in report.damaged if key not in repaired)
+    bare = tuple(key for key in report.unindexed if key not in repaired)
+    whole = report.ok - (len(report.unindexed) - len(bare))
+    return VerifyReport(whole, len(repaired), damaged, report.dropped, bare)
 
 
 def _unindexed(

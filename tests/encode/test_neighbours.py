@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrag.encode import ENCODERS, StoredNeighbours, chunk_key, encode_chunks, joint, provenance
+from jaxrag.encode import (
+    ENCODERS,
+    ChunkEncoding,
+    StoredNeighbours,
+    chunk_key,
+    encode_chunks,
+    joint,
+    provenance,
+)
 from jaxrag.encode import neighbours as behind
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.loader import load_chunks, release
@@ -92,7 +100,7 @@ def test_the_neighbours_own_kv_is_taken_from_the_store(rng, model_of):
     model = model_of()
     prefix, one, two, chunk = ids(rng, 5, 17, 9, 23)
     fresh = MemoryStore(model.fingerprint, model.kv_layout)
-    own = StoredNeighbours(model, prefix, fresh)
+    own = StoredNeighbours(ChunkEncoding(model, fresh, prefix))
     results = []
     for _ in range(2):
         ((_, kv),) = encode_chunks(model, "neighbours", prefix, [chunk], [[one, two, one]], own)

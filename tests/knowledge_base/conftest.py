@@ -8,8 +8,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxrag.embed import as_embedder
-from jaxrag.encode import encode_for_store
-from jaxrag.knowledge_base import KnowledgeBase, ingest
+from jaxrag.encode import chunk_encoding, encode_for_store
+from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.models.model import random_model
 from jaxrag.text.tokenizer import Tokenizer
 
@@ -70,11 +70,11 @@ def encoded(monkeypatch):
     """The numbers of chunks that each call of the encoder was asked for."""
     calls = []
 
-    def counting(model, encoder, prefix, chunks, **options):
+    def counting(model, encoder, prefix, chunks, *rest):
         calls.append(len(chunks))
-        return encode_for_store(model, encoder, prefix, chunks, **options)
+        return encode_for_store(model, encoder, prefix, chunks, *rest)
 
-    monkeypatch.setattr(ingest, "encode_for_store", counting)
+    monkeypatch.setattr(chunk_encoding, "encode_for_store", counting)
     return calls
 
 

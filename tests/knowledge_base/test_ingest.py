@@ -12,9 +12,9 @@ import pytest
 from jaxrag.documents import Document
 from jaxrag.encode import encode_chunks
 from jaxrag.errors import DocumentError, StoreError
-from jaxrag.knowledge_base import KnowledgeBase, ingest
-from jaxrag.knowledge_base import prepare as cutting
+from jaxrag.knowledge_base import KnowledgeBase, ingest, prepare
 from jaxrag.knowledge_base.ingest import Ingest
+from jaxrag.knowledge_base.prepare import Preparer
 
 WORDS = ["salt", "well", "brine", "pan", "river", "mule", "bamboo", "bridge", "tea", "keeper"]
 
@@ -63,10 +63,9 @@ def vectors(kb):
 @pytest.fixture
 def run(kb, vectors):
     """``run(documents, shard=None)`` with vectors that are watched."""
-    made = Ingest(
-        kb.model, kb.template, kb.chunking, kb.encoders, kb.store, kb._catalog, vectors
-    )  # fmt: skip
-    return lambda documents, shard=None: made.run(documents, False, shard)
+    encoding = kb._encoding(kb.model)
+    preparer = Preparer(encoding, kb.template, kb.chunking, kb.encoders, kb._catalog)
+    return lambda documents, shard=None: Ingest(preparer, vectors).run(documents, False, shard)
 
 
 def test_kv_then_vectors_then_catalog(kb, run, vectors):
@@ -99,7 +98,7 @@ def test_without_vectors_nothing_is_committed_and_the_kv_is_found_again(kb, run,
 
 def test_documents_are_read_as_they_are_needed(kb, monkeypatch):
     monkeypatch.setattr(ingest, "BATCH_TOKENS", 200)
-    monkeypatch.setattr(cutting, "_AHEAD_CHARACTERS", 1000)
+    monkeypatch.setattr(prepare, "_AHEAD_CHARACTERS", 1000)
     read, most_ahead = 0, 0
     done = []
     take = ingest._Pipeline.take

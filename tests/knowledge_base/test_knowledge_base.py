@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrag.documents import BadDocument, Document
-from jaxrag.encode import chunk_key, encode_chunks, encode_for_store
+from jaxrag.encode import chunk_encoding, chunk_key, encode_chunks, encode_for_store
 from jaxrag.errors import (
     DocumentError,
     KnowledgeBaseError,
@@ -138,7 +138,7 @@ def test_interrupted_run_is_continued(tmp_path, model, monkeypatch, text_of):
 
     kb = KnowledgeBase.open(tmp_path, model, template="plain", chunk_tokens=100)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(ingest, "encode_for_store", dying)
+        patch.setattr(chunk_encoding, "encode_for_store", dying)
         kb.add(documents)
     kb.close()
     with KnowledgeBase.open(tmp_path, model) as kb:

@@ -8,7 +8,7 @@ import pytest
 
 from jaxrag.documents import Document
 from jaxrag.embed import as_embedder
-from jaxrag.encode import chunk_key, encode_chunks
+from jaxrag.encode import chunk_encoding, chunk_key, encode_chunks, encode_for_store
 from jaxrag.engine.engine import engine_of
 from jaxrag.errors import KnowledgeBaseError
 from jaxrag.knowledge_base import KnowledgeBase, neighbours
@@ -47,14 +47,16 @@ def options(embedder=None, **changes):
 
 @pytest.fixture
 def encoded(monkeypatch):
-    """The numbers of chunks that each call of the encoder was asked for."""
+    """The numbers of chunks that were to be encoded behind neighbours, call by call."""
     calls = []
 
-    def counting(model, encoder, prefix, chunks, others, own_kv):
-        calls.append(len(chunks))
-        return encode_chunks(model, encoder, prefix, chunks, others, own_kv)
+    def counting(model, encoder, *rest):
+        chunks = rest[1]
+        if encoder == "neighbours" and chunks:
+            calls.append(len(chunks))
+        return encode_for_store(model, encoder, *rest)
 
-    monkeypatch.setattr(neighbours, "encode_chunks", counting)
+    monkeypatch.setattr(chunk_encoding, "encode_for_store", counting)
     return calls
 
 
@@ -187,16 +189,17 @@ def test_an_interrupted_run_is_continued(make_kb, embedder, monkeypatch):
     kb = make_kb(**options(embedder))
     yielded = 0
 
-    def dying(*arguments):
+    def dying(model, encoder, *rest):
         nonlocal yielded
-        for item in encode_chunks(*arguments):
-            if yielded == 5:
-                raise KeyboardInterrupt
-            yielded += 1
+        for item in encode_for_store(model, encoder, *rest):
+            if encoder == "neighbours":
+                if yielded == 5:
+                    raise KeyboardInterrupt
+                yielded += 1
             yield item
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(neighbours, "encode_chunks", dying)
+        patch.setattr(chunk_encoding, "encode_for_store", dying)
         kb.add([document(n) for n in range(12)])
     assert len(kb.documents()) == 12
     report = kb.refresh()
