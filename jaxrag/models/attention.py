@@ -213,7 +213,7 @@ class PagedAttend:
 
         Owned pages have offset 0, so new keys are rotated absolutely.
         """
-        pages = self.table.pages + layer * (cache.k.shape[0] // self.config.num_layers)
+        pages = cache.rows(layer, self.table.pages, self.config.num_layers)
         used = jnp.maximum(tokens.positions, 0)
         placed = place(k, used, self.rope, self.config.rope)
         return pages, cache.write(pages, self.slots, placed, v)
@@ -302,7 +302,7 @@ def attention_received(
     return key_mass(
         scale_rotary(q, config.rope),
         pool.k,
-        table.pages + (config.num_layers - 1) * (pool.k.shape[0] // config.num_layers),
+        pool.rows(config.num_layers - 1, table.pages, config.num_layers),
         table.offsets,
         table.slot_position,
         query_position,

@@ -302,7 +302,7 @@ def _deviation(
     distance.
     """
     at = jnp.take_along_axis(pages, slots // PAGE, axis=1)
-    at += layer * (pool.k.shape[0] // config.num_layers)
+    at = pool.rows(layer, at, config.num_layers)
     total = jnp.zeros(slots.shape, jnp.float32)
     fresh = {"k": place(k, local, rope, config.rope), "v": v}
     for name in part:
