@@ -13,11 +13,12 @@ from jaxrag.cache.host import HostValues
 from jaxrag.config import ModelConfig
 from jaxrag.decode import Observe, PromptQueries
 from jaxrag.engine.mapping import Mapped, keep_leading
-from jaxrag.models.attention import PagedAttend
+from jaxrag.models.attention import Attend, PagedAttend
 from jaxrag.models.decoder import forward, unembed
 from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import Params
+from jaxrag.models.taps import Tap, at_columns
 from jaxrag.select import choose
 from jaxrag.shapes import bucket, pieces
 from jaxrag.types import FINAL, Array, HostArray, Tokens
@@ -154,7 +155,9 @@ def _run_observed(
     """As ``run_tokens``, and the queries [L, B, W, N, H] of the tokens that ``collect`` names."""
     table = table.reveal(slots, positions)
     tokens = Tokens(ids=ids, positions=positions, segments=jnp.full_like(ids, FINAL))
-    attend = PagedAttend(config, rope, table, slots, collect, values, rows_in_turn)
+    attend: Attend = PagedAttend(config, rope, table, slots, values, rows_in_turn)
+    if collect is not None:
+        attend = Tap(attend, lambda q, k, v: at_columns(q, collect))
     hidden, pool, queries = forward(params, config, tokens, pool, attend)
     return hidden, pool, table, queries
 

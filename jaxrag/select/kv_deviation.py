@@ -19,6 +19,7 @@ from jaxrag.models.flops import turborag_flops
 from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable, place
 from jaxrag.models.spec import Params
+from jaxrag.models.taps import Tap
 from jaxrag.select.base import Choice, Scene, Selector, best, budget_of
 from jaxrag.shapes import bucket, row_length
 from jaxrag.types import EMPTY, FINAL, Array, HostArray, Tokens
@@ -244,7 +245,7 @@ def _layer_deviations(
     local: Array,
 ) -> tuple[Array, Array]:
     """Deviation of K and of V [L, B, T] of prompts in their slots [B, T]."""
-    attend = PackedAttend(config, rope, prefix_visible=True, collect=True)
+    attend = Tap(PackedAttend(config, rope, prefix_visible=True), lambda q, k, v: (k, v))
     _, _, fresh = forward(params, config, _in_order(ids, segments), None, attend)
 
     def of_layer(scanned: tuple[Array, tuple[Array, Array]]) -> tuple[Array, Array]:
