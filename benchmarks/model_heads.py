@@ -1,6 +1,5 @@
 """Queries and keys of a model's own heads over a text, for the index benchmarks."""
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
@@ -18,28 +17,8 @@ from jaxrag.models.decoder import forward
 from jaxrag.models.model import Model, as_token_ids
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import Params
+from jaxrag.models.taps import Tap
 from jaxrag.types import FINAL, Array, HostArray, Tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class _Collecting:
-    """Packed attention that also stacks q and k before rotation, of one row."""
-
-    attend: PackedAttend
-
-    def __call__(
-        self,
-        layer: Array,
-        window: Array | int | None,
-        q: Array,
-        k: Array,
-        v: Array,
-        tokens: Tokens,
-        cache: None,
-    ) -> tuple[Array, None, tuple[Array, Array]]:
-        """Attend as ``PackedAttend`` does."""
-        out, cache, _ = self.attend(layer, window, q, k, v, tokens, cache)
-        return out, cache, (q[0], k[0])
 
 
 def model_heads(
@@ -110,6 +89,7 @@ def queries_and_keys(model: Model, ids: HostArray) -> tuple[HostArray, HostArray
 def _run(
     params: Params, config: ModelConfig, tokens: Tokens, table: RopeTable
 ) -> tuple[Array, Array]:
-    attend = _Collecting(PackedAttend(config, table, prefix_visible=False))
+    packed = PackedAttend(config, table, prefix_visible=False)
+    attend = Tap(packed, lambda q, k, v: (q[0], k[0]))
     collected: tuple[Array, Array] = forward(params, config, tokens, None, attend)[2]
     return collected

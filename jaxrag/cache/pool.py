@@ -22,6 +22,10 @@ class PagePool(struct.PyTreeNode):
     k: Array  # [L*P, page, K, H]
     v: Array  # [L*P, page, K, H]
 
+    def rows(self, layer: Array | int, pages: Array, num_layers: int) -> Array:
+        """The rows of the pool where these pages of a layer lie, in their shape."""
+        return pages + layer * (self.k.shape[0] // num_layers)
+
     def write(self, pages: Array, slots: Array, k: Array, v: Array) -> "PagePool":
         """Write k, v [B, T, K, H] to the slots [B, T] of requests with these pages [B, M].
 

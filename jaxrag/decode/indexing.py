@@ -209,6 +209,6 @@ def _keys(
     layer: Array,
 ) -> Array:
     """The keys of one layer at positions ``wanted`` [B, n], as they stand: [B, n, K, H] float32."""
-    pages = table.pages + layer * (pool.k.shape[0] // config.num_layers)
+    pages = pool.rows(layer, table.pages, config.num_layers)
     slots = (table.slot_position, order, position)
     return View(config, rope, pool, pages, table.offsets, *slots).keys_at(wanted)

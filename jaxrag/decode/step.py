@@ -62,7 +62,7 @@ def prepare(
     """
 
     def layer(index: Array, queries: Array) -> Any:
-        pages = table.pages + index * (pool.k.shape[0] // config.num_layers)
+        pages = pool.rows(index, table.pages, config.num_layers)
         view = View(config, rope, pool, pages, table.offsets, table.slot_position, order, position)
         return rule.prepare(view, queries, bank.positions, room)
 

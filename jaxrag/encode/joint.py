@@ -11,10 +11,8 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrag.config import ModelConfig
@@ -25,6 +23,7 @@ from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.segments import pack
 from jaxrag.models.spec import Params
+from jaxrag.models.taps import Tap, at_columns
 from jaxrag.shapes import bucket, row_length
 from jaxrag.types import EMPTY, FINAL, Array, HostArray, Tokens
 
@@ -48,38 +47,15 @@ class _Example:
         return self.num_before + len(self.chunk)
 
 
-@dataclasses.dataclass(frozen=True)
-class _KeepChunks:
-    """Packed attention that collects K and V of some columns only: [L, B, C, K, H] each."""
-
-    attend: PackedAttend
-    columns: Array  # [B, C] int32
-
-    def __call__(
-        self,
-        layer: Array,
-        window: Array | int | None,
-        q: Array,
-        k: Array,
-        v: Array,
-        tokens: Tokens,
-        cache: None,
-    ) -> tuple[Array, Any, Any]:
-        """Attend within the row; keep what is asked for."""
-        out, cache, _ = self.attend(layer, window, q, k, v, tokens, cache)
-        at = self.columns[:, :, None, None]
-        kept = jnp.take_along_axis(k, at, axis=1), jnp.take_along_axis(v, at, axis=1)
-        return out, cache, kept
-
-
 @functools.partial(jax.jit, static_argnames=("config",))
 def _encode(
     params: Params, config: ModelConfig, tokens: Tokens, rope: RopeTable, columns: Array
 ) -> tuple[Array, Array]:
     """K before RoPE and V of some columns of packed rows: [L, B, C, K, H] each."""
-    attend = _KeepChunks(PackedAttend(config, rope, prefix_visible=True), columns)
-    _, _, (k, v) = forward(params, config, tokens, None, attend)
-    return k, v
+    packed = PackedAttend(config, rope, prefix_visible=True)
+    attend = Tap(packed, lambda q, k, v: (at_columns(k, columns), at_columns(v, columns)))
+    kept: tuple[Array, Array] = forward(params, config, tokens, None, attend)[2]
+    return kept
 
 
 def encode_jointly(

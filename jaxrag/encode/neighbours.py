@@ -7,10 +7,8 @@ to its place inside its chunk and laid out in pages, as online prefill has it. O
 each chunk says where they stand in front of it.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,32 +39,12 @@ from jaxrag.models.decoder import forward
 from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable, place
 from jaxrag.models.spec import Params
+from jaxrag.models.taps import Tap
 from jaxrag.shapes import bucket, row_length
 from jaxrag.types import FINAL, Array, HostArray, Tokens
 
 # Token ids [T] of chunks -> their KV [L, 2, T, K, H], each encoded directly behind the prefix.
 OwnKV = Callable[[Sequence[HostArray]], Sequence[HostArray]]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Collect:
-    """Paged attention that also stacks the new tokens' K before rotation and V."""
-
-    attend: PagedAttend
-
-    def __call__(
-        self,
-        layer: Array,
-        window: Array | int | None,
-        q: Array,
-        k: Array,
-        v: Array,
-        tokens: Tokens,
-        cache: PagePool,
-    ) -> tuple[Array, Any, Any]:
-        """Write, attend, collect."""
-        out, cache, _ = self.attend(layer, window, q, k, v, tokens, cache)
-        return out, cache, (k, v)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "rows_in_turn"))
@@ -92,9 +70,10 @@ def _encode(
         k=k.reshape(-1, PAGE, heads, dim), v=context[:, 1].reshape(-1, PAGE, heads, dim)
     )
     table = table.reveal(slots, tokens.positions)
-    attend = _Collect(PagedAttend(config, rope, table, slots, rows_in_turn=rows_in_turn))
-    _, _, (k, v) = forward(params, config, tokens, pool, attend)
-    return k, v
+    paged = PagedAttend(config, rope, table, slots, rows_in_turn=rows_in_turn)
+    attend = Tap(paged, lambda q, k, v: (k, v))
+    kept: tuple[Array, Array] = forward(params, config, tokens, pool, attend)[2]
+    return kept
 
 
 def encode_behind(

@@ -20,6 +20,7 @@ from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.segments import pack
 from jaxrag.models.spec import Params
+from jaxrag.models.taps import Tap
 from jaxrag.shapes import row_length
 from jaxrag.types import EMPTY, FIRST_CHUNK, PREFIX, Array, HostArray, Tokens
 
@@ -36,9 +37,9 @@ def _encode(
     params: Params, config: ModelConfig, tokens: Tokens, rope: RopeTable
 ) -> tuple[Array, Array]:
     """K before RoPE and V of packed rows: [L, B, T, K, H] each."""
-    attend = PackedAttend(config, rope, prefix_visible=True, collect=True)
-    _, _, (k, v) = forward(params, config, tokens, None, attend)
-    return k, v
+    attend = Tap(PackedAttend(config, rope, prefix_visible=True), lambda q, k, v: (k, v))
+    kept: tuple[Array, Array] = forward(params, config, tokens, None, attend)[2]
+    return kept
 
 
 def encode_rows(

@@ -4,13 +4,10 @@ RetrievalAttention section 3.3 (arXiv:2409.10516) trains an index over keys with
 prefill; here these are the queries of the chunk's own tokens.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrag.config import ModelConfig
@@ -20,30 +17,9 @@ from jaxrag.models.decoder import forward
 from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import Params
+from jaxrag.models.taps import Tap, at_columns
 from jaxrag.shapes import bucket
 from jaxrag.types import Array, HostArray, Tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class _Observe:
-    """Packed attention that collects K and V, and q of some columns: [L, B, C, N, H]."""
-
-    attend: PackedAttend
-    columns: Array  # [B, C] int32
-
-    def __call__(
-        self,
-        layer: Array,
-        window: Array | int | None,
-        q: Array,
-        k: Array,
-        v: Array,
-        tokens: Tokens,
-        cache: None,
-    ) -> tuple[Array, Any, Any]:
-        """Attend within the row; keep what is asked for, before rotation."""
-        out, cache, _ = self.attend(layer, window, q, k, v, tokens, cache)
-        return out, cache, (k, v, jnp.take_along_axis(q, self.columns[:, :, None, None], axis=1))
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
@@ -51,9 +27,10 @@ def _encode(
     params: Params, config: ModelConfig, tokens: Tokens, rope: RopeTable, columns: Array
 ) -> tuple[Array, Array, Array]:
     """K before RoPE and V of packed rows [L, B, T, K, H], and queries [L, B, C, N, H]."""
-    attend = _Observe(PackedAttend(config, rope, prefix_visible=True), columns)
-    _, _, (k, v, q) = forward(params, config, tokens, None, attend)
-    return k, v, q
+    packed = PackedAttend(config, rope, prefix_visible=True)
+    attend = Tap(packed, lambda q, k, v: (k, v, at_columns(q, columns)))
+    kept: tuple[Array, Array, Array] = forward(params, config, tokens, None, attend)[2]
+    return kept
 
 
 def encode_observed(

@@ -305,10 +305,9 @@ def _place(
 
     The second result is ready when kv has been read; the pool itself is donated to the next call.
     """
-    num_pages = pool.k.shape[0] // config.num_layers
 
     def layer(index: Array, pool: PagePool) -> PagePool:
-        rows, slot = page + index * num_pages, local % PAGE
+        rows, slot = pool.rows(index, page, config.num_layers), local % PAGE
         k = place(kv[index, 0], local, rope, config.rope)
         return PagePool(
             k=pool.k.at[rows, slot].set(k, mode="drop"),

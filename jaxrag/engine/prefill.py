@@ -14,8 +14,9 @@ from jaxrag.cache.host import HostValues
 from jaxrag.decode import Observe, PromptQueries
 from jaxrag.engine.mapping import RequestState, keep_leading
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.models.attention import PagedAttend
+from jaxrag.models.attention import Attend, PagedAttend
 from jaxrag.models.decoder import Decoder, forward, unembed
+from jaxrag.models.taps import Tap, at_columns
 from jaxrag.select import choose
 from jaxrag.shapes import bucket, pieces
 from jaxrag.types import Array, HostArray, Step
@@ -158,11 +159,12 @@ def _prefill_piece(
     The queries of its observed tokens go into ``queries`` [L, B, W, N, H].
     """
     step, observed = piece.step, piece.observed
-    collect = jnp.maximum(observed, 0) if observed.shape[1] else None
     table = table.reveal(step.slots, step.positions)
-    attend = PagedAttend(
-        decoder.config, decoder.rope, table, step.slots, collect, values, rows_in_turn
+    attend: Attend = PagedAttend(
+        decoder.config, decoder.rope, table, step.slots, values, rows_in_turn
     )
+    if observed.shape[1]:
+        attend = Tap(attend, lambda q, k, v: at_columns(q, jnp.maximum(observed, 0)))
     hidden, pool, new = forward(decoder.params, decoder.config, step.tokens, pool, attend)
     if new is not None:
         queries = jnp.where((observed >= 0)[None, :, :, None, None], new, queries)

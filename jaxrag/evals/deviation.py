@@ -116,15 +116,13 @@ def _sums(
     real: Array,
 ) -> Array:
     """[2, L, 2] float32: squared differences from the pool, and squared lengths."""
-    config = decoder.config
-    num_pages = pool.k.shape[0] // config.num_layers
-    rows = []
+    config, sums = decoder.config, []
     for layer in range(config.num_layers):
         k = place(fresh[layer, 0], places, decoder.rope, config.rope)
         for new, cached in ((k, pool.k), (fresh[layer, 1], pool.v)):
             new = new.astype(jnp.float32)
-            old = cached[page + layer * num_pages, slot]
+            old = cached[pool.rows(layer, page, config.num_layers), slot]
             apart = jnp.square(new - old.astype(jnp.float32)).sum((1, 2))
             length = jnp.square(new).sum((1, 2))
-            rows.append(jnp.stack([jnp.where(real, x, 0).sum() for x in (apart, length)]))
-    return jnp.stack(rows).reshape(config.num_layers, 2, 2).transpose(2, 0, 1)
+            sums.append(jnp.stack([jnp.where(real, x, 0).sum() for x in (apart, length)]))
+    return jnp.stack(sums).reshape(config.num_layers, 2, 2).transpose(2, 0, 1)

@@ -40,8 +40,6 @@ from pallas_kernels.segment_attention import SAVED as PACKED_OUT
 __all__ = [
     "PACKED_OUT",
     "Attend",
-    "ChunkMassAttend",
-    "LastQueries",
     "PackedAttend",
     "PagedAttend",
     "attend_pool",
@@ -80,15 +78,11 @@ class Attend(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PackedAttend:
-    """Rows attend to themselves under the block mask; no cache.
-
-    With ``collect`` the layers' K before rotation and V are stacked: [L, B, T, K, H] each.
-    """
+    """Rows attend to themselves under the block mask; no cache."""
 
     config: ModelConfig
     rope: RopeTable
     prefix_visible: bool
-    collect: bool = False
 
     def __call__(
         self,
@@ -99,7 +93,7 @@ class PackedAttend:
         v: Array,
         tokens: Tokens,
         cache: None,
-    ) -> tuple[Array, None, tuple[Array, Array] | None]:
+    ) -> tuple[Array, None, None]:
         """Place q and k at their positions and attend within the row."""
         config = self.config
 
@@ -127,7 +121,7 @@ class PackedAttend:
                 out_specs=by_head,
                 check_vma=False,
             )
-        return call(*operands), None, (k, v) if self.collect else None
+        return call(*operands), None, None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,19 +129,16 @@ class PagedAttend:
     """New tokens write their K and V to pages the request owns, then attend through its table.
 
     ``table`` must already show the new tokens' slots (PageTable.reveal). ``slots`` [B, T] are the
-    request's slots to write to; a slot beyond the table is padding and is dropped. With ``collect``
-    [B, W] int32, the queries before rotation of these tokens of the call are stacked over the
-    layers: [L, B, W, N, H]. ``values`` is where V of some layers lies in host memory: it is written
-    there, and V of the requests' pages is brought in for as long as the layer runs. With
-    ``rows_in_turn`` the plain XLA body attends row by row where rows are long enough to gain by it
-    (``Model.rows_in_turn``).
+    request's slots to write to; a slot beyond the table is padding and is dropped. ``values`` is
+    where V of some layers lies in host memory: it is written there, and V of the requests' pages is
+    brought in for as long as the layer runs. With ``rows_in_turn`` the plain XLA body attends row
+    by row where rows are long enough to gain by it (``Model.rows_in_turn``).
     """
 
     config: ModelConfig
     rope: RopeTable
     table: PageTable
     slots: Array
-    collect: Array | None = None
     values: HostValues | None = None
     rows_in_turn: bool = False
 
@@ -160,7 +151,7 @@ class PagedAttend:
         v: Array,
         tokens: Tokens,
         cache: PagePool,
-    ) -> tuple[Array, PagePool, Array | None]:
+    ) -> tuple[Array, PagePool, None]:
         """Write, then attend."""
         if self.values is None and cache.v.shape != cache.k.shape:
             raise RequestError(
@@ -194,9 +185,7 @@ class PagedAttend:
             far = functools.partial(self._far, layer, v.astype(cache.v.dtype), attend)
             on_device = layer < self.values.first_layer
             out = jax.lax.cond(on_device, lambda: attend(cache.v), far)
-        if self.collect is None:
-            return out, cache, None
-        return out, cache, jnp.take_along_axis(q, self.collect[:, :, None, None], axis=1)
+        return out, cache, None
 
     def _far(self, layer: Array, v: Array, attend: Callable[[Array, Array | None], Array]) -> Array:
         """Attend to V of the requests' pages from host memory."""
@@ -213,71 +202,10 @@ class PagedAttend:
 
         Owned pages have offset 0, so new keys are rotated absolutely.
         """
-        pages = self.table.pages + layer * (cache.k.shape[0] // self.config.num_layers)
+        pages = cache.rows(layer, self.table.pages, self.config.num_layers)
         used = jnp.maximum(tokens.positions, 0)
         placed = place(k, used, self.rope, self.config.rope)
         return pages, cache.write(pages, self.slots, placed, v)
-
-
-@dataclasses.dataclass(frozen=True)
-class LastQueries:
-    """Another attend that also carries queries: the cache is (its cache, q [B, T, N, H]).
-
-    After the last layer q holds that layer's queries before rotation.
-    """
-
-    attend: Attend
-
-    def __call__(
-        self,
-        layer: Array,
-        window: Array | int | None,
-        q: Array,
-        k: Array,
-        v: Array,
-        tokens: Tokens,
-        cache: tuple[Any, Array],
-    ) -> tuple[Array, tuple[Any, Array], Any]:
-        """Attend as the other does, and keep q."""
-        out, inner, collected = self.attend(layer, window, q, k, v, tokens, cache[0])
-        return out, (inner, q), collected
-
-
-@dataclasses.dataclass(frozen=True)
-class ChunkMassAttend:
-    """Causal attention of whole prompts that sums where it goes; the cache is the sum so far.
-
-    ``columns`` [B, T] int32 gives each token a column 0 .. C-1, or -1. The cache, float32
-    [B, T, C], grows in every layer by the share of each token's attention, averaged over the heads,
-    that falls on each column.
-    """
-
-    config: ModelConfig
-    rope: RopeTable
-    columns: Array
-
-    def __call__(
-        self,
-        layer: Array,
-        window: Array | int | None,
-        q: Array,
-        k: Array,
-        v: Array,
-        tokens: Tokens,
-        cache: Array,
-    ) -> tuple[Array, Array, None]:
-        """Attend to V, then to one-hot columns in place of V: their mixture is the shares."""
-        packed = PackedAttend(self.config, self.rope, prefix_visible=True)
-        out, _, _ = packed(layer, window, q, k, v, tokens, None)
-        dim = q.shape[-1]
-        wide = (q.astype(jnp.float32), k.astype(jnp.float32))
-        shares = []
-        for first in range(0, cache.shape[-1], dim):
-            hot = jax.nn.one_hot(self.columns - first, dim)[:, :, None]
-            hot = jnp.broadcast_to(hot, k.shape)
-            share, _, _ = packed(layer, window, *wide, hot, tokens, None)
-            shares.append(share.mean(axis=2))
-        return out, cache + jnp.concatenate(shares, -1)[..., : cache.shape[-1]], None
 
 
 def attention_received(
@@ -302,7 +230,7 @@ def attention_received(
     return key_mass(
         scale_rotary(q, config.rope),
         pool.k,
-        table.pages + (config.num_layers - 1) * (pool.k.shape[0] // config.num_layers),
+        pool.rows(config.num_layers - 1, table.pages, config.num_layers),
         table.offsets,
         table.slot_position,
         query_position,

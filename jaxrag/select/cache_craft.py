@@ -12,12 +12,12 @@ import numpy as np
 from jaxrag.cache import PagedCache
 from jaxrag.config import ModelConfig
 from jaxrag.errors import RequestError
-from jaxrag.models.attention import ChunkMassAttend
 from jaxrag.models.decoder import run_layers
 from jaxrag.models.flops import score_flops, turborag_flops
 from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import Params
+from jaxrag.models.taps import ChunkMassAttend
 from jaxrag.select.base import Choice, SelectionInput, Selector, best, check_range
 from jaxrag.shapes import bucket, row_length
 from jaxrag.types import EMPTY, FINAL, Array, HostArray, Tokens

@@ -19,6 +19,7 @@ from jaxrag.models.decoder import Decoder, forward, keys_and_values
 from jaxrag.models.flops import turborag_flops
 from jaxrag.models.model import Model
 from jaxrag.models.rope import place
+from jaxrag.models.taps import Tap
 from jaxrag.select.base import Choice, SelectionInput, Selector, best, budget_of
 from jaxrag.shapes import bucket, row_length
 from jaxrag.types import EMPTY, FINAL, Array, HostArray, Step, Tokens
@@ -250,7 +251,8 @@ def _layer_deviations(
 ) -> tuple[Array, Array]:
     """Deviation of K and of V [L, B, T] of prompts in their slots."""
     params, config = decoder.params, decoder.config
-    attend = PackedAttend(config, decoder.rope, prefix_visible=True, collect=True)
+    packed = PackedAttend(config, decoder.rope, prefix_visible=True)
+    attend = Tap(packed, lambda q, k, v: (k, v))
     _, _, fresh = forward(params, config, rows.tokens, None, attend)
 
     def of_layer(scanned: tuple[Array, tuple[Array, Array]]) -> tuple[Array, Array]:
@@ -295,7 +297,7 @@ def _deviation(
     """
     config, slots = decoder.config, where.slots
     at = jnp.take_along_axis(pages, slots // PAGE, axis=1)
-    at += layer * (pool.k.shape[0] // config.num_layers)
+    at = pool.rows(layer, at, config.num_layers)
     total = jnp.zeros(slots.shape, jnp.float32)
     fresh = fresh | {"k": place(fresh["k"], where.local, decoder.rope, config.rope)}
     for name in part:

@@ -12,10 +12,11 @@ import numpy as np
 from jaxrag.cache import PagedCache, PagePool, PageTable, batch_table, pages_for
 from jaxrag.config import ModelConfig
 from jaxrag.errors import RequestError
-from jaxrag.models.attention import LastQueries, PackedAttend, PagedAttend, attention_received
+from jaxrag.models.attention import PackedAttend, PagedAttend, attention_received
 from jaxrag.models.decoder import Decoder, forward
 from jaxrag.models.flops import score_flops, turborag_flops
 from jaxrag.models.model import Model
+from jaxrag.models.taps import LastQueries
 from jaxrag.select.base import Choice, SelectionInput, Selector, best
 from jaxrag.shapes import bucket
 from jaxrag.types import EMPTY, FINAL, HIDDEN, Array, HostArray, Step, Tokens

@@ -1,0 +1,107 @@
+"""Attends that show more than their output: heads of the layers, and where attention goes."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrag.config import ModelConfig
+from jaxrag.models.attention import Attend, PackedAttend
+from jaxrag.models.rope import RopeTable
+from jaxrag.types import Array, Tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Tap:
+    """Another attend, and what ``take`` keeps of every layer's heads, stacked over the layers.
+
+    Attributes:
+      attend: the other; what it collects itself is dropped.
+      take: from q [B, T, N, H] and k, v [B, T, K, H] before rotation to a tree of arrays.
+    """
+
+    attend: Attend
+    take: Callable[[Array, Array, Array], Any]
+
+    def __call__(
+        self,
+        layer: Array,
+        window: Array | int | None,
+        q: Array,
+        k: Array,
+        v: Array,
+        tokens: Tokens,
+        cache: Any,
+    ) -> tuple[Array, Any, Any]:
+        """Attend as the other does, and take."""
+        out, cache, _ = self.attend(layer, window, q, k, v, tokens, cache)
+        return out, cache, self.take(q, k, v)
+
+
+def at_columns(x: Array, columns: Array) -> Array:
+    """The tokens at columns [B, C] int32 of heads x [B, T, heads, H]: [B, C, heads, H]."""
+    return jnp.take_along_axis(x, columns[:, :, None, None], axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class LastQueries:
+    """Another attend that also carries queries: the cache is (its cache, q [B, T, N, H]).
+
+    After the last layer q holds that layer's queries before rotation. ``Tap`` would hold those of
+    all layers at once.
+    """
+
+    attend: Attend
+
+    def __call__(
+        self,
+        layer: Array,
+        window: Array | int | None,
+        q: Array,
+        k: Array,
+        v: Array,
+        tokens: Tokens,
+        cache: tuple[Any, Array],
+    ) -> tuple[Array, tuple[Any, Array], Any]:
+        """Attend as the other does, and keep q."""
+        out, inner, collected = self.attend(layer, window, q, k, v, tokens, cache[0])
+        return out, (inner, q), collected
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkMassAttend:
+    """Causal attention of whole prompts that sums where it goes; the cache is the sum so far.
+
+    ``columns`` [B, T] int32 gives each token a column 0 .. C-1, or -1. The cache, float32
+    [B, T, C], grows in every layer by the share of each token's attention, averaged over the heads,
+    that falls on each column.
+    """
+
+    config: ModelConfig
+    rope: RopeTable
+    columns: Array
+
+    def __call__(
+        self,
+        layer: Array,
+        window: Array | int | None,
+        q: Array,
+        k: Array,
+        v: Array,
+        tokens: Tokens,
+        cache: Array,
+    ) -> tuple[Array, Array, None]:
+        """Attend to V, then to one-hot columns in place of V: their mixture is the shares."""
+        packed = PackedAttend(self.config, self.rope, prefix_visible=True)
+        out, _, _ = packed(layer, window, q, k, v, tokens, None)
+        dim = q.shape[-1]
+        wide = (q.astype(jnp.float32), k.astype(jnp.float32))
+        shares = []
+        for first in range(0, cache.shape[-1], dim):
+            hot = jax.nn.one_hot(self.columns - first, dim)[:, :, None]
+            hot = jnp.broadcast_to(hot, k.shape)
+            share, _, _ = packed(layer, window, *wide, hot, tokens, None)
+            shares.append(share.mean(axis=2))
+        return out, cache + jnp.concatenate(shares, -1)[..., : cache.shape[-1]], None
