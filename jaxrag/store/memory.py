@@ -9,11 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
-from jaxrag.store.assemble import Found, Refused
 from jaxrag.store.base import DEFAULT_MAX_TOKENS, Aux, KVStore, Stats
 from jaxrag.store.layout import KVLayout
 from jaxrag.store.quantise import quantise
-from jaxrag.store.reading import Wanted, settle
+from jaxrag.store.reading import Found, Refused, Wanted, settle
 from jaxrag.store.record import (
     SCALE,
     AuxArray,
@@ -131,12 +130,12 @@ class MemoryStore(KVStore):
                 return refused
         return None
 
-    def _read_aux(self, record: Record, name: str, verify: bool) -> NDArray[Any] | Refused:
+    def _read_aux(self, record: Record, name: str) -> NDArray[Any] | Refused:
         arrays = self._held(record)
         if arrays is None:
             return _missing(record.key)
         array: NDArray[Any] = np.copy(arrays[name])
-        if verify and digest(array) != record.aux[name].xxh3[0]:
+        if digest(array) != record.aux[name].xxh3[0]:
             return ChunkCorrupt(f"chunk {record.key}: auxiliary array {name!r} has changed")
         return array
 

@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
-from jaxrag.store.assemble import Refused, require_choice
 from jaxrag.store.namespace import Namespace
-from jaxrag.store.reading import Wanted
+from jaxrag.store.reading import Refused, Wanted, require_choice
 from jaxrag.store.record import Record
 
 Tier = Literal["page", "host"]
@@ -74,7 +73,7 @@ class HostTier:
             if kv is None:
                 absent.append(index)
             else:
-                np.copyto(want.out, kv[slice(*want.layers), :, slice(*want.tokens)])
+                np.copyto(want.out, kv[slice(*want.layers)])
         if absent:
             found = load([wanted[index] for index in absent])
             for index, answer in zip(absent, found, strict=True):
