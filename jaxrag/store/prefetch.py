@@ -3,12 +3,12 @@
 import contextlib
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
+import cachetools
 import numpy as np
 from numpy.typing import NDArray
 
@@ -35,20 +35,19 @@ class HostTier:
     def __init__(self, max_bytes: int) -> None:
         """Keep at most ``max_bytes``."""
         self.max_bytes = max_bytes
-        self._kv: OrderedDict[str, NDArray[Any]] = OrderedDict()  # by attempt: never another's
-        self._nbytes = 0
+        self._kv: cachetools.LRUCache[str, NDArray[Any]] = cachetools.LRUCache(
+            max_bytes, lambda kv: kv.nbytes
+        )  # by attempt: never another's
         self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
         """Bytes held at this moment."""
-        return self._nbytes
+        return int(self._kv.currsize)
 
     def get(self, attempt: str) -> NDArray[Any] | None:
         """The KV written under an attempt, if it is here; not to be changed."""
         with self._lock:
-            if attempt in self._kv:
-                self._kv.move_to_end(attempt)
             return self._kv.get(attempt)
 
     def keep(self, attempt: str, kv: NDArray[Any]) -> bool:
@@ -58,10 +57,6 @@ class HostTier:
         with self._lock:
             if attempt not in self._kv:
                 self._kv[attempt] = kv
-                self._nbytes += kv.nbytes
-            while self._nbytes > self.max_bytes:
-                _, old = self._kv.popitem(last=False)
-                self._nbytes -= old.nbytes
         return True
 
     def load(self, wanted: Sequence[Wanted], load: Load) -> list[Refused | None]:
