@@ -1,7 +1,10 @@
 """Indexes that chunks were stored with, opened for the requests that hold these chunks."""
 
-import collections
 import dataclasses
+import threading
+from typing import NamedTuple
+
+import cachetools
 
 from jaxrag.attention_index import Searcher, open_index
 from jaxrag.attention_index.document import indexes_nbytes, is_indexed, load_layer, stored_spec
@@ -39,14 +42,24 @@ class Known:
     nbytes: int  # of its indexes, with their keys
 
 
-@dataclasses.dataclass(eq=False)
-class StoredIndexes:
-    """Open indexes by chunk; those used last are kept for later requests, up to ``kept_bytes``."""
+class _Opened(NamedTuple):
+    attempt: str
+    nbytes: int  # of the searchers
+    layers: Layers
 
-    kept_bytes: int = KEPT_BYTES
-    _open: "collections.OrderedDict[str, tuple[str, int, Layers]]" = dataclasses.field(
-        default_factory=collections.OrderedDict
-    )
+
+class StoredIndexes:
+    """Open indexes by chunk; those used last are kept for later requests.
+
+    Indexes larger than the bound are not kept. Safe to share between threads.
+    """
+
+    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
+        """Keep at most ``kept_bytes``."""
+        self._open: cachetools.LRUCache[str, _Opened] = cachetools.LRUCache(
+            kept_bytes, lambda opened: opened.nbytes
+        )
+        self._lock = threading.Lock()
 
     def known(self, chunk: Carried, config: ModelConfig) -> Known | None:
         """The indexes that the store holds with a chunk; None where it holds none.
@@ -55,35 +68,40 @@ class StoredIndexes:
         """
         record = chunk.store.head([chunk.key])[0]
         if record is None or not is_indexed(record):
-            self._open.pop(chunk.key, None)  # it has left the store
+            with self._lock:
+                self._open.pop(chunk.key, None)  # it has left the store
             return None
-        attempt, nbytes, _ = self._open.get(chunk.key, ("", 0, []))
-        if attempt != record.attempt:
-            width = STORAGE_BYTES[stored_spec(chunk.store, chunk.key).storage]
-            keys = config.num_layers * record.tokens * config.num_kv_heads * config.head_dim
-            nbytes = keys * width + indexes_nbytes(record)
-        return Known(record, nbytes)
+        opened = self._opened(chunk.key, record)
+        if opened is not None:
+            return Known(record, opened.nbytes)
+        width = STORAGE_BYTES[stored_spec(chunk.store, chunk.key).storage]
+        keys = config.num_layers * record.tokens * config.num_kv_heads * config.head_dim
+        return Known(record, keys * width + indexes_nbytes(record))
 
     def open(self, chunk: Carried, known: Known, config: ModelConfig) -> Layers:
         """The searchers of a chunk, read from the store unless they were kept.
 
         Raises ChunkCorrupt, ChunkMissing and RetrievalError as ``document.load_layer``.
         """
-        attempt, _, layers = self._open.get(chunk.key, ("", 0, []))
-        if attempt != known.record.attempt:
-            layers = [
-                [
-                    open_index(index)
-                    for index in load_layer(chunk.store, chunk.key, layer, config.rope)
-                ]
-                for layer in range(config.num_layers)
-            ]
+        opened = self._opened(chunk.key, known.record)
+        if opened is not None:
+            return opened.layers
+        layers = [
+            [open_index(index) for index in load_layer(chunk.store, chunk.key, layer, config.rope)]
+            for layer in range(config.num_layers)
+        ]
         nbytes = sum(searcher.nbytes for layer in layers for searcher in layer)
-        self._open[chunk.key] = (known.record.attempt, nbytes, layers)
-        self._open.move_to_end(chunk.key)
-        while sum(size for _, size, _ in self._open.values()) > self.kept_bytes:
-            self._open.popitem(last=False)
+        with self._lock:
+            self._open.pop(chunk.key, None)  # of another attempt
+            if nbytes <= self._open.maxsize:
+                self._open[chunk.key] = _Opened(known.record.attempt, nbytes, layers)
         return layers
+
+    def _opened(self, key: str, record: Record) -> _Opened | None:
+        """The indexes of a chunk if they were kept and are those of this record."""
+        with self._lock:
+            opened = self._open.get(key)
+        return opened if opened and opened.attempt == record.attempt else None
 
 
 DAMAGED = (ChunkCorrupt, ChunkMissing, RetrievalError)  # what keeps a stored index from being used

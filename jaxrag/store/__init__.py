@@ -1,6 +1,5 @@
 """Chunk KV by key: bit-exact, verified on every read, shared by any number of processes."""
 
-from jaxrag.store.assemble import Assembled, Refused
 from jaxrag.store.attempts import Attempt, Shard
 from jaxrag.store.base import KVStore, Stats
 from jaxrag.store.chunk_store import ChunkStore
@@ -8,9 +7,10 @@ from jaxrag.store.keys import chunk_key, content_id, context_id, derive, fingerp
 from jaxrag.store.layout import KVLayout
 from jaxrag.store.memory import MemoryStore
 from jaxrag.store.read_through import ReadThrough
+from jaxrag.store.reading import Assembled, Refused
 from jaxrag.store.record import AuxArray, Provenance, Record
-from jaxrag.store.scrub import Fresh, VerifyReport
-from jaxrag.store.sweep import GcReport
+from jaxrag.store.scrub import ScrubReport
+from jaxrag.store.sweep import SweepReport
 from jaxrag.store.writer import ChunkWriter, PutResult
 
 __all__ = [
@@ -19,8 +19,6 @@ __all__ = [
     "AuxArray",
     "ChunkStore",
     "ChunkWriter",
-    "Fresh",
-    "GcReport",
     "KVLayout",
     "KVStore",
     "MemoryStore",
@@ -29,9 +27,10 @@ __all__ = [
     "ReadThrough",
     "Record",
     "Refused",
+    "ScrubReport",
     "Shard",
     "Stats",
-    "VerifyReport",
+    "SweepReport",
     "chunk_key",
     "content_id",
     "context_id",

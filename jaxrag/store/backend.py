@@ -78,11 +78,6 @@ class Backend:
         with self._errors(f"read {path}"):
             return bytes(self._kv.read(path).result().stamp.generation)
 
-    def read(self, path: str, limit: int) -> tuple[bytes | None, bytes]:
-        """The value at ``path`` as ``read_many`` returns it, and its generation."""
-        generation = self.generation(path)
-        return self.read_many([path], limit)[0], generation
-
     def read_many(self, paths: Sequence[str], limit: int) -> list[bytes | None]:
         """The values at ``paths``: None when absent, cut to ``limit + 1`` bytes when longer."""
         # A range that ends behind the value is an error, so only a longer value answers a probe.

@@ -8,27 +8,24 @@ from typing import Any, Self
 from numpy.typing import NDArray
 
 from jaxrag.errors import ChunkCorrupt, StoreError
-from jaxrag.store.assemble import (
+from jaxrag.store.keys import FINGERPRINT_DIGITS, ID_DIGITS, chunk_key, require_hex
+from jaxrag.store.layout import KVLayout
+from jaxrag.store.reading import (
     Assembled,
     Found,
     OnMissing,
     Refused,
-    Selection,
     Verify,
+    Wanted,
     assemble,
     require_choice,
 )
-from jaxrag.store.keys import FINGERPRINT_DIGITS, ID_DIGITS, chunk_key, require_hex
-from jaxrag.store.layout import KVLayout
-from jaxrag.store.reading import Wanted
 from jaxrag.store.record import AuxArray, Provenance, Record, describe_aux
-from jaxrag.store.scrub import Repair, VerifyReport, scrub
+from jaxrag.store.scrub import ScrubReport, scrub
 from jaxrag.store.writer import ChunkWriter, PutResult
 
 DEFAULT_MAX_TOKENS = 1 << 17  # of one chunk
 DEFAULT_INFLIGHT_BYTES = 1 << 28
-
-_MAX_VERIFIED = 1 << 17  # attempts remembered for verify="first"
 
 Aux = Mapping[str, NDArray[Any]]
 
@@ -72,7 +69,6 @@ class KVStore(abc.ABC):
         self.fingerprint = fingerprint
         self.layout = layout
         self.max_tokens = max_tokens
-        self._verified: dict[str, int] = {}  # per attempt, a bit for each layer found good
 
     @property
     def writable(self) -> bool:
@@ -143,18 +139,16 @@ class KVStore(abc.ABC):
         out: NDArray[Any] | None = None,
         *,
         layers: tuple[int, int] | None = None,
-        tokens: tuple[int, int] | None = None,
         verify: Verify = "always",
     ) -> NDArray[Any]:
-        """The KV of one chunk, or of a range (first, end) of its layers and tokens.
+        """The KV of one chunk, or of a range (first, end) of its layers.
 
-        Only the layers asked for are read, but each of them whole: a digest covers a layer.
-        ``get_many`` describes the other arguments and what is raised.
+        ``get_many`` describes the arguments and what is raised.
 
         Returns:
-            [layers, 2, tokens, K, H].
+            [layers, 2, T, K, H].
         """
-        return self._get([key], out, Selection(layers, tokens), "raise", verify).kv
+        return self.get_many([key], out, layers=layers, verify=verify).kv
 
     def get_many(
         self,
@@ -174,15 +168,18 @@ class KVStore(abc.ABC):
                 meaning.
             layers: (first, end) of the layers to read; None reads all of them.
             on_missing: "raise", or "skip" to leave refused chunks out and name them in the result.
-            verify: "always" hashes every layer that is read; "first" only those that this store
-                object has not found good before; "never" trusts the storage.
+            verify: "always" hashes every layer that is read; "never" trusts the storage.
 
         Raises:
             ChunkMissing: no chunk is committed under a key, or its bytes are gone.
             ChunkCorrupt: a record or the bytes of a chunk do not match their digests.
             StoreError: ``out`` does not fit, a range is not in the chunk, or the storage failed.
         """
-        return self._get(keys, out, Selection(layers), on_missing, verify)
+        require_choice(on_missing, OnMissing, "on_missing")
+        require_choice(verify, Verify, "verify")
+        found = self._nearest(_distinct(keys))
+        hashed = verify == "always"
+        return assemble(found, self.layout, layers, out, on_missing, hashed, self._load)
 
     def aux(self, key: str, name: str) -> NDArray[Any]:
         """An auxiliary array of a chunk, verified.
@@ -199,8 +196,8 @@ class KVStore(abc.ABC):
                 f"chunk {key} has no auxiliary array {name!r}: expected one of "
                 f"{', '.join(found.aux) or 'none'}"
             )
-        array = self._read_aux(found, name, verify=True)
-        if isinstance(array, ChunkCorrupt | Refused):
+        array = self._read_aux(found, name)
+        if isinstance(array, Refused):
             raise array
         return array
 
@@ -216,23 +213,20 @@ class KVStore(abc.ABC):
         keys: Iterable[str] | None = None,
         *,
         max_bytes_per_second: float | None = None,
-        repair: Repair | None = None,
         progress: bool = False,
-    ) -> VerifyReport:
+    ) -> ScrubReport:
         """Read chunks and their auxiliary arrays, whole, against their digests.
 
         Args:
             keys: which; None takes every key of the store.
             max_bytes_per_second: a limit on what is read, to leave the disk to others.
-            repair: makes the chunk of a record again, or that of a key when the record itself is
-                refused; None when it cannot. What it makes replaces what is stored, aux included.
             progress: draw a bar on stderr, where that is a terminal.
 
         Raises:
-            StoreError: the storage failed, or a repaired chunk does not fit.
+            StoreError: the storage failed, or a rate that is not positive.
         """
         chosen = self.keys() if keys is None else _distinct(keys)
-        return scrub(self, chosen, max_bytes_per_second, repair, progress)
+        return scrub(self, chosen, max_bytes_per_second, progress)
 
     @abc.abstractmethod
     def keys(self) -> Iterator[str]:
@@ -274,48 +268,12 @@ class KVStore(abc.ABC):
         """Fill each destination from its record's bytes; per chunk, why it is refused or None."""
 
     @abc.abstractmethod
-    def _read_aux(self, record: Record, name: str, verify: bool) -> NDArray[Any] | Refused:
-        """An auxiliary array that the record names, or why it is refused."""
+    def _read_aux(self, record: Record, name: str) -> NDArray[Any] | Refused:
+        """An auxiliary array that the record names, verified, or why it is refused."""
 
     @abc.abstractmethod
     def _delete(self, key: str) -> bool:
         """Remove one chunk; whether there was one."""
-
-    def _get(
-        self,
-        keys: Sequence[str],
-        out: NDArray[Any] | None,
-        selection: Selection,
-        on_missing: OnMissing,
-        verify: Verify,
-    ) -> Assembled:
-        require_choice(on_missing, OnMissing, "on_missing")
-        require_choice(verify, Verify, "verify")
-
-        def load(wanted: Sequence[Wanted]) -> Sequence[Refused | None]:
-            answers = self._load(wanted)
-            for want, answer in zip(wanted, answers, strict=True):
-                if want.verify and answer is None:
-                    self._remember(want)
-            return answers
-
-        def unverified(record: Record) -> bool:
-            if verify != "first":
-                return verify == "always"
-            good = self._verified.get(record.attempt, 0)
-            return good & _layer_bits(selection.layers, record) != _layer_bits(
-                selection.layers, record
-            )
-
-        found = self._nearest(_distinct(keys))
-        return assemble(found, self.layout, selection, out, on_missing, unverified, load)
-
-    def _remember(self, want: Wanted) -> None:
-        if len(self._verified) >= _MAX_VERIFIED:
-            self._verified.clear()
-        attempt = want.record.attempt
-        bits = _layer_bits(want.layers, want.record)
-        self._verified[attempt] = self._verified.get(attempt, 0) | bits
 
     def _require_key(self, key: str, record: Provenance) -> None:
         expected = chunk_key(self.fingerprint, record.content_id, record.context_id)
@@ -332,11 +290,6 @@ class KVStore(abc.ABC):
 def describe_arrays(aux: Aux | None) -> dict[str, AuxArray]:
     """What a record says about auxiliary arrays. Raises StoreError for one that it cannot hold."""
     return {name: describe_aux(name, array) for name, array in (aux or {}).items()}
-
-
-def _layer_bits(layers: tuple[int, int] | None, record: Record) -> int:
-    first, end = layers or (0, record.shape[0])
-    return (1 << end) - (1 << first)
 
 
 def _distinct(keys: Iterable[str]) -> list[str]:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 from numpy.typing import NDArray
 
 from jaxrag.errors import ChunkMissing, StoreError
-from jaxrag.store.assemble import Found, Refused, require_choice
 from jaxrag.store.attempts import Attempt, Shard, start_record, start_shard
 from jaxrag.store.backend import Backend, IOMode, WriteFuture
 from jaxrag.store.base import (
@@ -27,16 +26,15 @@ from jaxrag.store.base import (
     Stats,
     describe_arrays,
 )
-from jaxrag.store.eviction import Evict
 from jaxrag.store.layout import KVLayout
 from jaxrag.store.loading import Loader
 from jaxrag.store.namespace import Namespace
 from jaxrag.store.prefetch import DEFAULT_HOST_BYTES, Prefetcher, Tier
 from jaxrag.store.quota import SizeLimit
-from jaxrag.store.reading import Wanted
+from jaxrag.store.reading import Found, Refused, Wanted, require_choice
 from jaxrag.store.record import AuxArray, Provenance, Record, new_attempt
 from jaxrag.store.repository import Repository
-from jaxrag.store.sweep import GcReport, sweep
+from jaxrag.store.sweep import SweepReport, sweep
 from jaxrag.store.writer import ChunkWriter, PutResult
 
 Mode = Literal["r", "rw"]
@@ -75,7 +73,6 @@ class ChunkStore(KVStore):
         io_mode: IOMode = "memmap",
         max_tokens: int = DEFAULT_MAX_TOKENS,
         max_bytes: int | None = None,
-        evict: Evict = "heat",
         host_bytes: int = DEFAULT_HOST_BYTES,
         durable: bool = True,
     ) -> "ChunkStore":
@@ -91,9 +88,7 @@ class ChunkStore(KVStore):
             max_tokens: largest chunk to accept, in tokens; longer records are refused unread.
             max_bytes: the most that the chunks of a directory, of every fingerprint, may take as
                 stored; of no effect with mode "r". A put makes room by removing others, which are
-                missing from then on.
-            evict: who leaves: "heat" the chunk with the fewest reads, an old read counting less;
-                "lru" the one whose last read is the longest ago.
+                missing from then on: those with the fewest reads, an old read counting less.
             host_bytes: the most that ``prefetch`` may keep in memory.
             durable: False lets a put return before its files are on the disk.
 
@@ -103,12 +98,11 @@ class ChunkStore(KVStore):
                 location that cannot be read or written.
         """
         require_choice(mode, Mode, "mode")
-        require_choice(evict, Evict, "evict")
         backend = Backend(location, io_mode, durable)
         store = cls(backend, fingerprint, layout, mode, max_tokens, host_bytes)
         store._repository.declare(layout, fingerprint, writable=mode == "rw")
         if mode == "rw":
-            store._limit = SizeLimit.open(store._repository, fingerprint, max_bytes, evict)
+            store._limit = SizeLimit.open(store._repository, fingerprint, max_bytes)
         return store
 
     @property
@@ -158,7 +152,7 @@ class ChunkStore(KVStore):
         *,
         grace_seconds: float = 3600.0,
         dry_run: bool = False,
-    ) -> GcReport:
+    ) -> SweepReport:
         """Remove what nobody needs of this fingerprint; safe beside readers and writers.
 
         Removed are, each only when older than the grace: committed chunks that are not live,
@@ -185,9 +179,10 @@ class ChunkStore(KVStore):
         """Bring chunks nearer in the background; keys that are not stored are passed over.
 
         Args:
-            keys: the chunks. tier: "page" reads the files of a local directory into the page
-                cache; "host" keeps verified chunks in memory, up to ``host_bytes``, from where
-                the ``get`` and ``get_many`` of this object take them.
+            keys: the chunks.
+            tier: "page" reads the files of a local directory into the page cache; "host" keeps
+                verified chunks in memory, up to ``host_bytes``, from where the ``get`` and
+                ``get_many`` of this object take them.
 
         Returns:
             A future of the bytes that were brought in or were near already. It raises what
@@ -385,8 +380,8 @@ class ChunkStore(KVStore):
             self._limit.read([want.record.key for want, answer in pairs if answer is None])
         return answers
 
-    def _read_aux(self, record: Record, name: str, verify: bool) -> NDArray[Any] | Refused:
-        return self._loader.read_aux(record, name, verify)
+    def _read_aux(self, record: Record, name: str) -> NDArray[Any] | Refused:
+        return self._loader.read_aux(record, name, verify=True)
 
     def _require_writable(self) -> None:
         if self.mode != "rw":

@@ -19,12 +19,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 from jaxrag.errors import StoreError
 from jaxrag.store.wal import use_write_ahead_log
-
-Evict = Literal["heat", "lru"]
 
 FILE = "heat.sqlite"
 HALF_LIFE_SECONDS = 86_400.0  # a read counts half as much a day later
@@ -38,14 +35,14 @@ _VICTIMS = 256  # of one round
 _ROUNDS = 8  # of one put
 
 _SCHEMA = (
-    # heat: log2 of the sum over reads of 2^(time of read / half-life). last: time of the last read.
-    # pending: when a put that is not over was admitted, else 0. version: random, per admission.
+    # heat: log2 of the sum over reads of 2^(time of read / half-life). last: time of the last read,
+    # for whoever looks into the file. pending: when a put that is not over was admitted, else 0.
+    # version: random, per admission.
     """CREATE TABLE chunks (
         fingerprint TEXT NOT NULL, key TEXT NOT NULL, nbytes INTEGER NOT NULL,
         heat REAL NOT NULL, last REAL NOT NULL, pending REAL NOT NULL, version INTEGER NOT NULL,
         PRIMARY KEY (fingerprint, key)) WITHOUT ROWID""",
     "CREATE INDEX chunks_by_heat ON chunks (heat)",
-    "CREATE INDEX chunks_by_last ON chunks (last)",
     "CREATE TABLE total (nbytes INTEGER NOT NULL)",
     "INSERT INTO total VALUES (0)",
     """CREATE TRIGGER counted AFTER INSERT ON chunks
@@ -85,17 +82,16 @@ class Heat:
         self,
         path: Path,
         max_bytes: int | None,
-        evict: Evict,
         standing: Callable[[], Iterable[Counted]],
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Open the file, or make it and count what is ``standing``.
 
         Args:
-            path: the file. max_bytes: the limit on the bytes of all chunks; None only counts.
-            evict: who leaves first: "heat" the chunk with the least decayed reads, "lru" the one
-                whose last read is the longest ago.
-            standing: lists the chunks that are there. clock: seconds since 1970.
+            path: the file.
+            max_bytes: the limit on the bytes of all chunks; None only counts.
+            standing: lists the chunks that are there.
+            clock: seconds since 1970.
 
         Raises:
             StoreError: a limit that is no positive number, or a file that cannot be used.
@@ -104,7 +100,6 @@ class Heat:
             raise StoreError(f"max_bytes={max_bytes!r}: expected a positive integer or None")
         self.path = path
         self.max_bytes = max_bytes
-        self._order = {"heat": "heat", "lru": "last"}[evict]
         self._clock = clock
         self._lock = threading.RLock()
         self._reads: dict[Name, tuple[int, float]] = {}  # how many, when the last
@@ -259,7 +254,7 @@ class Heat:
             return []
         rows = connection.execute(
             "SELECT fingerprint, key, version, nbytes FROM chunks WHERE pending < ? AND "
-            f"NOT (fingerprint = ? AND key = ?) ORDER BY {self._order}, key LIMIT ?",
+            "NOT (fingerprint = ? AND key = ?) ORDER BY heat, key LIMIT ?",
             (self._stalled(), *own, _VICTIMS),
         )
         victims = []

@@ -1,19 +1,19 @@
 """Chunk KV in the memory of this process, for requests that bring their own documents."""
 
+import math
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import cachetools
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
-from jaxrag.store.assemble import Found, Refused
 from jaxrag.store.base import DEFAULT_MAX_TOKENS, Aux, KVStore, Stats
 from jaxrag.store.layout import KVLayout
 from jaxrag.store.quantise import quantise
-from jaxrag.store.reading import Wanted, settle
+from jaxrag.store.reading import Found, Refused, Wanted, settle
 from jaxrag.store.record import (
     SCALE,
     AuxArray,
@@ -26,14 +26,20 @@ from jaxrag.store.record import (
 )
 from jaxrag.store.writer import PutResult
 
-_KV = ""  # the name of the KV among the arrays of an attempt
+_KV = ""  # the name of the KV among the arrays of a chunk
+
+
+class _Held(NamedTuple):
+    record: Record
+    arrays: dict[str, NDArray[Any]]
 
 
 class MemoryStore(KVStore):
     """A ``KVStore`` in a dict.
 
     Keeps every chunk until it is dropped itself, or, given ``max_bytes``, at most so many bytes as
-    stored: the chunks read or put least recently leave first.
+    stored: the chunks read or put least recently leave first. A chunk beyond the bound is kept
+    alone.
     """
 
     def __init__(
@@ -47,21 +53,23 @@ class MemoryStore(KVStore):
         """Start empty; the other arguments are those of ``ChunkStore.open``."""
         super().__init__(fingerprint, layout, max_tokens)
         self.max_bytes = max_bytes
-        self._records: OrderedDict[str, Record] = OrderedDict()  # least recently used first
-        self._arrays: dict[str, dict[str, NDArray[Any]]] = {}  # by attempt: a record's own bytes
+        bound = math.inf if max_bytes is None else max(1, max_bytes)
+        self._chunks: cachetools.LRUCache[str, _Held] = cachetools.LRUCache(
+            bound, lambda held: min(held.record.nbytes, bound)
+        )
         self._lock = threading.Lock()
 
     def keys(self) -> Iterator[str]:
         """Every key stored at this moment, ascending."""
         with self._lock:
-            return iter(sorted(self._records))
+            return iter(sorted(self._chunks))
 
     def records(self, fingerprint: str | None = None) -> Iterator[Record]:
         """Every record at this moment, by ascending key; none of another fingerprint."""
         if fingerprint not in (None, self.fingerprint):
             return iter(())
         with self._lock:
-            return iter([self._records[key] for key in sorted(self._records)])
+            return iter([self._peek(key).record for key in sorted(self._chunks)])
 
     def stats(self) -> dict[str, Stats]:
         """What is stored, under the one fingerprint there is."""
@@ -77,7 +85,7 @@ class MemoryStore(KVStore):
         replace: bool,
     ) -> PutResult:
         with self._lock:
-            if key in self._records and not replace:
+            if key in self._chunks and not replace:
                 return PutResult(won=False, attempt=None)
         entries = dict(described)
         arrays = {name: array.copy() for name, array in aux.items()}
@@ -94,24 +102,16 @@ class MemoryStore(KVStore):
         digests = layer_digests(arrays[_KV])
         new = new_record(key, attempt, kv.shape[2], self.layout, record, digests, entries)
         with self._lock:
-            old = self._records.get(key)
-            if old is not None and not replace:
+            if key in self._chunks and not replace:
                 return PutResult(won=False, attempt=None)
-            if old is not None:
-                del self._arrays[old.attempt]
-            self._records[key] = new
-            self._records.move_to_end(key)
-            self._arrays[attempt] = arrays
-            self._evict()
+            self._chunks.pop(key, None)
+            self._chunks[key] = _Held(new, arrays)
         return PutResult(won=True, attempt=attempt)
 
     def _find(self, keys: Sequence[str]) -> dict[str, Found]:
         with self._lock:
-            held = {key: self._records.get(key) for key in keys}
-            for key in held:
-                if key in self._records:
-                    self._records.move_to_end(key)
-        return {key: record or _missing(key) for key, record in held.items()}
+            found = {key: self._chunks.get(key) for key in keys}
+        return {key: held.record if held else _missing(key) for key, held in found.items()}
 
     def _load(self, wanted: Sequence[Wanted]) -> list[Refused | None]:
         return [self._load_one(want) for want in wanted]
@@ -131,33 +131,28 @@ class MemoryStore(KVStore):
                 return refused
         return None
 
-    def _read_aux(self, record: Record, name: str, verify: bool) -> NDArray[Any] | Refused:
+    def _read_aux(self, record: Record, name: str) -> NDArray[Any] | Refused:
         arrays = self._held(record)
         if arrays is None:
             return _missing(record.key)
         array: NDArray[Any] = np.copy(arrays[name])
-        if verify and digest(array) != record.aux[name].xxh3[0]:
+        if digest(array) != record.aux[name].xxh3[0]:
             return ChunkCorrupt(f"chunk {record.key}: auxiliary array {name!r} has changed")
         return array
 
     def _delete(self, key: str) -> bool:
         with self._lock:
-            record = self._records.pop(key, None)
-            if record is not None:
-                del self._arrays[record.attempt]
-        return record is not None
+            return self._chunks.pop(key, None) is not None
 
     def _held(self, record: Record) -> dict[str, NDArray[Any]] | None:
+        """The arrays that the record names, unless they were replaced or dropped."""
         with self._lock:
-            return self._arrays.get(record.attempt)
+            held = self._peek(record.key) if record.key in self._chunks else None
+        return held.arrays if held and held.record.attempt == record.attempt else None
 
-    def _evict(self) -> None:
-        """Drop chunks beyond ``max_bytes``, never the newest; the lock is held."""
-        size = sum(record.nbytes for record in self._records.values())
-        while self.max_bytes is not None and size > self.max_bytes and len(self._records) > 1:
-            _, record = self._records.popitem(last=False)
-            del self._arrays[record.attempt]
-            size -= record.nbytes
+    def _peek(self, key: str) -> _Held:
+        """A chunk that is here, not thereby used; the lock is held."""
+        return cachetools.Cache.__getitem__(self._chunks, key)
 
 
 def _missing(key: str) -> ChunkMissing:

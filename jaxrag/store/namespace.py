@@ -17,11 +17,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
-from jaxrag.store.assemble import Found
 from jaxrag.store.backend import Backend
 from jaxrag.store.grid import Grid, aux_grid, kv_grid
 from jaxrag.store.keys import ID_DIGITS, is_hex
 from jaxrag.store.layout import KVLayout
+from jaxrag.store.reading import Found
 from jaxrag.store.record import MAX_RECORD_BYTES, Record, read_record
 
 COMMIT = "commit.json"

@@ -3,19 +3,18 @@
 import contextlib
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
+import cachetools
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
-from jaxrag.store.assemble import Refused, require_choice
 from jaxrag.store.namespace import Namespace
-from jaxrag.store.reading import Wanted
+from jaxrag.store.reading import Refused, Wanted, require_choice
 from jaxrag.store.record import Record
 
 Tier = Literal["page", "host"]
@@ -36,20 +35,19 @@ class HostTier:
     def __init__(self, max_bytes: int) -> None:
         """Keep at most ``max_bytes``."""
         self.max_bytes = max_bytes
-        self._kv: OrderedDict[str, NDArray[Any]] = OrderedDict()  # by attempt: never another's
-        self._nbytes = 0
+        self._kv: cachetools.LRUCache[str, NDArray[Any]] = cachetools.LRUCache(
+            max_bytes, lambda kv: kv.nbytes
+        )  # by attempt: never another's
         self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
         """Bytes held at this moment."""
-        return self._nbytes
+        return int(self._kv.currsize)
 
     def get(self, attempt: str) -> NDArray[Any] | None:
         """The KV written under an attempt, if it is here; not to be changed."""
         with self._lock:
-            if attempt in self._kv:
-                self._kv.move_to_end(attempt)
             return self._kv.get(attempt)
 
     def keep(self, attempt: str, kv: NDArray[Any]) -> bool:
@@ -59,10 +57,6 @@ class HostTier:
         with self._lock:
             if attempt not in self._kv:
                 self._kv[attempt] = kv
-                self._nbytes += kv.nbytes
-            while self._nbytes > self.max_bytes:
-                _, old = self._kv.popitem(last=False)
-                self._nbytes -= old.nbytes
         return True
 
     def load(self, wanted: Sequence[Wanted], load: Load) -> list[Refused | None]:
@@ -74,7 +68,7 @@ class HostTier:
             if kv is None:
                 absent.append(index)
             else:
-                np.copyto(want.out, kv[slice(*want.layers), :, slice(*want.tokens)])
+                np.copyto(want.out, kv[slice(*want.layers)])
         if absent:
             found = load([wanted[index] for index in absent])
             for index, answer in zip(absent, found, strict=True):

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jaxrag.errors import StoreError
-from jaxrag.store.eviction import FILE, Counted, Evict, Heat, Name
+from jaxrag.store.eviction import FILE, Counted, Heat, Name
 from jaxrag.store.record import Record
 from jaxrag.store.repository import Repository
 
@@ -27,7 +27,6 @@ class SizeLimit:
         repository: Repository,
         fingerprint: str,
         max_bytes: int | None,
-        evict: Evict,
     ) -> "SizeLimit | None":
         """The limit of a repository; None when it has none and never had one.
 
@@ -57,7 +56,7 @@ class SizeLimit:
                         name = Name(space.fingerprint, found.key)
                         yield Counted(name, found.nbytes, found.age)
 
-        limit = cls(Heat(path, max_bytes, evict, standing), repository, fingerprint)
+        limit = cls(Heat(path, max_bytes, standing), repository, fingerprint)
         limit._heat.enforce(limit._drop)
         return limit
 

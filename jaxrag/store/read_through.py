@@ -8,14 +8,13 @@ from typing import Any
 from numpy.typing import NDArray
 
 from jaxrag.errors import StoreError
-from jaxrag.store.assemble import Found, Refused
 from jaxrag.store.base import Aux, KVStore, Stats
 from jaxrag.store.chunk_store import ChunkStore
 from jaxrag.store.prefetch import Tier
-from jaxrag.store.reading import Wanted
+from jaxrag.store.reading import Found, Refused, Wanted
 from jaxrag.store.record import AuxArray, Provenance, Record
-from jaxrag.store.scrub import Repair, VerifyReport
-from jaxrag.store.sweep import GcReport
+from jaxrag.store.scrub import ScrubReport
+from jaxrag.store.sweep import SweepReport
 from jaxrag.store.writer import PutResult
 
 _COPIES = 4  # at a time; each holds one chunk in memory
@@ -73,15 +72,12 @@ class ReadThrough(KVStore):
         keys: Iterable[str] | None = None,
         *,
         max_bytes_per_second: float | None = None,
-        repair: Repair | None = None,
         progress: bool = False,
-    ) -> VerifyReport:
+    ) -> ScrubReport:
         """``KVStore.verify`` of the remote store. Local copies are verified by every read."""
-        report = self.remote.verify(
-            keys, max_bytes_per_second=max_bytes_per_second, repair=repair, progress=progress
+        return self.remote.verify(
+            keys, max_bytes_per_second=max_bytes_per_second, progress=progress
         )
-        self.local.delete(report.repaired)
-        return report
 
     def gc(
         self,
@@ -89,7 +85,7 @@ class ReadThrough(KVStore):
         *,
         grace_seconds: float = 3600.0,
         dry_run: bool = False,
-    ) -> GcReport:
+    ) -> SweepReport:
         """``ChunkStore.gc`` of both stores; reports the remote one's."""
         report = self.remote.gc(live, grace_seconds=grace_seconds, dry_run=dry_run)
         self.local.gc(live, grace_seconds=grace_seconds, dry_run=dry_run)
@@ -150,19 +146,19 @@ class ReadThrough(KVStore):
                 self.local._delete(copy.key, copy.attempt)
         return answers
 
-    def _read_aux(self, record: Record, name: str, verify: bool) -> NDArray[Any] | Refused:
-        array = self.local._read_aux(record, name, verify=True)
+    def _read_aux(self, record: Record, name: str) -> NDArray[Any] | Refused:
+        array = self.local._read_aux(record, name)
         if not isinstance(array, Refused):
             return array
         copy = self._fetch(record)
         if isinstance(copy, Record):
-            array = self.local._read_aux(copy, name, verify=True)
+            array = self.local._read_aux(copy, name)
         if not isinstance(array, Refused):
             return array
         found = self.remote.find([record.key])[record.key]
         if not isinstance(found, Record):
             return found
-        return self.remote._read_aux(found, name, verify=True)
+        return self.remote._read_aux(found, name)
 
     def _delete(self, key: str) -> bool:
         deleted = self.remote.delete([key])

@@ -1,26 +1,55 @@
-"""From stored bytes to a caller's buffer: a layer at a time, verified while it is in the cache."""
+"""Reading chunks: which are asked for, where each lands, and what must hold before it is given out.
+
+``assemble`` lays chunks side by side in one buffer and says which were refused. A store fills each
+place with layers as they were stored; ``settle`` verifies one while it is in the cache.
+"""
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrag.errors import ChunkCorrupt, StoreError
+from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
 from jaxrag.store.grid import Grid, kv_grid
 from jaxrag.store.layout import KVLayout
 from jaxrag.store.quantise import dequantise
 from jaxrag.store.record import Record, layer_digest
 
+OnMissing = Literal["raise", "skip"]
+Verify = Literal["always", "never"]
+
+Refused = ChunkMissing | ChunkCorrupt
+Found = Record | Refused
+
+
+@dataclasses.dataclass(frozen=True)
+class Assembled:
+    """The chunks that were found, one behind the other along the token axis."""
+
+    kv: NDArray[Any]  # [layers, 2, sum T, K, H]
+    offsets: dict[str, tuple[int, int]]  # key -> (first token, tokens), in the order asked for
+    refused: dict[str, Refused]  # key -> why it is not among them
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Keys without a committed chunk, or whose bytes are gone."""
+        return tuple(k for k, reason in self.refused.items() if isinstance(reason, ChunkMissing))
+
+    @property
+    def corrupt(self) -> tuple[str, ...]:
+        """Keys whose record or bytes were refused."""
+        return tuple(k for k, reason in self.refused.items() if isinstance(reason, ChunkCorrupt))
+
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """A part of a chunk and where it goes."""
+    """Layers of a chunk and where they go."""
 
     record: Record
     layers: tuple[int, int]  # first, end
-    tokens: tuple[int, int]  # first, end
-    out: NDArray[Any]  # [layers, 2, tokens, K, H] in the layout's dtype; layers may be strided
+    out: NDArray[Any]  # [layers, 2, T, K, H] in the layout's dtype; layers may be strided
     verify: bool
 
     @property
@@ -31,11 +60,10 @@ class Wanted:
     @property
     def direct(self) -> bool:
         """Whether stored layers are wanted as they are, so that they can be read into ``out``."""
-        whole = self.tokens == (0, self.record.tokens)
-        return whole and self.record.stored == "native" and self.record.ways == 1
+        return self.record.stored == "native" and self.record.ways == 1
 
     def layer_out(self, layer: int) -> NDArray[Any]:
-        """Where the wanted tokens of a layer go, [2, tokens, K, H]."""
+        """Where a layer goes, [2, T, K, H]."""
         view: NDArray[Any] = self.out[layer - self.layers[0]]
         return view
 
@@ -45,13 +73,72 @@ class Wanted:
         return np.empty((grid.ways, *grid.part[1:]), self.record.layout.stored_dtype)
 
 
+def assemble(
+    found: Mapping[str, Found],
+    layout: KVLayout,
+    layers: tuple[int, int] | None,
+    out: NDArray[Any] | None,
+    on_missing: OnMissing,
+    verify: bool,
+    load: Callable[[Sequence[Wanted]], Sequence[Refused | None]],
+) -> Assembled:
+    """Lay the chunks of ``found`` into ``out``, or into a new buffer, in order and without gaps.
+
+    Args:
+        found: per key its record, or why there is none.
+        layout: sizes and dtype of the store.
+        layers: (first, end) of the layers that are wanted; None means all.
+        out: [layers, 2, S, K, H] with S >= sum of tokens, or None.
+        on_missing: "raise" the first refusal, or "skip" refused chunks and name them.
+        verify: whether bytes have to be hashed.
+        load: fills each view of the buffer with verified bytes and answers, per chunk, None or
+            the reason why the view must not be used.
+
+    Raises:
+        ChunkMissing, ChunkCorrupt: a chunk was refused and ``on_missing`` is "raise". What ``out``
+            then holds is unspecified.
+        StoreError: ``out`` does not fit, or a range is not in the chunk.
+    """
+    chosen = _require_layers(layers, layout)
+    refused = {key: value for key, value in found.items() if not isinstance(value, Record)}
+    if refused and on_missing == "raise":
+        raise next(iter(refused.values()))
+    records = [value for value in found.values() if isinstance(value, Record)]
+    buffer = _buffer(out, layout, chosen, sum(record.tokens for record in records))
+
+    wanted = []
+    start = 0
+    for record in records:
+        view = buffer[:, :, start : start + record.tokens]
+        wanted.append(Wanted(record, chosen, view, verify))
+        start += record.tokens
+    answers = load(wanted)
+
+    offsets = {}
+    start = end = 0
+    for want, answer in zip(wanted, answers, strict=True):
+        key, size = want.record.key, want.record.tokens
+        start += size
+        if answer is not None:
+            if on_missing == "raise":
+                raise answer
+            refused[key] = answer
+            continue
+        if end != start - size:  # a refused chunk left a gap: close it
+            buffer[:, :, end : end + size] = want.out
+        offsets[key] = (end, size)
+        end += size
+    return Assembled(kv=buffer[:, :, :end], offsets=offsets, refused=refused)
+
+
 def settle(
     wanted: Wanted, layer: int, parts: NDArray[Any], scale: NDArray[np.float32] | None
 ) -> ChunkCorrupt | None:
-    """Check a layer as it was stored, then put what is wanted of it where it belongs.
+    """Check a layer as it was stored, then put it where it belongs.
 
     Args:
-        wanted: what was asked for. layer: which one ``parts`` is.
+        wanted: what was asked for.
+        layer: which one ``parts`` is.
         parts: [ways, 2, T, K / ways, H] in the stored dtype, one entry per file; the view of
             ``out`` itself where ``wanted.direct``.
         scale: float32 [L, 2, T, K], of an int8 chunk.
@@ -74,31 +161,45 @@ def settle(
     if wanted.direct:
         return None
     out = wanted.layer_out(layer)
-    first, end = wanted.tokens
     heads = parts.shape[3]
     for rank, part in enumerate(parts):
         mine = slice(rank * heads, (rank + 1) * heads)
         if scale is None:
-            out[:, :, mine] = part[:, first:end]
+            out[:, :, mine] = part
         else:
-            dequantise(part[:, first:end], scale[layer, :, first:end, mine], out[:, :, mine])
+            dequantise(part, scale[layer, :, :, mine], out[:, :, mine])
     return None
 
 
-def require_layers(layers: tuple[int, int] | None, layout: KVLayout) -> tuple[int, int]:
-    """The range of layers asked for. Raises StoreError unless 0 <= first < end <= L."""
-    return _range(layers, layout.num_layers, "layers")
+def require_choice(value: object, choices: Any, name: str) -> None:
+    """Raise StoreError unless ``value`` is one of the strings of the Literal ``choices``."""
+    if value not in get_args(choices):
+        raise StoreError(f"{name}={value!r}: expected one of {', '.join(get_args(choices))}")
 
 
-def require_tokens(tokens: tuple[int, int] | None, record: Record) -> tuple[int, int]:
-    """The range of tokens asked for. Raises StoreError unless 0 <= first < end <= T."""
-    return _range(tokens, record.tokens, "tokens")
-
-
-def _range(value: tuple[int, int] | None, size: int, name: str) -> tuple[int, int]:
-    if value is None:
+def _require_layers(layers: tuple[int, int] | None, layout: KVLayout) -> tuple[int, int]:
+    size = layout.num_layers
+    if layers is None:
         return (0, size)
-    sound = isinstance(value, tuple) and len(value) == 2 and all(type(i) is int for i in value)
-    if not sound or not 0 <= value[0] < value[1] <= size:
-        raise StoreError(f"{name}={value!r}: expected (first, end) with 0 <= first < end <= {size}")
-    return value
+    sound = isinstance(layers, tuple) and len(layers) == 2 and all(type(i) is int for i in layers)
+    if not sound or not 0 <= layers[0] < layers[1] <= size:
+        raise StoreError(
+            f"layers={layers!r}: expected (first, end) with 0 <= first < end <= {size}"
+        )
+    return layers
+
+
+def _buffer(
+    out: NDArray[Any] | None, layout: KVLayout, layers: tuple[int, int], tokens: int
+) -> NDArray[Any]:
+    count = layers[1] - layers[0]
+    if out is None:
+        return np.empty((count, *layout.shape(tokens)[1:]), layout.numpy_dtype)
+    layout.require(out, "out", layers=count)
+    if out.shape[2] < tokens:
+        raise StoreError(f"out holds {out.shape[2]} tokens: the chunks need {tokens}")
+    if not out.flags.writeable:
+        raise StoreError("out is read-only: expected a writable buffer")
+    if not out[0, 0].flags.c_contiguous:
+        raise StoreError("out is strided over tokens, heads or head dim: expected contiguous rows")
+    return out[:, :, :tokens]

@@ -1,9 +1,9 @@
-"""Reading everything that is stored against its digests, and putting fresh bytes over damage."""
+"""Reading everything that is stored against its digests."""
 
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,34 +11,20 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
-from jaxrag.store.assemble import Found, Refused
 from jaxrag.store.layout import KVLayout
-from jaxrag.store.record import SCALE, Provenance, Record
-from jaxrag.store.writer import PutResult
+from jaxrag.store.reading import Found, Refused
+from jaxrag.store.record import SCALE, Record
 
 _RECORDS_AT_ONCE = 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class Fresh:
-    """A chunk made again."""
-
-    kv: NDArray[Any]  # [L, 2, T, K, H]
-    record: Provenance
-    aux: Mapping[str, NDArray[Any]] | None = None
-
-
-Repair = Callable[[Record | str], Fresh | None]
-
-
-@dataclasses.dataclass(frozen=True)
-class VerifyReport:
+class ScrubReport:
     """What a verification found. Every key is counted or named once."""
 
     ok: int
-    repaired: tuple[str, ...]
-    corrupt: tuple[str, ...]  # and not repaired
-    missing: tuple[str, ...]  # and not repaired: no record, or its bytes are gone
+    corrupt: tuple[str, ...]
+    missing: tuple[str, ...]  # no record, or its bytes are gone
 
 
 class Scrubbed(Protocol):
@@ -55,25 +41,13 @@ class Scrubbed(Protocol):
     def aux(self, key: str, name: str) -> NDArray[Any]:
         """A verified auxiliary array."""
 
-    def put(
-        self,
-        key: str,
-        kv: NDArray[Any],
-        *,
-        record: Provenance,
-        aux: Mapping[str, NDArray[Any]] | None,
-        replace: bool,
-    ) -> PutResult:
-        """Store a chunk."""
-
 
 def scrub(
     store: Scrubbed,
     keys: Iterable[str],
     max_bytes_per_second: float | None,
-    repair: Repair | None,
     progress: bool,
-) -> VerifyReport:
+) -> ScrubReport:
     """``KVStore.verify`` says what this does."""
     if max_bytes_per_second is not None and not max_bytes_per_second > 0:
         raise StoreError(
@@ -82,7 +56,7 @@ def scrub(
     pace = _Pace(max_bytes_per_second)
     buffer = np.empty(0, store.layout.numpy_dtype)
     ok = 0
-    repaired, corrupt, missing = [], [], []
+    corrupt, missing = [], []
     with tqdm(desc="verify", unit="B", unit_scale=True, disable=None if progress else True) as bar:
         for batch in itertools.batched(keys, _RECORDS_AT_ONCE):
             for key, found in store.find(batch).items():
@@ -98,13 +72,11 @@ def scrub(
                     refused = found
                 if refused is None:
                     ok += 1
-                elif repair is not None and _repair(store, key, found, repair):
-                    repaired.append(key)
                 elif isinstance(refused, ChunkMissing):
                     missing.append(key)
                 else:
                     corrupt.append(key)
-    return VerifyReport(ok, tuple(repaired), tuple(corrupt), tuple(missing))
+    return ScrubReport(ok, tuple(corrupt), tuple(missing))
 
 
 def _check(store: Scrubbed, record: Record, out: NDArray[Any]) -> Refused | None:
@@ -116,15 +88,6 @@ def _check(store: Scrubbed, record: Record, out: NDArray[Any]) -> Refused | None
     except (ChunkMissing, ChunkCorrupt) as error:
         return error
     return None
-
-
-def _repair(store: Scrubbed, key: str, found: Found, repair: Repair) -> bool:
-    """Put what ``repair`` makes; whether the key can be read now, thanks to us or to others."""
-    fresh = repair(found if isinstance(found, Record) else key)
-    if fresh is None:
-        return False
-    put = store.put(key, fresh.kv, record=fresh.record, aux=fresh.aux, replace=True)
-    return put.won or isinstance(store.find([key])[key], Record)
 
 
 class _Pace:

@@ -20,9 +20,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from jaxrag.errors import ChunkMissing, StoreError
-from jaxrag.store.assemble import Found
 from jaxrag.store.keys import is_hex
 from jaxrag.store.namespace import COMMIT, SWEPT, Namespace
+from jaxrag.store.reading import Found
 from jaxrag.store.record import ATTEMPT_DIGITS, Record, attempt_age, new_attempt
 
 _RECORDS_AT_ONCE = 1024
@@ -30,7 +30,7 @@ _MARK_SECONDS = 3600.0  # for which a mark holds; taking one attempt is a matter
 
 
 @dataclasses.dataclass(frozen=True)
-class GcReport:
+class SweepReport:
     """What a collection removed, or would remove."""
 
     chunks: int = 0  # committed, not live
@@ -40,19 +40,19 @@ class GcReport:
     folders: int = 0  # that were empty
     nbytes: int = 0  # of chunks; in a directory also of attempts
 
-    def __add__(self, other: "GcReport") -> "GcReport":
+    def __add__(self, other: "SweepReport") -> "SweepReport":
         """Both together."""
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return GcReport(*(a + b for a, b in pairs))
+        return SweepReport(*(a + b for a, b in pairs))
 
 
 def sweep(
     space: Namespace, live: Callable[[Record], bool], grace_seconds: float, dry_run: bool
-) -> GcReport:
+) -> SweepReport:
     """``ChunkStore.gc`` says what this does."""
     if not grace_seconds >= 0:
         raise StoreError(f"grace_seconds={grace_seconds!r}: expected a number of at least 0")
-    report = GcReport()
+    report = SweepReport()
     for prefix, paths in space.listings():
         attempts: dict[str, set[str]] = defaultdict(set)
         committed = set()
@@ -68,8 +68,8 @@ def sweep(
                 collect = _Collect(space, key, grace_seconds, dry_run)
                 report += collect.run(found.get(key), sorted(attempts[key]), live)
         locks, folders = space.backend.remove_stale(prefix, grace_seconds, dry_run)
-        report += GcReport(locks=locks, folders=folders)
-    return report + GcReport(locks=space.backend.remove_stale_locks(grace_seconds, dry_run))
+        report += SweepReport(locks=locks, folders=folders)
+    return report + SweepReport(locks=space.backend.remove_stale_locks(grace_seconds, dry_run))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +83,9 @@ class _Collect:
 
     def run(
         self, found: Found | None, attempts: Iterable[str], live: Callable[[Record], bool]
-    ) -> GcReport:
+    ) -> SweepReport:
         orphans = set(attempts)
-        report = GcReport()
+        report = SweepReport()
         if isinstance(found, Record):
             orphans.discard(found.attempt)
             if found.age <= self.grace:
@@ -102,28 +102,28 @@ class _Collect:
                 report += self._attempt(attempt)
         return report
 
-    def _chunk(self, record: Record, live: Callable[[Record], bool]) -> GcReport:
-        gone = GcReport(chunks=1, nbytes=record.nbytes)
+    def _chunk(self, record: Record, live: Callable[[Record], bool]) -> SweepReport:
+        gone = SweepReport(chunks=1, nbytes=record.nbytes)
         if self.dry_run or self.space.delete(self.key, record.attempt, keep=live) is not None:
             return gone
-        return GcReport()  # replaced or removed by somebody else, or live after all
+        return SweepReport()  # replaced or removed by somebody else, or live after all
 
-    def _damaged(self) -> GcReport:
+    def _damaged(self) -> SweepReport:
         if not self.dry_run:
             self.space.delete(self.key, attempt="")
-        return GcReport(damaged=1)
+        return SweepReport(damaged=1)
 
-    def _attempt(self, attempt: str) -> GcReport:
+    def _attempt(self, attempt: str) -> SweepReport:
         path = self.space.attempt(self.key, attempt)
-        gone = GcReport(attempts=1, nbytes=self.space.backend.sizes(path) or 0)
+        gone = SweepReport(attempts=1, nbytes=self.space.backend.sizes(path) or 0)
         if self.dry_run:
             return gone
         try:
-            return gone if self._take(path, attempt) else GcReport()
+            return gone if self._take(path, attempt) else SweepReport()
         except StoreError:
             if self.space.backend.paths(path):
                 raise
-            return GcReport()  # its writer removed it meanwhile
+            return SweepReport()  # its writer removed it meanwhile
 
     def _take(self, path: str, attempt: str) -> bool:
         backend = self.space.backend

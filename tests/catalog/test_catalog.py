@@ -290,7 +290,7 @@ import sys
 from pathlib import Path
 import numpy as np
 from jaxrag.catalog import Catalog, Entry
-from jaxrag.chunking import Chunk
+from jaxrag.documents.chunking import Chunk
 from jaxrag.documents import Document
 
 path, name = Path(sys.argv[1]), sys.argv[2]

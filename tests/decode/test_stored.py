@@ -184,10 +184,10 @@ def test_open_indexes_are_kept_and_leave_with_their_chunk(
 
     assert ask() == (set(keys), True)
     assert ask() == (set(), True)
-    host.documents.kept_bytes = 0
+    host.documents = stored.StoredIndexes(kept_bytes=0)
     ask()
     assert ask() == (set(keys), True)
-    host.documents.kept_bytes = 1 << 30
+    host.documents = stored.StoredIndexes()
     ask()
     engine_of(model).memory.delete(keys)  # their KV is still in the pool
     assert ask() == (set(), False)

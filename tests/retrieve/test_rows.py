@@ -148,7 +148,7 @@ import resource, sys
 from pathlib import Path
 import numpy as np
 from jaxrag.errors import StoreError
-from jaxrag.index.rows import RowFile
+from jaxrag.retrieve.rows import RowFile
 rows = RowFile.open(Path(sys.argv[1]), 4, "exact")
 resource.setrlimit(resource.RLIMIT_FSIZE, (160, 160))
 try:
@@ -171,8 +171,8 @@ KILLED = """
 import sys
 from pathlib import Path
 import numpy as np
-from jaxrag.index import rows as module
-from jaxrag.index.rows import RowFile
+from jaxrag.retrieve import rows as module
+from jaxrag.retrieve.rows import RowFile
 module._MIN_DEAD = 40
 rows = RowFile.open(Path(sys.argv[1]), 4, "exact")
 state = rows.refresh()

@@ -148,7 +148,7 @@ WRITER = """
 import sys
 from pathlib import Path
 import numpy as np
-from jaxrag.index.names import index_named
+from jaxrag.retrieve.names import index_named
 name, folder, start = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 index = index_named(name).open(folder, 4)
 print("ready", flush=True)

@@ -39,8 +39,8 @@ def test_the_host_tier_answers_without_the_files(open_store, chunk, tmp_path):
     remove_bytes(tmp_path / "kb")
     got = store.get_many([b.key, a.key])
     assert got.kv.tobytes() == np.concatenate([b.kv, a.kv], axis=2).tobytes()
-    part = store.get(b.key, layers=(1, 3), tokens=(2, 7))
-    assert part.tobytes() == b.kv[1:3, :, 2:7].tobytes()
+    part = store.get(b.key, layers=(1, 3))
+    assert part.tobytes() == b.kv[1:3].tobytes()
     got.kv[...] = 0  # the caller's own copy
     a.assert_equal(store.get(a.key))
 
@@ -130,3 +130,14 @@ def test_threads_share_a_host_tier():
     held = [name for name in arrays if tier.get(name) is not None]
     assert len(held) == 10
     assert all((tier.get(name) == arrays[name]).all() for name in held)
+
+
+def test_the_kv_used_last_stays_in_the_host_tier():
+    tier = HostTier(20)
+    for name in ("a", "b"):
+        assert tier.keep(name, np.zeros(10, np.uint8))
+    assert tier.get("a") is not None
+    assert tier.keep("c", np.zeros(10, np.uint8))
+    assert [tier.get(name) is not None for name in "abc"] == [True, False, True]
+    assert not tier.keep("d", np.zeros(21, np.uint8))  # and nothing leaves for it
+    assert tier.nbytes == 20

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 
-import numpy as np
 import pytest
 import tensorstore as ts
 
@@ -105,8 +104,7 @@ def test_one_layer_of_a_chunk(open_remote, chunk):
     c = chunk(1, 40)
     store = open_remote()
     put(store, c)
-    part = store.get(c.key, layers=(1, 2), tokens=(3, 30))
-    assert part.tobytes() == np.ascontiguousarray(c.kv[1:2, :, 3:30]).tobytes()
+    assert store.get(c.key, layers=(1, 2)).tobytes() == c.kv[1:2].tobytes()
 
 
 @pytest.mark.parametrize(

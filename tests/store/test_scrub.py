@@ -1,4 +1,4 @@
-"""Verification of everything stored, and repair."""
+"""Verification of everything stored, and putting over what it refused."""
 
 import time
 
@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from jaxrag.errors import StoreError
-from jaxrag.store import Fresh, Provenance, Record, VerifyReport
+from jaxrag.store import ScrubReport
 
 
-def put(store, *chunks):
+def put(store, *chunks, replace=False):
     for c in chunks:
-        store.put(c.key, c.kv, record=c.record, aux={"x": np.arange(3)})
+        store.put(c.key, c.kv, record=c.record, aux={"x": np.arange(3)}, replace=replace)
 
 
 def flip(path):
@@ -22,13 +22,13 @@ def flip(path):
 
 def test_a_sound_store(any_store, chunk):
     store = any_store()
-    assert store.verify() == VerifyReport(0, (), (), ())
+    assert store.verify() == ScrubReport(0, (), ())
     chunks = [chunk(number, 1 + number) for number in range(6)]
     put(store, *chunks)
-    assert store.verify() == VerifyReport(6, (), (), ())
+    assert store.verify() == ScrubReport(6, (), ())
     absent = chunk(9)
     report = store.verify([chunks[0].key, absent.key, chunks[0].key])
-    assert report == VerifyReport(1, (), (), (absent.key,))
+    assert report == ScrubReport(1, (), (absent.key,))
 
 
 @pytest.fixture
@@ -57,56 +57,20 @@ def test_every_kind_of_damage_is_named(damaged, open_store):
     names = {c.key: name for name, c in chunks.items()}
     report = open_store("r").verify([c.key for c in chunks.values()])
     assert report.ok == 1
-    assert report.repaired == ()
     assert [names[key] for key in report.corrupt] == ["kv", "aux", "record"]
     assert [names[key] for key in report.missing] == ["gone", "absent"]
 
 
-def test_repair_puts_over_the_damage(damaged):
+def test_a_put_that_replaces_mends_every_kind_of_damage(damaged):
     store, chunks = damaged
-    by_key = {c.key: c for c in chunks.values()}
-    asked = {}
-
-    def repair(found):
-        key = found.key if isinstance(found, Record) else found
-        asked[key] = found
-        if key == chunks["absent"].key:
-            return None
-        return Fresh(by_key[key].kv, by_key[key].record, {"x": np.arange(3)})
-
-    report = store.verify(list(by_key), repair=repair)
+    report = store.verify([c.key for c in chunks.values()])
     assert report.ok == 1
-    assert set(report.repaired) == {chunks[name].key for name in ("kv", "aux", "record", "gone")}
-    assert (report.corrupt, report.missing) == ((), (chunks["absent"].key,))
-    assert asked[chunks["kv"].key].provenance == chunks["kv"].record
-    assert asked[chunks["record"].key] == chunks["record"].key  # its record says nothing
-    assert store.verify() == VerifyReport(5, (), (), ())
-    for name in ("kv", "aux", "record", "gone"):
-        chunks[name].assert_equal(store.get(chunks[name].key))
-        assert store.aux(chunks[name].key, "x").tolist() == [0, 1, 2]
-
-
-def test_what_somebody_else_repaired_meanwhile_counts(damaged, open_store, monkeypatch):
-    store, chunks = damaged
-    c = chunks["kv"]
-    finish_writes = store._backend.finish_writes
-
-    def slow_write(*arguments):
-        finish_writes(*arguments)
-        monkeypatch.undo()
-        open_store().put(c.key, c.kv, record=c.record, replace=True)
-
-    monkeypatch.setattr(store._backend, "finish_writes", slow_write)
-    report = store.verify([c.key], repair=lambda record: Fresh(c.kv, c.record))
-    assert report.repaired == (c.key,)
-    c.assert_equal(store.get(c.key))
-
-
-def test_a_repair_that_does_not_fit_is_an_error(damaged):
-    store, chunks = damaged
-    wrong = Fresh(chunks["kv"].kv, Provenance("isolated", "0" * 40, "0" * 40))
-    with pytest.raises(StoreError, match="make the key"):
-        store.verify([chunks["kv"].key], repair=lambda record: wrong)
+    broken = [c for c in chunks.values() if c.key in report.corrupt + report.missing]
+    put(store, *broken, replace=True)
+    assert store.verify() == ScrubReport(6, (), ())
+    for c in chunks.values():
+        c.assert_equal(store.get(c.key))
+        assert store.aux(c.key, "x").tolist() == [0, 1, 2]
 
 
 def test_the_rate_is_kept(any_store, chunk, monkeypatch):

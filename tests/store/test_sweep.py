@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrag.errors import ChunkMissing, StoreError
-from jaxrag.store import ChunkStore, GcReport
+from jaxrag.store import ChunkStore, SweepReport
 
 HOUR = 3600.0
 
@@ -144,11 +144,11 @@ def test_only_what_is_not_live_and_old_goes(open_store, chunk, root, later):
     store, keep, drop = open_store(), chunk(1), chunk(2)
     put(store, keep, drop)
     record = store.head([drop.key])[0]
-    assert store.gc(nothing, grace_seconds=HOUR) == GcReport()
+    assert store.gc(nothing, grace_seconds=HOUR) == SweepReport()
     later(2 * HOUR)
     young = chunk(3)
     put(store, young)
-    expected = GcReport(chunks=1, nbytes=record.nbytes)
+    expected = SweepReport(chunks=1, nbytes=record.nbytes)
     live = {keep.key}
     assert store.gc(lambda r: r.key in live, grace_seconds=HOUR, dry_run=True) == expected
     assert len(list(store.keys())) == 3
@@ -174,7 +174,7 @@ def test_what_dead_writers_left_goes_after_the_grace(open_store, chunk, root, la
         lock.write_bytes(b"")
     before = tree(root)
 
-    assert store.gc(everything, grace_seconds=HOUR) == GcReport()
+    assert store.gc(everything, grace_seconds=HOUR) == SweepReport()
     assert tree(root) == before
     later(2 * HOUR)
     planned = store.gc(everything, grace_seconds=HOUR, dry_run=True)
@@ -186,7 +186,7 @@ def test_what_dead_writers_left_goes_after_the_grace(open_store, chunk, root, la
     assert {p: p.read_bytes() for p in (root / "kv").rglob("*") if p.is_file()} == files
     assert not list(root.glob(f"kv/*/*/{lost.key}"))
     assert not (root / "jaxrag.json.__lock").exists()
-    assert store.gc(everything, grace_seconds=HOUR) == GcReport()
+    assert store.gc(everything, grace_seconds=HOUR) == SweepReport()
     c.assert_equal(store.get(c.key))
 
 
@@ -206,7 +206,7 @@ def test_a_damaged_record_goes_with_its_bytes(open_store, chunk, root, later):
     put(store, c)
     (commit,) = root.glob(f"kv/*/*/{c.key}/commit.json")
     commit.write_bytes(commit.read_bytes()[:-9])
-    assert store.gc(everything, grace_seconds=HOUR) == GcReport()
+    assert store.gc(everything, grace_seconds=HOUR) == SweepReport()
     later(2 * HOUR)
     report = store.gc(everything, grace_seconds=HOUR)
     assert (report.damaged, report.attempts) == (1, 1)
@@ -222,7 +222,7 @@ def test_files_of_others_stay(open_store, chunk, root, later):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
     later(2 * HOUR)
-    assert store.gc(everything) == GcReport()
+    assert store.gc(everything) == SweepReport()
     assert all(path.read_text() == "mine" for path in mine)
 
 
@@ -231,7 +231,7 @@ def test_an_object_store_is_collected_too(s3_location, chunk, model, layout, lat
     keep, drop, lost = chunk(1), chunk(2), chunk(3)
     put(store, keep, drop)
     store.put_shard(store.begin(lost.key, 7, lost.record, ways=1), 0, lost.kv)
-    assert store.gc(nothing, grace_seconds=HOUR) == GcReport()
+    assert store.gc(nothing, grace_seconds=HOUR) == SweepReport()
     later(2 * HOUR)
     report = store.gc(lambda record: record.key == keep.key, grace_seconds=HOUR)
     assert (report.chunks, report.attempts, report.locks) == (1, 1, 0)
@@ -290,7 +290,7 @@ def test_swept_after_the_commit(open_store, chunk, monkeypatch):
         lambda path, *rest: path == commit,
     )
     put(store, c)
-    assert reports == [GcReport()]
+    assert reports == [SweepReport()]
     c.assert_equal(store.get(c.key))
 
 
@@ -324,7 +324,7 @@ def test_the_mark_is_lifted_from_what_is_kept(open_store, chunk, root, monkeypat
         assert writer.commit(*begun).won
 
     after(monkeypatch, sweeper._backend, "write", commit)
-    assert collect(sweeper) == GcReport()
+    assert collect(sweeper) == SweepReport()
     c.assert_equal(writer.get(c.key))
     assert not [path for path in tree(root) if "swept" in path]
 
@@ -431,7 +431,7 @@ def test_a_chunk_that_became_live_while_it_was_removed_stays(open_store, chunk, 
         asked.append(open_store("r").head([c.key]) != [None])
         return len(asked) > 1
 
-    assert store.gc(live, grace_seconds=0) == GcReport()
+    assert store.gc(live, grace_seconds=0) == SweepReport()
     assert asked == [True, False]  # the second time nobody can find it
     c.assert_equal(store.get(c.key))
 
@@ -457,7 +457,7 @@ def test_what_was_replaced_a_moment_ago_stays_readable(open_store, chunk, root, 
     put(store, old)
     later(2 * HOUR)
     store.put(new.key, new.kv, record=new.record, replace=True)
-    assert store.gc(everything, grace_seconds=HOUR) == GcReport()
+    assert store.gc(everything, grace_seconds=HOUR) == SweepReport()
     assert len(attempts(root, new)) == 2
 
 
