@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrag.config import ModelConfig, RopeConfig
+from jaxrag.config import ModelConfig, RopeConfig, YarnScaling
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.spec import init_params
@@ -82,6 +82,24 @@ def tiny_config() -> Callable[..., ModelConfig]:
         return dataclasses.replace(TINY, family=family, **{**FAMILY_CHANGES[family], **changes})
 
     return make
+
+
+@pytest.fixture(scope="session")
+def yarn_rope() -> RopeConfig:
+    """YaRN over a part of the head, with an attention factor that no test can overlook.
+
+    ``tiny_config(rope=yarn_rope)``: that factor multiplies the rotary dims of q and k, and those
+    only, in each of the forwards; where it is 1, as by default, a forward may leave it out unseen.
+    """
+    scaling = YarnScaling(
+        factor=4.0,
+        original_max_positions=32,
+        beta_fast=8.0,
+        beta_slow=0.5,
+        attention_factor=1.7,
+        truncate=True,
+    )
+    return RopeConfig(theta=100.0, rotary_dim=6, interleaved=False, scaling=scaling)
 
 
 @pytest.fixture(scope="session")

@@ -91,6 +91,14 @@ def test_law_2_with_windows_in_some_layers(rng, model_of):
     np.testing.assert_allclose(online_logits(model, "turborag", prompt), expected, **CLOSE)
 
 
+def test_law_2_with_yarn_over_a_part_of_the_head(rng, model_of, yarn_rope):
+    """YaRN's attention factor is on q in both forwards, and on the rotary dims only."""
+    model, prompt = model_of(rope=yarn_rope), a_prompt(rng)
+    for method in ("full_attention", "turborag"):
+        expected = packed_logits(model, prompt, "reordered", full=method == "full_attention")
+        np.testing.assert_allclose(online_logits(model, method, prompt), expected, **CLOSE)
+
+
 def test_law_2_after_prefix_is_exact_for_one_chunk(rng, model_of):
     model, prompt = model_of(), a_prompt(rng, chunks=(40,))
     expected = packed_logits(model, prompt, "reordered", prefix_visible=True)
