@@ -1,4 +1,18 @@
-"""Methods as settings of a few seams over one core; every paper's preset is one line."""
+"""The table of contents: each paper is one line of METHODS, settings of a few seams over one core.
+
+- TurboRAG, arXiv:2410.07590: ``turborag``, ``turborag_composite`` (encode.packed, models.segments).
+- Block-Attention, arXiv:2409.15355: ``block_attention`` (as turborag, another prompt template).
+- FusionRAG, arXiv:2601.12904: ``fusionrag`` (encode.neighbours, select.query_guided,
+  pallas_kernels.sparse_attention), and its baselines ``full_attention`` and ``full_reuse``.
+- CacheBlend, arXiv:2405.16444: ``cacheblend`` (select.kv_deviation).
+- Cache-Craft, arXiv:2502.15734: ``cache_craft`` (select.cache_craft).
+- EPIC, arXiv:2410.15332: ``epic`` (select.first_k).
+- RetrievalAttention, arXiv:2409.10516: ``retrieval_attention`` (decode.retrieval, attention_index).
+- KCache, arXiv:2404.18057: ``kcache`` (decode.exact, cache.host, pallas_kernels.topn_attention).
+
+Decode rules of other papers (StreamingLLM, SnapKV, InfLLM, Quest) are lines of
+decode.DECODE_RULES, and go with any of these methods.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -27,8 +41,9 @@ class Method:
     """How a prompt with chunks is prefilled, and how the answer attends to it.
 
     Attributes:
-      name: for results. encoder: which stored form of a chunk is used (encode.ENCODERS); None
-        computes the whole prompt with full attention and reuses nothing.
+      name: for results.
+      encoder: which stored form of a chunk is used (encode.ENCODERS); None computes the whole
+        prompt with full attention and reuses nothing.
       positions: of reused chunks: "reordered" equals order, "composite" restarts at every chunk.
       template: the prompt format used where neither the caller nor the knowledge base names one.
       selector: which chunk tokens are computed again at question time (select.SELECTORS).

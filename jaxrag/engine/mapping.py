@@ -30,9 +30,10 @@ class PromptPart:
     """The prefix (which may be empty) or a chunk of one prompt, and where its KV lies.
 
     Attributes:
-      ids: [T] int32. position: of its first token.
-      resident: what was found; None where it is computed in place. found: how the store answered;
-        None where it was not asked.
+      ids: [T] int32.
+      position: of its first token.
+      resident: what was found; None where it is computed in place.
+      found: how the store answered; None where it was not asked.
       kept: it was found as an earlier prompt that began in the same way had computed it.
       exact: its KV is, or will be, what full attention computes here.
       slots: [T] int32 of its tokens; empty where they are run with the final block.

@@ -18,7 +18,8 @@ class PartReuse:
 
     Attributes:
       part: "prefix", or "chunk 0", "chunk 1", ... in the order of the sources.
-      tokens: its length. recomputed: how many of them were chosen and computed again.
+      tokens: its length.
+      recomputed: how many of them were chosen and computed again.
       how: "prefix hit": found, and exact behind what precedes it here; "chunk hit": found, whatever
         preceded it when it was encoded; "encoded": missed, its stored form was made; "in place":
         missed, computed where it stands; "computed": by a method that asks no store.

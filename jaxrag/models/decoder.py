@@ -79,7 +79,9 @@ def forward(
     """Run all layers over tokens [B, T].
 
     Args:
-      params, config: the model. tokens: ids, positions, segments (and examples), [B, T].
+      params: the weights.
+      config: the model's.
+      tokens: ids, positions, segments (and examples), [B, T].
       cache: what ``attend`` reads and writes (a PagePool, or None); carried through the layer scan.
       attend: this call's attention (jaxrag.models.attention).
       wrap_layer: applied to the function of one layer before it is scanned over ``params.layers``;

@@ -155,10 +155,11 @@ class Model:
         """Packed forward without a cache.
 
         Args:
-          ids: [B, T] integers. positions: [B, T], None = order within the row.
+          ids: [B, T] integers.
+          positions: [B, T], None = order within the row.
           segments: [B, T] (0 empty, 1 prefix, 2 final block, 3.. chunks), None = plain causal.
-          prefix_visible: may chunks see the prefix? examples: [B, T] packed examples
-            (segments.example_ids), None = one a row.
+          prefix_visible: may chunks see the prefix?
+          examples: [B, T] packed examples (segments.example_ids), None = one a row.
 
         Returns:
           float32 logits [B, T, V].
@@ -246,13 +247,15 @@ def load_model(
     """Load a Hugging Face directory or a jaxrag checkpoint.
 
     Args:
-      path: the directory. mesh: where to put it (sharding.make_mesh); None = the default device.
+      path: the directory.
+      mesh: where to put it (sharding.make_mesh); None = the default device.
       dtype: "float32", "bfloat16" or "float16" for parameters, activations and KV; None = as the
         model's config says.
       cache_tokens: size of the paged pool; None = 1 GiB on CPU, half of the free memory on GPU.
       kernels: which body of the attention ops runs, "xla" or, on NVIDIA GPUs, "pallas_triton".
       value_layers: keep V of this many layers on the device, of the others in host memory; None =
-        all on the device. max_host_bytes: ceiling of that host memory.
+        all on the device.
+      max_host_bytes: ceiling of that host memory.
 
     Raises:
       ModelError, ConfigError: a missing, truncated, unsupported or inconsistent directory, or a

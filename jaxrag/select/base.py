@@ -26,7 +26,9 @@ class SelectionInput:
     recomputed).
 
     Attributes:
-      prefix, final: int32 token ids. chunks: the same of every chunk.
+      prefix: int32 token ids.
+      chunks: the same of every chunk.
+      final: the same of the final block.
       table: pages of the prefix and the chunks, then ``scratch`` pages of the request's own.
       chunk_slots: [C] int32 slot of each chunk token in the table.
       scratch: first slot of the request's own pages; free until the selection is done.

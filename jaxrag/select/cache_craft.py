@@ -1,4 +1,8 @@
-"""Cache-Craft: how much each chunk depends on what stands before it decides how much is redone."""
+"""Cache-Craft: how much each chunk depends on what stands before it decides how much is redone.
+
+Cache-Craft: Managing Chunk-Caches for Efficient Retrieval-Augmented Generation, section 3,
+arXiv:2502.15734.
+"""
 
 import dataclasses
 import functools
@@ -138,7 +142,8 @@ def cache_fix_overhead(
 
     Args:
       shares: [C, chunks] share of each chunk token's attention that falls on each chunk.
-      lengths: [chunks] tokens of each chunk. seen: chunks each chunk's KV saw, in that order.
+      lengths: [chunks] tokens of each chunk.
+      seen: chunks each chunk's KV saw, in that order.
       alpha: the factor of CFO.
     """
     starts = np.concatenate(([0], np.cumsum(lengths)))

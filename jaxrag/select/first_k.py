@@ -1,4 +1,7 @@
-"""EPIC (LegoLink): the first tokens of every chunk."""
+"""EPIC's LegoLink: the first tokens of every chunk.
+
+EPIC: Efficient Position-Independent Caching for Serving Large Language Models, arXiv:2410.15332.
+"""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,4 +1,8 @@
-"""CacheBlend: the tokens whose cached KV differs most from what the whole prompt would give."""
+"""CacheBlend: the tokens whose cached KV differs most from what the whole prompt would give.
+
+CacheBlend: Fast Large Language Model Serving for RAG with Cached Knowledge Fusion, section 4,
+arXiv:2405.16444.
+"""
 
 import dataclasses
 import functools

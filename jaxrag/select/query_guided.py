@@ -1,4 +1,8 @@
-"""FusionRAG's query-guided selection: the tokens that the question attends to in the last layer."""
+"""FusionRAG's query-guided selection: the tokens that the question attends to in the last layer.
+
+From Prefix Cache to Fusion RAG Cache: Accelerating LLM Inference in Retrieval-Augmented Generation,
+section 3.2, arXiv:2601.12904.
+"""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Tokens drawn at random: what any method of choosing has to beat."""
+"""Tokens drawn at random: what any method of choosing has to beat; a baseline of no paper."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -70,9 +70,12 @@ def answer_file(
     question was refused. They are written batch by batch, in the order they are ready.
 
     Args:
-      questions: what to answer. out: file of JSON lines, made or continued.
-      settings: of all questions. sampling: of all; each question draws from its own seed.
-      shard: which lines. batch_size: questions that are prefilled and decoded together.
+      questions: what to answer.
+      out: file of JSON lines, made or continued.
+      settings: of all questions.
+      sampling: of all; each question draws from its own seed.
+      shard: which lines.
+      batch_size: questions that are prefilled and decoded together.
       progress: draw a bar on stderr, where that is a terminal.
 
     Raises:

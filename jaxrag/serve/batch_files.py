@@ -138,7 +138,8 @@ class AnswerFile:
     is continued only under the same settings; a last line that was cut short is removed first.
 
     Attributes:
-      done: ids that are answered or refused already. refused: how many of them are refused.
+      done: ids that are answered or refused already.
+      refused: how many of them are refused.
     """
 
     def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:

@@ -99,15 +99,18 @@ def generate(
         allows, such as {"year": {"$gte": 2020}}.
       documents: each one chunk, its KV kept in memory by the model's engine; with ``kb`` as well
         they are used instead of retrieval, and kept in its store.
-      model: needed without ``kb``. method: a preset of methods.METHODS or a Method.
+      model: needed without ``kb``.
+      method: a preset of methods.METHODS or a Method.
       recompute_ratio: share of the chunk tokens that are computed again, 0..1, for methods with a
         selector. None: for a method that is named, what the gate of the knowledge base found
         (`jaxrag kb gate`), else the method's own.
-      misses, prefix_cache: as in Method; the method's own when None.
+      misses: as in Method; the method's own when None.
+      prefix_cache: as in Method; the method's own when None.
       decode: how generated tokens attend, a name of decode.DECODE_RULES or a DecodeRule; the
         method's own when None.
       template: a prompts.TEMPLATES name, TOML path or PromptTemplate; that of the knowledge base,
-        else of the model, else of the method, when None. max_new_tokens: upper bound of the answer.
+        else of the model, else of the method, when None.
+      max_new_tokens: upper bound of the answer.
       sampling: greedy when None; for a list of questions one for all of them, seed included, or a
         list with one for each.
       stop: strings that end the answer and are not part of it.
