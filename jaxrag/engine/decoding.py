@@ -21,16 +21,12 @@ from jaxrag.decode import (
     Dense,
     HostSearch,
     PromptQueries,
-    Retrieval,
-    index_keys,
-    numbers_of,
+    Prompts,
     order_of,
-    prepare,
 )
 from jaxrag.engine.mapping import Mapped
 from jaxrag.engine.prefill import run_tokens
 from jaxrag.engine.sampling import Sampling, sample
-from jaxrag.errors import RequestError
 from jaxrag.models.attention import PagedAttend
 from jaxrag.models.decoder import forward, unembed
 from jaxrag.models.model import Model
@@ -72,15 +68,19 @@ def decode(
     rule: DecodeRule = DENSE,
     bank: PromptQueries | None = None,
     room: int | None = None,
+    numbers: Sequence[int] = (),
 ) -> Iterator[HostArray]:
     """Generate forever: yields ids [B, 1] (the first token), then [B, block] at a time.
 
     The caller stops when it has enough; pages must have been reserved for every token that is run.
     A larger block means fewer waits of the host for the device. Tokens attend by ``rule``; ``bank``
     holds the queries that it asked prefill for. ``room`` is the most tokens that will be run; None:
-    as many as pages were reserved for; 0: the first token is all, and no rule is prepared.
+    as many as pages were reserved for; 0: the first token is all, and no rule is prepared. A rule
+    that searches needs the ``numbers`` under which the caller admitted the requests to
+    ``host_search``; the caller releases them, and has their account until then.
     """
     rule.check_values(model.value_layers)
+    rule.check_mesh(model.mesh)
     rows = logits.shape[0]
     pad = rows - len(requests)
     hidden_slot = table.slot_position.shape[1]
@@ -91,35 +91,27 @@ def decode(
         yield np.asarray(_sample(logits, settings, token_index))[:, None]
         return
     host = None if rule.searches is None else host_search(model)
-    decoding = start_decoding(model, requests, table, rule, bank, position, slot, host, room)
+    decoding = start_decoding(
+        model, requests, table, rule, bank, position, slot, host, room, numbers
+    )
     ids = _sample(logits, settings, token_index)
     rope = model.rope(hidden_slot)
-    numbers = [] if host is None else numbers_of(decoding)
-    try:
-        yield np.asarray(ids)[:, None]
-        while True:
-            batch = [model.put_batch(x, rows) for x in (position, slot, token_index)]
-            model.cache.pool, table, decoding, ids, new = _decode_block(
-                model.params, model.config, rope, model.cache.pool, table, decoding, settings, ids,
-                *batch, block, rule, host, model.cache.values,
-            )  # fmt: skip
-            position = np.where(position >= 0, position + block, -1).astype(np.int32)
-            slot = np.where(position >= 0, slot + block, slot).astype(np.int32)
-            token_index = token_index + np.int32(block)
-            yield np.asarray(new)
-    finally:
-        if host is not None:
-            host.release(numbers)
+    yield np.asarray(ids)[:, None]
+    while True:
+        batch = [model.put_batch(x, rows) for x in (position, slot, token_index)]
+        model.cache.pool, table, decoding, ids, new = _decode_block(
+            model.params, model.config, rope, model.cache.pool, table, decoding, settings, ids,
+            *batch, block, rule, host, model.cache.values,
+        )  # fmt: skip
+        position = np.where(position >= 0, position + block, -1).astype(np.int32)
+        slot = np.where(position >= 0, slot + block, slot).astype(np.int32)
+        token_index = token_index + np.int32(block)
+        yield np.asarray(new)
 
 
 @functools.lru_cache(maxsize=8)
 def host_search(model: Model) -> HostSearch:
     """The one place where indexes of this model's requests are searched; compiled steps name it."""
-    if model.mesh is not None and model.mesh.size > 1:
-        raise RequestError(
-            f"an index is searched on the host for one device, and the model is on "
-            f"{model.mesh.size}; load it without a mesh, or use decode='dense'"
-        )
     return HostSearch()
 
 
@@ -133,12 +125,14 @@ def start_decoding(
     slot: HostArray,
     host: HostSearch | None,
     room: int | None = None,
+    numbers: Sequence[int] = (),
 ) -> Decoding | None:
-    """What the rule carries from step to step; None where it is dense.
+    """What the rule carries from step to step; None where it leaves no key out.
 
-    ``position`` and ``slot`` [B] are those of the first generated tokens.
+    ``position`` and ``slot`` [B] are those of the first generated tokens, ``numbers`` those of the
+    requests in ``host``, where the rule searches.
     """
-    if rule == DENSE:
+    if not rule.sparse:
         return None
     rows, config = len(position), model.config
     order = order_of(np.asarray(table.slot_position), position, slot)
@@ -148,19 +142,21 @@ def start_decoding(
         bank = PromptQueries(queries=jnp.zeros(shape, config.dtype), positions=jnp.asarray(none))
     if room is None:
         room = max(r.table.num_slots - r.next_slot for r in requests)
-    room = bucket(room)
     last = np.where(position >= 0, position - 1, -1).astype(np.int32)
-    placed = model.put_batch(order, rows)
-    common = (config, model.rope(table.slot_position.shape[1]), model.cache.pool, table)
-    state: Any
-    if isinstance(rule, Retrieval):
-        assert host is not None
-        carried = [_carried(request) for request in requests]
-        carried += [[] for _ in range(rows - len(requests))]
-        state = index_keys(host, *common, order, last, bank, rule, room, carried)
-    else:
-        state = prepare(*common, placed, model.put_batch(last, rows), bank, rule, room)
-    return Decoding(order=placed, state=state)
+    prompts = Prompts(
+        config=config,
+        rope=model.rope(table.slot_position.shape[1]),
+        pool=model.cache.pool,
+        table=table,
+        order=model.put_batch(order, rows),
+        position=model.put_batch(last, rows),
+        bank=bank,
+        room=bucket(room),
+        numbers=numbers,
+        carried=[_carried(request) for request in requests],
+        host=host,
+    )
+    return Decoding(order=prompts.order, state=rule.begin(prompts))
 
 
 def _carried(request: Mapped) -> list[Carried]:

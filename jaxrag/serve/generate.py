@@ -217,6 +217,9 @@ def _run(
     model = settings.model
     start = time.perf_counter()
     mapped: list[Mapped] = []
+    rule = settings.method.decode
+    host = None if rule.searches is None else host_search(model)
+    numbers = [] if host is None else [host.admit() for _ in requests]
     try:
         reserve = reserved(settings.max_new_tokens, block)
         for request in requests:
@@ -225,15 +228,11 @@ def _run(
                 map_request(model, settings.store, settings.method, prompt, reserve, indexing)
             )
         load_seconds = time.perf_counter() - start
-        rule = settings.method.decode
-        host = None if rule.searches is None else host_search(model)
-        if host is not None:
-            host.account = Account()
         observe = rule.observe if reserve else None  # one token needs no rule
         logits, table, bank = prefill_observed(model, mapped, observe)
         rows = SamplingRows.of([r.sampling for r in requests], logits.shape[0])
         answers = [_new_answer(settings) for _ in requests]
-        blocks = decode(model, mapped, table, logits, rows, block, rule, bank, reserve)
+        blocks = decode(model, mapped, table, logits, rows, block, rule, bank, reserve, numbers)
         first_at, decoded = 0.0, 0
         for ids in blocks:
             if not first_at:
@@ -248,12 +247,14 @@ def _run(
             if all(answer.finish_reason for answer in answers):
                 break
         end = time.perf_counter()
+        searched = Account() if host is None else host.account_of(numbers)
     finally:
+        if host is not None:
+            host.release(numbers)
         for part in mapped:
             unmap(model, part)
         if model.cache.pool.k.is_deleted():  # interrupted while the pool was donated
             model.forget_cache()
-    searched = Account() if host is None else host.account
     notes = [f"decode rule {rule.name!r}: {note}" for note in searched.notes]
     indexes = {} if host is None else {n: getattr(searched, n) for n in INDEX_COUNTS}
     prefill_seconds = first_at - start - load_seconds

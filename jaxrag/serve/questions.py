@@ -11,7 +11,7 @@ from jaxrag.attention_index.document import Indexing
 from jaxrag.cache import PAGE, pages_for
 from jaxrag.decode import DecodeRule, rule_from
 from jaxrag.encode import encoder_named
-from jaxrag.engine.decoding import host_search, reserved
+from jaxrag.engine.decoding import reserved
 from jaxrag.engine.mapping import Prompt, check_length
 from jaxrag.engine.sampling import Sampling
 from jaxrag.errors import RequestError
@@ -147,8 +147,7 @@ def resolve(
         method, notes = gated(kb, method, chosen)
     method.check(model.config)
     method.check_values(model.value_layers)
-    if method.decode.searches is not None:
-        host_search(model)  # refuses a model on several devices
+    method.decode.check_mesh(model.mesh)
     return Settings(
         model=model,
         kb=kb,

@@ -71,21 +71,44 @@ def rule_logits():
     return _rule_logits
 
 
+@pytest.fixture
+def accounts():
+    """Accounts of the batches that ``next_logits`` and ``rule_logits`` searched for, in order."""
+    _ACCOUNTS.clear()
+    return _ACCOUNTS
+
+
+_ACCOUNTS = []
+
+
 def _decoded(model, method, prompts, rule, steps=12, block=4):
     """Token ids [B, steps] of greedy decoding after prefill by ``method``."""
     method = dataclasses.replace(METHODS[method], decode=rule)
     mapped = [map_request(model, model.memory, method, p, steps) for p in prompts]
+    host, numbers = admitted(model, rule, len(prompts))
     try:
         logits, table, bank = prefill.prefill_observed(model, mapped, rule.observe)
         rows = answer.SamplingRows.of([Sampling()] * len(prompts), logits.shape[0])
-        blocks = answer.decode(model, mapped, table, logits, rows, block, rule, bank)
+        blocks = answer.decode(
+            model, mapped, table, logits, rows, block, rule, bank, numbers=numbers
+        )
         out = [next(blocks)]
         while sum(part.shape[1] for part in out) < steps:
             out.append(next(blocks))
         return np.concatenate(out, axis=1)[: len(prompts), :steps]
     finally:
+        if host is not None:
+            host.release(numbers)
         for part in mapped:
             unmap(model, part)
+
+
+def admitted(model, rule, count):
+    """Where the rule searches, and numbers for so many requests; (None, ()) where it does not."""
+    if rule.searches is None:
+        return None, ()
+    host = answer.host_search(model)
+    return host, [host.admit() for _ in range(count)]
 
 
 def _next_logits(model, method, prompts, rule, given):
@@ -107,8 +130,10 @@ def _rule_logits(model, mapped, table, rule, bank, given):
     slot = np.full(rows, table.slot_position.shape[1], np.int32)
     position[: len(mapped)] = [m.next_position for m in mapped]
     slot[: len(mapped)] = [m.next_slot for m in mapped]
-    host = None if rule.searches is None else answer.host_search(model)
-    decoding = answer.start_decoding(model, mapped, table, rule, bank, position, slot, host)
+    host, numbers = admitted(model, rule, len(mapped))
+    decoding = answer.start_decoding(
+        model, mapped, table, rule, bank, position, slot, host, numbers=numbers
+    )
     rope = model.rope(table.slot_position.shape[1])
     out = []
     for step in range(given.shape[1]):
@@ -126,7 +151,8 @@ def _rule_logits(model, mapped, table, rule, bank, given):
             )
         out.append(np.asarray(unembed(model.params, hidden[:, 0]))[: len(mapped)])
     if host is not None:
-        host.release(answer.numbers_of(decoding))
+        _ACCOUNTS.append(host.account_of(numbers))
+        host.release(numbers)
     return np.stack(out, axis=1)
 
 
