@@ -97,7 +97,7 @@ def decoding_seconds(model: Any, store: Any, method: Any, prompts: Sequence[Any]
     from jaxrag.engine.decoding import SamplingRows, decode
     from jaxrag.engine.engine import engine_of
     from jaxrag.engine.mapping import map_request, unmap
-    from jaxrag.engine.prefill import prefill
+    from jaxrag.engine.prefill import prefill_observed
     from jaxrag.engine.request import Request, reserved
     from jaxrag.engine.sampling import SamplingParams
 
@@ -108,9 +108,10 @@ def decoding_seconds(model: Any, store: Any, method: Any, prompts: Sequence[Any]
             mapped.append(
                 map_request(runner, Request(prompt, store, method, room), reserve_tokens=room)
             )
-        logits, table = prefill(runner, mapped)
+        prefilled = prefill_observed(runner, mapped, None)
+        logits = prefilled.logits
         settings = SamplingRows.of([SamplingParams()] * len(prompts), logits.shape[0])
-        steps = decode(runner, mapped, table, logits, settings, BLOCK)
+        steps = decode(runner, mapped, prefilled, settings, BLOCK)
         next(steps), next(steps)  # the first token, then a block that compiles
         found = []
         for _ in range(RUNS):

@@ -22,9 +22,8 @@ from jaxrag.bench.machine import describe
 from jaxrag.bench.ttft import LLAMA_100M
 from jaxrag.cache import PAGE
 from jaxrag.config import DType, ModelConfig
-from jaxrag.decode import DECODE_RULES, Account, Dense, Flat, TopN, break_even, bytes_of, rule_from
+from jaxrag.decode import DECODE_RULES, Account, DecodeRule, rule_from
 from jaxrag.decode.footprint import A100
-from jaxrag.decode.retrieval import Retrieval
 from jaxrag.engine import decoding
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import RequestState, map_request, unmap
@@ -135,8 +134,9 @@ def _prompt(model: Model, options: Options, context: int) -> Prompt:
 
 def _measure(model: Model, options: Options, prompt: Prompt, text: str) -> dict[str, Any]:
     rule, config, store = rule_from(text), model.config, engine_of(model).memory
-    if isinstance(rule, TopN) and rule.device_layers < config.num_layers:
-        model = dataclasses.replace(model, value_layers=rule.device_layers)  # a cache of its own
+    layers = rule.value_layers
+    if layers is not None and layers < config.num_layers:
+        model = dataclasses.replace(model, value_layers=layers)  # a cache of its own
     method = dataclasses.replace(METHODS["turborag"], decode=rule)
     count = options.warm + options.steps
     runner = engine_of(model).runner
@@ -153,35 +153,36 @@ def _measure(model: Model, options: Options, prompt: Prompt, text: str) -> dict[
             "best_seconds": min(seconds[options.warm :]),
             "prepare_seconds": prepare_seconds,
             "ids": ids,
-            "formula_bytes": dataclasses.asdict(bytes_of(rule, config, prompt.num_tokens)),
+            "formula_bytes": dataclasses.asdict(rule.bytes(config, prompt.num_tokens)),
             "state_bytes": state_bytes,
             **_real_bytes(runner, account),
         }
-        if isinstance(rule, Retrieval):
+        if rule.searches is not None:
             row["index"] = {"bytes": account.index_bytes, "notes": list(account.notes)}
             if options.measure:
                 row["index"] |= _counted(runner, mapped, rule, options)
-        if isinstance(rule, Dense | Flat | TopN):
+        if rule.scores_every_key:
             row["scanned"] = 1.0
-        if isinstance(rule, TopN):
-            row["break_even"] = dataclasses.asdict(break_even(rule, config, prompt.num_tokens))
+        even = rule.break_even(config, prompt.num_tokens)
+        if even is not None:
+            row["break_even"] = dataclasses.asdict(even)
         return row
     finally:
         unmap(runner, mapped)
 
 
 def _generate(
-    runner: ModelRunner, mapped: RequestState, rule: Any, options: Options, count: int
+    runner: ModelRunner, mapped: RequestState, rule: DecodeRule, options: Options, count: int
 ) -> tuple[list[float], float, list[int], Account, int]:
     """Seconds of every step, of preparing the rule, the ids, the index account, state bytes."""
     host = None if rule.searches is None else runner.host_search
-    if host is not None:
-        host.account = Account()
-    logits, table, bank = prefill_observed(runner, [mapped], rule.observe)
+    numbers = [] if host is None else [host.admit()]
+    prefilled = prefill_observed(runner, [mapped], rule.observe)
+    logits = prefilled.logits
     logits.block_until_ready()
     rows = decoding.SamplingRows.of([], logits.shape[0])
     before = _live_bytes()
-    blocks = decoding.decode(runner, [mapped], table, logits, rows, 1, rule, bank)
+    blocks = decoding.decode(runner, [mapped], prefilled, rows, 1, rule, numbers=numbers)
     start = time.perf_counter()
     ids = [int(next(blocks)[0, 0])]  # the first token comes from prefill: this prepares the rule
     prepared = time.perf_counter() - start
@@ -192,12 +193,15 @@ def _generate(
         ids.append(int(next(blocks)[0, 0]))
         seconds.append(time.perf_counter() - start)
     blocks.close()  # type: ignore[attr-defined]
-    account = Account() if host is None else host.account
+    account = Account()
+    if host is not None:
+        account = host.account_of(numbers)
+        host.release(numbers)
     return seconds, prepared, ids, account, state
 
 
 def _counted(
-    runner: ModelRunner, mapped: RequestState, rule: Retrieval, options: Options
+    runner: ModelRunner, mapped: RequestState, rule: DecodeRule, options: Options
 ) -> dict[str, Any]:
     """What the index scanned and found in a few steps, beside an exact search."""
     host, config = runner.host_search, runner.model.config

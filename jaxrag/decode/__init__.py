@@ -6,18 +6,20 @@ from typing import Any
 
 from jaxrag.attention_index import spec_from
 from jaxrag.config import strict_fields
-from jaxrag.decode.base import DecodeRule, Observe, PromptQueries, View
-from jaxrag.decode.dense import Dense, StaticWindow
-from jaxrag.decode.exact import Flat, TopN
-from jaxrag.decode.footprint import Bytes, break_even, bytes_of, index_bytes
+from jaxrag.decode.dense import Dense
+from jaxrag.decode.flat import Flat
+from jaxrag.decode.footprint import Bytes, index_bytes
 from jaxrag.decode.host_search import Account, HostSearch
-from jaxrag.decode.indexing import index_keys
 from jaxrag.decode.infllm import InfLLM
 from jaxrag.decode.quest import Quest
 from jaxrag.decode.retrieval import Ivf, Retrieval
+from jaxrag.decode.rule import DecodeRule, Observe, PromptQueries, Prompts
 from jaxrag.decode.snapkv import SnapKV
-from jaxrag.decode.step import DecodeAttend, Decoding, numbers_of, order_of, prepare
+from jaxrag.decode.static_window import StaticWindow
+from jaxrag.decode.step import DecodeAttend, Decoding, order_of
 from jaxrag.decode.stored import Carried
+from jaxrag.decode.topn import TopN
+from jaxrag.decode.view import View
 from jaxrag.errors import ConfigError
 
 __all__ = [
@@ -35,19 +37,15 @@ __all__ = [
     "Ivf",
     "Observe",
     "PromptQueries",
+    "Prompts",
     "Quest",
     "Retrieval",
     "SnapKV",
     "StaticWindow",
     "TopN",
     "View",
-    "break_even",
-    "bytes_of",
     "index_bytes",
-    "index_keys",
-    "numbers_of",
     "order_of",
-    "prepare",
     "rule_from",
 ]
 

@@ -1,4 +1,7 @@
-"""What a decode rule keeps where, in bytes, by formula; and KCache's break-even (section 3.2)."""
+"""Formulas that decode rules share: bytes by where they lie, and when the host costs no time.
+
+The break-even is that of KCache (section 3.2, arXiv:2404.18057).
+"""
 
 import dataclasses
 
@@ -6,15 +9,7 @@ import numpy as np
 
 from jaxrag.attention_index import Exact, Hnsw, Ivf, QueryLists, Spec
 from jaxrag.attention_index.spec import STORAGE_BYTES
-from jaxrag.cache import PAGE
 from jaxrag.config import ModelConfig
-from jaxrag.decode.base import DecodeRule
-from jaxrag.decode.dense import StaticWindow
-from jaxrag.decode.exact import Flat, TopN
-from jaxrag.decode.infllm import InfLLM
-from jaxrag.decode.quest import Quest
-from jaxrag.decode.retrieval import Retrieval
-from jaxrag.decode.snapkv import SnapKV
 
 _FAISS_HEADER = 1024  # of a serialised index, at most
 
@@ -25,7 +20,8 @@ class Bytes:
 
     Attributes:
       device: keys and values that have to lie on the device while tokens are generated, and what
-        the rule keeps beside them. host: what may lie in host memory instead, and indexes.
+        the rule keeps beside them.
+      host: what may lie in host memory instead, and indexes.
       bus: that crosses between the two for every generated token.
     """
 
@@ -34,49 +30,25 @@ class Bytes:
     bus: int
 
 
-def bytes_of(rule: DecodeRule, config: ModelConfig, tokens: int) -> Bytes:
-    """What the rule needs for a context of that many tokens.
+def row_bytes(config: ModelConfig) -> int:
+    """Of K, or of V, of one token in one layer."""
+    return config.kv_bytes_per_token // (2 * config.num_layers)
 
-    The formula says where things may lie as the papers place them. The cache of this program keeps
-    them so for "topn", where the model is loaded with ``value_layers``; under every other rule keys
-    and values stay on the device, and ``index_bytes`` is what is added on the host.
+
+def on_device(config: ModelConfig, tokens: int) -> Bytes:
+    """K and V of so many tokens on the device, and nothing anywhere else."""
+    return Bytes(tokens * config.kv_bytes_per_token, 0, 0)
+
+
+def beside_window(config: ModelConfig, tokens: int, window: int) -> Bytes:
+    """K and V of a window on the device; those of the rest on the host, and attended to there.
+
+    For every token the queries go there, and (out, lse) of every query head comes back.
     """
-    width = config.kv_bytes_per_token // (2 * config.num_layers)  # K or V of a token in a layer
-    layers, every = config.num_layers, config.kv_bytes_per_token * tokens
-    heads = config.num_heads * config.head_dim * (width // (config.num_kv_heads * config.head_dim))
-    match rule:
-        case StaticWindow():
-            kept = min(tokens, rule.sink + rule.recent)
-            return Bytes(kept * config.kv_bytes_per_token, 0, 0)
-        case SnapKV():
-            group = config.group_size  # query heads choose for themselves
-            chosen = min(max(tokens - rule.window, 0), rule.capacity - rule.window) * group
-            kept = min(tokens, rule.window) + chosen
-            return Bytes(kept * config.kv_bytes_per_token, 0, 0)
-        case TopN():
-            away = max(layers - rule.device_layers, 0)
-            host = away * width * tokens
-            return Bytes(every - host, host, away * min(rule.n, tokens) * heads)
-        case Retrieval() | Flat():
-            window = min(tokens, rule.sink + rule.recent)
-            rest = tokens - window
-            host = rest * config.kv_bytes_per_token
-            if isinstance(rule, Retrieval):
-                host += index_bytes(rule.index, config, rest)
-            scalars = 4 * layers * config.num_heads * (2 * config.head_dim + 1)  # q; out and lse
-            return Bytes(window * config.kv_bytes_per_token, host, scalars)
-        case InfLLM():
-            window = min(tokens, rule.sink + rule.recent)
-            rest = tokens - window
-            blocks = -(-rest // rule.block)
-            shown = blocks * rule.representatives * width * layers
-            moved = min(rest, rule.blocks * rule.block) * config.kv_bytes_per_token
-            host = rest * config.kv_bytes_per_token
-            return Bytes(window * config.kv_bytes_per_token + shown, host, moved)
-        case Quest():
-            return Bytes(every + 2 * layers * width * -(-tokens // PAGE), 0, 0)
-        case _:
-            return Bytes(every, 0, 0)
+    window = min(tokens, window)
+    scalars = 4 * config.num_layers * config.num_heads * (2 * config.head_dim + 1)
+    kept = window * config.kv_bytes_per_token
+    return Bytes(kept, (tokens - window) * config.kv_bytes_per_token, scalars)
 
 
 def index_bytes(spec: Spec, config: ModelConfig, keys: int) -> int:
@@ -111,7 +83,14 @@ def index_bytes(spec: Spec, config: ModelConfig, keys: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """Of an accelerator: bytes a second of its memory and of the bus, floating-point operations."""
+    """An accelerator.
+
+    Attributes:
+      name: for reports.
+      memory: bytes a second of its memory.
+      bus: bytes a second between it and the host.
+      flops: floating-point operations a second.
+    """
 
     name: str
     memory: float
@@ -128,8 +107,10 @@ class BreakEven:
 
     Attributes:
       tokens_per_n: s / N from which decoding is not slower (equation 4), for one query head a KV
-        head. grouped: the same where G query heads fetch for themselves what one KV head saves.
-      tokens, grouped_tokens: the contexts that means for the rule's N.
+        head.
+      grouped: the same where G query heads fetch for themselves what one KV head saves.
+      tokens: the context that means for the N that was asked for.
+      grouped_tokens: the same for ``grouped``.
       prefill_hidden: does copying V to the host hide behind prefill at this context (equation 2)?
     """
 
@@ -140,11 +121,9 @@ class BreakEven:
     prefill_hidden: bool
 
 
-def break_even(rule: TopN, config: ModelConfig, tokens: int, device: Device = A100) -> BreakEven:
-    """The break-even of a rule on a device."""
+def break_even(n: int, config: ModelConfig, tokens: int, device: Device = A100) -> BreakEven:
+    """Of ``n`` rows of V that a query head fetches, on a device, at a context of so many tokens."""
     ratio = device.memory / device.bus
     grouped = ratio * config.group_size
     hidden = 11 * config.model_dim + 2 * tokens > device.flops / device.bus
-    return BreakEven(
-        ratio, grouped, int(np.ceil(ratio * rule.n)), int(np.ceil(grouped * rule.n)), hidden
-    )
+    return BreakEven(ratio, grouped, int(np.ceil(ratio * n)), int(np.ceil(grouped * n)), hidden)

@@ -1,7 +1,8 @@
 """The host's side of retrieval: indexes over the keys of the requests in decode, and their search.
 
 The compiled step asks through one callback a layer. It knows requests by a number, so that nothing
-of a request is part of a compiled program.
+of a request is part of a compiled program. Compiled programs name a ``HostSearch`` and outlive the
+model; it holds nothing of one.
 """
 
 import dataclasses
@@ -40,13 +41,16 @@ class Account:
     """What the indexes of some requests cost, and what was asked of them.
 
     Attributes:
-      keys, index_bytes: keys indexed, and bytes of them and of what is built over them on the host.
-      stored: of these keys, those in indexes that their chunks were stored with. trained: indexes
-        that were built from queries for these requests.
-      searches, scanned: queries of single heads, and keys whose score they computed. wanted, found:
-        keys that an exact search in float32 gives, and how many of them were found. Only where
-        ``HostSearch.measure`` is set.
-      notes: why an index became an exact scan, each reason once.
+      keys: that were indexed, summed over layers and KV heads.
+      index_bytes: of these keys and of what is built over them on the host.
+      stored: of these keys, those in indexes that their chunks were stored with.
+      trained: indexes that were built from queries for these requests.
+      searches: queries of single heads; this and what follows only where ``HostSearch.measure`` is
+        set.
+      scanned: keys whose score these computed.
+      wanted: keys that an exact search in float32 gives.
+      found: how many of the wanted ones were found.
+      notes: why an index became an exact scan or was not used, each reason once.
     """
 
     keys: int = 0
@@ -59,14 +63,21 @@ class Account:
     found: int = 0
     notes: tuple[str, ...] = ()
 
+    def __add__(self, other: "Account") -> "Account":
+        both = {
+            field.name: getattr(self, field.name) + getattr(other, field.name)
+            for field in dataclasses.fields(self)
+        }
+        return Account(**{**both, "notes": tuple(dict.fromkeys(both["notes"]))})
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
     """Some keys of one layer of a request, indexed.
 
     Attributes:
-      searchers: one a KV head. positions: [S] int32 where their keys stand in the prompt; -1 where
-        a key is not to be found.
+      searchers: one a KV head.
+      positions: [S] int32 where their keys stand in the prompt; -1 where a key is not to be found.
       offset: a key at position p is rotated to p less this, and so is a query that asks for it.
       exact: searchers that find exactly what there is, to compare with; empty where nobody does.
     """
@@ -112,58 +123,86 @@ class Part:
 
 
 @dataclasses.dataclass(eq=False)
-class HostSearch:
-    """The indexes of all requests in decode with one model: [layer][part] by request number.
+class _Request:
+    """What is held of a request in decode: the parts of every layer so far, and its account."""
 
-    ``measure`` counts the keys that are scanned and compares what was found with an exact search:
-    slower, and with one more copy of the keys of requests that are admitted then.
+    layers: list[Sequence[Part]] = dataclasses.field(default_factory=list)
+    account: Account = dataclasses.field(default_factory=Account)
+
+
+@dataclasses.dataclass(eq=False)
+class HostSearch:
+    """The indexes of all requests in decode with one model, and what they cost, by request number.
+
+    Attributes:
+      threads: that search the heads of a layer; None: as many as there are cores, and a few.
+      measure: count the keys that are scanned and compare what was found with an exact search:
+        slower, and with one more copy of the keys of requests that are indexed then.
+      documents: indexes that chunks were stored with.
     """
 
     threads: int | None = None
     measure: bool = False
-    account: Account = dataclasses.field(default_factory=Account)
     documents: StoredIndexes = dataclasses.field(default_factory=StoredIndexes)
-    _layers: dict[int, list[Sequence[Part]]] = dataclasses.field(default_factory=dict)
+    _requests: dict[int, _Request] = dataclasses.field(default_factory=dict)
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     _pool: ThreadPoolExecutor | None = None
 
     def admit(self) -> int:
-        """A number for a request; its layers are added in order."""
+        """A number for a request, until it is released."""
         number = next(self._numbers)
-        self._layers[number] = []
+        self._requests[number] = _Request()
         return number
 
+    def release(self, numbers: Iterable[int]) -> None:
+        """The requests are done: their indexes go, and their accounts."""
+        for number in numbers:
+            self._requests.pop(number, None)
+
+    def account_of(self, numbers: Iterable[int]) -> Account:
+        """What these requests cost so far, summed; KeyError for one that was released."""
+        return sum((self._requests[number].account for number in numbers), Account())
+
     def build(
-        self, keys: HostArray, queries: HostArray | None, spec: Spec, positions: HostArray
+        self,
+        number: int,
+        keys: HostArray,
+        queries: HostArray | None,
+        spec: Spec,
+        positions: HostArray,
     ) -> Part:
-        """Index keys [K, S, H] with training queries [K, G, m, H], rotated to their positions."""
+        """Index keys of a request, for one layer.
+
+        Args:
+            number: of the request.
+            keys: [K, S, H] rotated to their positions.
+            queries: [K, G, m, H] to train on, rotated; None: without any.
+            spec: of every index.
+            positions: [S] int32 where the keys stand in the prompt.
+        """
         heads = range(len(keys))
         made = [build(keys[h], None if queries is None else queries[h], spec) for h in heads]
-        notes = dict.fromkeys((*self.account.notes, *(index.note for index in made)))
+        notes = dict.fromkeys(index.note for index in made)
         searchers = [open_index(index) for index in made]
         trained = sum(isinstance(index.spec, Trained) for index in made)
-        self._add(searchers, trained=trained, notes=tuple(filter(None, notes)))
+        self._add(number, searchers, trained=trained, notes=tuple(filter(None, notes)))
         return Part(searchers, positions, exact=self._exact_of(keys))
 
-    def adopt(self, searchers: Sequence[Searcher], positions: HostArray, offset: int) -> Part:
-        """Indexes that were there already, as a part of a request."""
-        self._add(searchers, stored=sum(map(len, searchers)))
+    def adopt(
+        self, number: int, searchers: Sequence[Searcher], positions: HostArray, offset: int
+    ) -> Part:
+        """Indexes that were there already, as a part of one layer of a request."""
+        self._add(number, searchers, stored=sum(map(len, searchers)))
         keys = [each.all_keys() for each in searchers] if self.measure else ()
         return Part(searchers, positions, offset, self._exact_of(keys))
 
-    def note(self, text: str) -> None:
-        """Why an index was not used."""
-        notes = dict.fromkeys((*self.account.notes, text))
-        self.account = dataclasses.replace(self.account, notes=tuple(notes))
+    def note(self, number: int, text: str) -> None:
+        """Why an index of a request was not used."""
+        self._requests[number].account += Account(notes=(text,))
 
     def add_layer(self, number: int, parts: Sequence[Part]) -> None:
         """The next layer of a request: its parts, which have no position in common."""
-        self._layers[number].append(parts)
-
-    def release(self, numbers: Sequence[int]) -> None:
-        """The requests are done."""
-        for number in numbers:
-            self._layers.pop(number, None)
+        self._requests[number].layers.append(parts)
 
     def find(
         self, numbers: Array, layer: Array, q: Array, position: Array, k: int, rope: RopeConfig
@@ -195,7 +234,7 @@ class HostSearch:
     ) -> HostArray:
         out = np.full((*q.shape[:3], k), -1, np.int32)
         for row, number in enumerate(numbers):
-            if number == NOBODY or not (parts := self._layers[int(number)][layer]):
+            if number == NOBODY or not (parts := self._requests[int(number)].layers[layer]):
                 continue
             asked = [
                 rotated(q[row], np.full(q.shape[2], position[row] - part.offset), rope)
@@ -204,7 +243,7 @@ class HostSearch:
             found = self._best(parts, asked, k, exact=False)
             out[row, ..., : found.ids.shape[-1]] = found.ids
             if self.measure and all(part.exact for part in parts):
-                self._count(found, self._best(parts, asked, k, exact=True).ids)
+                self._count(int(number), found, self._best(parts, asked, k, exact=True).ids)
         return out
 
     def _best(
@@ -233,36 +272,32 @@ class HostSearch:
             return []
         return [open_index(build(head, None, Exact("float32"))) for head in keys]
 
-    def _add(self, searchers: Sequence[Searcher], **more: Any) -> None:
-        """Add a part to the account."""
-        was = self.account
-        for name in ("stored", "trained"):
-            more[name] = getattr(was, name) + more.get(name, 0)
-        self.account = dataclasses.replace(
-            was,
-            keys=was.keys + sum(map(len, searchers)),
-            index_bytes=was.index_bytes + sum(each.nbytes for each in searchers),
-            **more,
-        )
+    def _add(self, number: int, searchers: Sequence[Searcher], **more: Any) -> None:
+        """Add a part to the account of a request."""
+        keys, nbytes = sum(map(len, searchers)), sum(each.nbytes for each in searchers)
+        self._requests[number].account += Account(keys=keys, index_bytes=nbytes, **more)
 
-    def _count(self, found: Found, wanted: HostArray) -> None:
-        """Add searches of [K, G] heads to the account."""
+    def _count(self, number: int, found: Found, wanted: HostArray) -> None:
+        """Add searches of [K, G] heads to the account of a request."""
         both = (found.ids[..., :, None] == wanted[..., None, :]) & (wanted[..., None, :] >= 0)
-        self.account = dataclasses.replace(
-            self.account,
-            searches=self.account.searches + found.scanned.size,
-            scanned=self.account.scanned + int(found.scanned.sum()),
-            wanted=self.account.wanted + int((wanted >= 0).sum()),
-            found=self.account.found + int(both.any(-2).sum()),
+        self._requests[number].account += Account(
+            searches=found.scanned.size,
+            scanned=int(found.scanned.sum()),
+            wanted=int((wanted >= 0).sum()),
+            found=int(both.any(-2).sum()),
         )
 
 
 def training_queries(
     queries: HostArray, positions: HostArray, config: ModelConfig, at: int | None
 ) -> HostArray | None:
-    """Queries [m, N, H] of a prompt's tokens, rotated to ``at``: [K, G, m, H]; None without any.
+    """Queries of a prompt's tokens, to train an index on: [K, G, m, H] float32; None without any.
 
-    ``positions`` [m] are their own; -1 where there is none. With ``at`` None they stay there.
+    Args:
+        queries: [m, N, H] before rotation.
+        positions: [m] their own; -1 where there is none.
+        config: of the model.
+        at: the position that they are rotated to; None: their own.
     """
     there = positions >= 0
     if not there.any():

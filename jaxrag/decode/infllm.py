@@ -1,13 +1,26 @@
-"""InfLLM: blocks of the context outside a local window, found by a few representative keys."""
+"""InfLLM (section 3.2, arXiv:2402.04617): blocks that a few representative keys stand for.
+
+InfLLM: Training-Free Long-Context Extrapolation for LLMs with an Efficient Context Memory.
+"""
 
 import dataclasses
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
 
-from jaxrag.decode.base import DecodeRule, Observe, View, highest, require, require_zero_or_more
-from jaxrag.decode.dense import Positions, check_positions
+from jaxrag.config import ModelConfig
+from jaxrag.decode.footprint import Bytes, row_bytes
+from jaxrag.decode.rule import (
+    DecodeRule,
+    Observe,
+    Positions,
+    check_positions,
+    highest,
+    require,
+    require_zero_or_more,
+)
+from jaxrag.decode.view import View
 from jaxrag.errors import RequestError
 from jaxrag.models.attention import merge
 from jaxrag.types import HIDDEN, Array, Partial
@@ -19,13 +32,19 @@ class InfLLM(DecodeRule):
 
     A block stands for itself with ``representatives`` of its keys per KV head, those that score
     highest on average with the queries of the ``recent`` tokens behind each; its relevance is their
-    mean score with the newest query, summed over the heads, and all heads read the same blocks
-    (InfLLM section 3.2). Of the tokens that are run for the prompt, ``observed`` evenly spread ones
+    mean score with the newest query, summed over the heads, and all heads read the same blocks. Of
+    the tokens that are run for the prompt, ``observed`` evenly spread ones
     give these queries. Where a key has none of them within ``recent``, as in chunks that are reused
     and far from the question, all that stand behind it rank it. In a block of generated tokens the
     first ones represent it. The block that the edge of the window cuts is always read.
 
     Attributes:
+      block: tokens of a block.
+      blocks: that are read.
+      representatives: keys of a block that stand for it, per KV head.
+      sink: tokens of the window from the start of the prompt.
+      recent: newest tokens of the window, the newest one included.
+      observed: tokens of the prompt whose queries choose representatives.
       positions: "original": keys where they stand; "cache": as published, all keys outside the
         local window stand ``recent`` tokens away.
     """
@@ -58,17 +77,27 @@ class InfLLM(DecodeRule):
         check_positions(self.name, self.positions)
 
     @property
+    @override
     def observe(self) -> Observe:
-        """Queries from all over the prompt."""
         return Observe("strided", self.observed)
 
+    @override
     def tokens(self) -> dict[str, int]:
-        """The window and the blocks."""
         return {
             "sink + recent": self.sink + self.recent,
             "blocks x block": self.blocks * self.block,
         }
 
+    @override
+    def bytes(self, config: ModelConfig, tokens: int) -> Bytes:
+        each = config.kv_bytes_per_token
+        window = min(tokens, self.sink + self.recent)
+        rest = tokens - window
+        shown = -(-rest // self.block) * self.representatives * row_bytes(config)
+        moved = min(rest, self.blocks * self.block) * each
+        return Bytes(window * each + shown * config.num_layers, rest * each, moved)
+
+    @override
     def prepare(self, view: View, queries: Array, positions: Array, room: int) -> Array:
         """Positions of the representatives of every block: [B, K, C * R] int32."""
         wanted = _mean_behind(view, queries, positions, self.recent)
@@ -83,6 +112,7 @@ class InfLLM(DecodeRule):
         first = self.sink + jnp.arange(scores.shape[2]) * self.block
         return (best + first[:, None]).reshape(*scores.shape[:2], -1).astype(jnp.int32)
 
+    @override
     def attend(self, view: View, layer: Array, state: Array) -> tuple[Partial, Any]:
         """The window, and the tokens of the best blocks."""
         local = view.position[:, None, None, None] - self.recent  # the last one outside the window

@@ -1,7 +1,10 @@
-"""Quest: pages whose keys could score highest, by the corners of the box around them."""
+"""Quest (section 3.4, arXiv:2406.10774): pages whose keys could score highest.
+
+Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference.
+"""
 
 import dataclasses
-from typing import Any
+from typing import Any, override
 
 import jax.numpy as jnp
 from flax import struct
@@ -9,27 +12,38 @@ from jax import lax
 
 from jaxrag.cache import PAGE
 from jaxrag.config import ModelConfig
-from jaxrag.decode.base import DecodeRule, View, highest, require, require_zero_or_more
+from jaxrag.decode.footprint import Bytes, row_bytes
+from jaxrag.decode.rule import DecodeRule, highest, require, require_zero_or_more
+from jaxrag.decode.view import View
 from jaxrag.errors import RequestError
 from jaxrag.models.rope import rotate, scale_rotary
 from jaxrag.types import Array, Partial
 
 
 class Boxes(struct.PyTreeNode):
-    """Least and greatest value of every channel over the visible keys of a page, as they lie."""
+    """The box around the visible keys of every page, as they lie.
 
-    low: Array  # [B, M, K, H]
-    high: Array  # [B, M, K, H]
+    Attributes:
+      low: [B, M, K, H] least value of every channel.
+      high: [B, M, K, H] greatest value of every channel.
+    """
+
+    low: Array
+    high: Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Quest(DecodeRule):
     """The ``budget`` tokens in the pages with the highest bound on their scores, per query head.
 
-    The bound of a page is the sum over channels of max(q * low, q * high) (Quest section 3.2); a
-    page is a page of the pool, of 16 slots, the boxes lie in its own frame and the query is turned
-    into it. The newest token's page is always read. The first ``dense_layers`` layers attend to
-    every key. Query heads choose for themselves, also where they share a KV head.
+    The bound of a page is the sum over channels of max(q * low, q * high), at the corners of the
+    box around its keys; a page is a page of the pool, of 16 slots, the boxes lie in its own frame
+    and the query is turned into it. The newest token's page is always read. Query heads choose for
+    themselves, also where they share a KV head.
+
+    Attributes:
+      budget: tokens of the pages that a query head reads, at least a page.
+      dense_layers: the first layers, which attend to every key.
     """
 
     budget: int = 1024
@@ -47,10 +61,11 @@ class Quest(DecodeRule):
         require_zero_or_more(self.name, dense_layers=self.dense_layers)
 
     @property
+    @override
     def by_position(self) -> bool:
-        """It chooses by bounds alone."""
         return False
 
+    @override
     def check(self, config: ModelConfig) -> None:
         """Refuse a model in which no layer is left to choose in."""
         super().check(config)
@@ -60,14 +75,21 @@ class Quest(DecodeRule):
                 f"{config.num_layers} layers: none would choose pages; use fewer dense layers"
             )
 
+    @override
     def tokens(self) -> dict[str, int]:
-        """The budget."""
         return {"budget": self.budget}
 
+    @override
+    def bytes(self, config: ModelConfig, tokens: int) -> Bytes:
+        boxes = 2 * config.num_layers * row_bytes(config) * -(-tokens // PAGE)
+        return Bytes(config.kv_bytes_per_token * tokens + boxes, 0, 0)
+
+    @override
     def prepare(self, view: View, queries: Array, positions: Array, room: int) -> Boxes:
         """The boxes of the prompt's pages."""
         return _boxes(view, view.pages, view.seen.reshape(*view.pages.shape, -1))
 
+    @override
     def attend(self, view: View, layer: Array, state: Boxes) -> tuple[Partial, Any]:
         """Put the newest key into its box, then attend to the best pages."""
         page = view.pool.k.shape[1]

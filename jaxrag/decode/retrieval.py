@@ -1,35 +1,71 @@
-"""RetrievalAttention: the static pattern on the device, the rest through an index on the host."""
+"""RetrievalAttention (sections 3.2 and 3.3, arXiv:2409.10516): a window, and an index of the rest.
+
+RetrievalAttention: Accelerating Long-Context LLM Inference via Vector Retrieval. The static pattern
+is on the device, the index on the host. IVF is the paper's baseline (section 4.1).
+"""
 
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, override
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
+from jaxrag.attention_index import Exact, ProjectedGraph, Spec
 from jaxrag.attention_index import Ivf as IvfIndex
-from jaxrag.attention_index import ProjectedGraph, Spec
-from jaxrag.decode.base import DecodeRule, Observe, View, highest, require, require_zero_or_more
+from jaxrag.cache import PagePool, PageTable
+from jaxrag.config import ModelConfig
+from jaxrag.decode.footprint import Bytes, beside_window, index_bytes
+from jaxrag.decode.host_search import NOBODY, HostSearch, training_queries
+from jaxrag.decode.rule import (
+    DecodeRule,
+    Observe,
+    Prompts,
+    highest,
+    require,
+    require_zero_or_more,
+)
+from jaxrag.decode.stored import DAMAGED, Carried, Known, Layers
+from jaxrag.decode.view import View
+from jaxrag.errors import RequestError
 from jaxrag.models.attention import merge
-from jaxrag.types import Array, Partial
+from jaxrag.models.rope import RopeTable
+from jaxrag.shapes import bucket
+from jaxrag.types import Array, HostArray, Partial
+
+_FEWEST = 1024  # positions whose keys are read at once; more in powers of two
 
 
 class Indexed(struct.PyTreeNode):
-    """Where the keys of one layer are that the static pattern leaves out."""
+    """Where the keys of one layer are that the static pattern leaves out.
 
-    numbers: Array  # [B] int32 of the requests' indexes on the host
-    tail: Array  # [B, 1, 1, room] int32 positions behind the indexed ones
+    Attributes:
+      numbers: [B] int32 of the requests' indexes on the host.
+      tail: [B, 1, 1, room] int32 positions behind the indexed ones.
+    """
+
+    numbers: Array
+    tail: Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Retrieval(DecodeRule):
     """The static pattern, and ``k`` of the other keys that an index finds, per query head.
 
-    RetrievalAttention, algorithm 1; the two parts are merged by its equations 4 and 5. Prompt keys
-    between sink and window are indexed once, per layer and KV head, with the queries of ``queries``
-    prompt tokens to train on, unless they were stored with an index. Keys that leave the window
-    later are scanned exactly; of all that was found the k best are used.
+    Algorithm 1 of the paper; the two parts are merged by its equations 4 and 5 (appendix B). Prompt
+    keys between sink and window are indexed once, per layer and KV head, unless they were stored
+    with an index. Keys that leave the window later are scanned exactly; of all that was found the k
+    best are used.
 
     Attributes:
+      k: keys of a query head outside the window.
+      sink: tokens of the window from the start of the prompt.
+      recent: newest tokens of the window, the newest one included.
+      index: kind of the index that is built for a question.
+      queries: tokens of the prompt whose queries train it.
       rerotate: rotate training queries to where the answer begins; else they stand where they were
         in the prompt, as in the paper, and more keys have to be scanned.
       stored: search the indexes that chunks were stored with, whatever their kind, wherever the
@@ -56,19 +92,72 @@ class Retrieval(DecodeRule):
             require(self.name, max_host_bytes=self.max_host_bytes)
 
     @property
+    @override
     def observe(self) -> Observe | None:
-        """Queries from all over the prompt."""
         return Observe("strided", self.queries)
 
     @property
+    @override
     def searches(self) -> Spec:
-        """What kind of index it needs."""
         return self.index
 
+    @override
     def tokens(self) -> dict[str, int]:
-        """k and the window."""
         return {"k": self.k, "sink + recent": self.sink + self.recent}
 
+    @override
+    def bytes(self, config: ModelConfig, tokens: int) -> Bytes:
+        window = self.sink + self.recent
+        without = beside_window(config, tokens, window)
+        index = index_bytes(self.index, config, max(tokens - window, 0))
+        return dataclasses.replace(without, host=without.host + index)
+
+    @override
+    def begin(self, prompts: Prompts) -> Indexed:
+        """Index the keys of a batch on the host, layer by layer.
+
+        Of every request the keys between the sink and the window of its first generated token.
+        Those of its ``carried`` chunks are searched in the indexes that the chunks were stored
+        with; over the others an index is built.
+
+        Raises RequestError where that takes more than the rule's ceiling of host memory.
+        """
+        host, config, bank = prompts.host, prompts.config, prompts.bank
+        assert host is not None
+        order, position = np.asarray(prompts.order), np.asarray(prompts.position)
+        end = np.maximum(position + 2 - self.recent, self.sink)  # the first that is not indexed
+        spans = [
+            _span(host, number, config, order[row], self, int(end[row]), carried)
+            for row, (number, carried) in enumerate(
+                zip(prompts.numbers, prompts.carried, strict=True)
+            )
+        ]
+        _check_bytes(config, self, spans)
+        opened, spans = _open(host, prompts.numbers, config, spans)
+        for layer, keys, queries in _read(prompts, order, position, spans):
+            for row, (number, span) in enumerate(zip(prompts.numbers, spans, strict=True)):
+                parts = [
+                    host.adopt(number, opened[it.chunk.key][layer], it.positions, it.chunk.position)
+                    for it in span.stored
+                ]
+                if len(span.rest):
+                    here = np.ascontiguousarray(keys[row, : len(span.rest)].transpose(1, 0, 2))
+                    at = int(position[row]) + 1 if self.rerotate else None
+                    own = np.asarray(bank.positions)[row]
+                    trained = training_queries(queries[row], own, config, at)
+                    parts.append(host.build(number, here, trained, span.spec(self), span.rest))
+                host.add_layer(number, parts)
+        rows, room = len(position), prompts.room
+        tail = np.where(position[:, None] >= 0, end[:, None] + np.arange(room), -1)
+        tail = tail.astype(np.int32)[:, None, None]
+        numbers = np.full(rows, NOBODY, np.int32)
+        numbers[: len(prompts.numbers)] = prompts.numbers
+        return Indexed(
+            numbers=jnp.broadcast_to(jnp.asarray(numbers), (config.num_layers, rows)),
+            tail=jnp.broadcast_to(tail, (config.num_layers, *tail.shape)),
+        )
+
+    @override
     def attend(self, view: View, layer: Array, state: Indexed) -> tuple[Partial, Any]:
         """The window, and what the index and the tail hold of the rest."""
         assert view.host is not None and view.q is not None
@@ -99,6 +188,146 @@ class Ivf(Retrieval):
     name: str = dataclasses.field(default="ivf", init=False)
 
     @property
+    @override
     def observe(self) -> None:
         """None: the file is made of the keys alone."""
         return None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Stored:
+    """A chunk that was stored with indexes, in one request.
+
+    Attributes:
+      chunk: in the prompt.
+      known: in its store.
+      positions: [T] int32 where its keys are to be found; -1 where they are not.
+    """
+
+    chunk: Carried
+    known: Known
+    positions: HostArray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Span:
+    """What is to be indexed of one request.
+
+    Attributes:
+      stored: its chunks with indexes.
+      rest: [n] int32 positions of the keys that are in none of these.
+    """
+
+    stored: list[_Stored]
+    rest: HostArray
+
+    def spec(self, rule: Retrieval) -> Spec:
+        """Of the index over the rest: exact where stored indexes leave only a few keys over."""
+        few = len(self.rest) < getattr(rule.index, "exact_below", 0)
+        return Exact(rule.index.storage) if self.stored and few else rule.index
+
+
+def _span(
+    host: HostSearch,
+    number: int,
+    config: ModelConfig,
+    order: HostArray,
+    rule: Retrieval,
+    end: int,
+    carried: Sequence[Carried],
+) -> _Span:
+    """Which positions from the sink to ``end`` are in which stored index, and the rest.
+
+    A key that was computed again for this request stands at another slot than its chunk's, and is
+    part of the rest.
+    """
+    left = np.zeros(len(order), bool)
+    left[rule.sink : end] = True
+    stored = []
+    for chunk in carried if rule.stored else ():
+        try:
+            known = host.documents.known(chunk, config)
+        except DAMAGED as error:
+            host.note(number, f"a stored index is not used: {error}")
+            continue
+        if known is None:
+            continue
+        places = chunk.position + np.arange(len(chunk.slots))
+        there = left[places] & (order[places] == chunk.slots)
+        if there.any():
+            left[places[there]] = False
+            stored.append(_Stored(chunk, known, np.where(there, places, -1).astype(np.int32)))
+    return _Span(stored, np.flatnonzero(left).astype(np.int32))
+
+
+def _check_bytes(config: ModelConfig, rule: Retrieval, spans: Sequence[_Span]) -> None:
+    """Refuse indexes that may take more host memory than the rule allows."""
+    if rule.max_host_bytes is None:
+        return
+    held = {it.chunk.key: it.known.nbytes for span in spans for it in span.stored}
+    need = sum(held.values())
+    need += sum(index_bytes(span.spec(rule), config, len(span.rest)) for span in spans)
+    if need > rule.max_host_bytes:
+        raise RequestError(
+            f"decode rule {rule.name!r}: the indexes of {len(spans)} request(s) may take {need} "
+            f"bytes of host memory, max_host_bytes={rule.max_host_bytes}; raise it, or ask fewer "
+            "at once"
+        )
+
+
+def _open(
+    host: HostSearch, numbers: Sequence[int], config: ModelConfig, spans: Sequence[_Span]
+) -> tuple[dict[str, Layers], list[_Span]]:
+    """The stored indexes by chunk; the keys of those that cannot be read are part of the rest."""
+    opened: dict[str, Layers] = {}
+    for number, span in zip(numbers, spans, strict=True):
+        for it in span.stored:
+            if it.chunk.key in opened:
+                continue
+            try:
+                opened[it.chunk.key] = host.documents.open(it.chunk, it.known, config)
+            except DAMAGED as error:
+                host.note(number, f"a stored index is not used: {error}")
+    whole = []
+    for span in spans:
+        lost = [it.positions for it in span.stored if it.chunk.key not in opened]
+        rest = np.concatenate([span.rest, *(where[where >= 0] for where in lost)])
+        kept = [it for it in span.stored if it.chunk.key in opened]
+        whole.append(_Span(kept, np.sort(rest)))
+    return opened, whole
+
+
+def _read(
+    prompts: Prompts, order: HostArray, position: HostArray, spans: Sequence[_Span]
+) -> Iterator[tuple[int, HostArray, HostArray]]:
+    """Every layer with the keys at the rest of each row [B, n, K, H], and the bank's queries."""
+    config, bank = prompts.config, prompts.bank
+    longest = max(len(span.rest) for span in spans)
+    if not longest:
+        nothing = np.zeros(0, np.float32)
+        yield from ((layer, nothing, nothing) for layer in range(config.num_layers))
+        return
+    rest = np.zeros((len(position), bucket(longest, _FEWEST)), np.int32)
+    for row, span in enumerate(spans):
+        rest[row, : len(span.rest)] = span.rest
+    arrays = [jnp.asarray(x) for x in (order, position, rest)]
+    for layer in range(config.num_layers):
+        keys = _keys(config, prompts.rope, prompts.pool, prompts.table, *arrays, jnp.int32(layer))
+        yield layer, np.asarray(keys), np.asarray(bank.queries[layer].astype(jnp.float32))
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def _keys(
+    config: ModelConfig,
+    rope: RopeTable,
+    pool: PagePool,
+    table: PageTable,
+    order: Array,
+    position: Array,
+    wanted: Array,
+    layer: Array,
+) -> Array:
+    """The keys of one layer at positions ``wanted`` [B, n], as they stand: [B, n, K, H] float32."""
+    pages = pool.rows(layer, table.pages, config.num_layers)
+    slots = (table.slot_position, order, position)
+    return View(config, rope, pool, pages, table.offsets, *slots).keys_at(wanted)

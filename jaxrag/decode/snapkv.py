@@ -1,15 +1,21 @@
-"""SnapKV: what the end of the prompt looks at is kept, the rest of the prompt is dropped."""
+"""SnapKV (sections 4.1 and 4.3, arXiv:2404.14469): keep what the end of the prompt looks at.
+
+SnapKV: LLM Knows What You are Looking for Before Generation.
+"""
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxrag.decode.base import DecodeRule, Observe, View, highest, require
+from jaxrag.config import ModelConfig
+from jaxrag.decode.footprint import Bytes, on_device
+from jaxrag.decode.rule import DecodeRule, Observe, highest, require
+from jaxrag.decode.view import View
 from jaxrag.errors import RequestError
 from jaxrag.models.attention import merge
 from jaxrag.models.rope import place
@@ -17,10 +23,15 @@ from jaxrag.types import Array, Partial
 
 
 class Kept(struct.PyTreeNode):
-    """What one layer attends to."""
+    """What one layer attends to.
 
-    chosen: Array  # [B, K, G, n] int32 positions; -1 where there is none
-    tail: Array  # [B, 1, 1, window + room] int32 positions of the window and of what follows it
+    Attributes:
+      chosen: [B, K, G, n] int32 positions; -1 where there is none.
+      tail: [B, 1, 1, window + room] int32 positions of the window and of what follows it.
+    """
+
+    chosen: Array
+    tail: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +39,14 @@ class SnapKV(DecodeRule):
     """``capacity`` tokens of the prompt per layer and query head, chosen once, and all that follow.
 
     The last ``window`` tokens are kept. Their softmax over the prompt, summed over them and
-    averaged over ``kernel`` neighbours, ranks the tokens before them (SnapKV section 4.2). Query
-    heads that share a KV head choose for themselves, as in the published code, which repeats the
-    keys. Of a prompt with reused chunks only the queries of the final block are there to look.
+    averaged over ``kernel`` neighbours, ranks the tokens before them. Query heads that share a KV
+    head choose for themselves, as in the published code, which repeats the keys. Of a prompt with
+    reused chunks only the queries of the final block are there to look.
+
+    Attributes:
+      capacity: tokens of the prompt that are kept, the window included.
+      window: tokens at the end of the prompt whose queries choose.
+      kernel: neighbours that a vote is averaged over, odd.
     """
 
     capacity: int = 2048
@@ -53,14 +69,21 @@ class SnapKV(DecodeRule):
             )
 
     @property
+    @override
     def observe(self) -> Observe:
-        """The last queries of the prompt."""
         return Observe("last", self.window)
 
+    @override
     def tokens(self) -> dict[str, int]:
-        """The capacity."""
         return {"capacity": self.capacity}
 
+    @override
+    def bytes(self, config: ModelConfig, tokens: int) -> Bytes:
+        chosen = min(max(tokens - self.window, 0), self.capacity - self.window)
+        # Query heads choose for themselves.
+        return on_device(config, min(tokens, self.window) + chosen * config.group_size)
+
+    @override
     def prepare(self, view: View, queries: Array, positions: Array, room: int) -> Kept:
         """Choose from the attention of the prompt's last queries."""
         start = view.position - self.window + 1  # of the window
@@ -76,6 +99,7 @@ class SnapKV(DecodeRule):
             tail=jnp.where(view.position[:, None] >= 0, tail, -1)[:, None, None].astype(jnp.int32),
         )
 
+    @override
     def attend(self, view: View, layer: Array, state: Kept) -> tuple[Partial, Any]:
         """Attention to what was kept, the window and the generated tokens."""
         parts = [view.attend_at(state.chosen, state.chosen >= 0)]

@@ -1,29 +1,30 @@
-"""A decode rule in the place of attention: what it needs before the first token, and each step."""
+"""A decode rule in the place of attention: what it carries from step to step, and each step."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxrag.cache import PagePool, PageTable
-from jaxrag.config import ModelConfig
-from jaxrag.decode.base import DecodeRule, Far, PromptQueries, View
+from jaxrag.cache import PagePool
 from jaxrag.decode.host_search import HostSearch
-from jaxrag.decode.retrieval import Indexed
+from jaxrag.decode.rule import DecodeRule
+from jaxrag.decode.view import Far, View
 from jaxrag.models.attention import PagedAttend
-from jaxrag.models.rope import RopeTable
 from jaxrag.types import HIDDEN, Array, HostArray, Tokens
 
 
 class Decoding(struct.PyTreeNode):
-    """What a rule carries from step to step."""
+    """What a rule carries from step to step.
 
-    order: Array  # [B, S] int32 slot of every position, of prompt and generated tokens
-    state: Any  # the rule's own, a tree of arrays [L, B, ...]; None where it has none
+    Attributes:
+      order: [B, S] int32 slot of every position, of prompt and generated tokens.
+      state: the rule's own, a tree of arrays [L, B, ...]; None where it has none.
+    """
+
+    order: Array
+    state: Any
 
 
 def order_of(slot_position: HostArray, position: HostArray, slot: HostArray) -> HostArray:
@@ -43,45 +44,17 @@ def order_of(slot_position: HostArray, position: HostArray, slot: HostArray) -> 
     return order
 
 
-@functools.partial(jax.jit, static_argnames=("config", "rule", "room"))
-def prepare(
-    config: ModelConfig,
-    rope: RopeTable,
-    pool: PagePool,
-    table: PageTable,
-    order: Array,
-    position: Array,
-    bank: PromptQueries,
-    rule: DecodeRule,
-    room: int,
-) -> Any:
-    """The rule's state before the first generated token, a tree of arrays [L, B, ...].
-
-    ``position`` [B] is that of each prompt's last token, -1 for padding rows; at most ``room``
-    tokens are generated.
-    """
-
-    def layer(index: Array, queries: Array) -> Any:
-        pages = pool.rows(index, table.pages, config.num_layers)
-        view = View(config, rope, pool, pages, table.offsets, table.slot_position, order, position)
-        return rule.prepare(view, queries, bank.positions, room)
-
-    layers = jnp.arange(config.num_layers, dtype=jnp.int32)
-    return jax.lax.map(lambda x: layer(*x), (layers, bank.queries))
-
-
-def numbers_of(decoding: Decoding | None) -> list[int]:
-    """The numbers under which the host knows the requests; none where no index is searched."""
-    if decoding is None or not isinstance(decoding.state, Indexed):
-        return []
-    return [int(number) for number in np.asarray(decoding.state.numbers[0])]
-
-
 @dataclasses.dataclass(frozen=True)
 class DecodeAttend:
     """One new token a row: writes its K and V as PagedAttend does, then attends by the rule.
 
     The cache is (pool, the rule's state [L, ...]).
+
+    Attributes:
+      paged: writes, and says where things lie.
+      rule: attends.
+      order: [B, S] int32 slot of every position.
+      host: where indexes are searched; None where the rule searches nothing.
     """
 
     paged: PagedAttend

@@ -24,7 +24,9 @@ class Carried:
     """A chunk in a request's prompt whose KV came from a store.
 
     Attributes:
-      store, key: where it is. position: of its first token in the prompt.
+      store: where it is.
+      key: of the chunk there.
+      position: of its first token in the prompt.
       slots: [T] int32 of its tokens in the request.
     """
 
@@ -36,10 +38,15 @@ class Carried:
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """A chunk that is stored with indexes now. Made by ``StoredIndexes.known``."""
+    """A chunk that is stored with indexes now. Made by ``StoredIndexes.known``.
+
+    Attributes:
+      record: of the chunk.
+      nbytes: of its indexes, with their keys.
+    """
 
     record: Record
-    nbytes: int  # of its indexes, with their keys
+    nbytes: int
 
 
 class _Opened(NamedTuple):

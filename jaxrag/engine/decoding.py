@@ -21,14 +21,11 @@ from jaxrag.decode import (
     Dense,
     HostSearch,
     PromptQueries,
-    Retrieval,
-    index_keys,
-    numbers_of,
+    Prompts,
     order_of,
-    prepare,
 )
 from jaxrag.engine.mapping import RequestState
-from jaxrag.engine.prefill import run_tokens
+from jaxrag.engine.prefill import Prefilled, run_tokens
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling import SamplingParams, sample
 from jaxrag.models.attention import PagedAttend
@@ -81,52 +78,58 @@ class _Rows(struct.PyTreeNode):
 def decode(
     runner: ModelRunner,
     requests: Sequence[RequestState],
-    table: PageTable,
-    logits: Array,
+    prefilled: Prefilled,
     sampling: SamplingRows,
     block: int,
     rule: DecodeRule = DENSE,
-    bank: PromptQueries | None = None,
     room: int | None = None,
+    numbers: Sequence[int] = (),
 ) -> Iterator[HostArray]:
     """Generate forever: yields ids [B, 1] (the first token), then [B, block] at a time.
 
     The caller stops when it has enough; pages must have been reserved for every token that is run.
-    A larger block means fewer waits of the host for the device. Tokens attend by ``rule``; ``bank``
-    holds the queries that it asked prefill for. ``room`` is the most tokens that will be run; None:
-    as many as pages were reserved for; 0: the first token is all, and no rule is prepared.
+    A larger block means fewer waits of the host for the device. Tokens attend by ``rule``, over the
+    queries that it asked prefill for. ``room`` is the most tokens that will be run; None:
+    as many as pages were reserved for; 0: the first token is all, and no rule is prepared. A rule
+    that searches needs the ``numbers`` under which the caller admitted the requests to
+    ``host_search``; the caller releases them, and has their account until then.
     """
     model, cache = runner.model, runner.cache
     rule.check_values(model.value_layers)
+    rule.check_mesh(model.mesh)
+    logits, table, bank = prefilled
     rows = logits.shape[0]
-    pad = rows - len(requests)
     hidden_slot = table.slot_position.shape[1]
-    position = np.array([r.next_position for r in requests] + [-1] * pad, np.int32)
-    slot = np.array([r.next_slot for r in requests] + [hidden_slot] * pad, np.int32)
+    position, slot = _next(requests, rows, hidden_slot)
     token_index = np.zeros(rows, np.int32)
     if room == 0:
         yield np.asarray(_sample(logits, sampling, token_index))[:, None]
         return
-    host = None if rule.searches is None else runner.host_search
-    decoding = start_decoding(runner, requests, table, rule, bank, position, slot, host, room)
+    decoding = start_decoding(runner, requests, table, rule, bank, room, numbers)
     ids = _sample(logits, sampling, token_index)
     decoder = model.decoder(hidden_slot)
+    host = None if rule.searches is None else runner.host_search
     plan = Plan(block, rule, host, cache.values)
-    numbers = [] if host is None else numbers_of(decoding)
-    try:
-        yield np.asarray(ids)[:, None]
-        while True:
-            at = _Rows(ids, *(model.put_batch(x, rows) for x in (position, slot, token_index)))
-            table, decoding, ids, new = cache.run(
-                _decode_block, decoding, decoder, table, sampling, at, plan
-            )
-            position = np.where(position >= 0, position + block, -1).astype(np.int32)
-            slot = np.where(position >= 0, slot + block, slot).astype(np.int32)
-            token_index = token_index + np.int32(block)
-            yield np.asarray(new)
-    finally:
-        if host is not None:
-            host.release(numbers)
+    yield np.asarray(ids)[:, None]
+    while True:
+        at = _Rows(ids, *(model.put_batch(x, rows) for x in (position, slot, token_index)))
+        table, decoding, ids, new = cache.run(
+            _decode_block, decoding, decoder, table, sampling, at, plan
+        )
+        position = np.where(position >= 0, position + block, -1).astype(np.int32)
+        slot = np.where(position >= 0, slot + block, slot).astype(np.int32)
+        token_index = token_index + np.int32(block)
+        yield np.asarray(new)
+
+
+def _next(
+    requests: Sequence[RequestState], rows: int, hidden_slot: int
+) -> tuple[HostArray, HostArray]:
+    """Position and slot of the first generated tokens, [rows] int32 each; of padding rows none."""
+    pad = rows - len(requests)
+    position = np.array([r.next_position for r in requests] + [-1] * pad, np.int32)
+    slot = np.array([r.next_slot for r in requests] + [hidden_slot] * pad, np.int32)
+    return position, slot
 
 
 def start_decoding(
@@ -135,19 +138,19 @@ def start_decoding(
     table: PageTable,
     rule: DecodeRule,
     bank: PromptQueries | None,
-    position: HostArray,
-    slot: HostArray,
-    host: HostSearch | None,
     room: int | None = None,
+    numbers: Sequence[int] = (),
 ) -> Decoding | None:
-    """What the rule carries from step to step; None where it is dense.
+    """What the rule carries from step to step; None where it leaves no key out.
 
-    ``position`` and ``slot`` [B] are those of the first generated tokens.
+    ``numbers`` are those of the requests in ``runner.host_search``, where the rule searches.
     """
-    if rule == DENSE:
+    if not rule.sparse:
         return None
     model = runner.model
-    rows, config = len(position), model.config
+    config = model.config
+    rows, hidden_slot = table.slot_position.shape
+    position, slot = _next(requests, rows, hidden_slot)
     order = order_of(np.asarray(table.slot_position), position, slot)
     if bank is None or rule.observe is None:
         shape = (config.num_layers, rows, 0, config.num_heads, config.head_dim)
@@ -155,19 +158,21 @@ def start_decoding(
         bank = PromptQueries(queries=jnp.zeros(shape, config.dtype), positions=jnp.asarray(none))
     if room is None:
         room = max(r.table.num_slots - r.next_slot for r in requests)
-    room = bucket(room)
     last = np.where(position >= 0, position - 1, -1).astype(np.int32)
-    placed = model.put_batch(order, rows)
-    common = (config, model.rope(table.slot_position.shape[1]), runner.cache.pool, table)
-    state: Any
-    if isinstance(rule, Retrieval):
-        assert host is not None
-        carried = [_carried(request) for request in requests]
-        carried += [[] for _ in range(rows - len(requests))]
-        state = index_keys(host, *common, order, last, bank, rule, room, carried)
-    else:
-        state = prepare(*common, placed, model.put_batch(last, rows), bank, rule, room)
-    return Decoding(order=placed, state=state)
+    prompts = Prompts(
+        config=config,
+        rope=model.rope(hidden_slot),
+        pool=runner.cache.pool,
+        table=table,
+        order=model.put_batch(order, rows),
+        position=model.put_batch(last, rows),
+        bank=bank,
+        room=bucket(room),
+        numbers=numbers,
+        carried=[_carried(request) for request in requests],
+        host=None if rule.searches is None else runner.host_search,
+    )
+    return Decoding(order=prompts.order, state=rule.begin(prompts))
 
 
 def _carried(request: RequestState) -> list[Carried]:

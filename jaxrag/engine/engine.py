@@ -171,17 +171,18 @@ class Batch:
         start = time.perf_counter()
         states: list[RequestState] = []
         host = None if rule.searches is None else runner.host_search
-        if host is not None:
-            host.account = Account()
+        numbers = [] if host is None else [host.admit() for _ in self._requests]
         try:
             for request in self._requests:
                 states.append(map_request(runner, request, reserve))
             loaded_at = time.perf_counter()
             observe = rule.observe if reserve else None  # one token needs no rule
-            logits, table, bank = prefill_observed(runner, states, observe)
-            sampling = SamplingRows.of([r.sampling for r in self._requests], logits.shape[0])
+            prefilled = prefill_observed(runner, states, observe)
+            rows = prefilled.logits.shape[0]
+            sampling = SamplingRows.of([r.sampling for r in self._requests], rows)
             first_at, decoded = 0.0, 0
-            for ids in decode(runner, states, table, logits, sampling, block, rule, bank, reserve):
+            blocks = decode(runner, states, prefilled, sampling, block, rule, reserve, numbers)
+            for ids in blocks:
                 if not first_at:
                     first_at = time.perf_counter()
                 else:
@@ -192,12 +193,14 @@ class Batch:
                 if all(row.finish_reason for row in self._rows):
                     break
             end = time.perf_counter()
+            searched = Account() if host is None else host.account_of(numbers)
         finally:
+            if host is not None:
+                host.release(numbers)
             for state in states:
                 unmap(runner, state)
             if runner.cache.lost:
                 runner.forget_cache()
-        searched = Account() if host is None else host.account
         self.outcomes = [
             Outcome(
                 load_seconds=loaded_at - start,

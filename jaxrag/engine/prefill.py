@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,20 @@ from jaxrag.shapes import bucket, pieces
 from jaxrag.types import Array, HostArray, Step
 
 PREFILL_TOKENS = 1024  # of one pass; longer prompts run in pieces of this many
+
+
+class Prefilled(NamedTuple):
+    """A batch of B' rows after prefill; B' >= its requests is a power of two.
+
+    Attributes:
+      logits: [B', V] float32 after each request's last token; padding rows hold nothing.
+      table: with all prefilled slots shown.
+      bank: the queries that were asked for.
+    """
+
+    logits: Array
+    table: PageTable
+    bank: PromptQueries
 
 
 class _Piece(struct.PyTreeNode):
@@ -58,7 +73,7 @@ def prefill(runner: ModelRunner, requests: Sequence[RequestState]) -> tuple[Arra
 
 def prefill_observed(
     runner: ModelRunner, requests: Sequence[RequestState], observe: Observe | None
-) -> tuple[Array, PageTable, PromptQueries]:
+) -> Prefilled:
     """As ``prefill``, and keep queries of tokens that were run: the last, or evenly spread ones.
 
     The bank holds as many queries a row as asked for, fewer where all requests run fewer tokens
@@ -103,7 +118,7 @@ def prefill_observed(
         start += length
     for request in requests:
         keep_leading(runner, request)
-    return logits, table, bank
+    return Prefilled(logits, table, bank)
 
 
 def _empty_bank(

@@ -7,7 +7,6 @@ import jax
 
 from jaxrag.cache import PAGE, PagedCache
 from jaxrag.decode import HostSearch
-from jaxrag.errors import RequestError
 from jaxrag.models.model import Model
 from jaxrag.sharding import Rules, sharding
 
@@ -28,15 +27,6 @@ class ModelRunner:
         """Allocates nothing yet."""
         self.model = model
         self.host_search = HostSearch()
-
-    def check_search(self) -> None:
-        """RequestError where indexes cannot be searched for this model."""
-        mesh = self.model.mesh
-        if mesh is not None and mesh.size > 1:
-            raise RequestError(
-                f"an index is searched on the host for one device, and the model is on "
-                f"{mesh.size}; load it without a mesh, or use decode='dense'"
-            )
 
     @functools.cached_property
     def cache(self) -> PagedCache:

@@ -150,8 +150,7 @@ def resolve(
         method, notes = gated(kb, method, chosen)
     method.check(model.config)
     method.check_values(model.value_layers)
-    if method.decode.searches is not None:
-        engine_of(model).runner.check_search()
+    method.decode.check_mesh(model.mesh)
     return Settings(
         model=model,
         kb=kb,

@@ -7,8 +7,8 @@ import pytest
 
 from jaxrag.attention_index import Exact, Hnsw, Ivf, ProjectedGraph, QueryLists, build, open_index
 from jaxrag.bench.decode import Options, report, rules_of, run
-from jaxrag.decode import Dense, Flat, TopN, break_even, bytes_of, rule_from
-from jaxrag.decode.footprint import A100, index_bytes
+from jaxrag.decode import Dense, Flat, TopN, rule_from
+from jaxrag.decode.footprint import A100, break_even, index_bytes
 from jaxrag.errors import ConfigError, RequestError
 
 SMALL = {"exact_below": 0, "min_queries": 1}
@@ -58,18 +58,18 @@ def test_formulas(tiny_config):
     config = tiny_config()  # 3 layers, 6 heads on 2 KV heads of 10, float32
     per_token = 2 * 3 * 2 * 10 * 4
     assert config.kv_bytes_per_token == per_token
-    assert bytes_of(Dense(), config, 100).device == 100 * per_token
-    kcache = bytes_of(TopN(n=8, device_layers=1), config, 100)
+    assert Dense().bytes(config, 100).device == 100 * per_token
+    kcache = TopN(n=8, device_layers=1).bytes(config, 100)
     assert kcache.device == 100 * per_token - 100 * 2 * (2 * 10 * 4)
     assert kcache.host == 100 * per_token - kcache.device
     assert kcache.bus == 2 * 8 * 6 * 10 * 4  # layers, N, query heads, dims, bytes
-    flat = bytes_of(Flat(k=5, sink=4, recent=16), config, 100)
+    flat = Flat(k=5, sink=4, recent=16).bytes(config, 100)
     assert flat.device == 20 * per_token and flat.host == 80 * per_token
-    assert bytes_of(rule_from("static_window:sink=4,recent=16"), config, 100).device == flat.device
+    assert rule_from("static_window:sink=4,recent=16").bytes(config, 100).device == flat.device
     retrieval = rule_from("retrieval:sink=4,recent=16")
     rows = 80 * 2 * 3 * 10 * 2  # keys, KV heads, layers, dims, bytes: too few keys for a graph
     assert index_bytes(retrieval.index, config, 80) == rows
-    assert bytes_of(retrieval, config, 100).host == 80 * per_token + rows
+    assert retrieval.bytes(config, 100).host == 80 * per_token + rows
     linked = dataclasses.replace(retrieval.index, exact_below=0)
     assert index_bytes(linked, config, 80) > rows + 80 * 2 * 3 * 3 * 64 * 4
 
@@ -100,12 +100,13 @@ def test_an_index_takes_no_more_than_the_formula(tiny_config, spec):
 def test_break_even_is_the_papers(tiny_config):
     """A100: s / N > 64; with G query heads a KV head, G times that; 11 d + 2 s > FLOPS / bus."""
     config = tiny_config()
-    even = break_even(TopN(n=128), config, 4096)
+    even = TopN(n=128).break_even(config, 4096)
     assert 63 < even.tokens_per_n < 64 and even.grouped == 3 * even.tokens_per_n
     assert even.tokens == 8156
-    assert not break_even(TopN(), config, 4096).prefill_hidden
+    assert even == break_even(128, config, 4096, A100) and not even.prefill_hidden
+    assert Flat().break_even(config, 4096) is None
     wide = dataclasses.replace(config, model_dim=4096)
-    assert break_even(TopN(), wide, 1, A100).prefill_hidden
+    assert TopN().break_even(wide, 1).prefill_hidden
 
 
 @pytest.mark.parametrize(

@@ -75,28 +75,45 @@ def rule_logits():
     return _rule_logits
 
 
+@pytest.fixture
+def accounts():
+    """Accounts of the batches that ``next_logits`` and ``rule_logits`` searched for, in order."""
+    _ACCOUNTS.clear()
+    return _ACCOUNTS
+
+
+_ACCOUNTS = []
+
+
 def _decoded(model, method, prompts, rule, steps=12, block=4):
     """Token ids [B, steps] of greedy decoding after prefill by ``method``."""
     method = dataclasses.replace(METHODS[method], decode=rule)
+    runner = engine_of(model).runner
     mapped = [
-        map_request(engine_of(model).runner, Request(p, engine_of(model).memory, method, 1), steps)
-        for p in prompts
+        map_request(runner, Request(p, engine_of(model).memory, method, 1), steps) for p in prompts
     ]
+    host, numbers = admitted(model, rule, len(prompts))
     try:
-        logits, table, bank = prefill.prefill_observed(
-            engine_of(model).runner, mapped, rule.observe
-        )
-        rows = answer.SamplingRows.of([SamplingParams()] * len(prompts), logits.shape[0])
-        blocks = answer.decode(
-            engine_of(model).runner, mapped, table, logits, rows, block, rule, bank
-        )
+        prefilled = prefill.prefill_observed(runner, mapped, rule.observe)
+        rows = answer.SamplingRows.of([SamplingParams()] * len(prompts), prefilled.logits.shape[0])
+        blocks = answer.decode(runner, mapped, prefilled, rows, block, rule, numbers=numbers)
         out = [next(blocks)]
         while sum(part.shape[1] for part in out) < steps:
             out.append(next(blocks))
         return np.concatenate(out, axis=1)[: len(prompts), :steps]
     finally:
+        if host is not None:
+            host.release(numbers)
         for part in mapped:
             unmap(engine_of(model).runner, part)
+
+
+def admitted(model, rule, count):
+    """Where the rule searches, and numbers for so many requests; (None, ()) where it does not."""
+    if rule.searches is None:
+        return None, ()
+    host = engine_of(model).runner.host_search
+    return host, [host.admit() for _ in range(count)]
 
 
 def _next_logits(model, method, prompts, rule, given):
@@ -124,8 +141,8 @@ def _rule_logits(model, mapped, table, rule, bank, given):
     position[: len(mapped)] = [m.next_position for m in mapped]
     slot[: len(mapped)] = [m.next_slot for m in mapped]
     runner = engine_of(model).runner
-    host = None if rule.searches is None else runner.host_search
-    decoding = answer.start_decoding(runner, mapped, table, rule, bank, position, slot, host)
+    host, numbers = admitted(model, rule, len(mapped))
+    decoding = answer.start_decoding(runner, mapped, table, rule, bank, numbers=numbers)
     decoder = model.decoder(table.slot_position.shape[1])
     plan = answer.Plan(1, rule, host, runner.cache.values)
     out = []
@@ -143,7 +160,8 @@ def _rule_logits(model, mapped, table, rule, bank, given):
             )
         out.append(np.asarray(unembed(model.params, hidden[:, 0]))[: len(mapped)])
     if host is not None:
-        host.release(answer.numbers_of(decoding))
+        _ACCOUNTS.append(host.account_of(numbers))
+        host.release(numbers)
     return np.stack(out, axis=1)
 
 

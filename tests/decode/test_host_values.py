@@ -11,7 +11,7 @@ import pytest
 
 from jaxrag.cache import PAGE
 from jaxrag.cache.host import HostValues
-from jaxrag.decode import Dense, Flat, TopN, bytes_of
+from jaxrag.decode import Dense, Flat, TopN
 from jaxrag.engine.engine import engine_of
 from jaxrag.errors import ConfigError, RequestError
 from jaxrag.models.model import random_model
@@ -66,9 +66,8 @@ def test_bytes_are_those_of_the_formula(far_from):
     for layers in (0, 1, 2):
         model = far_from(layers)
         cache = engine_of(model).runner.cache
-        said = bytes_of(
-            TopN(n=8, device_layers=layers), model.config, cache.allocator.num_pages * PAGE
-        )
+        rule = TopN(n=8, device_layers=layers)
+        said = rule.bytes(model.config, cache.allocator.num_pages * PAGE)
         assert cache.pool.k.nbytes + cache.pool.v.nbytes == said.device
         assert cache.host.nbytes == said.host
 

@@ -9,7 +9,6 @@ from jaxrag.attention_index import Exact, ProjectedGraph
 from jaxrag.attention_index import Ivf as IvfIndex
 from jaxrag.decode import (
     DECODE_RULES,
-    Account,
     Dense,
     Flat,
     InfLLM,
@@ -19,9 +18,9 @@ from jaxrag.decode import (
     SnapKV,
     StaticWindow,
     TopN,
-    indexing,
-    step,
+    retrieval,
 )
+from jaxrag.decode import rule as rule_module
 from jaxrag.engine import decoding as answer
 from jaxrag.engine import prefill
 from jaxrag.engine.engine import engine_of
@@ -130,19 +129,19 @@ def test_every_family(model_of, ids, a_prompt, next_logits, family, rule):
     np.testing.assert_allclose(ours, expected, **CLOSE)
 
 
-def test_a_graph_trained_on_the_prompt_is_searched(model_of, ids, a_prompt, next_logits):
+def test_a_graph_trained_on_the_prompt_is_searched(model_of, ids, a_prompt, next_logits, accounts):
     """Prefill keeps queries, the host builds graphs from them, and decoding finds keys there."""
     model, prompt = model_of(), a_prompt(final=60)
     graph = ProjectedGraph(degree=16, knn=24, ef=80, exact_below=0, min_queries=32)
     rule = Retrieval(k=6, sink=4, recent=8, index=graph, queries=64)
     host = engine_of(model).runner.host_search
-    host.account, host.measure = Account(), True
+    host.measure = True
     try:
         given = ids(5)[0][None]
         ours = next_logits(model, "full_attention", [prompt], rule, given)
     finally:
         host.measure = False
-    account = host.account
+    (account,) = accounts
     assert account.notes == () and account.searches == 3 * 5 * 6
     assert account.found / account.wanted > 0.9
     if account.found == account.wanted:
@@ -168,7 +167,12 @@ def test_another_length_does_not_recompile(ids, model_of):
             generate(ids(question)[0], documents=list(ids(*documents)), model=model, decode=rule,
                      method="turborag", max_new_tokens=new_tokens)  # fmt: skip
 
-    compiled = (prefill._prefill_piece, answer._decode_block, step.prepare, indexing._keys)
+    compiled = (
+        prefill._prefill_piece,
+        answer._decode_block,
+        rule_module.prepare_layers,
+        retrieval._keys,
+    )
     ask(30, (100, 90), 9)
     before = [function._cache_size() for function in compiled]
     for question, documents, new_tokens in ((25, (98, 91), 16), (17, (90, 90), 3)):

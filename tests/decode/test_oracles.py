@@ -310,7 +310,7 @@ def test_retrieval_finds_what_flat_finds(tiny_config):
     end = PROMPT + 1 - rule.recent
     keys = np.stack([made.turned(made.keys[p], p) for p in range(5, end)], axis=1)
     for _ in range(2):
-        part = host.build(keys.astype(np.float32), None, rule.index, np.arange(5, end))
+        part = host.build(number, keys.astype(np.float32), None, rule.index, np.arange(5, end))
         host.add_layer(number, [part])
     tail = jnp.asarray(end + np.arange(NEW), jnp.int32)[None, None, None]
     state = Indexed(numbers=jnp.array([number], jnp.int32), tail=tail)
@@ -320,10 +320,11 @@ def test_retrieval_finds_what_flat_finds(tiny_config):
     flat = run(made, Flat(k=7, sink=5, recent=20))
     np.testing.assert_allclose(found[0], flat[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found[1], flat[1], rtol=1e-6)
-    assert host.account.searches == 6 and host.account.scanned == 6 * (end - 5)
-    assert host.account.found == host.account.wanted == 6 * 7
-    assert host.account.keys == 2 * 2 * (end - 5)
-    assert host.account.index_bytes >= host.account.keys * 10 * 4
+    account = host.account_of([number])
+    assert account.searches == 6 and account.scanned == 6 * (end - 5)
+    assert account.found == account.wanted == 6 * 7
+    assert account.keys == 2 * 2 * (end - 5)
+    assert account.index_bytes >= account.keys * 10 * 4
     host.release([number])
 
 

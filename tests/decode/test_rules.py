@@ -2,14 +2,18 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrag.attention_index import QueryLists
+from jaxrag.attention_index import Exact, QueryLists
 from jaxrag.decode import (
     DECODE_RULES,
+    Account,
+    DecodeRule,
     Dense,
     Flat,
+    HostSearch,
     InfLLM,
     Ivf,
     Quest,
@@ -20,6 +24,7 @@ from jaxrag.decode import (
     rule_from,
 )
 from jaxrag.engine import decoding as answer
+from jaxrag.engine.engine import engine_of
 from jaxrag.errors import ConfigError, RequestError
 from jaxrag.methods import METHODS, Method, method_named
 from jaxrag.models.model import random_model
@@ -151,6 +156,72 @@ def test_an_index_is_searched_for_one_device(tiny_config, ids):
     options = {"documents": list(ids(30)), "model": model, "method": "turborag"}
     with pytest.raises(RequestError, match="the model is on 2; load it without a mesh"):
         generate(ids(5)[0], decode=Retrieval(k=6, sink=4, recent=8), **options)
+
+
+def test_streams_side_by_side_have_accounts_of_their_own(model_of, ids):
+    model, rule = model_of(), Retrieval(k=6, sink=4, recent=8)
+    options = {"model": model, "method": "turborag", "decode": rule, "max_new_tokens": 20}
+    asked = [(ids(7)[0], list(ids(40))), (ids(9)[0], list(ids(90, 30)))]
+    alone = [generate(q, documents=d, **options) for q, d in asked]
+    streams = [generate(q, documents=d, stream=True, **options) for q, d in asked]
+    *_, last = zip(*(stream._pieces for stream in streams), strict=True)
+    for (result,), expected in zip(last, alone, strict=True):
+        assert result.indexes == expected.indexes
+        assert result.notes == expected.notes[-1:]  # the chunks are stored by now
+        assert result.token_ids == expected.token_ids
+    assert 0 < alone[0].indexes["keys"] < alone[1].indexes["keys"]
+    assert not engine_of(
+        model
+    ).runner.host_search._requests  # nothing is held of requests that are done
+
+
+def test_requests_are_accounted_for_by_number():
+    host = HostSearch()
+    one, other = host.admit(), host.admit()
+    keys = np.ones((2, 9, 10), np.float32)  # of 2 KV heads
+    for number, count in ((one, 5), (other, 9), (one, 5)):
+        host.build(number, keys[:, :count], None, Exact("float32"), np.arange(count))
+    host.note(other, "twice")
+    host.note(other, "twice")
+    assert host.account_of([one]) == Account(keys=20, index_bytes=20 * 40)
+    both = host.account_of([one, other])
+    assert (both.keys, both.index_bytes, both.notes) == (38, 38 * 40, ("twice",))
+    host.release([other])
+    assert host.account_of([one]).keys == 20
+    with pytest.raises(KeyError):
+        host.account_of([other])
+
+
+@dataclasses.dataclass(frozen=True)
+class Newest(DecodeRule):
+    """The newest token alone; its state counts the steps."""
+
+    name: str = dataclasses.field(default="newest", init=False)
+
+    def tokens(self):
+        return {}
+
+    def bytes(self, config, tokens):
+        return Dense().bytes(config, 1)
+
+    def prepare(self, view, queries, positions, room):
+        return jnp.zeros(view.position.shape, jnp.int32)
+
+    def attend(self, view, layer, state):
+        return view.attend_at(*view.window(0, 1)), state + 1
+
+
+def test_a_rule_is_a_class_and_one_line(model_of, ids, monkeypatch):
+    """Nothing else in the program knows its name."""
+    monkeypatch.setitem(DECODE_RULES, "newest", Newest)
+    options = {"documents": list(ids(30)), "model": model_of(), "max_new_tokens": 6}
+    question = ids(5)[0]
+    ours = generate(question, decode="newest", method="turborag", **options)
+    same = generate(question, decode="static_window:sink=0,recent=1", method="turborag", **options)
+    assert ours.token_ids == same.token_ids
+    for missing in ("tokens", "bytes", "attend"):
+        with pytest.raises(TypeError, match=missing):
+            type("Odd", (Newest,), {missing: getattr(DecodeRule, missing)})()
 
 
 def test_one_token_needs_no_rule(model_of, ids, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrag.attention_index import Exact, ProjectedGraph, QueryLists
 from jaxrag.attention_index.document import Indexing
-from jaxrag.decode import Account, Flat, Ivf, Retrieval, stored
+from jaxrag.decode import Flat, Ivf, Retrieval, stored
 from jaxrag.encode import chunk_key, encode_for_store, provenance
 from jaxrag.engine.engine import engine_of
 from jaxrag.errors import RequestError
@@ -65,19 +65,13 @@ def put(model, prompt, indexing=EXHAUSTIVE, damage=False):
     return keys
 
 
-def searched(model):
-    """The host's side of a model, with an empty account."""
-    host = engine_of(model).runner.host_search
-    host.account = Account()
-    return host
-
-
-def test_an_exhaustive_index_answers_as_exact_search_does(model, prompt, given, next_logits):
+def test_an_exhaustive_index_answers_as_exact_search_does(
+    model, prompt, given, next_logits, accounts
+):
     """At two positions, in a request that has more than its indexed chunks."""
     assert len(put(model, prompt)) == 2
-    host = searched(model)
     ours = next_logits(model, "turborag", [prompt], RULE, given)
-    account = host.account
+    (account,) = accounts
     assert (account.trained, account.notes) == (0, ())
     per_token = model.config.num_layers * model.config.num_kv_heads
     assert account.stored == per_token * (70 + 64)
@@ -88,35 +82,32 @@ def test_an_exhaustive_index_answers_as_exact_search_does(model, prompt, given, 
     other = dataclasses.replace(prompt, chunks=prompt.chunks[::-1])  # elsewhere in the prompt
     ours = next_logits(model, "turborag", [other], RULE, given)
     np.testing.assert_allclose(ours, next_logits(model, "turborag", [other], FLAT, given), **CLOSE)
-    assert host.account.trained == 0
+    assert [account.trained for account in accounts] == [0, 0]
 
 
-def test_without_a_stored_index_one_is_trained(model, prompt, given, next_logits):
+def test_without_a_stored_index_one_is_trained(model, prompt, given, next_logits, accounts):
     """What the test above would see if nothing was used."""
     put(model, prompt, indexing=None)
-    host = searched(model)
     next_logits(model, "turborag", [prompt], RULE, given)
-    assert host.account.stored == 0
-    assert host.account.trained == model.config.num_layers * model.config.num_kv_heads
+    assert accounts[-1].stored == 0
+    assert accounts[-1].trained == model.config.num_layers * model.config.num_kv_heads
     put_again = dataclasses.replace(RULE, stored=False)
     engine_of(model).memory.delete(list(engine_of(model).memory.keys()))
     engine_of(model).runner.forget_cache()
     put(model, prompt)
-    host = searched(model)
     for rule in (put_again, Ivf(k=6, sink=4, recent=30)):
         next_logits(model, "turborag", [prompt], rule, given)
-        assert host.account.stored == 0
+        assert accounts[-1].stored == 0
 
 
 @pytest.mark.slow
 def test_keys_that_were_computed_again_are_found_where_they_are_now(
-    model, prompt, given, next_logits
+    model, prompt, given, next_logits, accounts
 ):
     """EPIC recomputes the first tokens of each chunk: the index still holds their old keys."""
     put(model, prompt)
-    host = searched(model)
     ours = next_logits(model, "epic", [prompt], RULE, given)
-    assert 0 < host.account.stored < host.account.keys
+    assert 0 < accounts[-1].stored < accounts[-1].keys
     expected = next_logits(model, "epic", [prompt], FLAT, given)
     np.testing.assert_allclose(ours, expected, **CLOSE)
     plain = next_logits(model, "turborag", [prompt], FLAT, given)
@@ -125,49 +116,50 @@ def test_keys_that_were_computed_again_are_found_where_they_are_now(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["glm4", "qwen2"])
-def test_other_rotations_and_a_batch(make_model, prompt, a_prompt, ids, next_logits, family):
+def test_other_rotations_and_a_batch(
+    make_model, prompt, a_prompt, ids, next_logits, accounts, family
+):
     model = make_model(family)
     put(model, prompt)
     other = dataclasses.replace(a_prompt(final=5), chunks=prompt.chunks[2:])
     given = np.stack(ids(4, 4))
-    host = searched(model)
     ours = next_logits(model, "turborag", [prompt, other], RULE, given)
-    assert host.account.stored and host.account.trained == 0
+    assert accounts[-1].stored and accounts[-1].trained == 0
     expected = next_logits(model, "turborag", [prompt, other], FLAT, given)
     np.testing.assert_allclose(ours, expected, **CLOSE)
 
 
 @pytest.mark.slow
-def test_a_stored_graph_finds_nearly_all(model, prompt, given, next_logits):
+def test_a_stored_graph_finds_nearly_all(model, prompt, given, next_logits, accounts):
     graph = ProjectedGraph(degree=16, knn=24, ef=60, exact_below=50, min_queries=1)
     put(model, prompt, Indexing(graph, queries=60, reach=60))
-    host = searched(model)
+    host = engine_of(model).runner.host_search
     host.measure = True
     try:
         next_logits(model, "turborag", [prompt], RULE, given)
     finally:
         host.measure = False
-    account = host.account
+    (account,) = accounts
     assert account.trained == 0 and account.wanted == account.searches * RULE.k
     assert account.found / account.wanted > 0.9
 
 
-def test_a_damaged_index_is_a_note_and_not_an_answer(model, prompt, given, next_logits):
+def test_a_damaged_index_is_a_note_and_not_an_answer(model, prompt, given, next_logits, accounts):
     put(model, prompt, damage=True)
-    host = searched(model)
     exact = dataclasses.replace(RULE, index=Exact("float32"))
     ours = next_logits(model, "turborag", [prompt], exact, given)
-    assert host.account.stored == 0
-    assert len(host.account.notes) == 2
-    assert all("attention_index_0 is damaged" in note for note in host.account.notes)
+    (account,) = accounts
+    assert account.stored == 0
+    assert len(account.notes) == 2
+    assert all("attention_index_0 is damaged" in note for note in account.notes)
     np.testing.assert_allclose(ours, next_logits(model, "turborag", [prompt], FLAT, given), **CLOSE)
 
 
 def test_open_indexes_are_kept_and_leave_with_their_chunk(
-    model, prompt, given, next_logits, monkeypatch
+    model, prompt, given, next_logits, accounts, monkeypatch
 ):
     keys = put(model, prompt)
-    host, read = searched(model), []
+    host, read = engine_of(model).runner.host_search, []
     load = stored.load_layer
 
     def counted(store, key, layer, rope):
@@ -177,10 +169,9 @@ def test_open_indexes_are_kept_and_leave_with_their_chunk(
     monkeypatch.setattr(stored, "load_layer", counted)
 
     def ask():
-        host.account = Account()
         read.clear()
         next_logits(model, "turborag", [prompt], RULE, given)
-        return set(read), host.account.stored > 0
+        return set(read), accounts[-1].stored > 0
 
     assert ask() == (set(keys), True)
     assert ask() == (set(), True)

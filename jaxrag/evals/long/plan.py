@@ -9,7 +9,7 @@ from typing import get_args
 
 from tqdm import tqdm
 
-from jaxrag.decode import TopN, rule_from
+from jaxrag.decode import rule_from
 from jaxrag.errors import RequestError
 from jaxrag.methods import Method, method_named
 from jaxrag.tasks.long.case import Fitted, Frame
@@ -106,7 +106,7 @@ class Options:
             )
         if self.split not in get_args(Split):
             raise RequestError(f"--split {self.split}: expected {' or '.join(get_args(Split))}")
-        if self.host_values and not any(isinstance(m.decode, TopN) for m in self.resolved):
+        if self.host_values and all(m.decode.value_layers is None for m in self.resolved):
             raise RequestError(
                 "--host-values: only topn reads values from host memory, and no method decodes by "
                 "it; add --decode topn, or leave it out"

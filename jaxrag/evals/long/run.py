@@ -13,7 +13,6 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrag.cache import PAGE
-from jaxrag.decode import TopN
 from jaxrag.engine.request import DECODE_BLOCK
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.errors import ConfigError
@@ -144,8 +143,8 @@ def _by_method(options: Options, model: Model) -> dict[str, Model]:
     found: dict[str, Model] = {}
     for method in options.resolved:
         found[method.name] = model
-        if options.host_values and isinstance(method.decode, TopN):
-            layers = method.decode.device_layers
+        layers = method.decode.value_layers
+        if options.host_values and layers is not None:
             if layers not in hosted:
                 hosted[layers] = dataclasses.replace(model, value_layers=layers)
             found[method.name] = hosted[layers]

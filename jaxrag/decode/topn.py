@@ -1,56 +1,32 @@
-"""Rules that score every key and read the values of the best: Flat (exact top-k) and KCache."""
+"""KCache (section 3.1, arXiv:2404.18057): every key is scored, the values of the best are read.
+
+Efficient LLM Inference with KCache.
+"""
 
 import dataclasses
-from typing import Any
+from typing import Any, override
 
 import jax.numpy as jnp
 from jax import lax
 
 from jaxrag.config import ModelConfig
-from jaxrag.decode.base import DecodeRule, View, highest, require, require_zero_or_more
+from jaxrag.decode.footprint import BreakEven, Bytes, break_even, row_bytes
+from jaxrag.decode.rule import DecodeRule, highest, require
+from jaxrag.decode.view import View
 from jaxrag.errors import RequestError
-from jaxrag.models.attention import merge
 from jaxrag.types import Array, Partial
 
 
 @dataclasses.dataclass(frozen=True)
-class Flat(DecodeRule):
-    """The static pattern, and the ``k`` keys outside it with the highest scores, per query head.
-
-    RetrievalAttention's "Flat" baseline: what an index with perfect recall would find (section 4.1;
-    the two parts are merged by its equations 4 and 5).
-    """
-
-    k: int = 100
-    sink: int = 128
-    recent: int = 512
-    name: str = dataclasses.field(default="flat", init=False)
-
-    def __post_init__(self) -> None:
-        """Refuse a window without the newest token, and k of zero."""
-        require_zero_or_more(self.name, sink=self.sink)
-        require(self.name, k=self.k, recent=self.recent)
-
-    def tokens(self) -> dict[str, int]:
-        """k and the window."""
-        return {"k": self.k, "sink + recent": self.sink + self.recent}
-
-    def attend(self, view: View, layer: Array, state: Any) -> tuple[Partial, Any]:
-        """The window, and the best of the rest."""
-        window = view.attend_at(*view.window(self.sink, self.recent))
-        rest = view.outside_window(self.sink, self.recent)[:, None, None]
-        scores, slots = highest(jnp.where(rest, view.scores(), -jnp.inf), self.k)
-        return merge([window, view.mix(scores, slots)]), state
-
-
-@dataclasses.dataclass(frozen=True)
 class TopN(DecodeRule):
-    """KCache: softmax over all keys, of which the ``n`` largest weights of a query head are used.
+    """Softmax over all keys, of which the ``n`` largest weights of a query head are used.
 
-    The first ``device_layers`` layers, whose values stay on the device, attend to every key
-    (section 3.1 and table 2). Prompt and generated tokens compete for the same ``n``.
+    Prompt and generated tokens compete for the same ``n``.
 
     Attributes:
+      n: weights of a query head that are used.
+      device_layers: the first layers, whose values stay on the device, attend to every key (section
+        3.1 and table 2).
       renormalise: divide by the sum of the kept weights. The paper does not: the output shrinks by
         the weight of what is left out, and ``lse`` is over all visible keys. With it, ``lse`` is
         over the kept ones.
@@ -70,10 +46,21 @@ class TopN(DecodeRule):
             )
 
     @property
+    @override
     def by_position(self) -> bool:
-        """It chooses by weight alone."""
         return False
 
+    @property
+    @override
+    def value_layers(self) -> int:
+        return self.device_layers
+
+    @property
+    @override
+    def scores_every_key(self) -> bool:
+        return True
+
+    @override
     def check(self, config: ModelConfig) -> None:
         """Refuse a model with fewer layers than stay on the device."""
         super().check(config)
@@ -83,6 +70,7 @@ class TopN(DecodeRule):
                 f"{config.num_layers} layers; choose at most that many"
             )
 
+    @override
     def check_values(self, value_layers: int | None) -> None:
         """Refuse a cache with V of other layers on the device than this rule reads there."""
         if value_layers not in (None, self.device_layers):
@@ -91,10 +79,22 @@ class TopN(DecodeRule):
                 f"with value_layers={value_layers}; make them equal"
             )
 
+    @override
     def tokens(self) -> dict[str, int]:
-        """N."""
         return {"n": self.n}
 
+    @override
+    def bytes(self, config: ModelConfig, tokens: int) -> Bytes:
+        away = max(config.num_layers - self.device_layers, 0)
+        host = away * row_bytes(config) * tokens
+        moved = away * min(self.n, tokens) * row_bytes(config) * config.group_size
+        return Bytes(config.kv_bytes_per_token * tokens - host, host, moved)
+
+    @override
+    def break_even(self, config: ModelConfig, tokens: int) -> BreakEven:
+        return break_even(self.n, config, tokens)
+
+    @override
     def attend(self, view: View, layer: Array, state: Any) -> tuple[Partial, Any]:
         """Dense in the first layers, then the top N of the softmax."""
         if self.device_layers == 0:  # there may be no V on the device at all

@@ -1,21 +1,15 @@
-"""What a decode rule is given and returns: one layer of the pool as one new token sees it."""
+"""What a decode rule is given: one layer of the pool as one new token sees it."""
 
-import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
 
 import jax.numpy as jnp
-from flax import struct
-from jax import lax
 
-from jaxrag.attention_index import Spec
 from jaxrag.cache import PagePool
 from jaxrag.cache.host import HostValues
 from jaxrag.config import ModelConfig
 from jaxrag.decode.host_search import HostSearch
-from jaxrag.errors import RequestError
 from jaxrag.models.attention import (
     attend_pool,
     paged_decode_attention,
@@ -30,27 +24,15 @@ from jaxrag.types import HIDDEN, Array, Partial
 
 
 @dataclasses.dataclass(frozen=True)
-class Observe:
-    """Which queries of the prompt a rule wants kept from prefill: of the tokens that were run."""
-
-    which: Literal["last", "strided"]
-    count: int
-
-
-class PromptQueries(struct.PyTreeNode):
-    """Queries of some prompt tokens, of every layer, before rotation."""
-
-    queries: Array  # [L, B, W, N, H]
-    positions: Array  # [B, W] int32; -1 where there is no query
-
-
-@dataclasses.dataclass(frozen=True)
 class Far:
     """Values of a layer in host memory, and what its newest tokens add to them.
 
     Attributes:
-      values: where they lie. layer: scalar int32. pages: [B, M] of the requests' tables.
-      slots: [B, 1] of the newest tokens. v: [B, 1, K, H] of these.
+      values: where they lie.
+      layer: scalar int32.
+      pages: [B, M] of the requests' tables.
+      slots: [B, 1] of the newest tokens.
+      v: [B, 1, K, H] of these.
     """
 
     values: HostValues
@@ -68,22 +50,34 @@ class Far:
 class View:
     """One layer of the pool as the newest token of every row sees it.
 
-    ``order`` holds the slot of every position: rules choose by position, the pool is read by slot.
-    ``q`` is None while a rule prepares, before any token is generated; ``position`` then is that of
-    the prompt's last token.
+    Rules choose by position, the pool is read by slot.
+
+    Attributes:
+      config: of the model.
+      rope: at least as long as the request's slots.
+      pool: K and V of all layers.
+      pages: [B, M] rows of the pool, of this layer.
+      offsets: [B, M] by how much the keys of each page are still to be rotated.
+      slot_position: [B, S] the position in every slot; HIDDEN where nothing is.
+      order: [B, S] the slot of every position.
+      position: [B] of the newest token, while a rule prepares that of the prompt's last one; -1 is
+        a padding row.
+      q: [B, N, H] before rotation; None while a rule prepares.
+      host: for rules that search.
+      far: where V of some layers, perhaps not this one, lies in host memory.
     """
 
     config: ModelConfig
     rope: RopeTable
     pool: PagePool
-    pages: Array  # [B, M] rows of the pool, of this layer
-    offsets: Array  # [B, M]
-    slot_position: Array  # [B, S]
-    order: Array  # [B, S]
-    position: Array  # [B]; -1 is a padding row
-    q: Array | None = None  # [B, N, H] before rotation
-    host: HostSearch | None = None  # for rules that search
-    far: Far | None = None  # where V of some layers, perhaps not this one, lies in host memory
+    pages: Array
+    offsets: Array
+    slot_position: Array
+    order: Array
+    position: Array
+    q: Array | None = None
+    host: HostSearch | None = None
+    far: Far | None = None
 
     @property
     def scale(self) -> float:
@@ -132,11 +126,16 @@ class View:
         at: Array | None = None,
         query_at: Array | None = None,
     ) -> Array:
-        """Scores with the keys at positions [B, K', G', n] (K' is K or 1, G' is G or 1).
+        """Scores with the keys at some positions.
 
-        ``see`` says which of them count; those behind the newest token never do. ``at`` places the
-        keys elsewhere than they stand, and ``query_at`` [B] the query. Returns [B, K, G, n] in
-        float32.
+        Args:
+            positions: [B, K', G', n]; K' is K or 1, G' is G or 1.
+            see: which of them count; those behind the newest token never do.
+            at: where the keys are placed; None: where they stand.
+            query_at: [B] where the query is placed; None: where it stands.
+
+        Returns:
+            [B, K, G, n] float32, -inf where a key is not seen.
         """
         slots = self.slots_of(positions)
         turn = self.turns(slots)  # keys lie in the pool as they stand inside their chunk
@@ -249,93 +248,3 @@ class View:
         """[B, S] which slots the newest token sees and the static pattern leaves out."""
         inside = self.slot_position <= self.position[:, None] - recent
         return inside & (self.slot_position >= sink) & (self.slot_position != HIDDEN)
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeRule(abc.ABC):
-    """How a generated token attends. A rule is its settings: frozen, comparable, hashable.
-
-    Attributes:
-      name: the key of DECODE_RULES; a field, so that a record of the settings says whose they are.
-    """
-
-    name: str = dataclasses.field(init=False)
-
-    @property
-    def observe(self) -> Observe | None:
-        """Which queries of the prompt the rule needs; None: it needs none."""
-        return None
-
-    @property
-    def searches(self) -> Spec | None:
-        """The kind of index that the rule searches on the host; None: it needs none."""
-        return None
-
-    @property
-    def by_position(self) -> bool:
-        """Does the rule choose by position? Then it is refused where positions overlap."""
-        return True
-
-    def check(self, config: ModelConfig) -> None:
-        """Refuse a model that this rule cannot serve (RequestError)."""
-        if config.sliding_window is not None:
-            raise RequestError(
-                f"decode rule {self.name!r}: layers of this model see {config.sliding_window} "
-                f"tokens only (sliding window), there is nothing to leave out; use decode='dense'"
-            )
-        for field, tokens in self.tokens().items():
-            if tokens > config.max_positions:
-                raise RequestError(
-                    f"decode rule {self.name!r}: {field}={tokens} is larger than the model's "
-                    f"context of {config.max_positions} tokens; choose less, or decode='dense'"
-                )
-
-    def check_values(self, value_layers: int | None) -> None:
-        """Refuse a cache with V of that many layers only on the device (RequestError)."""
-        if value_layers is not None:
-            raise RequestError(
-                f"decode rule {self.name!r} reads V of every layer on the device, and only the "
-                f"first {value_layers} of this model have it there; use decode='topn:device_layers="
-                f"{value_layers}', or load the model without value_layers"
-            )
-
-    @abc.abstractmethod
-    def tokens(self) -> dict[str, int]:
-        """Settings that count tokens of the context, by name."""
-
-    def prepare(self, view: View, queries: Array, positions: Array, room: int) -> Any:
-        """State of one layer once the prompt is in the pool; None, or a tree of arrays [B, ...].
-
-        ``queries`` [B, W, N, H] and their ``positions`` [B, W] are what ``observe`` asked for (W is
-        0 where it asked for nothing). At most ``room`` tokens are generated.
-        """
-        return None
-
-    @abc.abstractmethod
-    def attend(self, view: View, layer: Array, state: Any) -> tuple[Partial, Any]:
-        """Attention of the newest token in one layer, float32, and the layer's state after it."""
-
-
-def highest(scores: Array, count: int) -> tuple[Array, Array]:
-    """The ``count`` highest scores [..., S], best first, and where they are; all where S is less.
-
-    Ties go to the earlier one.
-    """
-    best, at = lax.top_k(scores, min(count, scores.shape[-1]))
-    return best, at
-
-
-def require(rule: str, **counts: int) -> None:
-    """RequestError unless every count is an integer of at least 1."""
-    for field, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise RequestError(
-                f"decode rule {rule!r}: {field}={value}: expected a positive integer"
-            )
-
-
-def require_zero_or_more(rule: str, **counts: int) -> None:
-    """RequestError unless every count is an integer of at least 0."""
-    for field, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise RequestError(f"decode rule {rule!r}: {field}={value}: expected 0 or more tokens")
