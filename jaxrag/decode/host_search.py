@@ -159,6 +159,17 @@ class HostSearch:
         for number in numbers:
             self._requests.pop(number, None)
 
+    def close(self) -> None:
+        """Nobody asks any more: indexes that were kept go, and the threads end.
+
+        Compiled programs name this object and outlive the model whose requests it served.
+        """
+        self.release(list(self._requests))
+        self.documents = StoredIndexes()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
+
     def account_of(self, numbers: Iterable[int]) -> Account:
         """What these requests cost so far, summed; KeyError for one that was released."""
         return sum((self._requests[number].account for number in numbers), Account())

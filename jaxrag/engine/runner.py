@@ -1,6 +1,7 @@
 """A model on its device: the page pool, who owns its pages, and the host's side of search."""
 
 import functools
+import weakref
 from typing import Any
 
 import jax
@@ -19,14 +20,15 @@ class ModelRunner:
 
     Attributes:
       model: the weights, config and mesh.
-      host_search: where indexes of this model's requests are searched; compiled steps name it, so
-        it holds nothing of the model.
+      host_search: where indexes of this model's requests are searched. Compiled steps name it, so
+        it holds nothing of the model, and is closed with the runner.
     """
 
     def __init__(self, model: Model) -> None:
         """Allocates nothing yet."""
         self.model = model
         self.host_search = HostSearch()
+        weakref.finalize(self, self.host_search.close)
 
     @functools.cached_property
     def cache(self) -> PagedCache:

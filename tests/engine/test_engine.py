@@ -105,9 +105,13 @@ def test_a_deleted_model_frees_weights_and_pool(tiny_config, rng, decode):
     runner = engine_of(model).runner
     held = [weakref.ref(x) for x in (model, runner.cache.pool.k, runner.cache.pool.v)]
     held += [weakref.ref(model.params.embed), weakref.ref(model.rope(1).cos)]
+    host = runner.host_search  # a compiled step names it
+    host.admit()
     del model, runner
     gc.collect()
     assert [ref() for ref in held] == [None] * len(held)
+    assert not host._requests
+    assert host._pool is None
 
 
 def test_interleaved_streams_report_their_own_indexes(tiny_config, rng):
