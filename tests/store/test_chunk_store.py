@@ -83,6 +83,13 @@ def test_a_second_process_would_find_it(stored, open_store):
     c.assert_equal(open_store("r").get(c.key))
 
 
+@pytest.mark.parametrize(("options", "waits"), [({}, True), ({"durable": False}, False)])
+def test_a_write_waits_for_the_disk_unless_told_otherwise(open_store, options, waits):
+    """No killed process shows this: what it wrote stands in the page cache."""
+    store = open_store(**options)
+    assert store._backend._context["file_io_sync"].to_json() is waits
+
+
 def test_a_url_is_the_same_place_as_a_path(stored, root, model, layout):
     _, c = stored
     for location in (f"file://{root}", f"file://{root}/", str(root) + "/", root):

@@ -101,11 +101,15 @@ for number in range(10_000):
     store.put(chunk(number, number)[0], chunk(number, number)[1], record=chunk(number, 0)[2])
     print(number, flush=True)
 """
-    writer = start(tmp_path, body)
-    while int(writer.stdout.readline()) < 10:
-        pass
-    writer.kill()
-    acknowledged = 11 + len(writer.communicate(timeout=60)[0].split())
+    lines = []
+    with start(tmp_path, body) as writer:
+        for line in writer.stdout:  # to its end: ``communicate`` misses what is buffered here
+            lines.append(line)
+            if len(lines) == 11:
+                writer.kill()
+    assert [int(line) for line in lines] == list(range(len(lines)))
+    acknowledged = len(lines)
+    assert acknowledged >= 11
 
     store = open_here(shared, tmp_path)
     numbers = range(acknowledged + 3)

