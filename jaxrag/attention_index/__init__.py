@@ -1,10 +1,9 @@
 """Indexes over cached keys that know what queries want (RetrievalAttention, section 3.3)."""
 
 from jaxrag.attention_index.bank import QueryBank, rotated, spread
-from jaxrag.attention_index.index import AttentionIndex, build, lists_arrays
+from jaxrag.attention_index.index import AttentionIndex, build
 from jaxrag.attention_index.keys import Keys
 from jaxrag.attention_index.knn import nearest, nearest_on_device
-from jaxrag.attention_index.lists import ListArrays, search_lists
 from jaxrag.attention_index.search import Found, Searcher, open_index, search_heads
 from jaxrag.attention_index.spec import (
     INDEXES,
@@ -28,7 +27,6 @@ __all__ = [
     "Hnsw",
     "Ivf",
     "Keys",
-    "ListArrays",
     "ProjectedGraph",
     "QueryBank",
     "QueryLists",
@@ -36,14 +34,12 @@ __all__ = [
     "Searcher",
     "Spec",
     "build",
-    "lists_arrays",
     "name_of",
     "nearest",
     "nearest_on_device",
     "open_index",
     "rotated",
     "search_heads",
-    "search_lists",
     "spec_from",
     "spread",
     "table_of",

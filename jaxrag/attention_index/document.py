@@ -28,7 +28,7 @@ from jaxrag.attention_index.spec import (
 )
 from jaxrag.config import RopeConfig
 from jaxrag.errors import ConfigError, RetrievalError
-from jaxrag.store import KVStore, Provenance, PutResult, Record
+from jaxrag.store import KVStore, Record
 from jaxrag.types import HostArray
 
 Layer = tuple[AttentionIndex, ...]  # one index a KV head
@@ -159,27 +159,6 @@ def layer_array(layer: Layer) -> HostArray:
     return np.frombuffer(safetensors.numpy.save(named), np.uint8).copy()
 
 
-def put_with_indexes(
-    store: KVStore,
-    key: str,
-    kv: HostArray,
-    layers: Sequence[Layer],
-    *,
-    record: Provenance,
-    replace: bool = False,
-) -> PutResult:
-    """Store the KV [L, 2, T, K, H] of a document with the indexes of its layers; ``KVStore.put``.
-
-    Raises RetrievalError when there is not one layer of indexes for every layer of KV.
-    """
-    if [len(layer) for layer in layers] != [kv.shape[3]] * len(kv):
-        raise RetrievalError(
-            f"indexes of {len(layers)} layers for KV {list(kv.shape)}: expected {len(kv)} layers "
-            f"of {kv.shape[3]}"
-        )
-    return store.put(key, kv, record=record, aux=layer_arrays(layers), replace=replace)
-
-
 def layer_arrays(layers: Sequence[Layer]) -> dict[str, HostArray]:
     """The auxiliary arrays of a chunk that hold its indexes, by name."""
     return {_name(number): layer_array(layer) for number, layer in enumerate(layers)}
@@ -215,11 +194,6 @@ def indexes_nbytes(record: Record) -> int:
     """Bytes of the indexes that a chunk was stored with; 0 without any."""
     ours = (array.nbytes for name, array in record.aux.items() if name.startswith(_NAME))
     return sum(ours)
-
-
-def has_indexes(store: KVStore, key: str) -> bool:
-    """Whether a chunk was stored with indexes. Raises ChunkCorrupt as ``KVStore.head`` does."""
-    return is_indexed(store.head([key])[0])
 
 
 def stored_spec(store: KVStore, key: str) -> Spec:

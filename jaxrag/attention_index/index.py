@@ -5,7 +5,6 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrag.attention_index import faiss_objects, graph, lists
@@ -236,20 +235,6 @@ def _lists(heads: list[HostArray], queries: HostArray, spec: QueryLists) -> dict
         "centroids": np.stack([centroids for centroids, _ in made]),
         "table": np.stack(padded),
     }
-
-
-def lists_arrays(index: AttentionIndex) -> lists.ListArrays:
-    """The lists on the default device, for ``search_lists``. Keys of 8 bits are decoded there."""
-    if not isinstance(index.spec, QueryLists):
-        kind = table_of(index.spec)["kind"]
-        raise RetrievalError(f"an index of kind {kind!r} has no lists; build 'lists'")
-    keys = index.keys.codes if index.keys.span is None else index.keys.decode()
-    return lists.ListArrays(
-        keys=jnp.asarray(keys),
-        rows=jnp.asarray(index.rows()),
-        centroids=jnp.asarray(index.tables["centroids"]),
-        table=jnp.asarray(index.tables["table"]),
-    )
 
 
 def _order(wanted: HostArray, count: int) -> HostArray:

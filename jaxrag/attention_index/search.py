@@ -1,7 +1,6 @@
-"""Searching an index: keys by inner product, an exact tail behind it, all heads of a layer."""
+"""Searching an index: keys by inner product, and all heads of a layer."""
 
 import concurrent.futures
-import copy
 import dataclasses
 import threading
 from collections.abc import Sequence
@@ -35,57 +34,24 @@ class Found:
 
 
 class Searcher:
-    """An open index with a tail of its own; searches may run in parallel threads.
-
-    ``append`` is for one thread, and not during a search.
-    """
+    """An open index; searches may run in parallel threads. Made by ``open_index``."""
 
     def __init__(
         self, index: AttentionIndex, engines: Sequence[Any], storage: Any, nbytes: int
     ) -> None:
-        """Use ``open_index``."""
         self.index = index
-        self._nbytes = nbytes
+        self.nbytes = nbytes  # of keys and tables
         self._engines = engines
         self._storage = storage
         self._rows = index.rows() if len(index.wanted) else None
-        self._tail = np.empty((0, index.keys.dim), np.float32)
-        self._tail_count = 0
 
     def __len__(self) -> int:
-        """Keys, the tail included."""
-        return len(self.index) + self._tail_count
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys, tables and tail."""
-        return self._nbytes + int(self._tail.nbytes)
-
-    def fork(self) -> "Searcher":
-        """A searcher over the same index with an empty tail, for another request."""
-        other = copy.copy(self)
-        other._tail, other._tail_count = self._tail[:0].copy(), 0
-        return other
-
-    def append(self, keys: HostArray) -> None:
-        """Add keys [n, H] behind the others; they are scanned exactly from now on."""
-        if keys.ndim != 2 or keys.shape[1] != self.index.keys.dim:
-            raise RetrievalError(
-                f"a tail of shape {list(keys.shape)}: expected [n, {self.index.keys.dim}]"
-            )
-        count = self._tail_count + len(keys)
-        if count > len(self._tail):
-            grown = np.empty((max(count, 2 * len(self._tail), 64), keys.shape[1]), np.float32)
-            grown[: self._tail_count] = self._tail[: self._tail_count]
-            self._tail = grown
-        self._tail[self._tail_count : count] = keys
-        self._tail_count = count
+        return len(self.index)
 
     def all_keys(self) -> HostArray:
-        """Every key, the tail included, [S, H] float32 in the caller's rows, to build again."""
+        """Every key, [S, H] float32 in the caller's rows, to build again."""
         keys = np.empty((len(self), self.index.keys.dim), np.float32)
         keys[self.index.rows()] = self.index.keys.decode()
-        keys[len(self.index) :] = self._tail[: self._tail_count]
         return keys
 
     def search(
@@ -100,7 +66,7 @@ class Searcher:
 
         Args:
             queries: [G, H] float32, rotated as the keys are.
-            k: keys wanted. All of them, tail included, are found exactly.
+            k: keys wanted. All of them are found exactly.
             effort: ef or probes of this search, for all heads or one each; None takes the spec's.
             count: have FAISS count what it scans; counted searches run one at a time.
 
@@ -109,19 +75,14 @@ class Searcher:
             RetrievalError: queries of the wrong shape or number of heads.
         """
         queries = self._checked(queries, k)
-        heads, tail = len(queries), self._tail[: self._tail_count]
+        heads = len(queries)
         efforts = self._efforts(heads, effort)
-        if k >= len(self.index):
+        if k >= len(self):
             scores = queries @ self.index.keys.decode().T
             ids = np.broadcast_to(self.index.rows(), scores.shape)
             scanned = np.full(heads, len(self.index), np.int64)
         else:
             ids, scores, scanned = self._core(queries, k, efforts, count)
-        if len(tail):
-            behind = np.arange(len(self.index), len(self), dtype=np.int32)
-            ids = np.concatenate([ids, np.broadcast_to(behind, (heads, len(tail)))], axis=1)
-            scores = np.concatenate([scores, queries @ tail.T], axis=1)
-            scanned = np.where(scanned < 0, scanned, scanned + len(tail))
         return Found(*_best(ids, scores, k), scanned)
 
     def _checked(self, queries: HostArray, k: int) -> HostArray:
@@ -145,7 +106,7 @@ class Searcher:
     def _core(
         self, queries: HostArray, k: int, efforts: Sequence[int], count: bool
     ) -> tuple[HostArray, HostArray, HostArray]:
-        """Ids in the caller's rows, scores and counts of every head, without the tail."""
+        """Ids in the caller's rows, scores and counts of every head."""
         heads = len(queries)
         spec = self.index.spec
         if isinstance(spec, QueryLists):

@@ -151,7 +151,6 @@ class Hnsw:
 
 
 Spec = Exact | ProjectedGraph | RoarGraph | QueryLists | Ivf | Hnsw
-Graph = ProjectedGraph | RoarGraph
 Trained = ProjectedGraph | RoarGraph | QueryLists
 
 INDEXES: dict[str, type[Spec]] = {

@@ -60,9 +60,12 @@ def document():
 def test_a_stored_index_answers_as_the_one_that_was_built(document, spec, tmp_path):
     with_index = document.layers(spec)
     store = ChunkStore.open(tmp_path, MODEL, LAYOUT, mode="rw")
-    documents.put_with_indexes(store, document.key, document.kv, with_index, record=document.record)
+    aux = documents.layer_arrays(with_index)
+    store.put(document.key, document.kv, record=document.record, aux=aux)
     again = ChunkStore.open(tmp_path, MODEL, LAYOUT, mode="r")
-    assert documents.has_indexes(again, document.key)
+    (record,) = again.head([document.key])
+    assert documents.is_indexed(record)
+    assert documents.indexes_nbytes(record) == sum(array.nbytes for array in aux.values())
     for number, built in enumerate(with_index):
         loaded = documents.load_layer(again, document.key, number, ROPE)
         for mine, theirs in zip(built, loaded, strict=True):
@@ -101,22 +104,18 @@ def test_a_chunk_without_indexes_says_so(document):
     store = MemoryStore(MODEL, LAYOUT)
     with pytest.raises(ChunkMissing):
         documents.load_layer(store, document.key, 0, ROPE)
-    assert not documents.has_indexes(store, document.key)
+    assert not documents.is_indexed(store.head([document.key])[0])
     store.put(document.key, document.kv, record=document.record)
-    assert not documents.has_indexes(store, document.key)
+    assert not documents.is_indexed(store.head([document.key])[0])
     with pytest.raises(StoreError, match="no auxiliary array 'attention_index_0'"):
         documents.load_layer(store, document.key, 0, ROPE)
 
 
 def test_what_does_not_belong_to_the_document_is_refused(document):
     store = MemoryStore(MODEL, LAYOUT)
-    layers = document.layers()
-    with pytest.raises(RetrievalError, match="indexes of 1 layers for KV"):
-        documents.put_with_indexes(
-            store, document.key, document.kv, layers[:1], record=document.record
-        )
     shorter = document.kv[:, :, :200].copy()
-    documents.put_with_indexes(store, document.key, shorter, layers, record=document.record)
+    aux = documents.layer_arrays(document.layers())
+    store.put(document.key, shorter, record=document.record, aux=aux)
     with pytest.raises(RetrievalError, match=r"\[200, 16\]: the saved index is of \[300, 16\]"):
         documents.load_layer(store, document.key, 0, ROPE)
     aux = {"attention_index_0": np.zeros(50, np.uint8)}

@@ -1,10 +1,9 @@
-"""Searching: exact where it must be, the same on host and device, tails, threads, saved indexes."""
+"""Searching: exact where it must be, as slow versions do, in threads, from saved indexes."""
 
 import concurrent.futures
 import functools
 import sys
 
-import jax
 import numpy as np
 import pytest
 
@@ -17,10 +16,8 @@ from jaxrag.attention_index import (
     QueryLists,
     RoarGraph,
     build,
-    lists_arrays,
     open_index,
     search_heads,
-    search_lists,
 )
 from jaxrag.errors import RequestError, RetrievalError
 
@@ -165,17 +162,12 @@ def slow_lists(index, queries, k, probes):
 
 @pytest.mark.parametrize("name", ["lists", "half lists", "group lists"])
 @pytest.mark.parametrize(("k", "probes"), [(10, 2), (40, 1), (3, 8)])
-def test_lists_agree_on_host_and_device_with_the_slow_version(head, name, k, probes):
+def test_lists_agree_with_the_slow_version(head, name, k, probes):
     index = build(head.keys, head.train, SPECS[name])
-    searcher, arrays = open_index(index), lists_arrays(index)
-    on_device = jax.jit(search_lists, static_argnums=(2, 3))
+    searcher = open_index(index)
     for number in range(4):
         queries = head.test[:, number]
         found = searcher.search(queries, k, effort=probes)
-        ids, scores, scanned = on_device(arrays, queries, k, probes)
-        np.testing.assert_array_equal(found.ids, ids)
-        np.testing.assert_allclose(found.scores, scores, rtol=1e-4, atol=1e-4)
-        np.testing.assert_array_equal(found.scanned, scanned)
         for part, (expected, compared) in enumerate(slow_lists(index, queries, k, probes)):
             assert found.ids[part].tolist() == expected
             assert found.scanned[part] == compared
@@ -185,44 +177,19 @@ def test_lists_with_fewer_keys_than_asked_for(head):
     spec = QueryLists(clusters=64, cap=5, knn=5, probes=1, **SMALL)
     index = build(head.keys, head.train, spec)
     found = open_index(index).search(head.test[:, 0], 50)
-    ids, scores, _ = search_lists(lists_arrays(index), head.test[:, 0], 50, 1)
-    for got, values in ((found.ids, found.scores), (np.asarray(ids), np.asarray(scores))):
-        assert got.shape == (2, 50)
-        assert ((got < 0) == np.isneginf(values)).all()
-        assert (got[:, 5:] == -1).all()
-        assert (got[:, 0] >= 0).all()
+    assert found.ids.shape == (2, 50)
+    assert ((found.ids < 0) == np.isneginf(found.scores)).all()
+    assert (found.ids[:, 5:] == -1).all()
+    assert (found.ids[:, 0] >= 0).all()
 
 
-def test_a_tail_is_scanned_exactly_and_belongs_to_one_request(searcher, head):
-    mine, other = searcher.fork(), searcher.fork()
-    query = head.test[:, 0]
-    loud = 100 * query  # what each query head wants most
-    mine.append(loud[:1])
-    mine.append(np.concatenate([loud[1:], np.zeros((70, head.keys.shape[1]), np.float32)]))
-    assert len(mine) == 672
-    assert len(other) == len(searcher) == 600
-    found = mine.search(query, 5, count=True)
-    assert found.ids[:, 0].tolist() == [600, 601]
-    np.testing.assert_allclose(found.scores[:, 0], 100 * (query**2).sum(1), rtol=1e-5)
-    before = searcher.search(query, 5, count=True)
-    np.testing.assert_array_equal(other.search(query, 5).ids, before.ids)
-    np.testing.assert_array_equal(found.scanned, before.scanned + 72)
-    everything = mine.search(query, 672)
-    assert set(everything.ids[0].tolist()) == set(range(672))
-    with pytest.raises(RetrievalError, match=r"a tail of shape \[3\]: expected \[n, 16\]"):
-        mine.append(np.zeros(3, np.float32))
-
-
-def test_an_index_is_built_again_with_its_tail(head):
-    grown = searcher_of("lists", head).fork()
-    more = head.keys[:50] + 3
-    grown.append(more)
-    keys = grown.all_keys()
-    np.testing.assert_array_equal(keys, np.concatenate([head.keys, more]))
+def test_all_keys_come_back_to_build_again(head):
+    searcher = searcher_of("lists", head)
+    keys = searcher.all_keys()
+    np.testing.assert_array_equal(keys, head.keys)
     again = open_index(build(keys, head.train, LISTS))
-    assert len(again) == len(again.index) == 650
-    found, slow = again.search(head.test[:, 0], 650), grown.search(head.test[:, 0], 650)
-    np.testing.assert_array_equal(found.ids, slow.ids)
+    found, same = again.search(head.test[:, 0], 50), searcher.search(head.test[:, 0], 50)
+    np.testing.assert_array_equal(found.ids, same.ids)
 
 
 @pytest.mark.parametrize("storage", ["float16", "uint8"])
@@ -253,9 +220,8 @@ def test_an_index_outlives_what_it_was_opened_from(head):
     expected = searcher.search(head.test[:, 0], 600)
     index.keys.codes[...] = 0
     index.tables["links_0"][...] = 0
-    again = searcher.fork()
-    del searcher, index
-    np.testing.assert_array_equal(again.search(head.test[:, 0], 600).ids, expected.ids)
+    del index
+    np.testing.assert_array_equal(searcher.search(head.test[:, 0], 600).ids, expected.ids)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -334,8 +300,6 @@ def test_requests_that_cannot_be_served(head):
         searcher.search(query[:1], 5)
     with pytest.raises(RetrievalError, match=r"queries of shape \[2, 8\]: expected \[2, 16\]"):
         searcher.search(query[:, :8], 5)
-    with pytest.raises(RetrievalError, match="kind 'graph' has no lists"):
-        lists_arrays(build(head.keys, head.train, GRAPH))
 
 
 def test_without_faiss_the_error_says_what_to_install(head, monkeypatch):
