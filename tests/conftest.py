@@ -9,7 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # inherited by the subprocesses of the tests
+# Inherited by the subprocesses of the tests. Most of the time of a test is XLA's, which compiles
+# programs that run once: without LLVM's optimisations it takes two thirds as long.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
 import jax
 import numpy as np

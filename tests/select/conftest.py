@@ -17,7 +17,7 @@ from jaxrag.models.decoder import forward
 from jaxrag.models.model import random_model
 from jaxrag.models.rope import place
 from jaxrag.select import NoTokens
-from jaxrag.types import Tokens
+from jaxrag.types import FINAL, Tokens
 
 
 @pytest.fixture(scope="session")
@@ -157,8 +157,12 @@ class Work:
 
     @classmethod
     def full_logits(cls, model, prompt):
-        whole = np.concatenate((prompt.prefix, *prompt.chunks, prompt.final))[None]
-        return np.asarray(model.logits(whole)[0, -1])
+        """Logits of the last token by one forward, padded so that few lengths are compiled."""
+        whole = np.concatenate((prompt.prefix, *prompt.chunks, prompt.final))
+        pad = (0, -len(whole) % 128)
+        segments = np.pad(np.full(len(whole), FINAL, np.int32), pad)[None]
+        logits = model.logits(np.pad(whole, pad)[None], segments=segments)
+        return np.asarray(logits[0, len(whole) - 1])
 
     @classmethod
     def reuse_logits(cls, model, prompt, encoder="after_prefix"):
