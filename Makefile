@@ -51,10 +51,11 @@ check-kernels: $(VENV)/.installed-check-kernels ## Compile the GPU kernels witho
 	$(BIN)/python scripts/kernels/check_kernels.py --self-test
 	$(BIN)/python scripts/kernels/check_triton_numbers.py
 
-lint: $(VENV)/.installed-dev ## Check style, formatting and types
+lint: $(VENV)/.installed-dev ## Check style, formatting, types and the links of the pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_docs.py -k links
 
 format: $(VENV)/.installed-dev ## Rewrite files in the project's style
 	$(BIN)/ruff check --fix .

@@ -98,20 +98,3 @@ def test_constraints_are_versions_only():
     assert "jax==0.11.2" in pins
     for line in pins:
         assert re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line), line
-
-
-def test_the_files_the_readme_names_exist():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    links = re.findall(r"\]\(([^)#\s]+)", readme)
-    spans = re.findall(
-        r"`((?:configs|docs|examples|jaxrag|pallas_kernels|scripts|tests)/[\w./-]+)`", readme
-    )
-    targets = [name for name in links if not re.match(r"[a-z]+:", name)] + spans
-    assert not [name for name in targets if not (ROOT / name).exists()]
-
-
-def test_the_make_targets_the_readme_names_exist():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"\bmake ([a-z][a-z-]+)\b", readme):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

@@ -19,7 +19,7 @@ ALLOWED = {"hashlib", "json", "math", "numpy", "pathlib", "sys", "xxhash"}
 
 @pytest.fixture(scope="module")
 def listing():
-    (_, text) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.M | re.S)
+    (text,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.M | re.S)
     return text
 
 
