@@ -31,12 +31,19 @@ class HeadSpec:
 
     Attributes:
       seed: of the head's maps; token streams have one of their own.
-      key_power, query_power: exponents of the power laws over channels.
+      key_power: exponent of the keys' power law over channels.
+      query_power: of the queries'.
       mismatch: 0 orders the queries' channels as the keys', 1 in reverse.
       agreement: cosine between the queries' map and the keys'.
-      key_bias, query_bias: of the large channels, in units of the largest channel.
+      key_bias: of the keys' large channels, in units of the largest channel.
+      query_bias: of the queries' large channels, likewise.
       large_channels: how many of those.
-      group, head_dim, model_dim, words, topics, theta: sizes; ``theta`` is RoPE's.
+      group: query heads of the KV head.
+      head_dim: dimensions of the head.
+      model_dim: channels of the hidden states that the maps read.
+      words: of the vocabulary.
+      topics: that a segment of the text may be about.
+      theta: RoPE's.
     """
 
     seed: int
@@ -105,8 +112,10 @@ def draw(
     Args:
         spec: the head.
         context: tokens of the context; keys are those between ``sink`` and ``recent``.
-        train: training queries kept of it. ask: tokens behind it.
-        sink, recent: tokens of the static pattern, whose keys no index needs.
+        train: training queries kept of it.
+        ask: tokens behind it.
+        sink: first tokens, whose keys no index needs.
+        recent: last tokens of the context, likewise.
         stream: seed of the tokens.
 
     Raises:

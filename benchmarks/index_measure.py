@@ -108,13 +108,19 @@ class Options:
     """What to measure, and how long.
 
     Attributes:
-      contexts: tokens of the contexts. heads: names in ``HEADS``. engines: names in ``ENGINES``.
-      k: keys wanted. target: recall that the knob is set for, on validation queries, with
-        ``margin`` added.
-      sink, recent: tokens of the static pattern, whose keys are left out.
-      train: training queries a head. ask: queries behind the context, half to validate with.
+      contexts: tokens of the contexts.
+      heads: names in ``HEADS``.
+      engines: names in ``ENGINES``.
+      k: keys wanted.
+      target: recall that the knob is set for, on validation queries.
+      margin: added to the target there.
+      sink: first tokens, whose keys are left out.
+      recent: last tokens, likewise.
+      train: training queries a head.
+      ask: queries behind the context, half to validate with.
       cold_bytes: of the KV heads visited in turn; several times the last cache.
-      searches: in a round. rounds: of which the best counts.
+      searches: in a round.
+      rounds: of which the best counts.
       slow_up_to: longest context for HNSW and for RoarGraph, whose builds are slow.
       seed: of the token streams.
     """

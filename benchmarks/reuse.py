@@ -75,14 +75,17 @@ class Options:
 
     Attributes:
       data: folder with the passages; see ``read_passages``.
-      queries, chunks_per_query: how many are asked, and how many chunks each asks for.
-      kb_share, shared_share: of the chunks asked for; the rest is unique.
+      queries: how many are asked.
+      chunks_per_query: how many chunks each asks for.
+      kb_share: of the chunks asked for, those of the knowledge base.
+      shared_share: those that several users upload; the rest is unique.
       popularity: exponent of the Zipf law; 0 asks for all alike.
       shuffle: chunks stand in random order in a prompt; else the most popular first.
       pool: share of the passages that the knowledge base and shared chunks are taken from.
       tokenizer: directory of a tokenizer to count tokens with; None counts words, and characters
         of Chinese, Japanese and Korean.
-      seed: of the workload. sensitivity: run the table of other settings too.
+      seed: of the workload.
+      sensitivity: run the table of other settings too.
     """
 
     data: str

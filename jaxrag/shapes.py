@@ -6,6 +6,11 @@ def bucket(size: int, smallest: int = 16) -> int:
     return max(smallest, 1 << max(size - 1, 0).bit_length())
 
 
+def bucket_below(size: int) -> int:
+    """The largest power of two that is not above ``size``; 1 for less than that."""
+    return 1 << (max(size, 1).bit_length() - 1)
+
+
 def pieces(length: int, largest: int) -> list[tuple[int, int]]:
     """Split a prefill of ``length`` tokens into (tokens, width) pieces of few distinct widths.
 

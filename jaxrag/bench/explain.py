@@ -246,7 +246,8 @@ def question_attention(model: Model, prompt: Prompt, independent: bool) -> HostA
     Mean over the final block's tokens and over the heads; every layer adds up to 1.
 
     Args:
-      model: the model. prompt: T tokens, the final block included.
+      model: the model.
+      prompt: T tokens, the final block included.
       independent: chunks see only themselves (TurboRAG Fig. 2c); else all that precedes them.
         Positions are reordered in either case.
     """

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrag.shapes import bucket
+from jaxrag.shapes import bucket, bucket_below
 from jaxrag.types import HostArray
 
 _SMALLEST = 16
@@ -47,9 +47,9 @@ def plan(lengths: Sequence[int], batch_tokens: int, longest: int, ways: int = 1)
     start = 0
     while start < len(order):
         width = widths[start]
-        most = max(1, batch_tokens // width // ways)
+        most = bucket_below(batch_tokens // width // ways)
         needed = -(-(ends[width] - start) // ways)
-        per_way = min(bucket(needed, 1), 1 << (most.bit_length() - 1))
+        per_way = min(bucket(needed, 1), most)
         members = tuple(order[start : start + per_way * ways])
         batches.append(Batch(members, per_way * ways, width))
         start += len(members)

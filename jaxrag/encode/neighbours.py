@@ -40,7 +40,7 @@ from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable, place
 from jaxrag.models.spec import Params
 from jaxrag.models.taps import Tap
-from jaxrag.shapes import bucket, row_length
+from jaxrag.shapes import bucket, bucket_below, row_length
 from jaxrag.types import FINAL, Array, HostArray, Tokens
 
 # Token ids [T] of chunks -> their KV [L, 2, T, K, H], each encoded directly behind the prefix.
@@ -134,7 +134,7 @@ def _started(
 
 def batch_rows(longest: int) -> int:
     """How many chunks of at most that many tokens run at once; a power of two."""
-    return 1 << (max(1, ROW_TOKENS // row_length(longest)).bit_length() - 1)
+    return bucket_below(ROW_TOKENS // row_length(longest))
 
 
 def _width(longest: int) -> int:

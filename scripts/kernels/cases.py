@@ -32,12 +32,17 @@ CONTEXT = 32_768
 class Case:
     """A function that holds kernels, shapes to compile it for, and what each may use.
 
+    The shared memory of a kernel has the chip's limit as its budget: more does not compile.
+
     Attributes:
-      op, impl: of which op it is which body. kernels: their names in the program; each is held to
-        the budget.
-      registers: most a thread may use. spill_bytes: most a thread may spill, stores and loads.
+      op: which op it is a body of.
+      kernels: their names in the program; each is held to the budget.
+      function: what is compiled.
+      arguments: their shapes.
+      registers: most a thread may use.
+      spill_bytes: most a thread may spill, stores and loads.
+      impl: which body it is.
       host: which arguments lie in pinned host memory; the program may hold no copy of them.
-      The shared memory of a kernel has the chip's limit as its budget: more does not compile.
     """
 
     op: str
