@@ -1,4 +1,8 @@
-"""Indexes over cached keys that know what queries want (RetrievalAttention, section 3.3)."""
+"""Indexes over cached keys that know what queries want (RetrievalAttention, section 3.2).
+
+RetrievalAttention: Accelerating Long-Context LLM Inference via Vector Retrieval (arXiv:2409.10516).
+RoarGraph (arXiv:2408.08933), FAISS's inverted file and its HNSW are there to compare with.
+"""
 
 from jaxrag.attention_index.bank import QueryBank, rotated, spread
 from jaxrag.attention_index.index import AttentionIndex, build

@@ -1,8 +1,8 @@
 """Training queries: kept before RoPE from prefill, and rotated to where decoding will ask from.
 
-RetrievalAttention builds its index from the queries of prefill at their own positions. A query of
-decode stands elsewhere, and what it wants moves with its position; a bank rotated to that position
-finds the same keys with a fraction of the scan.
+RetrievalAttention (section 3.2, arXiv:2409.10516) builds its index from the queries of prefill at
+their own positions. A query of decode stands elsewhere, and what it wants moves with its position;
+a bank rotated to that position finds the same keys with a fraction of the scan.
 """
 
 import dataclasses

@@ -172,7 +172,8 @@ def build_arrays(
     Args:
         kv: [L, 2, T, K, H], K before RoPE.
         queries: [L, N, m, H] before RoPE, strided over the chunk.
-        indexing: how. rope: the model's rotation.
+        indexing: what indexes are built.
+        rope: the model's rotation.
 
     Raises RetrievalError as ``build_layer`` does.
     """
@@ -212,7 +213,8 @@ def load_layer(store: KVStore, key: str, layer: int, rope: RopeConfig) -> Layer:
     """The indexes of one layer of a stored document, over keys at their places inside it.
 
     Raises:
-        ChunkMissing, ChunkCorrupt: as ``KVStore.get``.
+        ChunkMissing: as ``KVStore.get``.
+        ChunkCorrupt: as ``KVStore.get``.
         StoreError: the chunk was stored without indexes.
         RetrievalError: what was stored is no index of these keys.
     """

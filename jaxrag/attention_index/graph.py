@@ -1,5 +1,8 @@
 """The two projections of query-to-key links onto the keys: ours, and RoarGraph's as an ablation.
 
+RoarGraph: A Projected Bipartite Graph for Efficient Cross-Modal Approximate Nearest Neighbor Search
+(section 4.2, arXiv:2408.08933).
+
 Both take the ranked lists of training queries, [m, c] ids of keys with the best first, and give
 links [W, degree] int32 padded with -1, for keys 0 .. W-1.
 """
@@ -66,7 +69,7 @@ def _half_and_spread(rank: HostArray, size: HostArray, degree: int) -> tuple[Hos
 
 
 def project_roar(lists: HostArray, keys: HostArray, degree: int) -> HostArray:
-    """RoarGraph's projection by the first neighbour, then reverse links.
+    """RoarGraph's projection (section 4.2) by the first neighbour, then reverse links.
 
     ``keys`` [W, H] float32. A candidate is occluded by a link that is nearer to it (by inner
     product) than the key itself is; rows are filled up with occluded ones.

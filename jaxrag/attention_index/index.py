@@ -42,7 +42,7 @@ class AttentionIndex:
       keys: S keys in the index's order.
       wanted: [W] int32 the caller's rows of the first W keys.
       tables: by kind, "links_E" [W, degree] int32 and "entries" [E] int32; "centroids" [E, C, H]
-        float32 and "table" [E, C, width] int32; or "faiss" uint8.
+        float32 and "table" [E, C, width] int32; "faiss" uint8; or none.
     """
 
     spec: Spec

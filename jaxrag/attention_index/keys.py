@@ -48,7 +48,7 @@ class Keys:
 
     @property
     def dim(self) -> int:
-        """H."""
+        """Values of a key, H."""
         return int(self.codes.shape[1])
 
     @property

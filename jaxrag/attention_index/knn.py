@@ -22,7 +22,12 @@ Best = tuple[Array, Array]  # ids and scores, [m, k] each
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Neighbours:
-    """The best keys of each query: ids [m, k] int32, best first, and scores [m, k] float32."""
+    """The best keys of each query, best first.
+
+    Attributes:
+      ids: [m, k] int32 rows of the keys.
+      scores: [m, k] float32 inner products.
+    """
 
     ids: HostArray
     scores: HostArray

@@ -31,19 +31,21 @@ class Exact:
 class ProjectedGraph:
     """A graph over keys, projected from the nearest keys of training queries.
 
-    RetrievalAttention (section 3.3) links "keys connected to the same query". Here a key is linked
-    with the ``span`` next ranks of every list it is in, and to the ``top`` first keys of that list.
-    Of a key's candidates half its ``degree`` goes to those met most often and half is spread over
-    the others.
+    RetrievalAttention (section 3.2, arXiv:2409.10516) links "key vectors that are connected to the
+    same query vectors". Here a key is linked with the ``span`` next ranks of every list it is in,
+    and to the ``top`` first keys of that list. Of a key's candidates half its ``degree`` goes to
+    those met most often and half is spread over the others.
 
     Attributes:
       degree: links a key has at most; twice that where the group shares one graph.
-      knn: keys of every training query's list. span, top: see above.
+      knn: keys of every training query's list.
+      span: ranks of a list that a key is linked with.
+      top: first ranks of a list that every key of it is linked to.
       ef: keys kept while searching; more finds more and costs more.
       share: "q_head" makes one graph for each query head, "group" one for all heads of the group.
       storage: of the keys, see ``Exact``.
-      exact_below, min_queries: with fewer keys, or fewer training queries a head, than this every
-        key is scanned instead.
+      exact_below: with fewer keys than this every key is scanned instead.
+      min_queries: the same with fewer training queries a head than this.
     """
 
     degree: int = 64
@@ -63,11 +65,19 @@ class ProjectedGraph:
 
 @dataclasses.dataclass(frozen=True)
 class RoarGraph:
-    """The bipartite projection of RoarGraph (VLDB 2024, section 4.2), without its last stage.
+    """RoarGraph's bipartite projection (section 4.2, arXiv:2408.08933), without its last stage.
 
     The best key of a training query is linked to the others of its list, occlusion-pruned; a later
-    query with the same best key replaces the links; links are then reversed. Fields as in
-    ``ProjectedGraph``.
+    query with the same best key replaces the links; links are then reversed.
+
+    Attributes:
+      degree: links a key has at most; twice that where the group shares one graph.
+      knn: keys of every training query's list.
+      ef: keys kept while searching; more finds more and costs more.
+      share: as in ``ProjectedGraph``.
+      storage: of the keys, see ``Exact``.
+      exact_below: as in ``ProjectedGraph``.
+      min_queries: as in ``ProjectedGraph``.
     """
 
     degree: int = 35
@@ -90,9 +100,16 @@ class QueryLists:
     A key is in as many lists as clusters want it. A search scans the lists of the nearest clusters.
 
     Attributes:
-      clusters: of the training queries. cap: keys of a list at most, the most wanted ones.
-      knn: keys of every training query's list. rounds: of k-means. seed: where k-means starts.
-      probes: lists scanned. Others as in ``ProjectedGraph``.
+      clusters: of the training queries.
+      cap: keys of a list at most, the most wanted ones.
+      knn: keys of every training query's list.
+      rounds: of k-means.
+      seed: where k-means starts.
+      probes: lists scanned.
+      share: "q_head" makes lists for each query head, "group" one set for all heads of the group.
+      storage: of the keys, see ``Exact``.
+      exact_below: as in ``ProjectedGraph``.
+      min_queries: as in ``ProjectedGraph``.
     """
 
     clusters: int = 256
@@ -116,8 +133,10 @@ class Ivf:
     """FAISS's inverted file over clusters of the keys: a baseline that knows nothing of queries.
 
     Attributes:
-      clusters: None takes 4 sqrt(S). probes: clusters scanned.
-      storage, exact_below: as in ``ProjectedGraph``.
+      clusters: None takes 4 sqrt(S).
+      probes: clusters scanned.
+      storage: of the keys, see ``Exact``.
+      exact_below: as in ``ProjectedGraph``.
     """
 
     clusters: int | None = None
@@ -135,8 +154,11 @@ class Hnsw:
     """FAISS's hierarchical graph over the keys: a baseline that knows nothing of queries.
 
     Attributes:
-      links: of a key in the upper levels, twice that at the base. ef_build: width while building.
-      ef: width while searching. storage, exact_below: as in ``ProjectedGraph``.
+      links: of a key in the upper levels, twice that at the base.
+      ef_build: width while building.
+      ef: width while searching.
+      storage: of the keys, see ``Exact``.
+      exact_below: as in ``ProjectedGraph``.
     """
 
     links: int = 32
