@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from jaxrag.cache import PagePool, PageTable
 from jaxrag.config import ModelConfig
+from jaxrag.documents import Shard
 from jaxrag.engine.mapping import Mapped, map_request, unmap
 from jaxrag.engine.prefill import prefill, run_tokens
 from jaxrag.engine.sampling import Sampling
@@ -28,7 +29,7 @@ from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import Params
 from jaxrag.select import NoTokens
-from jaxrag.serve.batch_files import BadQuestion, QuestionFile, Shard
+from jaxrag.serve.batch_files import BadQuestion, QuestionFile
 from jaxrag.serve.gated import gate_subject
 from jaxrag.serve.generate import Result, batches, serve
 from jaxrag.serve.questions import Request, Settings, prepare, resolve

@@ -25,6 +25,7 @@ from jaxrag.retrieve.base import (
     checked_vectors,
 )
 from jaxrag.retrieve.rows import RowFile, Rows
+from jaxrag.shapes import bucket
 from jaxrag.types import Array
 
 _PIECE = 32768  # most rows of one matrix product
@@ -115,7 +116,7 @@ def _best(
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """The best rows of every piece and their scores, [Q, k or more]; -inf where there is none."""
     device = _device()
-    padded = np.zeros((_power_of_two(len(queries)), queries.shape[1]), np.float32)
+    padded = np.zeros((bucket(len(queries), 1), queries.shape[1]), np.float32)
     padded[: len(queries)] = queries
     asked = jax.device_put(padded, device)
     answers: list[tuple[int, Array, Array]] = []
@@ -127,7 +128,7 @@ def _best(
         if len(piece) < length:  # the last one
             piece = np.concatenate([piece, np.zeros((length - len(piece), piece.shape[1]), "f4")])
             counted = np.concatenate([counted, np.zeros(length - len(counted), bool)])
-        top = min(_power_of_two(k), length)
+        top = min(bucket(k, 1), length)
         scores, places = _top(asked, *jax.device_put((piece, counted), device), top)
         answers.append((start, scores, places))
     if not answers:
@@ -156,11 +157,6 @@ def _pieces(count: int) -> list[tuple[int, int]]:
         pieces.append((start, length))
         start += length
     return pieces
-
-
-def _power_of_two(number: int) -> int:
-    """The smallest power of two that is not below ``number``."""
-    return 1 << max(0, number - 1).bit_length()
 
 
 def _device() -> jax.Device:
