@@ -35,7 +35,7 @@ class KnowledgeBase(Maintained):
 
     The folder holds ``catalog.sqlite`` (documents, chunks, full-text index), the vector index if
     there is an embedder, and the chunk store unless that lies elsewhere. Everything that shapes a
-    stored chunk is fixed when the folder is made and remembered by it. Attributes: see ``Opened``.
+    stored chunk is fixed when the folder is made and remembered by it. Attributes: see ``Parts``.
     """
 
     @classmethod

@@ -1,4 +1,4 @@
-"""A knowledge base that is open: what its operations work on."""
+"""The parts of an open knowledge base: what its operations work on."""
 
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,7 @@ from jaxrag.text.prompts import PromptTemplate, template_from_dict
 from jaxrag.text.tokenizer import Tokenizer
 
 
-class Opened:
+class Parts:
     """The parts of an open knowledge base, and how they are let go.
 
     Attributes:
