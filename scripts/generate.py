@@ -52,9 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> int:
     """Answer, and print the throughput."""
     from jaxrag.decode import rule_from
+    from jaxrag.documents import Shard
     from jaxrag.methods import method_named
     from jaxrag.serve.batch import answer_file
-    from jaxrag.serve.batch_files import QuestionFile, Shard
+    from jaxrag.serve.batch_files import QuestionFile
     from jaxrag.serve.questions import resolve
 
     shard, sampling = Shard.parse(args.shard), sampling_of(args)

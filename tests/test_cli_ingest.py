@@ -100,8 +100,8 @@ def test_words_that_the_model_cannot_read_are_a_warning(word_model_dir, tmp_path
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--shard", "2/2"], "shard 2/2"),
-        (["--shard", "half"], "shard 'half': expected I/N"),
+        (["--shard", "2/2"], "shard '2/2'"),
+        (["--shard", "half"], "shard 'half': expected i/n"),
         (["--encoding", "klingon"], "encoding 'klingon' is unknown"),
         (["--chunk-by", "page"], "chunk by 'page': expected one of tokens, sentence, markdown"),
         (["--overlap", "64"], "overlap=64"),

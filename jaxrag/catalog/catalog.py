@@ -194,8 +194,9 @@ class Catalog(Reader):
         """Record the keys of chunks that were encoded behind others, all in one transaction.
 
         Args:
-          encoder: one that sees neighbours. rows: (chunk id, store key, content ids of the chunks
-            in front of it, in order). Replaces what is recorded of these chunks.
+          encoder: one that sees neighbours.
+          rows: (chunk id, store key, content ids of the chunks in front of it, in order). Replaces
+            what is recorded of these chunks.
 
         Returns the chunk ids that were recorded: one that has left, or that has seen a chunk which
         has left, is passed over.

@@ -55,7 +55,8 @@ class Database:
     """One open catalog file. Safe to share between threads; other processes open their own.
 
     Attributes:
-      path: the file. writable: False where its folder cannot be written.
+      path: the file.
+      writable: False where its folder cannot be written.
       connection: of SQLite; outside of ``use`` and ``transaction`` only for objects made on it.
     """
 

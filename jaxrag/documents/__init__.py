@@ -6,8 +6,9 @@ never costs the others.
 """
 
 from jaxrag.documents.document import BadDocument, Document, document_from_mapping, text_id
-from jaxrag.documents.intake import Intake, Shard, Source
+from jaxrag.documents.intake import Intake, Source
 from jaxrag.documents.paths import DocumentFiles, read_paths
+from jaxrag.documents.shard import Shard
 
 __all__ = [
     "BadDocument",

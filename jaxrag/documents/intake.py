@@ -1,51 +1,15 @@
 """Everything that a knowledge base accepts as documents, one after another."""
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from jaxrag.documents.document import BadDocument, Document, document_from_mapping, text_id
 from jaxrag.documents.paths import DocumentFiles, read_paths
+from jaxrag.documents.shard import Shard
 from jaxrag.errors import DocumentError
 
 Source = Document | BadDocument | str | Path | Mapping[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Shard:
-    """Part ``index`` of ``count``: the documents whose id falls to it by hash.
-
-    Processes that each take another part of the same documents share them without talking, and
-    equal ids meet in one process. Raises DocumentError unless 0 <= index < count.
-    """
-
-    index: int = 0
-    count: int = 1
-
-    def __post_init__(self) -> None:
-        """Refuse a part that does not exist."""
-        if not 0 <= self.index < self.count:
-            raise DocumentError(
-                f"shard {self.index}/{self.count}: expected I/N with I from 0 to N - 1"
-            )
-
-    @classmethod
-    def parse(cls, text: str) -> "Shard":
-        """From "I/N"."""
-        index, slash, count = text.partition("/")
-        if not (slash and index.isascii() and index.isdigit() and count.isdigit()):
-            raise DocumentError(f"shard {text!r}: expected I/N, such as 0/4")
-        return cls(int(index), int(count))
-
-    def holds(self, name: str) -> bool:
-        """Whether the document of that id belongs to this part."""
-        if self.count == 1:
-            return True
-        digest = xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogateescape"))
-        return digest % self.count == self.index
 
 
 class Intake:

@@ -27,7 +27,6 @@ _READERS: dict[str, Reader] = {
     ".pdf": read_pdf,
     ".docx": read_docx,
 }
-FILE_TYPES = tuple(_READERS)
 _RECORDS = {".jsonl", ".json", ".csv", ".tsv"}  # of many documents, each with an id of its own
 
 Wanted = Callable[[str], bool]
@@ -37,7 +36,8 @@ class DocumentFiles:
     """The documents of files and folders; every iteration reads them anew.
 
     Attributes:
-      paths: what was named. options: how to read it.
+      paths: what was named.
+      options: how to read it.
       wanted: which documents, by id; files of one document that is not wanted are not opened.
     """
 
@@ -133,7 +133,9 @@ def read_paths(
     in its place.
 
     Args:
-      paths: files and folders. encoding, text_field: see ReadOptions.
+      paths: files and folders.
+      encoding: of text files; see ReadOptions.
+      text_field: of records; see ReadOptions.
 
     Raises DocumentError at once for a path that does not exist and for an unknown encoding.
     """

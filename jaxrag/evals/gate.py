@@ -15,6 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrag.cache import PagePool, PageTable
+from jaxrag.documents import Shard
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import RequestState, map_request, unmap
 from jaxrag.engine.prefill import prefill, run_tokens
@@ -26,7 +27,7 @@ from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import METHODS, Method
 from jaxrag.models.decoder import Decoder, unembed
 from jaxrag.select import NoTokens
-from jaxrag.serve.batch_files import BadQuestion, QuestionFile, Shard
+from jaxrag.serve.batch_files import BadQuestion, QuestionFile
 from jaxrag.serve.generate import Result, serve
 from jaxrag.serve.questions import ReadyQuestion, Settings, gate_subject, prepare, resolve
 from jaxrag.shapes import bucket

@@ -22,8 +22,10 @@ class ExportRequest:
     Attributes:
       format: a key of FORMATS.
       documents: ids of documents; None exports all whose metadata matches ``where``.
+      where: what the metadata of documents must match; None takes all.
       keys: chunks by their keys in the store, instead.
-      question, hits: a question and the chunks found for it, instead.
+      question: one whose prompt is exported, instead.
+      hits: the chunks found for the question.
       joined: one file with the template's prefix and all chunks, as they stand in one prompt; a
         question's always are.
       first_position: where rotated keys begin; None leaves keys as stored where the format can, and

@@ -120,8 +120,8 @@ class Ingest:
           shard: (i, n) adds only the part i of n that falls to it by the hash of the id, so that
             n processes share the work.
 
-        Raises DocumentError for an argument that is no list of documents or a shard that does not
-        exist. Single bad documents are skipped and reported.
+        Raises DocumentError for an argument that is no list of documents, ConfigError for a shard
+        that does not exist. Single bad documents are skipped and reported.
         """
         start = time.perf_counter()
         preparer = self.preparer

@@ -35,7 +35,7 @@ class KnowledgeBase(Maintained):
 
     The folder holds ``catalog.sqlite`` (documents, chunks, full-text index), the vector index if
     there is an embedder, and the chunk store unless that lies elsewhere. Everything that shapes a
-    stored chunk is fixed when the folder is made and remembered by it. Attributes: see ``Opened``.
+    stored chunk is fixed when the folder is made and remembered by it. Attributes: see ``Parts``.
     """
 
     @classmethod
@@ -70,13 +70,15 @@ class KnowledgeBase(Maintained):
             mode "rw" for everything but adding.
           template: prompt format, or the name of one (for a new knowledge base the one that the
             model brings, else "turborag").
-          chunk_tokens: largest chunk (512). overlap: tokens that consecutive chunks share (a
-            fiftieth of chunk_tokens). chunk_by: "tokens", "sentence" or "markdown" ("tokens").
+          chunk_tokens: largest chunk (512).
+          overlap: tokens that consecutive chunks share (a fiftieth of chunk_tokens).
+          chunk_by: "tokens", "sentence" or "markdown" ("tokens").
           encoders: names of the KV variants to keep of every chunk ("isolated"). A variant that an
             existing knowledge base lacks is kept from now on; adding a document again makes it.
           neighbours: how many similar chunks a chunk is encoded behind, by encoders that see them
-            (10). similar_by: "vectors", or "bm25" with the chunk's text as the question ("vectors"
-            where there is an embedder).
+            (10).
+          similar_by: "vectors", or "bm25" with the chunk's text as the question ("vectors" where
+            there is an embedder).
           stored: "native" keeps KV in the model's dtype, "int8" in half the bytes or less.
           salt: of a tenant; knowledge bases of different salts share no key in one repository.
           store: URL (s3://, gs://) or folder of the chunk repository; the folder itself when None.
@@ -100,8 +102,9 @@ class KnowledgeBase(Maintained):
         Raises:
           KnowledgeBaseError: no knowledge base and no model to make one with; a model, tokenizer,
             embedder or setting other than the remembered one; a path that cannot hold one.
-          ConfigError, RequestError: an unknown template, encoder or index, sizes that make no
-            chunks, an embedder that is none.
+          ConfigError: an unknown template, sizes that make no chunks, an embedder that is none.
+          RequestError: an unknown encoder.
+          RetrievalError: an unknown index.
           TokenizerError: a new knowledge base for a model without a tokenizer.
           StoreError: files that cannot be read or written.
         """
@@ -150,13 +153,15 @@ class KnowledgeBase(Maintained):
         chunks come last, of every chunk whose neighbours are others now (``refresh``).
 
         Args:
-          documents: what to add. progress: draw a bar on stderr, where that is a terminal.
+          documents: what to add.
+          progress: draw a bar on stderr, where that is a terminal.
           shard: (i, n) takes the i-th of n parts of them, for n processes with the same list;
             with n > 1, call ``refresh`` when all have ended.
 
         Raises:
-          KnowledgeBaseError: opened without a model, or for reading. DocumentError: not a list of
-            documents.
+          KnowledgeBaseError: opened without a model, or for reading.
+          DocumentError: not a list of documents.
+          ConfigError: a shard that does not exist.
           StoreError: KV, vectors or catalog cannot be written; documents committed before stay.
         """
         model = self._require_model("add documents")
@@ -218,7 +223,8 @@ class KnowledgeBase(Maintained):
         """The up to ``k`` best chunks for a question, best first; a list of them for a list.
 
         Args:
-          question: a text or several. k: how many chunks at most.
+          question: a text or several.
+          k: how many chunks at most.
           where: only documents with this metadata, such as {"year": {"$gte": 2020}}; see
             jaxrag.retrieve.filters.
           mode: "bm25" ranks by shared words, "vector" by embeddings, "hybrid" by both ranks. None
@@ -251,7 +257,8 @@ class KnowledgeBase(Maintained):
 
         Args:
           what: a question, whose ``k`` best chunks are meant in every variant that is kept, or a
-            list of store keys. k: how many.
+            list of store keys.
+          k: how many chunks of a question.
           tier: "page" asks the system to read the files, "host" keeps them in memory.
 
         Returns a Future of the bytes that are there now. Raises RequestError for another tier or

@@ -11,7 +11,7 @@ from jaxrag.knowledge_base import upkeep
 from jaxrag.knowledge_base.ingest import RefreshReport
 from jaxrag.knowledge_base.location import find_folder
 from jaxrag.knowledge_base.neighbours import DEFAULT_TOP_N, Neighbours, SimilarBy, refresh
-from jaxrag.knowledge_base.opened import Opened
+from jaxrag.knowledge_base.parts import Parts
 from jaxrag.knowledge_base.stats import collect_stats
 from jaxrag.models.model import Model
 from jaxrag.text.prompts import PromptTemplate
@@ -22,7 +22,7 @@ DEFAULT_GRACE_SECONDS = 3600.0
 GATE = "gate:"  # settings of this prefix, one a method, so that two gates do not meet
 
 
-class Maintained(Opened):
+class Maintained(Parts):
     """What is done with the documents that are there."""
 
     def refresh(self, *, progress: bool = False) -> RefreshReport:

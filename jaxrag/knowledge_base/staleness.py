@@ -33,7 +33,8 @@ class NeighbourSearch:
     """One search of the neighbours of a knowledge base's chunks, from ``begin`` to ``finish``.
 
     Attributes:
-      catalog: of the knowledge base. how: what decides the result besides the chunks, JSON-able.
+      catalog: of the knowledge base.
+      how: what decides the result besides the chunks, JSON-able.
       chunk_ids: every chunk there was when it began, int64 ascending.
       run: its number; only the search with the highest one may be remembered.
       known: what the last complete search left, where it was such a search.
@@ -56,7 +57,8 @@ class NeighbourSearch:
         """The chunks whose neighbours may be others now, or that lack KV: int64 ascending.
 
         Args:
-          encoders: whose KV is looked for. top_n: neighbours of a chunk, at most.
+          encoders: whose KV is looked for.
+          top_n: neighbours of a chunk, at most.
           index: what ranks them; None for BM25.
         """
         ids = self.chunk_ids

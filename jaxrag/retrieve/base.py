@@ -51,7 +51,8 @@ class VectorIndex(Protocol):
         """The up to ``k`` best of each query, best first, by inner product.
 
         Args:
-          vectors: float32 [Q, E]. k: at least 1.
+          vectors: float32 [Q, E].
+          k: at least 1.
           allowed: int64 [M] ascending, the only ids that may be found; None allows all.
 
         Returns:

@@ -186,9 +186,10 @@ class BM25Snapshot:
     done by NumPy.
 
     Attributes:
-      chunk_ids: [N] int64 ascending. terms: first and one past the last posting of every term.
-      rows: [P] int64, of each posting the place of its chunk. weights: [P] float64, what the term
-        adds to the chunk's score, in units.
+      chunk_ids: [N] int64 ascending.
+      terms: first and one past the last posting of every term.
+      rows: [P] int64, of each posting the place of its chunk.
+      weights: [P] float64, what the term adds to the chunk's score, in units.
     """
 
     chunk_ids: NDArray[np.int64]

@@ -45,8 +45,10 @@ class Rows:
     """What the files hold at one moment.
 
     Attributes:
-      generation, log_bytes: of the files, and how much of the log was read.
-      ids: int64 [R], the id of every row. live: bool [R], whether the row still counts.
+      generation: of the files.
+      log_bytes: how much of the log was read.
+      ids: int64 [R], the id of every row.
+      live: bool [R], whether the row still counts.
       vectors: float32 [R, E], mapped from the file; of a dead row too.
     """
 
@@ -61,7 +63,8 @@ class RowFile:
     """The vectors in one folder; any number of processes and threads may read and write them.
 
     Attributes:
-      folder: where it lies. dim: E.
+      folder: where it lies.
+      dim: E.
     """
 
     def __init__(self, folder: Path, dim: int, mode: Mode) -> None:

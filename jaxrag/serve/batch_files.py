@@ -12,13 +12,13 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from jaxrag.documents import Shard
 from jaxrag.errors import ConfigError, RequestError
 
 Id = str | int
@@ -39,25 +39,6 @@ class BadQuestion:
 
     id: Id
     reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Shard:
-    """The lines of a question file whose index (from 0) modulo ``count`` is ``index``."""
-
-    index: int = 0
-    count: int = 1
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """From ``i/n``; ConfigError unless 0 <= i < n."""
-        found = re.fullmatch(r"(\d+)/(\d+)", text)
-        if found is None or int(found[1]) >= int(found[2]):
-            raise ConfigError(f"shard {text!r}: expected i/n with 0 <= i < n, such as 0/8")
-        return cls(int(found[1]), int(found[2]))
-
-    def __str__(self) -> str:
-        return f"{self.index}/{self.count}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +72,7 @@ class QuestionFile:
     def entries(self, shard: Shard) -> Iterator[Question | BadQuestion]:
         """The questions of a shard, in order; blank lines are left out."""
         for number, raw in self._lines():
-            if raw.strip() and (number - 1) % shard.count == shard.index:
+            if raw.strip() and shard.holds_line(number - 1):
                 yield _question(number, raw)
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:

@@ -17,14 +17,14 @@ from jaxrag.errors import KnowledgeBaseError, StoreError
 from jaxrag.retrieve.filters import Filter
 
 
-def entry(catalog, document_id, *texts, metadata=None, digest="digest"):
+def entry(catalog, document_id, *texts, title="", metadata=None, digest="digest"):
     """A document of these chunks, under ids that the catalog reserved."""
     chunks = [
         Chunk(index, 0, len(text), np.frombuffer(text.encode(), np.uint8).astype(np.int32), text)
         for index, text in enumerate(texts)
     ]
     return Entry(
-        document=Document(document_id, " ".join(texts), metadata=metadata or {}),
+        document=Document(document_id, " ".join(texts), title=title, metadata=metadata or {}),
         digest=digest,
         chunks=chunks,
         keys={"isolated": [f"{document_id}-{chunk.index}" for chunk in chunks]},
@@ -61,6 +61,16 @@ def test_what_was_put_comes_back(catalog):
         "encoded": {"isolated": 3},
     }
     assert catalog.settings()["colour"] == {"name": "blå"}
+
+
+def test_a_removed_document_leaves_no_word_of_its_title(catalog, tmp_path):
+    catalog.put([entry(catalog, "a", "first lamp", "second", title="Old harbour")])
+    catalog.put([entry(catalog, "b", "third", title="New harbour")])
+    assert len(ids_of(catalog, "harbour")) == 3
+    assert catalog.remove(["a", "b"]) == [1, 2, 3]
+    with sqlite3.connect(tmp_path / "catalog.sqlite") as connection:
+        assert connection.execute("SELECT COUNT(*) FROM postings").fetchone() == (0,)
+    connection.close()
 
 
 def test_a_setting_is_changed_by_what_it_was(catalog):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxrag.documents import BadDocument, Document, Intake, Shard, read_paths
 from jaxrag.documents.chunking import Chunking, split
-from jaxrag.documents.paths import FILE_TYPES
+from jaxrag.documents.paths import _READERS
 from jaxrag.errors import DocumentError, JaxragError
 
 FUZZ = settings(
@@ -122,7 +122,7 @@ NAMES = st.one_of(
 )  # fmt: skip
 
 
-FILES = st.tuples(NAMES, st.sampled_from(FILE_TYPES), st.binary(max_size=20))
+FILES = st.tuples(NAMES, st.sampled_from(list(_READERS)), st.binary(max_size=20))
 
 
 @FUZZ

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxrag.documents import BadDocument, Document, Intake, Shard, read_paths
-from jaxrag.errors import DocumentError
+from jaxrag.errors import ConfigError, DocumentError
 
 
 def take(given, shard=None):
@@ -74,7 +74,7 @@ def test_file_of_another_shard_is_not_opened(folder, monkeypatch):
 
 @pytest.mark.parametrize("text", ["", "1", "2/2", "-1/2", "0/0", "a/b", "1/2/3", "²/3"])
 def test_shard_that_does_not_exist(text):
-    with pytest.raises(DocumentError, match="shard"):
+    with pytest.raises(ConfigError, match="0 <= i < n"):
         Shard.parse(text)
 
 

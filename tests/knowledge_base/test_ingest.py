@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from jaxrag.documents import Document
 from jaxrag.encode import encode_chunks
-from jaxrag.errors import DocumentError, StoreError
+from jaxrag.errors import ConfigError, StoreError
 from jaxrag.knowledge_base import KnowledgeBase, ingest, prepare
 from jaxrag.knowledge_base.ingest import Ingest
 from jaxrag.knowledge_base.prepare import Preparer
@@ -132,6 +133,24 @@ def test_batches_are_committed_while_the_next_is_encoded(kb, monkeypatch):
     assert len(kb.documents()) == 4
 
 
+def test_no_document_is_committed_before_its_kv_is_stored(kb, monkeypatch):
+    store, commit = kb.store._put, kb._catalog.put
+
+    def slow(*arguments):
+        time.sleep(0.2)
+        return store(*arguments)
+
+    def watched(entries):
+        keys = [key for entry in entries for key in entry.keys["isolated"]]
+        assert keys
+        assert None not in kb.store.head(keys), "committed too soon"
+        return commit(entries)
+
+    monkeypatch.setattr(kb.store, "_put", slow)
+    monkeypatch.setattr(kb._catalog, "put", watched)
+    assert kb.add([Document("a", text_of(1)), Document("b", text_of(2))]).documents == 2
+
+
 def test_chunk_that_is_still_being_put_is_not_encoded_again(kb, monkeypatch):
     monkeypatch.setattr(ingest, "BATCH_TOKENS", 1)
     report = kb.add([Document(str(n), "the same text") for n in range(5)])
@@ -174,7 +193,7 @@ def test_shards_together_are_the_whole(tmp_path, text_model):
         assert sum(chunks) == 9
         assert max(chunks) < 9
         assert kb.add(documents).unchanged == 9
-        with pytest.raises(DocumentError, match="shard 3/3"):
+        with pytest.raises(ConfigError, match="shard '3/3'"):
             kb.add(documents, shard=(3, 3))
 
 

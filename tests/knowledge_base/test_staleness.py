@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxrag.knowledge_base.staleness import NeighbourSearch, _from_ranges, _to_ranges
+from jaxrag.knowledge_base.staleness import NeighbourSearch, _entered, _from_ranges, _to_ranges
 from jaxrag.retrieve.exact import ExactIndex
 
 TOP_N = 3
@@ -156,3 +156,14 @@ def test_ranges_give_the_ids_back(ids):
     ranges = _to_ranges(np.array(ids, np.int64))
     assert _from_ranges(ranges).tolist() == ids
     assert all(last < following for (_, last), (following, _) in itertools.pairwise(ranges))
+
+
+def test_a_new_chunk_as_similar_as_the_last_neighbour_has_entered(rng, index):
+    """A tie counts, and so does what rounding makes of one."""
+    vectors = rng.normal(size=(32, DIM)).astype(np.float32)
+    vectors[20:30] = vectors[10:20]  # the new chunks have the vectors of the last neighbours
+    vectors[30:] = np.array([[-1], [1]]) * vectors[0]
+    index.add(np.arange(32, dtype=np.int64), vectors)
+    for own in range(10):
+        assert _entered(index, np.array([own]), np.array([own + 10]), np.array([own + 20])).all()
+    assert not _entered(index, np.array([0]), np.array([31]), np.array([30])).any()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxrag import KnowledgeBase, generate
-from jaxrag.documents import Document
+from jaxrag.documents import Document, Shard
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.errors import ConfigError, RequestError, StoreError, TokenizerError
@@ -22,7 +22,6 @@ from jaxrag.serve.batch_files import (
     BadQuestion,
     Question,
     QuestionFile,
-    Shard,
     settings_path,
 )
 from jaxrag.serve.questions import resolve

@@ -1,4 +1,4 @@
-"""A knowledge base that is open: what its operations work on."""
+"""The parts of an open knowledge base: what its operations work on."""
 
 from pathlib import Path
 from types import TracebackType
@@ -23,19 +23,24 @@ from jaxrag.text.prompts import PromptTemplate, template_from_dict
 from jaxrag.text.tokenizer import Tokenizer
 
 
-class Opened:
+class Parts:
     """The parts of an open knowledge base, and how they are let go.
 
     Attributes:
-      path: the folder. id: names it in a repository that several share.
+      path: the folder.
+      id: names it in a repository that several share.
       model: the model it was opened with, or None.
       model_path: directory of the model it was made with; None for a model made in memory.
       config: of that model.
-      template, chunking, encoders: how its chunks are cut, wrapped and encoded.
+      template: wraps its chunks in a prompt.
+      chunking: how documents are split.
+      encoders: the KV variants that are kept of every chunk.
       indexing: what indexes long chunks are stored with; None where they get none.
       store: the chunk KV, of a fingerprint of its own; writable when the mode is "rw".
-      retriever, reranker: what ``search`` asks; may be set at any time, as a retriever of another
-        framework is made from ``chunks``.
+      mode: "rw" may change it, "r" changes no document and no stored KV.
+      retriever: what ``search`` asks where no mode is named; may be set at any time, as a
+        retriever of another framework is made from ``chunks``.
+      reranker: what sorts the candidates of ``search``; may be set at any time.
     """
 
     def __init__(
