@@ -234,7 +234,7 @@ def test_law_11_sharded_equals_one_device(rng, model_of, tiny_config, caplog, si
     if sizes[2] == 4:  # 2 KV heads over 4 devices
         assert "kv_heads=2 is not divisible by mesh tensor=4 and is replicated" in caplog.text
     else:
-        assert not many.cache.pool.k.sharding.is_fully_replicated or sizes[2] == 1
+        assert not engine_of(many).runner.cache.pool.k.sharding.is_fully_replicated or sizes[2] == 1
 
 
 def test_a_mesh_of_too_many_devices_is_refused():

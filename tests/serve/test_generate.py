@@ -249,7 +249,7 @@ def test_a_prompt_larger_than_the_cache_is_refused(bare_model):
     tight = dataclasses.replace(bare_model, cache_tokens=20 * PAGE)
     with pytest.raises(RequestError, match="320; raise cache_tokens"):
         generate([5] * 300, documents=[[6] * 40], model=tight, max_new_tokens=4)
-    assert tight.cache.allocator.num_free == 20
+    assert engine_of(tight).runner.cache.allocator.num_free == 20
 
 
 @pytest.mark.parametrize(
