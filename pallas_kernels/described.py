@@ -51,8 +51,10 @@ def compiled_for(
     """A jitted function compiled for the described chip.
 
     Args:
-      function, arguments: shapes, of any tree. host: which arguments lie in pinned host memory;
-        arrays. options: of XLA.
+      function: what is compiled.
+      arguments: shapes, of any tree.
+      host: which arrays of the arguments, counted flat, lie in pinned host memory.
+      options: of XLA.
     """
     mesh = described_mesh()
     everywhere = NamedSharding(mesh, PartitionSpec())

@@ -1,5 +1,6 @@
 """Paged attention against a dense oracle: offsets, hidden slots, rotation sides, merging."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from jaxrag.config import RopeConfig, YarnScaling
 from jaxrag.models.attention import merge
 from jaxrag.models.rope import attention_factor, place, rope_table
 from jaxrag.types import HIDDEN, Partial
-from pallas_kernels import paged_attention
+from pallas_kernels import Pages, Pool, Rotary, paged_attention, paged_attention_by_row
 from pallas_kernels.rotation import rotate
 
 PAGE, NUM_PAGES, K, G, H = 16, 40, 2, 3, 10
@@ -51,16 +52,22 @@ class Scene:
             positions.append(np.where(slots < self.lengths[c], slots + self.offsets[c], HIDDEN))
         pad = 3  # hidden pages behind
         positions = np.concatenate([*positions, np.full(pad * PAGE, HIDDEN)])
-        return [
-            jnp.asarray(x, jnp.int32)[None]
-            for x in (pages + [0] * pad, offsets + [0] * pad, positions)
-        ]
+        return Pages(
+            *(
+                jnp.asarray(x, jnp.int32)[None]
+                for x in (pages + [0] * pad, offsets + [0] * pad, positions)
+            )
+        )
 
     def attend(self, chunks=None, **options):
         return paged_attention(
-            self.q, self.k_pool, self.v_pool, *self.arrays(chunks), self.query_position,
-            self.table.cos, self.table.sin, interleaved=self.rope.interleaved, scale=0.3, **options,
+            self.q, Pool(self.k_pool, self.v_pool), self.arrays(chunks), self.query_position,
+            self.rotary, scale=0.3, **options,
         )  # fmt: skip
+
+    @property
+    def rotary(self):
+        return Rotary(self.table.cos, self.table.sin, self.rope.interleaved)
 
     def dense(self, window=None):
         """Every key placed at its absolute position, every pair scored in float64."""
@@ -130,27 +137,23 @@ def test_rotating_query_by_offset_equals_rotating_keys(rng, rope):
 def test_rows_in_turn_are_the_rows_together(rng, own_v_pages):
     """Other tables and positions a row, one row of padding only; V at pages of its own or not."""
     scene = Scene(rng, ROPES["half"], [290, 130, 40], [150, 0, 600], [-1] * 20)
-    tables = [
-        jnp.concatenate(parts)
-        for parts in zip(
-            scene.arrays([0, 1, 2]), scene.arrays([2, 0, 1]), scene.arrays([1, 2, 0]), strict=True
-        )
-    ]
+    orders = ([0, 1, 2], [2, 0, 1], [1, 2, 0])
+    table = jax.tree.map(lambda *rows: jnp.concatenate(rows), *map(scene.arrays, orders))
     q = jnp.asarray(rng.normal(size=(3, 300, N, H)), jnp.float32)
     positions = jnp.stack([jnp.arange(500, 800), jnp.full(300, -1), jnp.arange(20, 320)])
     values, v_pages = scene.v_pool, None
     if own_v_pages:
         order = jnp.asarray(rng.permutation(NUM_PAGES))
-        values, v_pages = scene.v_pool[order], jnp.argsort(order)[tables[0]]
+        values, v_pages = scene.v_pool[order], jnp.argsort(order)[table.pages]
 
-    def attend(rows_in_turn):
-        return paged_attention(
-            q, scene.k_pool, values, *tables, positions.astype(jnp.int32), scene.table.cos,
-            scene.table.sin, interleaved=False, scale=0.3, window=450, v_pages=v_pages,
-            rows_in_turn=rows_in_turn,
-        )  # fmt: skip
-
-    for in_turn, together in zip(attend(True), attend(False), strict=True):
+    outs = [
+        op(
+            q, Pool(scene.k_pool, values), table, positions.astype(jnp.int32), scene.rotary,
+            scale=0.3, window=450, v_pages=v_pages,
+        )
+        for op in (paged_attention_by_row, paged_attention)
+    ]  # fmt: skip
+    for in_turn, together in zip(*outs, strict=True):
         np.testing.assert_allclose(in_turn, together, rtol=2e-5, atol=2e-6)
 
 
