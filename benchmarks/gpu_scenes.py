@@ -59,6 +59,8 @@ def paged(
     import jax.numpy as jnp
     import numpy as np
 
+    from pallas_kernels import Pages, Pool, Rotary
+
     rng = np.random.default_rng(seed)
     again = int(share * context)
     rows = again + question
@@ -87,30 +89,32 @@ def paged(
     angle = np.arange(context + rows + 1)[:, None] * 5e5 ** -(
         np.arange(0, shape.dim, 2) / shape.dim
     )
-    tables = (np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32))
+    cos, sin = (jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
     # A query sees every position up to its own exactly once: the old key is hidden.
     pairs = int((at.astype(np.int64) + 1).sum())
-    arguments = (q, k, v, *map(jnp.asarray, (pages, offsets, slots, at, *tables)))
-    return Scene(arguments, pairs)
+    table = Pages(*map(jnp.asarray, (pages, offsets, slots)))
+    rotary = Rotary(cos, sin, interleaved=False)
+    return Scene((q, Pool(k, v), table, jnp.asarray(at), rotary), pairs)
 
 
 def options(shape: Shape) -> dict[str, Any]:
     """Keyword arguments of the paged ops."""
-    return {"interleaved": False, "scale": shape.dim**-0.5}
+    return {"scale": shape.dim**-0.5}
 
 
 def decoding(scene: Scene) -> tuple[Any, ...]:
     """The scene's last query of every row, as a decode step passes it."""
-    q, *pools, at, cos, sin = scene.arguments
-    return (q[:, -1], *pools, at[:, -1], cos, sin)
+    q, *pages, at, rotary = scene.arguments
+    return (q[:, -1], *pages, at[:, -1], rotary)
 
 
 def packed(shape: Shape, length: int, seed: int) -> tuple[Any, ...]:
-    """q, k, v, positions, segments of one row: a prefix, chunks and a final block."""
+    """q, k, v and one row: a prefix, chunks and a final block."""
     import jax
     import jax.numpy as jnp
 
     from jaxrag.models.segments import lay_out
+    from pallas_kernels import Rows
 
     chunks = (length - 2 * shape.chunk) // shape.chunk
     layout = lay_out(shape.chunk, [shape.chunk] * max(chunks, 0), 0 if chunks < 0 else shape.chunk)
@@ -120,7 +124,7 @@ def packed(shape: Shape, length: int, seed: int) -> tuple[Any, ...]:
         jax.random.normal(key, (1, segments.shape[1], heads, shape.dim), jnp.bfloat16)
         for key, heads in zip(keys, (shape.heads, shape.kv_heads, shape.kv_heads), strict=True)
     )
-    return q, k, v, jnp.asarray(layout.positions)[None], segments
+    return q, k, v, Rows(jnp.asarray(layout.positions)[None], segments)
 
 
 def dense_bodies(longest: bool) -> Mapping[str, Callable[..., Any]]:

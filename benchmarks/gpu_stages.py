@@ -82,10 +82,7 @@ def stage_correctness(shape: Shape, impl: str, found: Found) -> None:
             compare(name, topn_attention, arguments, **top, **options(shape))
     arguments = packed(shape, shape.packed, seed=1)
     rule = {"scale": shape.dim**-0.5, "prefix_visible": True}
-    compare(
-        f"segment {shape.packed}", lambda *a, **kw: segment_attention(*a, None, **kw),
-        arguments, **rule,
-    )  # fmt: skip
+    compare(f"segment {shape.packed}", segment_attention, arguments, **rule)
     found["ok"] = all(row["ok"] for row in found.values())
 
 
@@ -213,7 +210,10 @@ def stage_topn(shape: Shape, impl: str, found: Found) -> None:
         for body in (impl, "jax_triton") if impl == "pallas_triton" else (impl,):
             name = f"b={batch}, V in host memory, {body}"
             try:
-                away = [(q, k, jax.device_put(v, host), *rest) for q, k, v, *rest in sets]
+                away = [
+                    (q, pool._replace(v=jax.device_put(pool.v, host)), *rest)
+                    for q, pool, *rest in sets
+                ]
                 seconds = seconds_of(call(body), away)
                 row = difference(call(body)(*away[0]), expected)
                 found[name] = {
@@ -236,21 +236,23 @@ def stage_segment(shape: Shape, impl: str, found: Found) -> None:
 
     op = jax.jit(
         lambda *arguments: segment_attention(
-            *arguments, None, scale=shape.dim**-0.5, prefix_visible=True, impl=impl
+            *arguments, scale=shape.dim**-0.5, prefix_visible=True, impl=impl
         )
     )
     sets = [packed(shape, shape.packed, seed) for seed in range(SETS)]
     found["chunks"] = {"seconds": seconds_of(op, sets)}
     length = sets[0][0].shape[1]
-    causal = [(*one[:4], jnp.full_like(one[4], 2)) for one in sets]
+    causal = [
+        (*heads, rows._replace(segments=jnp.full_like(rows.segments, 2))) for *heads, rows in sets
+    ]
     seconds = seconds_of(op, causal)
     flops = 2.0 * length * (length + 1) * shape.heads * shape.dim
     found["causal"] = {"seconds": seconds, "flops_per_second": flops / seconds}
     beside(found, dense_bodies(longest=False), [one[:3] for one in sets], flops)
 
-    def loss(q: Any, k: Any, v: Any, *rows: Any) -> Any:
+    def loss(q: Any, k: Any, v: Any, rows: Any) -> Any:
         out, _ = segment_attention(
-            q, k, v, *rows, None, scale=shape.dim**-0.5, prefix_visible=True, impl=impl
+            q, k, v, rows, scale=shape.dim**-0.5, prefix_visible=True, impl=impl
         )
         return out.astype(jnp.float32).sum()
 

@@ -2,7 +2,8 @@
 
 from pallas_kernels.bodies import BODIES, IMPLS, Impl, KernelError, check_impl
 from pallas_kernels.key_mass import key_mass
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.operands import Pages, Pool, Rotary, Rows
+from pallas_kernels.paged_attention import paged_attention, paged_attention_by_row
 from pallas_kernels.paged_decode_attention import paged_decode_attention
 from pallas_kernels.paged_scores import paged_scores
 from pallas_kernels.segment_attention import segment_attention
@@ -15,9 +16,14 @@ __all__ = [
     "IMPLS",
     "Impl",
     "KernelError",
+    "Pages",
+    "Pool",
+    "Rotary",
+    "Rows",
     "check_impl",
     "key_mass",
     "paged_attention",
+    "paged_attention_by_row",
     "paged_decode_attention",
     "paged_scores",
     "segment_attention",

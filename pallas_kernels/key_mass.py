@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.rotation import rotate
+from pallas_kernels.operands import Pages, Rotary
 from pallas_kernels.tiles import TILE, pad_to
 from pallas_kernels.visibility import cached_visible, within_window
 
@@ -22,15 +22,11 @@ _FLOOR = -1e30
 def key_mass(
     q: Array,
     k_pool: Array,
-    pages: Array,
-    offsets: Array,
-    slot_position: Array,
+    table: Pages,
     query_position: Array,
     groups: Array,
-    cos: Array,
-    sin: Array,
+    rotary: Rotary,
     *,
-    interleaved: bool,
     scale: float,
     causal: bool,
     window: Array | int | None = None,
@@ -38,19 +34,21 @@ def key_mass(
     """Sum of softmax weights over all queries and heads, for every slot (the `xla` body).
 
     Args:
-      q: [B, T, N, H] queries before rotation. k_pool: [pages, page, K, H].
-      pages: [B, M] int32 page of the pool (any valid index where every slot is hidden).
-      offsets: [B, M] int32 by which the page's keys are turned; may be negative.
-      slot_position: [B, M * page] int32 position, read by ``causal``; INT32_MAX hides a slot.
+      q: [B, T, N, H] queries before rotation.
+      k_pool: [pages, page, K, H].
+      table: offsets, by which a page's keys are turned, may be negative; positions are read by
+        ``causal`` only.
       query_position: [B, T] int32; -1 for padding rows, which count nothing.
       groups: [B, M] int32 label of each page, 0..M-1: a softmax runs over the pages of one label.
-      cos, sin: [S, R/2] float32 rotation tables, S beyond every position and offset.
+      rotary: of positions and offsets.
+      scale: factor on the scores.
       causal: does a query see only slots up to its position? Else it sees every slot not hidden.
       window: sliding window in tokens (with ``causal``), or None.
 
     Returns:
-      [B, M * page] float32; 0 in hidden slots. Whatever hidden slots hold, NaN included, is unused.
+      [B, M * page] float32; 0 in hidden slots.
     """
+    pages, offsets, slot_position = table
     batch, _, num_heads, _ = q.shape
     _, page, num_kv_heads, dim = k_pool.shape
     group_size = num_heads // num_kv_heads
@@ -64,7 +62,7 @@ def key_mass(
     live = (slot_position != _HIDDEN).reshape(batch, -1, size).any((0, 2))
 
     at = jnp.maximum(query_position, 0)
-    q = rotate(q, cos[at][:, :, None], sin[at][:, :, None], interleaved=interleaved)
+    q = rotary.turn(q, at)
     block = min(QUERIES, q.shape[1])
     q = pad_to(q, 1, block).reshape(batch, -1, block, num_kv_heads, group_size, dim)
     q = q.transpose(1, 0, 3, 4, 2, 5).reshape(q.shape[1], batch, num_kv_heads, -1, dim)
@@ -77,12 +75,7 @@ def key_mass(
     def scores_of(q_i: Array, q_pos: Array, j: Array) -> tuple[Array, Array]:
         """Scores [B, K, R, p, page] of a query block with a tile of p pages, and who is seen."""
         turn = part(offsets, j, pages_per_tile)[:, :, None, None]
-        keys = rotate(
-            k_pool[part(pages, j, pages_per_tile)],
-            cos[jnp.abs(turn)],
-            jnp.sign(turn)[..., None] * sin[jnp.abs(turn)],
-            interleaved=interleaved,
-        )
+        keys = rotary.turn_either_way(k_pool[part(pages, j, pages_per_tile)], turn)
         slots = part(slot_position, j, size).reshape(batch, 1, 1, pages_per_tile, page)
         q_pos = q_pos[:, None, :, None, None]
         see = (slots != _HIDDEN) & (q_pos >= 0)

@@ -1,8 +1,11 @@
-"""Which pairs of tiles of packed rows have anything to compute, from segments and examples."""
+"""Packed rows as their bodies see them, and which pairs of tiles have anything to compute."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.operands import Rows
 from pallas_kernels.visibility import (
     EMPTY,
     EXAMPLE_MASK,
@@ -13,6 +16,27 @@ from pallas_kernels.visibility import (
 )
 
 Array = jax.Array
+Rule = tuple[Rows, Array | int | None]  # who sees whom: the rows, and the window in tokens
+
+
+class Residuals(NamedTuple):
+    """What the gradient of packed attention is computed from.
+
+    Attributes:
+      q: [B, T, N, H].
+      k: [B, T, K, H].
+      v: [B, T, K, H].
+      out: [B, T, N, H] as attention gave it.
+      lse: [B, T, N] float32.
+      rule: who sees whom.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    lse: Array
+    rule: Rule
 
 
 def classify_tiles(

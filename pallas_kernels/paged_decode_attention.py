@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.bodies import Impl, check_impl
+from pallas_kernels.operands import Pages, Pool, Rotary
 from pallas_kernels.paged_attention import paged_attention
 
 Array = jax.Array
@@ -15,16 +16,11 @@ Array = jax.Array
 
 def paged_decode_attention(
     q: Array,
-    k_pool: Array,
-    v_pool: Array,
-    pages: Array,
-    offsets: Array,
-    slot_position: Array,
+    pool: Pool,
+    table: Pages,
     query_position: Array,
-    cos: Array,
-    sin: Array,
+    rotary: Rotary,
     *,
-    interleaved: bool,
     scale: float,
     window: Array | int | None = None,
     impl: Impl = "xla",
@@ -32,8 +28,14 @@ def paged_decode_attention(
     """Attention of one query a row through a page table.
 
     Args:
-      q: [B, N, H] queries before rotation. query_position: [B] int32; -1 for padding rows.
-      k_pool .. sin, interleaved .. impl: as for ``sparse_attention``.
+      q: [B, N, H] queries before rotation.
+      pool: of q's dtype.
+      table: where the keys stand.
+      query_position: [B] int32; -1 for padding rows.
+      rotary: of positions and offsets.
+      scale: factor on the scores.
+      window: sliding window in tokens, or None.
+      impl: the body, one of ``bodies.BODIES``.
 
     Returns:
       out [B, N, H] and lse [B, N], both float32; 0 and -inf where nothing is visible.
@@ -42,21 +44,12 @@ def paged_decode_attention(
       KernelError: no such body, or it cannot run on this backend.
     """
     check_impl("paged_decode_attention", impl)
-    tables = (pages, offsets, slot_position)
-    operands = (q[:, None], k_pool, v_pool, *tables, query_position[:, None], cos, sin)
+    operands = (q[:, None], pool, table, query_position[:, None], rotary)
     if impl == "xla":
-        out, lse = paged_attention(
-            *operands,
-            interleaved=interleaved,
-            scale=scale,
-            window=window,
-            out_dtype=jnp.float32,
-        )
+        out, lse = paged_attention(*operands, scale=scale, window=window, out_dtype=jnp.float32)
     else:
         from pallas_kernels.triton.paged import paged_kernel
 
         interpret = impl == "pallas_interpret"
-        out, lse = paged_kernel(
-            *operands, interleaved=interleaved, scale=scale, window=window, interpret=interpret
-        )
+        out, lse = paged_kernel(*operands, scale=scale, window=window, interpret=interpret)
     return out[:, 0], lse[:, 0]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.rotation import rotate
+from pallas_kernels.operands import Pages, Rotary
 from pallas_kernels.tiles import pad_to
 from pallas_kernels.visibility import cached_visible
 
@@ -21,30 +21,27 @@ _HIDDEN = jnp.iinfo(jnp.int32).max
 def paged_scores(
     q: Array,
     k_pool: Array,
-    pages: Array,
-    offsets: Array,
-    slot_position: Array,
+    table: Pages,
     query_position: Array,
-    cos: Array,
-    sin: Array,
+    rotary: Rotary,
     *,
-    interleaved: bool,
     scale: float,
 ) -> Array:
     """Scaled scores of every slot that the query sees (the `xla` body).
 
     Args:
-      q: [B, N, H] one query a row, before rotation. k_pool: [pages, page, K, H].
-      pages: [B, M] int32 page of the pool (any valid index where every slot is hidden).
-      offsets: [B, M] int32 position of each page's chunk in this request's prompt.
-      slot_position: [B, M * page] int32 absolute position; INT32_MAX hides a slot.
+      q: [B, N, H] one query a row, before rotation.
+      k_pool: [pages, page, K, H].
+      table: where the keys stand.
       query_position: [B] int32; -1 for padding rows.
-      cos, sin: [S, R/2] float32 rotation tables, S beyond every position.
+      rotary: of positions.
+      scale: factor on the scores.
 
     Returns:
       [B, K, G, M * page] float32, -inf where a slot is not seen, whatever it holds. Tiles that
       nobody sees are not read.
     """
+    pages, offsets, slot_position = table
     batch, num_heads, _ = q.shape
     _, page, num_kv_heads, dim = k_pool.shape
     group, num_slots = num_heads // num_kv_heads, slot_position.shape[1]
@@ -60,9 +57,8 @@ def paged_scores(
     def tile(j: Array) -> Array:
         turn = jnp.maximum(query_position[:, None] - part(offsets, j, pages_per_tile), 0)
         every = jnp.broadcast_to(q[:, None], (batch, pages_per_tile, num_heads, dim))
-        turned = rotate(
-            every, cos[turn][:, :, None], sin[turn][:, :, None], interleaved=interleaved
-        ).reshape(batch, pages_per_tile, num_kv_heads, group, dim)
+        turned = rotary.turn(every, turn)
+        turned = turned.reshape(batch, pages_per_tile, num_kv_heads, group, dim)
         keys = k_pool[part(pages, j, pages_per_tile)]
         scores = jnp.einsum("bpkgh,bpskh->bkgps", turned, keys, preferred_element_type=jnp.float32)
         scores = scores.reshape(batch, num_kv_heads, group, size) * scale

@@ -1,7 +1,8 @@
 """Packed attention under the block mask: no cache, one row holds whole prompts or many chunks.
 
-TurboRAG Fig. 2 (a), (b), (c) and Block-Attention Fig. 1 are data for this op: the mask follows from
-order, segments and examples (visibility.py), positions are already in the rotated q and k.
+TurboRAG (arXiv:2410.07590) Fig. 2 (a), (b), (c) and Block-Attention (arXiv:2409.15355) Fig. 1 are
+data for this op: the mask follows from order, segments and examples (visibility.py), positions are
+already in the rotated q and k.
 
 Differentiable in q, k and v (reverse mode), once.
 ``out`` and ``lse`` carry the name ``SAVED``, so that a rematerialisation policy can keep them and
@@ -9,7 +10,6 @@ spare the backward pass a second attention.
 """
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.bodies import Impl, check_impl
-from pallas_kernels.packed_tiles import classify_tiles
+from pallas_kernels.operands import Rows
+from pallas_kernels.packed_tiles import Residuals, Rule, classify_tiles
 from pallas_kernels.tiles import (
+    Tiles,
     join_queries,
     pad_to,
     split_queries,
@@ -37,9 +39,7 @@ def segment_attention(
     q: Array,
     k: Array,
     v: Array,
-    positions: Array,
-    segments: Array,
-    examples: Array | None,
+    rows: Rows,
     *,
     scale: float,
     prefix_visible: bool,
@@ -49,10 +49,12 @@ def segment_attention(
     """Attention of packed rows to themselves.
 
     Args:
-      q: [B, T, N, H] rotated queries. k, v: [B, T, K, H] rotated keys, values; N a multiple of K.
-      positions: [B, T] int32, read by the window only. segments: [B, T] int32.
-      examples: [B, T] int32 (example | question << 16) or None for one example a row.
-      scale: factor on the scores. prefix_visible: may chunks see the prefix?
+      q: [B, T, N, H] rotated queries.
+      k: [B, T, K, H] rotated keys; N is a multiple of K.
+      v: [B, T, K, H] values.
+      rows: who sees whom.
+      scale: factor on the scores.
+      prefix_visible: may chunks see the prefix?
       window: sliding window in tokens, the query included; None for none.
       impl: the body, one of ``bodies.BODIES``.
 
@@ -66,16 +68,13 @@ def segment_attention(
     length = q.shape[1]
     tile = min(PACKED_TILE, length)
     q, k, v = (pad_to(x, 1, tile) for x in (q, k, v))
-    positions = pad_to(positions, 1, tile)
-    segments = pad_to(segments, 1, tile, EMPTY)
-    if examples is not None:
-        examples = pad_to(examples, 1, tile)
-    rule = (positions, segments, examples, window)
-    out, lse = _attend(scale, prefix_visible, tile, impl, q, k, v, rule)
+    rows = Rows(
+        pad_to(rows.positions, 1, tile),
+        pad_to(rows.segments, 1, tile, EMPTY),
+        None if rows.examples is None else pad_to(rows.examples, 1, tile),
+    )
+    out, lse = _attend(scale, prefix_visible, tile, impl, q, k, v, (rows, window))
     return out[:, :length], lse[:, :length]
-
-
-_Rule = tuple[Array, Array, Array | None, Array | int | None]  # positions .. examples, window
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -87,7 +86,7 @@ def _attend(
     q: Array,
     k: Array,
     v: Array,
-    rule: _Rule,
+    rule: Rule,
 ) -> tuple[Array, Array]:
     """The op on rows that are a multiple of ``tile`` long."""
     if impl != "xla":
@@ -112,13 +111,10 @@ def _attend(
         scores = jnp.einsum("bkrh,bksh->bkrs", q_i, k_j, preferred_element_type=jnp.float32)
         return scores * scale, v_j
 
-    live, whole, visible_tile = _tiles(rule, prefix_visible, tile, group)
+    tiles = _tiles(rule, prefix_visible, tile, group)
     shape = (q.shape[0], num_kv_heads, group * tile, q.shape[3])
-    out, lse = tiled_attention(live, whole, score_tile, visible_tile, shape, q.dtype)
+    out, lse = tiled_attention(tiles, score_tile, shape, q.dtype)
     return join_queries(out, group, tile), join_queries(lse, group, tile)
-
-
-_Residuals = tuple[Array, Array, Array, Array, Array, _Rule]  # q, k, v, out, lse, rule
 
 
 def _attend_forward(
@@ -129,11 +125,11 @@ def _attend_forward(
     q: Array,
     k: Array,
     v: Array,
-    rule: _Rule,
-) -> tuple[tuple[Array, Array], _Residuals]:
+    rule: Rule,
+) -> tuple[tuple[Array, Array], Residuals]:
     out, lse = _attend(scale, prefix_visible, tile, impl, q, k, v, rule)
     out, lse = checkpoint_name(out, SAVED), checkpoint_name(lse, SAVED)
-    return (out, lse), (q, k, v, out, lse, rule)
+    return (out, lse), Residuals(q, k, v, out, lse, rule)
 
 
 def _attend_backward(
@@ -141,45 +137,35 @@ def _attend_backward(
     prefix_visible: bool,
     tile: int,
     impl: Impl,
-    residuals: _Residuals,
+    residuals: Residuals,
     cotangents: tuple[Array, Array],
 ) -> tuple[Array, Array, Array, None]:
-    q, k, v, out, lse, rule = residuals
     if impl != "xla":
         from pallas_kernels.triton.segment_gradient import segment_gradient_kernel
 
         d_q, d_k, d_v = segment_gradient_kernel(
-            q,
-            k,
-            v,
-            rule,
-            out,
-            lse,
-            *cotangents,
+            residuals,
+            cotangents,
             scale=scale,
             prefix_visible=prefix_visible,
             interpret=impl == "pallas_interpret",
         )
         return d_q, d_k, d_v, None
+    q, k, v, out, lse, rule = residuals
     group, num_kv_heads = q.shape[2] // k.shape[2], k.shape[2]
-    live, whole, visible_tile = _tiles(rule, prefix_visible, tile, group)
 
     def split(x: Array) -> Array:
         return split_queries(x, num_kv_heads, tile)
 
     d_out, d_lse = cotangents
     d_q, d_k, d_v = tiled_gradient(
-        live,
-        whole,
-        visible_tile,
+        _tiles(rule, prefix_visible, tile, group),
         scale,
         split(q),
         _heads_first(k),
         _heads_first(v),
-        split(out),
-        split(lse[..., None])[..., 0],
-        split(d_out),
-        split(d_lse[..., None])[..., 0],
+        (split(out), split(lse[..., None])[..., 0]),
+        (split(d_out), split(d_lse[..., None])[..., 0]),
     )
     d_q = join_queries(d_q, group, tile).astype(q.dtype)
     return d_q, _heads_first(d_k).astype(k.dtype), _heads_first(d_v).astype(v.dtype), None
@@ -193,16 +179,14 @@ def _heads_first(x: Array) -> Array:
     return x.transpose(0, 2, 1, 3)
 
 
-def _tiles(
-    rule: _Rule, prefix_visible: bool, tile: int, group: int
-) -> tuple[Array, Array, Callable[[Array, Array], Array]]:
-    """What ``tiled_attention`` wants to know of the rule: live, whole, visible_tile."""
-    positions, segments, examples, window = rule
+def _tiles(rule: Rule, prefix_visible: bool, tile: int, group: int) -> Tiles:
+    """What ``tiled_attention`` wants to know of the rule."""
+    (positions, segments, examples), window = rule
 
     def cut(x: Array, i: Array) -> Array:
         return lax.dynamic_slice_in_dim(x, i * tile, tile, 1)
 
-    def visible_tile(i: Array, j: Array) -> Array:
+    def visible(i: Array, j: Array) -> Array:
         order = jnp.arange(tile, dtype=jnp.int32)
         see = packed_visible(
             (order + i * tile)[None, :, None],
@@ -217,4 +201,4 @@ def _tiles(
         return jnp.tile(see, (1, group, 1))[:, None]
 
     live, whole = classify_tiles(segments, examples, tile, prefix_visible)
-    return live, jnp.zeros_like(whole) if window is not None else whole, visible_tile
+    return Tiles(live, jnp.zeros_like(whole) if window is not None else whole, visible)

@@ -7,7 +7,7 @@ and nothing else is read. Slots may be chosen once for all heads, per KV head or
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.rotation import rotate
+from pallas_kernels.operands import Rotary
 
 Array = jax.Array
 
@@ -20,40 +20,33 @@ def slot_scores(
     see: Array,
     query_turn: Array,
     key_turn: Array,
-    cos: Array,
-    sin: Array,
+    rotary: Rotary,
     *,
-    interleaved: bool,
     scale: float,
 ) -> Array:
     """Scaled scores of one query a row with the chosen slots (the `xla` body).
 
     Args:
-      q: [B, N, H] before rotation. k_pool: [pages, page, K, H]. pages: [B, M] int32.
+      q: [B, N, H] before rotation.
+      k_pool: [pages, page, K, H].
+      pages: [B, M] int32 of the table.
       slots: [B, K', G', n] int32 of the table, any valid one where nothing is chosen; K' is K or 1,
-        G' is G or 1. see: bool, which of them count; broadcastable to slots.
+        G' is G or 1.
+      see: bool, which of them count; broadcastable to slots.
       query_turn: [B] int32, by which the query is rotated; at least 0.
       key_turn: int32, broadcastable to slots, by which the keys are rotated on top of what they
         are; may be negative.
-      cos, sin: [S, R/2] float32 rotation tables, S beyond every turn.
+      rotary: of turns.
+      scale: factor on the scores.
 
     Returns:
       [B, K, G, n] float32, -inf where ``see`` is false. Rotated and multiplied in float32.
     """
     num_kv_heads = k_pool.shape[2]
-    turn = query_turn[:, None, None]
-    turned = rotate(
-        q.astype(jnp.float32), cos[turn[..., 0]], sin[turn[..., 0]], interleaved=interleaved
-    )
+    turned = rotary.turn(q.astype(jnp.float32), query_turn)
     turned = turned.reshape(q.shape[0], num_kv_heads, -1, q.shape[-1])  # [B, K, G, H]
     keys = _rows(k_pool, pages, slots).astype(jnp.float32)  # [B, K, G', n, H]
-    turn = jnp.broadcast_to(key_turn, slots.shape)
-    keys = rotate(
-        keys,
-        cos[jnp.abs(turn)],
-        jnp.sign(turn)[..., None] * sin[jnp.abs(turn)],
-        interleaved=interleaved,
-    )
+    keys = rotary.turn_either_way(keys, jnp.broadcast_to(key_turn, slots.shape))
     if keys.shape[2] == 1:
         scores = jnp.einsum("bkgh,bknh->bkgn", turned, keys[:, :, 0])
     else:
@@ -66,7 +59,9 @@ def slot_values(scores: Array, v_pool: Array, pages: Array, slots: Array) -> tup
 
     Args:
       scores: [B, K, G, n] float32, -inf where a slot does not count.
-      v_pool: [pages, page, K, H]. pages: [B, M] int32. slots: [B, K', G', n] int32.
+      v_pool: [pages, page, K, H].
+      pages: [B, M] int32 of the table.
+      slots: [B, K', G', n] int32 of the table.
 
     Returns as ``slot_mixture``.
     """

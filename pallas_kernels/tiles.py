@@ -6,6 +6,7 @@ one tile at a time, so no T x S array is ever stored. Scores and sums are float3
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,22 +35,32 @@ def pad_to(x: Array, axis: int, multiple: int, value: float = 0) -> Array:
     return jnp.pad(x, widths, constant_values=value)
 
 
+class Tiles(NamedTuple):
+    """Which pairs of a query tile and a key tile are visited, and who sees whom in them.
+
+    Attributes:
+      live: [I, J] bool, which key tiles a query tile has to visit.
+      whole: [I, J] bool, where every query that is no padding sees every key: no mask is applied.
+      visible: (i, j) -> bool, broadcastable to the scores of a pair; called where it is not whole.
+    """
+
+    live: Array
+    whole: Array
+    visible: Callable[[Array, Array], Array]
+
+
 def tiled_attention(
-    live: Array,
-    whole: Array,
+    tiles: Tiles,
     score_tile: Callable[[Array, Array], tuple[Array, Array]],
-    visible_tile: Callable[[Array, Array], Array],
     shape: tuple[int, int, int, int],
     dtype: jnp.dtype,
 ) -> tuple[Array, Array]:
     """Attend every query tile to its live key tiles.
 
     Args:
-      live: [I, J] bool, which key tiles a query tile has to visit.
-      whole: [I, J] bool, where every query that is no padding sees every key: no mask is applied.
+      tiles: what is visited.
       score_tile: (i, j) -> scaled scores [B, K, R, S] float32 and values [B, K, S, H] of query tile
         i and key tile j.
-      visible_tile: (i, j) -> bool, broadcastable to the scores; called where a tile is not whole.
       shape: (B, K, R, H); R rows of a query tile are G query heads times queries.
       dtype: of the returned ``out``.
 
@@ -57,6 +68,7 @@ def tiled_attention(
       out [B, K, I, R, H] (0 where nothing is visible) and lse [B, K, I, R] float32 (-inf there).
       Padding queries hold anything where a tile was whole.
     """
+    live, whole, visible = tiles
     batch, heads, rows, dim = shape
     unmasked, masked = _listed(live & whole), _listed(live & ~whole)
 
@@ -65,7 +77,7 @@ def tiled_attention(
             out, top, total = state
             scores, values = score_tile(i, j)
             if mask:
-                see = visible_tile(i, j)
+                see = visible(i, j)
                 scores = jnp.where(see, scores, _FLOOR)
             new_top = jnp.maximum(top, scores.max(-1))
             weights = jnp.exp(scores - new_top[..., None])
@@ -101,31 +113,33 @@ def tiled_attention(
 
 
 def tiled_gradient(
-    live: Array,
-    whole: Array,
-    visible_tile: Callable[[Array, Array], Array],
+    tiles: Tiles,
     scale: float,
     q: Array,
     k: Array,
     v: Array,
-    out: Array,
-    lse: Array,
-    d_out: Array,
-    d_lse: Array,
+    results: tuple[Array, Array],
+    cotangents: tuple[Array, Array],
 ) -> tuple[Array, Array, Array]:
     """Gradient of ``tiled_attention`` for scores ``scale * q @ k``, visiting the same tiles.
 
-    The scores of a tile are computed again from ``lse`` (FlashAttention-2, algorithm 2), so memory
-    is O(T). Products take the inputs' dtype and accumulate in float32.
+    The scores of a tile are computed again from ``lse`` (FlashAttention-2, algorithm 2,
+    arXiv:2307.08691), so memory is O(T). Products take the inputs' dtype and accumulate in float32.
 
     Args:
-      live, whole, visible_tile: as in ``tiled_attention``; here whole tiles hold no padding query.
-      scale: factor on the scores. q, out, d_out: [B, K, I, R, H]; lse, d_lse: [B, K, I, R] float32.
-      k, v: [B, K, J * S, H], J key tiles.
+      tiles: as in ``tiled_attention``; here whole tiles hold no padding query.
+      scale: factor on the scores.
+      q: [B, K, I, R, H].
+      k: [B, K, J * S, H], J key tiles.
+      v: [B, K, J * S, H].
+      results: ``out`` [B, K, I, R, H] and ``lse`` [B, K, I, R] float32 of ``tiled_attention``.
+      cotangents: of both, in their shapes.
 
     Returns:
       Gradients of q, k and v, float32; 0 for queries and keys that no visible pair holds.
     """
+    live, whole, visible = tiles
+    (out, lse), (d_out, d_lse) = results, cotangents
     size = k.shape[2] // live.shape[1]
     # Rows that see nothing have lse = -inf; their weights are masked, so any finite number does.
     lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
@@ -149,7 +163,7 @@ def tiled_gradient(
             k_j, v_j = (lax.dynamic_slice_in_dim(x, j * size, size, 2) for x in (k, v))
             scores = product("bkrh,bksh->bkrs", q_i, k_j) * scale
             if mask:
-                see = visible_tile(i, j)
+                see = visible(i, j)
                 scores = jnp.where(see, scores, _FLOOR)
             weights = jnp.exp(scores - lse_i[..., None])
             d_weights = product("bkrh,bksh->bkrs", d_out_i, v_j)

@@ -1,7 +1,7 @@
 """One new token a row attends to the N keys with the largest weights of every query head: KCache.
 
 Every key is scored, the N highest scores of a head are selected, and only their values are read
-(KCache section 3.1), so that the values may lie where reading is slow.
+(KCache section 3.1, arXiv:2404.18057), so that the values may lie where reading is slow.
 """
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.bodies import Impl, check_impl
+from pallas_kernels.operands import Pages, Pool, Rotary
 from pallas_kernels.paged_scores import paged_scores
 from pallas_kernels.slot_attention import slot_values
 
@@ -17,37 +18,31 @@ Array = jax.Array
 
 def topn_attention(
     q: Array,
-    k_pool: Array,
-    v_pool: Array,
-    pages: Array,
-    offsets: Array,
-    slot_position: Array,
+    pool: Pool,
+    table: Pages,
     query_position: Array,
-    cos: Array,
-    sin: Array,
+    rotary: Rotary,
     *,
     n: int,
     renormalise: bool,
-    interleaved: bool,
     scale: float,
     impl: Impl = "xla",
 ) -> tuple[Array, Array]:
     """Attention of one query a row to its ``n`` best keys, chosen per query head.
 
     Args:
-      q: [B, N, H] queries before rotation. query_position: [B] int32; -1 for padding rows.
-      k_pool, v_pool: [pages, page, K, H]; hidden slots may hold anything, NaN included. With
-        `pallas_triton` and `jax_triton` v_pool may lie in pinned host memory: only chosen rows are
-        read.
-      pages: [B, M] int32 page of the pool (any valid index where every slot is hidden).
-      offsets: [B, M] int32 position of each page's chunk in this request's prompt.
-      slot_position: [B, M * page] int32 absolute position; INT32_MAX hides a slot.
-      cos, sin: [S, R/2] float32 rotation tables, S beyond every position.
+      q: [B, N, H] queries before rotation.
+      pool: with `pallas_triton` and `jax_triton` its V may lie in pinned host memory: only chosen
+        rows are read.
+      table: where the keys stand.
+      query_position: [B] int32; -1 for padding rows.
+      rotary: of positions and offsets.
       n: keys that are used, at least 1; of equal scores the earlier slot's. All where there are
         fewer.
       renormalise: divide by the weights that are used. The paper does not: the weights are those of
         the softmax over all visible keys, and the output shrinks by what is left out.
-      scale: factor on the scores. impl: the body, one of ``bodies.BODIES``.
+      scale: factor on the scores.
+      impl: the body, one of ``bodies.BODIES``.
 
     Returns:
       out [B, N, H] and lse [B, N], float32; 0 and -inf where nothing is visible. ``lse`` is over
@@ -58,12 +53,11 @@ def topn_attention(
       KernelError: no such body, or it cannot run on this backend.
     """
     check_impl("topn_attention", impl)
-    tables = (pages, offsets, slot_position, query_position, cos, sin)
-    n = min(n, slot_position.shape[1])
+    n = min(n, table.slot_position.shape[1])
     if impl == "xla":
-        every = paged_scores(q, k_pool, *tables, interleaved=interleaved, scale=scale)
+        every = paged_scores(q, pool.k, table, query_position, rotary, scale=scale)
         best, slots = lax.top_k(every, n)
-        out, kept = slot_values(best, v_pool, pages, slots)
+        out, kept = slot_values(best, pool.v, table.pages, slots)
         total = jax.nn.logsumexp(every, axis=-1).reshape(kept.shape)
     else:
         from pallas_kernels.triton.topn import Mix, topn_kernel
@@ -75,9 +69,8 @@ def topn_attention(
             mix = mix_host_kernel
         interpret = impl == "pallas_interpret"
         out, kept, total = topn_kernel(
-            q, k_pool, v_pool, *tables, n=n, interleaved=interleaved, scale=scale,
-            interpret=interpret, mix=mix,
-        )  # fmt: skip
+            q, pool, table, query_position, rotary, n=n, scale=scale, interpret=interpret, mix=mix
+        )
     if renormalise:
         return out, kept
     share = jnp.exp(kept - jnp.where(jnp.isfinite(total), total, 0.0))

@@ -11,9 +11,11 @@ from jaxrag.cache.host import HostValues
 from jaxrag.config import ModelConfig
 from jaxrag.decode.host_search import HostSearch
 from jaxrag.models.attention import (
+    Pages,
     attend_pool,
     paged_decode_attention,
     paged_scores,
+    rotary_of,
     slot_mixture,
     slot_scores,
     slot_values,
@@ -84,6 +86,11 @@ class View:
         """What scores are multiplied with."""
         return self.config.head_dim**-0.5
 
+    @property
+    def table(self) -> Pages:
+        """Where the keys of this layer stand."""
+        return Pages(self.pages, self.offsets, self.slot_position)
+
     def dense(self) -> Partial:
         """Attention to every key."""
         return self._attend(paged_decode_attention)
@@ -94,8 +101,9 @@ class View:
 
     def _attend(self, op: Callable[..., tuple[Array, Array]]) -> Partial:
         assert self.q is not None
-        table = (self.pages, self.offsets, self.slot_position, self.position)
-        out, lse = attend_pool(op, self.config, self.rope, self.pool, self.q, *table)
+        out, lse = attend_pool(
+            op, self.config, self.rope, self.pool, self.q, self.table, self.position
+        )
         return Partial(out=out[:, None], lse=lse[:, None])
 
     def scores(self) -> Array:
@@ -104,13 +112,9 @@ class View:
         return paged_scores(
             scale_rotary(self.q, self.config.rope),
             self.pool.k,
-            self.pages,
-            self.offsets,
-            self.slot_position,
+            self.table,
             self.position,
-            self.rope.cos,
-            self.rope.sin,
-            interleaved=self.config.rope.interleaved,
+            rotary_of(self.config, self.rope),
             scale=self.scale,
         )
 
@@ -172,9 +176,7 @@ class View:
             see,
             jnp.maximum(query_at, 0),
             turn,
-            self.rope.cos,
-            self.rope.sin,
-            interleaved=self.config.rope.interleaved,
+            rotary_of(self.config, self.rope),
             scale=self.scale,
         )
 

@@ -23,9 +23,14 @@ from jaxrag.types import Array, Partial, Tokens
 from pallas_kernels import (
     BODIES,
     KernelError,
+    Pages,
+    Pool,
+    Rotary,
+    Rows,
     check_impl,
     key_mass,
     paged_attention,
+    paged_attention_by_row,
     paged_decode_attention,
     paged_scores,
     segment_attention,
@@ -42,6 +47,7 @@ __all__ = [
     "Attend",
     "PackedAttend",
     "PagedAttend",
+    "Pages",
     "attend_pool",
     "attention_received",
     "check_kernels",
@@ -49,12 +55,15 @@ __all__ = [
     "paged_attention",
     "paged_decode_attention",
     "paged_scores",
+    "rotary_of",
     "slot_mixture",
     "slot_scores",
     "slot_values",
     "topn_attention",
 ]
 
+
+PagedOp = Callable[..., tuple[Array, Array]]  # out and lse of one of the paged ops
 
 _QUERIES_IN_TURN = 128  # measured: rows of fewer queries are faster together
 
@@ -78,7 +87,13 @@ class Attend(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PackedAttend:
-    """Rows attend to themselves under the block mask; no cache."""
+    """Rows attend to themselves under the block mask; no cache.
+
+    Attributes:
+      config: the model's.
+      rope: tables beyond every position.
+      prefix_visible: may chunks see the prefix?
+    """
 
     config: ModelConfig
     rope: RopeTable
@@ -97,10 +112,12 @@ class PackedAttend:
         """Place q and k at their positions and attend within the row."""
         config = self.config
 
-        def attend(heads: tuple[Array, ...], rows: tuple[Any, ...], window: Any) -> Array:
+        def attend(q: Array, k: Array, v: Array, rows: Rows, window: Any) -> Array:
             out, _ = segment_attention(
-                *heads,
-                *rows,
+                q,
+                k,
+                v,
+                rows,
                 scale=config.head_dim**-0.5,
                 prefix_visible=self.prefix_visible,
                 window=window,
@@ -108,8 +125,8 @@ class PackedAttend:
             )
             return out
 
-        placed = (place(x, tokens.positions, self.rope, config.rope) for x in (q, k))
-        operands = ((*placed, v), (tokens.positions, tokens.segments, tokens.examples), window)
+        q_at, k_at = (place(x, tokens.positions, self.rope, config.rope) for x in (q, k))
+        packed = Rows(tokens.positions, tokens.segments, tokens.examples)
         call: Callable[..., Array] = attend
         if config.kernel_mesh is not None:
             rows, heads = attention_axes(config.kernel_mesh, q.shape[0], config.num_kv_heads)
@@ -117,22 +134,26 @@ class PackedAttend:
             call = jax.shard_map(
                 attend,
                 mesh=config.kernel_mesh,
-                in_specs=(by_head, PartitionSpec(rows), PartitionSpec()),
+                in_specs=(by_head, by_head, by_head, PartitionSpec(rows), PartitionSpec()),
                 out_specs=by_head,
                 check_vma=False,
             )
-        return call(*operands), None, None
+        return call(q_at, k_at, v, packed, window), None, None
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedAttend:
     """New tokens write their K and V to pages the request owns, then attend through its table.
 
-    ``table`` must already show the new tokens' slots (PageTable.reveal). ``slots`` [B, T] are the
-    request's slots to write to; a slot beyond the table is padding and is dropped. ``values`` is
-    where V of some layers lies in host memory: it is written there, and V of the requests' pages is
-    brought in for as long as the layer runs. With ``rows_in_turn`` the plain XLA body attends row
-    by row where rows are long enough to gain by it (``Model.rows_in_turn``).
+    Attributes:
+      config: the model's.
+      rope: tables beyond every position.
+      table: the requests' pages; already shows the new tokens' slots (PageTable.reveal).
+      slots: [B, T] int32 of the request to write to; one beyond the table is padding and dropped.
+      values: where V of some layers lies in host memory: it is written there, and V of the
+        requests' pages is brought in for as long as the layer runs.
+      rows_in_turn: the plain XLA body attends row by row where rows are long enough to gain by it
+        (``Model.rows_in_turn``).
     """
 
     config: ModelConfig
@@ -161,20 +182,12 @@ class PagedAttend:
         pages, cache = self.write(layer, k, v, tokens, cache)
 
         def attend(v_pool: Array, v_pages: Array | None = None) -> Array:
-            table = (pages, self.table.offsets, self.table.slot_position)
-            op: Callable[..., tuple[Array, Array]] = sparse_attention
-            queries, positions = q, tokens.positions
-            in_turn = self.rows_in_turn and q.shape[1] >= _QUERIES_IN_TURN
-            if v_pages is not None:  # only XLA reads K and V at different pages
-                op = functools.partial(paged_attention, v_pages=v_pages, rows_in_turn=in_turn)
-            elif in_turn and self.config.kernels == "xla":
-                op = functools.partial(paged_attention, rows_in_turn=True)
-            elif q.shape[1] == 1:
-                op, queries, positions = paged_decode_attention, q[:, 0], positions[:, 0]
+            op = self._op(q.shape[1], v_pages)
+            one = op is paged_decode_attention
+            queries, at = (q[:, 0], tokens.positions[:, 0]) if one else (q, tokens.positions)
+            table = Pages(pages, self.table.offsets, self.table.slot_position)
             pool = PagePool(k=cache.k, v=v_pool)
-            out, _ = attend_pool(
-                op, self.config, self.rope, pool, queries, *table, positions, window
-            )
+            out, _ = attend_pool(op, self.config, self.rope, pool, queries, table, at, window)
             return out.reshape(q.shape).astype(q.dtype)
 
         if self.values is None:
@@ -186,6 +199,16 @@ class PagedAttend:
             on_device = layer < self.values.first_layer
             out = jax.lax.cond(on_device, lambda: attend(cache.v), far)
         return out, cache, None
+
+    def _op(self, num_queries: int, v_pages: Array | None) -> PagedOp:
+        """What queries [B, num_queries] attend with, V at the pages of K or at its own."""
+        in_turn = self.rows_in_turn and num_queries >= _QUERIES_IN_TURN
+        plain = paged_attention_by_row if in_turn else paged_attention
+        if v_pages is not None:  # only XLA reads K and V at different pages
+            return functools.partial(plain, v_pages=v_pages)
+        if in_turn and self.config.kernels == "xla":
+            return plain
+        return paged_decode_attention if num_queries == 1 else sparse_attention
 
     def _far(self, layer: Array, v: Array, attend: Callable[[Array, Array | None], Array]) -> Array:
         """Attend to V of the requests' pages from host memory."""
@@ -219,25 +242,32 @@ def attention_received(
     *,
     causal: bool,
 ) -> Array:
-    """Attention that every slot of the table gets in the last layer: [B, S] float32.
+    """Attention that every slot of the table gets in the last layer.
 
-    q [B, T, N, H] are that layer's queries before rotation, query_position [B, T] (-1 is padding);
-    summed over queries and heads, the softmax within the pages of one label of ``groups`` [B, M].
+    Args:
+      config: the model's.
+      rope: tables beyond every position and offset.
+      pool: of all layers.
+      table: the requests' pages.
+      groups: [B, M] int32 label of each page; a softmax runs over the pages of one label.
+      q: [B, T, N, H] that layer's queries before rotation.
+      query_position: [B, T] int32; -1 is padding.
+      causal: does a query see only slots up to its position?
+
+    Returns:
+      [B, S] float32, summed over queries and heads.
     """
     window = config.sliding_window
     if not causal or (config.window_layers is not None and not config.window_layers[-1]):
         window = None
+    pages = pool.rows(config.num_layers - 1, table.pages, config.num_layers)
     return key_mass(
         scale_rotary(q, config.rope),
         pool.k,
-        pool.rows(config.num_layers - 1, table.pages, config.num_layers),
-        table.offsets,
-        table.slot_position,
+        Pages(pages, table.offsets, table.slot_position),
         query_position,
         groups,
-        rope.cos,
-        rope.sin,
-        interleaved=config.rope.interleaved,
+        rotary_of(config, rope),
         scale=config.head_dim**-0.5,
         causal=causal,
         window=window,
@@ -245,42 +275,47 @@ def attention_received(
 
 
 def attend_pool(
-    op: Callable[..., tuple[Array, Array]],
+    op: PagedOp,
     config: ModelConfig,
     rope: RopeTable,
     pool: PagePool,
     q: Array,
-    pages: Array,
-    offsets: Array,
-    slot_position: Array,
+    table: Pages,
     position: Array,
     window: Array | int | None = None,
 ) -> tuple[Array, Array]:
-    """A paged op with the model's scale, rotation and kernels: its out and lse.
+    """A paged op with the model's scale, rotation and kernels.
 
-    q [B, T, N, H] or [B, N, H] is before rotation, ``position`` [B, T] or [B]. Where the config
-    names a mesh, every device runs the kernel on its rows and its KV heads.
+    Where the config names a mesh, every device runs the kernel on its rows and its KV heads.
+
+    Args:
+      op: one of the paged ops.
+      config: the model's.
+      rope: tables beyond every position and offset.
+      pool: keys and values.
+      q: [B, T, N, H] or [B, N, H] before rotation.
+      table: pages of one layer.
+      position: [B, T] or [B] int32 of the queries.
+      window: sliding window in tokens, or None.
+
+    Returns:
+      out and lse, as the op says.
     """
 
-    def attend(operands: tuple[Array, ...], window: Array | int | None) -> tuple[Array, Array]:
+    def attend(operands: tuple[Any, ...], window: Array | int | None) -> tuple[Array, Array]:
         limits: dict[str, Any] = {} if window is None else {"window": window}
         if config.kernels != "xla":
             limits["impl"] = config.kernels
-        return op(
-            *operands,
-            **limits,
-            interleaved=config.rope.interleaved,
-            scale=config.head_dim**-0.5,
-        )
+        return op(*operands, **limits, scale=config.head_dim**-0.5)
 
-    tables = (pages, offsets, slot_position, position)
-    operands = (scale_rotary(q, config.rope), pool.k, pool.v, *tables, rope.cos, rope.sin)
+    kv, rotary = Pool(pool.k, pool.v), rotary_of(config, rope)
+    operands = (scale_rotary(q, config.rope), kv, table, position, rotary)
     call: Callable[..., tuple[Array, Array]] = attend
     if config.kernel_mesh is not None:
         rows, heads = attention_axes(config.kernel_mesh, q.shape[0], config.num_kv_heads)
         by_head = PartitionSpec(rows, *(None,) * (q.ndim - 3), heads)
-        of_pool = PartitionSpec(None, None, heads)
-        specs = (by_head, of_pool, of_pool, *(PartitionSpec(rows),) * 4, *(PartitionSpec(),) * 2)
+        of_pool, of_rows = PartitionSpec(None, None, heads), PartitionSpec(rows)
+        specs = (by_head, of_pool, of_rows, of_rows, PartitionSpec())
         call = jax.shard_map(
             attend,
             mesh=config.kernel_mesh,
@@ -289,6 +324,11 @@ def attend_pool(
             check_vma=False,
         )
     return call(operands, window)
+
+
+def rotary_of(config: ModelConfig, rope: RopeTable) -> Rotary:
+    """The model's rotation as the ops take it."""
+    return Rotary(rope.cos, rope.sin, config.rope.interleaved)
 
 
 def check_kernels(kernels: str) -> None:
@@ -301,7 +341,9 @@ def check_kernels(kernels: str) -> None:
 
 
 def merge(partials: Sequence[Partial]) -> Partial:
-    """Combine attention over disjoint sets of keys; associative (RetrievalAttention eq. 4-5).
+    """Combine attention over disjoint sets of keys; associative.
+
+    RetrievalAttention equations 4 and 5, arXiv:2409.10516.
 
     A partial that saw no key (lse = -inf) contributes nothing, whatever its `out` holds.
     """

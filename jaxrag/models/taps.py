@@ -74,9 +74,13 @@ class LastQueries:
 class ChunkMassAttend:
     """Causal attention of whole prompts that sums where it goes; the cache is the sum so far.
 
-    ``columns`` [B, T] int32 gives each token a column 0 .. C-1, or -1. The cache, float32
-    [B, T, C], grows in every layer by the share of each token's attention, averaged over the heads,
-    that falls on each column.
+    The cache, float32 [B, T, C], grows in every layer by the share of each token's attention,
+    averaged over the heads, that falls on each column.
+
+    Attributes:
+      config: the model's.
+      rope: tables beyond every position.
+      columns: [B, T] int32 column of each token, 0 .. C-1, or -1.
     """
 
     config: ModelConfig

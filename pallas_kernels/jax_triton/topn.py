@@ -1,10 +1,10 @@
 """The values of the top N in Triton's own language, read where they lie: in pinned host memory.
 
-KCache (section 3.1) keeps V in host memory and brings over the N rows a head has chosen. A GPU
-addresses pinned host memory as its own, so the kernel reads the rows over the bus in place. Each
-program asks for many rows at once, and a masked load never leaves the chip: rows that do not count
-cost nothing, which Pallas' indexed loads cannot express. Addresses are 64-bit from the start, for a
-pool of host memory is the one that is large.
+KCache (arXiv:2404.18057, section 3.1) keeps V in host memory and brings over the N rows a head has
+chosen. A GPU addresses pinned host memory as its own, so the kernel reads the rows over the bus in
+place. Each program asks for many rows at once, and a masked load never leaves the chip: rows that
+do not count cost nothing, which Pallas' indexed loads cannot express. Addresses are 64-bit from the
+start, for a pool of host memory is the one that is large.
 """
 
 import inspect

@@ -1,10 +1,11 @@
 """Q-Sparse-Attn for Hopper: wgmma and TMA, a producer and two computing warp groups a program.
 
-What triton/paged.py computes, at 64 keys a step: a program holds 128 rows, a row being one query of
-one head, and walks over a list of key tiles made before it starts, each a few neighbouring pages of
-one offset. The producer copies pages by TMA; a computing warp group turns its 64 queries where the
-offset changes. TMA brings whole pages, so the values of hidden slots, which may be NaN, are set to
-zero in shared memory in tiles that have any: both groups write the same bytes.
+FusionRAG section 4.3, arXiv:2601.12904. What triton/paged.py computes, at 64 keys a step: a program
+holds 128 rows, a row being one query of one head, and walks over a list of key tiles made before it
+starts, each a few neighbouring pages of one offset. The producer copies pages by TMA; a computing
+warp group turns its 64 queries where the offset changes. TMA brings whole pages, so the values of
+hidden slots, which may be NaN, are set to zero in shared memory in tiles that have any: both groups
+write the same bytes.
 """
 
 import functools
@@ -18,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.bodies import KernelError
-from pallas_kernels.rotation import rotate
+from pallas_kernels.operands import Pages, Pool, Rotary
 from pallas_kernels.tiles import pad_to
 from pallas_kernels.triton.heads import LOG2_E
 from pallas_kernels.triton.paged import merge_splits, splits_for
@@ -53,16 +54,11 @@ def check_shapes(dim: int, rotary: int, interleaved: bool, page: int, dtype: Any
 
 def paged_mosaic_kernel(
     q: Array,
-    k_pool: Array,
-    v_pool: Array,
-    pages: Array,
-    offsets: Array,
-    slot_position: Array,
+    pool: Pool,
+    table: Pages,
     query_position: Array,
-    cos: Array,
-    sin: Array,
+    rotary: Rotary,
     *,
-    interleaved: bool,
     scale: float,
     window: Array | int | None,
     splits: int | None = None,
@@ -73,13 +69,11 @@ def paged_mosaic_kernel(
       KernelError: heads or pages that the kernel does not take.
     """
     batch, length, num_heads, dim = q.shape
-    _, page, num_kv_heads, _ = k_pool.shape
-    check_shapes(dim, 2 * cos.shape[-1], interleaved, page, k_pool.dtype)
+    pages, offsets, slot_position = table
+    _, page, num_kv_heads, _ = pool.k.shape
+    check_shapes(dim, 2 * rotary.cos.shape[-1], rotary.interleaved, page, pool.k.dtype)
     group = num_heads // num_kv_heads
-    at = jnp.maximum(query_position, 0)
-    turned = rotate(
-        q.astype(jnp.float32), cos[at][:, :, None], sin[at][:, :, None], interleaved=interleaved
-    )
+    turned = rotary.turn(q.astype(jnp.float32), jnp.maximum(query_position, 0))
     turned *= scale * LOG2_E
     # [B, T, K, G, H] -> [B, K, T * G, H]: the heads of one query are neighbouring rows.
     turned = turned.reshape(batch, length, num_kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
@@ -113,13 +107,13 @@ def paged_mosaic_kernel(
         grid_names=("tile", "head", "batch"),
         num_threads=3,
         thread_name="group",
-        scratch_types=_scratch(page, k_pool.dtype),
+        scratch_types=_scratch(page, pool.k.dtype),
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
     )(
-        *tiles, turn, dirty, pages, slots, row_position, bound, cos, sin,
-        turned[..., :_HALF], turned[..., _HALF:], k_pool, v_pool,
+        *tiles, turn, dirty, pages, slots, row_position, bound, rotary.cos, rotary.sin,
+        turned[..., :_HALF], turned[..., _HALF:], pool.k, pool.v,
     )  # fmt: skip
     out, lse = merge_splits(out, lse)
     out, lse = out[:, :, : length * group], lse[:, :, : length * group]

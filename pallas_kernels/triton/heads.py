@@ -23,7 +23,13 @@ def power_of_two(n: int, least: int = 1) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class HeadParts:
-    """How a head of ``dim`` dimensions with ``2 * pairs`` rotary ones falls into parts."""
+    """How a head falls into parts.
+
+    Attributes:
+      dim: dimensions of the head.
+      pairs: rotary pairs; 2 * pairs dimensions are rotated.
+      interleaved: how dimensions pair, as in ``Rotary``.
+    """
 
     dim: int
     pairs: int

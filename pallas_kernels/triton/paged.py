@@ -4,8 +4,8 @@ One program holds a tile of rows, a row being one query of one head; the G query
 lie side by side, so that a key tile is read once for all of them. It walks over the segments of
 its page list (work.py), turns the queries by minus the segment's offset, and visits the keys of
 the segment tile by tile with an online softmax. With ``splits`` > 1 several programs share the
-pages of one row tile and their parts are merged outside (FusionRAG section 4.3; the split is that
-of Flash-Decoding).
+pages of one row tile and their parts are merged outside (FusionRAG section 4.3, arXiv:2601.12904;
+the split is that of Flash-Decoding).
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.rotation import rotate
+from pallas_kernels.operands import Pages, Pool, Rotary
 from pallas_kernels.tiles import pad_to
 from pallas_kernels.triton.heads import LOG2_E, HeadParts, columns, power_of_two, zero_padding
 from pallas_kernels.triton.work import live_pages, segments_of
@@ -36,7 +36,15 @@ _MOST_SPLITS = 64
 
 @dataclasses.dataclass(frozen=True)
 class PagedTiling:
-    """Sizes of one program. ``keys`` is a multiple of the page; ``splits`` None chooses."""
+    """Sizes of one program.
+
+    Attributes:
+      rows: of a tile; a row is one query of one head.
+      keys: of a tile, a multiple of the page.
+      warps: of a program.
+      stages: of Triton's pipeline.
+      splits: programs that share the pages of a row tile; None chooses.
+    """
 
     rows: int
     keys: int
@@ -56,16 +64,11 @@ def paged_tiling(num_rows: int, page: int, dim: int) -> PagedTiling:
 
 def paged_kernel(
     q: Array,
-    k_pool: Array,
-    v_pool: Array,
-    pages: Array,
-    offsets: Array,
-    slot_position: Array,
+    pool: Pool,
+    table: Pages,
     query_position: Array,
-    cos: Array,
-    sin: Array,
+    rotary: Rotary,
     *,
-    interleaved: bool,
     scale: float,
     window: Array | int | None,
     interpret: bool,
@@ -73,14 +76,12 @@ def paged_kernel(
 ) -> tuple[Array, Array]:
     """Arguments of ``sparse_attention``; out [B, T, N, H] and lse [B, T, N], both float32."""
     batch, length, num_heads, dim = q.shape
-    num_pool_pages, page, num_kv_heads, _ = k_pool.shape
+    pages, offsets, slot_position = table
+    num_pool_pages, page, num_kv_heads, _ = pool.k.shape
     group = num_heads // num_kv_heads
-    parts = HeadParts(dim, cos.shape[-1], interleaved)
+    parts = HeadParts(dim, rotary.cos.shape[-1], rotary.interleaved)
     tiling = tiling or paged_tiling(length * group, page, dim)
-    at = jnp.maximum(query_position, 0)
-    turned = rotate(
-        q.astype(jnp.float32), cos[at][:, :, None], sin[at][:, :, None], interleaved=interleaved
-    )
+    turned = rotary.turn(q.astype(jnp.float32), jnp.maximum(query_position, 0))
     turned *= scale * LOG2_E
     # [B, T, K, G, H] -> [B, K, T * G, H]: the heads of one query are neighbouring rows.
     turned = turned.reshape(batch, length, num_kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
@@ -117,8 +118,8 @@ def paged_kernel(
     pool_rows = (num_pool_pages * page, num_kv_heads, dim)
     tables = (segments.first, segments.start, segments.stop)
     operands = (offsets, anchor, pages, slot_position)
-    constants = (bound, cos, sin)
-    pools = (k_pool.reshape(pool_rows), v_pool.reshape(pool_rows))
+    constants = (bound, rotary.cos, rotary.sin)
+    pools = (pool.k.reshape(pool_rows), pool.v.reshape(pool_rows))
     shape = (batch, splits, num_kv_heads, num_tiles * tiling.rows)
     out, lse = pl.pallas_call(
         functools.partial(

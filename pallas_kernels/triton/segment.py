@@ -1,8 +1,8 @@
 """Packed attention under the block mask as a Triton kernel, visiting live tiles only.
 
 One program holds a tile of queries, of one or two heads of a KV head, and visits the key tiles on
-its list: first those that need no mask, then those that do (FlashAttention-2 with the tiles of
-``classify_tiles``). Tiles of foreign chunks are on no list.
+its list: first those that need no mask, then those that do (FlashAttention-2, arXiv:2307.08691,
+with the tiles of ``classify_tiles``). Tiles of foreign chunks are on no list.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.packed_tiles import classify_tiles
+from pallas_kernels.packed_tiles import Rule, classify_tiles
 from pallas_kernels.tiles import pad_to
 from pallas_kernels.triton.heads import LOG2_E, power_of_two
 from pallas_kernels.visibility import EMPTY, packed_visible, within_window
@@ -24,7 +24,6 @@ from pallas_kernels.visibility import EMPTY, packed_visible, within_window
 Array = jax.Array
 Ref = Any  # what a kernel reads and writes through
 _State = tuple[Array, Array, Array]  # out, running maximum (base 2), sum of weights
-Rule = tuple[Array, Array, Array | None, Array | int | None]  # positions .. examples, window
 RuleRefs = tuple[Ref, Ref, Ref, Ref]  # positions, segments, examples [T], window [1]
 
 _FLOOR = -1e30
@@ -32,7 +31,14 @@ _FLOOR = -1e30
 
 @dataclasses.dataclass(frozen=True)
 class SegmentTiling:
-    """Sizes of one program: ``tile`` queries and keys, ``heads`` query heads side by side."""
+    """Sizes of one program.
+
+    Attributes:
+      tile: queries, and keys, of a tile.
+      heads: query heads side by side.
+      warps: of a program.
+      stages: of Triton's pipeline.
+    """
 
     tile: int
     heads: int
@@ -58,7 +64,7 @@ def segment_kernel(
     interpret: bool,
     tiling: SegmentTiling | None = None,
 ) -> tuple[Array, Array]:
-    """Arguments and results of ``segment_attention``, the rule in one tuple."""
+    """Arguments and results of ``segment_attention``; the rule is the rows and the window."""
     _, length, num_heads, dim = q.shape
     group = num_heads // k.shape[2]
     tiling = tiling or segment_tiling(length, group)
@@ -110,7 +116,13 @@ def segment_kernel(
 
 @dataclasses.dataclass(frozen=True)
 class Sight:
-    """What of the packed rule is known when a kernel is compiled."""
+    """What of the packed rule is known when a kernel is compiled.
+
+    Attributes:
+      prefix_visible: may chunks see the prefix?
+      with_examples: are there several examples in a row?
+      windowed: is there a sliding window?
+    """
 
     prefix_visible: bool
     with_examples: bool
@@ -146,7 +158,7 @@ def rows_of(
     rule: Rule, tile: int, prefix_visible: bool
 ) -> tuple[tuple[Array, Array, Array, Array], Sight]:
     """positions, segments, examples [B, T'] in whole tiles and window [1], as kernels read them."""
-    positions, segments, examples, window = rule
+    (positions, segments, examples), window = rule
     sight = Sight(prefix_visible, examples is not None, window is not None)
     if examples is None:
         examples = jnp.zeros_like(segments)

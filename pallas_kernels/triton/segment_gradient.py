@@ -1,9 +1,9 @@
 """The gradient of packed attention as two Triton kernels, one over query and one over key tiles.
 
-Both compute the scores of a tile pair again from ``lse`` (FlashAttention-2, algorithm 2) and visit
-the pairs that the forward kernel visits: the first sums the gradient of its queries over key tiles,
-the second those of its keys and values over query tiles and the query heads of the KV head. Nothing
-is added to from two programs, so the sums have one order.
+Both compute the scores of a tile pair again from ``lse`` (FlashAttention-2, algorithm 2,
+arXiv:2307.08691) and visit the pairs that the forward kernel visits: the first sums the gradient of
+its queries over key tiles, the second those of its keys and values over query tiles and the query
+heads of the KV head. Nothing is added to from two programs, so the sums have one order.
 """
 
 import functools
@@ -15,10 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.packed_tiles import Residuals
 from pallas_kernels.tiles import pad_to
 from pallas_kernels.triton.heads import LOG2_E, power_of_two
 from pallas_kernels.triton.segment import (
-    Rule,
     SegmentTiling,
     Sight,
     chosen_tiles,
@@ -35,24 +35,17 @@ _FLOOR = -1e30
 
 
 def segment_gradient_kernel(
-    q: Array,
-    k: Array,
-    v: Array,
-    rule: Rule,
-    out: Array,
-    lse: Array,
-    d_out: Array,
-    d_lse: Array,
+    residuals: Residuals,
+    cotangents: tuple[Array, Array],
     *,
     scale: float,
     prefix_visible: bool,
     interpret: bool,
     tiling: SegmentTiling | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of q, k and v, in their dtypes, from those of ``out`` and ``lse``.
-
-    Arguments and results of ``segment_attention``, the rule in one tuple.
-    """
+    """Gradients of q, k and v, in their dtypes, from those of ``out`` and ``lse``."""
+    q, k, v, out, lse, rule = residuals
+    d_out, d_lse = cotangents
     _, length, num_heads, dim = q.shape
     num_kv_heads = k.shape[2]
     group = num_heads // num_kv_heads

@@ -3,7 +3,8 @@
 The query is turned to the frame of every page, as in paged.py. The selection bisects on the
 order-preserving integer image of the scores, in blocks and then among the winners of the blocks:
 XLA sorts for it, and Triton has neither a sort nor a top-k. Values are read in the last kernel
-only, and only the chosen rows, so that their pool may lie in pinned host memory (KCache 3.1).
+only, and only the chosen rows, so that their pool may lie in pinned host memory (KCache section
+3.1, arXiv:2404.18057).
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.rotation import rotate
+from pallas_kernels.operands import Pages, Pool, Rotary
 from pallas_kernels.tiles import pad_to
 from pallas_kernels.triton.heads import HeadParts, columns, power_of_two, zero_padding
 from pallas_kernels.visibility import cached_visible
@@ -32,9 +33,12 @@ _ROWS = 16  # of a product on tensor cores; the G heads of a KV head, the last o
 
 @dataclasses.dataclass(frozen=True)
 class TopnTiling:
-    """``keys`` scored, ``block`` scores selected from, ``values`` mixed at a time; powers of two.
+    """Sizes of the three kernels; powers of two.
 
-    Blocks above 8,192 scores spill registers.
+    Attributes:
+      keys: scored at a time.
+      block: scores selected from at a time; above 8,192 registers spill.
+      values: mixed at a time.
     """
 
     keys: int = 64
@@ -44,17 +48,12 @@ class TopnTiling:
 
 def topn_kernel(
     q: Array,
-    k_pool: Array,
-    v_pool: Array,
-    pages: Array,
-    offsets: Array,
-    slot_position: Array,
+    pool: Pool,
+    table: Pages,
     query_position: Array,
-    cos: Array,
-    sin: Array,
+    rotary: Rotary,
     *,
     n: int,
-    interleaved: bool,
     scale: float,
     interpret: bool,
     tiling: TopnTiling | None = None,
@@ -69,29 +68,24 @@ def topn_kernel(
       ones. All float32.
     """
     tiling = tiling or TopnTiling()
-    num_slots = slot_position.shape[1]
+    num_slots = table.slot_position.shape[1]
     scores, total = score_kernel(
-        q, k_pool, pages, offsets, slot_position, query_position, cos, sin,
-        interleaved=interleaved, scale=scale, interpret=interpret, keys=tiling.keys,
-    )  # fmt: skip
+        q, pool.k, table, query_position, rotary, scale=scale, interpret=interpret, keys=tiling.keys
+    )
     best, slots = select_kernel(scores, n, block=tiling.block, interpret=interpret)
     slots = jnp.minimum(slots, num_slots - 1)  # of padding: its score is -inf
     mix = mix or functools.partial(mix_kernel, values=tiling.values, interpret=interpret)
-    out, lse = mix(best, slots, v_pool, pages)
+    out, lse = mix(best, slots, pool.v, table.pages)
     return out, lse, total
 
 
 def score_kernel(
     q: Array,
     k_pool: Array,
-    pages: Array,
-    offsets: Array,
-    slot_position: Array,
+    table: Pages,
     query_position: Array,
-    cos: Array,
-    sin: Array,
+    rotary: Rotary,
     *,
-    interleaved: bool,
     scale: float,
     interpret: bool,
     keys: int,
@@ -103,17 +97,15 @@ def score_kernel(
     batch, num_heads, dim = q.shape
     num_pool_pages, page, num_kv_heads, _ = k_pool.shape
     group = num_heads // num_kv_heads
-    parts = HeadParts(dim, cos.shape[-1], interleaved)
-    at = jnp.maximum(query_position, 0)
-    turned = rotate(q.astype(jnp.float32), cos[at][:, None], sin[at][:, None],
-                    interleaved=interleaved)  # fmt: skip
+    parts = HeadParts(dim, rotary.cos.shape[-1], rotary.interleaved)
+    turned = rotary.turn(q.astype(jnp.float32), jnp.maximum(query_position, 0))
     num_rows = power_of_two(group, _ROWS)
     alike = jnp.minimum(jnp.arange(num_rows), group - 1)
     turned = (turned * scale).reshape(batch, num_kv_heads, group, dim)[:, :, alike]
-    slot_position = pad_to(slot_position, 1, keys, _HIDDEN)
+    slot_position = pad_to(table.slot_position, 1, keys, _HIDDEN)
     num_slots = slot_position.shape[1]
-    short = -(-num_slots // page) - pages.shape[1]
-    pages, offsets = (jnp.pad(x, ((0, 0), (0, short))) for x in (pages, offsets))
+    short = -(-num_slots // page) - table.pages.shape[1]
+    pages, offsets = (jnp.pad(x, ((0, 0), (0, short))) for x in (table.pages, table.offsets))
     num_tiles = num_slots // keys
 
     def whole(x: Array) -> pl.BlockSpec:
@@ -129,7 +121,7 @@ def score_kernel(
         grid=(num_tiles, num_kv_heads, batch),
         in_specs=[
             *map(of_row, (pages, offsets, slot_position, rows)),
-            *map(whole, (cos, sin)),
+            *map(whole, (rotary.cos, rotary.sin)),
             pl.BlockSpec((None, None, num_rows, dim), lambda j, k, b: (b, k, 0, 0)),
             whole(pool),
         ],
@@ -144,7 +136,7 @@ def score_kernel(
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="topn_score",
-    )(pages, offsets, slot_position, rows, cos, sin, turned, pool)
+    )(pages, offsets, slot_position, rows, rotary.cos, rotary.sin, turned, pool)
     lse = jax.nn.logsumexp(lse, axis=2)
     return scores.reshape(batch, num_heads, num_slots), lse.reshape(batch, num_heads)
 

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.bodies import Impl
+from pallas_kernels.operands import Pages, Pool, Rotary, Rows
 from pallas_kernels.paged_decode_attention import paged_decode_attention
 from pallas_kernels.segment_attention import segment_attention
 from pallas_kernels.sparse_attention import sparse_attention
@@ -35,14 +36,15 @@ class Case:
     The shared memory of a kernel has the chip's limit as its budget: more does not compile.
 
     Attributes:
-      op: which op it is a body of.
+      op: the op.
       kernels: their names in the program; each is held to the budget.
       function: what is compiled.
-      arguments: their shapes.
+      arguments: shapes.
       registers: most a thread may use.
       spill_bytes: most a thread may spill, stores and loads.
-      impl: which body it is.
-      host: which arguments lie in pinned host memory; the program may hold no copy of them.
+      impl: which body of the op it is.
+      host: which arrays of the arguments, counted flat, lie in pinned host memory; the program may
+        hold no copy of them.
     """
 
     op: str
@@ -58,17 +60,27 @@ class Case:
 def paged_arguments(batch: int, rows: int, dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:
     """Shapes of a paged op for ``rows`` queries over CONTEXT tokens and what they write."""
     num_pages = -(-(CONTEXT + rows) // PAGE)
-    pool = _Shape((num_pages * 2, PAGE, KV_HEADS, DIM), dtype)
-    table = _Shape((65_536, DIM // 2), jnp.float32)
+    pool: Any = _Shape((num_pages * 2, PAGE, KV_HEADS, DIM), dtype)
+    angles: Any = _Shape((65_536, DIM // 2), jnp.float32)
+    pages: Any = _ids((batch, num_pages))
+    slots: Any = _ids((batch, num_pages * PAGE))
     return (
-        _Shape((batch, rows, HEADS, DIM), dtype), pool, pool, _ids((batch, num_pages)),
-        _ids((batch, num_pages)), _ids((batch, num_pages * PAGE)), _ids((batch, rows)),
-        table, table,
-    )  # fmt: skip
+        _Shape((batch, rows, HEADS, DIM), dtype),
+        Pool(pool, pool),
+        Pages(pages, pages, slots),
+        _ids((batch, rows)),
+        Rotary(angles, angles, interleaved=False),
+    )
+
+
+def _one_query(batch: int) -> tuple[Any, ...]:
+    """Shapes of an op for one query a row."""
+    q, pool, pages, _, rotary = paged_arguments(batch, 1)
+    return _Shape((batch, HEADS, DIM), q.dtype), pool, pages, _ids((batch,)), rotary
 
 
 def _paged(op: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    return functools.partial(op, interleaved=False, scale=DIM**-0.5, **options)
+    return functools.partial(op, scale=DIM**-0.5, **options)
 
 
 def _sparse(rows: int, impl: Impl = "pallas_triton", window: int | None = None) -> Case:
@@ -78,36 +90,33 @@ def _sparse(rows: int, impl: Impl = "pallas_triton", window: int | None = None) 
 
 
 def _decode(batch: int) -> Case:
-    q, *pools, _, cos, sin = paged_arguments(batch, 1)
-    arguments = (_Shape((batch, HEADS, DIM), q.dtype), *pools, _ids((batch,)), cos, sin)
     function = _paged(paged_decode_attention, impl="pallas_triton")
     kernels = ("paged_attention",)
-    return Case("paged_decode_attention", kernels, function, arguments, registers=168)
+    return Case("paged_decode_attention", kernels, function, _one_query(batch), registers=168)
 
 
 def _topn(batch: int, n: int, impl: Impl = "pallas_triton", host: tuple[int, ...] = ()) -> Case:
-    q, *pools, _, cos, sin = paged_arguments(batch, 1)
-    arguments = (_Shape((batch, HEADS, DIM), q.dtype), *pools, _ids((batch,)), cos, sin)
     function = _paged(topn_attention, n=n, renormalise=False, impl=impl)
     mix = "topn_mix_host" if impl == "jax_triton" else "topn_mix"
     kernels = ("topn_score", "topn_select", mix)
-    return Case("topn_attention", kernels, function, arguments, impl=impl, host=host)
+    return Case("topn_attention", kernels, function, _one_query(batch), impl=impl, host=host)
 
 
 def _segment(length: int, with_examples: bool, gradient: bool = False) -> Case:
     q = _Shape((1, length, HEADS, DIM), jnp.bfloat16)
     kv = _Shape((1, length, KV_HEADS, DIM), jnp.bfloat16)
-    row = _ids((1, length))
+    row: Any = _ids((1, length))
     function = functools.partial(
         segment_attention, scale=DIM**-0.5, prefix_visible=True, impl="pallas_triton"
     )
-    arguments = (q, kv, kv, row, row, row if with_examples else None)
+    arguments = (q, kv, kv, Rows(row, row, row if with_examples else None))
     if not gradient:
         return Case("segment_attention", ("segment_attention",), function, arguments)
 
-    def pulled(d_out: Array, d_lse: Array, *arguments: Array | None) -> tuple[Array, ...]:
-        rows = arguments[3:]
-        _, pull = jax.vjp(lambda *heads: function(*heads, *rows), *arguments[:3])
+    def pulled(
+        d_out: Array, d_lse: Array, q: Array, k: Array, v: Array, rows: Rows
+    ) -> tuple[Array, ...]:
+        _, pull = jax.vjp(lambda q, k, v: function(q, k, v, rows), q, k, v)
         d_heads: tuple[Array, ...] = pull((d_out, d_lse))
         return d_heads
 
@@ -116,7 +125,7 @@ def _segment(length: int, with_examples: bool, gradient: bool = False) -> Case:
     return Case("segment_attention", kernels, pulled, (q, lse, *arguments))
 
 
-_VALUES = (2,)  # where v_pool is among the arguments of topn_attention
+_VALUES = (2,)  # where V of the pool is among the arrays that topn_attention is given
 
 CASES: dict[str, Case] = {
     "sparse_15_percent_of_32k": _sparse(4_966),
@@ -156,11 +165,11 @@ def _sorted(x: Array) -> Array:
     )(x)
 
 
-def _copied(q: Array, k_pool: Array, v_pool: Array, *tables: Array) -> tuple[Array, Array]:
+def _copied(q: Array, pool: Pool, *others: Any) -> tuple[Array, Array]:
     """Values of host memory that are moved about before the kernel reads a few of them."""
     options = {"n": 128, "renormalise": False, "impl": "pallas_triton"}
-    moved = jnp.roll(v_pool, 1, axis=0)
-    out: tuple[Array, Array] = _paged(topn_attention, **options)(q, k_pool, moved, *tables)
+    moved = pool._replace(v=jnp.roll(pool.v, 1, axis=0))
+    out: tuple[Array, Array] = _paged(topn_attention, **options)(q, moved, *others)
     return out
 
 

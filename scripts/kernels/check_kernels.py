@@ -212,7 +212,8 @@ def compile_case(name: str, case: Any, folder: Path, ptxas: Path) -> Usage:
     report = folder / f"{name}.report"
     with printed_to(report):
         program = compiled_for(jax.jit(checked), case.arguments, case.host)
-    stay_on_host(program.memory_analysis(), bytes_of([case.arguments[at] for at in case.host]))
+    arrays = jax.tree.leaves(case.arguments)
+    stay_on_host(program.memory_analysis(), bytes_of([arrays[at] for at in case.host]))
     if case.impl == "pallas_mosaic":  # Mosaic asks `ptxas` itself and leaves no PTX behind
         (kernel,) = case.kernels
         usage = usage_of(report.read_text(encoding="utf-8"), kernel)

@@ -52,8 +52,8 @@ def compiled_for(
 
     Args:
       function: what is compiled.
-      arguments: their shapes, of any tree.
-      host: which arguments, arrays, lie in pinned host memory.
+      arguments: shapes, of any tree.
+      host: which arrays of the arguments, counted flat, lie in pinned host memory.
       options: of XLA.
     """
     mesh = described_mesh()

@@ -10,6 +10,7 @@ import pytest
 from jaxrag.config import RopeConfig
 from jaxrag.models.rope import place, rope_table
 from jaxrag.types import HIDDEN
+from pallas_kernels import Pages, Pool, Rotary
 
 ROPES = {
     "half": RopeConfig(5_000.0, 10, False, None),
@@ -103,10 +104,10 @@ def paged_scene(rng):
         tail = ((0, 3 * page), (0, 0), (0, 0))
         return PagedScene(
             arguments=(
-                q, k_pool, v_pool, *map(jnp.asarray, (pages, offsets, slots, at)),
-                table.cos, table.sin,
+                q, Pool(k_pool, v_pool), Pages(*map(jnp.asarray, (pages, offsets, slots))),
+                jnp.asarray(at), Rotary(table.cos, table.sin, config.interleaved),
             ),
-            options={"interleaved": config.interleaved, "scale": 0.3, "window": window},
+            options={"scale": 0.3, "window": window},
             queries=wide(
                 place(q.astype(jnp.float32), jnp.asarray(np.maximum(at, 0)), table, config)
             ),

@@ -49,8 +49,8 @@ def test_half_precision_returns_its_dtype(paged_scene):
 
 def test_decode_equals_dense(paged_scene):
     scene = paged_scene(queries=2)
-    q, *pools, at, cos, sin = scene.arguments
-    arguments = (q[:, 1], *pools, at[:, 1], cos, sin)
+    q, *pages, at, rotary = scene.arguments
+    arguments = (q[:, 1], *pages, at[:, 1], rotary)
     expected, expected_lse = (x[:, 1] for x in scene.dense())
     for impl in ("xla", "pallas_interpret"):
         op = functools.partial(paged_decode_attention, **scene.options, impl=impl)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxrag.models.segments import example_ids, lay_out
-from pallas_kernels import segment_attention
+from pallas_kernels import Rows, segment_attention
+from pallas_kernels.packed_tiles import Residuals
 from pallas_kernels.triton.segment import SegmentTiling, segment_kernel
 from pallas_kernels.triton.segment_gradient import segment_gradient_kernel
 
@@ -16,7 +17,7 @@ CLOSE = {"rtol": 2e-4, "atol": 2e-5}
 
 
 def rows_of(kind, length):
-    """positions, segments, examples of two rows."""
+    """Two rows."""
     segments, examples = np.zeros((2, length), np.int32), None
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), (2, length)).copy()
     for row, parts in enumerate(((5, [17, 3, 30], 9), (0, [40, 1], length - 50))):
@@ -28,7 +29,7 @@ def rows_of(kind, length):
         examples[:, 20:40] = example_ids(0, 1)
         examples[:, 40:] = example_ids(1)
         examples = jnp.asarray(examples)
-    return jnp.asarray(positions), jnp.asarray(segments), examples
+    return Rows(jnp.asarray(positions), jnp.asarray(segments), examples)
 
 
 def heads(rng, length, n, k, h, dtype=jnp.float32):
@@ -52,8 +53,8 @@ def test_equals_the_reference(rng, kind, window, n, k, prefix_visible):
     op = functools.partial(
         segment_attention, scale=0.3, prefix_visible=prefix_visible, window=window
     )
-    expected, expected_lse = jax.jit(op)(*qkv, *rows)
-    out, lse = jax.jit(functools.partial(op, impl="pallas_interpret"))(*qkv, *rows)
+    expected, expected_lse = jax.jit(op)(*qkv, rows)
+    out, lse = jax.jit(functools.partial(op, impl="pallas_interpret"))(*qkv, rows)
     np.testing.assert_allclose(out, expected, **CLOSE)
     np.testing.assert_allclose(lse, expected_lse, **CLOSE)
     blind = np.isneginf(np.asarray(lse))
@@ -64,7 +65,7 @@ def gradient(op, qkv, rows):
     """Of a scalar that reads out and lse; rows that see nothing do not count."""
 
     def scalar(q, k, v):
-        out, lse = op(q, k, v, *rows)
+        out, lse = op(q, k, v, rows)
         weight = jnp.arange(out.size).reshape(out.shape) % 7 - 3.0
         seen = jnp.where(jnp.isfinite(lse), lse, 0.0)
         return (out.astype(jnp.float32) * weight).sum() + (seen**2).sum()
@@ -101,12 +102,12 @@ def test_gradient_product_of_tilings(rng, kind, pack, tile, dtype):
     length = 150
     rows, qkv = rows_of(kind, length), heads(rng, length, 8, 2, 16, dtype)
     op = functools.partial(segment_attention, scale=0.3, prefix_visible=False)
-    (out, lse), pull = jax.vjp(lambda *x: op(*x, *rows), *qkv)
+    (out, lse), pull = jax.vjp(lambda *x: op(*x, rows), *qkv)
     d_out = jnp.asarray(rng.normal(size=out.shape), dtype)
     d_lse = jnp.asarray(rng.normal(size=lse.shape), jnp.float32)
     expected = pull((d_out, d_lse))
     found = segment_gradient_kernel(
-        *qkv, (*rows, None), out, lse, d_out, d_lse, scale=0.3, prefix_visible=False,
+        Residuals(*qkv, out, lse, (rows, None)), (d_out, d_lse), scale=0.3, prefix_visible=False,
         interpret=True, tiling=SegmentTiling(tile, pack, 4, 2),
     )  # fmt: skip
     close = {"rtol": 1e-3, "atol": 1e-4} if dtype == jnp.float32 else {"rtol": 5e-2, "atol": 5e-2}
@@ -124,9 +125,9 @@ def test_gradient_product_of_tilings(rng, kind, pack, tile, dtype):
 def test_product_of_tilings(rng, kind, pack, tile, dtype):
     length = 150
     rows, qkv = rows_of(kind, length), heads(rng, length, 8, 2, 16, dtype)
-    expected, expected_lse = segment_attention(*qkv, *rows, scale=0.3, prefix_visible=True)
+    expected, expected_lse = segment_attention(*qkv, rows, scale=0.3, prefix_visible=True)
     out, lse = segment_kernel(
-        *qkv, (*rows, None), scale=0.3, prefix_visible=True, interpret=True,
+        *qkv, (rows, None), scale=0.3, prefix_visible=True, interpret=True,
         tiling=SegmentTiling(tile, pack, 4, 2),
     )  # fmt: skip
     close = CLOSE if dtype == jnp.float32 else {"rtol": 3e-2, "atol": 3e-2}

@@ -15,12 +15,8 @@ CLOSE = {"rtol": 2e-4, "atol": 2e-5}
 
 def decoding(scene, which=1):
     """The scene's arguments for one query a row."""
-    q, *pools, at, cos, sin = scene.arguments
-    return (q[:, which], *pools, at[:, which], cos, sin)
-
-
-def options_of(scene):
-    return {name: scene.options[name] for name in ("interleaved", "scale")}
+    q, *pages, at, rotary = scene.arguments
+    return (q[:, which], *pages, at[:, which], rotary)
 
 
 def oracle(scene, n, renormalise, which=1):
@@ -47,9 +43,8 @@ def oracle(scene, n, renormalise, which=1):
 )
 def test_equals_the_oracle_with_poisoned_slots(paged_scene, impl, rope, n, renormalise):
     scene = paged_scene(rope, queries=2, chunks=(37, 16, 5))
-    op = functools.partial(
-        topn_attention, n=n, renormalise=renormalise, impl=impl, **options_of(scene)
-    )
+    scale = scene.options["scale"]
+    op = functools.partial(topn_attention, n=n, renormalise=renormalise, impl=impl, scale=scale)
     out, lse = jax.jit(op)(*decoding(scene))
     assert (out.dtype, lse.dtype) == (jnp.float32, jnp.float32)
     expected, expected_lse = oracle(scene, n, renormalise)
@@ -63,7 +58,8 @@ def test_equals_the_oracle_with_poisoned_slots(paged_scene, impl, rope, n, renor
 def test_all_keys_is_dense_attention(paged_scene, impl):
     scene = paged_scene("partial", queries=2, chunks=(20, 5))
     slots = scene.slots.shape[1]
-    op = functools.partial(topn_attention, renormalise=False, impl=impl, **options_of(scene))
+    scale = scene.options["scale"]
+    op = functools.partial(topn_attention, renormalise=False, impl=impl, scale=scale)
     expected, expected_lse = (x[:, 1] for x in scene.dense())
     for n in (slots, slots + 100):
         out, lse = jax.jit(functools.partial(op, n=n))(*decoding(scene))
@@ -95,8 +91,9 @@ def test_selection_is_that_of_a_sort(rng, length, n, block):
 def test_product_of_shapes(paged_scene, page, keys, group, dtype):
     scene = paged_scene("half16", dim=40, group=group, queries=2, page=page, dtype=dtype)
     close = CLOSE if dtype == jnp.float32 else {"rtol": 3e-2, "atol": 3e-2}
-    q, k_pool, _, *tables = decoding(scene)
-    scores, lse = score_kernel(q, k_pool, *tables, interpret=True, keys=keys, **options_of(scene))
+    q, pool, *tables = decoding(scene)
+    options = {"scale": scene.options["scale"], "interpret": True}
+    scores, lse = score_kernel(q, pool.k, *tables, keys=keys, **options)
     heads, slots = q.shape[1], scene.slots.shape[1]
     expected = np.einsum("bsnh,bnh->bns", np.repeat(scene.keys, group, 2), scene.queries[:, 1])
     see = scene.slots.astype(np.int64) <= scene.at[:, 1:2]
@@ -106,7 +103,5 @@ def test_product_of_shapes(paged_scene, page, keys, group, dtype):
     assert np.isneginf(scores[..., slots:]).all()
     np.testing.assert_allclose(lse, scene.dense()[1][:, 1], **close)
     tiling = TopnTiling(keys=keys, block=32, values=8)
-    out, _, _ = topn_kernel(
-        *decoding(scene), n=slots, interpret=True, tiling=tiling, **options_of(scene)
-    )
+    out, _, _ = topn_kernel(*decoding(scene), n=slots, tiling=tiling, **options)
     np.testing.assert_allclose(out, scene.dense()[0][:, 1], **close)

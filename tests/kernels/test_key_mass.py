@@ -7,7 +7,7 @@ import pytest
 from jaxrag.config import RopeConfig
 from jaxrag.models.rope import place, rope_table
 from jaxrag.types import HIDDEN
-from pallas_kernels import key_mass
+from pallas_kernels import Pages, Rotary, key_mass
 
 PAGE, POOL, K, G, H = 16, 60, 2, 3, 10
 N = K * G
@@ -59,10 +59,9 @@ def test_mass_is_the_column_sum_of_dense_softmax(rng, rope, queries, causal, win
     got = key_mass(
         jnp.asarray(q),
         jnp.asarray(poisoned),
-        *(jnp.asarray(x, jnp.int32) for x in (table, offsets, slots, at, groups)),
-        ropes.cos,
-        ropes.sin,
-        interleaved=rope.interleaved,
+        Pages(*(jnp.asarray(x, jnp.int32) for x in (table, offsets, slots))),
+        *(jnp.asarray(x, jnp.int32) for x in (at, groups)),
+        Rotary(ropes.cos, ropes.sin, rope.interleaved),
         scale=0.3,
         causal=causal,
         window=window,
@@ -102,14 +101,14 @@ def test_keys_in_place_and_turned_keys_are_the_same(rng):
         return key_mass(
             q,
             pool,
-            jnp.array([[0, 1]]),
-            jnp.full((1, 2), offset),
-            jnp.zeros((1, 2 * PAGE), jnp.int32),
+            Pages(
+                jnp.array([[0, 1]]),
+                jnp.full((1, 2), offset),
+                jnp.zeros((1, 2 * PAGE), jnp.int32),
+            ),
             jnp.arange(200, 204)[None],
             jnp.zeros((1, 2), jnp.int32),
-            ropes.cos,
-            ropes.sin,
-            interleaved=False,
+            Rotary(ropes.cos, ropes.sin, interleaved=False),
             scale=0.3,
             causal=False,
         )

@@ -16,6 +16,9 @@ from pallas_kernels import (
     BODIES,
     IMPLS,
     KernelError,
+    Pages,
+    Pool,
+    Rotary,
     check_impl,
     sparse_attention,
     topn_attention,
@@ -52,6 +55,15 @@ def test_every_gpu_body_is_checked():
     assert {(case.op, case.impl) for case in CASES.values()} == bodies
 
 
+def paged_arguments(rows, dim, pairs, interleaved=False):
+    """Shapes of a paged op for queries [*rows, 6, dim]."""
+    shape, ids = jax.ShapeDtypeStruct, functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    kv, angles = shape((40, 16, 2, dim), jnp.bfloat16), shape((512, pairs), jnp.float32)
+    table = Pages(ids((1, 32)), ids((1, 32)), ids((1, 512)))
+    q = shape((*rows, 6, dim), jnp.bfloat16)
+    return q, Pool(kv, kv), table, ids(rows), Rotary(angles, angles, interleaved)
+
+
 @pytest.mark.parametrize(
     ("op", "dim", "interleaved"),
     [
@@ -62,16 +74,10 @@ def test_every_gpu_body_is_checked():
     ],
 )
 def test_odd_heads_lower_too(op, dim, interleaved):
-    shape = jax.ShapeDtypeStruct
-    kv, ids = shape((40, 16, 2, dim), jnp.bfloat16), functools.partial(shape, dtype=jnp.int32)
-    table = shape((512, dim // 4), jnp.float32)
     rows = (1,) if op is topn_attention else (1, 70)
-    arguments = (shape((*rows, 6, dim), jnp.bfloat16), kv, kv, ids((1, 32)), ids((1, 32)),
-                 ids((1, 512)), ids(rows), table, table)  # fmt: skip
     options = {"n": 20, "renormalise": True} if op is topn_attention else {}
-    call = functools.partial(
-        op, interleaved=interleaved, scale=0.1, impl="pallas_triton", **options
-    )
+    call = functools.partial(op, scale=0.1, impl="pallas_triton", **options)
+    arguments = paged_arguments(rows, dim, dim // 4, interleaved)
     assert "xla.gpu.triton" in lowered(call, arguments)
 
 
@@ -118,22 +124,17 @@ def test_values_of_the_top_n_may_lie_in_host_memory():
     """They reach the kernel as they are: nothing moves them to the device."""
     case = CASES["topn_128_of_32k"]
     host = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    q, k_pool, v_pool, *rest = case.arguments
-    away = jax.ShapeDtypeStruct(v_pool.shape, v_pool.dtype, sharding=host)
-    text = lowered(case.function, (q, k_pool, away, *rest))
+    q, pool, *rest = case.arguments
+    away = jax.ShapeDtypeStruct(pool.v.shape, pool.v.dtype, sharding=host)
+    text = lowered(case.function, (q, pool._replace(v=away), *rest))
     assert re.search(r"%arg2: tensor<[^>]*> {mhlo.memory_kind = \"pinned_host\"", text)
     assert "annotate_device_placement" not in text
 
 
 def test_mosaic_names_the_heads_it_does_not_take():
-    shape = jax.ShapeDtypeStruct
-    kv, ids = shape((40, 16, 2, 64), jnp.bfloat16), functools.partial(shape, dtype=jnp.int32)
-    table = shape((512, 32), jnp.float32)
-    arguments = (shape((1, 70, 6, 64), jnp.bfloat16), kv, kv, ids((1, 32)), ids((1, 32)),
-                 ids((1, 512)), ids((1, 70)), table, table)  # fmt: skip
-    call = functools.partial(sparse_attention, interleaved=False, scale=0.1, impl="pallas_mosaic")
+    call = functools.partial(sparse_attention, scale=0.1, impl="pallas_mosaic")
     with pytest.raises(KernelError, match="takes 16-bit heads of 128 .* not 64 dimensions"):
-        lowered(call, arguments)
+        lowered(call, paged_arguments((1, 70), 64, 32))
 
 
 def test_the_choice_is_refused_before_anything_is_loaded():

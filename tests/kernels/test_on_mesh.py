@@ -14,7 +14,7 @@ from jaxrag.models.rope import rope_table
 from jaxrag.models.segments import lay_out
 from jaxrag.sharding import attention_axes, make_mesh
 from jaxrag.types import Tokens
-from pallas_kernels import paged_decode_attention, topn_attention
+from pallas_kernels import Pages, paged_decode_attention, topn_attention
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}
 
@@ -35,8 +35,8 @@ def pool_arguments(rng, config):
     offsets = jnp.asarray([[0, 16, 32], [7, 7, 40]], jnp.int32)
     slots = np.stack([np.arange(48), np.r_[np.arange(32) + 7, np.arange(16) + 40]])
     position = jnp.asarray([47, 45], jnp.int32)
-    table = (pages, offsets, jnp.asarray(slots, jnp.int32), position)
-    return (rope_table(config.rope, 64), pool, q, *table)
+    table = Pages(pages, offsets, jnp.asarray(slots, jnp.int32))
+    return (rope_table(config.rope, 64), pool, q, table, position)
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 2), pytest.param((1, 1, 4), marks=pytest.mark.slow)])

@@ -1,5 +1,6 @@
 """Paged attention against a dense oracle: offsets, hidden slots, rotation sides, merging."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from jaxrag.config import RopeConfig, YarnScaling
 from jaxrag.models.attention import merge
 from jaxrag.models.rope import attention_factor, place, rope_table
 from jaxrag.types import HIDDEN, Partial
-from pallas_kernels import paged_attention
+from pallas_kernels import Pages, Pool, Rotary, paged_attention, paged_attention_by_row
 from pallas_kernels.rotation import rotate
 
 PAGE, NUM_PAGES, K, G, H = 16, 40, 2, 3, 10
@@ -20,7 +21,7 @@ ROPES = {
 }
 
 
-class SelectionInput:
+class Scene:
     """A pool with un-rotated keys known to the test, and one request's table over it."""
 
     def __init__(self, rng, rope, chunk_lengths, offsets, queries, poison=np.nan):
@@ -51,16 +52,22 @@ class SelectionInput:
             positions.append(np.where(slots < self.lengths[c], slots + self.offsets[c], HIDDEN))
         pad = 3  # hidden pages behind
         positions = np.concatenate([*positions, np.full(pad * PAGE, HIDDEN)])
-        return [
-            jnp.asarray(x, jnp.int32)[None]
-            for x in (pages + [0] * pad, offsets + [0] * pad, positions)
-        ]
+        return Pages(
+            *(
+                jnp.asarray(x, jnp.int32)[None]
+                for x in (pages + [0] * pad, offsets + [0] * pad, positions)
+            )
+        )
 
     def attend(self, chunks=None, **options):
         return paged_attention(
-            self.q, self.k_pool, self.v_pool, *self.arrays(chunks), self.query_position,
-            self.table.cos, self.table.sin, interleaved=self.rope.interleaved, scale=0.3, **options,
+            self.q, Pool(self.k_pool, self.v_pool), self.arrays(chunks), self.query_position,
+            self.rotary, scale=0.3, **options,
         )  # fmt: skip
+
+    @property
+    def rotary(self):
+        return Rotary(self.table.cos, self.table.sin, self.rope.interleaved)
 
     def dense(self, window=None):
         """Every key placed at its absolute position, every pair scored in float64."""
@@ -93,7 +100,7 @@ class SelectionInput:
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 def test_equals_dense_with_poisoned_unused_slots(rng, rope, side):
     # chunks out of place, gaps in the positions, padding queries (-1), a query that sees nothing
-    scene = SelectionInput(rng, rope, [37, 16, 5], [300, 0, 100], [-1, 104, 310, 400, 3, 336])
+    scene = Scene(rng, rope, [37, 16, 5], [300, 0, 100], [-1, 104, 310, 400, 3, 336])
     out, lse = scene.attend(rotate_side=side)
     expected, expected_lse = scene.dense()
     np.testing.assert_allclose(out[0], expected, rtol=1e-4, atol=1e-5)
@@ -103,7 +110,7 @@ def test_equals_dense_with_poisoned_unused_slots(rng, rope, side):
 
 def test_many_query_tiles_and_key_tiles(rng):
     queries = [*range(500, 800), *[-1] * 20]
-    scene = SelectionInput(rng, ROPES["half"], [290, 130], [150, 0], queries)
+    scene = Scene(rng, ROPES["half"], [290, 130], [150, 0], queries)
     out, lse = scene.attend()
     expected, expected_lse = scene.dense()
     np.testing.assert_allclose(out[0], expected, rtol=2e-4, atol=2e-5)
@@ -113,14 +120,14 @@ def test_many_query_tiles_and_key_tiles(rng):
 @pytest.mark.parametrize("queries", [[70], list(range(40, 330))])
 @pytest.mark.parametrize("window", [1, 9, 64])
 def test_window(rng, queries, window):
-    scene = SelectionInput(rng, ROPES["half"], [300], [0], queries)
+    scene = Scene(rng, ROPES["half"], [300], [0], queries)
     out, _ = scene.attend(window=window)
     np.testing.assert_allclose(out[0], scene.dense(window)[0], rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 def test_rotating_query_by_offset_equals_rotating_keys(rng, rope):
-    scene = SelectionInput(rng, rope, [20, 40], [512, 31], [700, 600])
+    scene = Scene(rng, rope, [20, 40], [512, 31], [700, 600])
     by_query, by_keys = scene.attend(rotate_side="query"), scene.attend(rotate_side="keys")
     for one, other in zip(by_query, by_keys, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
@@ -129,28 +136,24 @@ def test_rotating_query_by_offset_equals_rotating_keys(rng, rope):
 @pytest.mark.parametrize("own_v_pages", [False, True])
 def test_rows_in_turn_are_the_rows_together(rng, own_v_pages):
     """Other tables and positions a row, one row of padding only; V at pages of its own or not."""
-    scene = SelectionInput(rng, ROPES["half"], [290, 130, 40], [150, 0, 600], [-1] * 20)
-    tables = [
-        jnp.concatenate(parts)
-        for parts in zip(
-            scene.arrays([0, 1, 2]), scene.arrays([2, 0, 1]), scene.arrays([1, 2, 0]), strict=True
-        )
-    ]
+    scene = Scene(rng, ROPES["half"], [290, 130, 40], [150, 0, 600], [-1] * 20)
+    orders = ([0, 1, 2], [2, 0, 1], [1, 2, 0])
+    table = jax.tree.map(lambda *rows: jnp.concatenate(rows), *map(scene.arrays, orders))
     q = jnp.asarray(rng.normal(size=(3, 300, N, H)), jnp.float32)
     positions = jnp.stack([jnp.arange(500, 800), jnp.full(300, -1), jnp.arange(20, 320)])
     values, v_pages = scene.v_pool, None
     if own_v_pages:
         order = jnp.asarray(rng.permutation(NUM_PAGES))
-        values, v_pages = scene.v_pool[order], jnp.argsort(order)[tables[0]]
+        values, v_pages = scene.v_pool[order], jnp.argsort(order)[table.pages]
 
-    def attend(rows_in_turn):
-        return paged_attention(
-            q, scene.k_pool, values, *tables, positions.astype(jnp.int32), scene.table.cos,
-            scene.table.sin, interleaved=False, scale=0.3, window=450, v_pages=v_pages,
-            rows_in_turn=rows_in_turn,
-        )  # fmt: skip
-
-    for in_turn, together in zip(attend(True), attend(False), strict=True):
+    outs = [
+        op(
+            q, Pool(scene.k_pool, values), table, positions.astype(jnp.int32), scene.rotary,
+            scale=0.3, window=450, v_pages=v_pages,
+        )
+        for op in (paged_attention_by_row, paged_attention)
+    ]  # fmt: skip
+    for in_turn, together in zip(*outs, strict=True):
         np.testing.assert_allclose(in_turn, together, rtol=2e-5, atol=2e-6)
 
 
@@ -187,7 +190,7 @@ def test_yarn_factor_enters_once(rng):
 
 @pytest.mark.parametrize("parts", [[[0], [1], [2]], [[0, 2], [1]], [[1, 2, 0]]])
 def test_split_and_merge_equals_not_splitting(rng, parts):
-    scene = SelectionInput(rng, ROPES["half"], [37, 16, 50], [300, 0, 100], [104, 310, 400, 3])
+    scene = Scene(rng, ROPES["half"], [37, 16, 50], [300, 0, 100], [104, 310, 400, 3])
     whole, whole_lse = scene.attend()
     merged = merge([Partial(*scene.attend(part)) for part in parts])
     np.testing.assert_allclose(merged.out, whole, rtol=1e-4, atol=1e-5)

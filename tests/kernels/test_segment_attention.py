@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrag.models.segments import example_ids, lay_out
-from pallas_kernels import segment_attention
+from pallas_kernels import Rows, segment_attention
 from pallas_kernels.visibility import packed_visible
 
 PICTURES = {
@@ -124,7 +124,7 @@ def test_tiles_equal_dense(rng, lengths, n, k, h, prefix_visible):
     positions = np.broadcast_to(np.pad(layout.positions, (0, pad)), segments.shape)
     q, key, v = heads(rng, 2, segments.shape[1], n, k, h)
     out, lse = segment_attention(
-        q, key, v, jnp.asarray(positions), jnp.asarray(segments), None,
+        q, key, v, Rows(jnp.asarray(positions), jnp.asarray(segments)),
         scale=0.3, prefix_visible=prefix_visible,
     )  # fmt: skip
     mask = mask_of(jnp.asarray(segments), None, prefix_visible)
@@ -144,7 +144,7 @@ def test_window_and_examples_equal_dense(rng, window):
     positions = np.concatenate((np.arange(350), np.arange(250)))[None].astype(np.int32)
     q, key, v = heads(rng, 1, length, n, k, h)
     out, _ = segment_attention(
-        q, key, v, jnp.asarray(positions), jnp.asarray(segments), jnp.asarray(examples, jnp.int32),
+        q, key, v, Rows(*(jnp.asarray(x, jnp.int32) for x in (positions, segments, examples))),
         scale=0.4, prefix_visible=False, window=window,
     )  # fmt: skip
     mask = mask_of(jnp.asarray(segments), jnp.asarray(examples), False)

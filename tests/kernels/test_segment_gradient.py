@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrag.models.segments import example_ids, lay_out
 from jaxrag.sharding import make_mesh
-from pallas_kernels import segment_attention
+from pallas_kernels import Rows, segment_attention
 from pallas_kernels.visibility import packed_visible
 
 SCALE = 0.3
@@ -51,7 +51,7 @@ def pull_back(attend, rows, heads, d_out, d_lse):
 def ours(prefix_visible, window):
     def attend(q, k, v, positions, segments, examples):
         return segment_attention(
-            q, k, v, positions, segments, examples,
+            q, k, v, Rows(positions, segments, examples),
             scale=SCALE, prefix_visible=prefix_visible, window=window,
         )  # fmt: skip
 
