@@ -7,6 +7,7 @@ import pytest
 
 from jaxrag.attention_index import Exact, ProjectedGraph
 from jaxrag.attention_index import Ivf as IvfIndex
+from jaxrag.config import RopeConfig, YarnScaling
 from jaxrag.decode import (
     DECODE_RULES,
     Dense,
@@ -84,6 +85,16 @@ def test_law_8_a_rule_that_leaves_nothing_out_is_dense(model_of, ids, a_prompt, 
         ours = next_logits(model, method, [prompt], rule, given)
         np.testing.assert_allclose(ours, expected, **CLOSE)
         np.testing.assert_array_equal(ours.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("rule", [Flat(k=300, sink=2, recent=5), Quest(512, 0)], ids=name_of)
+def test_law_8_where_a_factor_is_on_part_of_the_head(model_of, ids, a_prompt, next_logits, rule):
+    """YaRN multiplies the rotary dims of q and k once each, in paged attention as in rules."""
+    scaling = YarnScaling(4.0, 64, 32.0, 1.0, 1.5, True)
+    model, prompt = model_of(rope=RopeConfig(5_000.0, 6, False, scaling)), a_prompt()
+    given = ids(3)[0][None]
+    expected, ours = (next_logits(model, "turborag", [prompt], r, given) for r in (Dense(), rule))
+    np.testing.assert_allclose(ours, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("rule", marked(EVERYTHING, set()))

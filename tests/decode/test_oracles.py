@@ -9,6 +9,7 @@ import pytest
 
 from jaxrag.attention_index import Exact
 from jaxrag.cache import PAGE, PagePool
+from jaxrag.config import RopeConfig, YarnScaling
 from jaxrag.decode import (
     Dense,
     Flat,
@@ -24,12 +25,15 @@ from jaxrag.decode import (
 )
 from jaxrag.decode.retrieval import Indexed
 from jaxrag.models.attention import merge
-from jaxrag.models.rope import frequencies, rope_table
+from jaxrag.models.rope import attention_factor, frequencies, rope_table
 from jaxrag.types import HIDDEN, Partial
 
 CHUNKS = ((0, 21), (21, 40), (61, 7), (68, 30))  # position and tokens of each, in pages of its own
 PROMPT = 98  # positions 0..97; then generated tokens in pages of the request
 NEW = 9
+# q and k are multiplied by a factor, and that over a part of the head only.
+YARN = RopeConfig(5_000.0, 6, False, YarnScaling(4.0, 64, 32.0, 1.0, 1.5, True))
+ROPES = pytest.mark.parametrize("rope", [None, YARN], ids=["", "yarn"])
 
 
 @dataclasses.dataclass
@@ -55,11 +59,20 @@ class SelectionInput:
         cos, sin = np.cos(angle), np.sin(angle)
         return np.concatenate((a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]), -1)
 
+    def placed(self, x, at):
+        """The same, as a query or key first gets its position: with YaRN's factor."""
+        factor = np.where(np.arange(x.shape[-1]) < self.rope.rotary_dim, self.factor, 1.0)
+        return self.turned(x * factor, at)
+
+    @property
+    def factor(self):
+        return attention_factor(self.rope)
+
     def scores(self, head, positions, at=None, query_at=None):
-        q = self.turned(self.q[head], self.newest if query_at is None else query_at)
+        q = self.placed(self.q[head], self.newest if query_at is None else query_at)
         places = positions if at is None else at
         kv = head // 3
-        keys = [self.turned(self.keys[p, kv], a) for p, a in zip(positions, places, strict=True)]
+        keys = [self.placed(self.keys[p, kv], a) for p, a in zip(positions, places, strict=True)]
         return np.array([q @ key for key in keys]) * len(q) ** -0.5
 
     def attend(self, head, positions, at=None, query_at=None):
@@ -71,8 +84,8 @@ class SelectionInput:
         return w @ self.values[positions, head // 3] / w.sum(), s.max() + np.log(w.sum())
 
 
-def scene(tiny_config, dtype="float32", stretch=1.0, seed=0):
-    config = tiny_config(dtype=dtype)
+def scene(tiny_config, dtype="float32", stretch=1.0, seed=0, rope=None):
+    config = tiny_config(dtype=dtype, **({} if rope is None else {"rope": rope}))
     rng = np.random.default_rng(seed)
     total = PROMPT + NEW
     keys = rng.normal(size=(total, 2, 10)) + 0.5
@@ -91,7 +104,7 @@ def scene(tiny_config, dtype="float32", stretch=1.0, seed=0):
             row = np.full(PAGE, HIDDEN)
             for place in range(min(PAGE, tokens - first)):
                 p = at + first + place
-                k_pool[page, place] = made.turned(keys[p], p - offset)
+                k_pool[page, place] = made.placed(keys[p], p - offset)
                 v_pool[page, place] = values[p]
                 row[place] = p
                 made.slot[p] = len(slot_position) * PAGE + place
@@ -99,6 +112,7 @@ def scene(tiny_config, dtype="float32", stretch=1.0, seed=0):
     pages, offsets = np.array(pages, np.int32)[None], np.array(offsets, np.int32)[None]
     slots = np.concatenate(slot_position).astype(np.int32)[None]
     if dtype != "float32":  # the oracle reads what the pool holds
+        assert made.factor == 1
         k_pool = np.asarray(jnp.asarray(k_pool, dtype), np.float64)
         v_pool = np.asarray(jnp.asarray(v_pool, dtype), np.float64)
         made.q = np.asarray(jnp.asarray(q, dtype), np.float64)
@@ -164,8 +178,9 @@ def test_static_window(tiny_config, stretch, dtype):
     compare(made, found, lambda h: made.attend(h, window(made, 5, 20)), **close)
 
 
-def test_static_window_at_cache_positions(tiny_config):
-    made = scene(tiny_config)
+@ROPES
+def test_static_window_at_cache_positions(tiny_config, rope):
+    made = scene(tiny_config, rope=rope)
     kept = window(made, 5, 20)
     assert len(kept) == 25
     found = run(made, StaticWindow(sink=5, recent=20, positions="cache"))
@@ -180,9 +195,10 @@ def test_dense(tiny_config, dtype):
     compare(made, run(made, Dense()), lambda h: made.attend(h, list(everything)), **close)
 
 
+@ROPES
 @pytest.mark.parametrize("stretch", [1.0, 90.0], ids=["", "scores beyond 100"])
-def test_flat(tiny_config, stretch):
-    made = scene(tiny_config, stretch=stretch)
+def test_flat(tiny_config, stretch, rope):
+    made = scene(tiny_config, stretch=stretch, rope=rope)
     rule = Flat(k=7, sink=5, recent=20)
 
     def expected(head):
@@ -213,8 +229,9 @@ def test_topn(tiny_config, renormalise):
     compare(made, first, lambda h: made.attend(h, everything))
 
 
-def test_quest(tiny_config):
-    made = scene(tiny_config)
+@ROPES
+def test_quest(tiny_config, rope):
+    made = scene(tiny_config, rope=rope)
     view = made.view
 
     def expected(head):
@@ -222,7 +239,7 @@ def test_quest(tiny_config):
         for m in range(view.pages.shape[1]):
             seen = np.asarray(view.slot_position[0, m * PAGE : (m + 1) * PAGE]) <= made.newest
             keys = np.asarray(view.pool.k[view.pages[0, m], :, head // 3], np.float64)[seen]
-            q = made.turned(made.q[head], made.newest - int(view.offsets[0, m]))
+            q = made.placed(made.q[head], made.newest - int(view.offsets[0, m]))
             bounds.append(np.maximum(q * keys.min(0), q * keys.max(0)).sum())
         bounds[made.slot[made.newest] // PAGE] = np.inf
         pages = set(np.argsort(-np.array(bounds))[:3].tolist())
@@ -238,23 +255,33 @@ def last_queries(made, count, seed=3):
     return rng.normal(size=(count, 6, 10)) * 2, np.arange(PROMPT - count, PROMPT)
 
 
-def test_snapkv(tiny_config):
-    made = scene(tiny_config)
+@ROPES
+@pytest.mark.parametrize("kernel", [3, 5])
+def test_snapkv(tiny_config, kernel, rope):
+    made = scene(tiny_config, rope=rope)
     queries, positions = last_queries(made, 6)
+    start = PROMPT - 6
+    if kernel == 5:  # they look at the window's own first token, which must not count
+        for query, at in zip(queries, positions, strict=True):
+            query[:] = 3 * made.turned(np.repeat(made.keys[start], 3, axis=0), start - at)
+
+    def votes(head):
+        total = np.zeros(PROMPT)
+        for q, at in zip(queries[:, head], positions, strict=True):
+            keys = [made.placed(made.keys[p, head // 3], p) for p in range(at + 1)]
+            s = np.array([made.placed(q, at) @ key for key in keys]) * 10**-0.5
+            total[: at + 1] += np.exp(s - s.max()) / np.exp(s - s.max()).sum()
+        return total
 
     def expected(head):
-        votes = np.zeros(PROMPT)
-        for q, at in zip(queries[:, head], positions, strict=True):
-            keys = [made.turned(made.keys[p, head // 3], p) for p in range(at + 1)]
-            s = np.array([made.turned(q, at) @ key for key in keys]) * 10**-0.5
-            votes[: at + 1] += np.exp(s - s.max()) / np.exp(s - s.max()).sum()
-        earlier = votes[: PROMPT - 6]
-        padded = np.pad(earlier, 1)
-        pooled = [padded[i : i + 3].sum() / 3 for i in range(len(earlier))]
+        padded = np.pad(votes(head)[:start], kernel // 2)
+        pooled = [padded[i : i + kernel].sum() / kernel for i in range(start)]
         chosen = np.argsort(-np.array(pooled), kind="stable")[:14]
-        return made.attend(head, [*chosen, *range(PROMPT - 6, made.newest + 1)])
+        return made.attend(head, [*chosen, *range(start, made.newest + 1)])
 
-    found = run(made, SnapKV(capacity=20, window=6, kernel=3), queries, positions)
+    if kernel == 5:
+        assert all(votes(h)[start] > 10 * votes(h)[start - 2 : start].max() for h in range(6))
+    found = run(made, SnapKV(capacity=20, window=6, kernel=kernel), queries, positions)
     compare(made, found, expected)
 
 
@@ -301,14 +328,15 @@ def test_infllm(tiny_config, scheme):
     compare(made, run(made, rule, queries, positions), expected)
 
 
-def test_retrieval_finds_what_flat_finds(tiny_config):
+@ROPES
+def test_retrieval_finds_what_flat_finds(tiny_config, rope):
     """With an exact index, found keys and the tail behind them are the top k of all the rest."""
-    made = scene(tiny_config)
+    made = scene(tiny_config, rope=rope)
     rule = Retrieval(k=7, sink=5, recent=20, index=Exact("float32"))
     host = HostSearch(measure=True)
     number = host.admit()
     end = PROMPT + 1 - rule.recent
-    keys = np.stack([made.turned(made.keys[p], p) for p in range(5, end)], axis=1)
+    keys = np.stack([made.placed(made.keys[p], p) for p in range(5, end)], axis=1)
     for _ in range(2):
         part = host.build(number, keys.astype(np.float32), None, rule.index, np.arange(5, end))
         host.add_layer(number, [part])
