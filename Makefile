@@ -7,6 +7,9 @@ JOBS ?= auto
 TEST_FLAGS ?=
 BENCH_FLAGS ?=
 
+# Neighbours stay in one process, which shares their models and compiled programs.
+SPREAD := -n $(JOBS) --dist worksteal
+
 # The tests and the demo compile many small programs; a second run reads them from disk.
 CACHE := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
 	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1 \
@@ -35,10 +38,12 @@ demo: $(VENV)/.installed-test ## Answer questions over the example documents, en
 	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/python scripts/demo.py
 
 test: $(VENV)/.installed-test ## Run the tests (CPU; minutes)
-	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(JOBS) $(TEST_FLAGS)
+	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(SPREAD) $(TEST_FLAGS)
 
+# These compile as users do; the tests alone leave LLVM's optimisations out (tests/conftest.py).
 test-all: $(VENV)/.installed-test ## Run the tests and the slow ones
-	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(JOBS) -m "not oracle and not gpu" $(TEST_FLAGS)
+	$(CACHE) JAX_PLATFORMS=cpu XLA_FLAGS=--xla_backend_optimization_level=3 \
+		$(BIN)/python -m pytest $(SPREAD) -m "not oracle and not gpu" $(TEST_FLAGS)
 
 test-oracle: $(VENV)/.installed-test ## Run the tests that compare with transformers, with PEER_PYTHON=...
 	@test -n "$(PEER_PYTHON)" || { echo "PEER_PYTHON is not set: name a python that imports torch and" \

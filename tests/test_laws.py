@@ -22,7 +22,8 @@ from jaxrag.serve.generate import generate
 from jaxrag.sharding import make_mesh
 from jaxrag.types import HIDDEN
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "glm", "glm4")
+ALWAYS = ("llama", "mistral", "glm4")  # the others, whose parts these have, with the slow tests
+FAMILIES = [*ALWAYS, *(pytest.param(x, marks=pytest.mark.slow) for x in ("qwen2", "qwen3", "glm"))]
 REUSE = tuple(name for name, method in METHODS.items() if method.encoder)
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 
@@ -213,7 +214,7 @@ def test_law_8_a_window_that_covers_everything_is_dense(rng, model_of, tiny_conf
     "sizes",
     [
         (2, 2, 2),
-        (1, 4, 2),
+        pytest.param((1, 4, 2), marks=pytest.mark.slow),
         pytest.param((8, 1, 1), marks=pytest.mark.slow),
         pytest.param((1, 2, 4), marks=pytest.mark.slow),
     ],

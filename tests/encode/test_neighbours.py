@@ -25,7 +25,11 @@ from jaxrag.store import MemoryStore
 from jaxrag.types import FINAL, Tokens
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "glm", "glm4")
+ALWAYS = ("mistral", "glm4")  # windowed; partial and interleaved rotary. The others with the slow
+FAMILIES = [
+    *ALWAYS,
+    *(pytest.param(x, marks=pytest.mark.slow) for x in ("llama", "qwen2", "qwen3", "glm")),
+]
 SEEING = [name for name, encoder in ENCODERS.items() if encoder.sees_neighbours]
 
 

@@ -27,7 +27,11 @@ from jaxrag.select import (
 )
 from jaxrag.store import MemoryStore, derive
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "glm", "glm4")
+ALWAYS = ("mistral", "glm4")  # windowed; partial and interleaved rotary. The others with the slow
+FAMILIES = [
+    *ALWAYS,
+    *(pytest.param(x, marks=pytest.mark.slow) for x in ("llama", "qwen2", "qwen3", "glm")),
+]
 SELECTORS = {
     "none": NoTokens(),
     "random": RandomTokens(seed=3),
@@ -113,7 +117,12 @@ def test_law_3_whatever_the_selector_and_in_small_pieces(rng, work, model_of, na
 
 @pytest.mark.parametrize("name", SELECTORS)
 @pytest.mark.parametrize(
-    ("family", "stored"), [("mistral", (0, 1, 3)), ("llama", (1,)), ("qwen3", (2, 3))]
+    ("family", "stored"),
+    [
+        ("mistral", (0, 1, 3)),
+        ("llama", (1,)),
+        pytest.param("qwen3", (2, 3), marks=pytest.mark.slow),
+    ],
 )
 def test_a_gap_sees_all_that_precedes_it(rng, work, model_of, name, family, stored, monkeypatch):
     """Gaps and chosen tokens are as in a dense forward in which all else stays as stored."""
@@ -165,7 +174,13 @@ def test_a_chunk_computed_in_place_is_not_stored_and_not_shared(rng, work, model
     np.testing.assert_array_equal(again, encoded)
 
 
-@pytest.mark.parametrize("name", SELECTORS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("gradual", "cache_craft") else ())
+        for name in SELECTORS
+    ],
+)
 def test_law_12_a_batch_with_gaps_is_one_at_a_time(rng, work, model_of, name):
     model, method, store = model_of(), method_with(name, 0.3), new_store(model_of())
     prompts = [work.prompt(rng, chunks=sizes) for sizes in ((37, 20, 16), (9,), (5, 40))]

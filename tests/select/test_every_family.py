@@ -231,7 +231,9 @@ def test_law_5_shared_chunks_give_what_separate_copies_give(rng, work, model_of,
     np.testing.assert_allclose(together, apart, **CLOSE)
 
 
-@pytest.mark.parametrize("encoder", ["isolated", "neighbours"])
+@pytest.mark.parametrize(
+    "encoder", [pytest.param("isolated", marks=pytest.mark.slow), "neighbours"]
+)
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_law_3_ratio_1_gives_full_attentions_tokens(rng, work, model_of, family, encoder):
     """Every selector through ``generate``, and FusionRAG's own preset."""
