@@ -5,12 +5,11 @@ further down: no function of the model core repeats a constant that stands here.
 """
 
 import dataclasses
-import tomllib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jaxrag.errors import ConfigError
+from jaxrag.tables import build, build_named
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -137,38 +136,11 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * width
 
 
-def strict_fields(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Check that ``values`` names fields of ``cls`` only; an unknown key raises ConfigError."""
-    known = {field.name for field in dataclasses.fields(cls)}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise ConfigError(
-            f"{where}: unknown key {unknown[0]!r}; the keys are {', '.join(sorted(known))}"
-        )
-    return dict(values)
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Parse a TOML file. Raises ConfigError naming the file when missing or malformed."""
-    try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such configuration file") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML ({error})") from None
-
-
-_SCALINGS: dict[str, type] = {
+_SCALINGS: dict[str, type[LinearScaling | Llama3Scaling | YarnScaling]] = {
     "linear": LinearScaling,
     "llama3": Llama3Scaling,
     "yarn": YarnScaling,
 }
-
-
-# Keys whose value may be None. TOML has no null, so there a missing one of these says None.
-_NULLABLE = ("sliding_window", "window_layers", "bos_id")
 
 
 def config_to_dict(config: ModelConfig) -> dict[str, Any]:
@@ -192,18 +164,9 @@ def config_from_dict(values: Mapping[str, Any], where: str = "model config") -> 
             raise ConfigError(
                 f"{where}: unknown key {name!r}; kernels are chosen where a model is loaded"
             )
-    fields = {**dict.fromkeys(_NULLABLE), **strict_fields(ModelConfig, values, where)}
-    try:
-        rope = strict_fields(RopeConfig, fields["rope"], f"{where}.rope")
-        scaling = rope.get("scaling")
-        if scaling is not None:
-            cls = _SCALINGS[scaling["type"]]
-            rest = {key: value for key, value in scaling.items() if key != "type"}
-            scaling = cls(**strict_fields(cls, rest, f"{where}.rope.scaling"))
-        fields["rope"] = RopeConfig(**{**rope, "scaling": scaling})
-        if fields["window_layers"] is not None:
-            fields["window_layers"] = tuple(bool(flag) for flag in fields["window_layers"])
-        fields["eos_ids"] = tuple(fields["eos_ids"])
-        return ModelConfig(**fields)
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"{where}: missing or malformed key {error}") from None
+    rope = values.get("rope")
+    if isinstance(rope, Mapping) and isinstance(rope.get("scaling"), Mapping):
+        given = rope["scaling"]
+        scaling = build_named(_SCALINGS, given, f"{where}.rope.scaling", "type", keep_ints=True)
+        values = {**values, "rope": {**rope, "scaling": scaling}}
+    return build(ModelConfig, values, where, keep_ints=True)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-from jaxrag.config import ModelConfig, read_toml, strict_fields
+from jaxrag.config import ModelConfig
 from jaxrag.decode import DecodeRule, Dense, Retrieval, TopN, rule_from
 from jaxrag.errors import RequestError
 from jaxrag.models.segments import POSITION_SCHEMES, PositionScheme
@@ -32,6 +32,7 @@ from jaxrag.select import (
     Selector,
     selector_from,
 )
+from jaxrag.tables import build, read_toml
 
 Misses = Literal["encode", "in_place"]
 
@@ -202,13 +203,12 @@ def method_named(method: str | Method) -> Method:
         return method
     if method.endswith(".toml"):
         path = Path(method)
-        values = {"name": path.stem, "encoder": None, **read_toml(path)}
-        values = strict_fields(Method, values, str(path))
+        values = {"name": path.stem, **read_toml(path)}
         if "selector" in values:
             values["selector"] = selector_from(values["selector"], f"{path}: selector")
         if "decode" in values:
             values["decode"] = rule_from(values["decode"], f"{path}: decode")
-        method = Method(**values)
+        method = build(Method, values, str(path))
         if method.template.endswith(".toml"):  # named from where the file stands
             method = dataclasses.replace(method, template=str(path.parent / method.template))
         return method

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxrag.config import config_from_dict, config_to_dict, read_toml
+from jaxrag.config import config_from_dict, config_to_dict
 from jaxrag.errors import ConfigError, RequestError
 from jaxrag.methods import METHODS, method_named
 from jaxrag.models.spec import num_params
+from jaxrag.tables import read_toml
 from jaxrag.text.prompts import template_named
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -7,10 +7,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxrag.config import config_from_dict, read_toml
+from jaxrag.config import config_from_dict
 from jaxrag.engine.engine import engine_of
 from jaxrag.models.export import export_hf
 from jaxrag.models.spec import init_params
+from jaxrag.tables import read_toml
 from jaxrag.text.prompts import template_named
 
 ROOT = Path(__file__).parents[1]

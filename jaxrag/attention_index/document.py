@@ -29,6 +29,8 @@ from jaxrag.attention_index.spec import (
 from jaxrag.config import RopeConfig
 from jaxrag.errors import ConfigError, RetrievalError
 from jaxrag.store import KVStore, Record
+from jaxrag.tables import build as build_from_table
+from jaxrag.tables import table_from
 from jaxrag.types import HostArray
 
 Layer = tuple[AttentionIndex, ...]  # one index a KV head
@@ -80,35 +82,25 @@ class Indexing:
 _OWN = ("queries", "reach", "logarithmic")  # fields of Indexing beside the spec's
 
 
-def indexing_from(value: "str | Mapping[str, Any] | Indexing") -> Indexing:
+def indexing_from(
+    value: "str | Mapping[str, Any] | Indexing", where: str = "attention_index"
+) -> Indexing:
     """An Indexing by the name of its kind, or from a table {kind = ..., settings}, or itself.
 
     As one text the settings follow the kind: "lists:clusters=64,reach=8192". Raises ConfigError.
     """
     if isinstance(value, Indexing):
         return value
-    settings = _read(value) if isinstance(value, str) else dict(value)
+    settings = table_from(value, where, "kind")
     own = {name: settings.pop(name) for name in _OWN if name in settings}
-    spec = spec_from(settings)
+    spec = spec_from(settings, where)
     if not isinstance(spec, Trained):
         kinds = [name for name, kind in INDEXES.items() if kind in get_args(Trained)]
         raise ConfigError(
-            f"index kind {name_of(spec)!r} learns nothing from a document's queries: expected one "
-            f"of {', '.join(kinds)}"
+            f"{where}: kind={name_of(spec)!r} learns nothing from a document's queries: expected "
+            f"one of {', '.join(kinds)}"
         )
-    return Indexing(spec, **own)
-
-
-def _read(text: str) -> dict[str, Any]:
-    kind, _, rest = text.partition(":")
-    settings: dict[str, Any] = {"kind": kind}
-    for part in filter(None, rest.split(",")):
-        field, _, value = part.partition("=")
-        if not value:
-            raise ConfigError(f"{part!r} of {text!r}: expected field=value, such as reach=8192")
-        words = {"true": True, "false": False}
-        settings[field] = int(value) if value.isdigit() else words.get(value.lower(), value)
-    return settings
+    return build_from_table(Indexing, {"spec": spec, **own}, where)
 
 
 def build_layer(

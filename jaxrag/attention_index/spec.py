@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from jaxrag.errors import ConfigError
+from jaxrag.tables import build_named, table_from
 
 Storage = Literal["float16", "float32", "uint8"]
 Share = Literal["q_head", "group"]
@@ -201,19 +202,14 @@ def effort_of(spec: Spec) -> int | None:
             return spec.ef
 
 
-def spec_from(value: str | Mapping[str, Any]) -> Spec:
+def spec_from(value: str | Mapping[str, Any], where: str = "index") -> Spec:
     """The spec of a name, or of a table with ``kind`` and fields that differ from the defaults.
+
+    As one text the fields follow the kind: "lists:clusters=64".
 
     Raises ConfigError for a kind or field that is unknown, or a value out of range.
     """
-    fields = {"kind": value} if isinstance(value, str) else dict(value)
-    kind = fields.pop("kind", None)
-    if kind not in INDEXES:
-        raise ConfigError(f"index kind {kind!r}: expected one of {', '.join(INDEXES)}")
-    known = [field.name for field in dataclasses.fields(INDEXES[kind])]
-    if odd := sorted(set(fields) - set(known)):
-        raise ConfigError(f"index {kind}: unknown {', '.join(odd)}; it has {', '.join(known)}")
-    made: Spec = INDEXES[kind](**fields)
+    made: Spec = build_named(INDEXES, table_from(value, where, "kind"), where, "kind")
     return made
 
 

@@ -216,7 +216,11 @@ def keep_compiled() -> None:
 
 
 def open_kb(args: argparse.Namespace) -> "KnowledgeBase":
-    """The knowledge base of --kb with the model it remembers, or that of --model."""
+    """The knowledge base of --kb with the model it remembers, or that of --model.
+
+    It is opened without a model first, so that what is wrong with it is said before weights are
+    read.
+    """
     from jaxrag.knowledge_base import KnowledgeBase
 
     with KnowledgeBase.open(args.kb) as remembered:

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrag.attention_index import spec_from
-from jaxrag.config import strict_fields
 from jaxrag.decode.dense import Dense
 from jaxrag.decode.flat import Flat
 from jaxrag.decode.footprint import Bytes, index_bytes
@@ -20,7 +19,7 @@ from jaxrag.decode.step import DecodeAttend, Decoding, order_of
 from jaxrag.decode.stored import Carried
 from jaxrag.decode.topn import TopN
 from jaxrag.decode.view import View
-from jaxrag.errors import ConfigError
+from jaxrag.tables import build_named, table_from
 
 __all__ = [
     "DECODE_RULES",
@@ -72,30 +71,7 @@ def rule_from(value: str | Mapping[str, Any] | DecodeRule, where: str = "decode"
     """
     if isinstance(value, DecodeRule):
         return value
-    settings = _read(value, where) if isinstance(value, str) else dict(value)
-    name = settings.pop("name", None)
-    if name not in DECODE_RULES:
-        raise ConfigError(f"{where}: name={name!r}: expected one of {', '.join(DECODE_RULES)}")
+    settings = table_from(value, where, parts={"index": "kind"})
     if "index" in settings and not dataclasses.is_dataclass(settings["index"]):
-        settings["index"] = spec_from(settings["index"])
-    return DECODE_RULES[name](**strict_fields(DECODE_RULES[name], settings, where))
-
-
-def _read(text: str, where: str) -> dict[str, Any]:
-    """The table that a text such as "flat:k=50" stands for."""
-    name, _, rest = text.partition(":")
-    settings: dict[str, Any] = {"name": name}
-    for part in filter(None, rest.split(",")):
-        field, equals, value = part.partition("=")
-        if not equals or not value:
-            raise ConfigError(f"{where}: {part!r} of {text!r}: expected field=value, such as k=50")
-        words = {"true": True, "false": False}
-        number = value.removeprefix("-").isdigit()
-        read = int(value) if number else words.get(value.lower(), value)
-        if field == "index":
-            field = "index.kind"
-        if field.startswith("index."):
-            settings.setdefault("index", {})[field.removeprefix("index.")] = read
-        else:
-            settings[field] = read
-    return settings
+        settings["index"] = spec_from(settings["index"], f"{where}.index")
+    return build_named(DECODE_RULES, settings, where)

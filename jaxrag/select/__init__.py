@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 
 from jaxrag.cache import PagedCache
-from jaxrag.config import strict_fields
-from jaxrag.errors import ConfigError
 from jaxrag.models.model import Model
 from jaxrag.select.base import Choice, SelectionInput, Selector, budget_of
 from jaxrag.select.cache_craft import CacheCraft
@@ -21,6 +19,7 @@ from jaxrag.select.first_k import FirstK
 from jaxrag.select.kv_deviation import KvDeviation, layer_deviations
 from jaxrag.select.query_guided import QueryGuided
 from jaxrag.select.random_tokens import RandomTokens
+from jaxrag.tables import build_named, table_from
 
 __all__ = [
     "SELECTORS",
@@ -58,12 +57,7 @@ def selector_from(value: str | Mapping[str, Any] | Selector, where: str = "selec
     """
     if isinstance(value, Selector):
         return value
-    settings = {"name": value} if isinstance(value, str) else dict(value)
-    name = settings.pop("name", None)
-    if name not in SELECTORS:
-        raise ConfigError(f"{where}: name={name!r}: expected one of {', '.join(SELECTORS)}")
-    settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
-    return SELECTORS[name](**strict_fields(SELECTORS[name], settings, where))
+    return build_named(SELECTORS, table_from(value, where), where)
 
 
 def choose(

@@ -14,8 +14,8 @@ from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
-from jaxrag.config import read_toml, strict_fields
 from jaxrag.errors import ConfigError, TokenizerError
+from jaxrag.tables import build, read_toml
 from jaxrag.text.tokenizer import PROMPT_FILE, Tokenizer
 from jaxrag.types import HostArray
 
@@ -190,10 +190,7 @@ TEMPLATES: dict[str, PromptTemplate] = {
 
 def template_from_dict(values: dict[str, Any], where: str) -> PromptTemplate:
     """A template from plain values; unknown or missing keys raise ConfigError."""
-    try:
-        return PromptTemplate(**strict_fields(PromptTemplate, values, where))
-    except TypeError as error:
-        raise ConfigError(f"{where}: {error}") from None
+    return build(PromptTemplate, values, where)
 
 
 def template_named(name: str) -> PromptTemplate:

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxrag.config import read_toml
 from jaxrag.errors import ConfigError
 from jaxrag.models.segments import PositionScheme
-from jaxrag.tables import build, flatten, override
+from jaxrag.tables import build, flatten, override, read_toml
 from jaxrag.tasks.synthetic import SyntheticTask
 
 Mode = Literal["full", "block", "both"]

@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrag.config import ModelConfig, config_from_dict, read_toml
+from jaxrag.config import ModelConfig, config_from_dict
 from jaxrag.errors import ConfigError
 from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
 from jaxrag.models.digest import weights_digest
@@ -19,6 +19,7 @@ from jaxrag.models.record import read_record
 from jaxrag.models.rope import RopeTable, rope_table
 from jaxrag.models.spec import Params, init_params, param_shardings
 from jaxrag.sharding import Rules, make_mesh, replicated
+from jaxrag.tables import read_toml
 from jaxrag.text.tokenizer import Tokenizer, check_vocab
 from jaxrag.train.checkpoints import abstract_state
 from jaxrag.train.config import TrainConfig

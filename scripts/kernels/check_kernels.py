@@ -104,11 +104,12 @@ class Step:
         import jax.numpy as jnp
 
         from jaxrag.cache import PAGE, PagePool, PageTable
-        from jaxrag.config import config_from_dict, read_toml
+        from jaxrag.config import config_from_dict
         from jaxrag.models.attention import PagedAttend
         from jaxrag.models.decoder import forward
         from jaxrag.models.rope import RopeTable
         from jaxrag.models.spec import Params, init_params
+        from jaxrag.tables import read_toml
         from jaxrag.types import FINAL, Tokens
 
         path = Path(__file__).parents[2] / "configs" / "models" / f"{self.model}.toml"

@@ -34,9 +34,9 @@ def test_a_spec_is_its_table(name):
 
 def test_a_table_changes_fields():
     assert spec_from({"kind": "lists", "clusters": 9}) == QueryLists(clusters=9)
-    with pytest.raises(ConfigError, match="index kind 'tree': expected one of exact, graph"):
+    with pytest.raises(ConfigError, match="index: kind='tree': expected one of exact, graph"):
         spec_from("tree")
-    with pytest.raises(ConfigError, match="index graph: unknown depth; it has degree, knn"):
+    with pytest.raises(ConfigError, match="index: unknown key 'depth'; the keys are degree, ef"):
         spec_from({"kind": "graph", "depth": 3})
 
 

@@ -76,12 +76,16 @@ def test_settings_come_as_a_table_or_as_one_text(tmp_path):
         (lambda: Quest(budget=15), RequestError, "at least a page of 16"),
         (lambda: InfLLM(block=2), RequestError, "representatives=4 of a block of 2"),
         (lambda: rule_from("lru"), ConfigError, "name='lru': expected one of dense"),
-        (lambda: rule_from("retrieval:index.ef=9"), ConfigError, "index kind None: expected one"),
-        (lambda: rule_from("retrieval:index=ivf,index.ef=9"), ConfigError, "index ivf: unknown ef"),
+        (lambda: rule_from("retrieval:index.ef=9"), ConfigError, "decode.index: kind=None"),
+        (
+            lambda: rule_from("retrieval:index=ivf,index.ef=9"),
+            ConfigError,
+            "decode.index: unknown key 'ef'",
+        ),
         (lambda: rule_from("flat:index=ivf"), ConfigError, "index"),
         (lambda: rule_from("flat:k"), ConfigError, "'k' of 'flat:k': expected field=value"),
         (lambda: rule_from("flat:n=3"), ConfigError, "unknown key 'n'"),
-        (lambda: rule_from("retrieval:index=tree"), ConfigError, "index kind 'tree'"),
+        (lambda: rule_from("retrieval:index=tree"), ConfigError, "decode.index: kind='tree'"),
     ],
 )
 def test_bad_settings_are_one_line(make, error, message):

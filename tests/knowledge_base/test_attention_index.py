@@ -152,11 +152,11 @@ def test_a_chunk_that_a_question_encodes_gets_them(indexed_kb, long):
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
-        ("ivf", ConfigError, "index kind 'ivf' learns nothing.*expected one of graph"),
-        ("tree", ConfigError, "index kind 'tree': expected one of exact"),
+        ("ivf", ConfigError, "kind='ivf' learns nothing.*expected one of graph"),
+        ("tree", ConfigError, "attention_index: kind='tree': expected one of exact"),
         ("lists:reach=0", ConfigError, "reach=0: expected a positive integer"),
         ("lists:reach", ConfigError, "'reach' of 'lists:reach': expected field=value"),
-        ("lists:ef=3", ConfigError, "index lists: unknown ef"),
+        ("lists:ef=3", ConfigError, "attention_index: unknown key 'ef'"),
         ("lists:logarithmic=3", ConfigError, "logarithmic=3: expected true or false"),
         ("lists:queries=100", ConfigError, "min_queries=1024: indexes learn from 100 queries"),
     ],
