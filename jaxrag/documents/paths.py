@@ -37,7 +37,8 @@ class DocumentFiles:
     """The documents of files and folders; every iteration reads them anew.
 
     Attributes:
-      paths: what was named. options: how to read it.
+      paths: what was named.
+      options: how to read it.
       wanted: which documents, by id; files of one document that is not wanted are not opened.
     """
 
@@ -133,7 +134,8 @@ def read_paths(
     in its place.
 
     Args:
-      paths: files and folders. encoding, text_field: see ReadOptions.
+      paths: files and folders.
+      encoding, text_field: see ReadOptions.
 
     Raises DocumentError at once for a path that does not exist and for an unknown encoding.
     """
