@@ -135,7 +135,8 @@ def read_paths(
 
     Args:
       paths: files and folders.
-      encoding, text_field: see ReadOptions.
+      encoding: of text files; see ReadOptions.
+      text_field: of records; see ReadOptions.
 
     Raises DocumentError at once for a path that does not exist and for an unknown encoding.
     """

@@ -220,8 +220,7 @@ def forced_logits(
     """Logits of every token of given answers and of the one after, as decoding would have them.
 
     Args:
-      settings: with the method.
-      requests: what is asked.
+      settings: with the method. requests: what is asked.
       answers: token ids of each, at most ``settings.max_new_tokens`` - 1.
       batch_size: requests that run together.
 
