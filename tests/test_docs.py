@@ -145,6 +145,8 @@ def test_what_a_page_names_is_there(page):
             missing.append(span)
         if re.fullmatch(r"jaxrag(?:\.\w+)+", span) and not (span in TAGS or is_there(span)):
             missing.append(span)
+        if found := re.match(r"python (\S+/\S+\.py)", span):
+            missing += [span] * (not (ROOT / found[1]).is_file())
         if span.startswith("make ") and not re.search(rf"^{span.split()[1]}:", makefile, re.M):
             missing.append(span)
         if span.startswith("jaxrag ") and (said := refusal(shlex.split(span))):
@@ -354,5 +356,7 @@ def test_commands_that_need_more_are_at_least_read(page):
         for words in commands(block.text) if block.tag == "console" else ():
             if words[0] == "jaxrag":
                 assert not refusal(words), f"{page.name}:{block.line}: {shlex.join(words)}"
+            elif words[0] == "python":
+                assert (ROOT / words[1]).is_file(), words
             elif words[0] == "make":
                 assert re.search(rf"^{words[1]}:", makefile, re.M), words

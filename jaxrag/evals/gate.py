@@ -113,12 +113,15 @@ def gate(
     Nothing is stored where none does; what an earlier gate stored for the method stays then.
 
     Args:
-      kb: opened with its model, for writing. method: one that reuses chunks.
+      kb: opened with its model, for writing.
+      method: one that reuses chunks.
       questions: the probes; a line without documents is retrieved for.
       ratios: to try; RATIOS when None, 0 alone for a method that recomputes nothing.
       target: what to reach; the defaults of Target when None.
-      template, k, where: as for ``generate``. answer_tokens: of every answer, compared at most.
-      batch_size: questions that run together. progress: draw a bar on stderr.
+      template, k, where: as for ``generate``.
+      answer_tokens: of every answer, compared at most.
+      batch_size: questions that run together.
+      progress: draw a bar on stderr.
 
     Raises:
       RequestError: a bad line or ratio, a method that reuses nothing, a probe that finds no chunk

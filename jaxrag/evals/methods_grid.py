@@ -23,12 +23,15 @@ class Options:
     """What to measure.
 
     Attributes:
-      model: a model directory. methods: presets, .toml files or "random"; full attention and full
-        reuse are measured whatever is named.
-      ratios: of every method that recomputes. encoders: each method that encodes chunks behind
-        the prefix is measured with each of these instead of its own; none = its own.
+      model: a model directory.
+      methods: presets, .toml files or "random"; full attention and full reuse are measured whatever
+        is named.
+      ratios: of every method that recomputes.
+      encoders: each method that encodes chunks behind the prefix is measured with each of these
+        instead of its own; none = its own.
       neighbours: how many chunks a chunk is encoded behind, at most.
-      task, seed, questions: what is asked. batch_size: questions that run together.
+      task, seed, questions: what is asked.
+      batch_size: questions that run together.
       deviation: samples whose first question's KV is compared with full attention's, 0 for none.
       template, response_start, dtype: as ``accuracy.Options``.
     """

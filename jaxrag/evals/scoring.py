@@ -91,7 +91,8 @@ def write(
     """Tokenise samples for a model.
 
     Args:
-      model: with its tokenizer. samples: what to ask.
+      model: with its tokenizer.
+      samples: what to ask.
       template: prompt format; None = the one that the model brings.
       response_start: text before every answer, as ``data.response_start`` of its training.
 

@@ -42,11 +42,14 @@ class Options:
     """What to measure.
 
     Attributes:
-      models: name -> model directory. task, seed, questions: what is asked.
-      reads: of ``scoring.READS``. baseline: the model that losses and recoveries refer to; the
-        first one when None. compare: further pairs of cells whose difference is wanted.
+      models: name -> model directory.
+      task, seed, questions: what is asked.
+      reads: of ``scoring.READS``.
+      baseline: the model that losses and recoveries refer to; the first one when None.
+      compare: further pairs of cells whose difference is wanted.
       answer: so many questions are also answered one at a time through cached KV.
-      template: prompt format; None = what each model brings. response_start: text before answers.
+      template: prompt format; None = what each model brings.
+      response_start: text before answers.
       dtype: of weights and activations; None = the model's.
     """
 

@@ -15,8 +15,8 @@ def train(
     """Train one on texts; it spells any text.
 
     Args:
-      texts: none gives one token a byte. vocab_size: tokens at most; the 256 bytes and the special
-        tokens are always there.
+      texts: none gives one token a byte.
+      vocab_size: tokens at most; the 256 bytes and the special tokens are always there.
       specials: special tokens, which get the first ids in this order.
     """
     tokenizer = tokenizers.Tokenizer(models.BPE())

@@ -47,8 +47,10 @@ class SourcePart:
     """``[[data.sources]]``: local files, or generated samples, and their share of the mixture.
 
     Attributes:
-      name: for messages. weight: relative share of the samples drawn.
-      paths: .jsonl and .parquet files. synthetic: the task to draw samples of, instead of files.
+      name: for messages.
+      weight: relative share of the samples drawn.
+      paths: .jsonl and .parquet files.
+      synthetic: the task to draw samples of, instead of files.
       mode: instead of ``data.mode``.
       block_share: share of the samples that are trained as ``mode`` says; the others in full mode
         (Block-Attention keeps 45 % of single-turn dialogue).
@@ -82,15 +84,17 @@ class DataPart:
     """``[data]``: what one step reads.
 
     Attributes:
-      row_tokens: T, tokens of a packed row. rows: B, rows of one step over all devices and
-        accumulated parts. samples: at most so many samples a step (the batch size of the papers),
-        one in both modes counting twice; None = as many as fit.
+      row_tokens: T, tokens of a packed row.
+      rows: B, rows of one step over all devices and accumulated parts.
+      samples: at most so many samples a step (the batch size of the papers), one in both modes
+        counting twice; None = as many as fit.
       template: prompt format (prompts.TEMPLATES or a .toml file) of rows in our own shape.
       positions: of chunks in block mode; full mode is always reordered.
       mode: "both" puts every sample into the batch twice, once per mode.
       response_start: text before every response, such as a space after "Answer:".
       refusal: the response to a question whose ``answers`` are an empty list.
-      bad_rows: malformed rows and empty responses. too_long: samples beyond a row or the context.
+      bad_rows: malformed rows and empty responses.
+      too_long: samples beyond a row or the context.
     """
 
     row_tokens: int

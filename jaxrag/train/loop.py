@@ -68,7 +68,8 @@ def train(
     """Train, and export the weights to OUT/model when the last step is done.
 
     Args:
-      config: the run. out: its folder: run.json, metrics.jsonl, checkpoints/, model/, best/.
+      config: the run.
+      out: its folder: run.json, metrics.jsonl, checkpoints/, model/, best/.
       resume: go on from the newest checkpoint in ``out``, or start where there is none. On the same
         devices the result is bit for bit that of a run that was never interrupted.
       stop_after: stop after this step, with a checkpoint and an export; the schedule is unchanged.

@@ -45,8 +45,10 @@ def weighted_loss(
     """Sum of weights x token loss, float32 [], and what it is made of (which has no gradient).
 
     Args:
-      hidden: [B, T, D]. head: [V, D] when ``tied``, else [D, V], of the same dtype.
-      targets: [B, T] int32. weights: [B, T] float32, 0 where nothing is predicted.
+      hidden: [B, T, D].
+      head: [V, D] when ``tied``, else [D, V], of the same dtype.
+      targets: [B, T] int32.
+      weights: [B, T] float32, 0 where nothing is predicted.
       tokens: at most so many tokens have their logits at once, but one of each row.
     """
     found = token_loss(hidden, head, targets, tied, tokens)

@@ -70,7 +70,8 @@ class Writer:
 
     Attributes:
       tokenizer, template: of the model and of rows that bring documents.
-      end_id: ends every response. response_start: text before every response.
+      end_id: ends every response.
+      response_start: text before every response.
       refusal: the response where ``answers`` is an empty list.
     """
 

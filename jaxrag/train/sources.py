@@ -71,7 +71,8 @@ class Source:
     """Samples by number, tokenised, with unusable ones reported.
 
     Attributes:
-      name: for messages. skipped: how many samples were left out so far.
+      name: for messages.
+      skipped: how many samples were left out so far.
     """
 
     def __init__(

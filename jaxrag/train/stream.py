@@ -28,7 +28,8 @@ class Position:
     """Where a run stands in its data; a handful of numbers.
 
     Attributes:
-      step: steps done. drawn: samples drawn from each source.
+      step: steps done.
+      drawn: samples drawn from each source.
       credit: how far each source is behind its weight, in samples.
       waiting: (source, sample) of drawn samples that had no room yet, oldest first.
     """

@@ -25,19 +25,22 @@ class Options:
     """What to measure.
 
     Attributes:
-      suite: "needle", "ruler" or "infinitebench". flavour: "plain", or "village" for models that
-        know the words of the synthetic task only.
-      model: a model directory. methods: presets or .toml files; the others are compared with the
-        first one. decode: rules of jaxrag.decode, NAME=RULE to call one so; every method answers
-        under each of them; none = as the method says.
+      suite: "needle", "ruler" or "infinitebench".
+      flavour: "plain", or "village" for models that know the words of the synthetic task only.
+      model: a model directory.
+      methods: presets or .toml files; the others are compared with the first one.
+      decode: rules of jaxrag.decode, NAME=RULE to call one so; every method answers under each of
+        them; none = as the method says.
       lengths: tokens of a prompt, template and lead included, the answer not.
-      tasks: of the suite; empty = all of them. depths: of the needle suite; the others spread
-        theirs evenly. questions: of each task, length and depth.
+      tasks: of the suite; empty = all of them.
+      depths: of the needle suite; the others spread theirs evenly.
+      questions: of each task, length and depth.
       chunk_tokens: the haystack is cut into chunks of at most so many tokens; None = it is one.
       filler: text files whose sentences are the haystack of tasks that hide needles in prose.
       split: "test" or "train", the people whom the village flavour asks about.
       lead: end prompts with the first words of the answer, where the task has some.
-      max_new_tokens: of an answer; None = the task's. batch_size: questions that run together.
+      max_new_tokens: of an answer; None = the task's.
+      batch_size: questions that run together.
       host_values: under topn, V of all but the rule's device_layers is in host memory only.
       template, dtype: None = the model's own.
     """
