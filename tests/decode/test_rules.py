@@ -24,6 +24,7 @@ from jaxrag.decode import (
     rule_from,
 )
 from jaxrag.engine import decoding as answer
+from jaxrag.engine import engine
 from jaxrag.engine.engine import engine_of
 from jaxrag.errors import ConfigError, RequestError
 from jaxrag.methods import METHODS, Method, method_named
@@ -231,7 +232,7 @@ def test_a_rule_is_a_class_and_one_line(model_of, ids, monkeypatch):
 def test_one_token_needs_no_rule(model_of, ids, monkeypatch):
     """The first token comes from prefill: nothing is prepared, no query is kept."""
     kept = []
-    observed = generation.prefill_observed
+    observed = engine.prefill_observed
 
     def watched(model, requests, observe):
         kept.append(observe)
@@ -240,7 +241,7 @@ def test_one_token_needs_no_rule(model_of, ids, monkeypatch):
     def never(*arguments):
         raise AssertionError("a rule was prepared")
 
-    monkeypatch.setattr(generation, "prefill_observed", watched)
+    monkeypatch.setattr(engine, "prefill_observed", watched)
     monkeypatch.setattr(answer, "start_decoding", never)
     options = {"documents": list(ids(30)), "model": model_of(), "method": "turborag"}
     rule = Retrieval(k=4, sink=4, recent=8)
