@@ -61,6 +61,45 @@ def test_module_names_say_what_is_inside():
     assert not [name for name in named if re.search(r"_?v\d+$", name)]
 
 
+SECTION = re.compile(r"^\s*(?:Args|Attributes):\s*$")
+SEVERAL = re.compile(r"^\s+`*\w+`*(?:, `*\w+`*)+: |[.;)] `*[a-z_]\w*`*(?:, `*\w+`*)*: ")
+
+
+def packed_entries(docstring):
+    """Lines of its Args and Attributes that describe more than one name."""
+    found, margin = [], None
+    for line in docstring.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if SECTION.match(line):
+            margin = indent
+        elif line.strip() and margin is not None and indent <= margin:
+            margin = None
+        elif margin is not None and SEVERAL.search(line):
+            found.append(line.strip())
+    return found
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_docstrings_describe_one_name_a_line(path):
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, documented):
+            assert not packed_entries(ast.get_docstring(node) or "")
+
+
+@pytest.mark.parametrize(
+    ("lines", "count"),
+    [
+        ("Args:\n  path: where.\n  mesh: on what; None: one device.\n", 0),
+        ("Args:\n  path: where. mesh: on what.\n", 1),
+        ("Attributes:\n  q, k: queries and keys.\n", 1),
+        ("Returns:\n  q, k: as they were given.\n", 0),
+    ],
+)
+def test_what_counts_as_several(lines, count):
+    assert len(packed_entries(f"Text.\n\n{lines}")) == count
+
+
 def test_no_machine_path_and_no_package_index():
     found = []
     for path in tracked_files():

@@ -158,9 +158,12 @@ def load_embedder(
       dtype: of parameters and activations; vectors are float32.
       mesh: batches are split over its data and fsdp axes, the parameters are on every device;
         None = the default device.
-      pooling, normalize, query_prefix, passage_prefix, max_tokens: None = as the directory's files
-        say; where they say nothing, mean pooling, no normalisation, the prefixes that the model's
-        name is known for (sentence.KNOWN_PREFIXES) or none, and as many tokens as have a position.
+      pooling: None = as the directory's files say; where they say nothing, the mean.
+      normalize: None = as they say; where they say nothing, not.
+      query_prefix: None = as they say; where they say nothing, what the model's name is known for
+        (sentence.KNOWN_PREFIXES), or none.
+      passage_prefix: the same before texts that are searched.
+      max_tokens: None = as they say; where they say nothing, as many as have a position.
       batch_tokens: rows x width of a batch; None = 4096 on CPU, 65536 on an accelerator.
 
     Raises:

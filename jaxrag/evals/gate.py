@@ -118,7 +118,9 @@ def gate(
       questions: the probes; a line without documents is retrieved for.
       ratios: to try; RATIOS when None, 0 alone for a method that recomputes nothing.
       target: what to reach; the defaults of Target when None.
-      template, k, where: as for ``generate``.
+      template: as for ``generate``.
+      k: as for ``generate``.
+      where: as for ``generate``.
       answer_tokens: of every answer, compared at most.
       batch_size: questions that run together.
       progress: draw a bar on stderr.

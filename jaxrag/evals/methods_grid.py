@@ -30,10 +30,14 @@ class Options:
       encoders: each method that encodes chunks behind the prefix is measured with each of these
         instead of its own; none = its own.
       neighbours: how many chunks a chunk is encoded behind, at most.
-      task, seed, questions: what is asked.
+      task: what is asked about.
+      seed: of what is asked.
+      questions: how many.
       batch_size: questions that run together.
       deviation: samples whose first question's KV is compared with full attention's, 0 for none.
-      template, response_start, dtype: as ``accuracy.Options``.
+      template: as ``synthetic.Options``.
+      response_start: as ``synthetic.Options``.
+      dtype: as ``synthetic.Options``.
     """
 
     model: str

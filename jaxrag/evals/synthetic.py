@@ -43,7 +43,9 @@ class Options:
 
     Attributes:
       models: name -> model directory.
-      task, seed, questions: what is asked.
+      task: what is asked about.
+      seed: of what is asked.
+      questions: how many.
       reads: of ``scoring.READS``.
       baseline: the model that losses and recoveries refer to; the first one when None.
       compare: further pairs of cells whose difference is wanted.

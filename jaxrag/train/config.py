@@ -55,7 +55,8 @@ class SourcePart:
       block_share: share of the samples that are trained as ``mode`` says; the others in full mode
         (Block-Attention keeps 45 % of single-turn dialogue).
       full_only: a sample that holds one of these texts is trained in full mode (code, there).
-      first_step, last_step: the source takes part from the first up to, not including, the last.
+      first_step: the source takes part from here on.
+      last_step: up to here, not included.
     """
 
     name: str
@@ -198,7 +199,9 @@ class ComputePart:
         out and computes the rest of a layer again; "dots" keeps every matrix product; "full" keeps
         the layers' inputs only.
       accumulate: parts that a step's rows are computed in, one after the other.
-      data, fsdp, tensor: the mesh.
+      data: devices of the mesh along this axis.
+      fsdp: the same.
+      tensor: the same.
     """
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

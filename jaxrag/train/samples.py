@@ -69,7 +69,8 @@ class Writer:
     """Tokenises rows for one model.
 
     Attributes:
-      tokenizer, template: of the model and of rows that bring documents.
+      tokenizer: of the model.
+      template: of rows that bring documents.
       end_id: ends every response.
       response_start: text before every response.
       refusal: the response where ``answers`` is an empty list.

@@ -42,7 +42,8 @@ class Options:
       max_new_tokens: of an answer; None = the task's.
       batch_size: questions that run together.
       host_values: under topn, V of all but the rule's device_layers is in host memory only.
-      template, dtype: None = the model's own.
+      template: None = the model's own.
+      dtype: None = the model's own.
     """
 
     suite: str

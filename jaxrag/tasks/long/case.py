@@ -25,7 +25,8 @@ class Case:
       depths: where, each a share of the filler that stands before it; 0 is the start of the
         haystack, 1 its end.
       filler: makes the sentences around them, the same ones at every call; many more than needed.
-      question, expected: what is asked, and the answers that scoring looks for.
+      question: what is asked.
+      expected: the answers that scoring looks for.
       lead: the words an answer begins with, for models that complete text; may be empty.
       glue: between sentences.
       least: sentences of filler without which the question means nothing.
@@ -72,7 +73,8 @@ class Frame:
     """What stands around the haystack of one model.
 
     Attributes:
-      tokenizer, template: of the model.
+      tokenizer: of the model.
+      template: of the model.
       chunk_tokens: most tokens of a chunk; None = one chunk.
       with_lead: whether prompts end with the beginning of the answer.
     """
