@@ -7,6 +7,9 @@ import pytest
 
 from jaxrag.engine.sampling import SamplingParams, _most_likely, sample
 from jaxrag.errors import RequestError
+from jaxrag.models.model import random_model
+from jaxrag.serve.generate import generate
+from jaxrag.types import EMPTY, FINAL
 
 DRAWS = 4096
 jitted = jax.jit(sample)
@@ -142,6 +145,23 @@ def test_seed_and_token_index_both_change_the_draw():
     np.testing.assert_array_equal(
         by_index, choose(flat, temperature=1.0, seeds=3, index=np.arange(64))
     )
+
+
+def test_an_answer_draws_each_token_by_its_index(tiny_config, rng):
+    """Token i of a sampled answer: the logits of a whole forward, the noise of (seed, i)."""
+    model = random_model(tiny_config(eos_ids=()), cache_tokens=256)
+    question = [int(token) for token in rng.integers(3, 101, 9)]
+    warm = {"temperature": 5.0, "top_k": 60, "top_p": 0.99}
+    settings = SamplingParams(seed=7, **warm)
+    answer = generate(question, documents=[], model=model, method="full_attention",
+                      max_new_tokens=12, sampling=settings).token_ids  # fmt: skip
+    whole = np.zeros((1, 32), np.int32)
+    whole[0, :21] = [*question, *answer]
+    segments = np.where(np.arange(32) < 21, FINAL, EMPTY)[None]
+    logits = model.logits(whole, segments=segments)[0, 8:20]
+    drawn = choose(logits, seeds=7, index=np.arange(12), **warm)
+    assert answer == drawn.tolist()
+    assert answer != choose(logits).tolist()  # it is warm enough to leave the greedy answer
 
 
 def test_extreme_temperatures_stay_finite():

@@ -10,6 +10,7 @@ from jaxrag.evals.metrics import exact_match, normalised, token_f1
     [
         ("The Eiffel Tower, Paris.", "Eiffel Tower", 0.8),
         ("The answer is Paris Paris", "Paris", 0.4),
+        ("red red blue", "red red green", 2 / 3),  # a word counts as often as both have it
         ("U.S.A.", "USA", 1.0),
         ("twenty-one", "twenty one", 0.0),
         ("a", "the", 0.0),  # both are empty once normalised

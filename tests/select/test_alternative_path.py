@@ -283,6 +283,20 @@ def test_gaps_behind_exact_parts_are_kept_and_others_are_not(rng, work, model_of
     np.testing.assert_allclose(logits, work.full_logits(model, prompt), **CLOSE)
 
 
+def test_what_was_computed_behind_inexact_chunks_is_not_kept_as_exact(rng, work, model_of):
+    """Full attention afterwards, on the same store: computed, then from what that kept."""
+    model, store, prompt = model_of(), new_store(model_of()), work.prompt(rng)
+    method = method_with(prefix_cache=True)
+    put(model, store, method, prompt.prefix, prompt.chunks[2])
+    for _ in range(2):
+        assert hows(run(model, store, method, prompt)[2])[3:] == ["chunk hit", "in place"]
+    full = dataclasses.replace(METHODS["full_attention"], prefix_cache=True)
+    for hits in (0, 5):
+        logits, _, rows = run(model, store, full, prompt)
+        assert hows(rows) == ["prefix hit"] * hits + ["computed"] * (5 - hits)
+        np.testing.assert_allclose(logits, work.full_logits(model, prompt), **CLOSE)
+
+
 def test_nothing_is_kept_behind_rounded_kv(rng, work, model_of):
     model, prompt = model_of(), work.prompt(rng)
     layout = dataclasses.replace(model.kv_layout, stored="int8")

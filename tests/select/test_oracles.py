@@ -8,7 +8,7 @@ import pytest
 
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt
-from jaxrag.models.rope import frequencies
+from jaxrag.models.rope import attention_factor, frequencies
 from jaxrag.select import CacheCraft, FirstK, KvDeviation, QueryGuided, RandomTokens
 from jaxrag.select.cache_craft import cache_fix_overhead
 
@@ -26,7 +26,8 @@ CLOSE = {"rtol": 2e-4, "atol": 1e-6}
 def rotated(x, positions, config):
     """RoPE in float64: x [T, heads, H] at these positions [T]."""
     angle = np.asarray(positions)[:, None, None] * frequencies(config.rope)
-    cos, sin, dim = np.cos(angle), np.sin(angle), config.rope.rotary_dim
+    factor, dim = attention_factor(config.rope), config.rope.rotary_dim
+    cos, sin = factor * np.cos(angle), factor * np.sin(angle)
     out = x.copy()
     if config.rope.interleaved:
         first, second = slice(0, dim, 2), slice(1, dim, 2)
@@ -60,21 +61,23 @@ def top(scores, budget, among):
 
 
 @pytest.fixture
-def tried(work, model_of, rng):
+def tried(work, model_of, rng, yarn_rope):
     """``tried(family, selector, ratio)``: model, prompt, its scene and what was chosen."""
 
     def run(family, selector, ratio, encoder="after_prefix", of=lambda *_: None):
         # A window that reaches over every chunk's border, so that all of its tokens deviate.
-        changes = {"sliding_window": 24} if family == "mistral" else {}
+        changes = {"mistral": {"sliding_window": 24}, "yarn": {"rope": yarn_rope}}.get(family, {})
+        family = "llama" if family == "yarn" else family
         model, prompt = model_of(family, **changes), work.prompt(rng)
         with work.mapped(model, work.method(selector, ratio, encoder), prompt) as (part,):
-            (choice,) = selector.select(model, engine_of(model).runner.cache, [part.scene])
-            return model, prompt, choice.tokens.tolist(), of(model, [part.scene])
+            cache = engine_of(model).runner.cache
+            (choice,) = selector.select(model, cache, [part.scene])
+            return model, prompt, choice.tokens.tolist(), of(model, cache, [part.scene])
 
     return run
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["yarn", *FAMILIES])
 @pytest.mark.parametrize("place", ["as_cached", "behind"])
 def test_query_guided_by_the_question_alone(tried, work, family, place):
     """FusionRAG 3.2: last layer, question alone, a softmax in every chunk, column sums."""
@@ -99,7 +102,7 @@ def test_query_guided_by_the_question_alone(tried, work, family, place):
     assert chosen == top(expected, 23, range(37, 74))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["yarn", *FAMILIES])
 def test_query_guided_over_the_cache(tried, work, family):
     selector = QueryGuided(over="cache")
     model, prompt, chosen, (scores,) = tried(family, selector, 0.3, of=selector.scores)
@@ -188,7 +191,9 @@ def fix_overhead(inter, lengths, i, seen, alpha):
 def test_cache_craft(tried, work, family, ratio):
     """CCI, CFO and the tokens that look back the most, from the dense attention of two layers."""
     selector = CacheCraft(alpha=0.5)
-    model, prompt, chosen, (shares,) = tried(family, selector, ratio, of=selector.shares)
+    model, prompt, chosen, (shares,) = tried(
+        family, selector, ratio, of=lambda model, _, scenes: selector.shares(model, scenes)
+    )
     attention = chunk_attention(work, model, prompt)
     for i in range(4):
         expected = attention[:, chunk_of == i].sum(1)
@@ -226,6 +231,15 @@ def test_cache_craft_counts_what_the_kv_saw(rng):
         assert got[i] == pytest.approx(fix_overhead(inter, lengths, i, seen[i], 0.8), rel=1e-6)
     assert got[1] == 0  # it saw all there is, in this order
     assert got[3] < cache_fix_overhead(shares, lengths, ((), (), (), ()), alpha=0.8)[3]
+
+
+def test_cache_craft_does_not_count_what_now_stands_behind(rng):
+    """A chunk that the KV saw and that the prompt has later was no part of this context."""
+    lengths = np.array([5, 3, 4])
+    shares = rng.random((12, 3)).astype(np.float32)
+    got = cache_fix_overhead(shares, lengths, ((), (2, 0), (1, 2)), alpha=0.8)
+    expected = cache_fix_overhead(shares, lengths, ((), (0,), (1,)), alpha=0.8)
+    np.testing.assert_array_equal(got, expected)
 
 
 def test_cache_craft_behind_neighbours(work, model_of, rng):
