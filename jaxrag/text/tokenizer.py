@@ -98,11 +98,6 @@ class Tokenizer:
         """One more than the largest id, added tokens included."""
         return max(self._text.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
-    @property
-    def add_bos(self) -> bool:
-        """Whether a prompt of this model begins with BOS."""
-        return self.bos_id is not None and self.bos_id in self.leading_ids
-
     @functools.cached_property
     def unk_id(self) -> int | None:
         """The id that stands for whatever the vocabulary lacks; None where nothing does.

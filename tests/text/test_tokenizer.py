@@ -211,7 +211,6 @@ def test_what_leads_a_prompt(tmp_path, leading, config, expected):
         raw.post_processor = template(*leading)
     tokenizer = Tokenizer.load(write(tmp_path, raw, bos_token="<s>", **config))
     assert tokenizer.leading_ids.tolist() == expected
-    assert tokenizer.add_bos == (0 in expected)
     assert tokenizer.encode("").size == 0
 
 

@@ -21,12 +21,6 @@ def string_match_all(text: str, expected: Sequence[str]) -> float:
     return sum(one.lower() in text for one in expected) / len(expected)
 
 
-def string_match_part(text: str, expected: Sequence[str]) -> float:
-    """RULER: 1 where the text holds anything of what is expected."""
-    text = _plain(text)
-    return float(any(one.lower() in text for one in expected))
-
-
 def first_integer(text: str, expected: Sequence[str]) -> float:
     """InfiniteBench passkey and number_string: the first run of digits is the number expected."""
     found = re.search(r"[0-9]+", text)
