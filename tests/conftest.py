@@ -24,12 +24,15 @@ from jaxrag.config import ModelConfig, RopeConfig, YarnScaling
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.spec import init_params
+from jaxrag.tasks.long.case import Frame
 from jaxrag.text import byte_level
 from jaxrag.text.prompts import TEMPLATES, template_named
+from jaxrag.text.tokenizer import Tokenizer
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
 
+CONFIGS = Path(__file__).parents[1] / "configs"
 MAPS = Path("/proc/self/maps")  # Linux
 MOST_MAPS = 20_000  # of the 65,530 that Linux lets a process have
 
@@ -184,3 +187,15 @@ def s3_location(s3_endpoint: str) -> str:
 def rng() -> np.random.Generator:
     """The same numbers in every run, whatever ran before."""
     return np.random.default_rng(20)
+
+
+@pytest.fixture(scope="session")
+def word_tokenizer() -> Tokenizer:
+    """That of the synthetic task: a list of words."""
+    return Tokenizer.load(CONFIGS / "tokenizers" / "synthetic")
+
+
+@pytest.fixture(scope="session")
+def village_frame(word_tokenizer: Tokenizer) -> Frame:
+    """The frame of prompts in which the shipped model is asked."""
+    return Frame(word_tokenizer, template_named(str(CONFIGS / "templates" / "short.toml")))

@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
+from jaxrag import KnowledgeBase
 from jaxrag.cli import COMMANDS, main
 from jaxrag.cli.options import parse_bytes, parse_seconds
 from jaxrag.methods import METHODS
@@ -208,7 +209,10 @@ def test_kb_remove_then_gc(jaxrag, own_kb):
 def test_kb_verify_and_repair(jaxrag, own_kb):
     code, out, _ = jaxrag("kb", "verify", own_kb, "--rate", "1GB")
     assert (code, out) == (0, "6 chunks are whole, 0 were repaired, 0 are damaged\n")
-    next((own_kb / "kv").rglob("commit.json")).write_text("{")
+    with KnowledgeBase.open(own_kb) as kb:  # the prefix is stored too, and in no catalog
+        key = min(kb._catalog.all_keys())
+    (record,) = (own_kb / "kv").rglob(f"{key}/commit.json")
+    record.write_text("{")
     code, out, _ = jaxrag("kb", "verify", own_kb, "--json")
     assert code == 3
     (damaged,) = json.loads(out)["damaged"]

@@ -93,7 +93,8 @@ def test_needles_of_other_suites_spread_evenly(village_frame):
 def test_every_method_gets_the_same_prompts(asked, village_model):
     _, items, served = asked(NEEDLE, shallow)
     assert [name for name, _ in served] == ["full_attention", "turborag"]
-    for _, requests in served:
+    for _, ready in served:
+        requests = [question.request for question in ready]
         for item, request in zip(items, requests, strict=True):
             assert request.prompt.num_tokens == item.length
             words = village_model.tokenizer.decode(np.concatenate(request.prompt.chunks))

@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxrag.tasks.long.case import Frame
-from jaxrag.text.prompts import TEMPLATES, template_named
+from jaxrag.text.prompts import TEMPLATES
 from jaxrag.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -15,11 +15,6 @@ TEXT = (
     "The secret number of the amber oak lantern is 4839201. Behind the mill, the baker found it. "
     "Box KALORA holds what box TISEVO holds. The door opens with the number 71432."
 )
-
-
-@pytest.fixture(scope="session")
-def word_tokenizer():
-    return Tokenizer.load(ROOT / "configs" / "tokenizers" / "synthetic")
 
 
 @pytest.fixture(scope="session")
@@ -50,8 +45,3 @@ def tokenizer(request, byte_tokenizer, piece_tokenizer):
 @pytest.fixture
 def frame(tokenizer):
     return Frame(tokenizer, TEMPLATES["plain"])
-
-
-@pytest.fixture(scope="session")
-def village_frame(word_tokenizer):
-    return Frame(word_tokenizer, template_named(str(ROOT / "configs" / "templates" / "short.toml")))
