@@ -317,7 +317,7 @@ def test_processes_create_and_write_one_catalog(tmp_path):
     path = tmp_path / "catalog.sqlite"
     names = ["one", "two", "three"]
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), n]) for n in names]
-    assert [writer.wait(timeout=120) for writer in writers] == [0, 0, 0]
+    assert [writer.wait(timeout=300) for writer in writers] == [0, 0, 0]
     catalog = Catalog.open(path)
     assert catalog.settings()["made_by"] in names
     assert len(catalog.documents()) == 31

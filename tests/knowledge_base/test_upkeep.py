@@ -209,9 +209,9 @@ def test_int8_keeps_half_the_bytes_and_answers(make_kb):
 def test_prefetch(kb, model):
     kb.add([Document("a", "basalt"), Document("b", "gneiss")])
     for tier in ("page", "host"):
-        assert kb.prefetch("basalt?", k=1, tier=tier).result(timeout=30) > 0
+        assert kb.prefetch("basalt?", k=1, tier=tier).result(timeout=300) > 0
     everything = list(kb._catalog.all_keys())
-    assert kb.prefetch(everything, tier="host").result(timeout=30) > 0
+    assert kb.prefetch(everything, tier="host").result(timeout=300) > 0
     with pytest.raises(RequestError, match="tier='disk'"):
         kb.prefetch("basalt?", tier="disk")
 

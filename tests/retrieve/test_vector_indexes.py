@@ -189,7 +189,7 @@ def test_processes_write_while_one_reads(name, tmp_path):
         for chunk_id, score in zip(ids[0], scores[0], strict=True):
             assert chunk_id == -1 or score == 4 * chunk_id
     for process in processes:
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
         assert process.returncode == 0
     written = [n for start in (100, 200) for n in range(start, start + 12) if n % 3]
     assert reader.ids().tolist() == written

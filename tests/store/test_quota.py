@@ -187,7 +187,7 @@ assert not report.corrupt, report
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", program, str(tmp_path / "kb")]
     writers = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(4)]
-    assert [writer.wait(timeout=120) for writer in writers] == [0] * 4
+    assert [writer.wait(timeout=300) for writer in writers] == [0] * 4
     folders = [path.parent for path in (tmp_path / "kb" / "kv").rglob("commit.json")]
     assert 1 <= len(folders) <= 8
     assert bytes_on_disk(tmp_path / "kb") < 9 * 4096
