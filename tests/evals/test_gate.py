@@ -58,15 +58,15 @@ def settings_of(kb, method):
 @pytest.mark.parametrize("method", [METHODS["full_attention"], METHODS["cacheblend"].with_ratio(1)])
 def test_forced_logits_are_those_of_the_whole_text(kb, method):
     settings = settings_of(kb, method)
-    requests = [prepare(settings, q, None, SamplingParams()) for q in PROBES]
+    questions = [prepare(settings, q, None, SamplingParams()) for q in PROBES]
     answers = [[7, 300, 11, 5], [], [42]]
-    found, recomputed = forced_logits(settings, requests, answers, batch_size=2)
-    for request, answer, logits in zip(requests, answers, found, strict=True):
-        p = request.prompt
+    found, recomputed = forced_logits(settings, questions, answers, batch_size=2)
+    prompts = [question.request.prompt for question in questions]
+    for p, answer, logits in zip(prompts, answers, found, strict=True):
         ids = np.concatenate((p.prefix, *p.chunks, p.final, np.array(answer, np.int32)))[None]
         wanted = np.asarray(kb.model.logits(ids))[0, -len(answer) - 1 :]
         np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=1e-4)
-    chunks = [request.prompt.chunks for request in requests]
+    chunks = [p.chunks for p in prompts]
     first_is_exact = sum(len(ids) for one in chunks for ids in one[1:])
     assert recomputed == (0 if method.encoder is None else first_is_exact)
 
