@@ -50,7 +50,8 @@ class Work:
             table = table.reveal(work.slots[:, :only], work.positions[:, :only])
         decoder = Decoder(params=work.params, rope=work.rope, config=work.config)
         new = Step(*(jnp.asarray(x[:, some]) for x in (work.ids, work.positions, work.slots)))
-        hidden, pool, _ = jax.jit(run_tokens)(decoder, work.pool, table, new)
+        fresh = jax.jit(lambda *given: run_tokens(*given))  # traced anew: tests change what runs
+        hidden, pool, _ = fresh(decoder, work.pool, table, new)
         return np.asarray(hidden), pool
 
 
