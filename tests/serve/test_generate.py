@@ -224,12 +224,15 @@ def test_a_batch_is_made_smaller_where_the_cache_is_small(bare_model, monkeypatc
         kb=None, model=bare_model, method="turborag", template=None, k=1, max_new_tokens=4, stop=()
     )
 
-    def request(tokens):
+    def question(tokens):
         return prepare(settings, [5] * tokens, [[6] * 400], Sampling())
 
-    one, two = pages_of(settings, [request(300)]), pages_of(settings, [request(300)] * 2)
+    def pages(batch):
+        return pages_of([one.request for one in batch])
+
+    one, two = pages([question(300)]), pages([question(300)] * 2)
     assert one < two < 2 * one  # the document is counted once
-    requests = [request(tokens) for tokens in (300, 40, 280, 290, 40, 50)]
+    questions = [question(tokens) for tokens in (300, 40, 280, 290, 40, 50)]
     small = dataclasses.replace(bare_model, cache_tokens=two * PAGE)
     settings = dataclasses.replace(settings, model=small)
     batches = []
@@ -239,10 +242,10 @@ def test_a_batch_is_made_smaller_where_the_cache_is_small(bare_model, monkeypatc
         yield list(range(len(batch)))
 
     monkeypatch.setattr(generation, "_run", run)
-    served = list(serve(settings, requests, batch_size=8))
+    served = list(serve(settings, questions, batch_size=8))
     assert sorted(i for batch in served for i in batch) == list(range(6))
     assert [len(batch) for batch in batches] == [4, 2]
-    assert all(pages_of(settings, batch) <= two for batch in batches)
+    assert all(pages(batch) <= two for batch in batches)
 
 
 def test_a_prompt_larger_than_the_cache_is_refused(bare_model):
