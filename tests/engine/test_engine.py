@@ -100,8 +100,9 @@ def test_unused_chunks_count_as_room(model, rng):
 @pytest.mark.parametrize("decode", ["dense", "retrieval:recent=8,sink=4"])
 def test_a_deleted_model_frees_weights_and_pool(tiny_config, rng, decode):
     model = random_model(tiny_config(), cache_tokens=512)
-    documents = [rng.integers(3, 101, 150).tolist()]
-    jaxrag.generate([5, 6], documents=documents, model=model, max_new_tokens=3, decode=decode)
+    ids = rng.integers(3, 101, 40).tolist()
+    options = {"documents": [], "method": "full_attention", "max_new_tokens": 3, "decode": decode}
+    jaxrag.generate(ids, model=model, **options)
     runner = engine_of(model).runner
     held = [weakref.ref(x) for x in (model, runner.cache.pool.k, runner.cache.pool.v)]
     held += [weakref.ref(model.params.embed), weakref.ref(model.rope(1).cos)]
@@ -116,7 +117,7 @@ def test_a_deleted_model_frees_weights_and_pool(tiny_config, rng, decode):
 
 def test_interleaved_streams_report_their_own_indexes(tiny_config, rng):
     model = random_model(tiny_config(), cache_tokens=2048)
-    prompts = [rng.integers(3, 101, size).tolist() for size in (60, 400)]
+    prompts = [rng.integers(3, 101, size).tolist() for size in (40, 90)]
 
     def batch(ids):
         rule = rule_from("retrieval:recent=8,sink=4")
