@@ -334,6 +334,7 @@ def test_the_readme_runs_as_printed(after_readme):
     assert (after_readme / KB / "catalog.sqlite").is_file()
 
 
+LONG = ("evaluation.md", "methods.md")  # half a minute each: with the slow tests
 RUN = [
     page
     for page in PAGES
@@ -341,7 +342,13 @@ RUN = [
 ]
 
 
-@pytest.mark.parametrize("page", RUN, ids=names(RUN))
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow if page.name in LONG else (), id=name)
+        for page, name in zip(RUN, names(RUN), strict=True)
+    ],
+)
 def test_a_page_runs_as_printed(page, after_readme, tmp_path):
     clone(tmp_path)
     shutil.copytree(after_readme / KB, tmp_path / KB)

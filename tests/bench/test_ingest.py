@@ -45,6 +45,7 @@ def test_bad_options_are_refused(change, message):
         dataclasses.replace(Options(), **change)
 
 
+@pytest.mark.slow
 def test_result_counts_the_chunks_that_are_kept(model_dir):
     result = run(Options(model=str(model_dir), tokens=500, chunk_tokens=64, repeats=1))
     assert result["kv_bytes"] > 0

@@ -163,6 +163,7 @@ def test_an_index_is_searched_for_one_device(tiny_config, ids):
         generate(ids(5)[0], decode=Retrieval(k=6, sink=4, recent=8), **options)
 
 
+@pytest.mark.slow
 def test_streams_side_by_side_have_accounts_of_their_own(model_of, ids):
     model, rule = model_of(), Retrieval(k=6, sink=4, recent=8)
     options = {"model": model, "method": "turborag", "decode": rule, "max_new_tokens": 20}

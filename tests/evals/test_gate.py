@@ -15,6 +15,7 @@ from jaxrag.methods import METHODS
 from jaxrag.serve.batch_files import QuestionFile
 from jaxrag.serve.generate import generate
 from jaxrag.serve.questions import prepare, resolve
+from jaxrag.types import FINAL
 
 DOCUMENTS = [
     {"id": "tea", "text": "Tea grows on the hills of the village and is sold in blue boxes."},
@@ -63,8 +64,11 @@ def test_forced_logits_are_those_of_the_whole_text(kb, method):
     found, recomputed = forced_logits(settings, questions, answers, batch_size=2)
     prompts = [question.request.prompt for question in questions]
     for p, answer, logits in zip(prompts, answers, found, strict=True):
-        ids = np.concatenate((p.prefix, *p.chunks, p.final, np.array(answer, np.int32)))[None]
-        wanted = np.asarray(kb.model.logits(ids))[0, -len(answer) - 1 :]
+        ids = np.concatenate((p.prefix, *p.chunks, p.final, np.array(answer, np.int32)))
+        pad = (0, 512 - len(ids))  # one shape compiles once
+        segments = np.pad(np.full(len(ids), FINAL), pad)[None]
+        whole = np.asarray(kb.model.logits(np.pad(ids, pad)[None], segments=segments))
+        wanted = whole[0, len(ids) - len(answer) - 1 : len(ids)]
         np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=1e-4)
     chunks = [p.chunks for p in prompts]
     first_is_exact = sum(len(ids) for one in chunks for ids in one[1:])

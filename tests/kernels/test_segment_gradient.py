@@ -92,9 +92,16 @@ def random_heads(rng, shape, n, k, h, dtype=jnp.float32):
     return tuple(jnp.asarray(rng.normal(size=(*shape, m, h)), dtype) for m in (n, k, k))
 
 
-@pytest.mark.parametrize("prefix_visible", [False, True])
 @pytest.mark.parametrize(
-    ("length", "n", "k", "h"), [(300, 6, 2, 10), (97, 3, 3, 8), (260, 4, 1, 6)]
+    ("length", "n", "k", "h", "prefix_visible"),
+    [
+        (300, 6, 2, 10, True),
+        (97, 3, 3, 8, False),
+        (260, 4, 1, 6, False),
+        pytest.param(300, 6, 2, 10, False, marks=pytest.mark.slow),
+        pytest.param(97, 3, 3, 8, True, marks=pytest.mark.slow),
+        pytest.param(260, 4, 1, 6, True, marks=pytest.mark.slow),
+    ],
 )
 def test_gradient_equals_dense(rng, length, n, k, h, prefix_visible):
     rows = prompts(rng, 2, length)
@@ -111,7 +118,7 @@ def test_gradient_equals_dense(rng, length, n, k, h, prefix_visible):
         assert (np.asarray(gradient)[empty] == 0).all()
 
 
-@pytest.mark.parametrize("window", [1, 9, 200])
+@pytest.mark.parametrize("window", [pytest.param(1, marks=pytest.mark.slow), 9, 200])
 def test_gradient_with_a_window(rng, window):
     length = 280
     segments = np.full((1, length), 2, np.int32)

@@ -281,7 +281,8 @@ def test_law_11_sharded_equals_one_device(rng, work, tiny_config, name):
     np.testing.assert_allclose(sharded, logits, **CLOSE)
 
 
-@pytest.mark.parametrize("name", some(SELECTORS, "kv_deviation"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SELECTORS)
 def test_bfloat16_agrees_with_float32(rng, work, tiny_config, name):
     """Most of the same tokens are chosen, and what follows differs by rounding only."""
     wide = random_model(tiny_config("qwen3"), cache_tokens=1024)

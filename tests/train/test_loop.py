@@ -98,6 +98,7 @@ def test_paused_and_resumed_equals_uninterrupted(train_config, tmp_path):
     assert logs[0] == logs[1]
 
 
+@pytest.mark.slow
 def test_killed_run_resumes_bit_for_bit(train_values, tmp_path):
     """kill -9 in the middle, --resume: the weights of a run that nobody touched."""
     values = train_values(**{"optimizer.steps": 200, "run.save_every": 3})

@@ -135,8 +135,10 @@ def test_it_is_small_and_complete():
         assert set(needed.split()) <= present
 
 
-@pytest.mark.parametrize("steps", [30, pytest.param(300, marks=pytest.mark.slow)])
-def test_a_shortened_run_of_its_config_learns_as_recorded(tmp_path, monkeypatch, steps):
+@pytest.mark.parametrize(
+    ("steps", "falls_to"), [(20, 0.8), pytest.param(300, 0.75, marks=pytest.mark.slow)]
+)
+def test_a_shortened_run_of_its_config_learns_as_recorded(tmp_path, monkeypatch, steps, falls_to):
     """The same data in the same order: every tenth loss, within what other processors round."""
     monkeypatch.chdir(ROOT)  # paths in configs are relative
     config = load_config("configs/train/shipped.toml")
@@ -145,6 +147,6 @@ def test_a_shortened_run_of_its_config_learns_as_recorded(tmp_path, monkeypatch,
     found = [line["loss"] for line in read_metrics(tmp_path / "run" / METRICS_FILE)]
     recorded = [line["loss"] for line in json.loads(LOSSES.read_text(encoding="utf-8"))]
     assert len(found) == steps // 10
-    np.testing.assert_allclose(found[:3], recorded[:3], rtol=2e-3)
+    np.testing.assert_allclose(found[:3], recorded[: len(found)][:3], rtol=2e-3)
     np.testing.assert_allclose(found, recorded[: len(found)], rtol=0.05)
-    assert found[-1] < 0.75 * found[0]
+    assert found[-1] < falls_to * found[0]
