@@ -201,6 +201,7 @@ def test_greedy_decode_equals_repeated_prefill(rng, model_of, family):
     assert out.finish_reason == "length" and len(out.token_ids) == 11
 
 
+@pytest.mark.slow  # decode/test_laws.py has it for every rule
 def test_law_8_a_window_that_covers_everything_is_dense(rng, model_of, tiny_config):
     dense, prompt = model_of(), a_prompt(rng)
     wide = random_model(dataclasses.replace(tiny_config(), sliding_window=400), cache_tokens=2048)

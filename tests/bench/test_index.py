@@ -194,6 +194,7 @@ def test_options_that_cannot_be_measured(change, message):
         dataclasses.replace(TINY, **change)
 
 
+@pytest.mark.slow
 def test_distances(capsys):
     result = index_distance.run(TINY, ("lists fp32",), (0, 3000))
     assert [(row["spread"], row["distance"]) for row in result["rows"]] == [

@@ -64,7 +64,10 @@ def reads(monkeypatch):
     return counts
 
 
-@pytest.mark.parametrize(("method", "read"), [("fusionrag", [1, 1]), ("cacheblend", [2])])
+@pytest.mark.parametrize(
+    ("method", "read"),
+    [pytest.param("fusionrag", [1, 1], marks=pytest.mark.slow), ("cacheblend", [2])],
+)
 def test_a_method_that_recomputes_has_a_row_for_every_ratio(model_dir, reads, method, read):
     options = Options(
         model=model_dir, contexts=(1024,), question_tokens=7, method=method, repeats=1,

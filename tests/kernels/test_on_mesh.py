@@ -55,6 +55,7 @@ def test_paged_ops(rng, tiny_config, sizes):
             assert len(got.sharding.device_set) == np.prod(sizes)
 
 
+@pytest.mark.slow
 def test_packed_rows_and_their_gradient(rng, tiny_config):
     config = tiny_config(kernels="pallas_interpret")
     spread = dataclasses.replace(config, kernel_mesh=make_mesh(2, 1, 2))
