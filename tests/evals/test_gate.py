@@ -56,7 +56,13 @@ def settings_of(kb, method):
     return resolve(kb=kb, model=None, method=method, template=None, k=3, max_new_tokens=5, stop=())
 
 
-@pytest.mark.parametrize("method", [METHODS["full_attention"], METHODS["cacheblend"].with_ratio(1)])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(METHODS["full_attention"], marks=pytest.mark.slow),
+        METHODS["cacheblend"].with_ratio(1),
+    ],
+)
 def test_forced_logits_are_those_of_the_whole_text(kb, method):
     settings = settings_of(kb, method)
     questions = [prepare(settings, q, None, SamplingParams()) for q in PROBES]

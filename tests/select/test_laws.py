@@ -298,6 +298,7 @@ def test_bfloat16_agrees_with_float32(rng, work, tiny_config, name):
     assert np.abs(rounded - logits).max() < 0.1 * np.abs(logits).max()
 
 
+@pytest.mark.slow  # tests/test_laws.py has it for plain reuse
 def test_other_requests_of_the_same_bucket_do_not_recompile(rng, work, model_of):
     model = model_of()
     compiled = (

@@ -91,6 +91,7 @@ def test_bfloat16_is_close_and_masters_stay_float32(train_config, settings, usua
     assert {leaf.dtype for leaf in jax.tree.leaves(state.trained)} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_sum_reduction_counts_every_token(train_config, settings, usual):
     summed, _, _ = few_steps(train_config(**settings, **{"loss.reduction": "sum"}), 1)
     assert summed[0, 0] > 20 * usual[0][0, 0]
