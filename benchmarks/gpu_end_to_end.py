@@ -65,7 +65,7 @@ def first_tokens(model: Any, store: Any, method: Any, prompts: Sequence[Any]) ->
     import numpy as np
 
     from jaxrag.engine.engine import engine_of
-    from jaxrag.engine.mapping import map_request, unmap
+    from jaxrag.engine.direct import map_request, unmap
     from jaxrag.engine.prefill import prefill
     from jaxrag.engine.request import Request
 
@@ -97,7 +97,7 @@ def decoding_seconds(model: Any, store: Any, method: Any, prompts: Sequence[Any]
     """Seconds a step while every prompt gets its next token."""
     from jaxrag.engine.decoding import SamplingRows, decode
     from jaxrag.engine.engine import engine_of
-    from jaxrag.engine.mapping import map_request, unmap
+    from jaxrag.engine.direct import map_request, unmap
     from jaxrag.engine.prefill import prefill_observed
     from jaxrag.engine.request import Request, reserved
     from jaxrag.engine.sampling import SamplingParams

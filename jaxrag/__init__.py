@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from jaxrag.knowledge_base import KnowledgeBase
     from jaxrag.methods import METHODS, Method
     from jaxrag.models.model import Model, load_model
-    from jaxrag.serve.generate import Result, generate
+    from jaxrag.serve.answers import Result
+    from jaxrag.serve.generate import agenerate, generate
     from jaxrag.serve.questions import Source
     from jaxrag.sharding import make_mesh
     from jaxrag.text.prompts import TEMPLATES, PromptTemplate
@@ -29,11 +30,12 @@ _MODULES = {
     "Method": "jaxrag.methods",
     "Model": "jaxrag.models.model",
     "PromptTemplate": "jaxrag.text.prompts",
-    "Result": "jaxrag.serve.generate",
+    "Result": "jaxrag.serve.answers",
     "Sampling": "jaxrag.engine.sampling",
     "SamplingParams": "jaxrag.engine.sampling",
     "Source": "jaxrag.serve.questions",
     "TEMPLATES": "jaxrag.text.prompts",
+    "agenerate": "jaxrag.serve.generate",
     "generate": "jaxrag.serve.generate",
     "load_model": "jaxrag.models.model",
     "make_mesh": "jaxrag.sharding",
@@ -53,6 +55,7 @@ __all__ = [
     "Sampling",
     "SamplingParams",
     "Source",
+    "agenerate",
     "generate",
     "load_model",
     "make_mesh",

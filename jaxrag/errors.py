@@ -51,3 +51,19 @@ class RetrievalError(JaxragError):
 
 class TrainError(JaxragError):
     """Training data, a run or a checkpoint of it that cannot be used as asked."""
+
+
+class EngineError(JaxragError):
+    """A request that the engine could not finish through no fault of its own making."""
+
+
+class DeadlineExceeded(JaxragError):
+    """A request whose time was over before its answer was complete."""
+
+
+class Cancelled(JaxragError):
+    """A request that was aborted before its answer was complete."""
+
+
+class Overloaded(JaxragError):
+    """A queue that is full; the same request may be sent again later."""

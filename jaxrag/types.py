@@ -4,6 +4,7 @@ Shape letters: B batch, T tokens in this call, S cache slots, M pages of one req
 pool, L layers, D model, N query heads, K KV heads, H head dim.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ __all__ = [
     "Partial",
     "Step",
     "Tokens",
+    "on_host",
 ]
 
 Array = jax.Array
@@ -60,6 +62,11 @@ class Step(struct.PyTreeNode):
         """For the decoder: on the cached path every token is of the final block."""
         segments = jnp.full_like(self.ids, FINAL)
         return Tokens(ids=self.ids, positions=self.positions, segments=segments)
+
+
+def on_host[Node](kind: Callable[..., Node], *arrays: Any) -> Node:
+    """A node of arrays that are not on the device yet; compiled functions take it as it is."""
+    return kind(*arrays)
 
 
 class Partial(struct.PyTreeNode):

@@ -87,9 +87,7 @@ def run(args: argparse.Namespace) -> int:
             if weights == "dual":
                 say(f"3. Ask {len(rows)} questions, after a round that compiles.\n")
                 warm = _ask(kb, rows, args.k)
-                runner = engine_of(model).runner
-                runner.forget_cache()  # so that TTFT includes reading the chunks from the store
-                _ = runner.cache
+                engine_of(model).forget()  # so that TTFT includes reading chunks from the store
             found[weights] = _ask(kb, rows, args.k)
     asked = found["dual"]
     right = {

@@ -12,7 +12,7 @@ from jaxrag.engine import decoding as answer
 from jaxrag.engine import prefill
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.loader import load_chunks, release
-from jaxrag.engine.mapping import map_request, unmap
+from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.errors import ConfigError, RequestError
 from jaxrag.methods import METHODS, Method

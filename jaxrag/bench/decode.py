@@ -22,11 +22,12 @@ from jaxrag.bench.machine import describe
 from jaxrag.bench.ttft import LLAMA_100M
 from jaxrag.cache import PAGE
 from jaxrag.config import DType, ModelConfig
-from jaxrag.decode import DECODE_RULES, Account, DecodeRule, rule_from
+from jaxrag.decode import DECODE_RULES, Account, rule_from
 from jaxrag.decode.footprint import A100
-from jaxrag.engine import decoding
+from jaxrag.engine.decoding import Lane, lane_of, start_decoding
+from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.mapping import RequestState, map_request, unmap
+from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.prefill import prefill_observed
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
@@ -139,11 +140,16 @@ def _measure(model: Model, options: Options, prompt: Prompt, text: str) -> dict[
         model = dataclasses.replace(model, value_layers=layers)  # a cache of its own
     method = dataclasses.replace(METHODS["turborag"], decode=rule)
     count = options.warm + options.steps
-    runner = engine_of(model).runner
-    mapped = map_request(runner, Request(prompt, store, method, count), count)
+    request = Request(prompt, store, method, count + 1)
+    return engine_of(model).call(lambda runner: _row(runner, request, options, text))
+
+
+def _row(runner: ModelRunner, request: Request, options: Options, text: str) -> dict[str, Any]:
+    rule, config, prompt = request.method.decode, runner.model.config, request.prompt
+    mapped = map_request(runner, request, request.room)
     try:
         seconds, prepare_seconds, ids, account, state_bytes = _generate(
-            runner, mapped, method.decode, options, count
+            runner, mapped, request, options, request.room
         )
         row: dict[str, Any] = {
             "context": prompt.num_tokens,
@@ -160,7 +166,7 @@ def _measure(model: Model, options: Options, prompt: Prompt, text: str) -> dict[
         if rule.searches is not None:
             row["index"] = {"bytes": account.index_bytes, "notes": list(account.notes)}
             if options.measure:
-                row["index"] |= _counted(runner, mapped, rule, options)
+                row["index"] |= _counted(runner, mapped, request, options)
         if rule.scores_every_key:
             row["scanned"] = 1.0
         even = rule.break_even(config, prompt.num_tokens)
@@ -172,27 +178,28 @@ def _measure(model: Model, options: Options, prompt: Prompt, text: str) -> dict[
 
 
 def _generate(
-    runner: ModelRunner, mapped: RequestState, rule: DecodeRule, options: Options, count: int
+    runner: ModelRunner, mapped: RequestState, request: Request, options: Options, count: int
 ) -> tuple[list[float], float, list[int], Account, int]:
     """Seconds of every step, of preparing the rule, the ids, the index account, state bytes."""
+    rule = request.method.decode
     host = None if rule.searches is None else runner.host_search
     numbers = [] if host is None else [host.admit()]
-    prefilled = prefill_observed(runner, [mapped], rule.observe)
-    logits = prefilled.logits
+    logits, _, bank = prefill_observed(runner, [mapped], rule.observe)
     logits.block_until_ready()
-    rows = decoding.SamplingRows.of([], logits.shape[0])
     before = _live_bytes()
-    blocks = decoding.decode(runner, [mapped], prefilled, rows, 1, rule, numbers=numbers)
+    key = lane_of(request, len(mapped.table.pages))
+    assert key is not None
+    lane = Lane(runner, key)
     start = time.perf_counter()
-    ids = [int(next(blocks)[0, 0])]  # the first token comes from prefill: this prepares the rule
+    begun = start_decoding(runner, [mapped], rule, bank, key.room, numbers)
+    ids = [int(lane.join(0, request, mapped, logits, 0, begun))]  # it comes from prefill
     prepared = time.perf_counter() - start
     state = _live_bytes() - before
     seconds = []
     for _ in range(count):
         start = time.perf_counter()
-        ids.append(int(next(blocks)[0, 0]))
+        ids.append(int(lane.step(1)[0, 0]))
         seconds.append(time.perf_counter() - start)
-    blocks.close()  # type: ignore[attr-defined]
     account = Account()
     if host is not None:
         account = host.account_of(numbers)
@@ -201,13 +208,13 @@ def _generate(
 
 
 def _counted(
-    runner: ModelRunner, mapped: RequestState, rule: DecodeRule, options: Options
+    runner: ModelRunner, mapped: RequestState, request: Request, options: Options
 ) -> dict[str, Any]:
     """What the index scanned and found in a few steps, beside an exact search."""
     host, config = runner.host_search, runner.model.config
     host.measure = True
     try:
-        *_, account, _ = _generate(runner, mapped, rule, options, min(4, options.steps))
+        *_, account, _ = _generate(runner, mapped, request, options, min(4, options.steps))
     finally:
         host.measure = False
     per_head = account.keys / (config.num_layers * config.num_kv_heads)

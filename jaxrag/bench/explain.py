@@ -18,8 +18,10 @@ from tqdm import tqdm
 
 from jaxrag.bench.machine import describe
 from jaxrag.config import ModelConfig
+from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.mapping import RequestState, map_request, unmap
+from jaxrag.engine.mapping import RequestState
+from jaxrag.engine.progress import notes_on_missed
 from jaxrag.engine.request import Prompt
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.errors import RequestError
@@ -100,10 +102,14 @@ def explain(settings: Settings, question: ReadyQuestion) -> dict[str, Any]:
     chunks in prompt order. Chunk KV that is not stored yet is encoded, stored and named in the
     notes, as it is for an answer. Raises RequestError for a prompt without chunks.
     """
-    model, request = settings.model, question.request
-    prompt, runner = request.prompt, engine_of(model).runner
-    if not prompt.chunks:
+    if not question.request.prompt.chunks:
         raise RequestError("no chunk was found for the question: there is nothing to explain")
+    return engine_of(settings.model).call(lambda runner: _explained(runner, settings, question))
+
+
+def _explained(runner: ModelRunner, settings: Settings, question: ReadyQuestion) -> dict[str, Any]:
+    model, request = runner.model, question.request
+    prompt = request.prompt
     lengths = [len(chunk) for chunk in prompt.chunks]
     ratio = settings.method.recompute_ratio
     room = max(selector.room(lengths, ratio) for selector in COMPARED.values())
@@ -120,8 +126,6 @@ def explain(settings: Settings, question: ReadyQuestion) -> dict[str, Any]:
         finally:
             if mapped is not None:
                 unmap(runner, mapped)
-            if runner.cache.lost:
-                runner.forget_cache()
         attention = {
             name: _attention(model, prompt, independent=name == "independent")
             for name in ("full", "independent")
@@ -153,7 +157,7 @@ def explain(settings: Settings, question: ReadyQuestion) -> dict[str, Any]:
         "deviation": deviation,
         "selection": selection,
         "attention": attention,
-        "notes": question.notes + [note for part in mapped.loaded for note in part.notes],
+        "notes": [*question.notes, *notes_on_missed(mapped)],
         "machine": describe(),
     }
 

@@ -13,6 +13,7 @@ encoding took is not part of any row.
 
 import contextlib
 import dataclasses
+import functools
 import os
 import statistics
 import sys
@@ -33,10 +34,11 @@ from jaxrag.bench.ttft_ratios import report_ratios, slopes
 from jaxrag.cache import PAGE
 from jaxrag.config import DType, ModelConfig, RopeConfig
 from jaxrag.encode import chunk_key, encoder_named
+from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.mapping import map_request, unmap
 from jaxrag.engine.prefill import prefill
 from jaxrag.engine.request import Prompt, Request
+from jaxrag.engine.runner import ModelRunner
 from jaxrag.errors import RequestError
 from jaxrag.knowledge_base.neighbours import each_other
 from jaxrag.methods import METHODS, Method
@@ -284,7 +286,11 @@ class _Recomputing:
 
 def _first_token(model: Model, store: KVStore, method: Method, prompt: Prompt) -> _First:
     """From token ids to the first token's id on the host."""
-    runner = engine_of(model).runner
+    return engine_of(model).call(lambda runner: _timed(runner, store, method, prompt))
+
+
+def _timed(runner: ModelRunner, store: KVStore, method: Method, prompt: Prompt) -> _First:
+    model = runner.model
     start = time.perf_counter()
     mapped = map_request(runner, Request(prompt, store, method, 1), reserve_tokens=0)
     try:
@@ -307,9 +313,12 @@ def _forget(model: Model, method: Method, prompt: Prompt) -> None:
         if encoder_named(encoder).sees_neighbours:
             assert prompt.neighbours is not None
             others = prompt.neighbours[index]
-        engine_of(model).runner.cache.allocator.evict(
-            chunk_key(model.fingerprint, model, encoder, prompt.prefix, chunk, others)
-        )
+        key = chunk_key(model.fingerprint, model, encoder, prompt.prefix, chunk, others)
+        engine_of(model).call(functools.partial(_evict, key))
+
+
+def _evict(key: str, runner: ModelRunner) -> None:
+    runner.cache.allocator.evict(key)
 
 
 def _drop_page_cache(folder: Path) -> None:

@@ -15,6 +15,7 @@ from jaxrag.cache.tables import (
     TableBuilder,
     batch_table,
     stack_tables,
+    table_width,
 )
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "empty_pool",
     "pages_for",
     "stack_tables",
+    "table_width",
 ]

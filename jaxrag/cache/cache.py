@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxrag.cache.host import HostValues, StagingBuffers, host_buffer
+from jaxrag.cache.host import HostValues, host_buffer
 from jaxrag.cache.pages import PageAllocator, pages_for
 from jaxrag.cache.pool import PAGE, PagePool, empty_pool
 from jaxrag.config import ModelConfig
@@ -38,7 +38,6 @@ class PagedCache:
         self.host = host
         self.values = values
         self._pool = pool
-        self._staging = StagingBuffers()
 
     @property
     def pool(self) -> PagePool:
@@ -58,15 +57,6 @@ class PagedCache:
         """
         self._pool, *rest = step(self._pool, *args, **kwargs)
         return rest[0] if len(rest) == 1 else tuple(rest)
-
-    def staging_buffer(self, config: ModelConfig, tokens: int) -> HostArray:
-        """A reused host buffer [L, 2, tokens, K, H]: fresh pages cost more than the copy."""
-        shape = (config.num_layers, 2, tokens, config.num_kv_heads, config.head_dim)
-        return self._staging.take(shape, jnp.dtype(config.dtype))
-
-    def staged(self, reader: Any) -> None:
-        """The last staging buffer may be filled again once ``reader`` is ready."""
-        self._staging.read_by(reader)
 
     @classmethod
     def create(

@@ -13,7 +13,9 @@ import dataclasses
 import functools
 import logging
 import math
+import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -52,12 +54,20 @@ def host_buffer(shape: Sequence[int], dtype: Any) -> HostArray:
     return block.view(dtype).reshape(shape)
 
 
-def to_device(buffer: HostArray) -> Array:
+def to_device(buffer: HostArray, sharding: Any = None) -> Array:
     """A ``host_buffer`` as a device array; a CPU reads it in place, without a copy.
 
-    Leave it as it is until everything that reads it is ready.
+    Leave it as it is until everything that reads it is ready. Over a mesh every process gives its
+    own part of ``buffer``, which has the shape of the whole.
     """
+    if sharding is not None:
+        return jax.make_array_from_callback(buffer.shape, sharding, buffer.__getitem__)
     return jax.device_put(buffer, may_alias=True)
+
+
+def arrived(array: Array) -> Array:
+    """The same array once its copy to the device is done; for threads that may wait."""
+    return jax.block_until_ready(array)
 
 
 @dataclasses.dataclass
@@ -93,6 +103,34 @@ class StagingBuffers:
     def read_by(self, reader: Array) -> None:
         """Say what reads the buffer taken last: it is filled again once ``reader`` is ready."""
         self._slots[self._turn].reader = reader
+
+
+class StagingBlocks:
+    """Host buffers of one size, for threads that fill them and one that has the device read them.
+
+    As many as are in use at once are kept; nobody waits for one.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: Any) -> None:
+        """Nothing is allocated before the first block is asked for."""
+        self._shape, self._dtype = tuple(shape), np.dtype(dtype)
+        self._lock = threading.Lock()
+        self._free: deque[tuple[HostArray, Array]] = deque()
+
+    def take(self) -> HostArray:
+        """A block to fill, with old contents, that the device does not read any more."""
+        with self._lock:
+            for _ in range(len(self._free)):
+                block, reader = self._free.popleft()
+                if reader.is_ready():  # type: ignore[attr-defined]
+                    return block
+                self._free.append((block, reader))
+        return host_buffer(self._shape, self._dtype)
+
+    def give(self, block: HostArray, reader: Array) -> None:
+        """The block may be filled again once ``reader`` is ready."""
+        with self._lock:
+            self._free.append((block, reader))
 
 
 class HostValues:

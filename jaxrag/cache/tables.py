@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -96,16 +95,17 @@ def batch_table(
 
     ``put(array, rows)`` places an array whose first axis is the batch (Model.put_batch).
     """
-    num_pages = bucket(max(len(b.pages) for b in builders), MIN_TABLE_PAGES)
-    table = stack_tables([*builders, *[TableBuilder()] * (rows - len(builders))], num_pages)
-    return jax.tree.map(lambda x: put(np.asarray(x), rows), table)
+    num_pages = max(table_width(b) for b in builders)
+    padded = [b.rows(num_pages) for b in (*builders, *[TableBuilder()] * (rows - len(builders)))]
+    return PageTable(*(put(np.stack(part), rows) for part in zip(*padded, strict=True)))
+
+
+def table_width(builder: TableBuilder) -> int:
+    """Pages of the table that a request is served with: of its own, rounded up to a bucket."""
+    return bucket(len(builder.pages), MIN_TABLE_PAGES)
 
 
 def stack_tables(builders: Sequence[TableBuilder], num_pages: int) -> PageTable:
     """One PageTable for a batch, every row padded to ``num_pages``."""
-    pages, offsets, slots = zip(*(b.rows(num_pages) for b in builders), strict=True)
-    return PageTable(
-        pages=jnp.asarray(np.stack(pages)),
-        offsets=jnp.asarray(np.stack(offsets)),
-        slot_position=jnp.asarray(np.stack(slots)),
-    )
+    rows = [b.rows(num_pages) for b in builders]
+    return PageTable(*(jnp.asarray(np.stack(part)) for part in zip(*rows, strict=True)))

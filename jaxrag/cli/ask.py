@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the answer as it grows, then its sources and its account; or one JSON object."""
     from jaxrag.decode import rule_from
     from jaxrag.methods import method_named
-    from jaxrag.serve.generate import Result, generate
+    from jaxrag.serve.answers import Result
+    from jaxrag.serve.generate import generate
 
     method_named(args.method)  # refused before a model is read
     if args.decode is not None:

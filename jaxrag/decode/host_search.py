@@ -245,7 +245,9 @@ class HostSearch:
     ) -> HostArray:
         out = np.full((*q.shape[:3], k), -1, np.int32)
         for row, number in enumerate(numbers):
-            if number == NOBODY or not (parts := self._requests[int(number)].layers[layer]):
+            if number == NOBODY or position[row] < 0:  # nobody has the row, or it is done
+                continue
+            if not (parts := self._requests[int(number)].layers[layer]):
                 continue
             asked = [
                 rotated(q[row], np.full(q.shape[2], position[row] - part.offset), rope)

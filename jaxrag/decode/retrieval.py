@@ -34,7 +34,7 @@ from jaxrag.errors import RequestError
 from jaxrag.models.attention import merge
 from jaxrag.models.rope import RopeTable
 from jaxrag.shapes import bucket
-from jaxrag.types import Array, HostArray, Partial
+from jaxrag.types import Array, HostArray, Partial, on_host
 
 _FEWEST = 1024  # positions whose keys are read at once; more in powers of two
 
@@ -124,7 +124,8 @@ class Retrieval(DecodeRule):
         """
         host, config, bank = prompts.host, prompts.config, prompts.bank
         assert host is not None
-        order, position = np.asarray(prompts.order), np.asarray(prompts.position)
+        order, position = prompts.order, prompts.position
+        bank_positions = np.asarray(bank.positions)
         end = np.maximum(position + 2 - self.recent, self.sink)  # the first that is not indexed
         spans = [
             _span(host, number, config, order[row], self, int(end[row]), carried)
@@ -143,7 +144,7 @@ class Retrieval(DecodeRule):
                 if len(span.rest):
                     here = np.ascontiguousarray(keys[row, : len(span.rest)].transpose(1, 0, 2))
                     at = int(position[row]) + 1 if self.rerotate else None
-                    own = np.asarray(bank.positions)[row]
+                    own = bank_positions[row]
                     trained = training_queries(queries[row], own, config, at)
                     parts.append(host.build(number, here, trained, span.spec(self), span.rest))
                 host.add_layer(number, parts)
@@ -152,9 +153,10 @@ class Retrieval(DecodeRule):
         tail = tail.astype(np.int32)[:, None, None]
         numbers = np.full(rows, NOBODY, np.int32)
         numbers[: len(prompts.numbers)] = prompts.numbers
-        return Indexed(
-            numbers=jnp.broadcast_to(jnp.asarray(numbers), (config.num_layers, rows)),
-            tail=jnp.broadcast_to(tail, (config.num_layers, *tail.shape)),
+        return on_host(
+            Indexed,
+            np.broadcast_to(numbers, (config.num_layers, rows)),
+            np.broadcast_to(tail, (config.num_layers, *tail.shape)),
         )
 
     @override
@@ -310,10 +312,14 @@ def _read(
     rest = np.zeros((len(position), bucket(longest, _FEWEST)), np.int32)
     for row, span in enumerate(spans):
         rest[row, : len(span.rest)] = span.rest
-    arrays = [jnp.asarray(x) for x in (order, position, rest)]
+
+    def read(layer: int, pool: PagePool) -> tuple[HostArray, HostArray]:
+        at = (order, position, rest, bank.queries, np.int32(layer))
+        keys, queries = _keys(config, prompts.rope, pool, prompts.table, *at)
+        return np.asarray(keys), np.asarray(queries)
+
     for layer in range(config.num_layers):
-        keys = _keys(config, prompts.rope, prompts.pool, prompts.table, *arrays, jnp.int32(layer))
-        yield layer, np.asarray(keys), np.asarray(bank.queries[layer].astype(jnp.float32))
+        yield layer, *prompts.on_pool(functools.partial(read, layer))
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
@@ -325,9 +331,14 @@ def _keys(
     order: Array,
     position: Array,
     wanted: Array,
+    queries: Array,
     layer: Array,
-) -> Array:
-    """The keys of one layer at positions ``wanted`` [B, n], as they stand: [B, n, K, H] float32."""
+) -> tuple[Array, Array]:
+    """The keys of one layer at positions ``wanted`` [B, n], as they stand: [B, n, K, H] float32.
+
+    And that layer of ``queries`` [L, B, W, N, H], in float32.
+    """
     pages = pool.rows(layer, table.pages, config.num_layers)
     slots = (table.slot_position, order, position)
-    return View(config, rope, pool, pages, table.offsets, *slots).keys_at(wanted)
+    keys = View(config, rope, pool, pages, table.offsets, *slots).keys_at(wanted)
+    return keys, queries[layer].astype(jnp.float32)

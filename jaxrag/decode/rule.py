@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -21,7 +21,7 @@ from jaxrag.decode.stored import Carried
 from jaxrag.decode.view import View
 from jaxrag.errors import RequestError
 from jaxrag.models.rope import RopeTable
-from jaxrag.types import Array, Partial
+from jaxrag.types import Array, HostArray, Partial
 
 Positions = Literal["original", "cache"]
 
@@ -58,7 +58,8 @@ class Prompts:
     Attributes:
       config: of the model.
       rope: at least as long as the requests' slots.
-      pool: K and V of all layers.
+      on_pool: calls a function with the pool, K and V of all layers, where and when that may be
+        read, and returns its result, which is to be on the host or new on the device.
       table: of the requests.
       order: [B, S] int32 slot of every position, of prompt and generated tokens.
       position: [B] int32 of each prompt's last token; -1 is a padding row.
@@ -72,10 +73,10 @@ class Prompts:
 
     config: ModelConfig
     rope: RopeTable
-    pool: PagePool
+    on_pool: Callable[[Callable[[PagePool], Any]], Any]
     table: PageTable
-    order: Array
-    position: Array
+    order: HostArray
+    position: HostArray
     bank: PromptQueries
     room: int
     numbers: Sequence[int] = ()
@@ -177,8 +178,10 @@ class DecodeRule(abc.ABC):
         Of most rules every layer for itself, as ``prepare`` makes it.
         """
         p = prompts
-        return prepare_layers(
-            p.config, p.rope, p.pool, p.table, p.order, p.position, p.bank, self, p.room
+        return p.on_pool(
+            lambda pool: prepare_layers(
+                p.config, p.rope, pool, p.table, p.order, p.position, p.bank, self, p.room
+            )
         )
 
     def prepare(self, view: View, queries: Array, positions: Array, room: int) -> Any:

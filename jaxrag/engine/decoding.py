@@ -1,8 +1,13 @@
-"""The decode loop: blocks of tokens sampled on the device, for a batch of prefilled requests."""
+"""Lanes: rows of one compiled program that requests join and leave between its steps.
+
+A lane is what its program is compiled for: a decode rule, the width of its page tables, the room
+for generated tokens, and how many rows it has. What a row computes does not depend on who has the
+others.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +16,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from jaxrag.cache import PagePool, PageTable
+from jaxrag.cache import MIN_TABLE_PAGES, PAGE, PagePool, PageTable, TableBuilder, table_width
 from jaxrag.cache.host import HostValues
 from jaxrag.decode import (
     Carried,
@@ -25,19 +30,49 @@ from jaxrag.decode import (
     order_of,
 )
 from jaxrag.engine.mapping import RequestState
-from jaxrag.engine.prefill import Prefilled, run_tokens
+from jaxrag.engine.prefill import run_tokens
+from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling import SamplingParams, sample
 from jaxrag.models.attention import PagedAttend
 from jaxrag.models.decoder import Decoder, forward, unembed
 from jaxrag.shapes import bucket
-from jaxrag.types import Array, HostArray, Step
+from jaxrag.types import HIDDEN, Array, HostArray, Step, on_host
 
 DENSE = Dense()
+FAILED = -1  # in the place of a token whose logits hold a NaN
+
+_FEWEST_ROOM = 64  # slots for generated tokens that a rule's state is made for; more in powers of 2
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneKey:
+    """What a lane's program is compiled for.
+
+    Attributes:
+      rule: how its tokens attend.
+      pages: of every row's table.
+      room: for generated tokens in the state of a sparse rule; 0 for others.
+      rows: how many requests it serves at once.
+    """
+
+    rule: DecodeRule
+    pages: int
+    room: int
+    rows: int
+
+
+def lane_of(request: Request, num_pages: int) -> LaneKey | None:
+    """The lane of a request with so many pages; None where a single token is all it asks for."""
+    if not request.room:
+        return None
+    rule = request.method.decode
+    room = bucket(request.room, _FEWEST_ROOM) if rule.sparse else 0
+    return LaneKey(rule, bucket(num_pages, MIN_TABLE_PAGES), room, request.rows)
 
 
 class SamplingRows(struct.PyTreeNode):
-    """SamplingParams settings of every row of a batch, [B] each."""
+    """SamplingParams of every row of a batch, [B] each."""
 
     temperature: Array
     top_k: Array
@@ -45,15 +80,37 @@ class SamplingRows(struct.PyTreeNode):
     seeds: Array
 
     @classmethod
-    def of(cls, settings: Sequence[SamplingParams], rows: int) -> "SamplingRows":
-        """Settings padded with greedy rows."""
-        padded = [*settings, *[SamplingParams()] * (rows - len(settings))]
-        return cls(
-            temperature=jnp.array([s.temperature for s in padded], jnp.float32),
-            top_k=jnp.array([s.top_k for s in padded], jnp.int32),
-            top_p=jnp.array([s.top_p for s in padded], jnp.float32),
-            seeds=jnp.array([s.seed for s in padded], jnp.uint32),
+    def of(cls, settings: Sequence[SamplingParams]) -> "SamplingRows":
+        """On the host."""
+        return on_host(
+            cls,
+            np.array([s.temperature for s in settings], np.float32),
+            np.array([s.top_k for s in settings], np.int32),
+            np.array([s.top_p for s in settings], np.float32),
+            np.array([s.seed for s in settings], np.uint32),
         )
+
+
+class LaneRows(struct.PyTreeNode):
+    """Where every row of a lane stands, [R] each but the table.
+
+    Attributes:
+      table: of the requests.
+      ids: the newest token.
+      position: of the newest token, -1 where nobody is.
+      slot: in which its KV is written.
+      index: of the newest token in its answer.
+      last: position of the last token that may be run.
+      sampling: how its tokens are drawn.
+    """
+
+    table: PageTable
+    ids: Array
+    position: Array
+    slot: Array
+    index: Array
+    last: Array
+    sampling: SamplingRows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,113 +123,169 @@ class Plan:
     values: HostValues | None
 
 
-class _Rows(struct.PyTreeNode):
-    """Where every row of a batch stands, [B] each."""
+class Lane:
+    """Rows on the device and the steps that all of them take together.
 
-    ids: Array  # the newest token
-    position: Array  # of the newest token, -1 in padding rows
-    slot: Array  # in which its KV is written
-    token_index: Array  # of the newest token in its answer
-
-
-def decode(
-    runner: ModelRunner,
-    requests: Sequence[RequestState],
-    prefilled: Prefilled,
-    sampling: SamplingRows,
-    block: int,
-    rule: DecodeRule = DENSE,
-    room: int | None = None,
-    numbers: Sequence[int] = (),
-) -> Iterator[HostArray]:
-    """Generate forever: yields ids [B, 1] (the first token), then [B, block] at a time.
-
-    The caller stops when it has enough; pages must have been reserved for every token that is run.
-    A larger block means fewer waits of the host for the device. Tokens attend by ``rule``, over the
-    queries that it asked prefill for. ``room`` is the most tokens that will be run; None:
-    as many as pages were reserved for; 0: the first token is all, and no rule is prepared. A rule
-    that searches needs the ``numbers`` under which the caller admitted the requests to
-    ``host_search``; the caller releases them, and has their account until then.
+    Attributes:
+      key: what it is compiled for.
     """
-    model, cache = runner.model, runner.cache
-    rule.check_values(model.value_layers)
-    rule.check_mesh(model.mesh)
-    logits, table, bank = prefilled
-    rows = logits.shape[0]
-    hidden_slot = table.slot_position.shape[1]
-    position, slot = _next(requests, rows, hidden_slot)
-    token_index = np.zeros(rows, np.int32)
-    if room == 0:
-        yield np.asarray(_sample(logits, sampling, token_index))[:, None]
-        return
-    decoding = start_decoding(runner, requests, table, rule, bank, room, numbers)
-    ids = _sample(logits, sampling, token_index)
-    decoder = model.decoder(hidden_slot)
-    host = None if rule.searches is None else runner.host_search
-    plan = Plan(block, rule, host, cache.values)
-    yield np.asarray(ids)[:, None]
-    while True:
-        at = _Rows(ids, *(model.put_batch(x, rows) for x in (position, slot, token_index)))
-        table, decoding, ids, new = cache.run(
-            _decode_block, decoding, decoder, table, sampling, at, plan
+
+    def __init__(self, runner: ModelRunner, key: LaneKey) -> None:
+        """An empty lane. Raises RequestError for a rule that cannot serve this model."""
+        model = runner.model
+        key.rule.check_values(model.value_layers)
+        key.rule.check_mesh(model.mesh)
+        self.key = key
+        self._runner = runner
+        rows, slots = key.rows, key.pages * PAGE
+        none = np.full(rows, -1, np.int32)
+        nowhere = np.zeros((rows, key.pages), np.int32)
+        zeros = np.zeros(rows, np.int32)
+        empty = on_host(
+            LaneRows,
+            on_host(PageTable, nowhere, nowhere, np.full((rows, slots), HIDDEN)),
+            zeros,
+            none,
+            np.full(rows, slots, np.int32),
+            zeros,
+            none,
+            SamplingRows.of([SamplingParams()] * rows),
         )
-        position = np.where(position >= 0, position + block, -1).astype(np.int32)
-        slot = np.where(position >= 0, slot + block, slot).astype(np.int32)
-        token_index = token_index + np.int32(block)
-        yield np.asarray(new)
+        self._rows: LaneRows = jax.tree.map(lambda x: model.put_batch(x, rows), empty)
+        self._decoding: Decoding | None = None
+
+    def join(
+        self,
+        row: int,
+        request: Request,
+        state: RequestState,
+        logits: Array,
+        which: int,
+        decoding: Decoding | None,
+    ) -> Array:
+        """Give a row to a request that is prefilled.
+
+        Args:
+          row: nobody has it.
+          request: what is asked.
+          state: where its KV lies.
+          logits: [B', V] float32 after its last token.
+          which: of these rows.
+          decoding: of the request alone, by ``start``; None for a rule that leaves no key out.
+
+        Returns its first token [], FAILED where its logits hold a NaN.
+        """
+        joining = self._joining(request, state)
+        self._rows, first = _join(self._rows, np.int32(row), joining, logits, np.int32(which))
+        self._take(row, decoding)
+        return first
+
+    def _joining(self, request: Request, state: RequestState) -> LaneRows:
+        """The row of a request before its first token, on the host."""
+        position = state.next_position
+        return on_host(
+            LaneRows,
+            on_host(PageTable, *table_row(state, self.key.pages)),
+            np.int32(0),
+            np.int32(position),
+            np.int32(state.next_slot),
+            np.int32(0),
+            np.int32(position + request.room - 1),
+            jax.tree.map(lambda x: x[0], SamplingRows.of([request.sampling])),
+        )
+
+    def _take(self, row: int, decoding: Decoding | None) -> None:
+        if decoding is None:
+            return
+        if self._decoding is None:
+            self._decoding = _empty_decoding(decoding, self.key.rows)
+        self._decoding = _put_decoding(self._decoding, np.int32(row), decoding)
+
+    def step(self, block: int) -> Array:
+        """Run every row by ``block`` tokens: int32 [R, block], to be read when it is ready."""
+        runner, rule = self._runner, self.key.rule
+        host = None if rule.searches is None else runner.host_search
+        plan = Plan(block, rule, host, runner.cache.values)
+        decoder = runner.model.decoder(self.key.pages * PAGE)
+        self._rows, self._decoding, new = runner.cache.run(
+            _steps, self._rows, self._decoding, decoder, plan
+        )
+        return new
+
+    def leave(self, rows: Sequence[int]) -> None:
+        """Nobody has these rows any more; what is in flight still runs them."""
+        gone = np.zeros(self.key.rows, bool)
+        gone[list(rows)] = True
+        self._rows = _leave(self._rows, gone)
+
+    def take_out(self, row: int) -> tuple[LaneRows, Decoding | None]:
+        """A copy of a row on the device, before it leaves, for ``put_back``."""
+        return _row(self._rows, self._decoding, np.int32(row))
+
+    def put_back(
+        self, row: int, state: RequestState, taken: tuple[LaneRows, Decoding | None]
+    ) -> None:
+        """Give a row to a request that had one, whose pages may be others now."""
+        before, decoding = taken
+        pages, offsets, _ = state.table.rows(self.key.pages)
+        self._rows = _rejoin(self._rows, np.int32(row), before, pages, offsets)
+        self._take(row, decoding)
 
 
-def _next(
-    requests: Sequence[RequestState], rows: int, hidden_slot: int
-) -> tuple[HostArray, HostArray]:
-    """Position and slot of the first generated tokens, [rows] int32 each; of padding rows none."""
-    pad = rows - len(requests)
-    position = np.array([r.next_position for r in requests] + [-1] * pad, np.int32)
-    slot = np.array([r.next_slot for r in requests] + [hidden_slot] * pad, np.int32)
-    return position, slot
+def table_row(state: RequestState, num_pages: int) -> tuple[HostArray, HostArray, HostArray]:
+    """Pages [M], offsets [M] and slot positions [M*page] of a request once it is prefilled."""
+    pages, offsets, slot_position = state.table.rows(num_pages)
+    slot_position[state.slots] = state.positions
+    return pages, offsets, slot_position
 
 
 def start_decoding(
     runner: ModelRunner,
     requests: Sequence[RequestState],
-    table: PageTable,
     rule: DecodeRule,
-    bank: PromptQueries | None,
-    room: int | None = None,
+    bank: PromptQueries,
+    room: int,
     numbers: Sequence[int] = (),
+    on_pool: Callable[[Callable[[PagePool], Any]], Any] | None = None,
 ) -> Decoding | None:
     """What the rule carries from step to step; None where it leaves no key out.
 
-    ``numbers`` are those of the requests in ``runner.host_search``, where the rule searches.
+    Args:
+      runner: the model on its device.
+      requests: prefilled, in the rows of ``bank``.
+      rule: of all of them.
+      bank: the queries that it asked prefill for.
+      room: slots for generated tokens.
+      numbers: those of the requests in ``runner.host_search``, where the rule searches.
+      on_pool: calls a function with the pool, for whoever is not on the engine's thread.
     """
     if not rule.sparse:
         return None
     model = runner.model
-    config = model.config
-    rows, hidden_slot = table.slot_position.shape
-    position, slot = _next(requests, rows, hidden_slot)
-    order = order_of(np.asarray(table.slot_position), position, slot)
-    if bank is None or rule.observe is None:
-        shape = (config.num_layers, rows, 0, config.num_heads, config.head_dim)
-        none = np.zeros((rows, 0), np.int32)
-        bank = PromptQueries(queries=jnp.zeros(shape, config.dtype), positions=jnp.asarray(none))
-    if room is None:
-        room = max(r.table.num_slots - r.next_slot for r in requests)
-    last = np.where(position >= 0, position - 1, -1).astype(np.int32)
+    rows = bank.positions.shape[0]
+    num_pages = max(table_width(r.table) for r in requests)
+    pad = rows - len(requests)
+    tables = [table_row(r, num_pages) for r in requests]
+    tables += [TableBuilder().rows(num_pages)] * pad
+    pages, offsets, slot_position = (np.stack(part) for part in zip(*tables, strict=True))
+    next_position = np.array([r.next_position for r in requests] + [-1] * pad, np.int32)
+    next_slot = np.array([r.next_slot for r in requests] + [num_pages * PAGE] * pad, np.int32)
+    order = order_of(slot_position, next_position, next_slot)
+    put = functools.partial(model.put_batch, batch=rows)
     prompts = Prompts(
-        config=config,
-        rope=model.rope(hidden_slot),
-        pool=runner.cache.pool,
-        table=table,
-        order=model.put_batch(order, rows),
-        position=model.put_batch(last, rows),
+        config=model.config,
+        rope=model.rope(num_pages * PAGE),
+        on_pool=on_pool or (lambda use: use(runner.cache.pool)),
+        table=PageTable(put(pages), put(offsets), put(slot_position)),
+        order=order,
+        position=np.where(next_position >= 0, next_position - 1, -1).astype(np.int32),
         bank=bank,
-        room=bucket(room),
+        room=room,
         numbers=numbers,
         carried=[_carried(request) for request in requests],
         host=None if rule.searches is None else runner.host_search,
     )
-    return Decoding(order=prompts.order, state=rule.begin(prompts))
+    return Decoding(order=put(order), state=rule.begin(prompts))
 
 
 def _carried(request: RequestState) -> list[Carried]:
@@ -187,44 +300,103 @@ def _carried(request: RequestState) -> list[Carried]:
 
 
 @jax.jit
+def sample_first(logits: Array, sampling: SamplingRows) -> Array:
+    """The first tokens [B] after prefill, FAILED where the logits [B, V] hold a NaN."""
+    return _sample(logits, sampling, jnp.zeros(logits.shape[0], jnp.int32))
+
+
 def _sample(logits: Array, settings: SamplingRows, token_index: Array) -> Array:
     s = settings
-    return sample(logits, s.temperature, s.top_k, s.top_p, s.seeds, token_index)
+    drawn = sample(logits, s.temperature, s.top_k, s.top_p, s.seeds, token_index)
+    return jnp.where(jnp.isnan(logits).any(-1), FAILED, drawn)
 
 
-@functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("pool", "decoding"))
-def _decode_block(
-    pool: PagePool,
-    decoding: Decoding | None,
-    decoder: Decoder,
-    table: PageTable,
-    sampling: SamplingRows,
-    at: _Rows,
-    plan: Plan,
-) -> tuple[PagePool, PageTable, Decoding | None, Array, Array]:
-    """Feed the newest tokens back, sample ``plan.block`` more of every row.
+@functools.partial(jax.jit, donate_argnames=("rows",))
+def _join(
+    rows: LaneRows, row: Array, joining: LaneRows, logits: Array, which: Array
+) -> tuple[LaneRows, Array]:
+    """Put a request into its row, and sample its first token."""
+    one = jax.tree.map(lambda x: jnp.asarray(x)[None], joining.sampling)
+    first = _sample(logits[which][None], one, jnp.zeros(1, jnp.int32))[0]
+    joining = joining.replace(ids=first)
+    return jax.tree.map(lambda all_, new: all_.at[row].set(new), rows, joining), first
 
-    Returns pool, table, what the rule carries, last ids [B] and new ids [B, block].
+
+@functools.partial(jax.jit, donate_argnames=("rows",))
+def _rejoin(rows: LaneRows, row: Array, before: LaneRows, pages: Array, offsets: Array) -> LaneRows:
+    joining = before.replace(table=before.table.replace(pages=pages, offsets=offsets))
+    return jax.tree.map(lambda all_, one: all_.at[row].set(one), rows, joining)
+
+
+@jax.jit
+def _row(rows: LaneRows, decoding: Decoding | None, row: Array) -> tuple[LaneRows, Decoding | None]:
+    taken = jax.tree.map(lambda x: x[row], rows)
+    if decoding is None:
+        return taken, None
+    state = jax.tree.map(lambda x: x[:, row][:, None], decoding.state)
+    return taken, Decoding(order=decoding.order[row][None], state=state)
+
+
+@functools.partial(jax.jit, donate_argnames=("rows",))
+def _leave(rows: LaneRows, gone: Array) -> LaneRows:
+    return rows.replace(position=jnp.where(gone, -1, rows.position))
+
+
+@functools.partial(jax.jit, static_argnames=("rows",))
+def _empty_decoding(one: Decoding, rows: int) -> Decoding:
+    """As many rows as that, all of them as the one."""
+    return Decoding(
+        order=jnp.repeat(one.order, rows, axis=0),
+        state=jax.tree.map(lambda x: jnp.repeat(x, rows, axis=1), one.state),
+    )
+
+
+@functools.partial(jax.jit, donate_argnames=("decoding",))
+def _put_decoding(decoding: Decoding, row: Array, one: Decoding) -> Decoding:
+    return Decoding(
+        order=decoding.order.at[row].set(one.order[0]),
+        state=jax.tree.map(lambda x, y: x.at[:, row].set(y[:, 0]), decoding.state, one.state),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("pool", "rows", "decoding"))
+def _steps(
+    pool: PagePool, rows: LaneRows, decoding: Decoding | None, decoder: Decoder, plan: Plan
+) -> tuple[PagePool, LaneRows, Decoding | None, Array]:
+    """Feed the newest tokens back and sample ``plan.block`` more of every row.
+
+    A row that has run its last token is empty from then on. Returns pool, rows, what the rule
+    carries, and the new ids [R, block].
     """
-    live = at.position >= 0
 
-    def one(carry: tuple[Any, ...], n: Array) -> tuple[Any, Array]:
-        pool, table, decoding, ids = carry
+    def one(carry: tuple[Any, ...], _: None) -> tuple[Any, Array]:
+        pool, rows, decoding = carry
+        live = (rows.position >= 0) & (rows.position <= rows.last)
+        position = jnp.where(live, rows.position, -1)
         step = Step(
-            ids=ids[:, None],
-            positions=jnp.where(live, at.position + n, -1)[:, None],
-            slots=jnp.where(live, at.slot + n, table.slot_position.shape[1])[:, None],
+            ids=jnp.maximum(rows.ids, 0)[:, None],
+            positions=position[:, None],
+            slots=jnp.where(live, rows.slot, rows.table.slot_position.shape[1])[:, None],
         )
         if decoding is None:
-            hidden, pool, table = run_tokens(decoder, pool, table, step)
+            hidden, pool, table = run_tokens(decoder, pool, rows.table, step)
         else:
-            hidden, pool, table, decoding = run_by_rule(decoder, pool, table, decoding, step, plan)
+            hidden, pool, table, decoding = run_by_rule(
+                decoder, pool, rows.table, decoding, step, plan
+            )
         logits = unembed(decoder.params, hidden[:, 0])
-        ids = _sample(logits, sampling, at.token_index + n + 1)
-        return (pool, table, decoding, ids), ids
+        ids = _sample(logits, rows.sampling, rows.index + 1)
+        rows = rows.replace(
+            table=table,
+            ids=ids,
+            position=jnp.where(live, position + 1, -1),
+            slot=rows.slot + live,
+            index=rows.index + 1,
+        )
+        return (pool, rows, decoding), ids
 
-    carry, new = lax.scan(one, (pool, table, decoding, at.ids), jnp.arange(plan.block))
-    return (*carry, new.T)
+    (pool, rows, decoding), new = lax.scan(one, (pool, rows, decoding), length=plan.block)
+    return pool, rows, decoding, new.T
 
 
 def run_by_rule(

@@ -7,16 +7,17 @@ last the tokens that are chosen to be computed again (jaxrag.engine.prefill).
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from jaxrag.cache import CachedChunk, TableBuilder, pages_for
-from jaxrag.encode import PREFIX_ENCODER, encoder_named
-from jaxrag.engine.loader import Found, Loaded, load_chunks, release
+from jaxrag.encode import PREFIX_ENCODER, ChunkEncoding, ChunkInContext, encoder_named
+from jaxrag.engine.admission import Need
+from jaxrag.engine.loader import ChunkLoad, Found
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.engine.runner import ModelRunner
-from jaxrag.methods import Method
+from jaxrag.methods import Method, Misses
+from jaxrag.models.model import Model
 from jaxrag.models.segments import lay_out
 from jaxrag.select import Choice, SelectionInput, Selector
 from jaxrag.store import KVStore, chunk_key, content_id, context_id
@@ -32,29 +33,37 @@ class PromptPart:
     Attributes:
       ids: [T] int32.
       position: of its first token.
+      load: how its stored KV is brought in; None where no store is asked.
+      kept_key: under which the pool keeps it as an earlier prompt that began in the same way
+        computed it; "" where nobody looks.
       resident: what was found; None where it is computed in place.
       found: how the store answered; None where it was not asked.
-      kept: it was found as an earlier prompt that began in the same way had computed it.
+      kept: it was found under ``kept_key``.
       exact: its KV is, or will be, what full attention computes here.
       slots: [T] int32 of its tokens; empty where they are run with the final block.
       pages: the request's own, where they hold nothing else.
-      key: under which the store was asked for it; "" where it was not, or had to say no.
     """
 
     ids: HostArray
     position: int
+    load: ChunkLoad | None = None
+    kept_key: str = ""
     resident: CachedChunk | None = None
     found: Found | None = None
     kept: bool = False
     exact: bool = False
     slots: HostArray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     pages: tuple[int, ...] = ()
-    key: str = ""
 
     @property
     def positions(self) -> HostArray:
         """[T] int32 of its tokens."""
         return (self.position + np.arange(len(self.ids))).astype(np.int32)
+
+    @property
+    def key(self) -> str:
+        """Under which its store gave it; "" where it was not asked, or had to say no."""
+        return self.load.key if self.load and self.resident and not self.kept else ""
 
 
 @dataclasses.dataclass
@@ -67,18 +76,24 @@ class RequestState:
 
     table: TableBuilder
     parts: list[PromptPart]  # the prefix, then the chunks
-    owned: list[int]  # pages to give back
-    loaded: list[Loaded]
     ids: HostArray  # [n] the tokens to run, by position
     positions: HostArray  # [n] int32 of ids
     slots: HostArray  # [n] int32 of ids
     first_slot: int  # of the last pages, which hold the final block and what follows it
+    own: list[int]  # pages of the request alone
+    held: list[str]  # keys of the chunks that it holds in the pool
     keep: dict[str, PromptPart] = dataclasses.field(default_factory=dict)  # once they are computed
-    borrowed: list[str] = dataclasses.field(default_factory=list)  # keys of kept parts
     scene: SelectionInput | None = None
     selector: Selector | None = None
     choice: Choice | None = None
     store: KVStore | None = None  # that ``key`` of a part is of
+
+    @property
+    def distinct(self) -> list[PromptPart]:
+        """The parts that a store was asked for, each once."""
+        return list(
+            {part.load.key: part for part in self.parts if part.load and part.found}.values()
+        )
 
     @property
     def next_position(self) -> int:
@@ -110,36 +125,140 @@ class RequestState:
         self.choice, self.selector = choice, None
 
 
-def map_request(runner: ModelRunner, request: Request, reserve_tokens: int) -> RequestState:
-    """Bring a prompt's chunks into the pool and reserve pages for what must be computed.
+@dataclasses.dataclass(frozen=True, eq=False)
+class RequestPlan:
+    """What a request needs of the pool and of its store, before anything is asked for.
 
-    ``reserve_tokens`` is room for generated tokens. Undo with ``unmap``.
+    Attributes:
+      request: the request.
+      parts: the prefix and the chunks, each with how it is brought in.
+      reserve: slots for generated tokens.
+      gone: keys that the store does not have, of chunks that are computed in place then.
     """
-    prompt, method, store = request.prompt, request.method, request.store
+
+    request: Request
+    parts: list[PromptPart]
+    reserve: int
+    gone: set[str] = dataclasses.field(default_factory=set)
+
+    @property
+    def loads(self) -> dict[str, ChunkLoad]:
+        """By key, all that may be asked for."""
+        return {part.load.key: part.load for part in self.parts if part.load is not None}
+
+    def need(self, held: Callable[[str], bool]) -> Need:
+        """Pages of shared parts by key, and how many of its own, given which keys the pool has."""
+        prompt, method = self.request.prompt, self.request.method
+        if _one_run(method):
+            return Need({}, pages_for(prompt.num_tokens + self.reserve))
+        room = method.room([len(chunk) for chunk in prompt.chunks])
+        own = pages_for(len(prompt.final) + room + self.reserve)
+        chunks: dict[str, int] = {}
+        for part, (key, _) in zip(self.parts, self.keys(held), strict=True):
+            if key:
+                chunks[key] = pages_for(len(part.ids))
+            else:
+                own += pages_for(len(part.ids))
+        return Need(chunks, own)
+
+    def keys(self, held: Callable[[str], bool]) -> list[tuple[str, bool]]:
+        """Of every part the key under which it is shared, and whether it is a kept one's.
+
+        "" for a part that is empty or computed in place. Kept parts are looked for as long as
+        everything before them is exact.
+        """
+        keys = []
+        looking = True
+        for index, part in enumerate(self.parts):
+            kept = looking and bool(part.kept_key) and held(part.kept_key)
+            if (
+                len(part.ids)
+                and not kept
+                and not _stored_exact(self.request.method, self.parts, index)
+            ):
+                looking = False
+            if kept:
+                keys.append((part.kept_key, True))
+            elif part.load is not None and part.load.key not in self.gone:
+                keys.append((part.load.key, False))
+            else:
+                keys.append(("", False))
+        return keys
+
+
+def plan_request(model: Model, request: Request, reserve: int) -> RequestPlan:
+    """Name what a request is to be served from; on any thread, nothing is touched.
+
+    ``reserve`` is room for generated tokens.
+    """
+    prompt, method = request.prompt, request.method
     lengths = [len(chunk) for chunk in prompt.chunks]
     layout = lay_out(len(prompt.prefix), lengths, len(prompt.final), method.positions)
     parts = [PromptPart(prompt.prefix, 0), *map(PromptPart, prompt.chunks, layout.chunk_offsets)]
-    table, loaded, owned = TableBuilder(), list[Loaded](), list[int]()
-    keys = _kept_keys(runner, store, prompt) if method.prefix_cache else []
-    borrowed = _leading_hits(runner, method, parts, keys)
-    try:
-        if method.encoder is not None:
-            _stored_hits(runner, request, parts, loaded)
-        _mark_exact(method, parts)
-        in_place = [part for part in parts if part.resident is None and len(part.ids)]
-        if method.encoder is None and not method.prefix_cache:  # one run of tokens to the end
-            final, in_place = np.concatenate([*(part.ids for part in parts), prompt.final]), []
-        else:
-            final = prompt.final
-            _map_parts(runner, parts, table, owned)
-        new_tokens = len(final) + method.room(lengths)
-        why = f"a request of {new_tokens} new tokens and {reserve_tokens} to generate"
-        last = runner.cache.allocator.allocate(pages_for(new_tokens + reserve_tokens), why)
-        owned += last
-    except BaseException:
-        _let_go(runner, owned, loaded, borrowed)
-        raise
-    first_slot = table.reserve(last)
+    if method.prefix_cache:
+        for part, key in zip(parts, _kept_keys(model, request.store, prompt), strict=True):
+            part.kept_key = key
+    if method.encoder is not None:
+        behind = ChunkEncoding(model, request.store, prompt.prefix, request.indexing)
+        alone = dataclasses.replace(behind, prefix=prompt.prefix[:0], indexing=None)
+        for index, part in enumerate(parts):
+            if not len(part.ids):
+                continue
+            if not index:  # its own context: nothing stands before it
+                part.load = _load(alone, PREFIX_ENCODER, part.ids, None, "encode")
+                continue
+            encoder = method.encoder_of(index - 1)
+            neighbours = None
+            if prompt.neighbours is not None and encoder_named(encoder).sees_neighbours:
+                neighbours = prompt.neighbours[index - 1]
+            part.load = _load(behind, encoder, part.ids, neighbours, method.misses)
+    return RequestPlan(request, parts, reserve)
+
+
+def _load(
+    encoding: ChunkEncoding,
+    encoder: str,
+    ids: HostArray,
+    neighbours: Sequence[HostArray] | None,
+    misses: Misses,
+) -> ChunkLoad:
+    key = encoding.key(encoder, ids, neighbours)
+    return ChunkLoad(key, encoder, ChunkInContext(ids, tuple(neighbours or ())), encoding, misses)
+
+
+def map_planned(
+    plan: RequestPlan,
+    chunks: Mapping[str, CachedChunk],
+    own: Sequence[int],
+    found: Mapping[str, Found],
+) -> RequestState:
+    """Lay out a request whose chunks are in the pool, over them and pages of its own.
+
+    Args:
+      plan: of the request.
+      chunks: by key what its ``need`` named.
+      own: as many pages as that said.
+      found: by key where chunks came from; a chunk that is not named was in the pool.
+    """
+    request, pages = plan.request, list(own)
+    prompt, method = request.prompt, request.method
+    lengths = [len(chunk) for chunk in prompt.chunks]
+    layout = lay_out(len(prompt.prefix), lengths, len(prompt.final), method.positions)
+    parts = [dataclasses.replace(part) for part in plan.parts]
+    for part, (key, kept) in zip(parts, plan.keys(chunks.__contains__), strict=True):
+        part.kept = kept
+        part.resident = chunks[key] if key else None
+        if part.load is not None and not kept:
+            part.found = found.get(part.load.key, Found("pool"))
+    _mark_exact(method, parts)
+    in_place = [part for part in parts if part.resident is None and len(part.ids)]
+    table = TableBuilder()
+    if _one_run(method):  # one run of tokens to the end
+        final, in_place = np.concatenate([*(part.ids for part in parts), prompt.final]), []
+    else:
+        final = prompt.final
+        _map_parts(parts, table, pages)
+    first_slot = table.reserve(pages)
     end = layout.final_start + len(prompt.final)
     ids = [*(part.ids for part in in_place), final]
     positions = [*(part.positions for part in in_place), np.arange(end - len(final), end)]
@@ -147,15 +266,14 @@ def map_request(runner: ModelRunner, request: Request, reserve_tokens: int) -> R
     mapped = RequestState(
         table=table,
         parts=parts,
-        owned=owned,
-        loaded=loaded,
         ids=np.concatenate(ids),
         positions=np.concatenate(positions).astype(np.int32),
         slots=np.concatenate(slots).astype(np.int32),
         first_slot=first_slot,
-        keep=_to_keep(method, store, keys, parts),
-        borrowed=borrowed,
-        store=store,
+        own=list(own),
+        held=list(chunks),
+        keep=_to_keep(method, request.store, parts),
+        store=request.store,
     )
     if method.recomputes:
         mapped.selector = method.selector
@@ -163,37 +281,14 @@ def map_request(runner: ModelRunner, request: Request, reserve_tokens: int) -> R
     return mapped
 
 
-def unmap(runner: ModelRunner, mapped: RequestState) -> None:
-    """Give a request's pages back and let its chunks go."""
-    _let_go(runner, mapped.owned, mapped.loaded, mapped.borrowed)
+def _one_run(method: Method) -> bool:
+    """Is the whole prompt computed as one run of tokens in pages of the request?"""
+    return method.encoder is None and not method.prefix_cache
 
 
-def keep_leading(runner: ModelRunner, mapped: RequestState) -> None:
-    """The leading parts of a request are computed: later prompts may begin with them."""
-    allocator = runner.cache.allocator
-    given: set[int] = set()
-    for key, part in mapped.keep.items():
-        if key not in allocator:  # another request of the batch may have been first
-            allocator.insert(key, part.pages, len(part.ids))
-            mapped.borrowed.append(key)
-            given.update(part.pages)
-    mapped.owned = [page for page in mapped.owned if page not in given]
-    mapped.keep = {}
-
-
-def _let_go(
-    runner: ModelRunner, owned: Sequence[int], loaded: Sequence[Loaded], borrowed: Sequence[str]
-) -> None:
-    runner.cache.allocator.free(owned)
-    for part in loaded:
-        release(runner, part)
-    for key in borrowed:
-        runner.cache.allocator.release(key)
-
-
-def _kept_keys(runner: ModelRunner, store: KVStore, prompt: Prompt) -> list[str]:
+def _kept_keys(model: Model, store: KVStore, prompt: Prompt) -> list[str]:
     """Per part the key of its KV behind all that precedes it in this prompt; "" if it is empty."""
-    tokenizer = "" if runner.model.tokenizer is None else runner.model.tokenizer.digest
+    tokenizer = "" if model.tokenizer is None else model.tokenizer.digest
     named = functools.partial(content_id, tokenizer)
     before: list[str] = []
     keys = []
@@ -208,29 +303,11 @@ def _kept_keys(runner: ModelRunner, store: KVStore, prompt: Prompt) -> list[str]
     return keys
 
 
-def _to_keep(
-    method: Method, store: KVStore, keys: Sequence[str], parts: Sequence[PromptPart]
-) -> dict[str, PromptPart]:
+def _to_keep(method: Method, store: KVStore, parts: Sequence[PromptPart]) -> dict[str, PromptPart]:
     """The parts that are computed here and exact, by key; none behind KV that was rounded."""
     if method.encoder is not None and store.layout.stored != "native":
         return {}
-    both = zip(keys, parts, strict=False)  # no keys where nothing is kept
-    return {key: part for key, part in both if part.pages and part.exact}
-
-
-def _leading_hits(
-    runner: ModelRunner, method: Method, parts: Sequence[PromptPart], keys: Sequence[str]
-) -> list[str]:
-    """Find kept parts, as long as everything before is exact; the keys that were borrowed."""
-    borrowed = []
-    for index, (part, key) in enumerate(zip(parts, keys, strict=False)):
-        found = runner.cache.allocator.acquire(key)
-        if found is not None:
-            part.resident, part.kept = found, True
-            borrowed.append(key)
-        elif len(part.ids) and not _stored_exact(method, parts, index):
-            break
-    return borrowed
+    return {part.kept_key: part for part in parts if part.kept_key and part.pages and part.exact}
 
 
 def _stored_exact(method: Method, parts: Sequence[PromptPart], index: int) -> bool:
@@ -242,47 +319,6 @@ def _stored_exact(method: Method, parts: Sequence[PromptPart], index: int) -> bo
     return method.exact(len(parts[0].ids), len(parts) - 1)[index - 1]
 
 
-def _stored_hits(
-    runner: ModelRunner, request: Request, parts: Sequence[PromptPart], loaded: list[Loaded]
-) -> None:
-    """Bring in what is not found yet; chunks that are missed stay without KV or are encoded."""
-    prompt, method, store = request.prompt, request.method, request.store
-
-    def take(wanted: Sequence[PromptPart], answer: Loaded) -> None:
-        loaded.append(answer)
-        keys = iter(answer.keys)
-        for part, resident, found in zip(wanted, answer.residents, answer.found, strict=True):
-            part.resident, part.found = resident, found
-            part.key = "" if resident is None else next(keys)
-
-    prefix = parts[0]
-    if len(prefix.ids) and prefix.resident is None:  # its own context: nothing stands before it
-        take([prefix], load_chunks(runner, store, PREFIX_ENCODER, prefix.ids[:0], [prefix.ids]))
-    for encoder, indices in _by_encoder(method, len(prompt.chunks)):
-        wanted = [i for i in indices if parts[i + 1].resident is None]
-        if not wanted:
-            continue
-        neighbours = None
-        if prompt.neighbours is not None and encoder_named(encoder).sees_neighbours:
-            neighbours = [prompt.neighbours[i] for i in wanted]
-        chunks = [prompt.chunks[i] for i in wanted]
-        answer = load_chunks(
-            runner, store, encoder, prefix.ids, chunks, neighbours, method.misses, request.indexing
-        )
-        take([parts[i + 1] for i in wanted], answer)
-
-
-def _by_encoder(method: Method, num_chunks: int) -> list[tuple[str, range]]:
-    """Which encoder serves which run of chunks."""
-    if not num_chunks:
-        return []
-    first, rest = method.encoder_of(0), method.encoder_of(1)
-    if first == rest:
-        return [(rest, range(num_chunks))]
-    parts = [(first, range(1)), (rest, range(1, num_chunks))]
-    return [(encoder, indices) for encoder, indices in parts if indices]
-
-
 def _mark_exact(method: Method, parts: Sequence[PromptPart]) -> None:
     """A part is exact if all before it are, and it is computed here or is stored as it is here."""
     exact = True
@@ -291,19 +327,20 @@ def _mark_exact(method: Method, parts: Sequence[PromptPart]) -> None:
         exact = part.exact = exact and here
 
 
-def _map_parts(
-    runner: ModelRunner, parts: Sequence[PromptPart], table: TableBuilder, owned: list[int]
-) -> None:
-    """Lay the parts out in the table, each in pages of its own; gaps in new ones of the request."""
+def _map_parts(parts: Sequence[PromptPart], table: TableBuilder, pages: list[int]) -> None:
+    """Lay the parts out in the table, each in pages of its own.
+
+    Gaps take theirs from the front of ``pages``, where the rest stays.
+    """
     for part in parts:
         if not len(part.ids):
             continue
         if part.resident is not None:
             first = table.map_chunk(part.resident, part.position, turned=part.kept)
         else:
-            why = f"a chunk of {len(part.ids)} tokens, computed in place,"
-            part.pages = runner.cache.allocator.allocate(pages_for(len(part.ids)), why)
-            owned += part.pages
+            count = pages_for(len(part.ids))
+            part.pages = tuple(pages[:count])
+            del pages[:count]
             first = table.reserve(part.pages)
         part.slots = (first + np.arange(len(part.ids))).astype(np.int32)
 

@@ -13,7 +13,8 @@ from jax import lax
 from jaxrag.cache import PagePool, PageTable, batch_table
 from jaxrag.cache.host import HostValues
 from jaxrag.decode import Observe, PromptQueries
-from jaxrag.engine.mapping import RequestState, keep_leading
+from jaxrag.engine.direct import keep_leading
+from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.models.attention import Attend, PagedAttend
 from jaxrag.models.decoder import Decoder, forward, unembed
@@ -80,45 +81,75 @@ def prefill_observed(
     (then the next power of two), none where ``observe`` is None.
     """
     select_tokens(runner, requests)
-    model = runner.model
-    rows = bucket(len(requests), 1)
-    table = batch_table([r.table for r in requests], rows, model.put_batch)
-    num_slots = table.slot_position.shape[1]
-    decoder = model.decoder(num_slots)
-    logits = model.put_batch(np.zeros((rows, model.config.vocab_size), np.float32), rows)
-    observed, bank = _empty_bank(runner, requests, observe, rows)
-    start = 0
-    for length, width in pieces(max(len(r.ids) for r in requests), PREFILL_TOKENS):
+    run = Prefill(runner, requests, observe)
+    while run.left:
+        run.next_piece()
+    for request in requests:
+        keep_leading(runner, request)
+    return run.prefilled
+
+
+class Prefill:
+    """Requests on their way through the model, whose selection is done, piece by piece.
+
+    Attributes:
+      left: (tokens, width) of the pieces that have not been run.
+      prefilled: what there is so far; of all requests once nothing is left.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, requests: Sequence[RequestState], observe: Observe | None
+    ) -> None:
+        """Runs nothing yet."""
+        self._runner, self._requests = runner, requests
+        model, rows = runner.model, bucket(len(requests), 1)
+        table = batch_table([r.table for r in requests], rows, model.put_batch)
+        logits = _zeros((rows, model.config.vocab_size), "float32")
+        self._observed, bank = _empty_bank(runner, requests, observe, rows)
+        self.prefilled = Prefilled(logits, table, bank)
+        self.left = pieces(max(len(r.ids) for r in requests), PREFILL_TOKENS)
+        self._start = 0
+
+    def next_piece(self) -> int:
+        """Run the next piece of every request; returns its width."""
+        runner, model, start = self._runner, self._runner.model, self._start
+        logits, table, bank = self.prefilled
+        rows, num_slots = table.slot_position.shape
+        length, width = self.left[0]
         ids = np.zeros((rows, width), np.int32)
         positions = np.full((rows, width), -1, np.int32)
         slots = np.full((rows, width), num_slots, np.int32)
         last = np.full(rows, -1, np.int32)
-        for row, request in enumerate(requests):
+        for row, request in enumerate(self._requests):
             here = request.ids[start : start + length]
             ids[row, : len(here)] = here
             positions[row, : len(here)] = request.positions[start : start + length]
             slots[row, : len(here)] = request.slots[start : start + length]
             if start < len(request.ids) <= start + length:
                 last[row] = len(here) - 1
-        here = observed - start
-        here = np.where((here >= 0) & (here < length), here, -1).astype(np.int32)
+        seen = self._observed - start
+        seen = np.where((seen >= 0) & (seen < length), seen, -1).astype(np.int32)
         step = Step(*(model.put_batch(x, rows) for x in (ids, positions, slots)))
-        piece = _Piece(step, *(model.put_batch(x, rows) for x in (last, here)))
+        piece = _Piece(step, *(model.put_batch(x, rows) for x in (last, seen)))
         table, logits, queries = runner.cache.run(
             _prefill_piece,
             logits,
             bank.queries,
-            decoder,
+            model.decoder(num_slots),
             table,
             piece,
             values=runner.cache.values,
             rows_in_turn=model.rows_in_turn,
         )
-        bank = bank.replace(queries=queries)
-        start += length
-    for request in requests:
-        keep_leading(runner, request)
-    return Prefilled(logits, table, bank)
+        self.prefilled = Prefilled(logits, table, bank.replace(queries=queries))
+        self._start += length
+        del self.left[0]
+        return width
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _zeros(shape: tuple[int, ...], dtype: str) -> Array:
+    return jnp.zeros(shape, dtype)
 
 
 def _empty_bank(
@@ -140,7 +171,7 @@ def _empty_bank(
         observed[row, :count] = chosen
         positions[row, :count] = request.positions[chosen]
     shape = (config.num_layers, rows, width, config.num_heads, config.head_dim)
-    queries = jnp.zeros(shape, config.dtype)
+    queries = _zeros(shape, config.dtype)
     return observed, PromptQueries(queries=queries, positions=model.put_batch(positions, rows))
 
 

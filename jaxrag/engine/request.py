@@ -1,11 +1,9 @@
 """What the engine is asked: token ids, how to reuse their KV, and how many to generate."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Literal
 
 from jaxrag.attention_index.document import Indexing
-from jaxrag.cache import pages_for
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.errors import RequestError
 from jaxrag.methods import Method
@@ -15,7 +13,7 @@ from jaxrag.types import HostArray
 
 FinishReason = Literal["stop", "length"]
 
-DECODE_BLOCK = 8  # tokens between two waits for the device when nobody watches
+DECODE_BLOCK = 8  # tokens of a row between two looks at it, when nobody watches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Prompt:
         return len(self.prefix) + sum(map(len, self.chunks)) + len(self.final)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Request:
     """One prompt to be continued.
 
@@ -51,6 +49,12 @@ class Request:
       indexing: what indexes chunks that are encoded on the way are stored with.
       encoders: those under which a knowledge base keeps these very chunks, which tells a chunk
         whose KV is gone from one that never had any; None where nobody keeps them.
+      rows: of the program that decodes it; requests share one in which their rows are as many. Its
+        logits are bit-equal at equal ``rows``, whoever has the others.
+      watched: somebody reads its tokens as they come, so that they are not gathered into blocks.
+      priority: class of its turn, 0 before 1 before 2.
+      tenant: whose turn it is within a class.
+      timeout: seconds from when it is added after which it fails; None: never.
     """
 
     prompt: Prompt
@@ -61,6 +65,16 @@ class Request:
     eos_ids: frozenset[int] = frozenset()
     indexing: Indexing | None = None
     encoders: tuple[str, ...] | None = None
+    rows: int = 1
+    watched: bool = False
+    priority: int = 0
+    tenant: str = ""
+    timeout: float | None = None
+
+    @property
+    def room(self) -> int:
+        """Slots for generated tokens: all but the last are run, which nothing follows."""
+        return self.max_new_tokens - 1
 
 
 def check_length(model: Model, prompt: Prompt, max_new_tokens: int) -> None:
@@ -73,28 +87,3 @@ def check_length(model: Model, prompt: Prompt, max_new_tokens: int) -> None:
             f"may be generated: {need} in all, the model's context is {limit}; ask a shorter "
             f"question, retrieve fewer chunks or generate fewer tokens"
         )
-
-
-def reserved(max_new_tokens: int, block: int) -> int:
-    """Slots to reserve: the first token comes from prefill, the rest in whole blocks."""
-    return -(-(max_new_tokens - 1) // block) * block if max_new_tokens > 1 else 0
-
-
-def pages_of(requests: Sequence[Request]) -> int:
-    """Pages of the pool that requests served as one batch need at most; equal chunks share them."""
-    shared: dict[tuple[str, bytes], int] = {}
-    owned = 0
-    for request in requests:
-        prompt, method = request.prompt, request.method
-        reserve = reserved(request.max_new_tokens, DECODE_BLOCK)
-        if method.encoder is None and not method.prefix_cache:
-            owned += pages_for(prompt.num_tokens + reserve)
-            continue
-        room = method.room([len(chunk) for chunk in prompt.chunks])
-        owned += pages_for(len(prompt.final) + room + reserve)
-        if method.encoder is None or method.misses == "in_place":  # what is missed is not shared
-            owned += sum(map(pages_for, map(len, (prompt.prefix, *prompt.chunks))))
-            continue
-        shared["prefix", prompt.prefix.tobytes()] = len(prompt.prefix)
-        shared |= {("chunk", ids.tobytes()): len(ids) for ids in prompt.chunks}
-    return owned + sum(map(pages_for, shared.values()))

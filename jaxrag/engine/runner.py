@@ -1,18 +1,22 @@
 """A model on its device: the page pool, who owns its pages, and the host's side of search."""
 
 import functools
+import threading
 import weakref
 from typing import Any
 
 import jax
 
-from jaxrag.cache import PAGE, PagedCache
+from jaxrag.cache import PAGE, PagedCache, pages_for
+from jaxrag.cache.host import StagingBlocks
 from jaxrag.decode import HostSearch
 from jaxrag.models.model import Model
 from jaxrag.sharding import Rules, sharding
 
 _CPU_CACHE_BYTES = 1 << 30
 _GPU_CACHE_SHARE = 0.5  # of the memory that is free once the parameters are loaded
+
+BLOCK_TOKENS = 256  # of a chunk that are written to the pool at once
 
 
 class ModelRunner:
@@ -28,27 +32,57 @@ class ModelRunner:
         """Allocates nothing yet."""
         self.model = model
         self.host_search = HostSearch()
+        self._cache: PagedCache | None = None
+        self._making = threading.Lock()
         weakref.finalize(self, self.host_search.close)
 
-    @functools.cached_property
+    @property
     def cache(self) -> PagedCache:
         """The paged pool and its pages' owners, made when they are first needed."""
-        model = self.model
-        tokens = model.cache_tokens or self._default_tokens()
-        return PagedCache.create(
-            model.config, tokens, self._sharding(), model.value_layers, model.max_host_bytes
-        )
+        with self._making:
+            if self._cache is None:
+                model = self.model
+                self._cache = PagedCache.create(
+                    model.config,
+                    self._tokens,
+                    self._sharding(1, PAGE),
+                    model.value_layers,
+                    model.max_host_bytes,
+                )
+            return self._cache
 
     def forget_cache(self) -> None:
         """Drop the pool; the next request makes a new one and chunks are mapped again."""
-        self.__dict__.pop("cache", None)
+        self._cache = None
 
-    def _sharding(self) -> Any:
+    @functools.cached_property
+    def num_pages(self) -> int:
+        """Pages of the pool, whether it is made yet or not."""
+        return pages_for(self._tokens)
+
+    @functools.cached_property
+    def staging(self) -> StagingBlocks:
+        """Host buffers [L, 2, BLOCK_TOKENS, K, H] in which chunk KV waits for the device."""
+        layout = self.model.kv_layout
+        return StagingBlocks(layout.shape(BLOCK_TOKENS), layout.numpy_dtype)
+
+    @functools.cached_property
+    def block_sharding(self) -> Any:
+        """Of such a buffer on the device, by KV heads as the pool; None on a single device."""
+        return self._sharding(1, 1, BLOCK_TOKENS)
+
+    def _sharding(self, *axes: int) -> Any:
+        """Of an array [*axes, K, H], by KV heads."""
         mesh, config = self.model.mesh, self.model.config
         if mesh is None:
             return None
-        shape = (1, PAGE, config.num_kv_heads, config.head_dim)
-        return sharding(mesh, shape, (None, None, "kv_heads", None), Rules(), "KV pool")
+        shape = (*axes, config.num_kv_heads, config.head_dim)
+        names = (*(None for _ in axes), "kv_heads", None)
+        return sharding(mesh, shape, names, Rules(), "KV pool")
+
+    @functools.cached_property
+    def _tokens(self) -> int:
+        return self.model.cache_tokens or self._default_tokens()
 
     def _default_tokens(self) -> int:
         config = self.model.config

@@ -9,8 +9,9 @@ import numpy as np
 
 from jaxrag.cache import PAGE, PagePool
 from jaxrag.encode import encode_chunks
+from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.mapping import PromptPart, RequestState, map_request, unmap
+from jaxrag.engine.mapping import PromptPart, RequestState
 from jaxrag.engine.prefill import prefill
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
@@ -43,7 +44,13 @@ def kv_deviation(
     one at a time, in the way ``generate`` does; each has a chunk. Raises RequestError as
     ``map_request`` does.
     """
-    runner = engine_of(model).runner
+    return engine_of(model).call(lambda runner: _deviation(runner, store, method, prompts))
+
+
+def _deviation(
+    runner: ModelRunner, store: KVStore, method: Method, prompts: Sequence[Prompt]
+) -> Deviation:
+    model = runner.model
     shape = (model.config.num_layers, 2)
     apart, length, tokens = np.zeros(shape), np.zeros(shape), 0
     whole = [np.concatenate((it.prefix, *it.chunks)) for it in prompts]

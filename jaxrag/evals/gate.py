@@ -7,6 +7,7 @@ next token: does it choose the same one, and how far is its distribution from fu
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,9 +17,11 @@ from tqdm import tqdm
 
 from jaxrag.cache import PagePool, PageTable
 from jaxrag.documents import Shard
+from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.mapping import RequestState, map_request, unmap
+from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.prefill import prefill, run_tokens
+from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.errors import KnowledgeBaseError, RequestError
@@ -27,8 +30,8 @@ from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import METHODS, Method
 from jaxrag.models.decoder import Decoder, unembed
 from jaxrag.select import NoTokens
+from jaxrag.serve.answers import Result, serve
 from jaxrag.serve.batch_files import BadQuestion, QuestionFile
-from jaxrag.serve.generate import Result, serve
 from jaxrag.serve.questions import ReadyQuestion, Settings, gate_subject, prepare, resolve
 from jaxrag.shapes import bucket
 from jaxrag.text.prompts import PromptTemplate
@@ -160,14 +163,14 @@ def gate(
     total = len(prepared[0]) * len(settings)
     with tqdm(total=total, unit="question", desc="gate", disable=None if progress else True) as bar:
         requests = [question.request for question in prepared[0]]
-        for batch in engine_of(settings[0].model).batches(requests, batch_size):
+        for batch in itertools.batched(range(len(requests)), batch_size):
             here = [prepared[0][i] for i in batch]
             answers = _answers(settings[0], here, batch_size)
-            full, _ = forced_logits(settings[0], here, answers, batch_size)
+            full, _ = forced_logits(settings[0], here, answers)
             bar.update(len(batch))
             for one, ready, tally in zip(settings[1:], prepared[1:], tallies, strict=True):
                 here = [ready[i] for i in batch]
-                tally.add(batch, full, *forced_logits(one, here, answers, batch_size))
+                tally.add(batch, full, *forced_logits(one, here, answers))
                 bar.update(len(batch))
     chunk_tokens = sum(len(chunk) for one in requests for chunk in one.prompt.chunks)
     measured = tuple(
@@ -218,7 +221,6 @@ def forced_logits(
     settings: Settings,
     questions: Sequence[ReadyQuestion],
     answers: Sequence[Sequence[int]],
-    batch_size: int,
 ) -> tuple[list[HostArray], int]:
     """Logits of every token of given answers and of the one after, as decoding would have them.
 
@@ -226,32 +228,33 @@ def forced_logits(
       settings: with the method.
       questions: what is asked.
       answers: token ids of each, at most ``settings.max_new_tokens`` - 1.
-      batch_size: requests that run together.
 
     Returns float32 [len(answer) + 1, V] for each request, and how many chunk tokens were
     recomputed for all of them.
     """
     engine = engine_of(settings.model)
-    asked = [question.request for question in questions]
-    logits: dict[int, HostArray] = {}
+    logits: list[HostArray] = []
     recomputed = 0
-    for batch in engine.batches(asked, batch_size):
-        given = [np.asarray(answers[i], np.int32) for i in batch]
-        longest = max(map(len, given))
-        states: list[RequestState] = []
-        try:
-            for i in batch:
-                states.append(map_request(engine.runner, asked[i], longest))
-            first, table = prefill(engine.runner, states)
-            rest = _feed(engine.runner, states, table, given)
-        finally:
-            for state in states:
-                unmap(engine.runner, state)
-        for row, i in enumerate(batch):
-            logits[i] = np.concatenate((np.asarray(first[row])[None], rest[row, : len(given[row])]))
-            choice = states[row].choice
-            recomputed += 0 if choice is None else len(choice.tokens)
-    return [logits[i] for i in range(len(questions))], recomputed
+    for question, answer in zip(questions, answers, strict=True):
+        job = functools.partial(_forced_logits, question.request, np.asarray(answer, np.int32))
+        one, count = engine.call(job)
+        logits.append(one)
+        recomputed += count
+    return logits, recomputed
+
+
+def _forced_logits(
+    request: Request, answer: HostArray, runner: ModelRunner
+) -> tuple[HostArray, int]:
+    """Logits float32 [len(answer) + 1, V] of one answer; how many tokens were recomputed for it."""
+    state = map_request(runner, request, len(answer))
+    try:
+        first, table = prefill(runner, [state])
+        rest = _feed(runner, [state], table, [answer])
+    finally:
+        unmap(runner, state)
+    recomputed = 0 if state.choice is None else len(state.choice.tokens)
+    return np.concatenate((np.asarray(first), rest[0, : len(answer)])), recomputed
 
 
 def _feed(

@@ -27,7 +27,7 @@ from jaxrag.evals.synthetic import ALL, Asked
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import Method
 from jaxrag.models.model import load_model
-from jaxrag.serve.generate import Result, serve
+from jaxrag.serve.answers import Result, serve
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.text.prompts import template_named
 from jaxrag.types import HostArray

@@ -6,6 +6,7 @@ from jaxrag.store.chunk_store import ChunkStore
 from jaxrag.store.keys import chunk_key, content_id, context_id, derive, fingerprint
 from jaxrag.store.layout import KVLayout
 from jaxrag.store.memory import MemoryStore
+from jaxrag.store.quantise import as_stored
 from jaxrag.store.read_through import ReadThrough
 from jaxrag.store.reading import Assembled, Refused
 from jaxrag.store.record import AuxArray, Provenance, Record
@@ -31,6 +32,7 @@ __all__ = [
     "Shard",
     "Stats",
     "SweepReport",
+    "as_stored",
     "chunk_key",
     "content_id",
     "context_id",

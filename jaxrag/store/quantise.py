@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxrag.errors import StoreError
+from jaxrag.store.layout import KVLayout
 
 _LEVELS = 127  # of each sign, so that the range is symmetric
 _BLOCK_ROWS = 4096  # rows of H converted at a time, so that they stay in the cache
@@ -51,6 +52,20 @@ def dequantise(elements: NDArray[np.int8], scale: NDArray[np.float32], out: NDAr
         for start in range(0, elements.shape[1], tokens):
             block = (kind, slice(start, start + tokens))
             out[block] = elements[block] * scale[block][..., None]
+
+
+def as_stored(kv: NDArray[Any], layout: KVLayout) -> NDArray[Any]:
+    """What a store of this layout gives back for ``kv`` [L, 2, T, K, H]: itself, where exact.
+
+    Raises:
+        StoreError: as ``quantise``.
+    """
+    if layout.stored == "native":
+        return kv
+    rounded = np.empty_like(kv)
+    for layer, out in zip(kv, rounded, strict=True):
+        dequantise(*quantise(layer), out)
+    return rounded
 
 
 def _rows(array: NDArray[Any]) -> NDArray[Any]:

@@ -11,7 +11,7 @@ import pytest
 from jaxrag.engine import decoding as answer
 from jaxrag.engine import prefill
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.mapping import map_request, unmap
+from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.methods import METHODS

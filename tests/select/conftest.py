@@ -9,7 +9,7 @@ import pytest
 
 from jaxrag.encode import encode_chunks
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.mapping import map_request, unmap
+from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.prefill import prefill
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.methods import Method

@@ -10,7 +10,7 @@ import pytest
 from jaxrag.cache import PagePool
 from jaxrag.engine import prefill
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.mapping import map_request, unmap
+from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.reuse import account, token_counts
 from jaxrag.errors import RequestError

@@ -19,7 +19,7 @@ from jaxrag.errors import ConfigError
 from jaxrag.evals.long.plan import Item, Options, plan
 from jaxrag.evals.statistics import LEVEL, Estimate, difference, share
 from jaxrag.models.model import Model, load_model
-from jaxrag.serve.generate import Result, serve
+from jaxrag.serve.answers import Result, serve
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.tasks.long.case import Frame
 from jaxrag.text.prompts import template_named

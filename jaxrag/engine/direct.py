@@ -1,0 +1,98 @@
+"""One request mapped into the pool at once, without a scheduler.
+
+For whoever has the engine's thread to itself (``Engine.call``): measurements, the gate, tests. The
+steps are those of the engine; only nobody waits for anybody.
+"""
+
+from jaxrag.cache import CachedChunk, pages_for
+from jaxrag.engine.loader import ChunkLoad, Found, Missed, encode, keep, place, read
+from jaxrag.engine.mapping import RequestPlan, RequestState, map_planned, plan_request
+from jaxrag.engine.request import Request
+from jaxrag.engine.runner import ModelRunner
+
+
+def map_request(runner: ModelRunner, request: Request, reserve_tokens: int) -> RequestState:
+    """Bring a prompt's chunks into the pool and reserve pages for what must be computed.
+
+    ``reserve_tokens`` is room for generated tokens. Undo with ``unmap``. Raises RequestError where
+    the pool has no room for it now.
+    """
+    plan = plan_request(runner.model, request, reserve_tokens)
+    found: dict[str, Found] = {}
+    while (state := _try(runner, plan, found)) is None:
+        pass
+    return state
+
+
+def unmap(runner: ModelRunner, mapped: RequestState) -> None:
+    """Give a request's pages back and let its chunks go."""
+    allocator = runner.cache.allocator
+    allocator.free(mapped.own)
+    for key in mapped.held:
+        allocator.release(key)
+
+
+def keep_leading(runner: ModelRunner, mapped: RequestState) -> None:
+    """The leading parts of a request are computed: later prompts may begin with them."""
+    allocator = runner.cache.allocator
+    for key, part in mapped.keep.items():
+        if key not in allocator:  # another request may have been first
+            allocator.insert(key, part.pages, len(part.ids))
+            mapped.held.append(key)
+            mapped.own = [page for page in mapped.own if page not in part.pages]
+    mapped.keep = {}
+
+
+def _try(runner: ModelRunner, plan: RequestPlan, found: dict[str, Found]) -> RequestState | None:
+    """Map a request; None where a chunk turned out to be computed in place, which needs others."""
+    allocator = runner.cache.allocator
+    held: dict[str, CachedChunk] = {}
+    own: tuple[int, ...] = ()
+    need = plan.need(allocator.__contains__)
+    try:
+        for key in need.chunks:  # what is there is held before anything is evicted
+            resident = allocator.acquire(key)
+            if resident is not None:
+                held[key] = resident
+        for key in need.chunks:
+            if key not in held:
+                brought = _bring_in(runner, plan.loads[key], found)
+                if brought is None:
+                    plan.gone.add(key)
+                    _let_go(runner, held, own)
+                    return None
+                held[key] = brought
+        prompt = plan.request.prompt
+        why = f"a request of {prompt.num_tokens} tokens and {plan.reserve} to generate"
+        own = allocator.allocate(need.own, why)
+        return map_planned(plan, held, own, found)
+    except BaseException:
+        _let_go(runner, held, own)
+        raise
+
+
+def _bring_in(runner: ModelRunner, load: ChunkLoad, found: dict[str, Found]) -> CachedChunk | None:
+    """Read or encode one chunk into pages of the pool; None where it is computed in place."""
+    allocator = runner.cache.allocator
+    pages = allocator.allocate(pages_for(load.tokens), f"a chunk of {load.tokens} tokens")
+    try:
+        answer = read(runner, load, pages)
+        found[load.key] = answer.found
+        if isinstance(answer, Missed):
+            if load.misses == "in_place":
+                allocator.free(pages)
+                return None
+            made, runs = encode(load)
+            answer = keep(runner, answer, made, runs, pages)
+            found[load.key] = answer.found
+        place(runner, answer, pages)
+    except BaseException:
+        allocator.free(pages)
+        raise
+    return allocator.insert(load.key, pages, load.tokens)
+
+
+def _let_go(runner: ModelRunner, held: dict[str, CachedChunk], own: tuple[int, ...]) -> None:
+    runner.cache.allocator.free(own)
+    for key in held:
+        runner.cache.allocator.release(key)

@@ -1,0 +1,88 @@
+"""The engine's one thread: started by what is posted to it, ended when there is nothing to do."""
+
+import atexit
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+_LINGER = 0.2  # seconds that an idle thread waits for the next event before it ends
+_EXIT = 10.0  # seconds that the interpreter waits at exit for a step in flight
+
+
+class Mailbox[Event]:
+    """Events for one thread, from any. The thread lives while there is something to do."""
+
+    def __init__(self, name: str, serve: Callable[["Mailbox[Event]"], None]) -> None:
+        """``serve(mailbox)`` is what the thread does, until ``first`` gives it nothing."""
+        self._name, self._serve = name, serve
+        self._changed = threading.Condition()
+        self._events: deque[Event] = deque()
+        self._thread: threading.Thread | None = None
+        self.closed = False
+
+    def post(self, event: Event) -> None:
+        """Queue an event and start the thread where it does not run."""
+        with self._changed:
+            if self.closed:
+                raise RuntimeError("the engine was closed, as its interpreter ends")
+            self._events.append(event)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._serve, args=(self,), name=self._name, daemon=True
+                )
+                self._thread.start()
+                atexit.register(self.close)
+            else:
+                self._changed.notify()
+
+    def first(self) -> list[Event]:
+        """For a thread with nothing to do: what comes next; empty where the thread is to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._events or self.closed, _LINGER)
+            if not self._events:
+                self._thread = None
+                atexit.unregister(self.close)
+            return self._drain()
+
+    def next(self, wait: float | None = 0.0) -> list[Event]:
+        """What has come by now; with ``wait``, in at most so many seconds; None: in any time."""
+        with self._changed:
+            if wait != 0.0:
+                self._changed.wait_for(lambda: self._events or self.closed, wait)
+            return self._drain()
+
+    def mine(self) -> bool:
+        """Is the caller the thread itself?"""
+        return self._thread is threading.current_thread()
+
+    def close(self) -> None:
+        """Have the thread end, whatever it does, and wait for it a while."""
+        with self._changed:
+            self.closed = True
+            thread = self._thread
+            self._changed.notify()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_EXIT)
+
+    def _drain(self) -> list[Event]:
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+
+def ask[Asked, Result](
+    post: Callable[[Callable[[Asked], None]], None], job: Callable[[Asked], Result]
+) -> Result:
+    """Have a job done by the thread behind ``post``, and wait for its result or error."""
+    future: Future[Result] = Future()
+
+    def event(asked: Any) -> None:
+        try:
+            future.set_result(job(asked))
+        except BaseException as error:
+            future.set_exception(error)
+
+    post(event)
+    return future.result()

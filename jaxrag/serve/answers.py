@@ -1,0 +1,256 @@
+"""Questions with the engine: their text grows as tokens come, and ends with a Result."""
+
+import asyncio
+import dataclasses
+import functools
+import queue
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
+
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.progress import Outcome, Progress
+from jaxrag.engine.request import FinishReason
+from jaxrag.engine.reuse import PartReuse, token_counts
+from jaxrag.errors import RequestError
+from jaxrag.serve.output import Answer
+from jaxrag.serve.questions import ReadyQuestion, Settings, Source
+
+_AHEAD = 2  # times as many questions are with the engine as it has rows, so that loads come early
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """An answer with its account.
+
+    Attributes:
+      timings: seconds: retrieve, wait (until the pool had room), load (storage and encoding to
+        pool), prefill (and waiting for a row), ttft (all of them up to the first token on the
+        host), per_token (mean of the others).
+      counts: chunk tokens: reused + recomputed + encoded; encoded were not in the store (whether
+        they were recomputed after that or not, and encoded for it or computed in place).
+      flops: to the first token, TurboRAG appendix C: prefill with what is recomputed, the
+        selector's own passes, and encoding on the fly.
+      reuse: of the prefix and of every chunk: what was reused, how, and why not.
+      indexes: of a decode rule that searches some, summed over layers and KV heads: keys indexed,
+        those of them in indexes that were stored with their chunks, and indexes that were trained
+        for the question; empty for other rules.
+      notes: reuse that did not happen and why, a recompute ratio that nobody named, an index that
+        scans all keys and why; empty when everything went as asked.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    method: str
+    sources: list[Source]
+    timings: dict[str, float]
+    counts: dict[str, int]
+    flops: int
+    reuse: list[PartReuse]
+    indexes: dict[str, int]
+    notes: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values with exactly these names, ready for JSON."""
+        return dataclasses.asdict(self)
+
+
+class _Growing:
+    """One answer, told by the engine's thread, and whoever is told of it.
+
+    ``news`` is called on that thread with new text, then with the Result or what was raised.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        question: ReadyQuestion,
+        news: Callable[[str | Result | BaseException], None],
+    ) -> None:
+        tokenizer = settings.model.tokenizer
+        self._settings, self._question, self._news = settings, question, news
+        self._answer = Answer(settings.stop, None if tokenizer is None else tokenizer.stream())
+
+    def sink(self, progress: Progress) -> bool:
+        """Take the engine's news; True once a stop string is complete."""
+        if progress.error is not None:
+            self._news(progress.error)
+            return False
+        shown = self._answer.push(progress.new, progress.finish_reason)
+        if shown:
+            self._news(shown)
+        if progress.outcome is not None:
+            self._news(_result(self._settings, self._question, self._answer, progress.outcome))
+        return self._answer.finish_reason is not None
+
+
+class Stream:
+    """Iterates over the answer's text pieces; ``result`` is set once it is exhausted.
+
+    Nothing is asked before the first piece is. Leaving the iteration early aborts the request.
+    """
+
+    def __init__(self, settings: Settings, question: ReadyQuestion) -> None:
+        self._settings, self._question = settings, question
+        self.result: Result | None = None
+        self._pieces = self._run()
+
+    def __iter__(self) -> Iterator[str]:
+        return self._pieces
+
+    def _run(self) -> Iterator[str]:
+        news: queue.SimpleQueue[str | Result | BaseException] = queue.SimpleQueue()
+        engine = engine_of(self._settings.model)
+        growing = _Growing(self._settings, self._question, news.put)
+        request = dataclasses.replace(self._question.request, watched=True)
+        number: int | None = engine.add(request, growing.sink)
+        try:
+            while self.result is None:
+                item = news.get()
+                if isinstance(item, str):
+                    yield item
+                    continue
+                number = None
+                if isinstance(item, BaseException):
+                    raise item
+                self.result = item
+        finally:
+            if number is not None:
+                engine.abort(number)
+
+
+class AsyncStream:
+    """As ``Stream``, for ``async for``."""
+
+    def __init__(self, prepared: Callable[[], tuple[Settings, ReadyQuestion]]) -> None:
+        """``prepared`` is called on a thread of its own, as it may wait for retrieval."""
+        self._prepared = prepared
+        self.result: Result | None = None
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        settings, question = await asyncio.to_thread(self._prepared)
+        loop = asyncio.get_running_loop()
+        news: asyncio.Queue[str | Result | BaseException] = asyncio.Queue()
+
+        def tell(item: str | Result | BaseException) -> None:
+            loop.call_soon_threadsafe(news.put_nowait, item)
+
+        engine = engine_of(settings.model)
+        growing = _Growing(settings, question, tell)
+        request = dataclasses.replace(question.request, watched=True)
+        number: int | None = engine.add(request, growing.sink)
+        try:
+            while self.result is None:
+                item = await news.get()
+                if isinstance(item, str):
+                    yield item
+                    continue
+                number = None
+                if isinstance(item, BaseException):
+                    raise item
+                self.result = item
+        finally:
+            if number is not None:
+                engine.abort(number)
+
+
+def serve(
+    settings: Settings, questions: Sequence[ReadyQuestion], batch_size: int
+) -> Iterator[dict[int, Result]]:
+    """Serve questions: yields {index into ``questions``: Result} as answers are complete.
+
+    Up to ``batch_size`` of them decode together, in a program of as many rows; one that ends makes
+    room for the next. Closing the iterator aborts what is left. Raises what the first question
+    raises that fails.
+    """
+    if batch_size < 1:
+        raise RequestError(f"batch_size={batch_size}: expected a positive integer")
+    engine = engine_of(settings.model)
+    news: queue.SimpleQueue[tuple[int, Result | BaseException]] = queue.SimpleQueue()
+    with_engine: dict[int, int] = {}  # by index the number there
+    waiting = iter(range(len(questions)))
+
+    def ask(count: int) -> None:
+        """Hand the next questions over, at one moment."""
+        indices = [index for _, index in zip(range(count), waiting, strict=False)]
+        asked = [
+            (
+                dataclasses.replace(questions[i].request, rows=batch_size),
+                _Growing(settings, questions[i], functools.partial(_whole, news, i)).sink,
+            )
+            for i in indices
+        ]
+        with_engine.update(zip(indices, engine.add_all(asked), strict=True))
+
+    try:
+        ask(len(questions) if engine.settings.lockstep else batch_size * _AHEAD)
+        while with_engine:
+            index, item = news.get()
+            del with_engine[index]
+            if isinstance(item, BaseException):
+                raise item
+            ask(1)
+            yield {index: item}
+    finally:
+        for number in with_engine.values():
+            engine.abort(number)
+
+
+def _whole(
+    news: "queue.SimpleQueue[tuple[int, Result | BaseException]]",
+    index: int,
+    item: str | Result | BaseException,
+) -> None:
+    if not isinstance(item, str):
+        news.put((index, item))
+
+
+async def answer(settings: Settings, question: ReadyQuestion) -> Result:
+    """Serve one question; cancelling the task aborts it."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Result] = loop.create_future()
+
+    def settle(item: Result | BaseException) -> None:
+        if done.done():
+            return
+        if isinstance(item, BaseException):
+            done.set_exception(item)
+        else:
+            done.set_result(item)
+
+    def tell(item: str | Result | BaseException) -> None:
+        if not isinstance(item, str):
+            loop.call_soon_threadsafe(settle, item)
+
+    engine = engine_of(settings.model)
+    number = engine.add(question.request, _Growing(settings, question, tell).sink)
+    try:
+        return await done
+    finally:
+        if not done.done() or done.cancelled():
+            engine.abort(number)
+
+
+def _result(
+    settings: Settings, question: ReadyQuestion, answer: Answer, outcome: Outcome
+) -> Result:
+    assert answer.finish_reason is not None
+    spent = {
+        "retrieve": question.retrieve_seconds,
+        "wait": outcome.wait_seconds,
+        "load": outcome.load_seconds,
+        "prefill": outcome.prefill_seconds,
+    }
+    return Result(
+        text=answer.text,
+        token_ids=answer.token_ids,
+        finish_reason=answer.finish_reason,
+        method=settings.method.name,
+        sources=question.sources,
+        timings={**spent, "ttft": sum(spent.values()), "per_token": outcome.per_token},
+        counts=token_counts(outcome.reuse),
+        flops=outcome.flops,
+        reuse=outcome.reuse,
+        indexes=outcome.indexes,
+        notes=[*question.notes, *outcome.notes],
+    )
