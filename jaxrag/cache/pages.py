@@ -2,7 +2,8 @@
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from jaxrag.cache.pool import PAGE
 from jaxrag.errors import RequestError
@@ -15,20 +16,34 @@ def pages_for(tokens: int) -> int:
 
 @dataclasses.dataclass
 class CachedChunk:
-    """A chunk whose KV lies in the pool."""
+    """A chunk whose KV lies in the pool, or is on its way there.
+
+    Attributes:
+      pages: where it lies.
+      tokens: how many it has; 0 while it is loading.
+      ref_count: requests in flight that map it or wait for it; never evicted while positive.
+      ready: whether its KV lies in its pages; False while it is loading.
+    """
 
     pages: tuple[int, ...]
     tokens: int
-    ref_count: int = 0  # requests in flight that map it; never evicted while positive
+    ref_count: int = 0
+    ready: bool = True
 
 
 class PageAllocator:
-    """Host-side bookkeeping: free pages, resident chunks (least recently used leaves first)."""
+    """Host-side bookkeeping: free pages, and chunks (least recently used leaves first).
+
+    A chunk is loading (its pages are reserved, nothing takes them), then resident: pinned while a
+    request maps it, else unpinned, which is what leaves when space is needed.
+    """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
-        self._resident: OrderedDict[str, CachedChunk] = OrderedDict()
+        self._chunks: dict[str, CachedChunk] = {}
+        self._unpinned: OrderedDict[str, CachedChunk] = OrderedDict()
+        self._num_unpinned = 0
 
     @property
     def num_free(self) -> int:
@@ -36,24 +51,43 @@ class PageAllocator:
         return len(self._free)
 
     @property
+    def num_unpinned(self) -> int:
+        """Pages of resident chunks that nobody maps."""
+        return self._num_unpinned
+
+    @property
+    def num_pinned(self) -> int:
+        """Pages of resident chunks that some request maps."""
+        return sum(len(it.pages) for it in self._chunks.values() if it.ready and it.ref_count)
+
+    @property
+    def num_loading(self) -> int:
+        """Pages of chunks that are on their way."""
+        return sum(len(it.pages) for it in self._chunks.values() if not it.ready)
+
+    @property
     def num_available(self) -> int:
         """Pages that a request could get now: free ones, and those of chunks that nobody maps."""
-        unused = (len(it.pages) for it in self._resident.values() if it.ref_count == 0)
-        return len(self._free) + sum(unused)
+        return len(self._free) + self._num_unpinned
+
+    @property
+    def chunks(self) -> Mapping[str, CachedChunk]:
+        """Every chunk, resident or loading."""
+        return MappingProxyType(self._chunks)
 
     def __contains__(self, key: str) -> bool:
-        return key in self._resident
+        found = self._chunks.get(key)
+        return found is not None and found.ready
 
     def allocate(self, count: int, why: str) -> tuple[int, ...]:
         """Reserve pages, evicting unused resident chunks; RequestError when they do not fit."""
+        if count > self.num_available:
+            raise RequestError(
+                f"{why} needs {count * PAGE} tokens of cache and {self.num_available * PAGE} of "
+                f"{self.num_pages * PAGE} are free; raise cache_tokens or ask fewer at once"
+            )
         while len(self._free) < count:
-            victim = next((k for k, r in self._resident.items() if r.ref_count == 0), None)
-            if victim is None:
-                raise RequestError(
-                    f"{why} needs {count * PAGE} tokens of cache and {len(self._free) * PAGE} of "
-                    f"{self.num_pages * PAGE} are free; raise cache_tokens or ask fewer at once"
-                )
-            self._free.extend(reversed(self._resident.pop(victim).pages))
+            self.evict(next(iter(self._unpinned)))
         return tuple(self._free.pop() for _ in range(count))
 
     def free(self, pages: Sequence[int]) -> None:
@@ -62,25 +96,72 @@ class PageAllocator:
 
     def insert(self, key: str, pages: tuple[int, ...], tokens: int) -> CachedChunk:
         """Record a chunk whose KV was written to these pages; it starts with one user."""
-        self._resident[key] = CachedChunk(pages, tokens, ref_count=1)
-        return self._resident[key]
+        assert key not in self._chunks, f"chunk {key} is in the pool already"
+        self._chunks[key] = CachedChunk(pages, tokens, ref_count=1)
+        return self._chunks[key]
 
     def acquire(self, key: str) -> CachedChunk | None:
         """Map a resident chunk into a request; None when it is not in the pool."""
-        found = self._resident.get(key)
+        return self.subscribe(key) if key in self else None
+
+    def subscribe(self, key: str) -> CachedChunk | None:
+        """Map a resident chunk into a request, or wait for a loading one; None when it is absent."""
+        found = self._chunks.get(key)
         if found is not None:
-            self._resident.move_to_end(key)
+            if self._unpinned.pop(key, None) is not None:
+                self._num_unpinned -= len(found.pages)
             found.ref_count += 1
         return found
 
     def release(self, key: str) -> None:
-        """A request no longer maps this chunk; it stays resident until space is needed."""
-        found = self._resident.get(key)
+        """A request no longer maps this chunk; it stays resident until space is needed.
+
+        One that is loading goes on loading, and is resident and unpinned once it is there.
+        """
+        found = self._chunks.get(key)
         if found is not None:
+            assert found.ref_count > 0, f"chunk {key} is released more often than it was mapped"
             found.ref_count -= 1
+            self._unpin(key, found)
 
     def evict(self, key: str) -> None:
         """Drop a resident chunk that no request maps."""
-        found = self._resident.get(key)
-        if found is not None and found.ref_count == 0:
-            self._free.extend(reversed(self._resident.pop(key).pages))
+        found = self._unpinned.pop(key, None)
+        if found is not None:
+            self._num_unpinned -= len(found.pages)
+            self._free.extend(reversed(self._chunks.pop(key).pages))
+
+    def begin(self, key: str, count: int, why: str) -> CachedChunk:
+        """Reserve pages for a chunk that is going to be loaded; it starts with one user."""
+        assert key not in self._chunks, f"chunk {key} is in the pool already"
+        self._chunks[key] = CachedChunk(self.allocate(count, why), 0, ref_count=1, ready=False)
+        return self._chunks[key]
+
+    def complete(self, key: str, tokens: int) -> None:
+        """The KV of a loading chunk lies in its pages."""
+        found = self._chunks[key]
+        assert not found.ready, f"chunk {key} is not loading"
+        found.tokens, found.ready = tokens, True
+        self._unpin(key, found)
+
+    def abandon(self, key: str) -> None:
+        """A loading chunk, which nobody waits for any more, will not come."""
+        found = self._chunks.pop(key)
+        assert not found.ready and not found.ref_count, f"chunk {key} is resident or waited for"
+        self._free.extend(reversed(found.pages))
+
+    def check(self, owned: Iterable[int] = ()) -> None:
+        """AssertionError unless every page is free, of one chunk, or among those owned, once."""
+        pages = [*self._free, *owned]
+        for it in self._chunks.values():
+            pages += it.pages
+            assert it.ref_count >= 0
+        assert sorted(pages) == list(range(self.num_pages)), "a page is lost or held twice"
+        unpinned = {k: it for k, it in self._chunks.items() if it.ready and not it.ref_count}
+        assert unpinned == self._unpinned
+        assert self._num_unpinned == sum(len(it.pages) for it in unpinned.values())
+
+    def _unpin(self, key: str, chunk: CachedChunk) -> None:
+        if chunk.ready and not chunk.ref_count:
+            self._unpinned[key] = chunk
+            self._num_unpinned += len(chunk.pages)
