@@ -105,7 +105,7 @@ class PageAllocator:
         return self.subscribe(key) if key in self else None
 
     def subscribe(self, key: str) -> CachedChunk | None:
-        """Map a resident chunk into a request, or wait for a loading one; None when it is absent."""
+        """Map a resident chunk, or wait for a loading one; None when it is neither."""
         found = self._chunks.get(key)
         if found is not None:
             if self._unpinned.pop(key, None) is not None:

@@ -1,0 +1,270 @@
+"""Who waits for pages, in what order, and what every tenant was served."""
+
+import dataclasses
+import enum
+from bisect import insort
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from itertools import islice, zip_longest
+
+from jaxrag.errors import ConfigError, Overloaded
+
+
+class Status(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"  # holds nothing
+    LOADING = "loading"  # holds all its pages; some chunks are on their way into theirs
+    READY = "ready"  # its last chunk is there; no row yet
+    PREFILL = "prefill"  # holds a row, from here on
+    INDEXING = "indexing"  # what its decode rule searches is being built
+    DECODE = "decode"
+    SWAPPING = "swapping"  # preempted; its own pages are being copied to the host
+    SWAPPED = "swapped"  # waiting again, with the content of its own pages on the host
+    DONE = "done"
+
+
+QUEUED = {Status.WAITING, Status.SWAPPED}
+HUNGRY = QUEUED | {Status.LOADING, Status.READY}
+RUNNING = {Status.PREFILL, Status.INDEXING, Status.DECODE, Status.SWAPPING}
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """Pages that a request must be given before it starts.
+
+    Attributes:
+      chunks: pages of every chunk by its key; shared with other requests.
+      own: pages of the request alone: everything it will ever write.
+    """
+
+    chunks: Mapping[str, int]
+    own: int
+
+    @property
+    def pages(self) -> int:
+        """How many there are when nothing is in the pool yet."""
+        return self.own + sum(self.chunks.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerSettings:
+    """Bounds and policy.
+
+    Attributes:
+      static: the rows of a lane are filled only when all of them are empty: static batching.
+      classes: priorities are 0 to classes - 1, 0 is served first; more than one turns preemption
+        on.
+      weights: of tenants, 1 where not named: with twice the weight a tenant gets twice the service.
+      max_waiting: most requests that wait; None: any number.
+      max_waiting_tokens: most prompt tokens that wait; a request that finds nobody waiting is let
+        in whatever its length.
+      max_waiting_per_tenant: most requests of one tenant that wait.
+      max_bypass: how often a request that is first, and does not fit, is passed by smaller ones;
+        also how many of those behind it are looked at.
+      max_bypass_seconds: for how long it is.
+      max_preemptions: how often one request is preempted.
+    """
+
+    static: bool = False
+    classes: int = 1
+    weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    max_waiting: int | None = None
+    max_waiting_tokens: int | None = None
+    max_waiting_per_tenant: int | None = None
+    max_bypass: int = 16
+    max_bypass_seconds: float = 2.0
+    max_preemptions: int = 2
+
+    def __post_init__(self) -> None:
+        if self.classes < 1:
+            raise ConfigError(f"{self.classes} priority classes; there is at least 1")
+        for tenant, weight in self.weights.items():
+            if not weight > 0:
+                raise ConfigError(f"tenant {tenant!r} has weight {weight}; give it more than 0")
+
+
+@dataclasses.dataclass(eq=False)
+class Entry:
+    """A request as the scheduler knows it.
+
+    Attributes:
+      number: its name; never used again.
+      need: asked with `is this key resident or loading`, what it needs now.
+      lane: whose rows it needs from prefill on; None: it needs none (a single token).
+      rows: how many rows that lane has.
+      tokens: length of the prompt, for the bound of the queue.
+      cost: virtual service of its prompt, charged to the tenant when it is first admitted.
+      priority: its class.
+      tenant: whom it is charged to.
+      deadline: when it expires.
+      alone: it shares its lane with nobody.
+      swappable: whether it may be preempted.
+      status: where it stands. This and all below is kept by the scheduler.
+      arrived: when it was submitted.
+      arrival: its place in the order of submission.
+      order: its place in the order of admission, kept when it waits again; None before.
+      own: its own pages.
+      held: keys of the chunks that it maps.
+      missing: those of them that are not there yet.
+      row: its row of the lane.
+      preemptions: how often it was preempted.
+      blocked: since when it has been first and did not fit; None when it was not.
+      bypassed: how often it was passed since then.
+    """
+
+    number: int
+    need: Callable[[Callable[[str], bool]], Need]
+    lane: Hashable | None
+    rows: int
+    tokens: int
+    cost: float
+    priority: int = 0
+    tenant: str = ""
+    deadline: float | None = None
+    alone: bool = False
+    swappable: bool = True
+    status: Status = dataclasses.field(default=Status.WAITING, init=False)
+    arrived: float = dataclasses.field(default=0.0, init=False)
+    arrival: int = dataclasses.field(default=0, init=False)
+    order: int | None = dataclasses.field(default=None, init=False)
+    own: tuple[int, ...] = dataclasses.field(default=(), init=False)
+    held: tuple[str, ...] = dataclasses.field(default=(), init=False)
+    missing: set[str] = dataclasses.field(default_factory=set, init=False)
+    row: int | None = dataclasses.field(default=None, init=False)
+    preemptions: int = dataclasses.field(default=0, init=False)
+    blocked: float | None = dataclasses.field(default=None, init=False)
+    bypassed: int = dataclasses.field(default=0, init=False)
+
+
+def admission(entry: Entry) -> tuple[int, int]:
+    """Sorts admitted requests: the better class first, then as they were admitted."""
+    assert entry.order is not None
+    return entry.priority, entry.order
+
+
+class _Class:
+    """The queue of one priority class."""
+
+    def __init__(self) -> None:
+        self.returned: list[Entry] = []  # admitted before, in that order
+        self.head: Entry | None = None  # the first of the others, once it was first and did not fit
+        self.tenants: dict[str, OrderedDict[int, Entry]] = {}
+
+
+class Queue:
+    """Who waits, in what order, and what every tenant was served."""
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self.waiting = Counter[str]()  # requests of every tenant that has some here
+        self.service: dict[str, float] = {}
+        self.tokens = 0
+        self._settings = settings
+        self._classes = [_Class() for _ in range(settings.classes)]
+        self._last = ""  # the tenant that left last
+
+    def check_room(self, entry: Entry) -> None:
+        """Overloaded when so much waits that this request may not."""
+        settings, requests = self._settings, self.waiting.total()
+        most = settings.max_waiting
+        if most is not None and requests >= most:
+            raise Overloaded(
+                f"{requests} requests wait and {most} may; send it again later or raise max_waiting"
+            )
+        most = settings.max_waiting_tokens
+        if most is not None and requests and self.tokens + entry.tokens > most:
+            raise Overloaded(
+                f"{self.tokens} prompt tokens wait, {entry.tokens} more would be above {most}; "
+                "send it again later or raise max_waiting_tokens"
+            )
+        of_tenant, most = self.waiting[entry.tenant], settings.max_waiting_per_tenant
+        if most is not None and of_tenant >= most:
+            raise Overloaded(
+                f"{of_tenant} requests of tenant {entry.tenant!r} wait and {most} may; send it "
+                "again later or raise max_waiting_per_tenant"
+            )
+
+    def charge(self, tenant: str, amount: float) -> None:
+        """The tenant was served this much."""
+        self.service[tenant] += amount / self._settings.weights.get(tenant, 1.0)
+
+    def add(self, entry: Entry) -> None:
+        """Behind its tenant's others; who was admitted before: in its old place, ahead of all."""
+        tenant, row = entry.tenant, self._classes[entry.priority]
+        if not self.waiting[tenant]:  # what it did not use while it was idle is gone
+            others = (self.service[name] for name in self.waiting)
+            least = min(others, default=self.service.get(self._last, 0.0))
+            self.service[tenant] = max(self.service.get(tenant, 0.0), least)
+        self.waiting[tenant] += 1
+        self.tokens += entry.tokens
+        if entry.order is None:
+            row.tenants.setdefault(tenant, OrderedDict())[entry.number] = entry
+        else:
+            insort(row.returned, entry, key=admission)
+
+    def remove(self, entry: Entry) -> None:
+        """It is admitted, or will never be."""
+        tenant, row = entry.tenant, self._classes[entry.priority]
+        if entry.order is None:
+            del row.tenants[tenant][entry.number]
+            if not row.tenants[tenant]:
+                del row.tenants[tenant]
+        else:
+            row.returned.remove(entry)
+        if row.head is entry:
+            row.head = None
+        self.tokens -= entry.tokens
+        self.waiting[tenant] -= 1
+        if not self.waiting[tenant]:
+            del self.waiting[tenant]
+            self._last = tenant
+
+    def block(self, entry: Entry, now: float) -> None:
+        """It is first and does not fit: from now on it stays ahead of other tenants' requests."""
+        if entry.blocked is None:
+            entry.blocked, entry.bypassed = now, 0
+        if entry.order is None:
+            self._classes[entry.priority].head = entry
+
+    def __iter__(self) -> Iterator[tuple[Entry, bool]]:
+        """Those to look at, in the order of admission, and whether each is first of its class."""
+        for row in self._classes:
+            first = True
+            for entry in self._look(row):
+                yield entry, first
+                first = False
+
+    def heads(self) -> list[Entry]:
+        """The first of every class that has some."""
+        firsts = (next(self._look(row), None) for row in self._classes)
+        return [it for it in firsts if it is not None]
+
+    def __contains__(self, entry: Entry) -> bool:
+        row = self._classes[entry.priority]
+        if entry.order is not None:
+            return entry in row.returned
+        return entry.number in row.tenants.get(entry.tenant, ())
+
+    def _look(self, row: _Class) -> Iterator[Entry]:
+        """The head of the class, and a bounded number of those behind it.
+
+        Behind it: the first of every tenant, the least served first, then the second of every one.
+        """
+        yield from row.returned[: self._settings.max_bypass + 1]
+        tenants = row.tenants
+        if not tenants:
+            return
+
+        def turn(name: str) -> tuple[float, int]:
+            return self.service[name], next(iter(tenants[name].values())).arrival
+
+        head = row.head
+        if head is None:
+            head = next(iter(tenants[min(tenants, key=turn)].values()))
+        yield head
+        first = [
+            islice(tenants[it].values(), self._settings.max_bypass + 1)
+            for it in sorted(tenants, key=turn)
+        ]
+        behind = (it for rank in zip_longest(*first) for it in rank if it not in (None, head))
+        yield from islice(behind, self._settings.max_bypass)
