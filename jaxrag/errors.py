@@ -45,6 +45,10 @@ class RequestError(JaxragError):
     """A question, method or option that cannot be served: unknown, too long, incompatible."""
 
 
+class Overloaded(JaxragError):
+    """A queue that is full; the same request may be sent again later."""
+
+
 class RetrievalError(JaxragError):
     """A vector index, retriever or re-ranker that is unknown, not installed or answers nonsense."""
 
