@@ -67,7 +67,3 @@ class DeadlineExceeded(JaxragError):
 
 class Cancelled(JaxragError):
     """A request that was aborted before its answer was complete."""
-
-
-class Overloaded(JaxragError):
-    """A queue that is full; the same request may be sent again later."""

@@ -17,7 +17,7 @@ from jaxrag.decode import Decoding
 from jaxrag.engine.admission import HUNGRY
 from jaxrag.engine.decoding import Lane, LaneKey, SamplingRows, sample_first, start_decoding
 from jaxrag.engine.live import Live, Swapped
-from jaxrag.engine.loader import Missed, Staged, encode, keep, place, read
+from jaxrag.engine.loader import Missed, Staged, encode, groups, keep, place, read
 from jaxrag.engine.mapping import map_planned
 from jaxrag.engine.prefill import Prefill, select_tokens
 from jaxrag.engine.progress import Outcome, Progress, outcome_of
@@ -94,7 +94,7 @@ class Core:
         self._post, self._clock = post, clock
         self._lanes: dict[LaneKey, Lane] = {}
         self._rows: dict[LaneKey, list[Live | None]] = {}
-        self._owner: dict[str, tuple[Live, int]] = {}  # of chunks on their way: who asked, in a run
+        self._owner: dict[str, Live] = {}  # of chunks on their way: who asked first
         self._to_encode: deque[tuple[int, Missed]] = deque()
         self._jobs: deque[tuple[Callable[[ModelRunner], Any], Future[Any]]] = deque()
         self._prefilling: tuple[Live, Prefill] | None = None
@@ -142,6 +142,10 @@ class Core:
 
     def run_once(self) -> bool:
         """One turn of the loop; False where nothing could be done before the next event."""
+        before = self._flying
+        # Blocks are read first: rows that ended in one would idle through the next.
+        if any(ticket.new.shape[1] > 1 for ticket in before):
+            self._deliver_all()
         now = self._clock()
         for number in self.scheduler.expired(now):
             live = self.live.get(number)
@@ -159,15 +163,11 @@ class Core:
         encoded = self._encode_one()
         self._make_room(now)
         prefilled = self._prefill()
-        before, self._flying = self._flying, []
-        if not self._ahead():
-            self._deliver_first()
-            self._deliver(before)
-            before = []
+        flying, self._flying = self._flying, []
         self._step()
         self._deliver_first()
-        self._deliver(before)
-        return bool(admitted or encoded or prefilled or before or self._flying or self._first)
+        self._deliver(flying)
+        return bool(admitted or encoded or prefilled or before or self._flying)
 
     def patience(self) -> float | None:
         """Seconds until something is due without an event; None: nothing is."""
@@ -206,11 +206,11 @@ class Core:
         live = self.live[one.number]
         if live.admitted is None:
             live.admitted = now
-        for key in one.loads:
-            self._owner[key] = (live, self.restarts)
-            load = live.plan.loads[key]
-            job = functools.partial(read, self.runner, load, one.chunks[key])
-            self._start(job, functools.partial(_loaded, key=key, epoch=self.restarts))
+        for group in groups(live.plan.loads[key] for key in one.loads):
+            keys = [load.key for load in group]
+            self._owner.update(dict.fromkeys(keys, live))
+            job = functools.partial(read, self.runner, group, one.chunks)
+            self._start(job, functools.partial(_loaded, keys=keys, epoch=self.restarts))
         if self.scheduler.live[one.number].status is Status.READY:
             live.ready = self._clock()
 
@@ -229,35 +229,43 @@ class Core:
 
         self._threads.submit(run)
 
-    def loaded(self, key: str, epoch: int, answer: Staged | Missed | BaseException) -> None:
-        """A loading thread is done with a chunk."""
+    def loaded(
+        self, keys: Sequence[str], epoch: int, answer: tuple[Staged, list[Missed]] | BaseException
+    ) -> None:
+        """A loading thread is done with some chunks."""
         if epoch != self.restarts:
             return
-        live, _ = self._owner[key]
         if isinstance(answer, BaseException):
-            self._not_loaded(key, answer)
-        elif isinstance(answer, Staged):
-            pages = self._chunk(key).pages
-            try:
-                place(self.runner, answer, pages)
-            except Exception as error:
-                self._broken(error, [live])
-                return
-            del self._owner[key]
-            live.found[key] = answer.found
-            for number in self.scheduler.staged(key, answer.load.tokens):
+            for key in keys:
+                self._not_loaded(key, answer)
+            return
+        staged, missed = answer
+        here = {load.key: self._chunk(load.key).pages for load, _, _ in staged.chunks}
+        try:
+            place(self.runner, staged, here)
+        except Exception as error:
+            self._broken(error, [self._owner[key] for key in keys])
+            return
+        for load, found, _ in staged.chunks:
+            self._owner.pop(load.key).found[load.key] = found
+            for number in self.scheduler.staged(load.key, load.tokens):
                 self.live[number].ready = self._clock()
-        elif answer.load.misses == "in_place":
-            del self._owner[key]
-            live.found[key] = answer.found
-            for number in self.scheduler.refused(key):
-                other = self.live[number]
-                load = other.plan.loads.get(key)
-                if load is not None and load.misses == "in_place":
-                    other.plan.gone.add(key)
-                    other.found[key] = answer.found
-        else:
-            self._to_encode.append((epoch, answer))
+        for one in missed:
+            if one.load.misses == "encode":
+                self._to_encode.append((epoch, one))
+            else:
+                self._in_place(one)
+
+    def _in_place(self, missed: Missed) -> None:
+        """A chunk is nowhere: whoever computes it in place then asks for other pages."""
+        key = missed.load.key
+        self._owner.pop(key).found[key] = missed.found
+        for number in self.scheduler.refused(key):
+            live = self.live[number]
+            load = live.plan.loads.get(key)
+            if load is not None and load.misses == "in_place":
+                live.plan.gone.add(key)
+                live.found[key] = missed.found
 
     def _not_loaded(self, key: str, error: BaseException) -> None:
         """The storage failed: whoever waits for the chunk fails, and is told why."""
@@ -281,9 +289,9 @@ class Core:
             except Exception as error:
                 self._not_loaded(key, error)
                 return True
-            pages = self._chunk(key).pages
+            pages = {key: self._chunk(key).pages}
             job = functools.partial(keep, self.runner, missed, made, runs, pages)
-            self._start(job, functools.partial(_loaded, key=key, epoch=epoch))
+            self._start(job, functools.partial(_kept, keys=[key], epoch=epoch))
             return True
         return False
 
@@ -419,17 +427,6 @@ class Core:
         return self._lanes[key], row
 
     # Steps.
-
-    def _ahead(self) -> bool:
-        """May steps be dispatched before the last ones are read?
-
-        Not where a lane's only row may have ended in a whole block that nobody has looked at.
-        """
-        running = [
-            [live for live in rows if live and live.left and not live.ended]
-            for rows in self._rows.values()
-        ]
-        return all(len(rows) != 1 or rows[0].request.watched for rows in running)
 
     def _step(self) -> None:
         """Dispatch a step of every lane that has anything to run."""
@@ -671,8 +668,12 @@ def _too_large(live: Live, runner: ModelRunner) -> RequestError:
     )
 
 
-def _loaded(core: Core, answer: Any, *, key: str, epoch: int) -> None:
-    core.loaded(key, epoch, answer)
+def _loaded(core: Core, answer: Any, *, keys: Sequence[str], epoch: int) -> None:
+    core.loaded(keys, epoch, answer)
+
+
+def _kept(core: Core, answer: Any, *, keys: Sequence[str], epoch: int) -> None:
+    core.loaded(keys, epoch, (answer, []) if isinstance(answer, Staged) else answer)
 
 
 def _indexed(core: Core, answer: Any, *, live: Live, run: int) -> None:

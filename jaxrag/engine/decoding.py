@@ -151,7 +151,8 @@ class Lane:
             none,
             SamplingRows.of([SamplingParams()] * rows),
         )
-        self._rows: LaneRows = jax.tree.map(lambda x: model.put_batch(x, rows), empty)
+        placed = jax.tree.map(lambda x: model.put_batch(x, rows), empty)
+        self._rows: LaneRows = jax.tree.map(jnp.asarray, placed)
         self._decoding: Decoding | None = None
 
     def join(

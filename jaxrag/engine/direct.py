@@ -5,7 +5,7 @@ steps are those of the engine; only nobody waits for anybody.
 """
 
 from jaxrag.cache import CachedChunk, pages_for
-from jaxrag.engine.loader import ChunkLoad, Found, Missed, encode, keep, place, read
+from jaxrag.engine.loader import ChunkLoad, Found, encode, keep, place, read
 from jaxrag.engine.mapping import RequestPlan, RequestState, map_planned, plan_request
 from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
@@ -76,16 +76,15 @@ def _bring_in(runner: ModelRunner, load: ChunkLoad, found: dict[str, Found]) -> 
     allocator = runner.cache.allocator
     pages = allocator.allocate(pages_for(load.tokens), f"a chunk of {load.tokens} tokens")
     try:
-        answer = read(runner, load, pages)
-        found[load.key] = answer.found
-        if isinstance(answer, Missed):
+        staged, missed = read(runner, [load], {load.key: pages})
+        if missed:
+            found[load.key] = missed[0].found
             if load.misses == "in_place":
                 allocator.free(pages)
                 return None
-            made, runs = encode(load)
-            answer = keep(runner, answer, made, runs, pages)
-            found[load.key] = answer.found
-        place(runner, answer, pages)
+            staged = keep(runner, missed[0], *encode(load), {load.key: pages})
+        found[load.key] = staged.chunks[0][1]
+        place(runner, staged, {load.key: pages})
     except BaseException:
         allocator.free(pages)
         raise

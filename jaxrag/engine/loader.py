@@ -7,7 +7,7 @@ A load belongs to a chunk, not to a request. Whoever is on any thread reads (``r
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -87,17 +87,15 @@ class ChunkLoad:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Staged:
-    """The KV of a chunk, ready to be written to its pages.
+    """The KV of some chunks, ready to be written to their pages.
 
     Attributes:
-      load: what was asked for.
-      found: where it came from.
+      chunks: what was asked for, where it came from, and the first of its tokens in the blocks.
       blocks: host memory and the device's copy of every BLOCK_TOKENS tokens,
         [L, 2, BLOCK_TOKENS, K, H].
     """
 
-    load: ChunkLoad
-    found: Found
+    chunks: list[tuple[ChunkLoad, Found, int]]
     blocks: list[tuple[HostArray, Array]]
 
 
@@ -109,19 +107,42 @@ class Missed:
     found: Found
 
 
-def read(runner: ModelRunner, load: ChunkLoad, pages: Sequence[int]) -> Staged | Missed:
-    """Read a chunk from its store and stage it for these pages; on any thread.
+def groups(loads: Iterable[ChunkLoad]) -> Iterator[list[ChunkLoad]]:
+    """Chunks that are read at once: of one store, and of one block together, or a longer one."""
+    group: list[ChunkLoad] = []
+    for load in loads:
+        tokens = load.tokens + sum(it.tokens for it in group)
+        if group and (tokens > BLOCK_TOKENS or load.encoding.store is not group[0].encoding.store):
+            yield group
+            group = []
+        group.append(load)
+    if group:
+        yield group
 
-    Raises StoreError where the storage fails.
+
+def read(
+    runner: ModelRunner, group: Sequence[ChunkLoad], pages: Mapping[str, Sequence[int]]
+) -> tuple[Staged, list[Missed]]:
+    """Read a group of chunks from their store and stage them for their pages; on any thread.
+
+    Those that the store has not are named beside it. Raises StoreError where the storage fails.
     """
-    store = load.encoding.store
-    block = runner.staging.take()
-    short = load.tokens <= BLOCK_TOKENS
-    answer = store.get_many([load.key], out=block if short else None, on_missing="skip")
-    if load.key in answer.refused:
-        return Missed(load, _why(runner, load, answer.refused[load.key]))
-    filled = [block] if short else _cut(runner, answer.kv)
-    return _stage(runner, load, Found("store"), filled, pages)
+    store = group[0].encoding.store
+    short = sum(load.tokens for load in group) <= BLOCK_TOKENS
+    block = runner.staging.take() if short else None
+    answer = store.get_many([load.key for load in group], out=block, on_missing="skip")
+    missed = [
+        Missed(load, _why(runner, load, answer.refused[load.key]))
+        for load in group
+        if load.key in answer.refused
+    ]
+    there = [
+        (load, Found("store"), answer.offsets[load.key][0])
+        for load in group
+        if load.key in answer.offsets
+    ]
+    blocks = [] if not there else [block] if block is not None else _cut(runner, answer.kv)
+    return _stage(runner, there, blocks, pages), missed
 
 
 def _why(runner: ModelRunner, load: ChunkLoad, reason: Refused) -> Found:
@@ -167,7 +188,7 @@ def keep(
     missed: Missed,
     made: Encoded,
     runs: tuple[tuple[int, int], ...],
-    pages: Sequence[int],
+    pages: Mapping[str, Sequence[int]],
 ) -> Staged:
     """Store a chunk that was encoded, where its store takes it, and stage it; on any thread.
 
@@ -178,7 +199,7 @@ def keep(
     not_stored = load.encoding.offer(made)
     kv = as_stored(made.kv, load.encoding.store.layout)
     found = dataclasses.replace(missed.found, not_stored=not_stored, runs=runs)
-    return _stage(runner, load, found, _cut(runner, kv), pages)
+    return _stage(runner, [(load, found, 0)], _cut(runner, kv), pages)
 
 
 def _cut(runner: ModelRunner, kv: HostArray) -> list[HostArray]:
@@ -194,35 +215,47 @@ def _cut(runner: ModelRunner, kv: HostArray) -> list[HostArray]:
 
 def _stage(
     runner: ModelRunner,
-    load: ChunkLoad,
-    found: Found,
+    chunks: list[tuple[ChunkLoad, Found, int]],
     blocks: Sequence[HostArray],
-    pages: Sequence[int],
+    pages: Mapping[str, Sequence[int]],
 ) -> Staged:
     """Start the copies to the device and wait for them, so that who places it does not."""
+    on_device = [(block, to_device(block, runner.block_sharding)) for block in blocks]
     values = runner.cache.values
     if values is not None:
-        for start, block in zip(range(0, load.tokens, BLOCK_TOKENS), blocks, strict=True):
-            at = np.arange(start, min(start + BLOCK_TOKENS, load.tokens))
-            where = np.asarray(pages, np.int32)[at // PAGE]
-            values.put(where, at % PAGE, block[values.first_layer :, 1, : len(at)])
-    on_device = [(block, to_device(block, runner.block_sharding)) for block in blocks]
-    return Staged(load, found, [(block, arrived(kv)) for block, kv in on_device])
+        page, local = _targets(runner, chunks, len(blocks), pages)
+        for index, block in enumerate(blocks):
+            at = slice(index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS)
+            inside = np.flatnonzero(page[at] < runner.num_pages)
+            value = block[values.first_layer :, 1][:, inside]
+            values.put(page[at][inside], local[at][inside] % PAGE, value)
+    return Staged(chunks, [(block, arrived(kv)) for block, kv in on_device])
 
 
-def place(runner: ModelRunner, staged: Staged, pages: Sequence[int]) -> None:
-    """Write a chunk to its pages, block by block: one program, whatever its length."""
-    length, cache = staged.load.tokens, runner.cache
-    rope = runner.model.rope(length)
+def place(runner: ModelRunner, staged: Staged, pages: Mapping[str, Sequence[int]]) -> None:
+    """Write chunks to their pages, block by block: one program, whatever their lengths."""
+    page, local = _targets(runner, staged.chunks, len(staged.blocks), pages)
+    rope = runner.model.rope(int(local.max(initial=0)) + 1)
     for index, (block, kv) in enumerate(staged.blocks):
-        local = index * BLOCK_TOKENS + np.arange(BLOCK_TOKENS, dtype=np.int32)
-        page = np.full(BLOCK_TOKENS, cache.allocator.num_pages, np.int32)
-        inside = local < length
-        page[inside] = np.asarray(pages, np.int32)[local[inside] // PAGE]
-        placed = cache.run(
-            _place, runner.model.config, kv, page, np.minimum(local, length - 1), rope
-        )
+        at = slice(index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS)
+        placed = runner.cache.run(_place, runner.model.config, kv, page[at], local[at], rope)
         runner.staging.give(block, placed)
+
+
+def _targets(
+    runner: ModelRunner,
+    chunks: Sequence[tuple[ChunkLoad, Found, int]],
+    blocks: int,
+    pages: Mapping[str, Sequence[int]],
+) -> tuple[HostArray, HostArray]:
+    """Of every token of the blocks its page, beyond the last for none, and its place there."""
+    page = np.full(blocks * BLOCK_TOKENS, runner.num_pages, np.int32)
+    local = np.zeros(blocks * BLOCK_TOKENS, np.int32)
+    for load, _, start in chunks:
+        at = np.arange(load.tokens, dtype=np.int32)
+        page[start : start + load.tokens] = np.asarray(pages[load.key], np.int32)[at // PAGE]
+        local[start : start + load.tokens] = at
+    return page, local
 
 
 @functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("pool",))
