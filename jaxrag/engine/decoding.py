@@ -7,7 +7,7 @@ others.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -213,7 +213,7 @@ class Lane:
         )
         return new
 
-    def leave(self, rows: Sequence[int]) -> None:
+    def leave(self, rows: Iterable[int]) -> None:
         """Nobody has these rows any more; what is in flight still runs them."""
         gone = np.zeros(self.key.rows, bool)
         gone[list(rows)] = True

@@ -13,15 +13,16 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 from jaxrag.cache import PAGE
-from jaxrag.engine.admission import Entry, Need
-from jaxrag.engine.core import Core, EngineSettings
+from jaxrag.engine.admission import Entry
+from jaxrag.engine.core import Core
 from jaxrag.engine.decoding import lane_of
 from jaxrag.engine.live import Live
-from jaxrag.engine.mapping import plan_request
+from jaxrag.engine.mapping import most_pages, plan_request
 from jaxrag.engine.progress import Progress, Sink
 from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.engine.thread import Mailbox
+from jaxrag.engine.state import EngineSettings
+from jaxrag.engine.thread import Event, Mailbox, ask
 from jaxrag.errors import EngineError, RequestError
 from jaxrag.models.model import Model
 from jaxrag.store import MemoryStore
@@ -67,9 +68,7 @@ class Engine:
         self._making = threading.Lock()
         self._memory: MemoryStore | None = None
         self._core: Core | None = None
-        self._mail: Mailbox[Callable[[Core], None]] = Mailbox(
-            "jaxrag-engine", functools.partial(_serve, weakref.ref(self))
-        )
+        self._mail = Mailbox("jaxrag-engine", functools.partial(_serve, weakref.ref(self)))
 
     @property
     def memory(self) -> MemoryStore:
@@ -87,8 +86,13 @@ class Engine:
 
     def check_fits(self, request: Request) -> None:
         """RequestError for a request that the pool could not hold if it held nothing else."""
-        need = plan_request(self.runner.model, request, request.room).need(lambda key: False)
-        self._check_need(request, need)
+        pages, there = most_pages(request), self.runner.num_pages
+        if pages > there:
+            raise RequestError(
+                f"the prompt of {request.prompt.num_tokens} tokens and its answer need "
+                f"{pages * PAGE} tokens of cache, the pool has {there * PAGE}; raise cache_tokens "
+                "or use fewer chunks"
+            )
 
     def add(self, request: Request, sink: Sink) -> int:
         """Serve a request; ``sink`` is told of its progress. Returns its number.
@@ -102,9 +106,9 @@ class Engine:
         """As ``add``, for requests that come at one moment."""
         made = [self._live(request, sink) for request, sink in asked]
 
-        def event(core: Core) -> None:
+        def event() -> None:
             for live, entry in made:
-                core.submit(live, entry)
+                self._at_work.submit(live, entry)
 
         self._mail.post(event)
         return [live.number for live, _ in made]
@@ -112,30 +116,23 @@ class Engine:
     def abort(self, number: int) -> None:
         """Nothing more is wanted of a request; its client is told ``Cancelled``, if it still is."""
         with contextlib.suppress(RuntimeError):  # closed: there is nothing to abort
-            self._mail.post(lambda core: core.abort(number))
+            self._mail.post(lambda: self._at_work.abort(number))
 
     def stop(self, number: int) -> None:
         """No more tokens are wanted of a request; its outcome comes as if it had ended."""
-        self._mail.post(lambda core: core.stop(number))
+        self._mail.post(lambda: self._at_work.stop(number))
 
     def call[Result](self, job: Callable[[ModelRunner], Result]) -> Result:
         """Run a job that has the pool to itself, between two steps, and wait for its result."""
         if self._mail.mine():
             return job(self.runner)
         future: Future[Result] = Future()
-        self._mail.post(lambda core: core.queue(job, future))
+        self._mail.post(lambda: self._at_work.queue(job, future))
         return future.result()
 
     def forget(self) -> None:
         """Make the pool anew: chunks are mapped again when they are next asked for."""
-        future: Future[None] = Future()
-
-        def event(core: Core) -> None:
-            core.forget()
-            future.set_result(None)
-
-        self._mail.post(event)
-        future.result()
+        ask(self._mail.post, lambda: self._at_work.forget())
 
     def iterate(self, requests: Sequence[Request]) -> Iterator[Progress]:
         """Serve requests and iterate over their progress, in the order it comes.
@@ -184,10 +181,10 @@ class Engine:
         if request.room:
             rule.check_values(model.value_layers)
             rule.check_mesh(model.mesh)
+        self.check_fits(request)
         plan = plan_request(model, request, request.room)
         need = plan.need(lambda key: False)
-        self._check_need(request, need)
-        lane = lane_of(request, need.own + sum(need.chunks.values()))
+        lane = lane_of(request, need.pages)
         number, now = next(self._numbers), self._clock()
         prompt = request.prompt
         reused = sum(len(part.ids) for part in plan.parts if part.load is not None)
@@ -205,24 +202,20 @@ class Engine:
         )
         return Live(number, request, plan, lane, sink, now), entry
 
-    def _check_need(self, request: Request, need: Need) -> None:
-        pages, there = need.own + sum(need.chunks.values()), self.runner.num_pages
-        if pages > there:
-            raise RequestError(
-                f"the prompt of {request.prompt.num_tokens} tokens and its answer need "
-                f"{pages * PAGE} tokens of cache, the pool has {there * PAGE}; raise cache_tokens "
-                "or use fewer chunks"
-            )
-
-    def _work(self, events: list[Callable[[Core], None]]) -> None:
-        """Serve until nothing is left to do; on the engine's thread."""
+    @property
+    def _at_work(self) -> Core:
+        """What serves; for the engine's thread."""
         if self._core is None:
             self._core = Core(self.runner, self.settings, self._mail.post, self._clock)
-        core, mail = self._core, self._mail
+        return self._core
+
+    def _work(self, events: list[Event]) -> None:
+        """Serve until nothing is left to do; on the engine's thread."""
+        core, mail = self._at_work, self._mail
         while True:
             try:
                 for event in events:
-                    event(core)
+                    core.handle(event)
                 moved = core.run_once()
             except Exception as error:
                 _LOG.exception("the engine failed; everything that it served is told")
@@ -245,7 +238,7 @@ def _renumbered(progress: Progress, number: int) -> Progress:
     return Progress(number, progress.new, progress.finish_reason, progress.outcome, progress.error)
 
 
-def _serve(engine: "weakref.ref[Engine]", mail: Mailbox[Callable[[Core], None]]) -> None:
+def _serve(engine: "weakref.ref[Engine]", mail: Mailbox) -> None:
     """The engine's thread; while it waits with nothing to do, the engine may go."""
     while events := mail.first():
         served = engine()

@@ -215,6 +215,18 @@ def plan_request(model: Model, request: Request, reserve: int) -> RequestPlan:
     return RequestPlan(request, parts, reserve)
 
 
+def most_pages(request: Request) -> int:
+    """Pages that a request needs if nothing of it is in the pool; equal chunks share them."""
+    prompt, method = request.prompt, request.method
+    if _one_run(method):
+        return pages_for(prompt.num_tokens + request.room)
+    own = len(prompt.final) + method.room([len(chunk) for chunk in prompt.chunks]) + request.room
+    parts = [prompt.prefix, *prompt.chunks]
+    if method.encoder is not None and method.misses == "encode":
+        parts = [prompt.prefix, *{ids.tobytes(): ids for ids in prompt.chunks}.values()]
+    return pages_for(own) + sum(pages_for(len(ids)) for ids in parts)
+
+
 def _load(
     encoding: ChunkEncoding,
     encoder: str,

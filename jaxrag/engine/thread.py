@@ -5,16 +5,17 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+
+Event = Callable[[], None]  # called on the thread
 
 _LINGER = 0.2  # seconds that an idle thread waits for the next event before it ends
 _EXIT = 10.0  # seconds that the interpreter waits at exit for a step in flight
 
 
-class Mailbox[Event]:
+class Mailbox:
     """Events for one thread, from any. The thread lives while there is something to do."""
 
-    def __init__(self, name: str, serve: Callable[["Mailbox[Event]"], None]) -> None:
+    def __init__(self, name: str, serve: Callable[["Mailbox"], None]) -> None:
         """``serve(mailbox)`` is what the thread does, until ``first`` gives it nothing."""
         self._name, self._serve = name, serve
         self._changed = threading.Condition()
@@ -72,17 +73,24 @@ class Mailbox[Event]:
         return events
 
 
-def ask[Asked, Result](
-    post: Callable[[Callable[[Asked], None]], None], job: Callable[[Asked], Result]
-) -> Result:
+def result_of[Result](job: Callable[[], Result]) -> Result | BaseException:
+    """What a job returns, or what it raised."""
+    try:
+        return job()
+    except BaseException as error:
+        return error
+
+
+def ask[Result](post: Callable[[Callable[[], None]], None], job: Callable[[], Result]) -> Result:
     """Have a job done by the thread behind ``post``, and wait for its result or error."""
     future: Future[Result] = Future()
 
-    def event(asked: Any) -> None:
-        try:
-            future.set_result(job(asked))
-        except BaseException as error:
-            future.set_exception(error)
+    def event() -> None:
+        answer = result_of(job)
+        if isinstance(answer, BaseException):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
 
     post(event)
     return future.result()
