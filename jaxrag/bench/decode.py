@@ -192,13 +192,13 @@ def _generate(
     lane = Lane(runner, key)
     start = time.perf_counter()
     begun = start_decoding(runner, [mapped], rule, bank, key.room, numbers)
-    ids = [int(lane.join(0, request, mapped, logits, 0, begun))]  # it comes from prefill
+    ids = [int(lane.join(0, request, mapped, logits, 0, begun)[0])]  # it comes from prefill
     prepared = time.perf_counter() - start
     state = _live_bytes() - before
     seconds = []
     for _ in range(count):
         start = time.perf_counter()
-        ids.append(int(lane.step(1)[0, 0]))
+        ids.append(int(lane.step(1)[0][0, 0]))
         seconds.append(time.perf_counter() - start)
     account = Account()
     if host is not None:

@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -73,7 +73,7 @@ class Core:
         """The client wants no more tokens of a request, and its outcome."""
         live = self.state.live.get(number)
         if live is not None and live.first is not None:
-            self._finish(live, [], "stop")
+            self._finish(live, "stop")
         else:
             self.abort(number)
 
@@ -153,28 +153,36 @@ class Core:
 
     # Ends.
 
-    def _took(self, live: Live, ids: list[int]) -> None:
+    def _took(self, live: Live, ids: list[int], probability: list[float]) -> None:
         """Hand new tokens to the client."""
+        skip = max(len(live.tokens) - live.read, 0)  # told before it was begun again
         try:
             new, reason = live.take(ids)
         except EngineError as error:
             self._fail(live, error)
             return
+        told = probability[skip : skip + len(new)]
         self.state.scheduler.generated(live.number, len(new))
         if reason is not None:
-            self._finish(live, new, reason)
-        elif new and self._tell(live, Progress(live.number, new)):
-            self._finish(live, [], "stop")
+            self._finish(live, reason, new, told)
+        elif new and self._tell(live, Progress(live.number, new, told)):
+            self._finish(live, "stop")
 
-    def _finish(self, live: Live, new: list[int], reason: FinishReason) -> None:
+    def _finish(
+        self,
+        live: Live,
+        reason: FinishReason,
+        new: Sequence[int] = (),
+        probability: Sequence[float] = (),
+    ) -> None:
         """The answer is complete: its outcome, and everything it holds is given back."""
         outcome = self._outcome(live)
         self._end(live, "finished")
-        self._tell(live, Progress(live.number, new, reason, outcome))
+        self._tell(live, Progress(live.number, list(new), list(probability), reason, outcome))
 
     def _fail(self, live: Live, error: BaseException, why: Ending = "failed") -> None:
         self._end(live, why)
-        self._tell(live, Progress(live.number, [], error=error))
+        self._tell(live, Progress(live.number, error=error))
 
     def _tell(self, live: Live, progress: Progress) -> bool:
         """Tell the client; a client that fails ends its request, and no other."""

@@ -42,6 +42,8 @@ from jaxrag.types import HIDDEN, Array, HostArray, Step, on_host
 DENSE = Dense()
 FAILED = -1  # in the place of a token whose logits hold a NaN
 
+Drawn = tuple[Array, Array]  # tokens int32, and the logarithm of the probability of each, float32
+
 _FEWEST_ROOM = 64  # slots for generated tokens that a rule's state is made for; more in powers of 2
 
 
@@ -163,7 +165,7 @@ class Lane:
         logits: Array,
         which: int,
         decoding: Decoding | None,
-    ) -> Array:
+    ) -> Drawn:
         """Give a row to a request that is prefilled.
 
         Args:
@@ -174,7 +176,7 @@ class Lane:
           which: of these rows.
           decoding: of the request alone, by ``start``; None for a rule that leaves no key out.
 
-        Returns its first token [], FAILED where its logits hold a NaN.
+        Returns its first token, [] each, FAILED where its logits hold a NaN.
         """
         joining = self._joining(request, state)
         self._rows, first = _join(self._rows, np.int32(row), joining, logits, np.int32(which))
@@ -202,8 +204,8 @@ class Lane:
             self._decoding = _empty_decoding(decoding, self.key.rows)
         self._decoding = _put_decoding(self._decoding, np.int32(row), decoding)
 
-    def step(self, block: int) -> Array:
-        """Run every row by ``block`` tokens: int32 [R, block], to be read when it is ready."""
+    def step(self, block: int) -> Drawn:
+        """Run every row by ``block`` tokens: [R, block] each, to be read when they are ready."""
         runner, rule = self._runner, self.key.rule
         host = None if rule.searches is None else runner.host_search
         plan = Plan(block, rule, host, runner.cache.values)
@@ -301,26 +303,29 @@ def _carried(request: RequestState) -> list[Carried]:
 
 
 @jax.jit
-def sample_first(logits: Array, sampling: SamplingRows) -> Array:
+def sample_first(logits: Array, sampling: SamplingRows) -> Drawn:
     """The first tokens [B] after prefill, FAILED where the logits [B, V] hold a NaN."""
     return _sample(logits, sampling, jnp.zeros(logits.shape[0], jnp.int32))
 
 
-def _sample(logits: Array, settings: SamplingRows, token_index: Array) -> Array:
+def _sample(logits: Array, settings: SamplingRows, token_index: Array) -> Drawn:
     s = settings
     drawn = sample(logits, s.temperature, s.top_k, s.top_p, s.seeds, token_index)
-    return jnp.where(jnp.isnan(logits).any(-1), FAILED, drawn)
+    chosen = jnp.take_along_axis(logits, drawn[:, None], axis=-1)[:, 0]
+    probability = chosen - jax.nn.logsumexp(logits, axis=-1)  # NaN where any of the logits is
+    return jnp.where(jnp.isnan(probability), FAILED, drawn), probability
 
 
 @functools.partial(jax.jit, donate_argnames=("rows",))
 def _join(
     rows: LaneRows, row: Array, joining: LaneRows, logits: Array, which: Array
-) -> tuple[LaneRows, Array]:
+) -> tuple[LaneRows, Drawn]:
     """Put a request into its row, and sample its first token."""
     one = jax.tree.map(lambda x: jnp.asarray(x)[None], joining.sampling)
-    first = _sample(logits[which][None], one, jnp.zeros(1, jnp.int32))[0]
-    joining = joining.replace(ids=first)
-    return jax.tree.map(lambda all_, new: all_.at[row].set(new), rows, joining), first
+    first, probability = _sample(logits[which][None], one, jnp.zeros(1, jnp.int32))
+    joining = joining.replace(ids=first[0])
+    rows = jax.tree.map(lambda all_, new: all_.at[row].set(new), rows, joining)
+    return rows, (first[0], probability[0])
 
 
 @functools.partial(jax.jit, donate_argnames=("rows",))
@@ -363,14 +368,14 @@ def _put_decoding(decoding: Decoding, row: Array, one: Decoding) -> Decoding:
 @functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("pool", "rows", "decoding"))
 def _steps(
     pool: PagePool, rows: LaneRows, decoding: Decoding | None, decoder: Decoder, plan: Plan
-) -> tuple[PagePool, LaneRows, Decoding | None, Array]:
+) -> tuple[PagePool, LaneRows, Decoding | None, Drawn]:
     """Feed the newest tokens back and sample ``plan.block`` more of every row.
 
     A row that has run its last token is empty from then on. Returns pool, rows, what the rule
-    carries, and the new ids [R, block].
+    carries, and the new tokens, [R, block] each.
     """
 
-    def one(carry: tuple[Any, ...], _: None) -> tuple[Any, Array]:
+    def one(carry: tuple[Any, ...], _: None) -> tuple[Any, Drawn]:
         pool, rows, decoding = carry
         live = (rows.position >= 0) & (rows.position <= rows.last)
         position = jnp.where(live, rows.position, -1)
@@ -386,7 +391,7 @@ def _steps(
                 decoder, pool, rows.table, decoding, step, plan
             )
         logits = unembed(decoder.params, hidden[:, 0])
-        ids = _sample(logits, rows.sampling, rows.index + 1)
+        ids, probability = _sample(logits, rows.sampling, rows.index + 1)
         rows = rows.replace(
             table=table,
             ids=ids,
@@ -394,10 +399,10 @@ def _steps(
             slot=rows.slot + live,
             index=rows.index + 1,
         )
-        return (pool, rows, decoding), ids
+        return (pool, rows, decoding), (ids, probability)
 
-    (pool, rows, decoding), new = lax.scan(one, (pool, rows, decoding), length=plan.block)
-    return pool, rows, decoding, new.T
+    carry, (ids, probability) = lax.scan(one, (pool, rows, decoding), length=plan.block)
+    return (*carry, (ids.T, probability.T))
 
 
 def run_by_rule(

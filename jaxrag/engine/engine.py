@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
@@ -148,7 +149,7 @@ class Engine:
                 progress = news.get()
                 if progress.last:
                     left.discard(progress.number)
-                yield _renumbered(progress, place[progress.number])
+                yield dataclasses.replace(progress, number=place[progress.number])
         finally:
             for number in left:
                 self.abort(number)
@@ -232,10 +233,6 @@ class Engine:
                     return
             else:
                 events = mail.next(0.0 if moved else core.patience())
-
-
-def _renumbered(progress: Progress, number: int) -> Progress:
-    return Progress(number, progress.new, progress.finish_reason, progress.outcome, progress.error)
 
 
 def _serve(engine: "weakref.ref[Engine]", mail: Mailbox) -> None:

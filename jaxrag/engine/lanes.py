@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxrag.decode import Decoding
-from jaxrag.engine.decoding import Lane, LaneKey, SamplingRows, sample_first
+from jaxrag.engine.decoding import Drawn, Lane, LaneKey, SamplingRows, sample_first
 from jaxrag.engine.live import Live, Swapped
 from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.request import DECODE_BLOCK
@@ -19,9 +19,9 @@ from jaxrag.types import Array
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Ticket:
-    """A step in flight: new ids [R, block], and who is to have how many of which row."""
+    """A step in flight: new tokens [R, block], and who is to have how many of which row."""
 
-    new: Array
+    new: Drawn
     rows: list[tuple[int, Live, int, int]]  # row, request, its run, tokens
 
 
@@ -31,7 +31,7 @@ class Lanes:
     def __init__(
         self,
         state: State,
-        took: Callable[[Live, list[int]], None],
+        took: Callable[[Live, list[int], list[float]], None],
         release: Callable[[Live], None],
     ) -> None:
         """``took`` gets new tokens; ``release`` a request that ended, once nothing runs it."""
@@ -39,7 +39,7 @@ class Lanes:
         self._lanes: dict[LaneKey, Lane] = {}
         self._rows: dict[LaneKey, list[Live | None]] = {}
         self._left: dict[LaneKey, set[int]] = defaultdict(set)  # rows that still run for nobody
-        self._first: list[tuple[Live, int, Array]] = []  # sampled tokens that were not read
+        self._first: list[tuple[Live, int, Drawn]] = []  # sampled tokens that were not read
         self._flying: list[_Ticket] = []
 
     @property
@@ -131,7 +131,7 @@ class Lanes:
 
         Rows that ended in one would idle through the next, and nobody could join.
         """
-        if any(ticket.new.shape[1] > 1 for ticket in self._flying):
+        if any(ticket.new[0].shape[1] > 1 for ticket in self._flying):
             self.deliver()
 
     def deliver(self) -> None:
@@ -141,16 +141,16 @@ class Lanes:
             if live.ended or run != live.run:
                 continue
             try:
-                token = int(np.asarray(first).reshape(()))
+                token, chance = (np.asarray(x).reshape(-1).tolist() for x in first)
             except Exception as error:
                 raise Broken(error, [live]) from error
             if live.first is None:
                 live.first = self._state.clock()
-            self._took(live, [token])
+            self._took(live, token, chance)
         tickets, self._flying = self._flying, []
         for ticket in tickets:
             try:
-                ids = np.asarray(ticket.new)
+                ids, probability = (np.asarray(x) for x in ticket.new)
             except Exception as error:
                 raise Broken(error, [live for _, live, _, _ in ticket.rows]) from error
             for row, live, run, count in ticket.rows:
@@ -158,7 +158,8 @@ class Lanes:
                     continue
                 live.flying -= 1
                 if not live.ended:
-                    self._took(live, ids[row, :count].tolist())
+                    here = (row, slice(count))
+                    self._took(live, ids[here].tolist(), probability[here].tolist())
                 elif not live.flying:
                     self._release(live)
 

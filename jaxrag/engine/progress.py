@@ -50,6 +50,7 @@ class Progress:
     Attributes:
       number: as ``Engine.add`` returned it.
       new: token ids since the last time, without the one that ended the answer.
+      logprobs: of each the logarithm of its probability, before temperature, top-k and top-p.
       finish_reason: "stop" after a token of ``eos_ids`` or ``Engine.stop``, "length" at the bound;
         None while it goes on, and where it failed.
       outcome: with the finish reason.
@@ -57,7 +58,8 @@ class Progress:
     """
 
     number: int
-    new: list[int]
+    new: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
     outcome: Outcome | None = None
     error: BaseException | None = None

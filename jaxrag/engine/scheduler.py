@@ -66,10 +66,12 @@ class Scheduler:
 
     Attributes:
       ended: how many requests ended in which way.
+      preempted: how often one was set aside for another.
     """
 
     def __init__(self, allocator: PageAllocator, settings: SchedulerSettings | None = None) -> None:
         self.ended = Counter[Ending]()
+        self.preempted = 0
         self._allocator = allocator
         self._settings = settings or SchedulerSettings()
         self._queue = Queue(self._settings)
@@ -236,6 +238,7 @@ class Scheduler:
         chosen += self._for_pages(leaving + chosen, now)
         for entry in chosen:
             entry.preemptions += 1
+            self.preempted += 1
             self._move(entry, Status.SWAPPING)
         return [entry.number for entry in chosen]
 
