@@ -6,7 +6,7 @@ import time
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -374,6 +374,20 @@ def test_pages_of_a_chunk_count_when_its_last_user_goes():
         assert sorted(found.victims(0.0)) == victims
 
 
+def test_what_is_swapped_out_is_for_nobody_else():
+    """The first victim does not take its pages back while the second is still being copied."""
+    held = [entry(n, own=3, priority=1, rows=3) for n in (0, 1, 2)]
+    found = scheduler_of(9, *held, classes=2)
+    decoding(found, 0, 1, 2)
+    found.submit(entry(3, own=5, lane="flat"), 0.0)
+    found.admit(0.0)
+    assert found.victims(0.0) == [2, 1]  # of equals, who was admitted last
+    found.swapped(2)
+    assert found.admit(0.0) == [] and found.victims(0.0) == []
+    found.swapped(1)
+    assert numbers(found.admit(0.0)) == [3]
+
+
 def test_a_better_class_takes_a_row():
     found = scheduler_of(20, *(entry(n, own=2 - n, priority=1) for n in (0, 1)), classes=2)
     decoding(found, 0, 1)
@@ -589,6 +603,7 @@ class Serving(RuleBasedStateMachine):
             assert self.orders.setdefault(it.number, found.order) == found.order
         for number in set(self.scheduler.outgrown()) - self.outgrown:
             self.outgrown.add(number)
+            self.firsts.pop(number, None)
             found = self.scheduler.live[number]
             assert found.need(self.allocator.chunks.__contains__).pages > PAGES
         for found in self.scheduler.live.values():
@@ -759,7 +774,7 @@ class Serving(RuleBasedStateMachine):
             before = self.standing()
             for act in do:
                 act()
-                self.books_agree()
+            self.books_agree()
             if self.standing() == before:  # those who run go on to their end
                 self.finish()
             assert self.standing() != before, f"stuck: {dict(self.scheduler.counts)}"
@@ -774,8 +789,9 @@ def test_any_order_of_events():
     run_state_machine_as_test(
         Serving,
         settings=settings(
-            max_examples=80,
-            stateful_step_count=50,
+            max_examples=50,
+            stateful_step_count=40,
+            phases=[Phase.generate],  # making a failure smaller takes minutes: add it by hand
             suppress_health_check=list(HealthCheck),
         ),
     )
