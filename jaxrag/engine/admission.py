@@ -211,6 +211,7 @@ class Queue:
                 del row.tenants[tenant]
         else:
             row.returned.remove(entry)
+        entry.blocked, entry.bypassed = None, 0
         if row.head is entry:
             row.head = None
         self.tokens -= entry.tokens
@@ -250,7 +251,9 @@ class Queue:
 
         Behind it: the first of every tenant, the least served first, then the second of every one.
         """
-        yield from row.returned[: self._settings.max_bypass + 1]
+        for place, entry in enumerate(row.returned):
+            if place <= self._settings.max_bypass or entry.blocked is not None:
+                yield entry
         tenants = row.tenants
         if not tenants:
             return

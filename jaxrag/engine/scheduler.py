@@ -317,12 +317,14 @@ class Scheduler:
         for entry in live:
             lane, status = self._lanes[entry.lane], entry.status
             assert entry.missing == {it for it in entry.held if not allocator.chunks[it].ready}
-            assert all(entry.number in self._subscribers[key] for key in entry.missing)
             assert bool(entry.missing) == (status is Status.LOADING)
             assert status not in QUEUED or not (entry.own or entry.held)
             assert (entry in lane.ready) == (status is Status.READY)
             assert (entry.row is not None) == (status in RUNNING and lane.rows is not None)
             assert entry.row is None or lane.held[entry.row] is entry
+        missing = {(key, entry.number) for entry in live for key in entry.missing}
+        assert missing == {(key, n) for key, those in self._subscribers.items() for n in those}
+        assert all(self._subscribers.values())
         assert set(self._lanes) == {entry.lane for entry in live}
         for name, lane in self._lanes.items():
             members = [entry for entry in live if entry.lane == name]
@@ -369,7 +371,6 @@ class Scheduler:
         entry.missing = {key for key in entry.held if not allocator.chunks[key].ready}
         for key in entry.missing:
             self._subscribers.setdefault(key, {})[entry.number] = entry
-        entry.blocked, entry.bypassed = None, 0
         if entry.order is None:
             entry.order = self._admissions
             self._admissions += 1
