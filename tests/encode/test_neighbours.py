@@ -216,7 +216,7 @@ def test_the_pool_takes_chunks_behind_their_neighbours_from_the_store(rng, model
     # (tokens that ran, keys that the last of them saw): both chunks, and the own KV of both.
     assert sorted(first.runs) == [(15, 4 + 15)] * 3 + [(20, 4 + 30 + 20)]
     release(engine_of(model).runner, first)
-    engine_of(model).runner.forget_cache()
+    engine_of(model).forget()
     again = load_chunks(
         engine_of(model).runner,
         engine_of(model).memory,
