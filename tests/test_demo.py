@@ -77,7 +77,7 @@ def test_something_encoded_at_question_time_is_a_failure(
 
     def lose_the_store(kb, rows, k):
         kb.store.delete([key for d in kb.documents() for key in kb._catalog.keys(d.id)["isolated"]])
-        engine_of(kb.model).runner.forget_cache()
+        engine_of(kb.model).forget()
         return ask(kb, rows, k)
 
     monkeypatch.setattr(demo, "_ask", lose_the_store)

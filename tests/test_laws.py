@@ -9,10 +9,10 @@ import pytest
 from jaxrag.cache import PAGE
 from jaxrag.encode import chunk_key, encode_chunks
 from jaxrag.engine import decoding as answer
+from jaxrag.engine import loader as load
 from jaxrag.engine import prefill
-from jaxrag.engine.engine import engine_of
-from jaxrag.engine.loader import load_chunks, release
 from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.errors import ConfigError, RequestError
 from jaxrag.methods import METHODS, Method
@@ -53,14 +53,30 @@ def a_prompt(rng, prefix=5, chunks=(37, 20, 1, 16), final=9):
 def online_logits(model, method, prompt):
     """Logits of the last token through pool and page tables."""
     method = METHODS[method] if isinstance(method, str) else method
-    mapped = map_request(
-        engine_of(model).runner, Request(prompt, engine_of(model).memory, method, 1), 0
-    )
-    try:
-        logits, _ = prefill.prefill(engine_of(model).runner, [mapped])
-        return np.asarray(logits[0])
-    finally:
-        unmap(engine_of(model).runner, mapped)
+    (logits,), _, _ = prefilled(model, method, [prompt])
+    return logits
+
+
+def prefilled(model, method, prompts):
+    """Logits of the last tokens of a batch [B, V], where its parts lie, and what its table shows.
+
+    The last is how many slots of every row, those of padding too.
+    """
+    requests = [Request(prompt, engine_of(model).memory, method, 1) for prompt in prompts]
+
+    def run(runner):
+        mapped = []
+        try:
+            for request in requests:
+                mapped.append(map_request(runner, request, 0))
+            logits, table = prefill.prefill(runner, mapped)
+            shown = np.asarray(table.slot_position != HIDDEN).sum(1).tolist()
+            return np.asarray(logits)[: len(mapped)], mapped, shown
+        finally:
+            for part in mapped:
+                unmap(runner, part)
+
+    return engine_of(model).call(run)
 
 
 def packed_logits(model, prompt, scheme, prefix_visible=False, full=False):
@@ -153,16 +169,9 @@ def test_law_5_one_copy_serves_two_places(rng, model_of):
     empty = shared[:0]
     first = Prompt(empty, (shared, other), one)
     second = Prompt(empty, (other, other, shared), two)
-    method = METHODS["turborag"]
-    mapped = [
-        map_request(engine_of(model).runner, Request(p, engine_of(model).memory, method, 1), 0)
-        for p in (first, second)
-    ]
-    pages = [set(m.loaded[0].residents[at].pages) for m, at in zip(mapped, (0, 2), strict=True)]
+    together, mapped, _ = prefilled(model, METHODS["turborag"], [first, second])
+    pages = [set(m.parts[1 + at].resident.pages) for m, at in zip(mapped, (0, 2), strict=True)]
     assert pages[0] == pages[1]
-    together, _ = prefill.prefill(engine_of(model).runner, mapped)
-    for part in mapped:
-        unmap(engine_of(model).runner, part)
     for row, prompt in enumerate((first, second)):
         expected = packed_logits(model, prompt, "reordered")
         np.testing.assert_allclose(together[row], expected, **CLOSE)
@@ -280,9 +289,7 @@ def test_a_new_length_does_not_recompile(rng, model_of):
             generate(question, documents=documents, model=model, method=method,
                      max_new_tokens=new_tokens)  # fmt: skip
 
-    from jaxrag.engine import loader as load
-
-    compiled = (prefill._prefill_piece, answer._decode_block, answer._sample, load._place)
+    compiled = (prefill._prefill_piece, answer._join, answer._steps, load._place)
     ask(30, documents, 9)
     before = [function._cache_size() for function in compiled]
     for question_length, lengths, new_tokens in ((25, (98, 91, 77), 12), (17, (90, 90, 90), 3)):
@@ -296,19 +303,11 @@ def test_a_prompt_in_pieces_equals_one_forward(rng, model_of, monkeypatch, famil
     monkeypatch.setattr(prefill, "PREFILL_TOKENS", 64)
     model = model_of(family)
     prompts = [a_prompt(rng, final=n) for n in (9, 150, 60)]
-    method = METHODS["full_attention"]
-    mapped = [
-        map_request(engine_of(model).runner, Request(prompt, engine_of(model).memory, method, 1), 0)
-        for prompt in prompts
-    ]
-    logits, table = prefill.prefill(engine_of(model).runner, mapped)
-    for part in mapped:
-        unmap(engine_of(model).runner, part)
+    logits, _, shown = prefilled(model, METHODS["full_attention"], prompts)
     for row, prompt in enumerate(prompts):
         expected = packed_logits(model, prompt, "reordered", full=True)
         np.testing.assert_allclose(logits[row], expected, **CLOSE)
-    shown = np.asarray(table.slot_position != HIDDEN).sum(1)
-    assert shown.tolist() == [*(prompt.num_tokens for prompt in prompts), 0]
+    assert shown == [*(prompt.num_tokens for prompt in prompts), 0]
 
 
 def test_pieces_of_a_long_prompt_are_few_shapes():
@@ -329,27 +328,29 @@ def test_pieces_of_a_long_prompt_are_few_shapes():
 
 
 def test_pool_evicts_unused_chunks_and_refuses_what_cannot_fit(rng, tiny_config):
-    model = random_model(tiny_config(num_layers=2), cache_tokens=8 * PAGE)
-    one, two, three = ids(rng, 3 * PAGE, 3 * PAGE, 3 * PAGE)
-    empty = one[:0]
-    held = load_chunks(
-        engine_of(model).runner, engine_of(model).memory, "isolated", empty, [one, two]
-    )
-    with pytest.raises(RequestError, match="raise cache_tokens"):
-        load_chunks(engine_of(model).runner, engine_of(model).memory, "isolated", empty, [three])
-    assert engine_of(model).runner.cache.allocator.num_free == 2
-    release(engine_of(model).runner, held)
-    again = load_chunks(
-        engine_of(model).runner, engine_of(model).memory, "isolated", empty, [three]
-    )
-    key = chunk_key(model.fingerprint, model, "isolated", empty, one)
-    assert (
-        key not in engine_of(model).runner.cache.allocator
-    )  # the least recently used left, the store keeps it
-    release(engine_of(model).runner, again)
-    back = load_chunks(engine_of(model).runner, engine_of(model).memory, "isolated", empty, [one])
-    assert back.encoded == [False] and back.notes == []
-    release(engine_of(model).runner, back)
+    model = random_model(tiny_config(num_layers=2), cache_tokens=9 * PAGE)
+    one, two, three, final = ids(rng, 3 * PAGE, 3 * PAGE, 3 * PAGE, 1)
+    store = engine_of(model).memory
+
+    def asked(*chunks):
+        return Request(Prompt(final[:0], chunks, final), store, METHODS["turborag"], 1)
+
+    def fill_and_evict(runner):
+        allocator = runner.cache.allocator
+        held = map_request(runner, asked(one, two), 0)
+        with pytest.raises(RequestError, match="raise cache_tokens"):
+            map_request(runner, asked(three), 0)
+        assert allocator.num_free == 2
+        unmap(runner, held)
+        again = map_request(runner, asked(three), 0)
+        key = chunk_key(model.fingerprint, model, "isolated", final[:0], one)
+        assert key not in allocator  # the least recently used left, the store keeps it
+        unmap(runner, again)
+        back = map_request(runner, asked(one), 0)
+        assert back.parts[1].found.how == "store"
+        unmap(runner, back)
+
+    engine_of(model).call(fill_and_evict)
 
 
 def test_refused_combinations():

@@ -87,8 +87,8 @@ def outcome_of(
     per_token: float,
 ) -> Outcome:
     """The account of a request that is done; seconds as in ``Outcome``."""
-    notes = [] if searched is None else searched.notes
-    rule = request.method.decode.name
+    rule = request.method.decode
+    searched = searched or Account()  # the first token needs no index
     return Outcome(
         wait_seconds=wait,
         load_seconds=load,
@@ -96,8 +96,11 @@ def outcome_of(
         per_token=per_token,
         flops=_flops(model, request, state),
         reuse=account(request.method, state, request.encoders),
-        indexes={} if searched is None else {n: getattr(searched, n) for n in INDEX_COUNTS},
-        notes=[*notes_on_missed(state), *(f"decode rule {rule!r}: {note}" for note in notes)],
+        indexes={} if rule.searches is None else {n: getattr(searched, n) for n in INDEX_COUNTS},
+        notes=[
+            *notes_on_missed(state),
+            *(f"decode rule {rule.name!r}: {note}" for note in searched.notes),
+        ],
     )
 
 

@@ -8,15 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrag.cache import table_width
 from jaxrag.engine import decoding as answer
 from jaxrag.engine import prefill
-from jaxrag.engine.engine import engine_of
 from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.engine.sampling import SamplingParams
 from jaxrag.methods import METHODS
 from jaxrag.models.decoder import unembed
 from jaxrag.models.model import random_model
+from jaxrag.shapes import bucket
 from jaxrag.types import Step
 
 
@@ -86,51 +87,67 @@ _ACCOUNTS = []
 
 
 def _decoded(model, method, prompts, rule, steps=12, block=4):
-    """Token ids [B, steps] of greedy decoding after prefill by ``method``."""
+    """Token ids [B, steps] of greedy decoding in a lane, each prompt prefilled by ``method``."""
     method = dataclasses.replace(METHODS[method], decode=rule)
-    runner = engine_of(model).runner
-    mapped = [
-        map_request(runner, Request(p, engine_of(model).memory, method, 1), steps) for p in prompts
-    ]
-    host, numbers = admitted(model, rule, len(prompts))
+    store = engine_of(model).memory
+    requests = [Request(p, store, method, steps, rows=len(prompts)) for p in prompts]
+    return engine_of(model).call(lambda runner: _in_a_lane(runner, requests, steps, block))
+
+
+def _in_a_lane(runner, requests, steps, block):
+    """As the engine does it: every request is prefilled, joins a row, and all rows step."""
+    rule = requests[0].method.decode
+    mapped = []
+    host, numbers = admitted(runner, rule, len(requests))
     try:
-        prefilled = prefill.prefill_observed(runner, mapped, rule.observe)
-        rows = answer.SamplingRows.of([SamplingParams()] * len(prompts), prefilled.logits.shape[0])
-        blocks = answer.decode(runner, mapped, prefilled, rows, block, rule, numbers=numbers)
-        out = [next(blocks)]
+        for request in requests:
+            mapped.append(map_request(runner, request, request.room))
+        width = max(table_width(part.table) for part in mapped)
+        lane = answer.Lane(runner, answer.lane_of(requests[0], width))
+        out = []
+        for row, (request, part) in enumerate(zip(requests, mapped, strict=True)):
+            logits, _, bank = prefill.prefill_observed(runner, [part], rule.observe)
+            decoding = answer.start_decoding(
+                runner, [part], rule, bank, lane.key.room, numbers[row : row + 1]
+            )
+            out.append(lane.join(row, request, part, logits, 0, decoding))
+        out = [np.asarray(out)[:, None]]
         while sum(part.shape[1] for part in out) < steps:
-            out.append(next(blocks))
-        return np.concatenate(out, axis=1)[: len(prompts), :steps]
+            out.append(np.asarray(lane.step(block)))
+        return np.concatenate(out, axis=1)[:, :steps]
     finally:
         if host is not None:
             host.release(numbers)
         for part in mapped:
-            unmap(engine_of(model).runner, part)
+            unmap(runner, part)
 
 
-def admitted(model, rule, count):
+def admitted(runner, rule, count):
     """Where the rule searches, and numbers for so many requests; (None, ()) where it does not."""
     if rule.searches is None:
         return None, ()
-    host = engine_of(model).runner.host_search
+    host = runner.host_search
     return host, [host.admit() for _ in range(count)]
 
 
 def _next_logits(model, method, prompts, rule, given):
     """Logits [B, n, V] after each of the ``given`` [B, n] tokens, decoded one at a time."""
     method = dataclasses.replace(METHODS[method], decode=rule)
-    mapped = [
-        map_request(
-            engine_of(model).runner, Request(p, engine_of(model).memory, method, 1), given.shape[1]
-        )
-        for p in prompts
-    ]
-    try:
-        _, table, bank = prefill.prefill_observed(engine_of(model).runner, mapped, rule.observe)
-        return _rule_logits(model, mapped, table, rule, bank, np.asarray(given))
-    finally:
-        for part in mapped:
-            unmap(engine_of(model).runner, part)
+    requests = [Request(p, engine_of(model).memory, method, 1) for p in prompts]
+    given = np.asarray(given)
+
+    def logits(runner):
+        mapped = []
+        try:
+            for request in requests:
+                mapped.append(map_request(runner, request, given.shape[1]))
+            _, table, bank = prefill.prefill_observed(runner, mapped, rule.observe)
+            return _rule_logits(model, mapped, table, rule, bank, given)
+        finally:
+            for part in mapped:
+                unmap(runner, part)
+
+    return engine_of(model).call(logits)
 
 
 def _rule_logits(model, mapped, table, rule, bank, given):
@@ -141,8 +158,9 @@ def _rule_logits(model, mapped, table, rule, bank, given):
     position[: len(mapped)] = [m.next_position for m in mapped]
     slot[: len(mapped)] = [m.next_slot for m in mapped]
     runner = engine_of(model).runner
-    host, numbers = admitted(model, rule, len(mapped))
-    decoding = answer.start_decoding(runner, mapped, table, rule, bank, numbers=numbers)
+    host, numbers = admitted(runner, rule, len(mapped))
+    room = bucket(max(m.table.num_slots - m.next_slot for m in mapped))
+    decoding = answer.start_decoding(runner, mapped, rule, bank, room, numbers)
     decoder = model.decoder(table.slot_position.shape[1])
     plan = answer.Plan(1, rule, host, runner.cache.values)
     out = []

@@ -184,7 +184,9 @@ def test_another_length_does_not_recompile(ids, model_of):
 
     compiled = (
         prefill._prefill_piece,
-        answer._decode_block,
+        answer._join,
+        answer._put_decoding,
+        answer._steps,
         rule_module.prepare_layers,
         retrieval._keys,
     )

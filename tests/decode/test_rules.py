@@ -1,6 +1,7 @@
 """Names, settings, presets, and everything a rule refuses, in one line."""
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,13 +24,11 @@ from jaxrag.decode import (
     TopN,
     rule_from,
 )
-from jaxrag.engine import decoding as answer
-from jaxrag.engine import engine
+from jaxrag.engine import prefill
 from jaxrag.engine.engine import engine_of
-from jaxrag.errors import ConfigError, RequestError
+from jaxrag.errors import ConfigError, EngineError, RequestError
 from jaxrag.methods import METHODS, Method, method_named
 from jaxrag.models.model import random_model
-from jaxrag.serve import generate as generation
 from jaxrag.serve.generate import generate
 from jaxrag.sharding import make_mesh
 
@@ -170,15 +169,14 @@ def test_streams_side_by_side_have_accounts_of_their_own(model_of, ids):
     asked = [(ids(7)[0], list(ids(40))), (ids(9)[0], list(ids(90, 30)))]
     alone = [generate(q, documents=d, **options) for q, d in asked]
     streams = [generate(q, documents=d, stream=True, **options) for q, d in asked]
-    *_, last = zip(*(stream._pieces for stream in streams), strict=True)
-    for (result,), expected in zip(last, alone, strict=True):
+    list(itertools.zip_longest(*streams))  # in turn
+    for result, expected in zip([stream.result for stream in streams], alone, strict=True):
         assert result.indexes == expected.indexes
         assert result.notes == expected.notes[-1:]  # the chunks are stored by now
         assert result.token_ids == expected.token_ids
     assert 0 < alone[0].indexes["keys"] < alone[1].indexes["keys"]
-    assert not engine_of(
-        model
-    ).runner.host_search._requests  # nothing is held of requests that are done
+    held = engine_of(model).call(lambda runner: dict(runner.host_search._requests))
+    assert not held  # of requests that are done
 
 
 def test_requests_are_accounted_for_by_number():
@@ -233,21 +231,21 @@ def test_a_rule_is_a_class_and_one_line(model_of, ids, monkeypatch):
 def test_one_token_needs_no_rule(model_of, ids, monkeypatch):
     """The first token comes from prefill: nothing is prepared, no query is kept."""
     kept = []
-    observed = engine.prefill_observed
+    begin = prefill.Prefill.__init__
 
-    def watched(model, requests, observe):
+    def watched(self, runner, requests, observe):
         kept.append(observe)
-        return observed(model, requests, observe)
+        begin(self, runner, requests, observe)
 
     def never(*arguments):
         raise AssertionError("a rule was prepared")
 
-    monkeypatch.setattr(engine, "prefill_observed", watched)
-    monkeypatch.setattr(answer, "start_decoding", never)
+    monkeypatch.setattr(prefill.Prefill, "__init__", watched)
+    monkeypatch.setattr(Retrieval, "begin", never)
     options = {"documents": list(ids(30)), "model": model_of(), "method": "turborag"}
     rule = Retrieval(k=4, sink=4, recent=8)
-    out = generation.generate(ids(5)[0], decode=rule, max_new_tokens=1, **options)
+    out = generate(ids(5)[0], decode=rule, max_new_tokens=1, **options)
     assert len(out.token_ids) == 1 and out.finish_reason == "length" and kept == [None]
     assert out.indexes == {"keys": 0, "stored": 0, "trained": 0}
-    with pytest.raises(AssertionError, match="was prepared"):
-        generation.generate(ids(5)[0], decode=rule, max_new_tokens=2, **options)
+    with pytest.raises(EngineError, match="AssertionError: a rule was prepared"):
+        generate(ids(5)[0], decode=rule, max_new_tokens=2, **options)

@@ -93,7 +93,7 @@ def test_without_a_stored_index_one_is_trained(model, prompt, given, next_logits
     assert accounts[-1].trained == model.config.num_layers * model.config.num_kv_heads
     put_again = dataclasses.replace(RULE, stored=False)
     engine_of(model).memory.delete(list(engine_of(model).memory.keys()))
-    engine_of(model).runner.forget_cache()
+    engine_of(model).forget()
     put(model, prompt)
     for rule in (put_again, Ivf(k=6, sink=4, recent=30)):
         next_logits(model, "turborag", [prompt], rule, given)

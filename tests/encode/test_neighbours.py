@@ -15,9 +15,11 @@ from jaxrag.encode import (
     provenance,
 )
 from jaxrag.encode import neighbours as behind
+from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.loader import load_chunks, release
+from jaxrag.engine.request import Prompt, Request
 from jaxrag.errors import RequestError
+from jaxrag.methods import Method
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import random_model
 from jaxrag.models.rope import place
@@ -204,27 +206,25 @@ def test_chunks_of_one_bucket_compile_one_program(rng, model_of):
 def test_the_pool_takes_chunks_behind_their_neighbours_from_the_store(rng, model_of):
     model = model_of("glm")
     prefix, one, two, chunk = ids(rng, 4, 15, 15, 20)
-    first = load_chunks(
-        engine_of(model).runner,
-        engine_of(model).memory,
-        "neighbours",
-        prefix,
-        [chunk, one],
-        [[one, two], []],
-    )
-    assert first.encoded == [True, True]
+
+    def found(chunks, neighbours):
+        """Where the KV of each chunk came from."""
+        prompt = Prompt(prefix, chunks, one[:1], neighbours)
+        request = Request(prompt, engine_of(model).memory, Method("tried", "neighbours"), 1)
+
+        def look(runner):
+            mapped = map_request(runner, request, 0)
+            unmap(runner, mapped)
+            return [part.found for part in mapped.parts[1:]]
+
+        return engine_of(model).call(look)
+
+    first = found((chunk, one), ((one, two), ()))
+    assert [it.how for it in first] == ["encoded", "encoded"]
     # (tokens that ran, keys that the last of them saw): both chunks, and the own KV of both.
-    assert sorted(first.runs) == [(15, 4 + 15)] * 3 + [(20, 4 + 30 + 20)]
-    release(engine_of(model).runner, first)
-    engine_of(model).runner.forget_cache()
-    again = load_chunks(
-        engine_of(model).runner,
-        engine_of(model).memory,
-        "neighbours",
-        prefix,
-        [chunk, chunk],
-        [[one, two], [two]],
-    )
-    assert again.encoded == [False, True]
-    assert again.runs == [(20, 4 + 15 + 20)]
-    release(engine_of(model).runner, again)
+    assert sorted(first[0].runs) == [(15, 4 + 15)] * 2 + [(20, 4 + 30 + 20)]
+    assert first[1].runs == ((15, 4 + 15),)
+    engine_of(model).forget()
+    again = found((chunk, chunk), ((one, two), (two,)))
+    assert [it.how for it in again] == ["store", "encoded"]
+    assert again[1].runs == ((20, 4 + 15 + 20),)

@@ -1,4 +1,4 @@
-"""Chunks read in many windows through two staging buffers land where one window puts them."""
+"""Chunks read alone, in groups and in parts land where one that is encoded on the way is put."""
 
 import ast
 import dataclasses
@@ -9,46 +9,61 @@ import pytest
 
 import jaxrag
 from jaxrag.engine import loader as load
+from jaxrag.engine import runner as running
+from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.loader import load_chunks, release
+from jaxrag.engine.mapping import plan_request
+from jaxrag.engine.request import Prompt, Request
+from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
 
 
-def stored_pages(model, loaded):
-    """K and V of every chunk's pages, [L, M, page, K, H] each."""
-    pool = engine_of(model).runner.cache.pool
-    layers = model.config.num_layers
-    k, v = (np.asarray(x).reshape(layers, -1, *x.shape[1:]) for x in (pool.k, pool.v))
-    return [(k[:, list(r.pages)], v[:, list(r.pages)], r.tokens) for r in loaded.residents]
+def brought_in(model, request):
+    """How each chunk comes into the pool."""
+    (*_, last) = engine_of(model).iterate([request])
+    assert last.finish_reason == "length"
+    return [(row.how, row.where) for row in last.outcome.reuse if row.part != "prefix"]
 
 
-def test_many_windows_give_what_one_gives(tiny_config, rng, monkeypatch):
+def stored_pages(model, request):
+    """K and V of every chunk's tokens, [L, T, K, H] each, of chunks that are in the pool."""
+
+    def look(runner):
+        mapped = map_request(runner, request, 0)
+        layers, found = model.config.num_layers, []
+        for part in mapped.parts[1:]:
+            assert part.found.how == "pool"
+            pages = list(part.resident.pages)
+            for x in (runner.cache.pool.k, runner.cache.pool.v):
+                kv = np.asarray(x).reshape(layers, -1, *x.shape[1:])[:, pages]
+                found.append(kv.reshape(layers, -1, *kv.shape[3:])[:, : len(part.ids)])
+        unmap(runner, mapped)
+        return found
+
+    return engine_of(model).call(look)
+
+
+def test_however_chunks_are_read_they_land_alike(tiny_config, rng, monkeypatch):
     model = random_model(tiny_config(), cache_tokens=1024)
     chunks = [rng.integers(3, 101, size, dtype=np.int32) for size in (40, 17, 33, 64, 5, 48, 21)]
-    empty = np.zeros(0, np.int32)
-    first = load_chunks(engine_of(model).runner, engine_of(model).memory, "isolated", empty, chunks)
-    assert all(first.encoded)
-    encoded = stored_pages(model, first)
-    release(engine_of(model).runner, first)
-
-    again = {}
-    for window in (2048, 50):
-        monkeypatch.setattr(load, "WINDOW_TOKENS", window)
+    prompt = Prompt(np.zeros(0, np.int32), tuple(chunks), np.array([5], np.int32))
+    request = Request(prompt, engine_of(model).memory, METHODS["turborag"], 1)
+    assert {how for how, _ in brought_in(model, request)} == {"encoded"}
+    encoded = stored_pages(model, request)
+    assert all(kv.any() for kv in encoded)
+    assert len(list(load.groups(load_of(model, request)))) == 1
+    for block, groups in ((256, 1), (60, 5), (16, 7)):  # all at once; some; each alone, in parts
+        monkeypatch.setattr(load, "BLOCK_TOKENS", block)
+        monkeypatch.setattr(running, "BLOCK_TOKENS", block)
         fresh = dataclasses.replace(model)
-        engine_of(fresh).memory = engine_of(model).memory
-        loaded = load_chunks(
-            engine_of(fresh).runner, engine_of(fresh).memory, "isolated", empty, chunks
-        )
-        assert not any(loaded.encoded)
-        again[window] = stored_pages(fresh, loaded)
+        assert len(list(load.groups(load_of(fresh, request)))) == groups
+        assert set(brought_in(fresh, request)) == {("chunk hit", "store"), ("prefix hit", "store")}
+        for one, other in zip(encoded, stored_pages(fresh, request), strict=True):
+            np.testing.assert_array_equal(one, other)
 
-    for one, many, at_first in zip(again[2048], again[50], encoded, strict=True):
-        tokens = one[2]
-        for x, y, z in zip(one[:2], many[:2], at_first[:2], strict=True):
-            flat = [np.reshape(a, (a.shape[0], -1, *a.shape[3:]))[:, :tokens] for a in (x, y, z)]
-            assert flat[0].any()
-            np.testing.assert_array_equal(flat[0], flat[1])
-            np.testing.assert_array_equal(flat[0], flat[2])
+
+def load_of(model, request):
+    return plan_request(model, request, 0).loads.values()
 
 
 @pytest.mark.parametrize("room", ["decode", "engine", "select", "serve"])

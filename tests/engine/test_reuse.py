@@ -30,7 +30,7 @@ def kb(tmp_path, text_model):
     settings = {"template": "plain", "chunk_tokens": 64, "salt": str(tmp_path)}
     with KnowledgeBase.open(tmp_path / "kb", text_model, **settings) as opened:
         opened.add([Document(name, text) for name, text in TEXTS.items()])
-        engine_of(text_model).runner.forget_cache()
+        engine_of(text_model).forget()
         yield opened
 
 
@@ -97,7 +97,7 @@ def test_a_chunk_under_another_encoder_is_pointed_out(kb):
 
 def test_a_damaged_chunk_is_a_gap_that_says_so(kb, tmp_path):
     whole = generate(QUESTION, kb=kb, max_new_tokens=4)
-    engine_of(kb.model).runner.forget_cache()
+    engine_of(kb.model).forget()
     key = sorted(keys(kb))[0]
     (shard,) = [path for path in (tmp_path / "kb").rglob("*") if _holds(path, key)]
     data = bytearray(shard.read_bytes())

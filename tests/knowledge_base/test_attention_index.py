@@ -103,7 +103,7 @@ def test_verify_reads_them_and_makes_them_again(indexed_kb, long):
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     assert kb.verify().damaged == (keys[0],)
-    engine_of(kb.model).runner.forget_cache()
+    engine_of(kb.model).forget()
     found = ask(kb, dataclasses.replace(RULE, index=Exact("float32")))  # it does not fail
     assert found.token_ids == before.token_ids
     assert any("a stored index is not used" in note for note in found.notes)
@@ -142,7 +142,7 @@ def test_a_chunk_that_a_question_encodes_gets_them(indexed_kb, long):
     kb.add([long])
     keys = indexed_keys(kb)
     kb.store.delete(keys)
-    engine_of(kb.model).runner.forget_cache()
+    engine_of(kb.model).forget()
     answer = ask(kb, RULE)
     assert answer.counts["encoded"] > 0
     assert indexed_keys(kb) == keys

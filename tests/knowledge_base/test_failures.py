@@ -34,7 +34,7 @@ def shards(kb):
 
 def ask(kb):
     """An answer whose chunks came from the store, not from the device's pool."""
-    engine_of(kb.model).runner.forget_cache()
+    engine_of(kb.model).forget()
     return generate(QUESTION, kb=kb, method="turborag", max_new_tokens=4)
 
 

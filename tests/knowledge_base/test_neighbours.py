@@ -238,7 +238,7 @@ def test_answers_are_those_of_kv_encoded_on_the_fly(make_kb, embedder):
     bare.add(documents)
     results = []
     for kb in (ready, bare):
-        engine_of(kb.model).runner.forget_cache()
+        engine_of(kb.model).forget()
         results.append(generate("amber fjord", kb=kb, method=METHOD, k=3, max_new_tokens=4))
     stored, fresh = results
     assert stored.counts["encoded"] == 0 < stored.counts["reused"] == fresh.counts["encoded"]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxrag.encode import encode_chunks
-from jaxrag.engine.engine import engine_of
 from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefill import prefill
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.methods import Method
@@ -94,20 +94,15 @@ class Work:
     @contextlib.contextmanager
     def mapped(model, method, *prompts):
         """Requests mapped into the pool; their pages go back at the end."""
-        parts = []
+        store, parts = engine_of(model).memory, []
+        runner = engine_of(model).call(lambda runner: runner)  # nothing is in flight any more
         try:
             for prompt in prompts:
-                parts.append(
-                    map_request(
-                        engine_of(model).runner,
-                        Request(prompt, engine_of(model).memory, method, 1),
-                        0,
-                    )
-                )
+                parts.append(map_request(runner, Request(prompt, store, method, 1), 0))
             yield parts
         finally:
             for part in parts:
-                unmap(engine_of(model).runner, part)
+                unmap(runner, part)
 
     @classmethod
     def online(cls, model, method, *prompts):

@@ -9,8 +9,8 @@ import pytest
 
 from jaxrag.cache import PagePool
 from jaxrag.engine import prefill
-from jaxrag.engine.engine import engine_of
 from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.reuse import account, token_counts
 from jaxrag.errors import RequestError
@@ -61,13 +61,14 @@ def new_store(model):
 @contextlib.contextmanager
 def mapped(model, store, method, *prompts):
     parts = []
+    runner = engine_of(model).call(lambda runner: runner)  # nothing is in flight any more
     try:
         for prompt in prompts:
-            parts.append(map_request(engine_of(model).runner, Request(prompt, store, method, 1), 0))
+            parts.append(map_request(runner, Request(prompt, store, method, 1), 0))
         yield parts
     finally:
         for part in parts:
-            unmap(engine_of(model).runner, part)
+            unmap(runner, part)
 
 
 def run(model, store, method, prompt):
@@ -82,7 +83,7 @@ def put(model, store, method, prefix, *chunks):
     """Encode chunks into the store, and let the pool forget them."""
     encode = dataclasses.replace(method, misses="encode", prefix_cache=False)
     with mapped(model, store, encode, Prompt(prefix, chunks, prefix[:1])) as (part,):
-        keys = [key for loaded in part.loaded for key in loaded.keys]
+        keys = part.held
     for key in keys:
         engine_of(model).runner.cache.allocator.evict(key)
 
@@ -189,7 +190,7 @@ def test_law_12_a_batch_with_gaps_is_one_at_a_time(rng, work, model_of, name):
     alone = [run(model, store, method, prompt)[0] for prompt in prompts]
     with mapped(model, store, method, *prompts) as parts:
         logits, _ = prefill.prefill(engine_of(model).runner, parts)
-        pages = [page for part in parts for page in part.owned]
+        pages = [page for part in parts for page in part.own]
         assert len(set(pages)) == len(pages)
         together = np.asarray(logits)
     for row, expected in enumerate(alone):
@@ -205,7 +206,7 @@ def test_slots_of_gaps_may_hold_nan(rng, work, model_of, name):
     expected, chosen, _ = run(model, store, method, prompt)
     with mapped(model, store, method, prompt) as (part,):
         pool = engine_of(model).runner.cache.pool
-        pages = np.array(part.owned)
+        pages = np.array(part.own)
         layers = (
             np.arange(model.config.num_layers)[:, None]
             * engine_of(model).runner.cache.allocator.num_pages
@@ -216,7 +217,7 @@ def test_slots_of_gaps_may_hold_nan(rng, work, model_of, name):
         )
         logits, _ = prefill.prefill(engine_of(model).runner, [part])
         again = [] if part.choice is None else part.choice.tokens.tolist()
-    engine_of(model).runner.forget_cache()
+    engine_of(model).forget()
     assert again == chosen
     np.testing.assert_array_equal(logits[0], expected)
 

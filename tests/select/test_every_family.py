@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jaxrag.engine import prefill
-from jaxrag.engine.engine import engine_of
 from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.methods import METHODS, Method
 from jaxrag.select import (
@@ -74,15 +74,16 @@ def new_store(model):
 def mapped(model, method, *prompts, stores=None):
     """Requests in the pool, each from its own store or all from the model's."""
     parts = []
+    runner = engine_of(model).call(lambda runner: runner)  # nothing is in flight any more
     try:
         for prompt, store in zip(
             prompts, stores or [engine_of(model).memory] * len(prompts), strict=True
         ):
-            parts.append(map_request(engine_of(model).runner, Request(prompt, store, method, 1), 0))
+            parts.append(map_request(runner, Request(prompt, store, method, 1), 0))
         yield parts
     finally:
         for part in parts:
-            unmap(engine_of(model).runner, part)
+            unmap(runner, part)
 
 
 def run(model, method, *prompts, stores=None):
@@ -173,7 +174,7 @@ def test_law_4_later_tokens_change_nothing(rng, work, model_of, family, name):
                     engine_of(model).runner.cache.pool.k,
                     engine_of(model).runner.cache.pool.v,
                 ):
-                    rows = np.asarray(buffer[layers + np.array(part.owned)])
+                    rows = np.asarray(buffer[layers + np.array(part.own)])
                     flat = rows.reshape(rows.shape[0], -1, *rows.shape[3:])
                     found.append(flat[:, part.slots - part.first_slot])
             return found

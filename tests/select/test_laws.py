@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from jaxrag.cache import PagePool
-from jaxrag.engine import decoding as answer
 from jaxrag.engine import prefill
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt
@@ -164,7 +163,7 @@ def test_law_4_a_recomputed_token_never_sees_a_later_one(rng, work, model_of, fa
             prefill.select_tokens(engine_of(model).runner, [part])
             change(part)
             prefill.prefill(engine_of(model).runner, [part])
-            pool, page = engine_of(model).runner.cache.pool, part.owned[0]
+            pool, page = engine_of(model).runner.cache.pool, part.own[0]
             every = (
                 page
                 + np.arange(model.config.num_layers)
@@ -207,9 +206,9 @@ def test_law_5_shared_pages_stay_and_serve_two_selections(rng, work, model_of, f
     method = work.method(QueryGuided(over="cache"), 0.3)
     alone = [work.online(model, method, prompt) for prompt in prompts]
     with work.mapped(model, method, *prompts) as parts:
-        residents = [parts[0].loaded[1].residents[1], parts[1].loaded[1].residents[0]]
+        residents = [parts[0].parts[2].resident, parts[1].parts[1].resident]
         assert residents[0].pages == residents[1].pages
-        assert parts[1].loaded[1].residents[2].pages == residents[0].pages
+        assert parts[1].parts[3].resident.pages == residents[0].pages
         layers = (
             np.arange(model.config.num_layers) * engine_of(model).runner.cache.allocator.num_pages
         )
@@ -224,7 +223,7 @@ def test_law_5_shared_pages_stay_and_serve_two_selections(rng, work, model_of, f
             for x in (engine_of(model).runner.cache.pool.k, engine_of(model).runner.cache.pool.v)
         ]
         chosen = [part.choice.tokens for part in parts]
-        assert not set(parts[0].owned) & set(parts[1].owned)
+        assert not set(parts[0].own) & set(parts[1].own)
     for old, new in zip(before, after, strict=True):
         np.testing.assert_array_equal(old, new)
     for row, (logits, tokens) in enumerate(alone):
@@ -255,7 +254,7 @@ def test_unused_slots_may_hold_nan(rng, work, model_of, name):
     model, prompt = model_of(), work.prompt(rng)
     method = work.method(SELECTORS[name], 0.3)
     clean, (chosen,) = work.online(model, method, prompt)
-    engine_of(model).runner.forget_cache()
+    engine_of(model).forget()
     engine_of(model).runner.cache._pool = jax.tree.map(
         lambda x: x * np.nan, engine_of(model).runner.cache.pool
     )
@@ -263,7 +262,7 @@ def test_unused_slots_may_hold_nan(rng, work, model_of, name):
     try:
         poisoned, (again,) = work.online(model, method, prompt)
     finally:
-        engine_of(model).runner.forget_cache()
+        engine_of(model).forget()
     np.testing.assert_array_equal(chosen, again)
     np.testing.assert_allclose(poisoned, clean, **CLOSE)
 
@@ -303,7 +302,6 @@ def test_other_requests_of_the_same_bucket_do_not_recompile(rng, work, model_of)
     model = model_of()
     compiled = (
         prefill._prefill_piece,
-        answer._decode_block,
         kv_deviation._whole_deviation,
         kv_deviation._sparse_deviation,
         cache_craft._mean_shares,

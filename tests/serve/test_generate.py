@@ -124,7 +124,7 @@ def test_knowledge_base_that_is_read_only_keeps_nothing_and_says_so(kb_dir, mode
         assert result.counts["encoded"] == sum(result.counts.values()) > 0
         assert "not stored: the store is open for reading only" in result.notes[-1]
         assert kb.stats()["stored"] == before
-        engine_of(model).runner.forget_cache()
+        engine_of(model).forget()
         assert (
             generate(QUESTION, kb=kb, method="full_reuse", max_new_tokens=1).counts["encoded"] > 0
         )
