@@ -82,8 +82,8 @@ class Database:
     def snapshot(self) -> Iterator[sqlite3.Connection]:
         """The connection for several statements that see one state of the file."""
         with self.use() as connection:
-            connection.execute("BEGIN")
             try:
+                _begin(connection, "BEGIN")
                 yield connection
             finally:
                 if connection.in_transaction:
@@ -97,8 +97,8 @@ class Database:
                 f"catalog {self.path}: its folder is read-only; nothing can be changed"
             )
         with self.use() as connection:
-            connection.execute("BEGIN IMMEDIATE")
             try:
+                _begin(connection, "BEGIN IMMEDIATE")
                 yield connection
                 connection.execute("COMMIT")
             finally:
@@ -141,6 +141,13 @@ class Database:
 def to_json(value: object) -> str:
     """JSON as the catalog's columns hold it."""
     return json.dumps(value, ensure_ascii=False, sort_keys=True)
+
+
+def _begin(connection: sqlite3.Connection, how: str) -> None:
+    """Begin a transaction; one that an interrupt left open between two lines is rolled back."""
+    if connection.in_transaction:
+        connection.execute("ROLLBACK")
+    connection.execute(how)
 
 
 def _connect(path: Path, writable: bool) -> sqlite3.Connection:
