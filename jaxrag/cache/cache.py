@@ -59,9 +59,9 @@ class PagedCache:
         self._pool, *rest = step(self._pool, *args, **kwargs)
         return rest[0] if len(rest) == 1 else tuple(rest)
 
-    def staging_buffer(self, config: ModelConfig, tokens: int) -> HostArray:
-        """A reused host buffer [L, 2, tokens, K, H]: fresh pages cost more than the copy."""
-        shape = (config.num_layers, 2, tokens, config.num_kv_heads, config.head_dim)
+    def staging_buffer(self, config: ModelConfig, tokens: int, ways: int = 1) -> HostArray:
+        """A reused host buffer [L, 2, tokens, K / ways, H]: fresh pages cost more than the copy."""
+        shape = (config.num_layers, 2, tokens, config.num_kv_heads // ways, config.head_dim)
         return self._staging.take(shape, jnp.dtype(config.dtype))
 
     def staged(self, reader: Any) -> None:

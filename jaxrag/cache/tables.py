@@ -1,8 +1,7 @@
 """Where in its prompt each page of a request stands, collected on the host, read on the device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -97,15 +96,15 @@ def batch_table(
     ``put(array, rows)`` places an array whose first axis is the batch (Model.put_batch).
     """
     num_pages = bucket(max(len(b.pages) for b in builders), MIN_TABLE_PAGES)
-    table = stack_tables([*builders, *[TableBuilder()] * (rows - len(builders))], num_pages)
-    return jax.tree.map(lambda x: put(np.asarray(x), rows), table)
+    arrays = _stacked([*builders, *[TableBuilder()] * (rows - len(builders))], num_pages)
+    return PageTable(*(put(x, rows) for x in arrays))
 
 
 def stack_tables(builders: Sequence[TableBuilder], num_pages: int) -> PageTable:
     """One PageTable for a batch, every row padded to ``num_pages``."""
-    pages, offsets, slots = zip(*(b.rows(num_pages) for b in builders), strict=True)
-    return PageTable(
-        pages=jnp.asarray(np.stack(pages)),
-        offsets=jnp.asarray(np.stack(offsets)),
-        slot_position=jnp.asarray(np.stack(slots)),
-    )
+    return PageTable(*map(jnp.asarray, _stacked(builders, num_pages)))
+
+
+def _stacked(builders: Sequence[TableBuilder], num_pages: int) -> Iterator[HostArray]:
+    """The arrays of a PageTable, in the order of its fields."""
+    return map(np.stack, zip(*(b.rows(num_pages) for b in builders), strict=True))

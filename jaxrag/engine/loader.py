@@ -13,7 +13,6 @@ from jax import lax
 
 from jaxrag.attention_index.document import Indexing
 from jaxrag.cache import PAGE, CachedChunk, PagePool, pages_for
-from jaxrag.cache.host import to_device
 from jaxrag.config import ModelConfig
 from jaxrag.encode import (
     ENCODERS,
@@ -99,6 +98,7 @@ def load_chunks(
     ``encode_chunks`` says. What is encoded is stored with the indexes that it gets by ``indexing``.
     Raises RequestError when the pool is too small.
     """
+    store = runner.model.held(store)
     allocator = runner.cache.allocator
     seen: Sequence[Sequence[HostArray] | None]
     seen = [None] * len(chunks) if neighbours is None else neighbours
@@ -222,7 +222,8 @@ def _read(
     refused: dict[str, Refused] = {}
     for keys in _windows({key: len(ids) for key, ids in wanted.items()}):
         tokens = sum(len(wanted[key]) for key in keys)
-        buffer = runner.cache.staging_buffer(runner.model.config, bucket(tokens, 256))
+        ways = runner.model.head_share.ways
+        buffer = runner.cache.staging_buffer(runner.model.config, bucket(tokens, 256), ways)
         read = store.get_many(keys, out=buffer, on_missing="skip")
         if read.offsets:
             _place_spans(runner, buffer, read.offsets, pages)
@@ -255,7 +256,7 @@ def _encode(
     Returns why some are not stored, if so (a full disk does not keep a question from its answer),
     and the prefills as ``Loaded.runs`` counts them.
     """
-    config, chosen = encoding.model.config, encoder_named(encoder)
+    model, chosen = encoding.model, encoder_named(encoder)
     num_prefix = len(seen_prefix(chosen, encoding.prefix))
     own_kv = StoredNeighbours(encoding)
     not_stored = None
@@ -266,7 +267,8 @@ def _encode(
         joint = chosen.neighbours == "joint"
         runs.append((length + num_before * joint, num_before + length))
         not_stored = encoding.offer(made) or not_stored
-        buffer = runner.cache.staging_buffer(config, bucket(length, 256))
+        ways = model.head_share.ways
+        buffer = runner.cache.staging_buffer(model.config, bucket(length, 256), ways)
         buffer[:, :, :length] = made.kv
         _place_spans(runner, buffer, {made.key: (0, length)}, pages)
     runs += [(length, num_prefix + length) for length in own_kv.computed]
@@ -289,7 +291,8 @@ def _place_spans(
         page[start : start + length] = np.array(pages[key], np.int32)[at // PAGE]
         local[start : start + length] = at
     rope = runner.model.rope(int(local.max()) + 1)
-    placed = runner.cache.run(_place, runner.model.config, to_device(buffer), page, local, rope)
+    kv = runner.model.put_kv(buffer)
+    placed = runner.cache.run(_place, runner.model.config, kv, page, local, rope)
     runner.cache.staged(placed)
     values = runner.cache.values
     if values is not None:

@@ -140,7 +140,7 @@ def _empty_bank(
         observed[row, :count] = chosen
         positions[row, :count] = request.positions[chosen]
     shape = (config.num_layers, rows, width, config.num_heads, config.head_dim)
-    queries = jnp.zeros(shape, config.dtype)
+    queries = model.zeros(shape)
     return observed, PromptQueries(queries=queries, positions=model.put_batch(positions, rows))
 
 

@@ -52,9 +52,10 @@ class ModelRunner:
 
     def _default_tokens(self) -> int:
         config = self.model.config
-        device = jax.tree.leaves(self.model.params)[0].devices().pop()
+        device = jax.tree.leaves(self.model.params)[0].addressable_shards[0].device
         stats = device.memory_stats() if device.platform != "cpu" else None
         budget = _CPU_CACHE_BYTES
         if stats:
             budget = int((stats["bytes_limit"] - stats["bytes_in_use"]) * _GPU_CACHE_SHARE)
+        budget = min(self.model.exchange(budget))  # of every process: the pool is one array
         return min(budget // config.kv_bytes_per_token, 8 * config.max_positions)
