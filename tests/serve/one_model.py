@@ -28,7 +28,7 @@ with KnowledgeBase.open(work["kb"], model=model) as kb:
         given = {"max_new_tokens": work["tokens"], "batch_size": work["batch"], "method": method}
         sets = {
             "retrieved": generate(work["questions"], kb=kb, k=2, **given),
-            "stored": generate(work["questions"], kb=kb, documents=work["documents"], **given),
+            "stored": generate(work["questions"][:8], kb=kb, documents=work["documents"], **given),
             "in memory": generate(
                 work["questions"][:8], model=model, documents=work["documents"], **given
             ),
