@@ -7,8 +7,10 @@ fails.
 """
 
 import dataclasses
+import functools
 import logging
 import math
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,10 +19,14 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrag.errors import ConfigError
+from jaxrag.types import Array, HostArray
 
 _LOG = logging.getLogger("jaxrag")
 
 MESH_AXES = ("data", "fsdp", "tensor")
+
+_FRAME = 4096  # bytes of a first message between processes; one shape, compiled once
+_LENGTH = 8  # bytes of its size, which it opens with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,3 +112,95 @@ def attention_axes(
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding that puts a whole copy on every device."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def put(x: HostArray, place: NamedSharding) -> Array:
+    """A host array on a mesh, of which every process has the whole and places its devices' part.
+
+    ``jax.device_put`` would compare the array over all processes, milliseconds for every one.
+    """
+    return jax.make_array_from_callback(x.shape, place, lambda index: x[index])
+
+
+@functools.partial(jax.jit, static_argnames=("place",))
+def placed(x: Any, place: NamedSharding) -> Any:
+    """A tree of device arrays, each placed so, by whatever collectives that takes."""
+    return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, place), x)
+
+
+def to_host(x: Array) -> HostArray:
+    """The whole of a device array on the host.
+
+    What lies on a mesh of several processes and is not whole on each of them is brought together
+    first: then all of these call this, in the same order.
+    """
+    if not (x.is_fully_addressable or x.is_fully_replicated):
+        x = placed(x, replicated(x.sharding.mesh))  # type: ignore[attr-defined]
+    return np.asarray(x)
+
+
+def host_part(x: Array) -> HostArray:
+    """What this process's devices hold of an array, together a box of it; all of it on one process.
+
+    A copy or read-only.
+    """
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    shards = {}
+    for shard in x.addressable_shards:
+        edges = (part.indices(size)[:2] for part, size in zip(shard.index, x.shape, strict=True))
+        shards[tuple(edges)] = shard.data
+    first = np.min([[a for a, _ in box] for box in shards], axis=0)
+    end = np.max([[b for _, b in box] for box in shards], axis=0)
+    out = np.empty(end - first, x.dtype)
+    for box, data in shards.items():
+        here = tuple(slice(a - start, b - start) for (a, b), start in zip(box, first, strict=True))
+        out[here] = np.asarray(data)
+    return out
+
+
+def processes_of(mesh: Mesh | None) -> tuple[int, ...]:
+    """The indices of the processes whose devices a mesh has, ascending; of none, this one's."""
+    if mesh is None:
+        return (jax.process_index(),)
+    return tuple(sorted({device.process_index for device in mesh.devices.flat}))
+
+
+def exchange(mesh: Mesh | None, value: Any) -> list[Any]:
+    """What every process of a mesh passes, by ``processes_of``. All of them call it, in one order.
+
+    One collective of 4 KiB, and another where somebody passes more. Values are pickled.
+    """
+    if len(processes_of(mesh)) == 1:
+        return [value]
+    assert mesh is not None
+    data = pickle.dumps(value)
+    length = len(data).to_bytes(_LENGTH, "little")
+    frames = _gather(mesh, length + data[: _FRAME - _LENGTH], _FRAME)
+    sizes = [int.from_bytes(frame[:_LENGTH].tobytes(), "little") for frame in frames]
+    size = max(sizes)
+    if size > _FRAME - _LENGTH:
+        frames = _gather(mesh, data, 1 << (size - 1).bit_length())
+    else:
+        frames = frames[:, _LENGTH:]
+    return [pickle.loads(row[:n].tobytes()) for row, n in zip(frames, sizes, strict=True)]
+
+
+def _gather(mesh: Mesh, data: bytes, size: int) -> HostArray:
+    """The bytes of every process of the mesh, padded: uint8 [processes, size]."""
+    mine = np.zeros((1, size), np.uint8)
+    mine[0, : len(data)] = np.frombuffer(data, np.uint8)
+    line = _one_device_each(mesh)
+    place = NamedSharding(line, PartitionSpec("process"))
+    shape = (line.size, size)
+    return to_host(jax.make_array_from_callback(shape, place, lambda _: mine))
+
+
+@functools.lru_cache(maxsize=8)
+def _one_device_each(mesh: Mesh) -> Mesh:
+    """The first device of every process of a mesh, in a line."""
+    first: dict[int, Any] = {}
+    for device in mesh.devices.flat:
+        first.setdefault(device.process_index, device)
+    devices = [first[process] for process in sorted(first)]
+    return Mesh(np.asarray(devices), ("process",), axis_types=(AxisType.Auto,))

@@ -4,15 +4,19 @@ A question is {"question": "...", "id": ..., "documents": ["...", ...]}; the las
 out. A killed run goes on where it stopped when it is started again. Exit code 0: everything is
 answered; 3: some questions were refused, their lines say why; 1: nothing more could be done.
 
-On several machines or devices, start one process for each with its own --shard and --out.
+On several machines or devices, start one process for each with its own --shard and --out. A model
+that is too large for one machine lies on the devices of all processes with --distributed: then all
+of them take the same arguments and files, and the first one writes --out and prints.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from jaxrag.cli import run_command
+from jaxrag.cli.distributed import add_distributed, ending_all, join
 from jaxrag.cli.options import (
     add_generation,
     add_json,
@@ -45,17 +49,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--shard", default="0/1", metavar="I/N", help="only lines I, I+N, ... from line 0 (0/1)"
     )
+    add_distributed(parser, "one model on the devices of all processes (--mesh 1,1,N of N devices)")
     add_json(parser)
     return run_command(run, parser.parse_args(argv))
 
 
 def run(args: argparse.Namespace) -> int:
     """Answer, and print the throughput."""
+    with _joined(args) as first:
+        return _answer(args, first)
+
+
+@contextlib.contextmanager
+def _joined(args: argparse.Namespace) -> Iterator[bool]:
+    """Join the other processes, if there are any; yields whether this is the first."""
+    if not join(args):
+        yield True
+        return
+    import jax
+
+    with ending_all():
+        if args.mesh is None:
+            args.mesh = f"1,1,{jax.device_count()}"
+        yield jax.process_index() == 0
+
+
+def _answer(args: argparse.Namespace, first: bool) -> int:
     from jaxrag.decode import rule_from
     from jaxrag.documents import Shard
     from jaxrag.methods import method_named
     from jaxrag.serve.batch import answer_file
-    from jaxrag.serve.batch_files import QuestionFile
+    from jaxrag.serve.batch_files import QuestionFile, written_once
     from jaxrag.serve.questions import resolve
 
     shard, sampling = Shard.parse(args.shard), sampling_of(args)
@@ -83,18 +107,21 @@ def run(args: argparse.Namespace) -> int:
             stop=args.stop,
             where=where_of(args),
         )
-        report = answer_file(
-            questions,
-            args.out,
-            settings,
-            sampling=sampling,
-            shard=shard,
-            batch_size=args.batch_size,
-            progress=not args.json,
-        )
+        with written_once(args.out, settings.model.exchange, first) as out:
+            report = answer_file(
+                questions,
+                out,
+                settings,
+                sampling=sampling,
+                shard=shard,
+                batch_size=args.batch_size,
+                progress=first and not args.json,
+            )
     finally:
         if kb is not None:
             kb.close()
+    if not first:
+        return 0 if report.complete else 3
     for bad in report.refused:
         print(f"refused {bad.id}: {bad.reason}", file=sys.stderr)
     rates = report.rates()

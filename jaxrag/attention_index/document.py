@@ -157,12 +157,12 @@ def layer_arrays(layers: Sequence[Layer]) -> dict[str, HostArray]:
 
 
 def build_arrays(
-    kv: HostArray, queries: HostArray, indexing: Indexing, rope: RopeConfig
+    keys: HostArray, queries: HostArray, indexing: Indexing, rope: RopeConfig
 ) -> dict[str, HostArray]:
     """Build the indexes of a chunk; the auxiliary arrays that hold them.
 
     Args:
-        kv: [L, 2, T, K, H], K before RoPE.
+        keys: [L, T, K, H] before RoPE.
         queries: [L, N, m, H] before RoPE, strided over the chunk.
         indexing: what indexes are built.
         rope: the model's rotation.
@@ -172,8 +172,8 @@ def build_arrays(
     reach, logarithmic = indexing.reach, indexing.logarithmic
     return layer_arrays(
         [
-            build_layer(layer[0], asked, indexing.spec, rope, reach, logarithmic=logarithmic)
-            for layer, asked in zip(kv, queries, strict=True)
+            build_layer(layer, asked, indexing.spec, rope, reach, logarithmic=logarithmic)
+            for layer, asked in zip(keys, queries, strict=True)
         ]
     )
 

@@ -54,14 +54,11 @@ def host_buffer(shape: Sequence[int], dtype: Any) -> HostArray:
     return block.view(dtype).reshape(shape)
 
 
-def to_device(buffer: HostArray, sharding: Any = None) -> Array:
+def to_device(buffer: HostArray) -> Array:
     """A ``host_buffer`` as a device array; a CPU reads it in place, without a copy.
 
-    Leave it as it is until everything that reads it is ready. Over a mesh every process gives its
-    own part of ``buffer``, which has the shape of the whole.
+    Leave it as it is until everything that reads it is ready.
     """
-    if sharding is not None:
-        return jax.make_array_from_callback(buffer.shape, sharding, buffer.__getitem__)
     return jax.device_put(buffer, may_alias=True)
 
 

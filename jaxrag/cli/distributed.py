@@ -1,8 +1,13 @@
 """The flags of jax.distributed, for commands that run as one program on many hosts."""
 
 import argparse
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator
 
-from jaxrag.errors import RequestError
+from jaxrag.errors import JaxragError, RequestError
 
 _LONGEST_RUN = 30 * 86_400  # seconds that the first process to end waits for the last
 
@@ -36,3 +41,22 @@ def join(args: argparse.Namespace) -> bool:
             "--coordinator, --processes and --process-id"
         ) from None
     return True
+
+
+@contextlib.contextmanager
+def ending_all() -> Iterator[None]:
+    """Within, a process of several that run one program ends at once when it fails: exit code 1.
+
+    It would wait at its end for the others, and they for its part of the next step. Without it
+    jax.distributed ends them, within two minutes.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, JaxragError):
+            print(f"jaxrag: error: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

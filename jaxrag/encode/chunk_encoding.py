@@ -43,7 +43,7 @@ class Encoded:
     Attributes:
       key: in the store.
       chunk: what was encoded.
-      kv: [L, 2, T, K, H] in the model's dtype.
+      kv: [L, 2, T, K, H] in the model's dtype, of the heads that this process holds.
       record: what the KV is made from.
       aux: its indexes by name, where it gets some.
     """
@@ -82,6 +82,11 @@ class ChunkEncoding:
     prefix: HostArray
     indexing: Indexing | None = None
 
+    @property
+    def held(self) -> KVStore:
+        """The store as this process of the model reads and writes it."""
+        return self.model.held(self.store)
+
     def key(
         self, encoder: str, ids: HostArray, neighbours: Sequence[HostArray] | None = None
     ) -> str:
@@ -90,7 +95,7 @@ class ChunkEncoding:
 
     def missing[C: ChunkInContext](self, encoder: str, wanted: Mapping[str, C]) -> dict[str, C]:
         """Those of the chunks, by key, that the store lacks or holds without indexes they get."""
-        records = self.store.head(list(wanted), on_corrupt="skip")
+        records = self.held.head(list(wanted), on_corrupt="skip")
         return {
             key: chunk
             for (key, chunk), record in zip(wanted.items(), records, strict=True)
@@ -133,7 +138,7 @@ class ChunkEncoding:
         Raises StoreError when it cannot be put.
         """
         missing = self.missing(encoder, wanted)
-        with self.store.writer() as writer:
+        with self.held.writer() as writer:
             for made in self.encode(encoder, missing):
                 made.put(writer.submit)
         return missing
@@ -155,7 +160,7 @@ class ChunkEncoding:
         if not self.store.writable:
             return "the store is open for reading only"
         try:
-            made.put(self.store.put, replace=True)
+            made.put(self.held.put, replace=True)
         except StoreError as error:
             return str(error)
         return None
@@ -179,7 +184,7 @@ class StoredNeighbours:
         """The KV [L, 2, T, K, H] of distinct chunks, int32 [T] each."""
         plain = dataclasses.replace(self.encoding, indexing=None)
         wanted = {plain.key(NEIGHBOUR_ENCODER, ids): ChunkInContext(ids) for ids in chunks}
-        read = plain.store.get_many(list(wanted), on_missing="skip")
+        read = plain.held.get_many(list(wanted), on_missing="skip")
         found = {
             key: read.kv[:, :, start : start + length]
             for key, (start, length) in read.offsets.items()

@@ -82,5 +82,5 @@ def encode_for_store(
         return
     prefix = seen_prefix(chosen, prefix_ids)
     long = [chunks[i] for i in indexed]
-    for at, kv, queries in encode_observed(model, prefix, long, indexing.queries):
-        yield indexed[at], kv, build_arrays(kv, queries, indexing, model.config.rope)
+    for at, kv, queries, keys in encode_observed(model, prefix, long, indexing.queries):
+        yield indexed[at], kv, build_arrays(keys, queries, indexing, model.config.rope)

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxrag.config import ModelConfig
-from jaxrag.encode.packed import ROW_TOKENS, Places, check_context, take_behind
+from jaxrag.encode.packed import ROW_TOKENS, Places, check_context, start_taking, take_behind
 from jaxrag.models.attention import PackedAttend
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import Model
@@ -83,7 +83,7 @@ def encode_jointly(
         _Example(prefix, others, chunk) for others, chunk in zip(neighbours, chunks, strict=True)
     ]
     yield from take_behind(
-        (places, *_encode(model.params, model.config, tokens, rope, columns))
+        start_taking(model, places, *_encode(model.params, model.config, tokens, rope, columns))
         for tokens, rope, columns, places in _batches(model, examples)
     )
 

@@ -24,7 +24,7 @@ from jaxrag.cache import (
     batch_table,
     pages_for,
 )
-from jaxrag.cache.host import StagingBuffers, to_device
+from jaxrag.cache.host import StagingBuffers
 from jaxrag.config import ModelConfig
 from jaxrag.encode.packed import (
     ROW_TOKENS,
@@ -32,6 +32,7 @@ from jaxrag.encode.packed import (
     Started,
     check_context,
     encode_rows,
+    start_taking,
     take_behind,
 )
 from jaxrag.models.attention import PagedAttend
@@ -41,6 +42,7 @@ from jaxrag.models.rope import RopeTable, place
 from jaxrag.models.spec import Params
 from jaxrag.models.taps import Tap
 from jaxrag.shapes import bucket, bucket_below, row_length
+from jaxrag.store import KVLayout
 from jaxrag.types import FINAL, Array, HostArray, Tokens
 
 # Token ids [T] of chunks -> their KV [L, 2, T, K, H], each encoded directly behind the prefix.
@@ -125,7 +127,7 @@ def _started(
         rows = batch_rows(len(chunks[waiting[0]]))
         members, waiting = waiting[:rows], waiting[rows:]
         others = {ids.tobytes(): ids for i in members for ids in neighbours[i]}
-        context = _Context(model.config, prefix_kv)
+        context = _Context(model.kv_layout, prefix_kv)
         for name, kv in zip(others, own_kv(list(others.values())), strict=True):
             context.add(name, kv)
         examples = [(i, chunks[i], neighbours[i]) for i in members]
@@ -145,8 +147,8 @@ def _width(longest: int) -> int:
 class _Context:
     """The KV that the chunks of one batch see, and the pages it is laid out in."""
 
-    def __init__(self, config: ModelConfig, prefix_kv: Sequence[HostArray]) -> None:
-        self._config = config
+    def __init__(self, layout: KVLayout, prefix_kv: Sequence[HostArray]) -> None:
+        self._layout = layout
         self._parts: list[tuple[CachedChunk, HostArray]] = []
         self._by_name: dict[bytes, CachedChunk] = {}
         self.num_pages = 0
@@ -174,9 +176,9 @@ class _Context:
 
         KV that is nobody's holds anything: no table shows its slots.
         """
-        c, slots = self._config, bucket(self.num_pages, MIN_TABLE_PAGES) * PAGE
-        shape = (c.num_layers, 2, slots, c.num_kv_heads, c.head_dim)
-        kv, local = staging.take(shape, jnp.dtype(c.dtype)), np.zeros(slots, np.int32)
+        slots = bucket(self.num_pages, MIN_TABLE_PAGES) * PAGE
+        kv = staging.take(self._layout.shape(slots), self._layout.numpy_dtype)
+        local = np.zeros(slots, np.int32)
         for part, own in self._parts:
             here = slice(part.pages[0] * PAGE, part.pages[0] * PAGE + part.tokens)
             kv[:, :, here] = own
@@ -220,12 +222,12 @@ def _start(
         model.params,
         model.config,
         model.rope(int(positions.max()) + 1),
-        to_device(kv),
-        jnp.asarray(local),
+        model.put_kv(kv),
+        model.put(local),
         batch_table(builders, rows, model.put_batch),
         tokens,
         put(slots),
         model.rows_in_turn,
     )
     staging.read_by(k)
-    return places, k, v
+    return start_taking(model, places, k, v)

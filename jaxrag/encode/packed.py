@@ -22,11 +22,13 @@ from jaxrag.models.segments import pack
 from jaxrag.models.spec import Params
 from jaxrag.models.taps import Tap
 from jaxrag.shapes import row_length
+from jaxrag.sharding import host_part
 from jaxrag.types import EMPTY, FIRST_CHUNK, PREFIX, Array, HostArray, Tokens
 
 Places = list[tuple[int, int, slice]]  # (chunk, row, columns)
 
-# A batch that runs on the device: where its chunks are, and K and V of its rows [L, B, T, K, H].
+# A batch that runs on the device: where its chunks are, and K and V of its rows [L, B, T, K, H],
+# of which every process holds its heads.
 Started = tuple[Places, Array, Array]
 
 ROW_TOKENS = 2048  # tokens of one packed row; a longer chunk makes its own row longer
@@ -48,7 +50,8 @@ def encode_rows(
     """Encode every chunk as if it stood directly behind ``prefix`` (which may be empty).
 
     Rows hold the prefix once and many chunks, each seeing the prefix and itself; every chunk's
-    positions start right after the prefix. Yields (index, kv [L, 2, T, K, H]).
+    positions start right after the prefix. Yields (index, kv [L, 2, T, K, H]), of the heads that
+    this process holds (``Model.kv_layout``).
 
     Raises RequestError for an empty chunk or one that is longer than the model's context.
     """
@@ -60,7 +63,7 @@ def encode_rows(
                 f"{model.config.max_positions - len(prefix)}; choose a smaller chunk size"
             )
     yield from take_behind(
-        (places, *_encode(model.params, model.config, tokens, rope))
+        start_taking(model, places, *_encode(model.params, model.config, tokens, rope))
         for tokens, rope, places in packed_batches(model, prefix, chunks)
     )
 
@@ -138,8 +141,14 @@ def take_behind(started: Iterable[Started]) -> Iterator[tuple[int, HostArray]]:
         yield from take_places(*before)
 
 
+def start_taking(model: Model, places: Places, k: Array, v: Array) -> Started:
+    """A batch whose program was started; its K and V move to the processes that take them."""
+    k, v = model.by_heads(k, v)
+    return places, k, v
+
+
 def take_places(places: Places, k: Array, v: Array) -> Iterator[tuple[int, HostArray]]:
     """Wait for a batch; (index, kv [L, 2, T, K, H]) of every chunk in it, copies of their own."""
-    host_k, host_v = np.asarray(k), np.asarray(v)
+    host_k, host_v = host_part(k), host_part(v)
     for index, row, here in places:
         yield index, np.stack((host_k[:, row, here], host_v[:, row, here]), axis=1)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxrag.config import ModelConfig
-from jaxrag.encode.packed import Places, check_context, packed_batches, take_places
+from jaxrag.encode.packed import Places, check_context, packed_batches, start_taking, take_places
 from jaxrag.models.attention import PackedAttend
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import Model
@@ -19,6 +19,7 @@ from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import Params
 from jaxrag.models.taps import Tap, at_columns
 from jaxrag.shapes import bucket
+from jaxrag.sharding import to_host
 from jaxrag.types import Array, HostArray, Tokens
 
 
@@ -35,12 +36,13 @@ def _encode(
 
 def encode_observed(
     model: Model, prefix: HostArray, chunks: Sequence[HostArray], count: int
-) -> Iterator[tuple[int, HostArray, HostArray]]:
+) -> Iterator[tuple[int, HostArray, HostArray, HostArray]]:
     """Encode every chunk directly behind ``prefix``, and keep queries of ``count`` of its tokens.
 
     The tokens are evenly spread, the first one included; all of them where there are fewer.
 
-    Yields (index, kv [L, 2, T, K, H], queries [L, N, m, H] before RoPE), both in the model's dtype.
+    Yields (index, kv [L, 2, T, K, H], queries [L, N, m, H] and keys [L, T, K, H] before RoPE), all
+    in the model's dtype; kv of the heads that this process holds, queries and keys of all heads.
     Raises RequestError for a chunk that is empty or does not fit the model's context.
     """
     check_context(model, prefix, chunks, [()] * len(chunks))
@@ -48,10 +50,13 @@ def encode_observed(
         columns, kept = _columns(places, len(tokens.ids), count)
         put = model.put_batch(columns, len(columns))
         k, v, q = _encode(model.params, model.config, tokens, rope, put)
-        queries = np.asarray(q)
-        for index, kv in take_places(places, k, v):
+        queries, keys = to_host(q), to_host(k)
+        where = {index: (row, here) for index, row, here in places}
+        for index, kv in take_places(*start_taking(model, places, k, v)):
             row, here = kept[index]
-            yield index, kv, np.ascontiguousarray(queries[:, row, here].swapaxes(1, 2))
+            own = np.ascontiguousarray(queries[:, row, here].swapaxes(1, 2))
+            row, here = where[index]
+            yield index, kv, own, keys[:, row, here]
 
 
 def _columns(

@@ -26,6 +26,7 @@ from jaxrag.engine.state import EngineSettings
 from jaxrag.engine.thread import Event, Mailbox, ask
 from jaxrag.errors import EngineError, RequestError
 from jaxrag.models.model import Model
+from jaxrag.sharding import processes_of
 from jaxrag.store import MemoryStore
 
 _LOG = logging.getLogger("jaxrag")
@@ -63,7 +64,8 @@ class Engine:
     ) -> None:
         """Allocates nothing yet."""
         self.runner = ModelRunner(model)
-        self.settings = settings or EngineSettings()
+        several = len(processes_of(model.mesh)) > 1
+        self.settings = settings or EngineSettings(lockstep=several)
         self._clock = clock
         self._numbers = itertools.count()
         self._making = threading.Lock()

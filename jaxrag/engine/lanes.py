@@ -4,8 +4,6 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from jaxrag.decode import Decoding
 from jaxrag.engine.decoding import Drawn, Lane, LaneKey, SamplingRows, sample_first
 from jaxrag.engine.live import Live, Swapped
@@ -14,6 +12,7 @@ from jaxrag.engine.request import DECODE_BLOCK
 from jaxrag.engine.scheduler import Status
 from jaxrag.engine.state import Broken, State
 from jaxrag.engine.swap import swap_in, swap_out
+from jaxrag.sharding import to_host
 from jaxrag.types import Array
 
 
@@ -141,7 +140,7 @@ class Lanes:
             if live.ended or run != live.run:
                 continue
             try:
-                token, chance = (np.asarray(x).reshape(-1).tolist() for x in first)
+                token, chance = (to_host(x).reshape(-1).tolist() for x in first)
             except Exception as error:
                 raise Broken(error, [live]) from error
             if live.first is None:
@@ -150,7 +149,7 @@ class Lanes:
         tickets, self._flying = self._flying, []
         for ticket in tickets:
             try:
-                ids, probability = (np.asarray(x) for x in ticket.new)
+                ids, probability = (to_host(x) for x in ticket.new)
             except Exception as error:
                 raise Broken(error, [live for _, live, _, _ in ticket.rows]) from error
             for row, live, run, count in ticket.rows:

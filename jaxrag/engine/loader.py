@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jaxrag.cache import PAGE, PagePool
-from jaxrag.cache.host import arrived, to_device
+from jaxrag.cache.host import arrived
 from jaxrag.config import ModelConfig
 from jaxrag.encode import (
     ENCODERS,
@@ -220,7 +220,7 @@ def _stage(
     pages: Mapping[str, Sequence[int]],
 ) -> Staged:
     """Start the copies to the device and wait for them, so that who places it does not."""
-    on_device = [(block, to_device(block, runner.block_sharding)) for block in blocks]
+    on_device = [(block, runner.model.put_kv(block)) for block in blocks]
     values = runner.cache.values
     if values is not None:
         page, local = _targets(runner, chunks, len(blocks), pages)

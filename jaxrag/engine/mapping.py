@@ -199,7 +199,8 @@ def plan_request(model: Model, request: Request, reserve: int) -> RequestPlan:
         for part, key in zip(parts, _kept_keys(model, request.store, prompt), strict=True):
             part.kept_key = key
     if method.encoder is not None:
-        behind = ChunkEncoding(model, request.store, prompt.prefix, request.indexing)
+        store = model.held(request.store)
+        behind = ChunkEncoding(model, store, prompt.prefix, request.indexing)
         alone = dataclasses.replace(behind, prefix=prompt.prefix[:0], indexing=None)
         for index, part in enumerate(parts):
             if not len(part.ids):

@@ -104,7 +104,7 @@ class Prefill:
         self._runner, self._requests = runner, requests
         model, rows = runner.model, bucket(len(requests), 1)
         table = batch_table([r.table for r in requests], rows, model.put_batch)
-        logits = _zeros((rows, model.config.vocab_size), "float32")
+        logits = model.zeros((rows, model.config.vocab_size), "float32")
         self._observed, bank = _empty_bank(runner, requests, observe, rows)
         self.prefilled = Prefilled(logits, table, bank)
         self.left = pieces(max(len(r.ids) for r in requests), PREFILL_TOKENS)
@@ -147,11 +147,6 @@ class Prefill:
         return width
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-def _zeros(shape: tuple[int, ...], dtype: str) -> Array:
-    return jnp.zeros(shape, dtype)
-
-
 def _empty_bank(
     runner: ModelRunner, requests: Sequence[RequestState], observe: Observe | None, rows: int
 ) -> tuple[HostArray, PromptQueries]:
@@ -171,7 +166,7 @@ def _empty_bank(
         observed[row, :count] = chosen
         positions[row, :count] = request.positions[chosen]
     shape = (config.num_layers, rows, width, config.num_heads, config.head_dim)
-    queries = _zeros(shape, config.dtype)
+    queries = model.zeros(shape)
     return observed, PromptQueries(queries=queries, positions=model.put_batch(positions, rows))
 
 

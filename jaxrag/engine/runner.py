@@ -45,7 +45,7 @@ class ModelRunner:
                 self._cache = PagedCache.create(
                     model.config,
                     self._tokens,
-                    self._sharding(1, PAGE),
+                    self._sharding(),
                     model.value_layers,
                     model.max_host_bytes,
                 )
@@ -62,23 +62,16 @@ class ModelRunner:
 
     @functools.cached_property
     def staging(self) -> StagingBlocks:
-        """Host buffers [L, 2, BLOCK_TOKENS, K, H] in which chunk KV waits for the device."""
+        """Host buffers [L, 2, BLOCK_TOKENS, K / ways, H] in which chunk KV waits for the device."""
         layout = self.model.kv_layout
         return StagingBlocks(layout.shape(BLOCK_TOKENS), layout.numpy_dtype)
 
-    @functools.cached_property
-    def block_sharding(self) -> Any:
-        """Of such a buffer on the device, by KV heads as the pool; None on a single device."""
-        return self._sharding(1, 1, BLOCK_TOKENS)
-
-    def _sharding(self, *axes: int) -> Any:
-        """Of an array [*axes, K, H], by KV heads."""
+    def _sharding(self) -> Any:
         mesh, config = self.model.mesh, self.model.config
         if mesh is None:
             return None
-        shape = (*axes, config.num_kv_heads, config.head_dim)
-        names = (*(None for _ in axes), "kv_heads", None)
-        return sharding(mesh, shape, names, Rules(), "KV pool")
+        shape = (1, PAGE, config.num_kv_heads, config.head_dim)
+        return sharding(mesh, shape, (None, None, "kv_heads", None), Rules(), "KV pool")
 
     @functools.cached_property
     def _tokens(self) -> int:
@@ -86,9 +79,10 @@ class ModelRunner:
 
     def _default_tokens(self) -> int:
         config = self.model.config
-        device = jax.tree.leaves(self.model.params)[0].devices().pop()
+        device = jax.tree.leaves(self.model.params)[0].addressable_shards[0].device
         stats = device.memory_stats() if device.platform != "cpu" else None
         budget = _CPU_CACHE_BYTES
         if stats:
             budget = int((stats["bytes_limit"] - stats["bytes_in_use"]) * _GPU_CACHE_SHARE)
+        budget = min(self.model.exchange(budget))  # of every process: the pool is one array
         return min(budget // config.kv_bytes_per_token, 8 * config.max_positions)

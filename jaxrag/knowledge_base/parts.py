@@ -17,6 +17,7 @@ from jaxrag.models.model import Model
 from jaxrag.retrieve.adapters import CatalogChunks
 from jaxrag.retrieve.base import Chunks, Reranker, Retriever
 from jaxrag.retrieve.plugins import retriever_plugin
+from jaxrag.sharding import processes_of
 from jaxrag.store.chunk_store import Mode
 from jaxrag.store.owners import Owners, this_owner
 from jaxrag.text.prompts import PromptTemplate, template_from_dict
@@ -143,7 +144,16 @@ class Parts:
         return len(self._vectors.index) >= self._catalog.counts()["chunks"]
 
     def _encoding(self, model: Model) -> ChunkEncoding:
-        """How its chunks are encoded; TokenizerError when the model takes no text."""
+        """How its chunks are encoded.
+
+        Raises TokenizerError when the model takes no text, and KnowledgeBaseError when several
+        processes hold it: each would change the catalog.
+        """
+        if len(processes_of(model.mesh)) > 1:
+            raise KnowledgeBaseError(
+                f"{self.path} is changed by processes that hold a model each, and several hold "
+                "this one; load it onto the devices of one process"
+            )
         prefix = self.template.prefix_ids(model.text_tokenizer())
         return ChunkEncoding(model, self.store, prefix, self.indexing)
 

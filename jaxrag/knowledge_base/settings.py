@@ -112,7 +112,7 @@ def new_settings(model: Model, wanted: Wanted) -> dict[str, Any]:
         "tokenizer": tokenizer.digest,
         "fingerprint": derive(model.fingerprint, stored=stored, salt=salt),
         "salt": salt,
-        "layout": {**dataclasses.asdict(model.kv_layout), "stored": stored},
+        "layout": {**dataclasses.asdict(model.whole_kv_layout), "stored": stored},
         "store": wanted.store,
         "max_bytes": wanted.max_bytes or None,
         "template": template.to_dict(),

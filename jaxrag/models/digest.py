@@ -20,19 +20,23 @@ from jaxrag.models.names import by_name
 from jaxrag.models.record import is_checkpoint, read_record
 from jaxrag.models.spec import Params
 from jaxrag.models.tensor_files import StoredTensor, read_tensors
+from jaxrag.sharding import to_host
 
 _WORTH_REMEMBERING = 64 << 20  # bytes; hashing less takes no time
 _BLOCK = 64 << 20  # bytes brought to the host at a time
 
 
 def params_digest(params: Params) -> str:
-    """Digest of parameters on this process's devices, 64 hex digits."""
+    """Digest of parameters on devices, 64 hex digits.
+
+    Over several processes every one of them brings the parameters together, a block at a time.
+    """
     entries = []
     for name, leaf in by_name(params).items():
         hasher = xxhash.xxh3_128()
         rows = max(1, _BLOCK * leaf.shape[0] // leaf.nbytes)
         for start in range(0, leaf.shape[0], rows):  # no second copy of a whole leaf on the host
-            block = np.ascontiguousarray(leaf[start : start + rows])
+            block = np.ascontiguousarray(to_host(leaf[start : start + rows]))
             hasher.update(block.view(np.uint8))
         entries.append([name, leaf.dtype.name, list(leaf.shape), hasher.hexdigest()])
     return _combine(entries)

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrag.cache import PAGE
+from jaxrag.cache.host import to_device
 from jaxrag.config import Kernels, ModelConfig, config_to_dict
 from jaxrag.errors import ConfigError, RequestError, TokenizerError
 from jaxrag.models.attention import PackedAttend, check_kernels
@@ -21,10 +23,11 @@ from jaxrag.models.digest import params_digest, weights_digest
 from jaxrag.models.hf import load_hf
 from jaxrag.models.rope import RopeTable, rope_table
 from jaxrag.models.segments import positions_follow_order
+from jaxrag.models.shares import as_held, by_heads, head_share, put_share
 from jaxrag.models.spec import Params, init_params, param_shardings
 from jaxrag.shapes import bucket
-from jaxrag.sharding import Rules, replicated
-from jaxrag.store import KVLayout, fingerprint
+from jaxrag.sharding import Rules, exchange, put, replicated
+from jaxrag.store import HeadShare, KVLayout, KVStore, fingerprint
 from jaxrag.text.prompts import PromptTemplate, read_prompt
 from jaxrag.text.tokenizer import Tokenizer, check_vocab
 from jaxrag.types import EMPTY, FINAL, Array, HostArray, Tokens
@@ -110,10 +113,28 @@ class Model:
         )
 
     @property
-    def kv_layout(self) -> KVLayout:
-        """Sizes and dtype of the chunk KV this model makes."""
+    def whole_kv_layout(self) -> KVLayout:
+        """Sizes and dtype of the chunk KV this model makes, as a repository holds it."""
         c = self.config
         return KVLayout(c.num_layers, c.num_kv_heads, c.head_dim, c.dtype)
+
+    @functools.cached_property
+    def kv_layout(self) -> KVLayout:
+        """The same of this process's heads: all of them, unless several hold the model."""
+        return self.whole_kv_layout.of_share(self.head_share)
+
+    @functools.cached_property
+    def head_share(self) -> HeadShare:
+        """The KV heads that this process holds; all of them, unless several hold the model."""
+        return head_share(self.mesh, self.config.num_kv_heads)
+
+    def held(self, store: KVStore) -> KVStore:
+        """A store as this process reads and writes it: chunks of its heads (``kv_layout``)."""
+        return as_held(self.mesh, self.head_share, store)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """What every process that holds the model passes (``sharding.exchange``)."""
+        return exchange(self.mesh, value)
 
     def text_tokenizer(self) -> Tokenizer:
         """The tokenizer; TokenizerError when the model directory has none."""
@@ -134,9 +155,7 @@ class Model:
         size = bucket(num_positions, 1024)
         if size not in self._ropes:
             table = rope_table(self.config.rope, size)
-            self._ropes[size] = (
-                table if self.mesh is None else jax.device_put(table, replicated(self.mesh))
-            )
+            self._ropes[size] = jax.tree.map(lambda x: self.put(np.asarray(x)), table)
         return self._ropes[size]
 
     def decoder(self, num_positions: int) -> Decoder:
@@ -210,12 +229,38 @@ class Model:
             return cast(Array, x)
         ways = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         spec = PartitionSpec(Rules().batch) if batch % ways == 0 else PartitionSpec()
-        return jax.device_put(x, NamedSharding(self.mesh, spec))
+        return put(x, NamedSharding(self.mesh, spec))
+
+    def put(self, x: HostArray) -> Array:
+        """Place a host array whole on every device."""
+        return jnp.asarray(x) if self.mesh is None else put(x, replicated(self.mesh))
+
+    def put_kv(self, kv: HostArray) -> Array:
+        """Place KV [L, 2, T, K / ways, H] of this process's heads as [L, 2, T, K, H], by heads.
+
+        ``kv`` may be read in place: leave it as it is until what reads it is ready.
+        """
+        return to_device(kv) if self.mesh is None else put_share(self.mesh, self.head_share, kv)
+
+    def by_heads(self, *rows: Array) -> tuple[Array, ...]:
+        """K and V [L, B, T, K, H] placed so that ``sharding.host_part`` is this process's heads."""
+        return by_heads(self.mesh, self.head_share, rows)
+
+    def zeros(self, shape: tuple[int, ...], dtype: str | None = None) -> Array:
+        """Zeros, in the model's dtype if none is named, whole on every device."""
+        place = None if self.mesh is None else replicated(self.mesh)
+        return _zeros(shape, dtype or self.config.dtype, place)
 
     @property
     def batch_ways(self) -> int:
         """How many groups of devices a batch is split over."""
         return 1 if self.mesh is None else self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype", "place"))
+def _zeros(shape: tuple[int, ...], dtype: str, place: NamedSharding | None) -> Array:
+    zeros = jnp.zeros(shape, dtype)
+    return zeros if place is None else jax.lax.with_sharding_constraint(zeros, place)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "prefix_visible"))

@@ -24,6 +24,7 @@ from jaxrag.models.spec import Params
 from jaxrag.models.taps import ChunkMassAttend
 from jaxrag.select.base import Choice, SelectionInput, Selector, best, check_range
 from jaxrag.shapes import bucket, row_length
+from jaxrag.sharding import to_host
 from jaxrag.types import EMPTY, FINAL, Array, HostArray, Tokens
 
 
@@ -125,7 +126,7 @@ class CacheCraft(Selector):
             columns,
             self.layers,
         )
-        host = np.asarray(out)
+        host = to_host(out)
         return [
             host[row, len(scene.prefix) : used[row], : len(scene.chunks)]
             for row, scene in enumerate(scenes)

@@ -26,6 +26,7 @@ from jaxrag.models.rope import place
 from jaxrag.models.taps import Tap
 from jaxrag.select.base import Choice, SelectionInput, Selector, best, budget_of
 from jaxrag.shapes import bucket, row_length
+from jaxrag.sharding import to_host
 from jaxrag.types import EMPTY, FINAL, Array, HostArray, Step, Tokens
 
 Part = Literal["v", "k", "kv"]
@@ -136,7 +137,8 @@ class KvDeviation(Selector):
         table, rows = _whole_rows(model, scenes)
         decoder = model.decoder(rows.ids.shape[1])
         out = _whole_deviation(cache.pool, decoder, table, rows, self.layers[0], self.part)
-        return [_of_chunks(np.asarray(out[row]), scene) for row, scene in enumerate(scenes)]
+        host = to_host(out)
+        return [_of_chunks(host[row], scene) for row, scene in enumerate(scenes)]
 
     def _next_check(
         self,
@@ -166,7 +168,7 @@ class KvDeviation(Selector):
         where = _Where(*(model.put_batch(x, rows) for x in (stale, local)))
         decoder = model.decoder(table.slot_position.shape[1])
         out = cache.run(_sparse_deviation, decoder, table, step, where, layer, self.part)
-        host = np.asarray(out)
+        host = to_host(out)
         deviations = [np.zeros(scene.num_chunk_tokens, np.float32) for scene in scenes]
         for row, tokens in enumerate(kept):
             deviations[row][tokens] = host[row, : len(tokens)]
@@ -183,7 +185,7 @@ def layer_deviations(
     """
     table, rows = _whole_rows(model, [scene])
     both = _layer_deviations(cache.pool, model.decoder(rows.ids.shape[1]), table, rows)
-    k, v = (_of_chunks(np.asarray(out[:, 0]), scene) for out in both)
+    k, v = (_of_chunks(to_host(out)[:, 0], scene) for out in both)
     return k, v
 
 

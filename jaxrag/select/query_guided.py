@@ -23,6 +23,7 @@ from jaxrag.models.model import Model
 from jaxrag.models.taps import LastQueries
 from jaxrag.select.base import Choice, SelectionInput, Selector, best
 from jaxrag.shapes import bucket
+from jaxrag.sharding import to_host
 from jaxrag.types import EMPTY, FINAL, HIDDEN, Array, HostArray, Step, Tokens
 
 Over = Literal["question", "cache"]
@@ -83,7 +84,7 @@ class QueryGuided(Selector):
         rows = bucket(len(scenes), 1)
         width = bucket(max(len(scene.final) for scene in scenes))
         variant = self._alone if self.over == "question" else self._over_cache
-        host = np.asarray(variant(model, cache, scenes, rows, width))
+        host = to_host(variant(model, cache, scenes, rows, width))
         return [host[row, scene.chunk_slots] for row, scene in enumerate(scenes)]
 
     def _alone(

@@ -12,8 +12,9 @@ import fcntl
 import hashlib
 import json
 import os
+import tempfile
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -177,6 +178,35 @@ class AnswerFile:
                     "line or name another file"
                 ) from None
             self.refused += "error" in line
+
+
+@contextlib.contextmanager
+def written_once(
+    path: str | os.PathLike[str], exchange: Callable[[Any], list[Any]], first: bool
+) -> Iterator[Path]:
+    """Where one of several processes writes that all give the same answers: the first to ``path``.
+
+    The others continue a copy of what is there, which is thrown away: so all leave out the same
+    questions.
+
+    Args:
+      path: of the answers.
+      exchange: gives what every process passes, that of the first as the first of them.
+      first: whether this process is it.
+    """
+    path = Path(path)
+    both = (path, settings_path(path))
+    held = [file.read_bytes() if file.is_file() else None for file in both] if first else None
+    begun = exchange(held)[0]
+    if first:
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="jaxrag-") as folder:
+        own = Path(folder) / path.name
+        for file, data in zip((own, settings_path(own)), begun, strict=True):
+            if data is not None:
+                file.write_bytes(data)
+        yield own
 
 
 def settings_path(answers: str | os.PathLike[str]) -> Path:

@@ -4,13 +4,14 @@ from jaxrag.store.attempts import Attempt, Shard
 from jaxrag.store.base import KVStore, Stats
 from jaxrag.store.chunk_store import ChunkStore
 from jaxrag.store.keys import chunk_key, content_id, context_id, derive, fingerprint
-from jaxrag.store.layout import KVLayout
+from jaxrag.store.layout import HeadShare, KVLayout
 from jaxrag.store.memory import MemoryStore
 from jaxrag.store.quantise import as_stored
 from jaxrag.store.read_through import ReadThrough
 from jaxrag.store.reading import Assembled, Refused
 from jaxrag.store.record import AuxArray, Provenance, Record
 from jaxrag.store.scrub import ScrubReport
+from jaxrag.store.shared import SharedStore
 from jaxrag.store.sweep import SweepReport
 from jaxrag.store.writer import ChunkWriter, PutResult
 
@@ -20,6 +21,7 @@ __all__ = [
     "AuxArray",
     "ChunkStore",
     "ChunkWriter",
+    "HeadShare",
     "KVLayout",
     "KVStore",
     "MemoryStore",
@@ -30,6 +32,7 @@ __all__ = [
     "Refused",
     "ScrubReport",
     "Shard",
+    "SharedStore",
     "Stats",
     "SweepReport",
     "as_stored",

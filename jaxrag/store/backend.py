@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
 from jaxrag.store.address import kvstore_spec
-from jaxrag.store.grid import HEADER, KV_AXES, Grid, aux_grid, kv_grid
+from jaxrag.store.grid import HEAD_AXIS, HEADER, KV_AXES, Grid, aux_grid, kv_grid
 from jaxrag.store.layout import KVLayout
 
 IOMode = Literal["memmap", "default"]
@@ -266,9 +266,14 @@ class Backend:
         self.finish_writes(path, writes)
 
     def start_read(
-        self, path: str, grid: Grid, out: NDArray[Any], layers: tuple[int, int] | None = None
+        self,
+        path: str,
+        grid: Grid,
+        out: NDArray[Any],
+        layers: tuple[int, int] | None = None,
+        heads: slice | None = None,
     ) -> ReadFuture:
-        """Begin to read the array under ``path``, or a range of its axis 0, into ``out``.
+        """Begin to read the array under ``path``, or ranges of its layers and heads, into ``out``.
 
         ``out`` may be strided and belongs to the read until ``finish_read`` has returned or
         raised. It then holds what is stored, unverified.
@@ -277,6 +282,8 @@ class Backend:
         source = self._open_array(path, grid)
         if layers is not None:
             source = source[slice(*layers)][ts.d[0].translate_to[0]]
+        if heads is not None:
+            source = source[ts.d[HEAD_AXIS][heads]][ts.d[HEAD_AXIS].translate_to[0]]
         return target.write(source)
 
     def finish_read(self, read: ReadFuture, key: str) -> ChunkMissing | ChunkCorrupt | None:

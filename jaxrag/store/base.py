@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from jaxrag.errors import ChunkCorrupt, StoreError
 from jaxrag.store.keys import FINGERPRINT_DIGITS, ID_DIGITS, chunk_key, require_hex
-from jaxrag.store.layout import KVLayout
+from jaxrag.store.layout import WHOLE, HeadShare, KVLayout
 from jaxrag.store.reading import (
     Assembled,
     Found,
@@ -74,6 +74,11 @@ class KVStore(abc.ABC):
     def writable(self) -> bool:
         """Whether chunks may be put."""
         return True
+
+    @property
+    def private(self) -> bool:
+        """Whether other processes see nothing of what is put."""
+        return False
 
     def put(
         self,
@@ -158,17 +163,20 @@ class KVStore(abc.ABC):
         layers: tuple[int, int] | None = None,
         on_missing: OnMissing = "raise",
         verify: Verify = "always",
+        share: HeadShare = WHOLE,
     ) -> Assembled:
         """Read chunks into one buffer, in the order of ``keys``; a repeated key is read once.
 
         Args:
             keys: the chunks to read.
-            out: a buffer [layers, 2, S, K, H] with S >= sum T, filled from token 0 on; None makes
-                one. Its first two axes may be strided. Only the part returned as ``kv`` has a
+            out: a buffer [layers, 2, S, K / ways, H] with S >= sum T, filled from token 0 on; None
+                makes one. Its first two axes may be strided. Only the part returned as ``kv`` has a
                 meaning.
             layers: (first, end) of the layers to read; None reads all of them.
             on_missing: "raise", or "skip" to leave refused chunks out and name them in the result.
             verify: "always" hashes every layer that is read; "never" trusts the storage.
+            share: the heads to read, all by default. Of a chunk only the files that hold them are
+                opened, and these are read whole: a digest is of all of a layer in one file.
 
         Raises:
             ChunkMissing: no chunk is committed under a key, or its bytes are gone.
@@ -179,7 +187,7 @@ class KVStore(abc.ABC):
         require_choice(verify, Verify, "verify")
         found = self._nearest(_distinct(keys))
         hashed = verify == "always"
-        return assemble(found, self.layout, layers, out, on_missing, hashed, self._load)
+        return assemble(found, self.layout, layers, out, on_missing, hashed, self._load, share)
 
     def aux(self, key: str, name: str) -> NDArray[Any]:
         """An auxiliary array of a chunk, verified.

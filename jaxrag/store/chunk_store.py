@@ -266,6 +266,12 @@ class ChunkStore(KVStore):
         finally:
             self._settle(attempt, described)
 
+    def abandon(self, attempt: Attempt) -> None:
+        """Remove what was written of a chunk that was begun and will not be committed."""
+        self._require_writable()
+        self._space.discard(attempt.key, attempt.attempt)
+        self._settle(attempt, {})
+
     def _put(
         self,
         key: str,

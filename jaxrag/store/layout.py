@@ -23,6 +23,33 @@ _SCALE_BYTES = 4  # float32, one for every H elements
 
 
 @dataclasses.dataclass(frozen=True)
+class HeadShare:
+    """Which KV heads one of several processes holds that hold a model together.
+
+    Heads rank * K / ways and following, K / ways of them. Processes may hold the same share.
+
+    Attributes:
+      rank: of the share, 0 to ways - 1.
+      ways: how many equal shares the heads are in.
+      writes: whether this process stores the share: one of those that hold it does.
+      leads: whether this process begins and commits chunks: one of all does.
+    """
+
+    rank: int = 0
+    ways: int = 1
+    writes: bool = True
+    leads: bool = True
+
+    def heads(self, num_kv_heads: int) -> tuple[int, int]:
+        """First and end of the share of so many heads."""
+        size = num_kv_heads // self.ways
+        return self.rank * size, (self.rank + 1) * size
+
+
+WHOLE = HeadShare()
+
+
+@dataclasses.dataclass(frozen=True)
 class KVLayout:
     """Sizes and dtype of every chunk in a store; a chunk of T tokens is [L, 2, T, K, H].
 
@@ -61,6 +88,15 @@ class KVLayout:
     def bits_dtype(self) -> np.dtype[Any]:
         """The unsigned integer of the same width, as which stored elements are written."""
         return np.dtype(f"uint{8 * self.stored_dtype.itemsize}")
+
+    def of_share(self, share: HeadShare) -> "KVLayout":
+        """The layout of a share of the heads. Raises StoreError for one that they do not have."""
+        if share.ways < 1 or self.num_kv_heads % share.ways or not 0 <= share.rank < share.ways:
+            raise StoreError(
+                f"share {share.rank} of {share.ways} of {self.num_kv_heads} KV heads: expected a "
+                "divisor of their number, and a rank below it"
+            )
+        return dataclasses.replace(self, num_kv_heads=self.num_kv_heads // share.ways)
 
     def shape(self, tokens: int) -> tuple[int, int, int, int, int]:
         """[L, 2, tokens, K, H]."""

@@ -108,10 +108,12 @@ class Loader:
 
     def _start_remote(self, want: Wanted) -> list[Future[Refused | None]]:
         size = want.layers[1] - want.layers[0]
-        shape = (size, *want.record.shape[1:])
+        _, kinds, tokens, part, dim = want.grid.part
+        heads = slice(want.ranks.start * part, want.ranks.stop * part)
+        shape = (size, kinds, tokens, heads.stop - heads.start, dim)
         stored = want.out if want.direct else np.empty(shape, want.record.layout.stored_dtype)
         path = self._space.bytes_of(want.record)
-        read = self._backend.start_read(path, want.grid, stored, want.layers)
+        read = self._backend.start_read(path, want.grid, stored, want.layers, heads)
         return [self._threads.submit(self._remote, want, read, stored)]
 
     def _remote(self, want: Wanted, read: ReadFuture, stored: NDArray[Any]) -> Refused | None:
@@ -122,7 +124,7 @@ class Loader:
         if isinstance(scale, Refused):
             return scale
         for layer, whole in zip(range(*want.layers), stored, strict=True):
-            ways = want.record.ways
+            ways = len(want.ranks)
             parts = whole[None] if want.direct else np.stack(np.split(whole, ways, axis=2))
             refused = settle(want, layer, parts, scale)
             if refused is not None:
@@ -167,7 +169,7 @@ def _load_layers(
     try:
         with contextlib.ExitStack() as stack:
             reads = []
-            for rank in range(grid.ways):
+            for rank in wanted.ranks:
                 fd = os.open(directory / grid.file(rank), os.O_RDONLY)
                 stack.callback(os.close, fd)
                 offsets = _layer_offsets(fd, grid)

@@ -59,6 +59,11 @@ class MemoryStore(KVStore):
         )
         self._lock = threading.Lock()
 
+    @property
+    def private(self) -> bool:
+        """It is of this process."""
+        return True
+
     def keys(self) -> Iterator[str]:
         """Every key stored at this moment, ascending."""
         with self._lock:

@@ -68,7 +68,7 @@ class HostTier:
             if kv is None:
                 absent.append(index)
             else:
-                np.copyto(want.out, kv[slice(*want.layers)])
+                np.copyto(want.out, kv[slice(*want.layers), :, :, want.heads])
         if absent:
             found = load([wanted[index] for index in absent])
             for index, answer in zip(absent, found, strict=True):

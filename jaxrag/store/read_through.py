@@ -8,6 +8,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from jaxrag.errors import StoreError
+from jaxrag.store.attempts import Attempt, Shard
 from jaxrag.store.base import Aux, KVStore, Stats
 from jaxrag.store.chunk_store import ChunkStore
 from jaxrag.store.prefetch import Tier
@@ -54,6 +55,27 @@ class ReadThrough(KVStore):
     def writable(self) -> bool:
         """Whether the remote store was opened for writing."""
         return self.remote.writable
+
+    def begin(
+        self, key: str, tokens: int, record: Provenance, *, ways: int, replace: bool = False
+    ) -> Attempt | None:
+        """``ChunkStore.begin`` of the remote store."""
+        return self.remote.begin(key, tokens, record, ways=ways, replace=replace)
+
+    def put_shard(self, attempt: Attempt, rank: int, kv: NDArray[Any]) -> Shard:
+        """``ChunkStore.put_shard`` of the remote store; a copy here goes, it may be replaced."""
+        self.local.delete([attempt.key])
+        return self.remote.put_shard(attempt, rank, kv)
+
+    def commit(
+        self, attempt: Attempt, shards: Sequence[Shard], *, aux: Aux | None = None
+    ) -> PutResult:
+        """``ChunkStore.commit`` of the remote store."""
+        return self.remote.commit(attempt, shards, aux=aux)
+
+    def abandon(self, attempt: Attempt) -> None:
+        """``ChunkStore.abandon`` of the remote store."""
+        self.remote.abandon(attempt)
 
     def keys(self) -> Iterator[str]:
         """Every key of the remote store, ascending, streamed."""

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
-from jaxrag.store.grid import Grid, kv_grid
-from jaxrag.store.layout import KVLayout
+from jaxrag.store.grid import HEAD_AXIS, Grid, kv_grid
+from jaxrag.store.layout import WHOLE, HeadShare, KVLayout
 from jaxrag.store.quantise import dequantise
 from jaxrag.store.record import Record, layer_digest
 
@@ -45,12 +45,24 @@ class Assembled:
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """Layers of a chunk and where they go."""
+    """Layers of a chunk, all heads of them or a share, and where they go."""
 
     record: Record
     layers: tuple[int, int]  # first, end
-    out: NDArray[Any]  # [layers, 2, T, K, H] in the layout's dtype; layers may be strided
+    out: NDArray[Any]  # [layers, 2, T, K / ways, H] in the layout's dtype; layers may be strided
     verify: bool
+    share: HeadShare = WHOLE
+
+    @property
+    def heads(self) -> slice:
+        """The KV heads that are wanted."""
+        return slice(*self.share.heads(self.record.layout.num_kv_heads))
+
+    @property
+    def ranks(self) -> range:
+        """The files that hold these heads. Digests are of whole files, so they are read whole."""
+        size = self.grid.part[HEAD_AXIS]
+        return range(self.heads.start // size, -(-self.heads.stop // size))
 
     @property
     def grid(self) -> Grid:
@@ -60,17 +72,18 @@ class Wanted:
     @property
     def direct(self) -> bool:
         """Whether stored layers are wanted as they are, so that they can be read into ``out``."""
-        return self.record.stored == "native" and self.record.ways == 1
+        one = len(self.ranks) == 1 and self.grid.part[HEAD_AXIS] == self.out.shape[HEAD_AXIS]
+        return self.record.stored == "native" and one
 
     def layer_out(self, layer: int) -> NDArray[Any]:
-        """Where a layer goes, [2, T, K, H]."""
+        """Where a layer goes, [2, T, K / ways, H]."""
         view: NDArray[Any] = self.out[layer - self.layers[0]]
         return view
 
     def buffer(self) -> NDArray[Any]:
-        """Room for one layer as stored, unless it is read into ``out`` directly: [ways, ...]."""
-        grid = self.grid
-        return np.empty((grid.ways, *grid.part[1:]), self.record.layout.stored_dtype)
+        """Room for one layer as stored, unless it is read into ``out`` directly: [ranks, ...]."""
+        size = (len(self.ranks), *self.grid.part[1:])
+        return np.empty(size, self.record.layout.stored_dtype)
 
 
 def assemble(
@@ -81,6 +94,7 @@ def assemble(
     on_missing: OnMissing,
     verify: bool,
     load: Callable[[Sequence[Wanted]], Sequence[Refused | None]],
+    share: HeadShare = WHOLE,
 ) -> Assembled:
     """Lay the chunks of ``found`` into ``out``, or into a new buffer, in order and without gaps.
 
@@ -88,11 +102,12 @@ def assemble(
         found: per key its record, or why there is none.
         layout: sizes and dtype of the store.
         layers: (first, end) of the layers that are wanted; None means all.
-        out: [layers, 2, S, K, H] with S >= sum of tokens, or None.
+        out: [layers, 2, S, K / ways, H] with S >= sum of tokens, or None.
         on_missing: "raise" the first refusal, or "skip" refused chunks and name them.
         verify: whether bytes have to be hashed.
         load: fills each view of the buffer with verified bytes and answers, per chunk, None or
             the reason why the view must not be used.
+        share: the heads that are wanted.
 
     Raises:
         ChunkMissing, ChunkCorrupt: a chunk was refused and ``on_missing`` is "raise". What ``out``
@@ -104,13 +119,14 @@ def assemble(
     if refused and on_missing == "raise":
         raise next(iter(refused.values()))
     records = [value for value in found.values() if isinstance(value, Record)]
-    buffer = _buffer(out, layout, chosen, sum(record.tokens for record in records))
+    tokens = sum(record.tokens for record in records)
+    buffer = _buffer(out, layout.of_share(share), chosen, tokens)
 
     wanted = []
     start = 0
     for record in records:
         view = buffer[:, :, start : start + record.tokens]
-        wanted.append(Wanted(record, chosen, view, verify))
+        wanted.append(Wanted(record, chosen, view, verify, share))
         start += record.tokens
     answers = load(wanted)
 
@@ -139,8 +155,8 @@ def settle(
     Args:
         wanted: what was asked for.
         layer: which one ``parts`` is.
-        parts: [ways, 2, T, K / ways, H] in the stored dtype, one entry per file; the view of
-            ``out`` itself where ``wanted.direct``.
+        parts: [ranks, 2, T, K / ways, H] in the stored dtype, one entry for each file of
+            ``wanted.ranks``; the view of ``out`` itself where ``wanted.direct``.
         scale: float32 [L, 2, T, K], of an int8 chunk.
 
     Returns:
@@ -149,9 +165,8 @@ def settle(
     record = wanted.record
     ways = record.ways
     if wanted.verify:
-        stated = record.xxh3[layer * ways : (layer + 1) * ways]
-        for rank, (part, expected) in enumerate(zip(parts, stated, strict=True)):
-            actual = layer_digest(part)
+        for rank, part in zip(wanted.ranks, parts, strict=True):
+            actual, expected = layer_digest(part), record.xxh3[layer * ways + rank]
             if actual != expected:
                 where = f" in file {rank} of {ways}" if ways > 1 else ""
                 return ChunkCorrupt(
@@ -160,14 +175,16 @@ def settle(
                 )
     if wanted.direct:
         return None
-    out = wanted.layer_out(layer)
-    heads = parts.shape[3]
-    for rank, part in enumerate(parts):
-        mine = slice(rank * heads, (rank + 1) * heads)
+    out, heads = wanted.layer_out(layer), wanted.heads
+    size = parts.shape[3]
+    for rank, part in zip(wanted.ranks, parts, strict=True):
+        first, end = max(heads.start, rank * size), min(heads.stop, (rank + 1) * size)
+        mine = part[:, :, first - rank * size : end - rank * size]
+        target = out[:, :, first - heads.start : end - heads.start]
         if scale is None:
-            out[:, :, mine] = part
+            target[...] = mine
         else:
-            dequantise(part, scale[layer, :, :, mine], out[:, :, mine])
+            dequantise(mine, scale[layer, :, :, first:end], target)
     return None
 
 

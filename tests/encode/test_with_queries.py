@@ -54,7 +54,8 @@ def test_queries_are_those_of_a_prefill(model, chunks, rng, num_prefix):
     prefix = rng.integers(3, 101, num_prefix).astype(np.int32)
     encoder = "after_prefix" if num_prefix else "isolated"
     expected = dict(encode_chunks(model, encoder, prefix, chunks))
-    found = {i: (kv, queries) for i, kv, queries in encode_observed(model, prefix, chunks, 17)}
+    observed = encode_observed(model, prefix, chunks, 17)
+    found = {i: (kv, queries) for i, kv, queries, _ in observed}
     assert found.keys() == expected.keys()
     for index, (kv, queries) in found.items():
         np.testing.assert_array_equal(kv, expected[index])
@@ -77,8 +78,10 @@ def test_long_chunks_get_indexes_and_short_ones_none(model, chunks):
     for index, (kv, aux) in made.items():
         np.testing.assert_allclose(kv, plain[index], rtol=1e-5, atol=1e-6)
         if aux is not None:
-            ((_, _, queries),) = encode_observed(model, prefix, [chunks[index]], INDEXING.queries)
-            again = build_arrays(kv, queries, INDEXING, model.config.rope)
+            observed = encode_observed(model, prefix, [chunks[index]], INDEXING.queries)
+            ((_, _, queries, keys),) = observed
+            np.testing.assert_allclose(keys, kv[:, 0], rtol=1e-5, atol=1e-6)
+            again = build_arrays(kv[:, 0], queries, INDEXING, model.config.rope)
             assert aux.keys() == again.keys() == {f"attention_index_{n}" for n in range(3)}
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
-from jaxrag.store import KVLayout, PutResult
+from jaxrag.store import HeadShare, KVLayout, PutResult
 from jaxrag.store.quantise import quantise
 
 WIDE = KVLayout(num_layers=3, num_kv_heads=4, head_dim=5, dtype="float16")
@@ -153,3 +153,37 @@ def test_a_commit_needs_every_rank_once(open_store, chunk):
         with pytest.raises(StoreError, match=said):
             store.commit(attempt, pick(shards, other))
         assert store.head([c.key]) == [None]
+
+
+@pytest.mark.parametrize("io_mode", ["memmap", "default"])
+@pytest.mark.parametrize("layout", [WIDE, WIDE8], ids=["native", "int8"])
+@pytest.mark.parametrize("written", [1, 2, 4])
+@pytest.mark.parametrize("read", [1, 2, 4])
+def test_a_share_is_read_of_any_chunk(open_store, chunk, written, read, layout, io_mode):
+    store = open_store(layout=layout, io_mode=io_mode)
+    c, other = normal(chunk(1, 6, layout)), normal(chunk(2, 3, layout))
+    for one in (c, other):
+        attempt, shards = put_shards(store, one, written)
+        store.commit(attempt, shards)
+    keys = [other.key, c.key]
+    whole = store.get_many(keys).kv
+    for rank, wanted in enumerate(shares(whole, read)):
+        got = store.get_many(keys, share=HeadShare(rank, read))
+        assert got.kv.tobytes() == wanted.tobytes()
+        some = store.get_many(keys, layers=(1, 3), share=HeadShare(rank, read))
+        assert some.kv.tobytes() == wanted[1:3].tobytes()
+    store.prefetch(keys, "host").result()
+    assert store.get_many(keys, share=HeadShare(read - 1, read)).kv.tobytes() == wanted.tobytes()
+
+
+def test_a_share_is_verified_as_the_whole_is(open_store, chunk, tmp_path):
+    """One file holds all heads: damage to a head that is not wanted refuses the others too."""
+    store, c = open_store(layout=WIDE), chunk(1, 6, WIDE)
+    store.put(c.key, c.kv, record=c.record)
+    (path,) = (tmp_path / "kb").glob(f"kv/*/*/{c.key}/*/c/0/0/0/0/0")
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1  # in the last layer, of the last head
+    path.write_bytes(data)
+    with pytest.raises(ChunkCorrupt, match="layer 2 of 3 has xxh3"):
+        store.get_many([c.key], share=HeadShare(0, 4))
+    assert store.get_many([c.key], layers=(0, 2), share=HeadShare(0, 4)).offsets
