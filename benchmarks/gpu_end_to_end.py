@@ -64,8 +64,8 @@ def first_tokens(model: Any, store: Any, method: Any, prompts: Sequence[Any]) ->
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxrag.engine.engine import engine_of
     from jaxrag.engine.direct import map_request, unmap
+    from jaxrag.engine.engine import engine_of
     from jaxrag.engine.prefill import prefill
     from jaxrag.engine.request import Request
 
@@ -96,8 +96,8 @@ def forget(model: Any, prompts: Sequence[Any]) -> None:
 def decoding_seconds(model: Any, store: Any, method: Any, prompts: Sequence[Any]) -> float:
     """Seconds a step while every prompt gets its next token."""
     from jaxrag.engine.decoding import SamplingRows, decode
-    from jaxrag.engine.engine import engine_of
     from jaxrag.engine.direct import map_request, unmap
+    from jaxrag.engine.engine import engine_of
     from jaxrag.engine.prefill import prefill_observed
     from jaxrag.engine.request import Request, reserved
     from jaxrag.engine.sampling import SamplingParams
