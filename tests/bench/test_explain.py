@@ -19,8 +19,8 @@ from jaxrag.bench.explain import (
 from jaxrag.bench.explain_plots import PICTURES, draw
 from jaxrag.cli import main
 from jaxrag.documents import Document
-from jaxrag.engine.engine import engine_of
 from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.errors import RequestError
 from jaxrag.models.decoder import forward

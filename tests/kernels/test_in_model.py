@@ -8,8 +8,8 @@ import pytest
 from jaxrag.config import config_from_dict, config_to_dict
 from jaxrag.decode import TopN
 from jaxrag.engine import prefill
-from jaxrag.engine.engine import engine_of
 from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.errors import ConfigError
 from jaxrag.methods import METHODS

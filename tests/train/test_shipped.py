@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxrag.engine import prefill
-from jaxrag.engine.engine import engine_of
 from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.evals.scoring import READS, draw, scored, write
 from jaxrag.evals.synthetic_report import markdown
