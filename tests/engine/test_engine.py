@@ -1,4 +1,4 @@
-"""The engine: answers that end, admission by what is free, one owner of the pool, life and death."""
+"""The engine: answers that end, admission by what is free, one owner of the pool, its life."""
 
 import ast
 import dataclasses
