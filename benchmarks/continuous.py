@@ -97,7 +97,7 @@ def run(options: Options) -> dict[str, Any]:
     answers: dict[str, list[list[int]]] = {}
     compiled: list[str] = []
 
-    def count(event: str, duration: float, **about: Any) -> None:
+    def count(event: str, duration_secs: float, **about: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(str(about.get("fun_name")))
 

@@ -48,7 +48,7 @@ def prompt_of(model: Any, shape: Shape, context: int, seed: int) -> Any:
     """Chunks of random ids and a question."""
     import numpy as np
 
-    from jaxrag.engine.mapping import Prompt
+    from jaxrag.engine.request import Prompt
 
     rng = np.random.default_rng((seed, context))
 
@@ -69,17 +69,20 @@ def first_tokens(model: Any, store: Any, method: Any, prompts: Sequence[Any]) ->
     from jaxrag.engine.prefill import prefill
     from jaxrag.engine.request import Request
 
-    runner = engine_of(model).runner
-    start, mapped = time.perf_counter(), []
-    try:
-        for prompt in prompts:
-            mapped.append(map_request(runner, Request(prompt, store, method, 1), reserve_tokens=0))
-        logits, _ = prefill(runner, mapped)
-        np.asarray(jnp.argmax(logits, axis=-1))
-        return time.perf_counter() - start
-    finally:
-        for request in mapped:
-            unmap(runner, request)
+    def run(runner: Any) -> float:
+        start, mapped = time.perf_counter(), []
+        try:
+            for prompt in prompts:
+                request = Request(prompt, store, method, 1)
+                mapped.append(map_request(runner, request, reserve_tokens=0))
+            logits, _ = prefill(runner, mapped)
+            np.asarray(jnp.argmax(logits, axis=-1))
+            return time.perf_counter() - start
+        finally:
+            for state in mapped:
+                unmap(runner, state)
+
+    return engine_of(model).call(run)
 
 
 def forget(model: Any, prompts: Sequence[Any]) -> None:
@@ -87,42 +90,52 @@ def forget(model: Any, prompts: Sequence[Any]) -> None:
     from jaxrag.encode import chunk_key
     from jaxrag.engine.engine import engine_of
 
-    for prompt in prompts:
-        for chunk in prompt.chunks:
-            key = chunk_key(model.fingerprint, model, "isolated", prompt.prefix, chunk, None)
-            engine_of(model).runner.cache.allocator.evict(key)
+    def evict(runner: Any) -> None:
+        for prompt in prompts:
+            for chunk in prompt.chunks:
+                key = chunk_key(model.fingerprint, model, "isolated", prompt.prefix, chunk, None)
+                runner.cache.allocator.evict(key)
+
+    engine_of(model).call(evict)
 
 
 def decoding_seconds(model: Any, store: Any, method: Any, prompts: Sequence[Any]) -> float:
     """Seconds a step while every prompt gets its next token."""
-    from jaxrag.engine.decoding import SamplingRows, decode
+    import numpy as np
+
+    from jaxrag.cache import table_width
+    from jaxrag.engine.decoding import Lane, lane_of
     from jaxrag.engine.direct import map_request, unmap
     from jaxrag.engine.engine import engine_of
-    from jaxrag.engine.prefill import prefill_observed
-    from jaxrag.engine.request import Request, reserved
-    from jaxrag.engine.sampling import SamplingParams
+    from jaxrag.engine.prefill import prefill
+    from jaxrag.engine.request import Request
 
-    runner = engine_of(model).runner
-    room, mapped = reserved(1 + (RUNS + 1) * BLOCK, BLOCK), []
-    try:
-        for prompt in prompts:
-            mapped.append(
-                map_request(runner, Request(prompt, store, method, room), reserve_tokens=room)
-            )
-        prefilled = prefill_observed(runner, mapped, None)
-        logits = prefilled.logits
-        settings = SamplingRows.of([SamplingParams()] * len(prompts), logits.shape[0])
-        steps = decode(runner, mapped, prefilled, settings, BLOCK)
-        next(steps), next(steps)  # the first token, then a block that compiles
-        found = []
-        for _ in range(RUNS):
-            start = time.perf_counter()
-            next(steps)
-            found.append(time.perf_counter() - start)
-        return statistics.median(found) / BLOCK
-    finally:
-        for request in mapped:
-            unmap(runner, request)
+    tokens = 1 + (RUNS + 1) * BLOCK
+    asked = [Request(prompt, store, method, tokens, rows=len(prompts)) for prompt in prompts]
+
+    def run(runner: Any) -> float:
+        mapped = []
+        try:
+            for request in asked:
+                mapped.append(map_request(runner, request, reserve_tokens=request.room))
+            key = lane_of(asked[0], max(table_width(state.table) for state in mapped))
+            assert key is not None
+            lane = Lane(runner, key)
+            logits, _ = prefill(runner, mapped)
+            for row, (request, state) in enumerate(zip(asked, mapped, strict=True)):
+                lane.join(row, request, state, logits, row, None)
+            np.asarray(lane.step(BLOCK))  # compiles
+            found = []
+            for _ in range(RUNS):
+                start = time.perf_counter()
+                np.asarray(lane.step(BLOCK))
+                found.append(time.perf_counter() - start)
+            return statistics.median(found) / BLOCK
+        finally:
+            for state in mapped:
+                unmap(runner, state)
+
+    return engine_of(model).call(run)
 
 
 def end_to_end(name: str, shape: Shape, impl: str, found: MutableMapping[str, Any]) -> None:

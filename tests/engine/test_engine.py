@@ -1,8 +1,9 @@
-"""The engine: rows that end, admission by what is free, one owner of the pool, life and death."""
+"""The engine: answers that end, admission by what is free, one owner of the pool, its life."""
 
 import ast
 import dataclasses
 import gc
+import threading
 import weakref
 from pathlib import Path
 
@@ -12,19 +13,27 @@ import pytest
 import jaxrag
 from jaxrag.cache import PAGE
 from jaxrag.decode import rule_from
-from jaxrag.engine.engine import Row, engine_of
-from jaxrag.engine.request import Prompt, Request, reserved
-from jaxrag.errors import RequestError
+from jaxrag.engine.decoding import FAILED
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.live import Live
+from jaxrag.engine.mapping import RequestPlan
+from jaxrag.engine.request import Prompt, Request
+from jaxrag.errors import Cancelled, EngineError, RequestError
 from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
 
 EOS = 0
 
 
-def request(ids, model=None, method="full_attention", tokens=4):
+def request(ids, model=None, method="full_attention", tokens=4, **more):
     prompt = Prompt(np.zeros(0, np.int32), (), np.asarray(ids, np.int32))
     store = None if model is None else engine_of(model).memory
-    return Request(prompt, store, METHODS[method], tokens, eos_ids=frozenset({EOS}))
+    return Request(prompt, store, METHODS[method], tokens, eos_ids=frozenset({EOS}), **more)
+
+
+def a_live(tokens=4):
+    asked = request([1], tokens=tokens)
+    return Live(0, asked, RequestPlan(asked, [], 0), None, lambda progress: None, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -35,21 +44,31 @@ def request(ids, model=None, method="full_attention", tokens=4):
         ([[EOS]], [], "stop"),
         ([[5], [6, 7, 8, 9]], [6, 7, 8], "length"),
         ([[5, 6, 7, EOS]], [5, 6, 7], "stop"),
-        ([[5, 6, 7, 8], [9]], [], "length"),
+        ([[5, 6, 7], [8, 9]], [8], "length"),
     ],
 )
-def test_a_row_ends(steps, new, reason):
-    row = Row(request([1]))
+def test_an_answer_ends(steps, new, reason):
+    live = a_live()
     for ids in steps:
-        row.extend(ids)
-    assert (row.new, row.finish_reason) == (new, reason)
+        told = live.take(ids)
+    assert told == (new, reason)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "block", "expected"), [(1, 8, 0), (2, 8, 8), (9, 8, 8), (10, 8, 16), (4, 1, 3)]
-)
-def test_slots_are_reserved_for_whole_blocks(tokens, block, expected):
-    assert reserved(tokens, block) == expected
+def test_an_answer_that_begins_again_tells_only_what_is_new():
+    live = a_live(tokens=5)
+    live.take([5, 6, 7])
+    live.again()
+    assert live.take([5, 6]) == ([], None)
+    assert live.take([7, 8, 9]) == ([8, 9], "length")
+    live.again()
+    with pytest.raises(EngineError, match="token 1 came out as 7 and was 6 before"):
+        live.take([5, 7])
+
+
+def test_logits_that_hold_a_nan_are_no_token():
+    live = a_live()
+    with pytest.raises(EngineError, match="logits of token 1 hold a NaN"):
+        live.take([5, FAILED])
 
 
 @pytest.fixture
@@ -57,43 +76,137 @@ def model(tiny_config):
     return random_model(tiny_config(), cache_tokens=512)
 
 
-def test_requests_of_a_batch_share_their_method(model):
-    both = [request([1, 2], model), request([1, 2], model, "turborag")]
-    with pytest.raises(RequestError, match="share their method"):
-        engine_of(model).run(both, 1)
+def answers(model, requests):
+    """Token ids, finish reason and outcome of each request, all of them added at one moment."""
+    ids, ends = [[] for _ in requests], {}
+    for progress in engine_of(model).iterate(requests):
+        assert progress.error is None
+        ids[progress.number] += progress.new
+        if progress.last:
+            ends[progress.number] = progress
+    ends = [ends[at] for at in range(len(requests))]
+    return [(a, end.finish_reason, end.outcome) for a, end in zip(ids, ends, strict=True)]
 
 
-def test_a_stopped_row_ends_its_batch(model):
-    batch = engine_of(model).run([request([3, 4], model, tokens=9)], 1)
-    seen = []
-    for (row,) in batch:
-        seen += row.new
-        batch.stop(0)
-    assert len(seen) == 1
-    assert len(batch.outcomes) == 1
+def in_use(model):
+    """Pages that somebody holds, once nothing is in flight."""
+    return engine_of(model).call(
+        lambda runner: runner.cache.allocator.num_pages - runner.cache.allocator.num_available
+    )
 
 
-def test_admission_counts_what_is_free(model):
-    """Beside a stream that holds pages, a batch is cut to what is left; alone it is not."""
+@pytest.mark.parametrize(("tokens", "pages"), [(1, 4), (2, 5), (17, 5), (18, 6)])
+def test_every_token_that_is_run_has_a_slot_and_no_more(tiny_config, tokens, pages):
+    """The last token of an answer is not run; a pool of just these pages is enough."""
+    ids = range(3, 3 + 4 * PAGE)
+    config = tiny_config(eos_ids=())
+    roomy, tight, small = (
+        random_model(config, cache_tokens=n * PAGE) for n in (16, pages, pages - 1)
+    )
+    ((expected, _, _),) = answers(roomy, [request(ids, roomy, tokens=tokens)])
+    ((found, _, _),) = answers(tight, [request(ids, tight, tokens=tokens)])
+    assert found == expected
+    with pytest.raises(RequestError, match=f"need {pages * PAGE} tokens of cache, the pool has"):
+        engine_of(small).add(request(ids, small, tokens=tokens), lambda progress: None)
+
+
+def test_requests_of_other_methods_and_lengths_run_side_by_side(model, rng):
+    asked = [
+        request(rng.integers(3, 101, size), model, method, tokens)
+        for size, method, tokens in ((2, "full_attention", 9), (40, "turborag", 3), (7, "epic", 6))
+    ]
+    alone = [answers(model, [one])[0][:2] for one in asked]
+    assert [one[:2] for one in answers(model, asked)] == alone
+
+
+def test_a_client_that_wants_no_more_gets_its_outcome_and_no_token(model):
+    told, done = [], threading.Event()
+
+    def sink(progress):
+        told.append(progress)
+        if progress.last:
+            done.set()
+        return True
+
+    engine_of(model).add(request([3, 4], model, tokens=99, watched=True), sink)
+    assert done.wait(120)
+    assert in_use(model) == 0
+    assert [len(progress.new) for progress in told] == [1, 0]
+    assert told[-1].finish_reason == "stop" and told[-1].outcome is not None
+
+
+@pytest.mark.parametrize("how", ["stop", "abort"])
+def test_a_request_is_ended_by_its_number(model, how):
+    """From a thread that is not the engine's, in the middle of an answer."""
+    engine, told = engine_of(model), []
+    first, done = threading.Event(), threading.Event()
+
+    def sink(progress):
+        told.append(progress)
+        first.set()
+        if progress.last:
+            done.set()
+
+    number = engine.add(request([3, 4], model, tokens=300, watched=True), sink)
+    assert first.wait(120)
+    getattr(engine, how)(number)
+    assert done.wait(120)
+    assert in_use(model) == 0
+    assert sum(progress.last for progress in told) == 1
+    tokens = sum(len(progress.new) for progress in told)
+    assert 1 <= tokens < 300
+    if how == "stop":
+        assert told[-1].finish_reason == "stop" and told[-1].outcome is not None
+    else:
+        assert isinstance(told[-1].error, Cancelled)
+
+
+def test_admission_waits_for_what_is_free(model):
+    """Beside a stream that holds pages, few run at once; alone they all do. The answers agree."""
     engine = engine_of(model)
-    allocator = engine.runner.cache.allocator
-    many = [request(range(1, 60), model) for _ in range(6)]  # 5 pages each, of 32
-    assert [len(batch) for batch in engine.batches(many, 6)] == [6]
-    rows = iter(engine.run([request(range(1, 99), model, tokens=PAGE * 12)], 1))
-    next(rows)
-    held = allocator.num_pages - allocator.num_available
-    assert held > 8
-    first = next(engine.batches(many, 6))
-    assert len(first) == allocator.num_available // 5 < 6
-    rows.close()
-    assert allocator.num_free == allocator.num_pages
+    many = [request([n, *range(1, 60)], model, rows=6) for n in range(3, 9)]  # 4 pages each, of 32
+    expected = [one[0] for one in answers(model, many)]
+    begun, ids, most = set(), {}, []
+    stream_told, done = [], threading.Event()
+
+    def sink(progress):
+        assert progress.error is None
+        ids.setdefault(progress.number, []).extend(progress.new)
+        begun.add(progress.number)
+        most.append(len(begun))
+        if progress.last:
+            begun.remove(progress.number)
+            if len(ids) == len(many) and not begun:
+                done.set()
+
+    engine.add_all([(one, sink) for one in many])
+    assert done.wait(120)
+    assert max(most) == 6
+    assert list(ids.values()) == expected
+    begun, ids, most = set(), {}, []
+    done.clear()
+    left = []
+
+    def stream_sink(progress):
+        stream_told.append(progress)
+        if len(stream_told) == 1:
+            left.append(engine.runner.cache.allocator.num_available)
+            engine.add_all([(one, sink) for one in many])
+        return done.is_set()
+
+    held = request(range(1, 99), model, tokens=PAGE * 12, watched=True)
+    engine.add(dataclasses.replace(held, eos_ids=frozenset()), stream_sink)
+    assert done.wait(120)
+    assert in_use(model) == 0
+    assert max(most) == left[0] // 4 == 3
+    assert [ids[number] for number in sorted(ids)] == expected
 
 
 def test_unused_chunks_count_as_room(model, rng):
-    engine = engine_of(model)
     documents = [rng.integers(3, 101, 40).tolist() for _ in range(3)]
     jaxrag.generate([5, 6], documents=documents, model=model, max_new_tokens=2)
-    allocator = engine.runner.cache.allocator
+    assert in_use(model) == 0
+    allocator = engine_of(model).runner.cache.allocator
     assert allocator.num_free < allocator.num_pages == allocator.num_available
 
 
@@ -104,6 +217,9 @@ def test_a_deleted_model_frees_weights_and_pool(tiny_config, rng, decode):
     options = {"documents": [], "method": "full_attention", "max_new_tokens": 3, "decode": decode}
     jaxrag.generate(ids, model=model, **options)
     runner = engine_of(model).runner
+    for thread in threading.enumerate():  # it ends when there is nothing to do
+        if thread.name == "jaxrag-engine":
+            thread.join(120)
     held = [weakref.ref(x) for x in (model, runner.cache.pool.k, runner.cache.pool.v)]
     held += [weakref.ref(model.params.embed), weakref.ref(model.rope(1).cos)]
     host = runner.host_search  # a compiled step names it
@@ -115,24 +231,16 @@ def test_a_deleted_model_frees_weights_and_pool(tiny_config, rng, decode):
     assert host._pool is None
 
 
-def test_interleaved_streams_report_their_own_indexes(tiny_config, rng):
+def test_requests_side_by_side_report_their_own_indexes(tiny_config, rng):
     model = random_model(tiny_config(), cache_tokens=2048)
-    prompts = [rng.integers(3, 101, size).tolist() for size in (40, 90)]
-
-    def batch(ids):
-        rule = rule_from("retrieval:recent=8,sink=4")
-        one = request(ids, model)
-        one = dataclasses.replace(one, method=dataclasses.replace(one.method, decode=rule))
-        return engine_of(model).run([one], 1)
-
-    alone = [batch(ids) for ids in prompts]
-    for one in alone:
-        list(one)
-    expected = [one.outcomes[0].indexes for one in alone]
+    rule = rule_from("retrieval:recent=8,sink=4")
+    asked = []
+    for size in (40, 90):
+        one = request(rng.integers(3, 101, size), model, rows=2)
+        asked.append(dataclasses.replace(one, method=dataclasses.replace(one.method, decode=rule)))
+    expected = [answers(model, [one])[0][2].indexes for one in asked]
     assert 0 < expected[0]["keys"] < expected[1]["keys"]
-    both = [batch(ids) for ids in prompts]
-    list(zip(*map(iter, both), strict=True))
-    assert [one.outcomes[0].indexes for one in both] == expected
+    assert [outcome.indexes for _, _, outcome in answers(model, asked)] == expected
 
 
 def test_the_pool_has_one_owner():

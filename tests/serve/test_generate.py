@@ -12,10 +12,8 @@ from jaxrag import KnowledgeBase, Sampling, generate
 from jaxrag.cache import PAGE
 from jaxrag.documents import Document
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.request import pages_of
 from jaxrag.errors import ConfigError, RequestError, TokenizerError
-from jaxrag.serve import generate as generation
-from jaxrag.serve.generate import serve
+from jaxrag.serve.answers import serve
 from jaxrag.serve.questions import Source, prepare, resolve
 
 DOCUMENTS = [
@@ -47,6 +45,11 @@ def bare_model(text_model):
     return dataclasses.replace(text_model, tokenizer=None)
 
 
+def num_free(model):
+    """Pages of the pool that hold nothing, once nothing is in flight."""
+    return engine_of(model).call(lambda runner: runner.cache.allocator.num_free)
+
+
 def test_result_of_retrieval(kb, text_model):
     result = generate(QUESTION, kb=kb, max_new_tokens=9)
     assert result.finish_reason == "length"
@@ -60,9 +63,9 @@ def test_result_of_retrieval(kb, text_model):
     tokens = sum(len(kb.template.chunk_ids(text_model.tokenizer, h.ids, h.title)) for h in hits)
     assert result.counts == {"reused": tokens, "recomputed": 0, "encoded": 0}
     timings = result.timings
-    assert list(timings) == ["retrieve", "load", "prefill", "ttft", "per_token"]
+    assert list(timings) == ["retrieve", "wait", "load", "prefill", "ttft", "per_token"]
     assert min(timings.values()) > 0
-    parts = timings["retrieve"] + timings["load"] + timings["prefill"]
+    parts = timings["retrieve"] + timings["wait"] + timings["load"] + timings["prefill"]
     assert timings["ttft"] == pytest.approx(parts)
     assert json.loads(json.dumps(result.to_dict())) == result.to_dict()
 
@@ -176,15 +179,14 @@ def test_a_stream_is_the_answer_in_pieces(kb, sampling):
 
 def test_a_stream_that_is_left_gives_its_pages_back(kb, text_model):
     generate(QUESTION, kb=kb, max_new_tokens=1)
-    allocator = engine_of(text_model).runner.cache.allocator
-    free = allocator.num_free
-    stream = generate(QUESTION, kb=kb, max_new_tokens=100, stream=True)
+    free = num_free(text_model)
+    stream = generate(QUESTION, kb=kb, max_new_tokens=400, stream=True)
     pieces = iter(stream)
     next(pieces)
-    assert allocator.num_free < free
+    assert num_free(text_model) < free
     pieces.close()
     del pieces, stream
-    assert allocator.num_free == free
+    assert num_free(text_model) == free
 
 
 def test_stop_string_ends_the_answer(kb):
@@ -219,40 +221,36 @@ def test_token_ids_need_no_tokenizer(bare_model, kind):
     assert batch[0].token_ids == one.token_ids
 
 
-def test_a_batch_is_made_smaller_where_the_cache_is_small(bare_model, monkeypatch):
-    settings = resolve(
-        kb=None, model=bare_model, method="turborag", template=None, k=1, max_new_tokens=4, stop=()
-    )
+def test_a_small_cache_makes_questions_wait(bare_model):
+    """Those that do not fit beside others are served after them; the answers are the same."""
 
-    def question(tokens):
-        return prepare(settings, [5] * tokens, [[6] * 400], Sampling())
+    def served(cache_tokens):
+        model = dataclasses.replace(bare_model, cache_tokens=cache_tokens)
+        settings = resolve(
+            kb=None, model=model, method="turborag", template=None, k=1, max_new_tokens=4, stop=()
+        )
+        questions = [
+            prepare(settings, [5] * tokens, [[6] * 400], Sampling())
+            for tokens in (300, 40, 280, 290, 40, 50)
+        ]
+        done = {}
+        for one in serve(settings, questions, batch_size=8):
+            assert not done.keys() & one.keys()
+            done |= one
+        assert num_free(model) > 0
+        return [done[index].token_ids for index in range(len(questions))]
 
-    def pages(batch):
-        return pages_of([one.request for one in batch])
-
-    one, two = pages([question(300)]), pages([question(300)] * 2)
-    assert one < two < 2 * one  # the document is counted once
-    questions = [question(tokens) for tokens in (300, 40, 280, 290, 40, 50)]
-    small = dataclasses.replace(bare_model, cache_tokens=two * PAGE)
-    settings = dataclasses.replace(settings, model=small)
-    batches = []
-
-    def run(settings, batch, block):
-        batches.append(batch)
-        yield list(range(len(batch)))
-
-    monkeypatch.setattr(generation, "_run", run)
-    served = list(serve(settings, questions, batch_size=8))
-    assert sorted(i for batch in served for i in batch) == list(range(6))
-    assert [len(batch) for batch in batches] == [4, 2]
-    assert all(pages(batch) <= two for batch in batches)
+    document, largest = 400 // PAGE, -(-303 // PAGE)
+    assert served((document + largest) * PAGE) == served(8192)
+    with pytest.raises(RequestError, match="raise cache_tokens"):
+        served((document + largest - 1) * PAGE)
 
 
 def test_a_prompt_larger_than_the_cache_is_refused(bare_model):
     tight = dataclasses.replace(bare_model, cache_tokens=20 * PAGE)
     with pytest.raises(RequestError, match="320; raise cache_tokens"):
         generate([5] * 300, documents=[[6] * 40], model=tight, max_new_tokens=4)
-    assert engine_of(tight).runner.cache.allocator.num_free == 20
+    assert num_free(tight) == 20
 
 
 @pytest.mark.parametrize(
@@ -281,10 +279,10 @@ def test_bad_arguments_are_refused(kb, text_model, bare_model, arguments, words)
         name: given[name if name == "kb" else value] if name in ("kb", "model") else value
         for name, value in arguments.items()
     }
-    free = engine_of(text_model).runner.cache.allocator.num_free
+    free = num_free(text_model)
     with pytest.raises(RequestError, match=words):
         generate(QUESTION, **arguments)
-    assert engine_of(text_model).runner.cache.allocator.num_free == free
+    assert num_free(text_model) == free
 
 
 @pytest.mark.parametrize("question", ["", " \n", "\ud800x", [""], ["fine", ""]])
