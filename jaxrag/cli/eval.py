@@ -11,7 +11,6 @@ from jaxrag.cli.options import (
     add_json,
     chunks_of,
     give_out,
-    keep_compiled,
     print_json,
     require_folder,
     titled,
@@ -129,6 +128,8 @@ def run_synthetic(args: argparse.Namespace) -> None:
     options = _options(args)
     require_folder(args.out)
     require_folder(args.markdown, "--markdown")
+    from jaxrag.models.compiled import keep_compiled
+
     keep_compiled()
     result = run(options, progress=not args.json) | {"machine": describe()}
     give_out(args, result, titled(tables(result)), markdown)

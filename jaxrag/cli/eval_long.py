@@ -10,7 +10,6 @@ from jaxrag.cli.options import (
     add_command,
     add_json,
     give_out,
-    keep_compiled,
     print_json,
     require_folder,
     titled,
@@ -190,6 +189,8 @@ def run(args: argparse.Namespace) -> None:
         else:
             print(f"{args.prompts}: {len(rows)} prompts")
         return
+    from jaxrag.models.compiled import keep_compiled
+
     keep_compiled()
     result = run(options, progress=not args.json) | {"machine": describe()}
     if args.no_items:

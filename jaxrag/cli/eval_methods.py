@@ -9,7 +9,6 @@ from jaxrag.cli.options import (
     add_json,
     chunks_of,
     give_out,
-    keep_compiled,
     ratios_of,
     require_folder,
     titled,
@@ -104,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
     options = _options(args)
     require_folder(args.out)
     require_folder(args.markdown, "--markdown")
+    from jaxrag.models.compiled import keep_compiled
+
     keep_compiled()
     result = run(options, progress=not args.json) | {"machine": describe()}
     give_out(args, result, titled(tables(result)), markdown)

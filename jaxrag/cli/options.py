@@ -181,7 +181,6 @@ def load(args: argparse.Namespace, path: str, dtype: str | None) -> "Model":
     from jaxrag.models.model import load_model
     from jaxrag.sharding import make_mesh
 
-    keep_compiled()
     mesh = None
     if args.mesh is not None:
         sizes = args.mesh.split(",")
@@ -198,21 +197,6 @@ def load(args: argparse.Namespace, path: str, dtype: str | None) -> "Model":
         max_host_bytes=args.max_host_bytes,
         kernels=args.kernels,
     )
-
-
-def keep_compiled() -> None:
-    """Keep compiled programs in this user's cache, so that only the first run of a shape waits.
-
-    A directory that is set already, such as JAX_COMPILATION_CACHE_DIR, is left alone.
-    """
-    import jax
-
-    from jaxrag.models.digest import cache_directory
-
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def open_kb(args: argparse.Namespace) -> "KnowledgeBase":

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxrag.cli.distributed import add_distributed, join
-from jaxrag.cli.options import add_command, add_json, human_count, keep_compiled, print_json, table
+from jaxrag.cli.options import add_command, add_json, human_count, print_json, table
 
 if TYPE_CHECKING:
     from jaxrag.train.config import TrainConfig
@@ -58,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _dry_run(config, args.json)
     join(args)
+    from jaxrag.models.compiled import keep_compiled
+
     keep_compiled()
     report = train(
         config,

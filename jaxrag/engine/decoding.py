@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
+from jax.stages import Lowered
 
 from jaxrag.cache import MIN_TABLE_PAGES, PAGE, PagePool, PageTable, TableBuilder, table_width
 from jaxrag.cache.host import HostValues
@@ -206,14 +207,19 @@ class Lane:
 
     def step(self, block: int) -> Drawn:
         """Run every row by ``block`` tokens: [R, block] each, to be read when they are ready."""
+        self._rows, self._decoding, new = self._runner.cache.run(_steps, *self._arguments(block))
+        return new
+
+    def lower(self, block: int) -> Lowered:
+        """The program of ``step``, not compiled yet."""
+        lowered: Lowered = _steps.lower(self._runner.cache.pool, *self._arguments(block))
+        return lowered
+
+    def _arguments(self, block: int) -> tuple[Any, ...]:
         runner, rule = self._runner, self.key.rule
         host = None if rule.searches is None else runner.host_search
         plan = Plan(block, rule, host, runner.cache.values)
-        decoder = runner.model.decoder(self.key.pages * PAGE)
-        self._rows, self._decoding, new = runner.cache.run(
-            _steps, self._rows, self._decoding, decoder, plan
-        )
-        return new
+        return self._rows, self._decoding, runner.model.decoder(self.key.pages * PAGE), plan
 
     def leave(self, rows: Iterable[int]) -> None:
         """Nobody has these rows any more; what is in flight still runs them."""

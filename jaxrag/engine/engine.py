@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 
@@ -24,7 +25,9 @@ from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.state import EngineSettings
 from jaxrag.engine.thread import Event, Mailbox, ask
+from jaxrag.engine.warmup import compile_for
 from jaxrag.errors import EngineError, RequestError
+from jaxrag.models.compiled import counting
 from jaxrag.models.model import Model
 from jaxrag.sharding import processes_of
 from jaxrag.store import MemoryStore
@@ -54,6 +57,7 @@ class Engine:
     Attributes:
       runner: the model on its device, with the page pool; only for ``call``.
       settings: how it serves.
+      compiled: how many programs its thread compiled, or read from the disk, by function.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Engine:
         self.runner = ModelRunner(model)
         several = len(processes_of(model.mesh)) > 1
         self.settings = settings or EngineSettings(lockstep=several)
+        self.compiled = Counter[str]()
         self._clock = clock
         self._numbers = itertools.count()
         self._making = threading.Lock()
@@ -136,6 +141,20 @@ class Engine:
     def forget(self) -> None:
         """Make the pool anew: chunks are mapped again when they are next asked for."""
         ask(self._mail.post, lambda: self._at_work.forget())
+
+    def warm_up(self, requests: Sequence[Request]) -> int:
+        """Compile what requests like these need, before others wait for it; how many programs.
+
+        The large ones are compiled side by side, then every request is served once, for the rest.
+        Only shapes count: ids may be any, chunks of any kind and length that will be asked for. On
+        disk, programs are kept for the next process (``models.compiled.keep_compiled``).
+        """
+        before = sum(self.compiled.values())
+        programs = self.call(lambda runner: compile_for(runner, requests))
+        for progress in self.iterate(requests):
+            if progress.error is not None:
+                raise progress.error
+        return programs + sum(self.compiled.values()) - before
 
     def iterate(self, requests: Sequence[Request]) -> Iterator[Progress]:
         """Serve requests and iterate over their progress, in the order it comes.
@@ -214,6 +233,10 @@ class Engine:
 
     def _work(self, events: list[Event]) -> None:
         """Serve until nothing is left to do; on the engine's thread."""
+        with counting(self.compiled):
+            self._loop(events)
+
+    def _loop(self, events: list[Event]) -> None:
         core, mail = self._at_work, self._mail
         while True:
             try:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.stages import Lowered
 
 from jaxrag.cache import PAGE, PagePool
 from jaxrag.cache.host import arrived
@@ -240,6 +241,15 @@ def place(runner: ModelRunner, staged: Staged, pages: Mapping[str, Sequence[int]
         at = slice(index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS)
         placed = runner.cache.run(_place, runner.model.config, kv, page[at], local[at], rope)
         runner.staging.give(block, placed)
+
+
+def lower_place(runner: ModelRunner) -> Lowered:
+    """The program of ``place`` for chunks of at most 1,024 tokens, not compiled yet."""
+    kv = runner.model.put_kv(runner.staging.take())
+    page, local = (np.zeros(BLOCK_TOKENS, np.int32) for _ in range(2))
+    rope = runner.model.rope(1)
+    lowered: Lowered = _place.lower(runner.cache.pool, runner.model.config, kv, page, local, rope)
+    return lowered
 
 
 def _targets(

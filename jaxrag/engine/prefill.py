@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
+from jax.stages import Lowered
 
 from jaxrag.cache import PagePool, PageTable, batch_table
 from jaxrag.cache.host import HostValues
@@ -112,10 +113,31 @@ class Prefill:
 
     def next_piece(self) -> int:
         """Run the next piece of every request; returns its width."""
-        runner, model, start = self._runner, self._runner.model, self._start
+        length, width = self.left[0]
+        arguments, how = self._arguments(self._start, length, width)
+        table, logits, queries = self._runner.cache.run(_prefill_piece, *arguments, **how)
+        bank = self.prefilled.bank.replace(queries=queries)
+        self.prefilled = Prefilled(logits, table, bank)
+        self._start += length
+        del self.left[0]
+        return width
+
+    def lower(self) -> dict[int, Lowered]:
+        """The programs of the pieces that are left, by width, not compiled yet."""
+        pool = self._runner.cache.pool
+        lowered = {}
+        for length, width in self.left:
+            arguments, how = self._arguments(self._start, length, width)
+            lowered[width] = _prefill_piece.lower(pool, *arguments, **how)
+        return lowered
+
+    def _arguments(
+        self, start: int, length: int, width: int
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a piece of ``length`` tokens from ``start`` on is run with."""
+        runner, model = self._runner, self._runner.model
         logits, table, bank = self.prefilled
         rows, num_slots = table.slot_position.shape
-        length, width = self.left[0]
         ids = np.zeros((rows, width), np.int32)
         positions = np.full((rows, width), -1, np.int32)
         slots = np.full((rows, width), num_slots, np.int32)
@@ -131,20 +153,8 @@ class Prefill:
         seen = np.where((seen >= 0) & (seen < length), seen, -1).astype(np.int32)
         step = Step(*(model.put_batch(x, rows) for x in (ids, positions, slots)))
         piece = _Piece(step, *(model.put_batch(x, rows) for x in (last, seen)))
-        table, logits, queries = runner.cache.run(
-            _prefill_piece,
-            logits,
-            bank.queries,
-            model.decoder(num_slots),
-            table,
-            piece,
-            values=runner.cache.values,
-            rows_in_turn=model.rows_in_turn,
-        )
-        self.prefilled = Prefilled(logits, table, bank.replace(queries=queries))
-        self._start += length
-        del self.left[0]
-        return width
+        arguments = (logits, bank.queries, model.decoder(num_slots), table, piece)
+        return arguments, {"values": runner.cache.values, "rows_in_turn": model.rows_in_turn}
 
 
 def _empty_bank(

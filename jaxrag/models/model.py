@@ -18,6 +18,7 @@ from jaxrag.config import Kernels, ModelConfig, config_to_dict
 from jaxrag.errors import ConfigError, RequestError, TokenizerError
 from jaxrag.models.attention import PackedAttend, check_kernels
 from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
+from jaxrag.models.compiled import keep_compiled
 from jaxrag.models.decoder import Decoder, forward, unembed
 from jaxrag.models.digest import params_digest, weights_digest
 from jaxrag.models.hf import load_hf
@@ -293,6 +294,9 @@ def load_model(
 ) -> Model:
     """Load a Hugging Face directory or a jaxrag checkpoint.
 
+    What is compiled from then on is kept in the user's cache directory for the next process, unless
+    JAX was given another one.
+
     Args:
       path: the directory.
       mesh: where to put it (sharding.make_mesh); None = the default device.
@@ -310,6 +314,7 @@ def load_model(
       TokenizerError: a tokenizer that cannot be read or is larger than the vocabulary.
     """
     path = Path(path)
+    keep_compiled()
     check_kernels(kernels)
     template = read_prompt(path)
     load = load_checkpoint if is_checkpoint(path) else load_hf

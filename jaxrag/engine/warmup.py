@@ -1,0 +1,53 @@
+"""The programs that requests need, compiled several at a time before anybody waits for them."""
+
+import os
+import threading
+from collections.abc import Hashable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from jax.stages import Lowered
+
+from jaxrag.cache import CachedChunk
+from jaxrag.engine.decoding import Lane, SamplingRows, lane_of, sample_first
+from jaxrag.engine.loader import lower_place
+from jaxrag.engine.mapping import map_planned, plan_request
+from jaxrag.engine.prefill import Prefill
+from jaxrag.engine.request import DECODE_BLOCK, Request
+from jaxrag.engine.runner import ModelRunner
+
+_STACK = 64 << 20  # bytes: XLA's passes recurse deeper than a thread's usual stack allows
+
+
+def compile_for(runner: ModelRunner, requests: Iterable[Request]) -> int:
+    """Compile prefill, placing and dense decoding for requests of these shapes; how many programs.
+
+    They are traced one after the other and compiled side by side. Nothing is run, and the pool is
+    left as it is. What selectors, encoders and sparse rules need beside is compiled when it is
+    first run. For the engine's thread.
+    """
+    lowered: dict[Hashable, Lowered] = {}
+    for request in requests:
+        plan = plan_request(runner.model, request, request.room)
+        need = plan.need(lambda key: False)
+        nowhere = {key: CachedChunk((0,) * pages, 0) for key, pages in need.chunks.items()}
+        state = map_planned(plan, nowhere, (0,) * need.own, {})
+        rule, lane = request.method.decode, lane_of(request, need.pages)
+        prefill = Prefill(runner, [state], None if lane is None else rule.observe)
+        for width, program in prefill.lower().items():
+            lowered.setdefault((state.table.num_slots, lane is None or rule, width), program)
+        if "first" not in lowered:
+            sampling = SamplingRows.of([request.sampling])
+            lowered["first"] = sample_first.lower(prefill.prefilled.logits, sampling)
+        if need.chunks and "place" not in lowered:
+            lowered["place"] = lower_place(runner)
+        if lane is not None and not rule.sparse and lane not in lowered:
+            rows = Lane(runner, lane)
+            lowered |= {(lane, block): rows.lower(block) for block in (1, DECODE_BLOCK)}
+    before = threading.stack_size(_STACK)
+    try:
+        with ThreadPoolExecutor(os.cpu_count(), "compile") as threads:
+            for _ in threads.map(Lowered.compile, lowered.values()):
+                pass
+    finally:
+        threading.stack_size(before)
+    return len(lowered)
