@@ -593,6 +593,12 @@ class Serving(RuleBasedStateMachine):
     @rule()
     def admit(self):
         admitted = self.scheduler.admit(self.now)
+        outgrown = set(self.scheduler.outgrown())
+        for number in outgrown - self.outgrown:
+            self.firsts.pop(number, None)  # it stands in nobody's way any more
+            found = self.scheduler.live[number]
+            assert found.need(self.allocator.chunks.__contains__).pages > PAGES
+        self.outgrown = outgrown
         for it in admitted:
             found = self.scheduler.live[it.number]
             self.passes(found)
@@ -601,11 +607,6 @@ class Serving(RuleBasedStateMachine):
             assert it.own == found.own and set(it.chunks) == set(found.held)
             assert all(self.allocator.chunks[key].pages == it.chunks[key] for key in it.chunks)
             assert self.orders.setdefault(it.number, found.order) == found.order
-        for number in set(self.scheduler.outgrown()) - self.outgrown:
-            self.outgrown.add(number)
-            self.firsts.pop(number, None)
-            found = self.scheduler.live[number]
-            assert found.need(self.allocator.chunks.__contains__).pages > PAGES
         for found in self.scheduler.live.values():
             if found.status in QUEUED and found.blocked is not None:
                 first = self.firsts.setdefault(found.number, [found.blocked, 0])
@@ -737,6 +738,7 @@ class Serving(RuleBasedStateMachine):
         swapped = self.status(Status.SWAPPED)
         self.scheduler.reset(self.allocator)
         self.loads.clear()
+        self.outgrown.clear()
         assert self.status(Status.SWAPPED) == swapped
         assert len(self.scheduler.live) == self.scheduler.counts[Status.WAITING] + len(swapped)
 
