@@ -350,6 +350,16 @@ def test_static_batching_fills_a_lane_only_when_it_is_empty():
     assert found.next_prefill() == 5
 
 
+def test_a_static_batch_is_closed_by_who_wants_to_be_alone():
+    found = scheduler_of(20, entry(0), entry(1, alone=True), entry(2), static=True)
+    found.admit(0.0)
+    assert [found.next_prefill() for _ in range(2)] == [0, None]
+    found.finish(1, "cancelled")
+    assert found.next_prefill() is None
+    found.finish(0, "finished")
+    assert found.next_prefill() == 2
+
+
 # ------------------------------------------------------------------ preemption
 
 
