@@ -29,11 +29,10 @@ class Lane:
         entry = self.ready[0] if self.ready else None
         if self.rows is None:
             return entry
-        if static and self.held and (entry is None or self._given == self.rows):
-            self._closed = True
-        if entry is None or (entry.alone and self.held):
-            return None
-        return entry if self.room() else None
+        able = entry is not None and self.room() > 0 and not (entry.alone and self.held)
+        if static and self.held and (not able or self._given == self.rows):
+            self._closed, able = True, False
+        return entry if able else None
 
     def take(self, entry: Entry) -> None:
         """Its first ready request gets a row."""
