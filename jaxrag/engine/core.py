@@ -94,6 +94,7 @@ class Core:
         self._post, self._clock = post, clock
         self._lanes: dict[LaneKey, Lane] = {}
         self._rows: dict[LaneKey, list[Live | None]] = {}
+        self._leaving: dict[int, Live] = {}  # ended, with something in flight
         self._owner: dict[str, Live] = {}  # of chunks on their way: who asked first
         self._to_encode: deque[tuple[int, Missed]] = deque()
         self._jobs: deque[tuple[Callable[[ModelRunner], Any], Future[Any]]] = deque()
@@ -564,10 +565,13 @@ class Core:
         if live.row is not None and live.lane is not None and live.left:
             live.left = 0
             self._lanes[live.lane].leave([live.row])
-        if not live.flying:
+        if live.flying:
+            self._leaving[live.number] = live
+        else:
             self._release(live)
 
     def _release(self, live: Live) -> None:
+        self._leaving.pop(live.number, None)
         if live.row is not None and live.lane is not None:
             self._rows[live.lane][live.row] = None
         if self.runner.cache.values is not None:
@@ -627,8 +631,10 @@ class Core:
             return
         _LOG.error("a step of the engine failed, its pool is made anew: %s", error, exc_info=error)
         for live in suspects:
+            if live.ended:
+                continue
             live.strikes += 1
-            if live.strikes >= _STRIKES and not live.ended:
+            if live.strikes >= _STRIKES:
                 text = " ".join(str(error).split())[:300]
                 self._fail(
                     live,
@@ -651,6 +657,12 @@ class Core:
         self._first.clear()
         self._flying.clear()
         self._prefilling = None
+        for live in self._leaving.values():
+            live.run += 1  # what is in flight for it comes back to nobody
+            if live.search is not None:
+                self.runner.host_search.release([live.search])
+            self.scheduler.finish(live.number, live.why)
+        self._leaving.clear()
         self.runner.forget_cache()
         self.scheduler.reset(self.runner.cache.allocator)
         for live in self.live.values():
