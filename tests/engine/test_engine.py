@@ -202,6 +202,25 @@ def test_admission_waits_for_what_is_free(model):
     assert [ids[number] for number in sorted(ids)] == expected
 
 
+def test_the_pool_is_made_anew_under_an_answer_that_ended_with_a_step_in_flight(model):
+    """The step comes back to nobody, its pages are free, and the next request is served."""
+    engine, told, done = engine_of(model), [], threading.Event()
+
+    def sink(progress):
+        told.append(progress)
+        if progress.last:
+            engine._mail.post(lambda core: core.forget())  # before the step is read
+            done.set()
+        return True
+
+    asked = request([3, 4], model, tokens=99, watched=True)
+    engine.add(asked, sink)
+    assert done.wait(120)
+    ((ids, _, _),) = answers(model, [dataclasses.replace(asked, max_new_tokens=3)])
+    assert ids[:1] == told[0].new
+    assert in_use(model) == 0
+
+
 def test_unused_chunks_count_as_room(model, rng):
     documents = [rng.integers(3, 101, 40).tolist() for _ in range(3)]
     jaxrag.generate([5, 6], documents=documents, model=model, max_new_tokens=2)
