@@ -59,6 +59,8 @@ class Prompts:
     def _begin(self, live: Live) -> None:
         state = self._state
         try:
+            if live.request.method.prefix_cache:
+                state.scheduler.revise(live.number)
             entry = state.scheduler.live[live.number]
             chunks = {key: state.runner.cache.allocator.chunks[key] for key in entry.held}
             mapped = map_planned(live.plan, chunks, entry.own, live.found)

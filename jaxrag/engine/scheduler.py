@@ -202,6 +202,22 @@ class Scheduler:
         self._move(entry, Status.PREFILL)
         return entry.number
 
+    def revise(self, number: int) -> None:
+        """Ask again what a ready request needs: what others have computed since, it shares.
+
+        It can only need fewer pages of its own, and gives the others back.
+        """
+        entry, allocator = self._live[number], self._allocator
+        need = entry.need(allocator.__contains__)
+        if need.own > len(entry.own) or not all(key in allocator for key in need.chunks):
+            return
+        for key in need.chunks.keys() - set(entry.held):
+            allocator.subscribe(key)
+        for key in set(entry.held) - need.chunks.keys():
+            allocator.release(key)
+        allocator.free(entry.own[need.own :])
+        entry.own, entry.held = entry.own[: need.own], tuple(need.chunks)
+
     def share(self, number: int, key: str, pages: tuple[int, ...], tokens: int) -> None:
         """Own pages of a request hold a part of its prompt that others may map from now on."""
         entry = self._live[number]
