@@ -192,7 +192,7 @@ def _generate(
     lane = Lane(runner, key)
     start = time.perf_counter()
     begun = start_decoding(runner, [mapped], rule, bank, key.room, numbers)
-    ids = [int(lane.join(0, request, mapped, logits, 0, begun)[0])]  # it comes from prefill
+    ids = [int(lane.join([0], [(request, mapped)], logits, begun)[0][0])]  # it comes from prefill
     prepared = time.perf_counter() - start
     state = _live_bytes() - before
     seconds = []

@@ -79,13 +79,15 @@ class TableBuilder:
 
     def rows(self, num_pages: int) -> tuple[HostArray, HostArray, HostArray]:
         """pages [M], offsets [M], slot_position [M*page], padded to ``num_pages`` hidden pages."""
-        pad = num_pages - len(self.pages)
-        slot_position = np.concatenate([*self._positions, np.full(pad * PAGE, HIDDEN, np.int32)])
-        return (
-            np.pad(np.array(self.pages, np.int32), (0, pad)),
-            np.pad(np.array(self._offsets, np.int32), (0, pad)),
-            slot_position,
-        )
+        pages, offsets = np.zeros((2, num_pages), np.int32)
+        pages[: len(self.pages)] = self.pages
+        offsets[: len(self.pages)] = self._offsets
+        slot_position = np.full(num_pages * PAGE, HIDDEN, np.int32)
+        start = 0
+        for positions in self._positions:
+            slot_position[start : start + len(positions)] = positions
+            start += len(positions)
+        return pages, offsets, slot_position
 
 
 def batch_table(

@@ -230,7 +230,6 @@ class Core:
         """Nothing more is done for a request; what it holds goes with what is in flight for it."""
         live.ended, live.why = True, why
         self.state.ending[live.number] = self.state.live.pop(live.number)
-        self._prompts.leave(live)
         self._lanes.leave(live)
         if not live.flying:
             self._release(live)

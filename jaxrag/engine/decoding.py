@@ -160,42 +160,53 @@ class Lane:
 
     def join(
         self,
-        row: int,
-        request: Request,
-        state: RequestState,
+        rows: Sequence[int | None],
+        requests: Sequence[tuple[Request, RequestState]],
         logits: Array,
-        which: int,
-        decoding: Decoding | None,
+        decoding: Decoding | None = None,
     ) -> Drawn:
-        """Give a row to a request that is prefilled.
+        """Give rows to requests that were prefilled together.
 
         Args:
-          row: nobody has it.
-          request: what is asked.
-          state: where its KV lies.
-          logits: [B', V] float32 after its last token.
-          which: of these rows.
-          decoding: of the request alone, by ``start``; None for a rule that leaves no key out.
+          rows: of each of ``requests``, which nobody has; None for one that does not join now.
+          requests: what is asked, and where its KV lies, in the order of ``logits``.
+          logits: [B', V] float32 after the last token of each; B' is at least their number.
+          decoding: of the one that joins, by ``start``; None for a rule that leaves no key out.
 
-        Returns its first token, [] each, FAILED where its logits hold a NaN.
+        Returns the first token of each, [B'], FAILED where its logits hold a NaN.
         """
-        joining = self._joining(request, state)
-        self._rows, first = _join(self._rows, np.int32(row), joining, logits, np.int32(which))
-        self._take(row, decoding)
+        nowhere = self.key.rows
+        at = np.full(len(logits), nowhere, np.int32)
+        at[: len(rows)] = [nowhere if row is None else row for row in rows]
+        joining = self._joining(requests, len(logits))
+        self._rows, first = _join(self._rows, at, joining, logits)
+        if decoding is not None:
+            [row] = [row for row in rows if row is not None]
+            self._take(row, decoding)
         return first
 
-    def _joining(self, request: Request, state: RequestState) -> LaneRows:
-        """The row of a request before its first token, on the host."""
-        position = state.next_position
+    def _joining(self, requests: Sequence[tuple[Request, RequestState]], count: int) -> LaneRows:
+        """The rows of requests before their first token, on the host, padded to ``count``."""
+        pad = count - len(requests)
+        tables = [table_row(state, self.key.pages) for _, state in requests]
+        tables += [TableBuilder().rows(self.key.pages)] * pad
+        position = [state.next_position for _, state in requests]
+        last = [p + it.room - 1 for p, (it, _) in zip(position, requests, strict=True)]
+        slot = [state.next_slot for _, state in requests]
+        zeros = np.zeros(count, np.int32)
+        position_, last_, slot_ = (
+            np.array([*x, *[0] * pad], np.int32) for x in (position, last, slot)
+        )
+        sampling = [*(it.sampling for it, _ in requests), *[SamplingParams()] * pad]
         return on_host(
             LaneRows,
-            on_host(PageTable, *table_row(state, self.key.pages)),
-            np.int32(0),
-            np.int32(position),
-            np.int32(state.next_slot),
-            np.int32(0),
-            np.int32(position + request.room - 1),
-            jax.tree.map(lambda x: x[0], SamplingRows.of([request.sampling])),
+            on_host(PageTable, *map(np.stack, zip(*tables, strict=True))),
+            zeros,
+            position_,
+            slot_,
+            zeros,
+            last_,
+            SamplingRows.of(sampling),
         )
 
     def _take(self, row: int, decoding: Decoding | None) -> None:
@@ -323,15 +334,11 @@ def _sample(logits: Array, settings: SamplingRows, token_index: Array) -> Drawn:
 
 
 @functools.partial(jax.jit, donate_argnames=("rows",))
-def _join(
-    rows: LaneRows, row: Array, joining: LaneRows, logits: Array, which: Array
-) -> tuple[LaneRows, Drawn]:
-    """Put a request into its row, and sample its first token."""
-    one = jax.tree.map(lambda x: jnp.asarray(x)[None], joining.sampling)
-    first, probability = _sample(logits[which][None], one, jnp.zeros(1, jnp.int32))
+def _join(rows: LaneRows, at: Array, joining: LaneRows, logits: Array) -> tuple[LaneRows, Drawn]:
+    """Put requests into their rows ``at`` [B], if there is one, and sample their first tokens."""
+    first = _sample(logits, joining.sampling, joining.index)
     joining = joining.replace(ids=first[0])
-    rows = jax.tree.map(lambda all_, new: all_.at[row].set(new), rows, joining)
-    return rows, (first[0], probability[0])
+    return jax.tree.map(lambda x, new: x.at[at].set(new, mode="drop"), rows, joining), first
 
 
 @functools.partial(jax.jit, donate_argnames=("rows",))

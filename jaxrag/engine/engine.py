@@ -150,7 +150,7 @@ class Engine:
         disk, programs are kept for the next process (``models.compiled.keep_compiled``).
         """
         before = sum(self.compiled.values())
-        programs = self.call(lambda runner: compile_for(runner, requests))
+        programs = self.call(lambda runner: compile_for(runner, self.settings, requests))
         for progress in self.iterate(requests):
             if progress.error is not None:
                 raise progress.error

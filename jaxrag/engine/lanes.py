@@ -9,6 +9,7 @@ from jaxrag.engine.decoding import Drawn, Lane, LaneKey, SamplingRows, sample_fi
 from jaxrag.engine.live import Live, Swapped
 from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.request import DECODE_BLOCK
+from jaxrag.engine.sampling import SamplingParams
 from jaxrag.engine.scheduler import Status
 from jaxrag.engine.state import Broken, State
 from jaxrag.engine.swap import swap_in, swap_out
@@ -38,7 +39,9 @@ class Lanes:
         self._lanes: dict[LaneKey, Lane] = {}
         self._rows: dict[LaneKey, list[Live | None]] = {}
         self._left: dict[LaneKey, set[int]] = defaultdict(set)  # rows that still run for nobody
-        self._first: list[tuple[Live, int, Drawn]] = []  # sampled tokens that were not read
+        self._first: list[
+            tuple[list[tuple[int, Live, int]], Drawn]
+        ] = []  # sampled tokens that were not read
         self._flying: list[_Ticket] = []
 
     @property
@@ -51,16 +54,34 @@ class Lanes:
         """Has any row tokens to run?"""
         return any(_active(rows) for rows in self._rows.values())
 
-    def join(self, live: Live, logits: Array, decoding: Decoding | None) -> None:
-        """A request is prefilled, and its first token is sampled: [1, V] ``logits``."""
-        if live.lane is None:
-            first = sample_first(logits, SamplingRows.of([live.request.sampling]))
+    def join(
+        self, lives: Sequence[Live | None], logits: Array, decoding: Decoding | None = None
+    ) -> None:
+        """Requests of one lane are prefilled: their first tokens are sampled, and they have rows.
+
+        Args:
+          lives: in the order of ``logits``; None for one that does not join now.
+          logits: [B', V] float32, B' at least their number.
+          decoding: what the rule of the one that joins carries, if it carries anything.
+        """
+        joining = [live for live in lives if live is not None]
+        if not joining:
+            return
+        key = joining[0].lane
+        if key is None:
+            sampling = [SamplingParams() if it is None else it.request.sampling for it in lives]
+            sampling += [SamplingParams()] * (len(logits) - len(lives))
+            first = sample_first(logits, SamplingRows.of(sampling))
         else:
-            assert live.state is not None
-            lane, row = self._take_row(live, live.lane)
-            first = lane.join(row, live.request, live.state, logits, 0, decoding)
-            live.left = live.request.room
-        self._first.append((live, live.run, first))
+            rows = [None if live is None else self._take_row(live, key) for live in lives]
+            asked = [(it.request, it.state) for it in joining if it.state is not None]
+            places = iter(asked)
+            every = [next(places) if live is not None else asked[0] for live in lives]
+            first = self._lanes[key].join(rows, every, logits, decoding)
+        for live in joining:
+            live.left = 0 if key is None else live.request.room
+        told = [(at, live, live.run) for at, live in enumerate(lives) if live is not None]
+        self._first.append((told, first))
 
     def set_aside(self, live: Live) -> None:
         """Copy what a request has on the device to the host, and take it from its row."""
@@ -77,8 +98,8 @@ class Lanes:
         own = self._state.scheduler.live[live.number].own
         swap_in(self._state.runner, own, live.swapped.pages)
         live.state.table = mapped.table
-        lane, row = self._take_row(live, live.lane)
-        lane.put_back(row, live.state, live.swapped.row)
+        row = self._take_row(live, live.lane)
+        self._lanes[live.lane].put_back(row, live.state, live.swapped.row)
         live.swapped = None
 
     def leave(self, live: Live) -> None:
@@ -136,16 +157,17 @@ class Lanes:
     def deliver(self) -> None:
         """Read everything in flight."""
         firsts, self._first = self._first, []
-        for live, run, first in firsts:
-            if live.ended or run != live.run:
-                continue
+        for lives, first in firsts:
             try:
-                token, chance = (to_host(x).reshape(-1).tolist() for x in first)
+                tokens, chances = (to_host(x).tolist() for x in first)
             except Exception as error:
-                raise Broken(error, [live]) from error
-            if live.first is None:
-                live.first = self._state.clock()
-            self._took(live, token, chance)
+                raise Broken(error, [live for _, live, _ in lives]) from error
+            for at, live, run in lives:
+                if live.ended or run != live.run:
+                    continue
+                if live.first is None:
+                    live.first = self._state.clock()
+                self._took(live, [tokens[at]], [chances[at]])
         tickets, self._flying = self._flying, []
         for ticket in tickets:
             try:
@@ -170,8 +192,8 @@ class Lanes:
         self._first.clear()
         self._flying.clear()
 
-    def _take_row(self, live: Live, key: LaneKey) -> tuple[Lane, int]:
-        """The lane of a request, made where it is the first, and the row that it was given."""
+    def _take_row(self, live: Live, key: LaneKey) -> int:
+        """The row that a request was given, in its lane, which is made where it is the first."""
         if key not in self._lanes:
             self._lanes[key] = Lane(self._state.runner, key)
             self._rows[key] = [None] * key.rows
@@ -179,7 +201,7 @@ class Lanes:
         assert row is not None and self._rows[key][row] is None
         self._left[key].discard(row)
         live.row, self._rows[key][row] = row, live
-        return self._lanes[key], row
+        return row
 
     def _block(self, key: LaneKey, here: Sequence[Live]) -> int:
         """Tokens of the next step: many where nobody watches and nobody could join before."""

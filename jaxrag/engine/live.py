@@ -11,7 +11,7 @@ from jaxrag.engine.progress import Progress, Sink
 from jaxrag.engine.request import FinishReason, Request
 from jaxrag.engine.scheduler import Ending
 from jaxrag.errors import EngineError
-from jaxrag.types import Array, HostArray
+from jaxrag.types import HostArray
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,7 +64,6 @@ class Live:
     ready: float | None = None
     first: float | None = None
     state: RequestState | None = None
-    logits: Array | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
     read: int = 0
     left: int = 0
@@ -108,7 +107,7 @@ class Live:
     def again(self) -> None:
         """Begin from the start; what was told stays told."""
         self.run += 1
-        self.state = self.logits = self.row = self.swapped = None
+        self.state = self.row = self.swapped = None
         self.read = self.left = self.flying = 0
         self.found = {}
         self.plan.gone.clear()

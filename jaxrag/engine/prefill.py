@@ -99,11 +99,15 @@ class Prefill:
     """
 
     def __init__(
-        self, runner: ModelRunner, requests: Sequence[RequestState], observe: Observe | None
+        self,
+        runner: ModelRunner,
+        requests: Sequence[RequestState],
+        observe: Observe | None,
+        rows: int | None = None,
     ) -> None:
-        """Runs nothing yet."""
+        """Runs nothing yet. ``rows`` is how many the program has; None: a power of two."""
         self._runner, self._requests = runner, requests
-        model, rows = runner.model, bucket(len(requests), 1)
+        model, rows = runner.model, rows or bucket(len(requests), 1)
         table = batch_table([r.table for r in requests], rows, model.put_batch)
         logits = model.zeros((rows, model.config.vocab_size), "float32")
         self._observed, bank = _empty_bank(runner, requests, observe, rows)
@@ -121,6 +125,13 @@ class Prefill:
         self._start += length
         del self.left[0]
         return width
+
+    def bank_of(self, row: int) -> PromptQueries:
+        """The queries that were kept of one request."""
+        bank = self.prefilled.bank
+        if len(bank.positions) == 1:
+            return bank
+        return _bank_row(bank, np.int32(row))
 
     def lower(self) -> dict[int, Lowered]:
         """The programs of the pieces that are left, by width, not compiled yet."""
@@ -155,6 +166,12 @@ class Prefill:
         piece = _Piece(step, *(model.put_batch(x, rows) for x in (last, seen)))
         arguments = (logits, bank.queries, model.decoder(num_slots), table, piece)
         return arguments, {"values": runner.cache.values, "rows_in_turn": model.rows_in_turn}
+
+
+@jax.jit
+def _bank_row(bank: PromptQueries, row: Array) -> PromptQueries:
+    queries, positions = bank.queries[:, row][:, None], bank.positions[row][None]
+    return PromptQueries(queries=queries, positions=positions)
 
 
 def _empty_bank(

@@ -1,110 +1,204 @@
 """Prompts on their way through the model, piece by piece, and the indexes that rules search."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from jaxrag.cache import PagePool
-from jaxrag.decode import Decoding
-from jaxrag.engine.decoding import start_decoding
+from jaxrag.cache import PagePool, table_width
+from jaxrag.decode import Decoding, Observe
+from jaxrag.engine.decoding import LaneKey, start_decoding
 from jaxrag.engine.lanes import Lanes
 from jaxrag.engine.live import Live
-from jaxrag.engine.mapping import map_planned
-from jaxrag.engine.prefill import Prefill, select_tokens
-from jaxrag.engine.state import Broken, State
+from jaxrag.engine.mapping import RequestState, map_planned
+from jaxrag.engine.prefill import PREFILL_TOKENS, Prefill, select_tokens
+from jaxrag.engine.request import Request
+from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.state import Broken, EngineSettings, State
 from jaxrag.engine.thread import ask, result_of
 from jaxrag.errors import EngineError
+from jaxrag.shapes import pieces
+from jaxrag.types import Array
+
+
+def rows_together(
+    runner: ModelRunner, settings: EngineSettings, request: Request, widths: Iterable[int]
+) -> int:
+    """Rows of the program that prefills a request in pieces of these widths."""
+    cost = 2 * runner.num_params * max(widths) * request.rows
+    return request.rows if cost <= settings.together_flops else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """What prompts have in common that are run together, however many there are of them.
+
+    Attributes:
+      lane: that they are for; None for single tokens.
+      pages: of their tables.
+      widths: of their pieces.
+      observe: the queries that are kept.
+      rows: of the program that runs them.
+      alone: the number of one that is to have it for itself.
+    """
+
+    lane: LaneKey | None
+    pages: int
+    widths: tuple[int, ...]
+    observe: Observe | None
+    rows: int
+    alone: int | None
+
+
+@dataclasses.dataclass(eq=False)
+class _Group:
+    """Prompts that are run together; none joins once the first piece has been run."""
+
+    shape: _Shape
+    members: list[Live]
+    prefill: Prefill | None = None
 
 
 class Prompts:
-    """Prefills one request after the other, and hands each to its lane."""
+    """Prefills requests, together where their pieces are small, and hands them to their lanes."""
 
     def __init__(self, state: State, lanes: Lanes, release: Callable[[Live], None]) -> None:
-        """``release`` gets a request that ended while its indexes were made."""
+        """``release`` gets a request that ended while something was made for it."""
         self._state, self._lanes, self._release = state, lanes, release
-        self._now: tuple[Live, Prefill] | None = None
+        self._groups: list[_Group] = []
         self._indexers: ThreadPoolExecutor | None = None
 
     def run(self) -> bool:
         """Run pieces of prompts, within the budget; True where any was run."""
         budget = left = self._state.settings.prefill_tokens
         while left > 0:
-            if self._now is None:
-                number = self._state.scheduler.next_prefill()
-                if number is None:
-                    break
-                self._begin(self._state.live[number])
-                continue
-            live, prefill = self._now
+            self._take()
+            if not self._groups:
+                break
+            group = self._groups[0]
             try:
-                left -= prefill.next_piece()
-                if not prefill.left:
-                    self._now = None
-                    self._end(live, prefill)
+                if group.prefill is None:
+                    group.prefill = self._start(group)
+                left -= group.prefill.next_piece() * len(group.members)
+                if not group.prefill.left:
+                    del self._groups[0]
+                    self._end(group, group.prefill)
             except Exception as error:
-                self._now = None
-                raise Broken(error, [live], shared=False) from error
+                raise Broken(error, group.members) from error
         return left < budget
-
-    def leave(self, live: Live) -> None:
-        """A request ended; the rest of its prompt is not run."""
-        if self._now is not None and self._now[0] is live:
-            self._now = None
 
     def clear(self) -> None:
         """The pool was lost."""
-        self._now = None
+        self._groups.clear()
+
+    def _take(self) -> None:
+        """Take every request that is ready and has a row.
+
+        Not behind one that may leave its leading parts to those after it.
+        """
+        while not any(it.request.method.prefix_cache for g in self._groups for it in g.members):
+            number = self._state.scheduler.next_prefill()
+            if number is None:
+                return
+            live = self._state.live[number]
+            try:
+                self._begin(live)
+            except Exception as error:
+                raise Broken(error, [live], shared=False) from error
 
     def _begin(self, live: Live) -> None:
-        state = self._state
-        try:
-            if live.request.method.prefix_cache:
-                state.scheduler.revise(live.number)
-            entry = state.scheduler.live[live.number]
-            chunks = {key: state.runner.cache.allocator.chunks[key] for key in entry.held}
-            mapped = map_planned(live.plan, chunks, entry.own, live.found)
-            if live.swapped is not None:
-                self._lanes.put_back(live, mapped)
-                state.scheduler.prefilled(live.number)
+        """Map a request over its chunks, have its tokens selected, and put it in a group."""
+        state, method = self._state, live.request.method
+        if method.prefix_cache:
+            state.scheduler.revise(live.number)
+        entry = state.scheduler.live[live.number]
+        chunks = {key: state.runner.cache.allocator.chunks[key] for key in entry.held}
+        mapped = map_planned(live.plan, chunks, entry.own, live.found)
+        if live.swapped is not None:
+            self._lanes.put_back(live, mapped)
+            state.scheduler.prefilled(live.number)
+            return
+        live.state = mapped
+        select_tokens(state.runner, [mapped])
+        shape = self._shape(live, mapped, entry.alone)
+        live.flying += 1
+        for group in self._groups:
+            if group.shape == shape and group.prefill is None and len(group.members) < shape.rows:
+                group.members.append(live)
                 return
-            live.state = mapped
-            select_tokens(state.runner, [mapped])
-            rule = live.request.method.decode
-            observe = None if live.lane is None else rule.observe  # one token needs no rule
-            self._now = (live, Prefill(state.runner, [mapped], observe))
-        except Exception as error:
-            raise Broken(error, [live], shared=False) from error
+        self._groups.append(_Group(shape, [live]))
 
-    def _end(self, live: Live, prefill: Prefill) -> None:
-        """A prompt is in the pool."""
+    def _shape(self, live: Live, mapped: RequestState, alone: bool) -> _Shape:
+        """What a request runs in, which nobody else decides."""
+        widths = tuple(width for _, width in pieces(len(mapped.ids), PREFILL_TOKENS))
+        rule = live.request.method.decode
+        return _Shape(
+            lane=live.lane,
+            pages=table_width(mapped.table),
+            widths=widths,
+            observe=None if live.lane is None else rule.observe,  # one token needs no rule
+            rows=rows_together(self._state.runner, self._state.settings, live.request, widths),
+            alone=live.number if alone else None,
+        )
+
+    def _start(self, group: _Group) -> Prefill:
+        states = [live.state for live in group.members if live.state is not None]
+        shape = group.shape
+        return Prefill(self._state.runner, states, shape.observe, shape.rows)
+
+    def _end(self, group: _Group, prefill: Prefill) -> None:
+        """Prompts are in the pool: their lane has them next, or who makes the rule's indexes."""
+        state, logits = self._state, prefill.prefilled.logits
+        lane = group.shape.lane
+        place: list[Live | None] = []
+        for row, live in enumerate(group.members):
+            live.flying -= 1
+            place.append(None if live.ended else live)
+            if live.ended:
+                if not live.flying:
+                    self._release(live)
+                continue
+            assert live.state is not None
+            for key, part in live.state.keep.items():
+                state.scheduler.share(live.number, key, part.pages, len(part.ids))
+            if lane is None or not lane.rule.sparse:
+                state.scheduler.prefilled(live.number)
+            else:
+                self._begin_rule(live, lane, [*[None] * row, live], prefill)
+        if lane is None or not lane.rule.sparse:
+            self._lanes.join(place, logits)
+
+    def _begin_rule(
+        self, live: Live, lane: LaneKey, place: list[Live | None], prefill: Prefill
+    ) -> None:
+        """Make what a sparse rule carries; ``place`` ends with the request, at its row."""
         state, mapped = self._state, live.state
         assert mapped is not None
-        for key, part in mapped.keep.items():
-            state.scheduler.share(live.number, key, part.pages, len(part.ids))
-        logits, _, bank = prefill.prefilled
-        rule = live.request.method.decode
-        if live.lane is None or not rule.sparse:
-            state.scheduler.prefilled(live.number)
-            self._lanes.join(live, logits, None)
-            return
+        bank, logits = prefill.bank_of(len(place) - 1), prefill.prefilled.logits
         start = functools.partial(
-            start_decoding, state.runner, [mapped], rule, bank, live.lane.room
+            start_decoding, state.runner, [mapped], lane.rule, bank, lane.room
         )
-        if rule.searches is None:
+        if lane.rule.searches is None:
             state.scheduler.prefilled(live.number)
-            self._lanes.join(live, logits, start())
+            self._lanes.join(place, logits, start())
             return
-        live.logits, live.search = logits, state.runner.host_search.admit()
+        live.search = state.runner.host_search.admit()
         state.scheduler.prefilled(live.number, indexing=True)
-        self._index(live, functools.partial(start, [live.search]))
+        self._index(live, functools.partial(start, [live.search]), place, logits)
 
-    def _index(self, live: Live, start: Callable[..., Decoding | None]) -> None:
+    def _index(
+        self,
+        live: Live,
+        start: Callable[..., Decoding | None],
+        place: list[Live | None],
+        logits: Array,
+    ) -> None:
         """Have the indexes of a request made, by a thread of their own."""
         live.flying += 1
         state, run, epoch = self._state, live.run, self._state.epoch
         if state.settings.lockstep:
-            self._indexed(live, run, result_of(start))
+            self._indexed(live, run, result_of(start), place, logits)
             return
         if self._indexers is None:
             self._indexers = ThreadPoolExecutor(1, "index")
@@ -119,11 +213,18 @@ class Prompts:
 
         def index() -> None:
             answer = result_of(functools.partial(start, on_pool=on_pool))
-            state.post(lambda: self._indexed(live, run, answer))
+            state.post(lambda: self._indexed(live, run, answer, place, logits))
 
         self._indexers.submit(index)
 
-    def _indexed(self, live: Live, run: int, answer: Decoding | BaseException | None) -> None:
+    def _indexed(
+        self,
+        live: Live,
+        run: int,
+        answer: Decoding | BaseException | None,
+        place: list[Live | None],
+        logits: Array,
+    ) -> None:
         if run != live.run:
             return
         live.flying -= 1
@@ -133,9 +234,7 @@ class Prompts:
         if isinstance(answer, BaseException):
             raise Broken(answer, [live], shared=False) from answer
         self._state.scheduler.indexed(live.number)
-        logits, live.logits = live.logits, None
-        assert logits is not None
         try:
-            self._lanes.join(live, logits, answer)
+            self._lanes.join(place, logits, answer)
         except Exception as error:
             raise Broken(error, [live], shared=False) from error

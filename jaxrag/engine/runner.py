@@ -11,6 +11,7 @@ from jaxrag.cache import PAGE, PagedCache, pages_for
 from jaxrag.cache.host import StagingBlocks
 from jaxrag.decode import HostSearch
 from jaxrag.models.model import Model
+from jaxrag.models.spec import num_params
 from jaxrag.sharding import Rules, sharding
 
 _CPU_CACHE_BYTES = 1 << 30
@@ -59,6 +60,11 @@ class ModelRunner:
     def num_pages(self) -> int:
         """Pages of the pool, whether it is made yet or not."""
         return pages_for(self._tokens)
+
+    @functools.cached_property
+    def num_params(self) -> int:
+        """Weights of the model."""
+        return num_params(self.model.config)
 
     @functools.cached_property
     def staging(self) -> StagingBlocks:

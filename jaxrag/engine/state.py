@@ -18,6 +18,9 @@ class EngineSettings:
     Attributes:
       scheduler: order, bounds and classes.
       prefill_tokens: that are run between two decode steps at most, or one piece.
+      together_flops: prompts are run as many at once as their lane has rows, whether there are so
+        many or not, where a piece of all of them takes no more operations than that: then it is
+        the call that costs.
       load_threads: that read chunks and stage them.
       lockstep: nothing depends on time: loads and indexes are waited for where they are asked for.
         What several processes need that run one model together.
@@ -25,6 +28,7 @@ class EngineSettings:
 
     scheduler: SchedulerSettings = dataclasses.field(default_factory=SchedulerSettings)
     prefill_tokens: int = 1024
+    together_flops: float = 1e9
     load_threads: int = 2
     lockstep: bool = False
 

@@ -7,18 +7,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 from jax.stages import Lowered
 
-from jaxrag.cache import CachedChunk
+from jaxrag.cache import CachedChunk, table_width
 from jaxrag.engine.decoding import Lane, SamplingRows, lane_of, sample_first
 from jaxrag.engine.loader import lower_place
 from jaxrag.engine.mapping import map_planned, plan_request
-from jaxrag.engine.prefill import Prefill
+from jaxrag.engine.prefill import PREFILL_TOKENS, Prefill
+from jaxrag.engine.prompts import rows_together
 from jaxrag.engine.request import DECODE_BLOCK, Request
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.state import EngineSettings
+from jaxrag.shapes import pieces
 
 _STACK = 64 << 20  # bytes: XLA's passes recurse deeper than a thread's usual stack allows
 
 
-def compile_for(runner: ModelRunner, requests: Iterable[Request]) -> int:
+def compile_for(runner: ModelRunner, settings: EngineSettings, requests: Iterable[Request]) -> int:
     """Compile prefill, placing and dense decoding for requests of these shapes; how many programs.
 
     They are traced one after the other and compiled side by side. Nothing is run, and the pool is
@@ -32,17 +35,21 @@ def compile_for(runner: ModelRunner, requests: Iterable[Request]) -> int:
         nowhere = {key: CachedChunk((0,) * pages, 0) for key, pages in need.chunks.items()}
         state = map_planned(plan, nowhere, (0,) * need.own, {})
         rule, lane = request.method.decode, lane_of(request, need.pages)
-        prefill = Prefill(runner, [state], None if lane is None else rule.observe)
+        widths = [width for _, width in pieces(len(state.ids), PREFILL_TOKENS)]
+        rows = rows_together(runner, settings, request, widths)
+        prefill = Prefill(runner, [state], None if lane is None else rule.observe, rows)
         for width, program in prefill.lower().items():
-            lowered.setdefault((state.table.num_slots, lane is None or rule, width), program)
-        if "first" not in lowered:
-            sampling = SamplingRows.of([request.sampling])
-            lowered["first"] = sample_first.lower(prefill.prefilled.logits, sampling)
+            lowered.setdefault(
+                (rows, table_width(state.table), lane is None or rule, width), program
+            )
+        if ("first", rows) not in lowered:
+            sampling = SamplingRows.of([request.sampling] * rows)
+            lowered["first", rows] = sample_first.lower(prefill.prefilled.logits, sampling)
         if need.chunks and "place" not in lowered:
             lowered["place"] = lower_place(runner)
         if lane is not None and not rule.sparse and lane not in lowered:
-            rows = Lane(runner, lane)
-            lowered |= {(lane, block): rows.lower(block) for block in (1, DECODE_BLOCK)}
+            made = Lane(runner, lane)
+            lowered |= {(lane, block): made.lower(block) for block in (1, DECODE_BLOCK)}
     before = threading.stack_size(_STACK)
     try:
         with ThreadPoolExecutor(os.cpu_count(), "compile") as threads:

@@ -15,7 +15,7 @@ from jaxrag.errors import RequestError
 from jaxrag.serve.output import Answer
 from jaxrag.serve.questions import ReadyQuestion, Settings, Source
 
-_AHEAD = 2  # times as many questions are with the engine as it has rows, so that loads come early
+_AHEAD = 4  # times as many questions are with the engine as it has rows, so that loads come early
 
 
 @dataclasses.dataclass(frozen=True)

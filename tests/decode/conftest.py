@@ -110,10 +110,10 @@ def _in_a_lane(runner, requests, steps, block):
             decoding = answer.start_decoding(
                 runner, [part], rule, bank, lane.key.room, numbers[row : row + 1]
             )
-            out.append(lane.join(row, request, part, logits, 0, decoding))
+            out.append(lane.join([row], [(request, part)], logits, decoding)[0][0])
         out = [np.asarray(out)[:, None]]
         while sum(part.shape[1] for part in out) < steps:
-            out.append(np.asarray(lane.step(block)))
+            out.append(np.asarray(lane.step(block)[0]))
         return np.concatenate(out, axis=1)[:, :steps]
     finally:
         if host is not None:

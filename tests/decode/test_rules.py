@@ -233,9 +233,9 @@ def test_one_token_needs_no_rule(model_of, ids, monkeypatch):
     kept = []
     begin = prefill.Prefill.__init__
 
-    def watched(self, runner, requests, observe):
+    def watched(self, runner, requests, observe, rows=None):
         kept.append(observe)
-        begin(self, runner, requests, observe)
+        begin(self, runner, requests, observe, rows)
 
     def never(*arguments):
         raise AssertionError("a rule was prepared")
