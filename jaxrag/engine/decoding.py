@@ -32,7 +32,7 @@ from jaxrag.decode import (
 )
 from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.prefill import run_tokens
-from jaxrag.engine.request import Request
+from jaxrag.engine.request import DECODE_BLOCK, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling import SamplingParams, sample
 from jaxrag.models.attention import PagedAttend
@@ -118,9 +118,8 @@ class LaneRows(struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is compiled into a block of decode steps."""
+    """What is compiled into decode steps."""
 
-    block: int  # tokens a row
     rule: DecodeRule
     host: HostSearch | None
     values: HostValues | None
@@ -217,20 +216,26 @@ class Lane:
         self._decoding = _put_decoding(self._decoding, np.int32(row), decoding)
 
     def step(self, block: int) -> Drawn:
-        """Run every row by ``block`` tokens: [R, block] each, to be read when they are ready."""
+        """Run every row by ``block`` tokens, at most DECODE_BLOCK: one program for all of them.
+
+        Returns [R, DECODE_BLOCK] each, of which the first ``block`` count, to be read when they are
+        ready.
+        """
+        assert 0 < block <= DECODE_BLOCK
         self._rows, self._decoding, new = self._runner.cache.run(_steps, *self._arguments(block))
         return new
 
-    def lower(self, block: int) -> Lowered:
+    def lower(self) -> Lowered:
         """The program of ``step``, not compiled yet."""
-        lowered: Lowered = _steps.lower(self._runner.cache.pool, *self._arguments(block))
+        lowered: Lowered = _steps.lower(self._runner.cache.pool, *self._arguments(1))
         return lowered
 
     def _arguments(self, block: int) -> tuple[Any, ...]:
         runner, rule = self._runner, self.key.rule
         host = None if rule.searches is None else runner.host_search
-        plan = Plan(block, rule, host, runner.cache.values)
-        return self._rows, self._decoding, runner.model.decoder(self.key.pages * PAGE), plan
+        plan = Plan(rule, host, runner.cache.values)
+        decoder = runner.model.decoder(self.key.pages * PAGE)
+        return self._rows, self._decoding, decoder, np.int32(block), plan
 
     def leave(self, rows: Iterable[int]) -> None:
         """Nobody has these rows any more; what is in flight still runs them."""
@@ -380,16 +385,21 @@ def _put_decoding(decoding: Decoding, row: Array, one: Decoding) -> Decoding:
 
 @functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("pool", "rows", "decoding"))
 def _steps(
-    pool: PagePool, rows: LaneRows, decoding: Decoding | None, decoder: Decoder, plan: Plan
+    pool: PagePool,
+    rows: LaneRows,
+    decoding: Decoding | None,
+    decoder: Decoder,
+    block: Array,
+    plan: Plan,
 ) -> tuple[PagePool, LaneRows, Decoding | None, Drawn]:
-    """Feed the newest tokens back and sample ``plan.block`` more of every row.
+    """Feed the newest tokens back and sample ``block`` more of every row.
 
     A row that has run its last token is empty from then on. Returns pool, rows, what the rule
-    carries, and the new tokens, [R, block] each.
+    carries, and the new tokens, [R, DECODE_BLOCK] each.
     """
 
-    def one(carry: tuple[Any, ...], _: None) -> tuple[Any, Drawn]:
-        pool, rows, decoding = carry
+    def one(at: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        pool, rows, decoding, (all_ids, all_chances) = carry
         live = (rows.position >= 0) & (rows.position <= rows.last)
         position = jnp.where(live, rows.position, -1)
         step = Step(
@@ -412,10 +422,14 @@ def _steps(
             slot=rows.slot + live,
             index=rows.index + 1,
         )
-        return (pool, rows, decoding), (ids, probability)
+        new = (all_ids.at[:, at].set(ids), all_chances.at[:, at].set(probability))
+        return pool, rows, decoding, new
 
-    carry, (ids, probability) = lax.scan(one, (pool, rows, decoding), length=plan.block)
-    return (*carry, (ids.T, probability.T))
+    shape = (len(rows.ids), DECODE_BLOCK)
+    none = (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+    out: tuple[PagePool, LaneRows, Decoding | None, Drawn]
+    out = lax.fori_loop(0, block, one, (pool, rows, decoding, none))
+    return out
 
 
 def run_by_rule(

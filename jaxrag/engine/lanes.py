@@ -19,9 +19,10 @@ from jaxrag.types import Array
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Ticket:
-    """A step in flight: new tokens [R, block], and who is to have how many of which row."""
+    """A step in flight: new tokens of every row, and who is to have how many of which."""
 
     new: Drawn
+    block: int
     rows: list[tuple[int, Live, int, int]]  # row, request, its run, tokens
 
 
@@ -134,7 +135,7 @@ class Lanes:
                 live.left -= count
                 live.flying += 1
                 told.append((row, live, live.run, count))
-            self._flying.append(_Ticket(new, told))
+            self._flying.append(_Ticket(new, block, told))
 
     def turn(self) -> None:
         """Dispatch the next steps, then read what was in flight before them."""
@@ -151,7 +152,7 @@ class Lanes:
 
         Rows that ended in one would idle through the next, and nobody could join.
         """
-        if any(ticket.new[0].shape[1] > 1 for ticket in self._flying):
+        if any(ticket.block > 1 for ticket in self._flying):
             self.deliver()
 
     def deliver(self) -> None:

@@ -13,7 +13,7 @@ from jaxrag.engine.loader import lower_place
 from jaxrag.engine.mapping import map_planned, plan_request
 from jaxrag.engine.prefill import PREFILL_TOKENS, Prefill
 from jaxrag.engine.prompts import rows_together
-from jaxrag.engine.request import DECODE_BLOCK, Request
+from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.state import EngineSettings
 from jaxrag.shapes import pieces
@@ -48,8 +48,7 @@ def compile_for(runner: ModelRunner, settings: EngineSettings, requests: Iterabl
         if need.chunks and "place" not in lowered:
             lowered["place"] = lower_place(runner)
         if lane is not None and not rule.sparse and lane not in lowered:
-            made = Lane(runner, lane)
-            lowered |= {(lane, block): made.lower(block) for block in (1, DECODE_BLOCK)}
+            lowered[lane] = Lane(runner, lane).lower()
     before = threading.stack_size(_STACK)
     try:
         with ThreadPoolExecutor(os.cpu_count(), "compile") as threads:

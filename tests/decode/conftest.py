@@ -113,7 +113,7 @@ def _in_a_lane(runner, requests, steps, block):
             out.append(lane.join([row], [(request, part)], logits, decoding)[0][0])
         out = [np.asarray(out)[:, None]]
         while sum(part.shape[1] for part in out) < steps:
-            out.append(np.asarray(lane.step(block)[0]))
+            out.append(np.asarray(lane.step(block)[0])[:, :block])
         return np.concatenate(out, axis=1)[:, :steps]
     finally:
         if host is not None:
@@ -162,7 +162,7 @@ def _rule_logits(model, mapped, table, rule, bank, given):
     room = bucket(max(m.table.num_slots - m.next_slot for m in mapped))
     decoding = answer.start_decoding(runner, mapped, rule, bank, room, numbers)
     decoder = model.decoder(table.slot_position.shape[1])
-    plan = answer.Plan(1, rule, host, runner.cache.values)
+    plan = answer.Plan(rule, host, runner.cache.values)
     out = []
     for step in range(given.shape[1]):
         tokens = np.zeros((rows, 1), np.int32)
