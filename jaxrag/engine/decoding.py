@@ -130,6 +130,7 @@ class Lane:
 
     Attributes:
       key: what it is compiled for.
+      compiled: whether it has taken a step.
     """
 
     def __init__(self, runner: ModelRunner, key: LaneKey) -> None:
@@ -138,6 +139,7 @@ class Lane:
         key.rule.check_values(model.value_layers)
         key.rule.check_mesh(model.mesh)
         self.key = key
+        self.compiled = False
         self._runner = runner
         rows, slots = key.rows, key.pages * PAGE
         none = np.full(rows, -1, np.int32)
@@ -222,6 +224,7 @@ class Lane:
         ready.
         """
         assert 0 < block <= DECODE_BLOCK
+        self.compiled = True
         self._rows, self._decoding, new = self._runner.cache.run(_steps, *self._arguments(block))
         return new
 

@@ -139,6 +139,9 @@ class Lanes:
 
     def turn(self) -> None:
         """Dispatch the next steps, then read what was in flight before them."""
+        lanes = self._lanes.items()
+        if any(not lane.compiled and _active(self._rows[key]) for key, lane in lanes):
+            self._deliver_first()  # nobody is to wait for the program of the second token
         before, self._flying = self._flying, []
         try:
             self.step()
@@ -157,6 +160,10 @@ class Lanes:
 
     def deliver(self) -> None:
         """Read everything in flight."""
+        self._deliver_first()
+        self._deliver_steps()
+
+    def _deliver_first(self) -> None:
         firsts, self._first = self._first, []
         for lives, first in firsts:
             try:
@@ -169,6 +176,8 @@ class Lanes:
                 if live.first is None:
                     live.first = self._state.clock()
                 self._took(live, [tokens[at]], [chances[at]])
+
+    def _deliver_steps(self) -> None:
         tickets, self._flying = self._flying, []
         for ticket in tickets:
             try:
