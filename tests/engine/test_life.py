@@ -1,0 +1,89 @@
+"""The engine's thread: there while something is to be done, gone when not, no hindrance at exit."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxrag.errors import Cancelled, RequestError
+
+SHIPPED = Path(__file__).parents[2] / "checkpoints" / "synthetic-0.8m" / "dual"
+LEAVES = """
+import sys, jaxrag
+model = jaxrag.load_model(sys.argv[1])
+stream = iter(jaxrag.generate([5, 6, 7], documents=[[8, 9, 10]], model=model,
+                              method="full_attention", max_new_tokens=200, stream=True))
+import threading
+threading.Thread(target=next, args=(stream, None), daemon=True).start()
+while model.engine is None or not model.engine._core or not model.engine._core.state.live:
+    pass
+"""
+
+
+def engine_threads():
+    return [it for it in threading.enumerate() if it.name == "jaxrag-engine"]
+
+
+def test_the_thread_ends_when_there_is_nothing_to_do(engine_on, asked, alone):
+    engine = engine_on()
+    request = asked(engine, tokens=4)
+    first = alone(engine, [request])
+    assert engine_threads()
+    deadline = time.monotonic() + 30
+    while engine_threads() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not engine_threads()
+    assert alone(engine, [request]) == first  # and begins anew
+
+
+def test_an_interpreter_that_ends_does_not_wait_for_an_answer(tmp_path):
+    """Something is being served when the program is over: no crash, no hang, no traceback."""
+    ended = subprocess.run(
+        [sys.executable, "-c", LEAVES, str(SHIPPED)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_tasks_read_the_progress_of_a_request(engine_on, asked, alone, at_rest):
+    engine = engine_on()
+    request = asked(engine, tokens=6, watched=True)
+    [(ids, _)] = alone(engine, [request])
+
+    async def read():
+        return [progress async for progress in engine.stream(request)]
+
+    told = asyncio.run(read())
+    assert [i for progress in told for i in progress.new] == ids
+    assert told[-1].finish_reason == "length" and told[-1].outcome is not None
+
+    async def leave():
+        async for _ in engine.stream(request):
+            return
+
+    asyncio.run(leave())
+    at_rest(engine)
+
+
+def test_what_can_never_be_served_is_refused_when_it_is_added(engine_on, asked):
+    engine = engine_on(cache_tokens=64)
+    with pytest.raises(RequestError, match="the pool has 64; raise cache_tokens"):
+        engine.add(asked(engine, final=60, tokens=30), print)
+
+
+def test_who_is_aborted_is_told(engine_on, asked, told):
+    engine, client = engine_on(), told()
+    engine.abort(12345)  # nobody's number
+    number = engine.add(asked(engine, tokens=60), client)
+    engine.abort(number)
+    while not client.last:
+        engine.call(lambda runner: None)
+    assert isinstance(client.last[number].error, Cancelled)
+    assert str(client.last[number].error) == f"request {number} was aborted"
