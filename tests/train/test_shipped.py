@@ -136,7 +136,8 @@ def test_it_is_small_and_complete():
 
 
 @pytest.mark.parametrize(
-    ("steps", "falls_to"), [(20, 0.8), pytest.param(300, 0.75, marks=pytest.mark.slow)]
+    ("steps", "falls_to"),
+    [pytest.param(n, x, marks=pytest.mark.slow) for n, x in ((20, 0.8), (300, 0.75))],
 )
 def test_a_shortened_run_of_its_config_learns_as_recorded(tmp_path, monkeypatch, steps, falls_to):
     """The same data in the same order: every tenth loss, within what other processors round."""
