@@ -279,19 +279,31 @@ class Core:
         for live in suspects:
             live.strikes += 1
             self.state.scheduler.live[live.number].alone = True
+        self._rebuild()
+        for live in suspects:
             if live.strikes >= _STRIKES:
                 text = " ".join(str(error).split())[:300]
                 broke = f"request {live.number} broke the engine {live.strikes} times"
                 self._fail(live, EngineError(f"{broke}: {type(error).__name__}: {text}"))
-        self._rebuild()
 
     def fail_all(self, error: BaseException) -> None:
         """Every client is told, and the pool is made anew."""
+        self._rebuild()
         for live in list(self.state.live.values()):
             self._fail(live, error)
+        self._drop_jobs(error)
+
+    def abandon(self, error: BaseException) -> None:
+        """Every client is told, and nothing else is touched: this object is done."""
+        for live in list(self.state.live.values()):
+            live.ended = True
+            self._tell(live, Progress(live.number, error=error))
+        self.state.live.clear()
+        self._drop_jobs(error)
+
+    def _drop_jobs(self, error: BaseException) -> None:
         while self._jobs:
             self._jobs.popleft()[1].set_exception(error)
-        self._rebuild()
 
     def _rebuild(self) -> None:
         """A new pool; every request begins again, and its client hears only what is new."""

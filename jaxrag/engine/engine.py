@@ -10,8 +10,8 @@ import queue
 import threading
 import time
 import weakref
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
 from jaxrag.cache import PAGE
@@ -113,10 +113,14 @@ class Engine:
     def add_all(self, asked: Sequence[tuple[Request, Sink]]) -> list[int]:
         """As ``add``, for requests that come at one moment."""
         made = [self._live(request, sink) for request, sink in asked]
+        _ = self.runner.cache  # whoever asks first is told that there is no room for the pool
 
         def event() -> None:
             for live, entry in made:
-                self._at_work.submit(live, entry)
+                try:
+                    self._at_work.submit(live, entry)
+                except Exception as error:
+                    live.sink(Progress(live.number, error=error))
 
         self._mail.post(event)
         return [live.number for live, _ in made]
@@ -134,8 +138,16 @@ class Engine:
         """Run a job that has the pool to itself, between two steps, and wait for its result."""
         if self._mail.mine():
             return job(self.runner)
+        _ = self.runner.cache
         future: Future[Result] = Future()
-        self._mail.post(lambda: self._at_work.queue(job, future))
+
+        def event() -> None:
+            try:
+                self._at_work.queue(job, future)
+            except Exception as error:
+                future.set_exception(error)
+
+        self._mail.post(event)
         return future.result()
 
     def forget(self) -> None:
@@ -236,28 +248,46 @@ class Engine:
         with counting(self.compiled):
             self._loop(events)
 
-    def _loop(self, events: list[Event]) -> None:
-        core, mail = self._at_work, self._mail
+    def _loop(self, events: Iterable[Event]) -> None:
+        mail, left = self._mail, deque(events)
         while True:
             try:
-                for event in events:
-                    core.handle(event)
+                core = self._at_work
+            except Exception:
+                _LOG.exception("the engine's pool cannot be made")
+                while left:  # those who posted are told by their events
+                    with contextlib.suppress(Exception):
+                        left.popleft()()
+                return
+            try:
+                while left:
+                    core.handle(left.popleft())
                 moved = core.run_once()
             except Exception as error:
-                _LOG.exception("the engine failed; everything that it served is told")
-                core.fail_all(
-                    EngineError(f"the engine failed with {type(error).__name__}: {error}")
-                )
-                moved = True
+                self._rescue(core, error)
+                continue
             if mail.closed:
-                core.fail_all(EngineError("the engine was closed, as its interpreter ends"))
-            if not core.busy:
-                events = mail.next()
-                if not events:
-                    core.rest()
-                    return
+                core.abandon(EngineError("the engine was closed, as its interpreter ends"))
+                return
+            if core.busy:
+                left.extend(mail.next(0.0 if moved else core.patience()))
+            elif events := mail.next():
+                left.extend(events)
             else:
-                events = mail.next(0.0 if moved else core.patience())
+                core.rest()
+                return
+
+    def _rescue(self, core: Core, error: Exception) -> None:
+        """The loop itself failed: everybody is told, and what comes next finds it anew."""
+        _LOG.exception("the engine failed; everything that it served is told")
+        told = EngineError(f"the engine failed with {type(error).__name__}: {error}; ask again")
+        try:
+            core.fail_all(told)
+        except Exception:
+            _LOG.exception("the engine's pool cannot be made anew now")
+            core.abandon(told)
+            self._core = None
+            self.runner.forget_cache()
 
 
 def _serve(engine: "weakref.ref[Engine]", mail: Mailbox) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxrag
+from jaxrag.cache import PagedCache
 from jaxrag.engine import decoding, lanes
 from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.engine import Engine, engine_of
@@ -130,6 +131,29 @@ def test_a_request_that_breaks_every_step_fails_alone(
                 ids,
                 logprobs,
             )
+    at_rest(engine)
+
+
+def test_a_pool_that_cannot_be_made_anew_fails_everybody_and_is_tried_again(
+    engine_on, asked, alone, serve, at_rest, monkeypatch
+):
+    engine = engine_on(cache_tokens=512)
+    requests = [asked(engine, tokens=12, rows=4) for _ in range(3)]
+    expected = alone(engine, requests)
+    steps, create = iter(range(1000)), PagedCache.create
+    breaking(monkeypatch, lambda lane: next(steps) == 1)
+    fails = iter([True, True])
+
+    def out_of_memory(*args, **kwargs):
+        if next(fails, False):
+            raise RuntimeError("out of memory")
+        return create(*args, **kwargs)
+
+    monkeypatch.setattr(PagedCache, "create", out_of_memory)
+    client = serve(engine, requests)
+    told = [client.last[number].error for number in client.numbers]
+    assert all(isinstance(it, EngineError) and "out of memory" in str(it) for it in told)
+    assert alone(engine, requests) == expected
     at_rest(engine)
 
 
