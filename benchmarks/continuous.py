@@ -21,10 +21,10 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -95,17 +95,12 @@ def run(options: Options) -> dict[str, Any]:
     prompts, lengths = _workload(options, config.vocab_size)
     seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
     answers: dict[str, list[list[int]]] = {}
-    compiled: list[str] = []
-
-    def count(event: str, duration_secs: float, **about: str | int) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(str(about.get("fun_name")))
-
+    before = Counter[str]()
     store = engines["static"].memory
     with tqdm(total=(options.rounds + 1) * len(ARMS), desc="continuous", disable=None) as bar:
         for at in range(options.rounds + 1):
             if at == 1:
-                jax.monitoring.register_event_duration_secs_listener(count)
+                before = _compiled(engines)
             for arm in ARMS:
                 requests = [
                     Request(prompt, store, METHODS["turborag"], length, rows=options.rows)
@@ -116,7 +111,6 @@ def run(options: Options) -> dict[str, Any]:
                 if at:
                     seconds[arm].append(time.perf_counter() - start)
                 bar.update()
-    jax.monitoring.unregister_event_duration_listener(count)
     rates = {arm: sum(lengths) / statistics.median(spent) for arm, spent in seconds.items()}
     return {
         "benchmark": "continuous",
@@ -127,7 +121,7 @@ def run(options: Options) -> dict[str, Any]:
         "ratio": rates["continuous"] / rates["static"],
         "ratios": [a / b for a, b in zip(seconds["static"], seconds["continuous"], strict=True)],
         "bound": _steps(lengths, options.rows) * options.rows / sum(lengths),
-        "compiled": compiled,
+        "compiled": sorted((_compiled(engines) - before).elements()),
         "equal": answers["static"] == answers["continuous"],
         "machine": describe(),
     }
@@ -158,6 +152,10 @@ def _serve(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
             raise progress.error
         answers[progress.number] += progress.new
     return answers
+
+
+def _compiled(engines: Mapping[str, Engine]) -> Counter[str]:
+    return sum((engine.compiled for engine in engines.values()), Counter[str]())
 
 
 def _steps(lengths: Sequence[int], rows: int) -> int:
