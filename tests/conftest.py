@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import signal
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
@@ -209,3 +210,11 @@ def word_tokenizer() -> Tokenizer:
 def village_frame(word_tokenizer: Tokenizer) -> Frame:
     """The frame of prompts in which the shipped model is asked."""
     return Frame(word_tokenizer, template_named(str(CONFIGS / "templates" / "short.toml")))
+
+
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises, also where the tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -265,6 +265,7 @@ def test_a_full_queue_says_so_and_a_deadline_ends_what_waits(
     at_rest(engine)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_of_the_caller_aborts_what_it_asked(shared_models, rng, at_rest):
     """Ctrl-C while ``generate`` waits: nothing of it goes on, and the next question is answered."""
     model = dataclasses.replace(shared_models(), cache_tokens=512)

@@ -142,6 +142,7 @@ def test_every_answer_is_right_whoever_else_asks(kb, total):
     assert threading.active_count() <= threads + 8  # pools of threads that wait for work
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_thread_that_is_interrupted_harms_nobody(kb):
     """Ctrl-C falls on the main thread while others ask."""
     questions, wrong = kb.questions, []
