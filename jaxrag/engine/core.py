@@ -70,9 +70,10 @@ class Core:
             self._fail(live, Cancelled(f"request {number} was aborted"), "cancelled")
 
     def stop(self, number: int) -> None:
-        """The client wants no more tokens of a request, and its outcome."""
+        """The client wants no more tokens of a request, and its outcome, if it has one by now."""
         live = self.state.live.get(number)
-        if live is not None and live.first is not None:
+        # One that begins again on a new pool has been told a token, and is not mapped yet.
+        if live is not None and live.first is not None and live.state is not None:
             self._finish(live, "stop")
         else:
             self.abort(number)

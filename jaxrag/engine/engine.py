@@ -131,7 +131,10 @@ class Engine:
             self._mail.post(lambda: self._at_work.abort(number))
 
     def stop(self, number: int) -> None:
-        """No more tokens are wanted of a request; its outcome comes as if it had ended."""
+        """No more tokens are wanted of a request; its outcome comes as if it had ended.
+
+        Before its first token, and while it begins again, that is to abort it.
+        """
         self._mail.post(lambda: self._at_work.stop(number))
 
     def call[Result](self, job: Callable[[ModelRunner], Result]) -> Result:

@@ -157,6 +157,24 @@ def test_a_pool_that_cannot_be_made_anew_fails_everybody_and_is_tried_again(
     at_rest(engine)
 
 
+def test_who_is_stopped_while_it_begins_again_is_aborted(engine_on, asked, alone, told, at_rest):
+    engine, client = engine_on(), told()
+    long = asked(engine, tokens=40, watched=True)
+
+    def sink(progress):
+        client(progress)
+        if len(client.ids[progress.number]) == 1:  # both are done before the next turn of the loop
+            engine._mail.post(lambda: engine._at_work.forget())
+            engine.stop(progress.number)
+
+    number = engine.add(long, sink)
+    while not client.last:
+        engine.call(lambda runner: None)
+    assert isinstance(client.last[number].error, Cancelled)
+    assert len(alone(engine, [long])[0][0]) == 40
+    at_rest(engine)
+
+
 def test_a_nan_in_one_row_fails_that_row(engine_on, asked, alone, serve, at_rest, rng):
     engine = engine_on(cache_tokens=512)
     requests = [asked(engine, tokens=8, rows=4) for _ in range(3)]
