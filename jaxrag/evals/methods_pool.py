@@ -81,7 +81,8 @@ class Pool:
         share of questions with a stated answer whose chunks hold its words.
         """
         encoder = next((n for n in self.kbs[0].encoders if encoder_named(n).sees_neighbours), None)
-        together: dict[int, list[bool]] = {}
+        most = self.retrieve or max(len(sample.chunks) for sample in self.written.samples)
+        together: dict[int, list[bool]] = {count: [] for count in range(2, most + 1)}
         seen: list[float] = []
         held: list[bool] = []
         for number, sample in enumerate(self.written.samples):
@@ -93,17 +94,16 @@ class Pool:
                     held.append(question.answer in texts)
                 if not encoder:
                     continue
-                for count in range(2, len(chosen.ranked) + 1):
+                for count, found in together.items():
                     first = chosen.ranked[:count]
-                    pairs = (b in beside[a] for a in first for b in first if a != b)
-                    together.setdefault(count, []).append(any(pairs))
+                    found.append(any(b in beside[a] for a in first for b in first if a != b))
                 for place, chunk in enumerate(chosen.placed[1:], 1):
                     before = chosen.placed[:place]
                     seen.append(float(np.mean([other in beside[chunk] for other in before])))
         return {
             "retrieve": self.retrieve,
             "answer": float(np.mean(held)) if held else None,
-            "co_occurrence": {str(n): float(np.mean(found)) for n, found in together.items()},
+            "co_occurrence": {str(n): float(np.mean(it)) for n, it in together.items() if it},
             "seen": float(np.mean(seen)) if seen else None,
         }
 

@@ -187,7 +187,7 @@ class KvDeviation(Selector):
             local[row, here] = scene.local[both]
             positions[row, here] = len(scene.prefix) + both
             stale[row, here] = slots[row, here] = scene.chunk_slots[both]
-            own[row, at] = scene.chunk_slots[tokens]
+            own[row, at] = np.where(_has_copy(scene), scene.chunk_slots, _NOWHERE)[tokens]
             slots[row, at] = scene.scratch + at
             tables[row].hide(scene.chunk_slots[tokens])
         table = batch_table(tables, rows, model.put_batch)
@@ -290,13 +290,17 @@ def _copied(scene: SelectionInput) -> TableBuilder:
     return table
 
 
+def _has_copy(scene: SelectionInput) -> HostArray:
+    """[C] bool: does the token's chunk lie in pages that the request may write to?"""
+    return np.repeat([bool(pages) for pages in scene.copies], scene.lengths)
+
+
 def _copies(model: Model, scenes: Sequence[SelectionInput], shape: tuple[int, ...]) -> _Copies:
     """Where the fresh KV of prompts that are laid out by ``_whole_rows`` goes."""
     slots = np.full(shape, _NOWHERE, np.int32)
     for row, scene in enumerate(scenes):
-        first = len(scene.prefix)
-        copied = np.repeat([bool(pages) for pages in scene.copies], scene.lengths)
-        slots[row, first + np.flatnonzero(copied)] = scene.chunk_slots[copied]
+        here = slice(len(scene.prefix), len(scene.prefix) + scene.num_chunk_tokens)
+        slots[row, here] = np.where(_has_copy(scene), scene.chunk_slots, _NOWHERE)
     table = batch_table([_copied(scene) for scene in scenes], len(slots), model.put_batch)
     return _Copies(table.pages, model.put_batch(slots, len(slots)))
 
