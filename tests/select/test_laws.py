@@ -78,9 +78,9 @@ def test_sparse_recompute_is_full_attention_over_mixed_kv(rng, work, model_of, f
     np.testing.assert_allclose(logits[0], unembed(model.params, hidden[-1]), **CLOSE)
 
 
-@pytest.mark.parametrize("family", some(FAMILIES, "llama", "mistral", "glm4"))
+@pytest.mark.parametrize("family", some(FAMILIES, "llama"))
 @pytest.mark.parametrize("encoder", some(("after_prefix", "isolated"), "isolated"))
-@pytest.mark.parametrize("layers", [(1,), (2,), (1, 2), (1, 3)])
+@pytest.mark.parametrize("layers", some(((1,), (2,), (1, 2), (1, 3)), (2,), (1, 3)))
 def test_cacheblend_keeps_what_its_checks_computed(rng, work, model_of, family, encoder, layers):
     """Up to the first check layer everything is fresh, then what each check kept, as it was run.
 
