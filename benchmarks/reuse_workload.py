@@ -33,7 +33,7 @@ _VARIED: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("popularity", (0.0, 0.5, 1.0, 1.5)),
     ("shuffle", (True, False)),
     ("queries", (250, 1000, 4000)),
-    ("passages", (0.03, 0.1, 0.25, 0.5, 1.0)),
+    ("passages", (0.03, 0.06, 0.1, 0.25, 0.5, 1.0)),
 )
 
 
