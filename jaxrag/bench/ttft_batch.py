@@ -34,6 +34,9 @@ def measure_batches(
 ) -> list[dict[str, Any]]:
     """Batches of the first prompts, a row for each size, JSON-able.
 
+    ``found`` counts chunks by where their KV was found, and ``compiled`` names programs that were
+    compiled in timed rounds, of which there should be none.
+
     Args:
       engine: whose pool has room for the largest batch twice, as it is computed and as chunks.
       store: of the chunks; what it lacks is encoded and kept in a first round, which is not timed.
@@ -50,7 +53,10 @@ def measure_batches(
         batch = prompts[:size]
         rounds: dict[str, list[list[float]]] = {way: [] for way in WAYS}
         row: dict[str, Any] = {"batch": size, "repeats": repeats, "flops": {}, "found": {}}
-        for _ in range(repeats + 1):
+        before = Counter[str]()
+        for at in range(repeats + 1):
+            if at == 1:
+                before = engine.compiled.copy()
             for way in WAYS:
                 if way != "pool":
                     for prompt in batch:
@@ -59,6 +65,7 @@ def measure_batches(
                 requests = [Request(prompt, store, method, 1, rows=size) for prompt in batch]
                 seconds, row["flops"][way], row["found"][way] = _first_tokens(engine, requests)
                 rounds[way].append(seconds)
+        row["compiled"] = sorted((engine.compiled - before).elements())
         for name, value in (("last", max), ("mean", statistics.mean)):
             timed = {way: [value(it) for it in rounds[way][1:]] for way in WAYS}
             median = {way: statistics.median(it) for way, it in timed.items()}

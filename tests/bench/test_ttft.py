@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 from types import SimpleNamespace
 
 import jax
@@ -122,6 +123,7 @@ def test_batches_come_at_one_moment(model_dir, tmp_path, capsys):
     single = result["rows"][1]["flops"]
     for row, size in ((three, 3), (one, 1)):
         assert (row["batch"], row["repeats"]) == (size, 2)
+        assert row["compiled"] == []
         # Two chunks a request: none reused, all read, all found on the device.
         assert row["found"] == {
             "full": {"computed": 2 * size}, "disk": {"store": 2 * size}, "pool": {"pool": 2 * size},
@@ -141,7 +143,10 @@ def test_batches_come_at_one_moment(model_dir, tmp_path, capsys):
 
 
 def test_what_a_batch_is_told_is_raised():
-    engine = SimpleNamespace(iterate=lambda requests: [Progress(0, error=RequestError("no room"))])
+    engine = SimpleNamespace(
+        compiled=Counter(),
+        iterate=lambda requests: [Progress(0, error=RequestError("no room"))],
+    )
     prompt = Prompt(np.zeros(0, np.int32), (), np.zeros(1, np.int32))
     with pytest.raises(RequestError, match="no room"):
         measure_batches(
