@@ -107,10 +107,16 @@ def run(
         [len(TEMPLATE.chunk_ids(tokenizer, ids)) for ids in tokenizer.encode_batch(texts)], np.int64
     )
     work = make_workload(options, lengths)
+    longest = max(room_for(work, tokenizer, [query]) for query in work.queries)
+    for size in pool_tokens:
+        if size < longest:
+            raise RequestError(
+                f"pool_tokens={size}: expected room for the longest prompt, {longest} tokens"
+            )
     pools: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="jaxrag-reuse-") as folder:
         path = Path(folder) / "kb"
-        for size in (room_for_all(work, tokenizer), *pool_tokens):
+        for size in (room_for(work, tokenizer, work.queries), *pool_tokens):
             model = random_model(small_config(), tokenizer=tokenizer, cache_tokens=size)
             with open_kb(path, model, work) as kb:
                 if not kb.stats()["documents"]:
@@ -168,11 +174,13 @@ def small_config() -> ModelConfig:
     )
 
 
-def room_for_all(work: Workload, tokenizer: Tokenizer) -> int:
-    """Tokens of a pool in which everything that is asked for can stay, whoever computed it."""
-    parts = len(TEMPLATE.prefix_ids(tokenizer)) + len(TEMPLATE.final_ids(tokenizer, question(0)))
-    pages = sum(pages_for(int(work.tokens[chunk])) for query in work.queries for chunk in query)
-    return (pages + 2 * pages_for(parts) + 2) * PAGE
+def room_for(work: Workload, tokenizer: Tokenizer, queries: Sequence[Sequence[int]]) -> int:
+    """Tokens of a pool in which every chunk of these queries can stay, whoever computed it."""
+    prefix = len(TEMPLATE.prefix_ids(tokenizer))
+    questions = map(question, range(len(work.queries)))
+    final = max(len(TEMPLATE.final_ids(tokenizer, text)) for text in questions)
+    pages = sum(pages_for(int(work.tokens[chunk])) for query in queries for chunk in query)
+    return (pages_for(prefix) + pages + pages_for(final)) * PAGE
 
 
 def question(number: int) -> str:

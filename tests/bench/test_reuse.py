@@ -243,6 +243,11 @@ def test_what_does_not_add_up_is_refused():
         reuse.collect(kb)
 
 
+def test_a_pool_that_is_too_small_is_refused_at_once(tmp_path):
+    with pytest.raises(RequestError, match="pool_tokens=48: expected room for the longest prompt"):
+        run(made_up(tmp_path), options(queries=2, chunks_per_query=2), [48])
+
+
 def test_the_tokenizer_spells_any_passage():
     tokenizer = make_tokenizer(["made up of few words", "and 一二三四"])
     for text in ("other words", "五六 \u00e9"):
