@@ -224,7 +224,7 @@ def test_report_and_json(result):
     assert json.loads(json.dumps(result)) == result
     shown = "\n".join(report(result))
     path = result["pools"][0]["alternative_path"]
-    assert f"storage: {path['storage_reduction']:.1%} less" in shown
+    assert f"keeps {1 - path['storage_reduction']:.2f} times what the prefix cache" in shown
     assert "counters, equal to the program above" in shown
     other = {**result, "counters": {"equal": False}, "sensitivity": None}
     assert "DIFFER" in list(report(other))[-1]
