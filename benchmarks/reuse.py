@@ -107,7 +107,7 @@ def run(
         [len(TEMPLATE.chunk_ids(tokenizer, ids)) for ids in tokenizer.encode_batch(texts)], np.int64
     )
     work = make_workload(options, lengths)
-    longest = max(room_for(work, tokenizer, [query]) for query in work.queries)
+    longest, everything = rooms(work, tokenizer)
     for size in pool_tokens:
         if size < longest:
             raise RequestError(
@@ -116,7 +116,7 @@ def run(
     pools: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="jaxrag-reuse-") as folder:
         path = Path(folder) / "kb"
-        for size in (room_for(work, tokenizer, work.queries), *pool_tokens):
+        for size in (everything, *pool_tokens):
             model = random_model(small_config(), tokenizer=tokenizer, cache_tokens=size)
             with open_kb(path, model, work) as kb:
                 if not kb.stats()["documents"]:
@@ -174,13 +174,13 @@ def small_config() -> ModelConfig:
     )
 
 
-def room_for(work: Workload, tokenizer: Tokenizer, queries: Sequence[Sequence[int]]) -> int:
-    """Tokens of a pool in which every chunk of these queries can stay, whoever computed it."""
-    prefix = len(TEMPLATE.prefix_ids(tokenizer))
+def rooms(work: Workload, tokenizer: Tokenizer) -> tuple[int, int]:
+    """Tokens of a pool for the longest prompt, and for all chunks of all of them to stay in."""
     questions = map(question, range(len(work.queries)))
     final = max(len(TEMPLATE.final_ids(tokenizer, text)) for text in questions)
-    pages = sum(pages_for(int(work.tokens[chunk])) for query in queries for chunk in query)
-    return (pages_for(prefix) + pages + pages_for(final)) * PAGE
+    around = pages_for(len(TEMPLATE.prefix_ids(tokenizer))) + pages_for(final)
+    chunks = [sum(pages_for(int(n)) for n in work.tokens[list(query)]) for query in work.queries]
+    return (around + max(chunks)) * PAGE, (around + sum(chunks)) * PAGE
 
 
 def question(number: int) -> str:
