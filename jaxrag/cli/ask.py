@@ -37,6 +37,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_model(parser, required=False, text="(the one that the knowledge base remembers)")
     add_generation(parser)
+    parser.add_argument(
+        "--show-prompt",
+        action="store_true",
+        help="print the prompt too, part by part, as the model reads it",
+    )
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -72,10 +77,20 @@ def run(args: argparse.Namespace) -> int:
     else:
         options["kb"] = open_kb(args)
     try:
-        if args.json:
+        if args.json and not args.show_prompt:
             print_json(generate(args.question, **options).to_dict())
             return 0
         answer = generate(args.question, stream=True, **options)
+        if args.json:
+            prompt = answer.prompt
+            list(answer)  # to its end
+            assert isinstance(answer.result, Result)
+            print_json(answer.result.to_dict() | {"prompt": prompt})
+            return 0
+        if args.show_prompt:
+            for part in answer.prompt:
+                print(f"--- {part['part']}, {part['tokens']} tokens\n{part['text']}")
+            print("--- answer")
         for piece in answer:
             sys.stdout.write(piece)
             sys.stdout.flush()

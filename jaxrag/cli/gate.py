@@ -39,7 +39,9 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         help='probes as JSON lines, {"question": "...", "documents"?: ["...", ...]}',
     )
     parser.add_argument(
-        "--method", required=True, help="one that reuses chunks: a preset or a .toml file"
+        "--method",
+        default="turborag",
+        help="one that reuses chunks: a preset or a .toml file (turborag)",
     )
     parser.add_argument(
         "--ratios",

@@ -65,7 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--template",
         metavar="NAME",
-        help="turborag, block_attention, plain or a .toml file (that of the model, else turborag)",
+        help="chat (the model's own chat template), turborag, block_attention, plain or a .toml "
+        "file (that of the model, else chat where it has a chat template, else turborag or plain)",
     )
     parser.add_argument("--chunk-tokens", type=int, metavar="N", help="largest chunk (512)")
     parser.add_argument("--overlap", type=int, metavar="N", help="tokens two chunks share (10)")

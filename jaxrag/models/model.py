@@ -29,7 +29,13 @@ from jaxrag.models.spec import Params, init_params, param_shardings
 from jaxrag.shapes import bucket
 from jaxrag.sharding import Rules, exchange, put, replicated
 from jaxrag.store import HeadShare, KVLayout, KVStore, fingerprint
-from jaxrag.text.prompts import PromptTemplate, read_prompt
+from jaxrag.text.prompts import (
+    DEFAULT_TEMPLATE,
+    PromptTemplate,
+    read_prompt,
+    suited_template,
+    template_named,
+)
 from jaxrag.text.tokenizer import Tokenizer, check_vocab
 from jaxrag.types import EMPTY, FINAL, Array, HostArray, Tokens
 
@@ -145,6 +151,10 @@ class Model:
                 f"token ids instead, or put the model's tokenizer.json into the directory"
             )
         return self.tokenizer
+
+    def prompt_format(self, wanted: str = DEFAULT_TEMPLATE) -> PromptTemplate:
+        """The template where nobody names one: its own, else what suits it (suited_template)."""
+        return self.template or suited_template(self.tokenizer, template_named(wanted))
 
     @property
     def rows_in_turn(self) -> bool:

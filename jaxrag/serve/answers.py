@@ -13,7 +13,7 @@ from jaxrag.engine.request import FinishReason
 from jaxrag.engine.reuse import PartReuse, token_counts
 from jaxrag.errors import RequestError
 from jaxrag.serve.output import Answer
-from jaxrag.serve.questions import ReadyQuestion, Settings, Source
+from jaxrag.serve.questions import ReadyQuestion, Settings, Source, shown_prompt
 
 _AHEAD = 4  # times as many questions are with the engine as it has rows, so that loads come early
 
@@ -97,6 +97,14 @@ class Stream:
 
     def __iter__(self) -> Iterator[str]:
         return self._pieces
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    @property
+    def prompt(self) -> list[dict[str, Any]]:
+        """What is asked, part by part: "part", "tokens" and "text" (questions.shown_prompt)."""
+        return shown_prompt(self._settings.model, self._question.request.prompt)
 
     def _run(self) -> Iterator[str]:
         news: queue.SimpleQueue[str | Result | BaseException] = queue.SimpleQueue()

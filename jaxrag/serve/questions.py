@@ -141,13 +141,10 @@ def resolve(
         Filter.parse(where)
         if kb is None:
             raise RequestError("where= chooses documents of a knowledge base; pass kb= with it")
-    chosen = template
-    if chosen is None:
-        chosen = kb.template if kb else model.template or method.template
-    chosen = template_named(chosen) if isinstance(chosen, str) else chosen
-    notes: tuple[str, ...] = ()
+    chosen, notes = _template(template, kb, model, method)
     if kb is not None and named and recompute_ratio is None:
-        method, notes = gated(kb, method, chosen)
+        method, told = gated(kb, method, chosen)
+        notes += told
     method.check(model.config)
     method.check_values(model.value_layers)
     method.decode.check_mesh(model.mesh)
@@ -163,6 +160,26 @@ def resolve(
         where=where,
         notes=notes,
     )
+
+
+def _template(
+    given: str | PromptTemplate | None, kb: KnowledgeBase | None, model: Model, method: Method
+) -> tuple[PromptTemplate, tuple[str, ...]]:
+    """The caller's prompt format, else the knowledge base's, else the model's; and notes on it.
+
+    Raises TokenizerError where the caller names one with markers that the model's tokenizer cuts
+    into pieces. A recorded one is used all the same, as its chunks are stored in it.
+    """
+    if given is not None:
+        chosen = template_named(given) if isinstance(given, str) else given
+        if model.tokenizer is not None:
+            chosen.check_markers(model.tokenizer)
+        return chosen, ()
+    chosen = kb.template if kb else model.prompt_format(method.template)
+    wrong = None if model.tokenizer is None else chosen.split_marker(model.tokenizer)
+    if wrong is None:
+        return chosen, ()
+    return chosen, (f"{wrong}; ingest into another folder with a template that suits the model",)
 
 
 def prepare(
@@ -324,6 +341,26 @@ def _given(index: int, document: Text, model: Model) -> _Chunk:
     else:
         ids, text = as_token_ids(document, model.config, what), ""
     return _Chunk(Source(what, 0, None, None, text, end=len(text)), "", ids)
+
+
+def shown_prompt(model: Model, prompt: Prompt) -> list[dict[str, Any]]:
+    """The parts of a prompt as the model reads them: name, tokens, and text with special tokens.
+
+    Named as in ``Result.reuse``, and "final block" at last; text is "" without a tokenizer. Parts
+    without a token are left out.
+    """
+    names = ["prefix", *(f"chunk {i}" for i in range(len(prompt.chunks))), "final block"]
+    parts = zip(names, (prompt.prefix, *prompt.chunks, prompt.final), strict=True)
+    tokenizer = model.tokenizer
+    return [
+        {
+            "part": name,
+            "tokens": len(ids),
+            "text": "" if tokenizer is None else tokenizer.decode(ids, skip_special=False),
+        }
+        for name, ids in parts
+        if len(ids)
+    ]
 
 
 def gate_subject(method: Method, template: PromptTemplate) -> dict[str, Any]:

@@ -209,7 +209,7 @@ def test_models_that_cannot_be_asked_are_refused(refused, village_dir, model_dir
     refused("needle", *village, *own, 20, words=["length 20", "ask for a longer one"])
     refused("needle", *village, *own, 100, "--chunk-tokens", 4, words=["chunks of 4 tokens"])
     refused("needle", *village, *own, 100, "--template", "plian", words=["'plian'"])
-    refused("ruler", "--model", model_dir, "--lengths", 300, words=["prompt.toml", "--template"])
+    refused("ruler", "--model", model_dir, "--lengths", 300, words=["length 300", "longer one"])
     missing = tmp_path / "none.txt"
     refused("ruler", "--model", model_dir, "--lengths", 600, "--template", "plain",
             "--filler", missing, words=["none.txt", "cannot be read"])  # fmt: skip
