@@ -26,6 +26,7 @@ import pytest
 from jaxrag.config import ModelConfig, RopeConfig, YarnScaling
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import Model, load_model
+from jaxrag.models.reading import Reading
 from jaxrag.models.spec import init_params
 from jaxrag.tasks.long.case import Frame
 from jaxrag.text import byte_level
@@ -45,6 +46,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+BLOCKWISE = Reading(("reordered", "composite"))  # it goes without a note
 MAPS = Path("/proc/self/maps")  # Linux
 MOST_MAPS = 20_000  # of the 65,530 that Linux lets a process have
 
@@ -143,7 +145,8 @@ def model_dir(
     """A Hugging Face directory of a random Llama that takes text. Copy it to change it."""
     config = tiny_config(vocab_size=600, num_layers=2, max_positions=1024)
     directory = tmp_path_factory.mktemp("model") / "llama"
-    export_hf(directory, init_params(config, jax.random.key(3)), config, tokenizer_dir)
+    params = init_params(config, jax.random.key(3))
+    export_hf(directory, params, config, tokenizer_dir, reading=BLOCKWISE)
     return directory
 
 
@@ -193,7 +196,8 @@ def word_model_dir(
     directory = tmp_path_factory.mktemp("word-model") / "llama"
     params = init_params(config, jax.random.key(4))
     template = template_named(str(configs / "templates" / "short.toml"))
-    export_hf(directory, params, config, configs / "tokenizers" / "synthetic", template=template)
+    tokenizer = configs / "tokenizers" / "synthetic"
+    export_hf(directory, params, config, tokenizer, template=template, reading=BLOCKWISE)
     return directory
 
 

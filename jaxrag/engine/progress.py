@@ -126,5 +126,8 @@ def notes_on_missed(state: RequestState) -> Iterator[str]:
         reasons = [it.not_stored for it in found if it.not_stored is not None]
         kept = f"not stored: {reasons[-1]}" if reasons else "not stored" if in_place else "stored"
         done = "computed in place" if in_place else "encoded"
+        runs = [run for it in found for run in it.runs]
+        if len(runs) > len(missed):  # neighbours had to be encoded first
+            done += f" in {len(runs)} passes over {sum(computed for computed, _ in runs)} tokens"
         tokens = sum(length for length, _ in missed)
         yield f"{len(missed)} chunk(s), {tokens} tokens, {done} ({why}) and {kept}"

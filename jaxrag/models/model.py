@@ -22,6 +22,7 @@ from jaxrag.models.compiled import keep_compiled
 from jaxrag.models.decoder import Decoder, forward, unembed
 from jaxrag.models.digest import params_digest, weights_digest
 from jaxrag.models.hf import load_hf
+from jaxrag.models.reading import Reading, read_reading
 from jaxrag.models.rope import RopeTable, rope_table
 from jaxrag.models.segments import positions_follow_order
 from jaxrag.models.shares import as_held, by_heads, head_share, put_share
@@ -61,6 +62,7 @@ class Model:
       cache_tokens: size of its engine's page pool; None leaves that to the engine.
       template: the prompt format that it was trained with, from its directory's ``prompt.toml``;
         used where nobody names another.
+      reading: how it was trained to read chunks, from ``reading.toml``.
       value_layers: its engine's pool holds V of so many layers on the device, and of the others in
         host memory (KCache section 3.1), where only the decode rule "topn" reads it; None: of all.
       max_host_bytes: ceiling of that host memory.
@@ -75,6 +77,7 @@ class Model:
     mesh: Mesh | None = None
     cache_tokens: int | None = None
     template: PromptTemplate | None = None
+    reading: Reading = dataclasses.field(default_factory=Reading)
     value_layers: int | None = None
     max_host_bytes: int | None = None
     engine: Any = dataclasses.field(default=None, init=False, repr=False)
@@ -320,13 +323,13 @@ def load_model(
 
     Raises:
       ModelError, ConfigError: a missing, truncated, unsupported or inconsistent directory, or a
-        ``prompt.toml`` that is no prompt template, or kernels that do not run here.
+        ``prompt.toml`` or ``reading.toml`` that is none, or kernels that do not run here.
       TokenizerError: a tokenizer that cannot be read or is larger than the vocabulary.
     """
     path = Path(path)
     keep_compiled()
     check_kernels(kernels)
-    template = read_prompt(path)
+    template, reading = read_prompt(path), read_reading(path)
     load = load_checkpoint if is_checkpoint(path) else load_hf
     config, params, tokenizer = load(path, mesh=mesh, dtype=dtype)
     return Model(
@@ -338,6 +341,7 @@ def load_model(
         mesh=mesh,
         cache_tokens=cache_tokens,
         template=template,
+        reading=reading,
         value_layers=value_layers,
         max_host_bytes=max_host_bytes,
     )

@@ -14,6 +14,7 @@ from jaxrag.engine.reuse import PartReuse, token_counts
 from jaxrag.errors import RequestError
 from jaxrag.serve.output import Answer
 from jaxrag.serve.questions import ReadyQuestion, Settings, Source, shown_prompt
+from jaxrag.serve.suits import explained
 
 _AHEAD = 4  # times as many questions are with the engine as it has rows, so that loads come early
 
@@ -243,6 +244,9 @@ def _result(
     settings: Settings, question: ReadyQuestion, answer: Answer, outcome: Outcome
 ) -> Result:
     assert answer.finish_reason is not None
+    reuse, told = outcome.reuse, list[str]()
+    if settings.kb is not None and question.retrieved:
+        reuse, told = explained(settings.kb, settings.method, settings.template, reuse)
     spent = {
         "retrieve": question.retrieve_seconds,
         "wait": outcome.wait_seconds,
@@ -258,7 +262,7 @@ def _result(
         timings={**spent, "ttft": sum(spent.values()), "per_token": outcome.per_token},
         counts=token_counts(outcome.reuse),
         flops=outcome.flops,
-        reuse=outcome.reuse,
+        reuse=reuse,
         indexes=outcome.indexes,
-        notes=[*question.notes, *outcome.notes],
+        notes=[*question.notes, *told, *outcome.notes],
     )

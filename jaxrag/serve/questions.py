@@ -1,7 +1,6 @@
 """What is asked: the settings of a run, and one question with its chunks as token ids."""
 
 import dataclasses
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from jaxrag.knowledge_base.neighbours import each_other
 from jaxrag.methods import Method, Misses, method_named
 from jaxrag.models.model import Model, as_token_ids
 from jaxrag.retrieve.filters import Filter
+from jaxrag.serve.suits import gated, renamed, stored_otherwise, untuned
 from jaxrag.store import KVStore
 from jaxrag.text.prompts import PromptTemplate, template_named
 from jaxrag.text.tokenizer import Tokenizer
@@ -75,12 +75,14 @@ class ReadyQuestion:
       sources: the chunks of its prompt, in prompt order.
       retrieve_seconds: what finding them took.
       notes: what a result says about all that happened so far.
+      retrieved: whether the chunks are those of the knowledge base.
     """
 
     request: Request
     sources: list[Source]
     retrieve_seconds: float
     notes: list[str]
+    retrieved: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +147,7 @@ def resolve(
     if kb is not None and named and recompute_ratio is None:
         method, told = gated(kb, method, chosen)
         notes += told
+    notes += (*renamed(method, chosen), *untuned(model, kb, method, chosen))
     method.check(model.config)
     method.check_values(model.value_layers)
     method.decode.check_mesh(model.mesh)
@@ -228,10 +231,19 @@ def prepare(
         sampling=sampling,
         eos_ids=_eos_ids(model),
         indexing=settings.indexing,
-        encoders=tuple(settings.kb.encoders) if settings.kb and documents is None else None,
+        encoders=None if documents is not None else _kept(settings),
     )
     engine_of(model).check_fits(request)
-    return ReadyQuestion(request, [chunk.source for chunk in found], retrieve_seconds, notes)
+    sources = [chunk.source for chunk in found]
+    return ReadyQuestion(request, sources, retrieve_seconds, notes, documents is None)
+
+
+def _kept(settings: Settings) -> tuple[str, ...] | None:
+    """The encoders under which the knowledge base keeps what is retrieved, as the prompt has it."""
+    kb = settings.kb
+    if kb is None or stored_otherwise(kb, settings.method, settings.template):
+        return None
+    return tuple(kb.encoders)
 
 
 def _eos_ids(model: Model) -> frozenset[int]:
@@ -361,39 +373,3 @@ def shown_prompt(model: Model, prompt: Prompt) -> list[dict[str, Any]]:
         for name, ids in parts
         if len(ids)
     ]
-
-
-def gate_subject(method: Method, template: PromptTemplate) -> dict[str, Any]:
-    """What a gate is about, JSON-able: how chunks are reused, at any ratio, and the prompt format.
-
-    What becomes of misses and of leading parts is left out: there KV is exact, or behind more of
-    what precedes it than a stored chunk's. So is the decode rule: the gate looks at prefill.
-    """
-    values = dataclasses.asdict(method)
-    for other in ("recompute_ratio", "misses", "prefix_cache", "decode"):
-        del values[other]
-    subject = {"method": values, "template": template.to_dict()}
-    return dict(json.loads(json.dumps(subject)))
-
-
-def gated(
-    kb: KnowledgeBase, method: Method, template: PromptTemplate
-) -> tuple[Method, tuple[str, ...]]:
-    """The method at the ratio that the knowledge base's gate found for it, and a note that says so.
-
-    The method itself and no note where there was no gate; a note as well where there was one for
-    other settings of the method or another prompt format, which says nothing about these.
-    """
-    gate = kb.gates.get(method.name)
-    if gate is None:
-        return method, ()
-    if gate["subject"] != gate_subject(method, template):
-        return method, (
-            f"the gate of {method.name!r} in this knowledge base was for other settings of the "
-            f"method or another template, and is not used; run `jaxrag kb gate` again",
-        )
-    ratio, probes = gate["ratio"], gate["questions"]
-    return method.with_ratio(ratio), (
-        f"recompute_ratio {ratio:g}, as the knowledge base's gate found for {method.name} on "
-        f"{probes} questions",
-    )

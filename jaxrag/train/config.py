@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxrag.errors import ConfigError
+from jaxrag.models.reading import Reading
 from jaxrag.models.segments import PositionScheme
 from jaxrag.tables import build, flatten, override, read_toml
 from jaxrag.tasks.synthetic import SyntheticTask
@@ -121,6 +122,14 @@ class DataPart:
         names = [source.name for source in self.sources]
         if len(set(names)) < len(names):
             raise ConfigError(f"[data]: source names {', '.join(names)}: expected distinct ones")
+
+    @property
+    def reading(self) -> Reading:
+        """What a model that was trained on this has learnt to read."""
+        blocks = any(
+            (source.mode or self.mode) != "full" and source.block_share for source in self.sources
+        )
+        return Reading((self.positions,) if blocks else ())
 
 
 @dataclasses.dataclass(frozen=True)

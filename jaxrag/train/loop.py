@@ -337,8 +337,9 @@ class _Run:
         if self.first:
             shutil.rmtree(target, ignore_errors=True)  # of an earlier end of this run
             export_hf(
-                target, params, self.setup.model, self.setup.tokenizer_dir, template=self.template
-            )
+                target, params, self.setup.model, self.setup.tokenizer_dir,
+                template=self.template, reading=self.setup.config.data.reading,
+            )  # fmt: skip
         return str(target)
 
     def _export_best(self, frozen: Params | None) -> str | None:

@@ -20,6 +20,7 @@ from jaxrag.models.rope import RopeTable, rope_table
 from jaxrag.models.spec import Params, init_params, param_shardings
 from jaxrag.sharding import Rules, make_mesh, replicated
 from jaxrag.tables import read_toml
+from jaxrag.text.prompts import template_named
 from jaxrag.text.tokenizer import Tokenizer, check_vocab
 from jaxrag.train.checkpoints import abstract_state
 from jaxrag.train.config import TrainConfig
@@ -132,6 +133,7 @@ def set_up(config: TrainConfig) -> Setup:
     tokenizer_dir = Path(config.model.tokenizer or config.model.path or "")
     tokenizer = Tokenizer.load(tokenizer_dir)
     check_vocab(tokenizer, model)
+    template_named(config.data.template).check_markers(tokenizer)
     end_id = response_end(model, tokenizer, tokenizer_dir)
     c = config.compute
     mesh = make_mesh(c.data, c.fsdp, c.tensor)

@@ -14,8 +14,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrag.errors import ConfigError, TrainError
+from jaxrag.errors import ConfigError, TokenizerError, TrainError
 from jaxrag.models.model import load_model
+from jaxrag.models.reading import Reading, read_reading
 from jaxrag.sharding import make_mesh
 from jaxrag.text.prompts import read_prompt, template_named
 from jaxrag.train.log import read_metrics
@@ -80,6 +81,7 @@ def test_a_run_learns_and_exports(train_config, tmp_path, model_dir):
     for directory in (report.best, report.model):
         trained = dataclasses.replace(template_named(config.data.template), name="prompt")
         assert read_prompt(directory) == trained
+        assert read_reading(directory) == Reading(("reordered",))
 
 
 def test_paused_and_resumed_equals_uninterrupted(train_config, tmp_path):
@@ -188,6 +190,29 @@ def test_lora_trains_adapters_and_exports_the_merged_model(train_config, tmp_pat
 def test_mesh_and_model_are_checked_first(train_config, setting, value, match):
     with pytest.raises(ConfigError, match=match):
         set_up(train_config(**{setting: value}))
+
+
+def test_a_template_with_markers_that_the_tokenizer_lacks_is_refused(train_config, chat_model_dir):
+    stock = {"model.path": str(chat_model_dir), "data.template": "turborag"}
+    with pytest.raises(TokenizerError, match=r"holds <\|doc_start\|>.*or add the token to"):
+        set_up(train_config(**stock))
+
+
+def test_what_a_run_teaches_to_read(train_config):
+    """Block mode in one source is enough; its positions are those of the run."""
+
+    def taught(**changes):
+        return train_config(**changes).data.reading.block_positions
+
+    (source,) = train_config().data.sources
+    own = {"name": "a", "paths": source.paths}
+    assert taught() == taught(**{"data.mode": "both"}) == ("reordered",)
+    assert taught(**{"data.positions": "composite"}) == ("composite",)
+    assert taught(**{"data.mode": "full"}) == ()
+    assert taught(**{"data.sources": [{**own, "mode": "full"}]}) == ()
+    assert taught(**{"data.sources": [{**own, "block_share": 0.0}]}) == ()
+    mixed = [{**own, "mode": "full"}, {**own, "name": "b"}]
+    assert taught(**{"data.sources": mixed}) == ("reordered",)
 
 
 def test_a_mesh_leaves_no_process_out():
