@@ -1,9 +1,11 @@
 """The program: every command, its exit codes, and one line for everything that can go wrong."""
 
+import io
 import json
 import shutil
 import subprocess
 import sys
+import unicodedata
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from tokenizers import models, pre_tokenizers
 
 from jaxrag import KnowledgeBase
 from jaxrag.cli import COMMANDS, main
-from jaxrag.cli.options import parse_bytes, parse_seconds
+from jaxrag.cli.options import parse_bytes, parse_seconds, shorten
 from jaxrag.methods import METHODS
 
 QUESTION = "Who works the salt wells?"
@@ -502,3 +504,53 @@ def test_bad_option_of_ingest(refused, model_dir, documents, tmp_path, arguments
 def test_path_that_does_not_exist_is_refused_before_the_model_is_read(refused, tmp_path):
     made = ("--kb", tmp_path / "kb", "--model", tmp_path / "model")
     refused("ingest", tmp_path / "gone", *made, words=["gone", "no such file or folder"])
+
+
+# Terminals
+
+
+@pytest.mark.parametrize("text", ["", "word", "word and a", "北京大学 Yanjing", "a\n b\t c", "谁"])
+@pytest.mark.parametrize("width", range(1, 12))
+def test_text_is_shortened_to_columns(text, width):
+    found, line = shorten(text, width), " ".join(text.split())
+    columns = [sum(2 if ord(c) > 0x2E80 else 1 for c in line[:n]) for n in range(len(line) + 1)]
+    if columns[-1] <= width:
+        assert found == line
+    else:
+        longest = max(n for n, used in enumerate(columns) if used <= width - 1)
+        assert found == line[:longest] + "…"
+
+
+def test_a_long_text_is_looked_at_as_far_as_it_is_shown(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        unicodedata, "east_asian_width", lambda c, known=unicodedata.east_asian_width: (
+            seen.append(c) or known(c)
+        ),
+    )  # fmt: skip
+    assert len(shorten("word and a " * 10_000, 60)) == 60
+    assert len(seen) == 61
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
+def test_a_terminal_that_cannot_show_the_text_gets_it_escaped(
+    model_dir, tmp_path, monkeypatch, encoding
+):
+    text, name = "北京大学 🎉", "北京.txt"
+    (tmp_path / name).write_text(text)
+    kb, written = tmp_path / "kb", io.BytesIO()
+    assert main(["ingest", str(tmp_path / name), "--kb", str(kb), "--model", str(model_dir)]) == 0
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding, write_through=True))
+    assert main(["kb", "list", str(kb), "--json"]) == 0
+    [document] = json.loads(written.getvalue().decode(encoding))["documents"]
+    assert "北京.txt" in document["id"]
+    assert main(["kb", "list", str(kb)]) == 0
+    shown = written.getvalue().decode(encoding)
+    assert ("北京" in shown) == (encoding == "utf-8")
+    assert ("\\u5317\\u4eac.txt" in shown) == (encoding != "utf-8")
+
+
+@pytest.mark.parametrize("tokens", [10**11, 10**18], ids=str)
+def test_a_pool_that_nothing_has_room_for_is_refused(refused, kb, tokens):
+    words = ["the pool of ", "GiB, more than there is free", "lower cache_tokens"]
+    refused("ask", QUESTION, "--kb", kb, "--cache-tokens", tokens, words=words)

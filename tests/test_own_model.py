@@ -108,3 +108,21 @@ def test_a_template_with_markers_that_the_tokenizer_lacks_is_refused(jaxrag, kb,
         assert (code, out) == (1, "")
         assert "template 'turborag' holds <|doc_start|>, which is no token of this model's" in err
         assert err.count("\n") == 1 and "choose another template" in err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("needle", "--lengths", 500, "--questions", 1, "--methods", "turborag"),
+        pytest.param(
+            ("methods", "--questions", 2, "--chunks", 2, "--methods", "turborag", "--deviation", 0),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=lambda command: command[0],
+)
+def test_eval_takes_the_directory_that_ask_takes(jaxrag, chat_model_dir, command):
+    name, *options = command
+    code, out, err = jaxrag("eval", name, "--model", chat_model_dir, *options, "--json")
+    assert code == 0, err
+    assert json.loads(out)["model"]["template"] == TEMPLATES["chat"].to_dict()

@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -216,8 +217,13 @@ def open_kb(args: argparse.Namespace) -> "KnowledgeBase":
 
 
 def print_json(value: Any) -> None:
-    """One JSON object on one line, text as it is."""
-    print(json.dumps(value, ensure_ascii=False))
+    """One JSON object on one line, text as it is wherever stdout can write it."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(value)
+    print(text)
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
@@ -243,11 +249,14 @@ def _width(text: str) -> int:
 def shorten(text: str, width: int) -> str:
     """The text on one line, cut to that many columns."""
     text = " ".join(text.split())
-    if _width(text) <= width:
-        return text
-    while _width(text) > width - 1:
-        text = text[:-1]
-    return text + "…"
+    used, fits = 0, 0  # columns; characters of which "…" still finds a place behind
+    for number, character in enumerate(text, 1):
+        used += _width(character)
+        if used > width:
+            return text[:fits] + "…"
+        if used < width:
+            fits = number
+    return text
 
 
 def parse_seconds(text: str) -> float:

@@ -354,7 +354,10 @@ def random_model(
     mesh: Mesh | None = None,
     cache_tokens: int | None = None,
 ) -> Model:
-    """A model with random weights: for tests and for timing shapes without a checkpoint."""
+    """A model with random weights: for tests and for timing shapes without a checkpoint.
+
+    Nobody takes its answers for answers: it counts as trained for every method.
+    """
     shardings = None if mesh is None else param_shardings(config, mesh)
     make = jax.jit(functools.partial(init_params, config), out_shardings=shardings)
     params = make(jax.random.key(seed))
@@ -365,6 +368,7 @@ def random_model(
         digest=params_digest(params),
         mesh=mesh,
         cache_tokens=cache_tokens,
+        reading=Reading(("reordered", "composite")),
     )
 
 

@@ -264,5 +264,5 @@ def _result(
         flops=outcome.flops,
         reuse=reuse,
         indexes=outcome.indexes,
-        notes=[*question.notes, *told, *outcome.notes],
+        notes=[*question.notes, *outcome.notes, *told],
     )

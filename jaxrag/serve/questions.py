@@ -19,13 +19,12 @@ from jaxrag.knowledge_base.neighbours import each_other
 from jaxrag.methods import Method, Misses, method_named
 from jaxrag.models.model import Model, as_token_ids
 from jaxrag.retrieve.filters import Filter
+from jaxrag.serve.door import Text, check_counts, check_kinds
 from jaxrag.serve.suits import gated, renamed, stored_otherwise, untuned
 from jaxrag.store import KVStore
 from jaxrag.text.prompts import PromptTemplate, template_named
 from jaxrag.text.tokenizer import Tokenizer
 from jaxrag.types import HostArray
-
-Text = str | Sequence[int] | HostArray  # text, or token ids where a model has no tokenizer
 
 _SHOWN_WORDS = 5  # of those that a tokenizer lacks
 _SHOWN_CHARACTERS = 40  # of each
@@ -117,6 +116,10 @@ def resolve(
 
     Raises RequestError, and TokenizerError when stop strings are given to a model without text.
     """
+    check_kinds(
+        kb=kb, model=model, method=method, template=template, recompute_ratio=recompute_ratio
+    )
+    check_counts(k=k, max_new_tokens=max_new_tokens)
     named = isinstance(method, str)
     method = method_named(method)
     if recompute_ratio is not None:
@@ -132,10 +135,8 @@ def resolve(
     model = model if kb is None else kb.model
     if model is None:
         raise RequestError("no model: pass model=, or open the knowledge base with one")
-    for name, value in (("k", k), ("max_new_tokens", max_new_tokens)):
-        if value < 1:
-            raise RequestError(f"{name}={value}: expected a positive integer")
-    if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
+    texts = isinstance(stop, Sequence) and not isinstance(stop, str)
+    if not texts or not all(isinstance(s, str) and s for s in stop):
         raise RequestError(f"stop={stop!r}: expected a list of non-empty strings")
     if stop:
         model.text_tokenizer()
@@ -249,13 +250,6 @@ def _kept(settings: Settings) -> tuple[str, ...] | None:
 def _eos_ids(model: Model) -> frozenset[int]:
     tokenizer = model.tokenizer
     return frozenset((*model.config.eos_ids, *(tokenizer.eos_ids if tokenizer else ())))
-
-
-def is_ids(x: Any) -> bool:
-    """Is this one sequence of token ids, rather than several questions?"""
-    if isinstance(x, np.ndarray):
-        return x.ndim == 1
-    return bool(x) and all(isinstance(i, int | np.integer) for i in x)
 
 
 def _check_text(what: str, text: str) -> None:
