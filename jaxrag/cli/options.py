@@ -282,6 +282,11 @@ def _scaled(text: str, units: Mapping[str, int], expected: str) -> float:
     return float(found[1]) * units[found[2]]
 
 
+def counted(number: int, what: str) -> str:
+    """1 chunk, 2 chunks."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def human_count(number: float) -> str:
     """1234567 -> 1.23M."""
     for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):

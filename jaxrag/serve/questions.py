@@ -210,6 +210,8 @@ def prepare(
     notes = list(settings.notes)
     if not found:
         notes.append("no chunk was found for the question; it was asked without any")
+        if settings.where is not None and settings.kb is not None:
+            notes += (f"where: {why}" for why in settings.kb.why_nothing(settings.where))
     if isinstance(question, str):
         tokenizer = model.text_tokenizer()
         prefix = template.prefix_ids(tokenizer)

@@ -270,7 +270,7 @@ def test_a_prompt_larger_than_the_cache_is_refused(bare_model):
         ({"kb": True, "documents": ["\ud800"]}, r"documents\[0\] holds half of a surrogate"),
         ({"kb": True, "documents": [[600]]}, "outside the vocabulary"),
         ({"kb": True, "max_new_tokens": 1024}, "1024 may be generated"),
-        ({"kb": True, "documents": ["long " * 600]}, "retrieve fewer chunks"),
+        ({"kb": True, "documents": ["long " * 600]}, "use fewer or shorter chunks"),
     ],
 )
 def test_bad_arguments_are_refused(kb, text_model, bare_model, arguments, words):

@@ -29,7 +29,7 @@ class Unasked:
 
 def prepared(model, question, documents=DOCUMENTS, template=None):
     settings = resolve(
-        kb=None, model=model, method="block_attention", template=template, k=5,
+        kb=None, model=model, method="turborag", template=template, k=5,
         max_new_tokens=1, stop=(),
     )  # fmt: skip
     return prepare(settings, question, documents, SamplingParams())
