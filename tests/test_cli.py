@@ -567,3 +567,38 @@ def test_a_terminal_that_cannot_show_the_text_gets_it_escaped(
 def test_a_pool_that_nothing_has_room_for_is_refused(refused, kb, tokens):
     words = ["the pool of ", "GiB, more than there is free", "lower cache_tokens"]
     refused("ask", QUESTION, "--kb", kb, "--cache-tokens", tokens, words=words)
+
+
+# The model of a knowledge base
+
+
+def test_a_knowledge_base_that_is_there_needs_no_model(
+    jaxrag, refused, own_kb, model_dir, tmp_path
+):
+    new = tmp_path / "new.txt"
+    new.write_text("Barley is roasted over a slow fire.")
+    code, out, err = jaxrag("ingest", new, "--kb", own_kb)
+    assert (code, err) == (0, "") and out.startswith("1 documents")
+    missing = tmp_path / "none"
+    refused("ingest", new, "--kb", missing, words=["no knowledge base yet; pass --model DIR"])
+    assert not missing.exists()
+
+
+def test_a_model_that_moved_is_asked_for(jaxrag, refused, copy_of, tmp_path):
+    kb, text = tmp_path / "kb", tmp_path / "salt.txt"
+    text.write_text(TEXTS["salt.txt"])
+    assert jaxrag("ingest", text, "--kb", kb, "--model", copy_of)[0] == 0
+    moved = copy_of.rename(tmp_path / "moved")
+    words = [str(copy_of), "is not there any more; pass --model DIR"]
+    for command in (("ask", QUESTION, "--kb", kb), ("ingest", text, "--kb", kb)):
+        refused(*command, words=words)
+    code, _, err = jaxrag("ask", QUESTION, "--kb", kb, "--model", moved, "--max-new-tokens", 1)
+    assert (code, err) == (0, "")
+
+
+def test_a_name_of_the_hub_says_how_to_fetch_it(refused, tmp_path):
+    made = ("ingest", tmp_path, "--kb", tmp_path / "kb", "--model")
+    words = "`hf download Qwen/Qwen2.5-7B-Instruct --local-dir Qwen2.5-7B-Instruct`"
+    refused(*made, "Qwen/Qwen2.5-7B-Instruct", words=words)
+    with pytest.raises(AssertionError, match="hf download"):
+        refused(*made, tmp_path / "no" / "where", words="hf download")

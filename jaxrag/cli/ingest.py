@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import logging
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxrag.cli.options import (
@@ -12,9 +13,11 @@ from jaxrag.cli.options import (
     add_model,
     human_count,
     load,
+    model_of_kb,
     parse_bytes,
     print_json,
 )
+from jaxrag.errors import KnowledgeBaseError
 
 if TYPE_CHECKING:
     from jaxrag.documents import DocumentFiles, Shard
@@ -44,7 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ".csv .tsv (one an object or row)",
     )
     parser.add_argument("--kb", required=True, metavar="DIR", help="made when missing")
-    add_model(parser, required=True, text="Hugging Face or jaxrag checkpoint directory")
+    add_model(
+        parser,
+        required=False,
+        text="Hugging Face or jaxrag checkpoint directory (the one that --kb remembers)",
+    )
     parser.add_argument(
         "--encoder",
         action="append",
@@ -127,9 +134,20 @@ def run(args: argparse.Namespace) -> int:
 
     shard = Shard() if args.shard is None else Shard.parse(args.shard)
     files = files_of(args)
-    report = ingest(args, load(args, args.model, args.dtype), files, shard, not args.json)
+    report = ingest(args, model_for(args), files, shard, not args.json)
     print_report(report, args.json)
     return 3 if report.skipped else 0
+
+
+def model_for(args: argparse.Namespace) -> "Model":
+    """The model of --model, else the one that an existing knowledge base remembers."""
+    from jaxrag.knowledge_base.location import CATALOG
+
+    if args.model is not None:
+        return load(args, args.model, args.dtype)
+    if not (Path(args.kb) / CATALOG).is_file():
+        raise KnowledgeBaseError(f"{args.kb} is no knowledge base yet; pass --model DIR to make it")
+    return model_of_kb(args)
 
 
 def files_of(args: argparse.Namespace) -> "DocumentFiles":

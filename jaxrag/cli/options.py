@@ -201,10 +201,17 @@ def load(args: argparse.Namespace, path: str, dtype: str | None) -> "Model":
 
 
 def open_kb(args: argparse.Namespace) -> "KnowledgeBase":
-    """The knowledge base of --kb with the model it remembers, or that of --model.
+    """The knowledge base of --kb with the model it remembers, or that of --model."""
+    from jaxrag.knowledge_base import KnowledgeBase
 
-    It is opened without a model first, so that what is wrong with it is said before weights are
-    read.
+    return KnowledgeBase.open(args.kb, model=model_of_kb(args))
+
+
+def model_of_kb(args: argparse.Namespace) -> "Model":
+    """The model that the knowledge base of --kb remembers, or that of --model.
+
+    The knowledge base is opened without a model first, so that what is wrong with it is said before
+    weights are read.
     """
     from jaxrag.knowledge_base import KnowledgeBase
 
@@ -213,7 +220,12 @@ def open_kb(args: argparse.Namespace) -> "KnowledgeBase":
         dtype = args.dtype or remembered.store.layout.dtype
     if path is None:
         raise KnowledgeBaseError(f"{args.kb} does not remember a model directory; pass --model DIR")
-    return KnowledgeBase.open(args.kb, model=load(args, path, dtype))
+    if args.model is None and not Path(path).is_dir():
+        raise KnowledgeBaseError(
+            f"{args.kb} was made with the model in {path}, which is not there any more; pass "
+            "--model DIR to say where it is now"
+        )
+    return load(args, path, dtype)
 
 
 def print_json(value: Any) -> None:

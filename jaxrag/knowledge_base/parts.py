@@ -100,6 +100,13 @@ class Parts:
         """The knowledge base itself."""
         return self
 
+    def __repr__(self) -> str:
+        """Where it is and what it keeps, on one line."""
+        return (
+            f"<KnowledgeBase {str(self.path)!r}: template {self.template.name!r}, encoders "
+            f"{', '.join(self.encoders)}, mode {self.mode!r}>"
+        )
+
     def __exit__(
         self,
         kind: type[BaseException] | None,

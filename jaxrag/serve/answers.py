@@ -16,6 +16,7 @@ from jaxrag.serve.output import Answer
 from jaxrag.serve.questions import ReadyQuestion, Settings, Source, shown_prompt
 from jaxrag.serve.suits import explained
 
+_SHOWN = 60  # characters of an answer where a result is printed
 _AHEAD = 4  # times as many questions are with the engine as it has rows, so that loads come early
 
 
@@ -50,6 +51,15 @@ class Result:
     reuse: list[PartReuse]
     indexes: dict[str, int]
     notes: list[str]
+
+    def __repr__(self) -> str:
+        """The answer and the sums of its account, on one line; ``to_dict`` is all of it."""
+        text = self.text if len(self.text) <= _SHOWN else self.text[:_SHOWN] + "…"
+        counts = ", ".join(f"{name} {count}" for name, count in self.counts.items())
+        return (
+            f"<Result {text!r} ({self.finish_reason}), {self.method}: {len(self.sources)} sources, "
+            f"{counts}, {len(self.notes)} notes>"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values with exactly these names, ready for JSON."""

@@ -2,8 +2,8 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from jaxrag.decode import DecodeRule
 from jaxrag.engine.sampling import SamplingParams
@@ -20,6 +20,50 @@ from jaxrag.text.prompts import PromptTemplate
 _ROWS = 8  # of the program that serves several questions
 
 
+class Options(TypedDict, total=False):
+    """What ``generate`` and ``agenerate`` take beside the question, for those who check types."""
+
+    kb: KnowledgeBase | None
+    documents: Sequence[Text] | None
+    model: Model | None
+    method: str | Method
+    recompute_ratio: float | None
+    misses: Misses | None
+    prefix_cache: bool | None
+    decode: str | DecodeRule | None
+    template: str | PromptTemplate | None
+    k: int
+    where: Mapping[str, Any] | None
+    max_new_tokens: int
+    stop: Sequence[str]
+
+
+class GenerateOptions(Options, total=False):
+    """Those of ``generate``."""
+
+    sampling: SamplingParams | Sequence[SamplingParams] | None
+    batch_size: int | None
+
+
+class AgenerateOptions(Options, total=False):
+    """Those of ``agenerate``."""
+
+    sampling: SamplingParams | None
+    batch_size: int
+
+
+@overload
+def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
+    question: Text, *, stream: Literal[False] = False, **options: Unpack[GenerateOptions]
+) -> Result: ...
+@overload
+def generate(
+    question: Text, *, stream: Literal[True], **options: Unpack[GenerateOptions]
+) -> Stream: ...
+@overload
+def generate(
+    question: Sequence[Text], *, stream: Literal[False] = False, **options: Unpack[GenerateOptions]
+) -> list[Result]: ...
 def generate(
     question: Text | Sequence[Text],
     *,
@@ -112,6 +156,14 @@ def generate(
     return ordered[0] if single else ordered
 
 
+@overload
+def agenerate(
+    question: Text, *, stream: Literal[False] = False, **options: Unpack[AgenerateOptions]
+) -> Coroutine[Any, Any, Result]: ...
+@overload
+def agenerate(
+    question: Text, *, stream: Literal[True], **options: Unpack[AgenerateOptions]
+) -> AsyncStream: ...
 def agenerate(
     question: Text,
     *,
