@@ -572,13 +572,11 @@ def test_a_pool_that_nothing_has_room_for_is_refused(refused, kb, tokens):
 # The model of a knowledge base
 
 
-def test_a_knowledge_base_that_is_there_needs_no_model(
-    jaxrag, refused, own_kb, model_dir, tmp_path
-):
+def test_a_knowledge_base_that_is_there_needs_no_model(jaxrag, refused, own_kb, tmp_path):
     new = tmp_path / "new.txt"
     new.write_text("Barley is roasted over a slow fire.")
     code, out, err = jaxrag("ingest", new, "--kb", own_kb)
-    assert (code, err) == (0, "") and out.startswith("1 documents")
+    assert (code, err) == (0, "") and out.startswith("1 document (")
     missing = tmp_path / "none"
     refused("ingest", new, "--kb", missing, words=["no knowledge base yet; pass --model DIR"])
     assert not missing.exists()

@@ -11,6 +11,7 @@ from jaxrag.cli.options import (
     add_command,
     add_json,
     add_model,
+    counted,
     human_count,
     load,
     model_of_kb,
@@ -207,10 +208,11 @@ def print_report(report: "AddReport", as_json: bool) -> None:
         }
         print_json({**dataclasses.asdict(report), **rates})
         return
+    encoded = counted(report.encoded, "chunk")
     print(
-        f"{report.documents} documents ({report.unchanged} unchanged, {report.replaced} "
-        f"replaced), {report.chunks} chunks, {human_count(report.tokens)} tokens\n"
-        f"encoded {report.encoded} chunks, reused {report.reused}; {report.seconds:.1f} s, "
+        f"{counted(report.documents, 'document')} ({report.unchanged} unchanged, {report.replaced} "
+        f"replaced), {counted(report.chunks, 'chunk')}, {human_count(report.tokens)} tokens\n"
+        f"encoded {encoded}, reused {report.reused}; {report.seconds:.1f} s, "
         f"{human_count(report.chunks_per_second)} chunks/s, "
         f"{human_count(report.tokens_per_second)} tokens/s"
     )
