@@ -183,7 +183,11 @@ def _template(
     wrong = None if model.tokenizer is None else chosen.split_marker(model.tokenizer)
     if wrong is None:
         return chosen, ()
-    return chosen, (f"{wrong}; ingest into another folder with a template that suits the model",)
+    of = "knowledge base" if kb else "model"
+    return chosen, (
+        f"{wrong}; the {of} was made with it, so it is used all the same: a new knowledge base "
+        "with another --template spares these tokens",
+    )
 
 
 def prepare(

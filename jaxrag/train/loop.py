@@ -181,7 +181,7 @@ class _Run:
         with (
             _Terminated() as terminated,
             contextlib.closing(ahead),
-            self._log(position.step) as log,
+            self._log(position.step, last) as log,
         ):
             self.clock = time.perf_counter()
             steps = iter(ahead)
@@ -229,13 +229,13 @@ class _Run:
         for step in steps:
             yield step, self.setup.place(step.batch, self.setup.config.compute.accumulate)
 
-    def _log(self, done: int) -> Any:
+    def _log(self, done: int, last: int) -> Any:
         config = self.setup.config
         if not self.first:
             return contextlib.nullcontext()
         return Log(
             self.out,
-            steps=config.optimizer.steps,
+            steps=last,
             done=done,
             tensorboard=config.run.tensorboard,
             progress=self.progress,
