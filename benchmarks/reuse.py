@@ -1,33 +1,35 @@
-"""How much KV a chunk store saves over a standard prefix cache: FusionRAG section 5.3.3, simulated.
+"""What content keys save over a prefix cache: FusionRAG sections 4.1 and 5.3.3, run and counted.
 
-No model runs. A thousand queries ask for a few chunks each, real passages with their token counts.
-Each chunk asked for is one of the knowledge base, one that several users upload, or one that nobody
-else has, with probabilities of 60, 30 and 10 %. Within the first two kinds chunks are asked for by
-a Zipf law: the passage of rank r in proportion to ``r ** -popularity``. Passages not needed as
-unique ones are divided between these two kinds as the accesses are. Nothing is ever evicted.
+A thousand queries of five real passages go through ``jaxrag.generate``, one after the other, with a
+small random Llama (weights decide nothing of what is counted) and a tokenizer trained on the
+passages: 60 % of the chunks are in a knowledge base of 2/3 of all passages, 30 % are uploaded by
+several users, 10 % by one (``reuse_workload``). Three ways to serve them:
 
-Three ways to serve the same queries:
+- ``prefix_cache``: full attention. The pool keeps leading parts of prompts as they were computed;
+  nothing is made offline.
+- ``two_stages``: full reuse with ``misses="in_place"`` and a prefix cache. KV of the knowledge base
+  is made offline, one copy a chunk; what users upload is computed where it stands and kept as a
+  leading part, if everything before it is exact.
+- ``alternative_path``: full reuse with ``misses="encode"`` and a prefix cache. What users upload is
+  encoded when it is first seen, and stored under a key that says nothing of what precedes it.
 
-- *prefix cache*: the KV of a chunk is found behind the same chunks in the same order only. Every
-  different prefix makes another copy, those of the knowledge base included.
-- *two stages*: the KV of the knowledge base is made offline, one copy a chunk; what users upload
-  goes through a prefix cache.
-- *chunk store*: one copy a chunk, whatever stands before it (the alternative path of section 4.1);
-  the KV of the whole knowledge base is made offline, asked for or not.
+Everything counted is what the program says: ``Result.reuse`` (how and where each chunk was found),
+``Result.counts`` and ``Result.flops``, the pages of the pool and ``KnowledgeBase.stats``. The
+figures of a way, over all queries:
 
-The figures, each over all queries:
+- ``found``: by kind of chunk, chunks and tokens by ``PartReuse.how`` and ``where``.
+- ``hit_rate``, ``token_hit_rate``: chunks (tokens) whose KV was found / asked for.
+- ``computed``: chunks that were not found; ``redundant``: those of them whose KV had been computed
+  before, offline or online.
+- ``stored_tokens``: of KV that is kept at the end, the prefix once included: in the store, and in
+  the pool under keys that the store has not. ``stored_bytes``: of these.
+- against ``prefix_cache``: ``storage_reduction`` (of tokens; ``_used`` without those of the
+  knowledge base that nobody asked for), ``avoided`` and ``avoided_tokens`` (of what is computed
+  online), ``avoided_flops``.
 
-- ``storage_reduction``: 1 - tokens of KV in the chunk store / in the other at the end.
-  ``storage_reduction_used`` counts those of the knowledge base that were asked for at least once.
-- ``hit_rate``: chunks whose KV was there when asked for / chunks asked for. ``token_hit_rate``: the
-  same by tokens.
-- ``prefills``: chunks computed online. ``redundant``: those of a chunk whose KV had been computed
-  before, offline or online, and could not be found. In a chunk store there are none.
-- ``avoided``: 1 - prefills with the chunk store / prefills with the other.
-
-The paper gives 71.0 % less storage, a hit rate of 77.9 % and 82.3 % of redundant computations
-avoided against a standard prefix cache, and does not say how many chunks a query asks for, how
-popular chunks are, or how its figures are defined; ``sensitivity`` shows what these decide.
+``pools`` are sizes of the device pool: the first has room for everything, so that nothing is ever
+evicted; there the counters of ``reuse_workload`` must say the same (``counters``), and only then
+``sensitivity`` has their figures for other workloads.
 
 example: python benchmarks/reuse.py --data DIR --out benchmarks/results/reuse.json
 """
@@ -35,370 +37,332 @@ example: python benchmarks/reuse.py --data DIR --out benchmarks/results/reuse.js
 import argparse
 import collections
 import dataclasses
-import json
-import re
-import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from reuse_workload import (
+    Options,
+    Served,
+    Workload,
+    chunk_store,
+    make_workload,
+    prefix_cache,
+    read_passages,
+    sensitivity,
+)
 from tqdm import tqdm
 
 from jaxrag.bench.machine import describe
+from jaxrag.bench.ttft import LLAMA_100M
+from jaxrag.cache import PAGE, pages_for
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json, give_out, require_folder
-from jaxrag.errors import RequestError
+from jaxrag.config import ModelConfig
+from jaxrag.documents import Document
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.runner import ModelRunner
+from jaxrag.errors import KnowledgeBaseError, RequestError
+from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.models.model import Model, random_model
+from jaxrag.serve.generate import Result, generate
+from jaxrag.text import byte_level
+from jaxrag.text.prompts import TEMPLATES
 from jaxrag.text.tokenizer import Tokenizer
-from jaxrag.types import HostArray
 
 PAPER = {"storage_reduction": 0.710, "hit_rate": 0.779, "avoided": 0.823}
-SEEDS = 5  # of the sensitivity table
+TEMPLATE = TEMPLATES["turborag"]
+VOCAB = 4096
+HITS = ("prefix hit", "chunk hit")  # of PartReuse.how
 
-_CJK = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7a3"
-_WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
-
-# One parameter is changed at a time.
-_VARIED: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("chunks_per_query", (3, 5, 10, 20)),
-    ("popularity", (0.0, 0.5, 1.0, 1.5)),
-    ("shuffle", (True, False)),
-    ("queries", (250, 1000, 4000)),
-    ("pool", (0.25, 0.5, 1.0)),
-)
+# Arguments of generate() of every way, in the order they are run: the last one stores.
+WAYS: dict[str, dict[str, Any]] = {
+    "prefix_cache": {"method": "full_attention", "prefix_cache": True},
+    "two_stages": {"method": "full_reuse", "misses": "in_place", "prefix_cache": True},
+    "alternative_path": {"method": "full_reuse", "misses": "encode", "prefix_cache": True},
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The workload.
+def run(
+    data: Path, options: Options, pool_tokens: Sequence[int] = (), varied: bool = True
+) -> dict[str, Any]:
+    """Serve the queries every way; the figures, the setting and the machine, JSON-able.
 
-    Attributes:
+    Args:
       data: folder with the passages; see ``read_passages``.
-      queries: how many are asked.
-      chunks_per_query: how many chunks each asks for.
-      kb_share: of the chunks asked for, those of the knowledge base.
-      shared_share: those that several users upload; the rest is unique.
-      popularity: exponent of the Zipf law; 0 asks for all alike.
-      shuffle: chunks stand in random order in a prompt; else the most popular first.
-      pool: share of the passages that the knowledge base and shared chunks are taken from.
-      tokenizer: directory of a tokenizer to count tokens with; None counts words, and characters
-        of Chinese, Japanese and Korean.
-      seed: of the workload.
-      sensitivity: run the table of other settings too.
+      options: the workload.
+      pool_tokens: also run everything with device pools of these sizes.
+      varied: run the counters for other settings too.
+
+    Raises RequestError for data without passages, with too few of them, or a pool that cannot hold
+    one prompt.
     """
-
-    data: str
-    queries: int = 1000
-    chunks_per_query: int = 5
-    kb_share: float = 0.6
-    shared_share: float = 0.3
-    popularity: float = 1.0
-    shuffle: bool = True
-    pool: float = 1.0
-    tokenizer: str | None = None
-    seed: int = 0
-    sensitivity: bool = True
-
-    def __post_init__(self) -> None:
-        """Refuse a workload that cannot be."""
-        if self.queries < 1 or self.chunks_per_query < 1:
-            raise RequestError(
-                f"queries={self.queries} chunks_per_query={self.chunks_per_query}: expected at "
-                "least 1 of each"
-            )
-        shares = (self.kb_share, self.shared_share)
-        if min(shares) < 0 or not 0 < sum(shares) <= 1:
-            raise RequestError(
-                f"kb_share={self.kb_share} shared_share={self.shared_share}: expected shares of "
-                "one whole, and one of them above 0"
-            )
-        if self.popularity < 0 or not 0 < self.pool <= 1:
-            raise RequestError(
-                f"popularity={self.popularity} pool={self.pool}: expected 0 or more, and a share "
-                "above 0"
-            )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Workload:
-    """What is asked for: chunks are numbers into ``tokens``."""
-
-    tokens: HostArray  # [C] int64, of every chunk
-    kb: frozenset[int]
-    queries: tuple[tuple[int, ...], ...]
-
-
-@dataclasses.dataclass
-class Served:
-    """What one way to serve the queries has come to."""
-
-    stored: int = 0  # tokens of KV
-    hits: int = 0
-    hit_tokens: int = 0
-    prefills: int = 0
-    prefill_tokens: int = 0
-    redundant: int = 0
-
-
-def run(options: Options) -> dict[str, Any]:
-    """Simulate; returns the figures, their sensitivity, the setting and the machine, JSON-able.
-
-    Raises RequestError for data without passages, or with too few of them.
-    """
-    sets = read_passages(Path(options.data))
-    count = _counter(options.tokenizer)
+    sets = read_passages(data)
     texts = list(dict.fromkeys(text for passages in sets.values() for text in passages))
-    lengths = np.array([count(text) for text in tqdm(texts, desc="count", disable=None)], np.int64)
-    setting = dataclasses.asdict(options)
-    del setting["data"]
-    result = {
+    tokenizer = make_tokenizer(texts)
+    lengths = np.array(
+        [len(TEMPLATE.chunk_ids(tokenizer, ids)) for ids in tokenizer.encode_batch(texts)], np.int64
+    )
+    work = make_workload(options, lengths)
+    longest, everything = rooms(work, tokenizer)
+    for size in pool_tokens:
+        if size < longest:
+            raise RequestError(
+                f"pool_tokens={size}: expected room for the longest prompt, {longest} tokens"
+            )
+    pools: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="jaxrag-reuse-") as folder:
+        path = Path(folder) / "kb"
+        for size in (everything, *pool_tokens):
+            model = random_model(small_config(), tokenizer=tokenizer, cache_tokens=size)
+            with open_kb(path, model, work) as kb:
+                if not kb.stats()["documents"]:
+                    fill(kb, work, texts)
+                ways = {name: serve(name, kb, work, texts) for name in WAYS}
+                collect(kb)
+            compare(ways, work, whole=not pools)
+            pools.append({"pool_tokens": pages_for(size) * PAGE, **ways})
+    prefix_tokens = len(TEMPLATE.prefix_ids(tokenizer))
+    counters = agreement(pools[0], work, prefix_tokens)
+    equal = all(side["program"] == side["counted"] for side in counters.values())
+    return {
         "benchmark": "reuse",
         "passages": {name: len(passages) for name, passages in sets.items()},
         "distinct": len(texts),
         "tokens_of_a_passage": float(lengths.mean()),
-        "setting": setting,
-        **measure(options, lengths),
+        "prefix_tokens": prefix_tokens,
+        "setting": dataclasses.asdict(options),
+        "asked": sum(map(len, work.queries)),
+        "asked_tokens": int(sum(lengths[list(query)].sum() for query in work.queries)),
+        "kb_chunks": len(work.kb),
+        "kb_tokens": int(lengths[list(work.kb)].sum()),
+        "kb_tokens_unused": work.kb_unused,
+        "kv_bytes_per_token": small_config().kv_bytes_per_token,
+        "pools": pools,
+        "counters": {"equal": equal, **counters},
+        "sensitivity": sensitivity(options, lengths) if equal and varied else None,
         "paper": PAPER,
         "machine": describe(),
     }
-    if options.sensitivity:
-        result["sensitivity"] = sensitivity(options, lengths)
-    return result
 
 
-def measure(options: Options, lengths: HostArray) -> dict[str, Any]:
-    """The figures of one workload over passages of these lengths [C], in tokens."""
-    work = make_workload(options, lengths)
-    store = chunk_store(work)
-    asked = sum(map(len, work.queries))
-    used = {chunk for query in work.queries for chunk in query} & work.kb
-    stored_used = store.stored - int(sum(work.tokens[list(work.kb - used)]))
-    others = {"prefix_cache": prefix_cache(work), "two_stages": prefix_cache(work, offline=True)}
-    return {
-        "asked": asked,
-        "asked_tokens": store.hit_tokens + store.prefill_tokens,
-        "kb_chunks": len(work.kb),
-        "kb_chunks_used": len(used),
-        "chunk_store": _figures(store, asked),
-        **{
-            name: {
-                **_figures(other, asked),
-                "storage_reduction": 1 - store.stored / other.stored,
-                "storage_reduction_used": 1 - stored_used / other.stored,
-                "avoided": 1 - store.prefills / other.prefills,
-            }
-            for name, other in others.items()
-        },
-    }
+def make_tokenizer(texts: Sequence[str]) -> Tokenizer:
+    """A byte-level BPE tokenizer that was trained on the passages."""
+    specials = ["<s>", "</s>", "<|doc_start|>", "<|doc_end|>"]
+    trained = byte_level.train([*texts, TEMPLATE.prefix, TEMPLATE.final], VOCAB, specials)
+    return Tokenizer(trained.to_str().encode(), {"bos_token": "<s>", "eos_token": "</s>"}, {})
 
 
-def sensitivity(options: Options, lengths: HostArray) -> list[dict[str, Any]]:
-    """The figures against a prefix cache with one parameter changed: mean and deviation of seeds.
-
-    A setting for which there are too few passages is left out.
-    """
-    rows = []
-    for name, values in tqdm(_VARIED, desc="sensitivity", disable=None):
-        for value in values:
-            found: dict[str, list[float]] = collections.defaultdict(list)
-            try:
-                for seed in range(SEEDS):
-                    changed = dataclasses.replace(options, seed=seed, **{name: value})
-                    figures = measure(changed, lengths)
-                    for figure in ("storage_reduction", "storage_reduction_used", "avoided"):
-                        found[figure].append(figures["prefix_cache"][figure])
-                    found["hit_rate"].append(figures["chunk_store"]["hit_rate"])
-            except TooFewPassages:
-                continue
-            row = {"parameter": name, "value": value, "seeds": SEEDS}
-            for figure, series in found.items():
-                row[figure] = statistics.mean(series)
-                row[f"{figure}_deviation"] = statistics.stdev(series)
-            rows.append(row)
-    return rows
+def small_config() -> ModelConfig:
+    """A Llama of two layers, whose KV takes 256 bytes a token."""
+    return dataclasses.replace(
+        LLAMA_100M,
+        vocab_size=VOCAB,
+        num_layers=2,
+        model_dim=32,
+        mlp_dim=64,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        rope=dataclasses.replace(LLAMA_100M.rope, rotary_dim=16),
+        max_positions=16_384,
+        bos_id=0,
+        eos_ids=(1,),
+    )
 
 
-class TooFewPassages(RequestError):
-    """The data has fewer passages than the workload asks for."""
+def rooms(work: Workload, tokenizer: Tokenizer) -> tuple[int, int]:
+    """Tokens of a pool for the longest prompt, and for all chunks of all of them to stay in."""
+    questions = map(question, range(len(work.queries)))
+    final = max(len(TEMPLATE.final_ids(tokenizer, text)) for text in questions)
+    around = pages_for(len(TEMPLATE.prefix_ids(tokenizer))) + pages_for(final)
+    chunks = [sum(pages_for(int(n)) for n in work.tokens[list(query)]) for query in work.queries]
+    return (around + max(chunks)) * PAGE, (around + sum(chunks)) * PAGE
 
 
-def make_workload(options: Options, lengths: HostArray) -> Workload:
-    """Draw the queries; no query asks for a chunk twice.
+def question(number: int) -> str:
+    """What a query asks; nothing depends on it."""
+    return f"What is said in query {number:06}?"
 
-    Raises TooFewPassages when the unique chunks, or those of one query, are not there.
-    """
-    rng = np.random.default_rng(options.seed)
-    shape = (options.queries, options.chunks_per_query)
-    shares = (options.kb_share, options.shared_share)
-    kinds = rng.choice(3, shape, p=[*shares, max(0.0, 1 - sum(shares))])
-    order = rng.permutation(len(lengths))
-    num_unique = int((kinds == 2).sum())
-    unique, rest = iter(order[:num_unique].tolist()), order[num_unique:]
-    rest = rest[: round(len(rest) * options.pool)]
-    num_kb = round(len(rest) * shares[0] / sum(shares))
-    pools = (rest[:num_kb], rest[num_kb:])
-    most = [int((kinds == kind).sum(axis=1).max()) for kind in (0, 1)]
-    if len(order) < num_unique or any(len(p) < n for p, n in zip(pools, most, strict=True)):
-        raise TooFewPassages(
-            f"{len(lengths)} passages for {options.queries} queries of {options.chunks_per_query} "
-            "chunks; ask fewer, or add data"
+
+def open_kb(path: Path, model: Model, work: Workload) -> KnowledgeBase:
+    """A knowledge base in which every passage is one chunk."""
+    longest = int(work.tokens.max())
+    return KnowledgeBase.open(
+        path, model, template=TEMPLATE, chunk_tokens=longest, overlap=0, encoders=["after_prefix"]
+    )
+
+
+def fill(kb: KnowledgeBase, work: Workload, texts: Sequence[str]) -> None:
+    """Add the passages of the knowledge base."""
+    report = kb.add([Document(f"{n:06}", texts[n]) for n in sorted(work.kb)], progress=True)
+    if report.chunks != len(work.kb):
+        raise KnowledgeBaseError(
+            f"{len(work.kb)} passages became {report.chunks} chunks; expected one of each: "
+            f"{report.skipped[:3]}"
         )
-    weights = []
-    for pool in pools:
-        weight = np.arange(1, len(pool) + 1, dtype=np.float64) ** -options.popularity
-        weights.append(weight / weight.sum() if len(pool) else weight)
-    queries = []
-    for row in kinds:
-        ranked: list[tuple[int, int, int]] = []  # kind, rank, chunk
-        for kind, pool in enumerate(pools):
-            count = int((row == kind).sum())
-            if count:
-                ranks = rng.choice(len(pool), count, replace=False, p=weights[kind])
-                ranked += [(kind, int(rank), int(pool[rank])) for rank in ranks]
-        ranked += [(2, 0, next(unique)) for _ in range(int((row == 2).sum()))]
-        chunks = [chunk for _, _, chunk in sorted(ranked)]
-        if options.shuffle:
-            chunks = [chunks[i] for i in rng.permutation(len(chunks))]
-        queries.append(tuple(chunks))
-    return Workload(lengths, frozenset(pools[0].tolist()), tuple(queries))
 
 
-def chunk_store(work: Workload) -> Served:
-    """Serve from one copy a chunk, the knowledge base's made offline."""
-    served = Served(stored=int(work.tokens[list(work.kb)].sum()))
-    held = set(work.kb)
-    for query in work.queries:
-        for chunk in query:
-            _serve(served, int(work.tokens[chunk]), hit=chunk in held, known=chunk in held)
-            held.add(chunk)
-    return served
+def collect(kb: KnowledgeBase) -> None:
+    """Drop what users uploaded: no document claims it."""
+    uploaded = kb.stats()["stored"]["orphans"]
+    freed = kb.gc(grace_seconds=0).chunks
+    if freed != uploaded:
+        raise KnowledgeBaseError(f"gc freed {freed} chunks: expected the {uploaded} uploaded ones")
 
 
-def prefix_cache(work: Workload, *, offline: bool = False) -> Served:
-    """Serve from a prefix cache; with ``offline`` the knowledge base's chunks from a copy each."""
-    served = Served(stored=int(work.tokens[list(work.kb)].sum()) if offline else 0)
-    nodes: dict[tuple[int, int], int] = {}  # (node of what stands before, chunk) -> its node
+def serve(name: str, kb: KnowledgeBase, work: Workload, texts: Sequence[str]) -> dict[str, Any]:
+    """Ask all queries one way, beginning with an empty pool, and say what became of them."""
+    model = kb.model
+    assert model is not None
+    engine_of(model).forget()
+    offline = name != "prefix_cache"
+    found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    tokens: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     known = set(work.kb) if offline else set[int]()
-    for query in work.queries:
-        node = 0
-        for chunk in query:
-            step = (node, chunk)
-            hit = step in nodes or (offline and chunk in work.kb)
-            _serve(served, int(work.tokens[chunk]), hit=hit, known=chunk in known)
-            node = nodes.setdefault(step, len(nodes) + 1)
+    redundant = flops = computed_tokens = 0
+    for number, query in enumerate(tqdm(work.queries, desc=name, disable=None)):
+        result: Result = generate(
+            question(number),
+            documents=[texts[chunk] for chunk in query],
+            max_new_tokens=1,
+            template=TEMPLATE,
+            **({"kb": kb} if offline else {"model": model}),
+            **WAYS[name],
+        )
+        flops += result.flops
+        computed_tokens += result.counts["recomputed"] + result.counts["encoded"]
+        rows = [row for row in result.reuse if row.part != "prefix"]
+        for chunk, row in zip(query, rows, strict=True):
+            where = f"{row.how}, {row.where}" if row.where else row.how
+            found[work.kind(chunk)][where] += 1
+            tokens[work.kind(chunk)][where] += row.tokens
+            redundant += row.how not in HITS and chunk in known
             known.add(chunk)
-    return served
-
-
-def _serve(served: Served, tokens: int, *, hit: bool, known: bool) -> None:
-    """Count one chunk; what is not found is computed and stored."""
-    if hit:
-        served.hits += 1
-        served.hit_tokens += tokens
-        return
-    served.prefills += 1
-    served.prefill_tokens += tokens
-    served.stored += tokens
-    served.redundant += known
-
-
-def _figures(served: Served, asked: int) -> dict[str, Any]:
+    asked = sum(map(sum, (it.values() for it in found.values())))
+    asked_tokens = sum(map(sum, (it.values() for it in tokens.values())))
+    hits = sum(n for it in found.values() for where, n in it.items() if where.startswith(HITS))
     return {
-        "stored_tokens": served.stored,
-        "hit_rate": served.hits / asked,
-        "token_hit_rate": served.hit_tokens / (served.hit_tokens + served.prefill_tokens),
-        "prefills": served.prefills,
-        "redundant": served.redundant,
+        "found": {
+            kind: {
+                where: {"chunks": number, "tokens": tokens[kind][where]}
+                for where, number in sorted(found[kind].items())
+            }
+            for kind in ("kb", "shared", "unique")
+        },
+        "hit_rate": hits / asked,
+        "token_hit_rate": 1 - computed_tokens / asked_tokens,
+        "hits": hits,
+        "computed": asked - hits,
+        "computed_tokens": computed_tokens,
+        "redundant": redundant,
+        "flops": flops,
+        **kept(kb, model, offline=offline),
     }
 
 
-def read_passages(data: Path) -> dict[str, list[str]]:
-    """Passages of the sets whose files lie anywhere below a folder, in the files of their authors.
+def kept(kb: KnowledgeBase, model: Model, *, offline: bool) -> dict[str, int]:
+    """What store and pool hold now; without ``offline`` the store is not asked."""
 
-    RGB: ``en_fact.json`` and ``zh_refine.json``, every positive and negative. Natural Questions:
-    ``nq-open-oracle.jsonl``, each question's passage. HotpotQA: ``hotpotqa_train_corpus.json``.
+    def resident(runner: ModelRunner) -> dict[str, int]:
+        return {key: chunk.tokens for key, chunk in runner.cache.allocator.chunks.items()}
 
-    Raises RequestError when there are none, or a file is not what its name says.
+    held = engine_of(model).call(resident)
+    stored = kb.stats()["stored"] if offline else {"tokens": 0, "bytes": 0}
+    in_store = set(kb.store.keys()) if offline else set[str]()
+    pool_only = sum(tokens for key, tokens in held.items() if key not in in_store)
+    per_token = model.config.kv_bytes_per_token
+    return {
+        "stored_tokens": stored["tokens"] + pool_only,
+        "stored_bytes": stored["bytes"] + pool_only * per_token,
+        "of_these_in_the_store": stored["tokens"],
+        "pool_tokens_in_use": sum(held.values()),
+    }
+
+
+def compare(ways: Mapping[str, dict[str, Any]], work: Workload, *, whole: bool) -> None:
+    """Add to the ways that reuse what they save over the prefix cache.
+
+    Storage is compared where the cache keeps the ``whole`` of what it computed.
     """
-    readers: dict[str, tuple[str, Callable[[str], Iterator[str]]]] = {
-        "RGB en_fact": ("en_fact.json", _read_rgb),
-        "RGB zh_refine": ("zh_refine.json", _read_rgb),
-        "NQ": ("nq-open-oracle.jsonl", _read_nq),
-        "HotpotQA": ("hotpotqa_train_corpus.json", _read_hotpotqa),
-    }
-    found = {path.name: path for path in sorted(data.rglob("*.json*"))}
-    sets = {}
-    for name, (file, read) in readers.items():
-        if file in found:
-            try:
-                texts = read(found[file].read_text(encoding="utf-8"))
-                sets[name] = list(dict.fromkeys(text for text in texts if text.strip()))
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise RequestError(
-                    f"{found[file]} is not the {name} file; get it from its authors again"
-                ) from None
-    if not sets:
-        names = ", ".join(file for file, _ in readers.values())
-        raise RequestError(f"data {data}: none of {names} was found below it")
-    return sets
+    base = ways["prefix_cache"]
+    for name, way in ways.items():
+        if name == "prefix_cache":
+            continue
+        if whole:
+            used = way["stored_tokens"] - work.kb_unused
+            way |= {
+                "storage_reduction": 1 - way["stored_tokens"] / base["stored_tokens"],
+                "storage_reduction_used": 1 - used / base["stored_tokens"],
+            }
+        way |= {
+            "avoided": 1 - way["computed"] / base["computed"],
+            "avoided_tokens": 1 - way["computed_tokens"] / base["computed_tokens"],
+            "avoided_flops": 1 - way["flops"] / base["flops"],
+        }
 
 
-def _read_rgb(text: str) -> Iterator[str]:
-    for line in text.splitlines():
-        if line.strip():
-            row = json.loads(line)
-            yield from (*row["positive"], *row["negative"])
-
-
-def _read_nq(text: str) -> Iterator[str]:
-    for line in text.splitlines():
-        if line.strip():
-            yield from (passage["text"] for passage in json.loads(line)["ctxs"])
-
-
-def _read_hotpotqa(text: str) -> Iterator[str]:
-    for sentences in json.loads(text).values():
-        yield "".join(sentences)
-
-
-def _counter(tokenizer: str | None) -> Callable[[str], int]:
-    if tokenizer is None:
-        return lambda text: max(1, len(_WORD.findall(text)))
-    encode = Tokenizer.load(tokenizer).encode
-    return lambda text: len(encode(text))
+def agreement(
+    ways: Mapping[str, Any], work: Workload, prefix_tokens: int
+) -> dict[str, dict[str, dict[str, int]]]:
+    """What the program did beside what the counters say, where nothing is evicted."""
+    counted = {"prefix_cache": prefix_cache(work), "alternative_path": chunk_store(work)}
+    fields = [field.name for field in dataclasses.fields(Served)]
+    sides = {}
+    for name, served in counted.items():
+        served.stored_tokens += prefix_tokens
+        program = {field: ways[name][field] for field in fields}
+        sides[name] = {"program": program, "counted": dataclasses.asdict(served)}
+    return sides
 
 
 def report(result: dict[str, Any]) -> Iterator[str]:
     """The result as lines of tables."""
     setting = result["setting"]
-    unit = "words" if setting["tokenizer"] is None else "tokens"
     yield (
         f"{setting['queries']} queries of {setting['chunks_per_query']} chunks over "
         f"{result['distinct']} passages ({', '.join(result['passages'])}; "
-        f"{result['tokens_of_a_passage']:.0f} {unit} each), Zipf {setting['popularity']}, "
+        f"{result['tokens_of_a_passage']:.0f} tokens each), Zipf {setting['popularity']}, "
         f"seed {setting['seed']}"
     )
-    yield f"{'':>13} {'stored':>10} {'hits':>7} {'prefills':>9} {'redundant':>10}"
-    for name in ("prefix_cache", "two_stages", "chunk_store"):
-        row = result[name]
+    for pool in result["pools"]:
+        yield ""
+        yield f"pool of {pool['pool_tokens']:,} tokens"
         yield (
-            f"{name.replace('_', ' '):>13} {row['stored_tokens']:>10,} {row['hit_rate']:>7.1%} "
-            f"{row['prefills']:>9,} {row['redundant']:>10,}"
+            f"{'':>17} {'hits':>6} {'pool':>6} {'store':>6} {'computed':>8} {'redundant':>9} "
+            f"{'tokens':>9} {'kept':>10}"
         )
-    paper, ours = result["paper"], result["prefix_cache"]
-    yield (
-        f"chunk store over prefix cache: storage reduced by {ours['storage_reduction']:.1%} "
-        f"({ours['storage_reduction_used']:.1%} without what nobody asked for; paper "
-        f"{paper['storage_reduction']:.1%}), hit rate {result['chunk_store']['hit_rate']:.1%} "
-        f"({paper['hit_rate']:.1%}), {ours['avoided']:.1%} of the prefills avoided "
-        f"({paper['avoided']:.1%})"
-    )
-    yield (
-        f"over two stages: storage reduced by {result['two_stages']['storage_reduction']:.1%}, "
-        f"{result['two_stages']['avoided']:.1%} of the prefills avoided"
-    )
-    if "sensitivity" in result:
+        for name in WAYS:
+            way = pool[name]
+            where = collections.Counter[str]()
+            for by_where in way["found"].values():
+                for key, both in by_where.items():
+                    where[key.rpartition(", ")[2]] += both["chunks"]
+            yield (
+                f"{name.replace('_', ' '):>17} {way['hit_rate']:>6.1%} {where['pool']:>6,} "
+                f"{where['store']:>6,} {way['computed']:>8,} {way['redundant']:>9,} "
+                f"{way['computed_tokens']:>9,} {way['stored_tokens']:>10,}"
+            )
+        ours, paper = pool["alternative_path"], result["paper"]
+        if "storage_reduction" in ours:
+            yield (
+                f"alternative path: keeps {1 - ours['storage_reduction']:.2f} times what the "
+                f"prefix cache keeps (paper {1 - paper['storage_reduction']:.2f}), "
+                f"{1 - ours['storage_reduction_used']:.2f} without what nobody asked for"
+            )
+        yield (
+            f"alternative path: hit rate {ours['hit_rate']:.1%} (paper {paper['hit_rate']:.1%}), "
+            f"{ours['avoided']:.1%} of the prefix cache's prefills avoided "
+            f"({paper['avoided']:.1%}), {ours['avoided_tokens']:.1%} of their tokens"
+        )
+    yield ""
+    if not result["counters"]["equal"]:
+        yield "the counters DIFFER from the program, and say nothing of other settings"
+    if result["sensitivity"]:
+        yield "counters, equal to the program above, for other settings"
         yield f"{'parameter':>17} {'value':>6} {'reduction':>14} {'hit rate':>14} {'avoided':>14}"
         for row in result["sensitivity"]:
             cells = " ".join(
@@ -409,7 +373,7 @@ def report(result: dict[str, Any]) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Simulate and print; returns the exit code."""
+    """Measure and print; returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -436,9 +400,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--no-shuffle", action="store_true", help="popular chunks first in every prompt"
     )
     parser.add_argument(
-        "--pool", type=float, default=1.0, metavar="P", help="share of the passages in use (1)"
+        "--passages", type=float, default=1.0, metavar="P", help="share of them in use (1)"
     )
-    parser.add_argument("--tokenizer", metavar="DIR", help="to count tokens with (counts words)")
+    parser.add_argument(
+        "--pool-tokens",
+        default="65536",
+        metavar="N,...",
+        help="also with device pools of these sizes, '' for none (65536)",
+    )
     parser.add_argument("--no-sensitivity", action="store_true", help="leave that table out")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
     parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
@@ -446,24 +415,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(print_result, parser.parse_args(argv))
 
 
-def print_result(args: argparse.Namespace) -> None:
-    """Print tables, or one JSON object."""
+def print_result(args: argparse.Namespace) -> int:
+    """Print tables, or one JSON object; exit code 1 where the counters say something else."""
     require_folder(args.out)
+    sizes = [size for size in args.pool_tokens.split(",") if size]
+    if not all(size.isdigit() for size in sizes):
+        raise RequestError(f"--pool-tokens {args.pool_tokens!r}: expected integers such as 65536")
     options = Options(
-        data=args.data,
         queries=args.queries,
         chunks_per_query=args.chunks_per_query,
         kb_share=args.kb_share,
         shared_share=args.shared_share,
         popularity=args.popularity,
         shuffle=not args.no_shuffle,
-        pool=args.pool,
-        tokenizer=args.tokenizer,
+        passages=args.passages,
         seed=args.seed,
-        sensitivity=not args.no_sensitivity,
     )
-    result = run(options)
+    result = run(Path(args.data), options, [int(size) for size in sizes], not args.no_sensitivity)
     give_out(args, result, report(result))
+    return 0 if result["counters"]["equal"] else 1
 
 
 if __name__ == "__main__":

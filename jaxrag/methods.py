@@ -135,6 +135,11 @@ class Method:
         alone = self.encoder_of(0) == "isolated" and num_prefix == 0
         return (behind_prefix or alone, *[False] * (num_chunks - 1))
 
+    @property
+    def rewrites(self) -> bool:
+        """Does a request need pages of its own for all of its chunks?"""
+        return self.recomputes and self.recompute_ratio != 1 and self.selector.rewrites
+
     def room(self, lengths: Sequence[int]) -> int:
         """Most slots of its own that a request needs for recomputed tokens of such chunks."""
         return self.selector.room(lengths, self.recompute_ratio) if self.recomputes else 0

@@ -9,6 +9,8 @@ A method that recomputes tokens has one more row for every recompute ratio: the 
 pool and from the disk, the selector's own passes included, beside the FLOPs of both. Chunks that
 are encoded behind neighbours have the other chunks of the prompt for neighbours; how long that
 encoding took is not part of any row.
+
+Batches of requests that come at one moment have rows of their own (jaxrag.bench.ttft_batch).
 """
 
 import contextlib
@@ -30,6 +32,7 @@ from tqdm import tqdm
 
 from jaxrag.bench.machine import describe
 from jaxrag.bench.peer import Peer
+from jaxrag.bench.ttft_batch import measure_batches, report_batches
 from jaxrag.bench.ttft_ratios import report_ratios, slopes
 from jaxrag.cache import PAGE
 from jaxrag.config import DType, ModelConfig, RopeConfig
@@ -80,9 +83,21 @@ LLAMA_100M = ModelConfig(
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to measure. ``model`` None makes a random Llama of 100M parameters.
+    """What to measure.
 
-    ``ratios`` are recompute ratios, of methods that recompute; none stands for the method's own.
+    Attributes:
+      model: a directory; None makes a random Llama of 100M parameters.
+      dtype: of weights, activations and KV.
+      contexts: tokens of all chunks.
+      question_tokens: of the final block.
+      method: that reuses.
+      ratios: recompute ratios, of methods that recompute; none stands for the method's own.
+      repeats: timed rounds: of every context one number, or one for all of them.
+      batches: sizes of batches, each request with ``batch_context`` tokens of chunks of its own.
+      batch_context: see there.
+      batch_repeats: timed rounds of every batch.
+      peer_python: interpreter with torch and transformers; None measures no peer.
+      seed: of what is drawn.
     """
 
     model: str | None = None
@@ -91,8 +106,11 @@ class Options:
     question_tokens: int = 50
     method: str = "full_reuse"
     ratios: tuple[float, ...] = ()
-    repeats: int = 5
-    peer_python: str | None = None  # interpreter with torch and transformers; None = no peer
+    repeats: tuple[int, ...] = (5,)
+    batches: tuple[int, ...] = ()
+    batch_context: int = 4096
+    batch_repeats: int = 3
+    peer_python: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -100,10 +118,18 @@ class Options:
         if METHODS.get(self.method) is None or METHODS[self.method].encoder is None:
             reusing = ", ".join(name for name, m in METHODS.items() if m.encoder)
             raise RequestError(f"method {self.method!r}: expected one that reuses: {reusing}")
-        if min(self.contexts) < CHUNK_TOKENS or any(n % CHUNK_TOKENS for n in self.contexts):
-            raise RequestError(f"contexts {self.contexts}: expected multiples of {CHUNK_TOKENS}")
-        if self.repeats < 1 or self.question_tokens < 1:
+        for name, sizes in (("contexts", self.contexts), ("batch context", (self.batch_context,))):
+            if min(sizes) < CHUNK_TOKENS or any(n % CHUNK_TOKENS for n in sizes):
+                raise RequestError(f"{name} {sizes}: expected multiples of {CHUNK_TOKENS}")
+        if min(*self.repeats, self.batch_repeats, self.question_tokens) < 1:
             raise RequestError("repeats and question tokens must be positive")
+        if len(self.repeats) not in (1, len(self.contexts)):
+            raise RequestError(
+                f"repeats {self.repeats}: expected one number, or one for each of the "
+                f"{len(self.contexts)} contexts"
+            )
+        if any(size < 1 for size in self.batches) or len(set(self.batches)) != len(self.batches):
+            raise RequestError(f"batches {self.batches}: expected sizes of 1 or more, each once")
         if len(set(self.ratios)) != len(self.ratios):
             raise RequestError(f"ratios {self.ratios}: expected each of them once")
         if self.ratios and not METHODS[self.method].recomputes:
@@ -132,8 +158,11 @@ def run(options: Options) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxrag-bench-")))
         path = options.model or str(_write_random(work / "model", options))
-        longest = max(options.contexts) + options.question_tokens
-        # The prompt under full attention and its chunks for reuse lie in the pool together.
+        in_batch = max(options.batches, default=0) * (
+            options.batch_context + options.question_tokens
+        )
+        longest = max(max(options.contexts) + options.question_tokens, in_batch)
+        # Prompts under full attention and their chunks for reuse lie in the pool together.
         tokens = 2 * longest + 8 * PAGE * (longest // CHUNK_TOKENS + 8)
         model = load_model(path, dtype=options.dtype, cache_tokens=tokens)
         peer = None
@@ -149,8 +178,9 @@ def run(options: Options) -> dict[str, Any]:
         )
         rows = []
         with tqdm(total=len(options.contexts), desc="contexts", disable=None) as bar:
-            for context in options.contexts:
-                rows.append(_measure(model, store, work / "store", options, context, peer))
+            repeats = options.repeats * (len(options.contexts) // len(options.repeats))
+            for context, count in zip(options.contexts, repeats, strict=True):
+                rows.append(_measure(model, store, work / "store", options, context, count, peer))
                 bar.update()
         plain = options.plain()
         return {
@@ -161,8 +191,8 @@ def run(options: Options) -> dict[str, Any]:
             "encoders": {"first": plain.encoder_of(0), "others": plain.encoder_of(1)},
             "question_tokens": options.question_tokens,
             "chunk_tokens": CHUNK_TOKENS,
-            "repeats": options.repeats,
             "rows": rows,
+            "batches": _batches(model, store, options) if options.batches else None,
             "peer": None if peer is None else {"name": "transformers", **peer.about},
             "machine": describe(),
         }
@@ -191,22 +221,16 @@ def _measure(
     store_path: Path,
     options: Options,
     context: int,
+    repeats: int,
     peer: Peer | None,
 ) -> dict[str, Any]:
-    rng = np.random.default_rng((options.seed, context))
-
-    def ids(count: int) -> np.ndarray[Any, Any]:
-        return rng.integers(3, model.config.vocab_size, count).astype(np.int32)
-
-    chunks = tuple(ids(CHUNK_TOKENS) for _ in range(context // CHUNK_TOKENS))
-    neighbours = tuple(each_other(chunks, model.config.max_positions))
-    prompt = Prompt(np.zeros(0, np.int32), chunks, ids(options.question_tokens), neighbours)
-    whole = np.concatenate((*chunks, prompt.final))
+    prompt = _draw(model, options, context)
+    whole = np.concatenate((*prompt.chunks, prompt.final))
     full, reuse = METHODS["full_attention"], options.plain()
     times: dict[str, list[float]] = {name: [] for name in ("full", "pool", "disk", "cold", "peer")}
     tops: dict[str, int] = {}
     recomputing = [_Recomputing(method) for method in options.recomputing()]
-    for _ in range(options.repeats + 1):
+    for _ in range(repeats + 1):
         _forget(model, reuse, prompt)
         time.sleep(SETTLE_SECONDS)
         first = _first_token(model, store, full, prompt)
@@ -233,6 +257,7 @@ def _measure(
     row: dict[str, Any] = {
         "context": context,
         "prompt_tokens": len(whole),
+        "repeats": repeats,
         "seconds": median,
         "best_seconds": best,
         "full_over_pool": median["full"] / median["pool"],
@@ -253,6 +278,33 @@ def _measure(
         row["peer_over_pool"] = median["peer"] / median["pool"]
         row["same_first_token_as_peer"] = tops["peer"] == tops["full"]
     return row
+
+
+def _draw(model: Model, options: Options, context: int, number: int = 0) -> Prompt:
+    """A prompt of random chunks, which have each other for neighbours."""
+    rng = np.random.default_rng((options.seed, context, *([number] if number else [])))
+
+    def ids(count: int) -> np.ndarray[Any, Any]:
+        return rng.integers(3, model.config.vocab_size, count).astype(np.int32)
+
+    chunks = tuple(ids(CHUNK_TOKENS) for _ in range(context // CHUNK_TOKENS))
+    neighbours = tuple(each_other(chunks, model.config.max_positions))
+    return Prompt(np.zeros(0, np.int32), chunks, ids(options.question_tokens), neighbours)
+
+
+def _batches(model: Model, store: KVStore, options: Options) -> dict[str, Any]:
+    reuse, context = options.plain(), options.batch_context
+    prompts = [_draw(model, options, context, number) for number in range(max(options.batches))]
+    rows = measure_batches(
+        engine_of(model),
+        store,
+        (METHODS["full_attention"], reuse),
+        prompts,
+        functools.partial(_forget, model, reuse),
+        sizes=options.batches,
+        repeats=options.batch_repeats,
+    )
+    return {"context": context, "rows": rows}
 
 
 @dataclasses.dataclass
@@ -332,8 +384,9 @@ def _drop_page_cache(folder: Path) -> None:
 def report(result: dict[str, Any]) -> Iterator[str]:
     """The result as lines of a table."""
     peer = result["peer"]
+    repeats = ", ".join(map(str, dict.fromkeys(row["repeats"] for row in result["rows"])))
     yield f"{result['model']}, {result['dtype']}, {result['method']}, question of " + (
-        f"{result['question_tokens']} tokens; milliseconds, medians of {result['repeats']}"
+        f"{result['question_tokens']} tokens; milliseconds, medians of {repeats}"
     )
     head = f"{'context':>8} {'full':>9} {'pool':>8} {'disk':>8} {'cold':>8} {'full/pool':>9}"
     yield head + (f" {'peer':>9} {'peer/full':>9} {'best':>5} {'peer/pool':>9}" if peer else "")
@@ -349,6 +402,8 @@ def report(result: dict[str, Any]) -> Iterator[str]:
         yield line
     if any("ratios" in row for row in result["rows"]):
         yield from report_ratios(result)
+    if result["batches"]:
+        yield from report_batches(result)
 
 
 def default_peer() -> str:

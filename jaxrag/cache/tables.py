@@ -70,6 +70,10 @@ class TableBuilder:
         positions[slots] = HIDDEN
         self._positions = [positions]
 
+    def replace(self, first: int, pages: Sequence[int]) -> None:
+        """Other pages from page ``first`` of the table on, at the same positions."""
+        self.pages[first : first + len(pages)] = pages
+
     def copy(self) -> "TableBuilder":
         """The same pages; what is added to or hidden in one does not show in the other."""
         other = TableBuilder()

@@ -25,7 +25,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     ttft = add_command(
         kinds,
         "ttft",
-        "time to first token: full prefill, cached chunks from pool and disk, a peer",
+        "time to first token: full prefill, cached chunks from pool and disk, a peer, batches",
         "jaxrag bench ttft --peer transformers --peer-python PEER/bin/python --out result.json",
     )
     ttft.add_argument("--model", metavar="DIR", help="(a random Llama of 100M parameters)")
@@ -43,7 +43,23 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="R,R,...",
         help="recompute ratios such as 0,0.05,0.15,0.30,1.0, of a method that recomputes (its own)",
     )
-    ttft.add_argument("--repeats", type=int, default=5, metavar="N", help="after a warm-up (5)")
+    ttft.add_argument(
+        "--repeats",
+        default="5",
+        metavar="N[,N,...]",
+        help="after a warm-up, for all contexts or for each (5)",
+    )
+    ttft.add_argument(
+        "--batch",
+        metavar="N,N,...",
+        help="also batches of so many requests at one moment, such as 1,2,4,8 (none)",
+    )
+    ttft.add_argument(
+        "--batch-context", type=int, default=4096, metavar="N", help="of each request (4096)"
+    )
+    ttft.add_argument(
+        "--batch-repeats", type=int, default=3, metavar="N", help="after a warm-up (3)"
+    )
     ttft.add_argument("--peer", choices=("transformers",), help="measure this one beside ours")
     ttft.add_argument("--peer-python", metavar="PATH", help="interpreter that can import the peer")
     ttft.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
@@ -146,20 +162,20 @@ def run_ttft(args: argparse.Namespace) -> None:
     """Print a table, or one JSON object."""
     from jaxrag.bench.ttft import Options, default_peer, report, run
 
-    sizes = args.contexts.split(",")
-    if not all(size.isdigit() for size in sizes):
-        raise RequestError(f"--contexts {args.contexts!r}: expected integers such as 512,4096")
     require_folder(args.out)
     if args.peer_python and not args.peer:
         raise RequestError("--peer-python without --peer; add --peer transformers")
     options = Options(
         model=args.model,
         dtype=args.dtype,
-        contexts=tuple(map(int, sizes)),
+        contexts=_integers("--contexts", args.contexts, "512,4096"),
         question_tokens=args.question_tokens,
         method=args.method,
         ratios=_numbers("--ratios", args.ratios),
-        repeats=args.repeats,
+        repeats=_integers("--repeats", args.repeats, "5 or 5,1"),
+        batches=_integers("--batch", args.batch, "1,2,4,8"),
+        batch_context=args.batch_context,
+        batch_repeats=args.batch_repeats,
         peer_python=(args.peer_python or default_peer()) if args.peer else None,
         seed=args.seed,
     )
@@ -268,3 +284,11 @@ def _numbers(option: str, text: str | None) -> tuple[float, ...]:
         return () if text is None else tuple(map(float, text.split(",")))
     except ValueError:
         raise RequestError(f"{option} {text!r}: expected numbers such as 0,0.15,1.0") from None
+
+
+def _integers(option: str, text: str | None, such_as: str) -> tuple[int, ...]:
+    """The integers of an option; none where it is left out."""
+    sizes = [] if text is None else text.split(",")
+    if not all(size.isdigit() for size in sizes):
+        raise RequestError(f"{option} {text!r}: expected integers such as {such_as}")
+    return tuple(map(int, sizes))

@@ -55,6 +55,13 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     parser.add_argument(
         "--chunks", default="6", metavar="N|N-M", help="documents of a question, as 6 or 4-6 (6)"
     )
+    parser.add_argument(
+        "--retrieve",
+        type=int,
+        metavar="K",
+        help="ask a question over the K of its documents that a search finds (all of them); with "
+        "many: --chunks 48 --set questions=50 --retrieve 6",
+    )
     parser.add_argument("--seed", type=int, default=7, help="of the questions (7)")
     parser.add_argument("--split", choices=("test", "train"), default="test", help="(test)")
     parser.add_argument(
@@ -67,9 +74,9 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     parser.add_argument(
         "--deviation",
         type=int,
-        default=32,
         metavar="N",
-        help="sets of chunks whose KV is compared with full attention's, 0 for none (32)",
+        help="sets of chunks whose KV is compared with full attention's, 0 for none (32; with "
+        "--retrieve 0)",
     )
     parser.add_argument(
         "--batch-size", type=int, default=32, metavar="N", help="questions that run together (32)"
@@ -126,6 +133,7 @@ def _options(args: argparse.Namespace) -> "Options":
     task: dict[str, Any] = {"chunks": chunks_of(args.chunks), "split": args.split}
     for assignment in args.set:
         task = override(task, assignment)
+    deviation = 0 if args.retrieve else 32
     return Options(
         model=args.model,
         methods=tuple(name for name in args.methods.split(",") if name),
@@ -136,7 +144,8 @@ def _options(args: argparse.Namespace) -> "Options":
         seed=args.seed,
         questions=args.questions,
         batch_size=args.batch_size,
-        deviation=args.deviation,
+        deviation=deviation if args.deviation is None else args.deviation,
+        retrieve=args.retrieve,
         template=args.template,
         response_start=args.response_start,
         dtype=args.dtype,

@@ -98,6 +98,8 @@ class Lanes:
         assert live.lane is not None and live.state is not None and live.swapped is not None
         own = self._state.scheduler.live[live.number].own
         swap_in(self._state.runner, own, live.swapped.pages)
+        if live.state.choice is not None and live.state.choice.copied:
+            mapped.use_copies()
         live.state.table = mapped.table
         row = self._take_row(live, live.lane)
         self._lanes[live.lane].put_back(row, live.state, live.swapped.row)

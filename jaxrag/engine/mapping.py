@@ -42,6 +42,7 @@ class PromptPart:
       exact: its KV is, or will be, what full attention computes here.
       slots: [T] int32 of its tokens; empty where they are run with the final block.
       pages: the request's own, where they hold nothing else.
+      copy: as many of the request's own, for a selector that rewrites KV.
     """
 
     ids: HostArray
@@ -54,6 +55,7 @@ class PromptPart:
     exact: bool = False
     slots: HostArray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     pages: tuple[int, ...] = ()
+    copy: tuple[int, ...] = ()
 
     @property
     def positions(self) -> HostArray:
@@ -105,6 +107,12 @@ class RequestState:
         """Slot of the first generated token."""
         return int(self.slots[-1]) + 1
 
+    def use_copies(self) -> None:
+        """Read the request's copies of its chunks from now on."""
+        assert self.scene is not None
+        for first, pages in self.scene.copied_pages.items():
+            self.table.replace(first, pages)
+
     def recompute(self, choice: Choice) -> None:
         """Add the chosen chunk tokens to those to run, and hide their stored KV from the request.
 
@@ -112,6 +120,8 @@ class RequestState:
         """
         scene, tokens = self.scene, choice.tokens
         assert scene is not None
+        if choice.copied:
+            self.use_copies()
         self.table.hide(scene.chunk_slots[tokens])
         chunk_ids = np.concatenate((scene.prefix[:0], *scene.chunks))
         ids = np.concatenate((chunk_ids[tokens], self.ids))
@@ -154,10 +164,10 @@ class RequestPlan:
         room = method.room([len(chunk) for chunk in prompt.chunks])
         own = pages_for(len(prompt.final) + room + self.reserve)
         chunks: dict[str, int] = {}
-        for part, (key, _) in zip(self.parts, self.keys(held), strict=True):
+        for index, (part, (key, _)) in enumerate(zip(self.parts, self.keys(held), strict=True)):
             if key:
                 chunks[key] = pages_for(len(part.ids))
-            else:
+            if not key or (index and method.rewrites):
                 own += pages_for(len(part.ids))
         return Need(chunks, own)
 
@@ -225,7 +235,8 @@ def most_pages(request: Request) -> int:
     parts = [prompt.prefix, *prompt.chunks]
     if method.encoder is not None and method.misses == "encode":
         parts = [prompt.prefix, *{ids.tobytes(): ids for ids in prompt.chunks}.values()]
-    return pages_for(own) + sum(pages_for(len(ids)) for ids in parts)
+    copies = prompt.chunks if method.rewrites else ()
+    return pages_for(own) + sum(pages_for(len(ids)) for ids in (*parts, *copies))
 
 
 def _load(
@@ -271,6 +282,8 @@ def map_planned(
     else:
         final = prompt.final
         _map_parts(parts, table, pages)
+        if method.rewrites:
+            _take_copies(parts[1:], pages)
     first_slot = table.reserve(pages)
     end = layout.final_start + len(prompt.final)
     ids = [*(part.ids for part in in_place), final]
@@ -358,15 +371,26 @@ def _map_parts(parts: Sequence[PromptPart], table: TableBuilder, pages: list[int
         part.slots = (first + np.arange(len(part.ids))).astype(np.int32)
 
 
+def _take_copies(chunks: Sequence[PromptPart], pages: list[int]) -> None:
+    """Give each shared chunk that is not exact pages for a copy, from the front of ``pages``."""
+    for part in chunks:
+        if part.resident is not None and not part.exact:
+            count = len(part.resident.pages)
+            part.copy = tuple(pages[:count])
+            del pages[:count]
+
+
 def _scene(method: Method, prompt: Prompt, mapped: RequestState) -> SelectionInput:
     chunks = mapped.parts[1:]
     return SelectionInput(
         prefix=prompt.prefix,
         chunks=prompt.chunks,
         final=prompt.final,
+        question=prompt.question or (0, len(prompt.final)),
         table=mapped.table,
         chunk_slots=np.concatenate([np.zeros(0, np.int32), *(part.slots for part in chunks)]),
         scratch=mapped.first_slot,
+        copies=tuple(part.copy for part in chunks),
         exact=tuple(part.exact for part in chunks),
         in_place=tuple(part.resident is None for part in chunks),
         seen=_seen(method, prompt),

@@ -21,13 +21,16 @@ class Prompt:
     """Token ids of the parts, int32 each, tokenised separately.
 
     ``neighbours`` holds for each chunk the chunks it was encoded behind, in their order; read by
-    encoders that see them, None where that is not known.
+    encoders that see them, None where that is not known. ``question`` is where the question's own
+    tokens stand in the final block, the first and one past the last; None: all of it is the
+    question.
     """
 
     prefix: HostArray
     chunks: tuple[HostArray, ...]
     final: HostArray
     neighbours: tuple[tuple[HostArray, ...], ...] | None = None
+    question: tuple[int, int] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -3,11 +3,12 @@
 Every method answers the same questions of the synthetic task from cached chunks, as ``generate``
 does, and is compared with full attention and with full reuse (FusionRAG section 5.2). The chunks of
 all samples stand in one knowledge base; the neighbours that a chunk is encoded behind are found in
-it by BM25, so they come from other samples as well as its own.
+it by BM25, so they come from other samples as well as its own. With ``Options.retrieve`` the chunks
+of a prompt come from a search (``methods_pool``).
 """
 
+import contextlib
 import dataclasses
-import pathlib
 import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,20 +16,17 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from jaxrag.documents import Document
 from jaxrag.encode import encoder_named
-from jaxrag.engine.sampling import SamplingParams
 from jaxrag.evals.deviation import kv_deviation
 from jaxrag.evals.methods_grid import REFERENCES, Cell, Options
+from jaxrag.evals.methods_pool import Pool, open_pool
 from jaxrag.evals.metrics import exact_match, token_f1
-from jaxrag.evals.scoring import Written, draw, write
+from jaxrag.evals.scoring import draw, write
 from jaxrag.evals.statistics import LEVEL, Estimate, difference, recovery, share
 from jaxrag.evals.synthetic import ALL, Asked
-from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import Method
 from jaxrag.models.model import load_model
 from jaxrag.serve.answers import Result, serve
-from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.text.prompts import template_named
 from jaxrag.types import HostArray
 
@@ -37,8 +35,6 @@ SMALLEST_GAP = (
     0.02  # between full attention and full reuse, for a normalised score to mean anything
 )
 METRICS = ("exact_match", "f1")
-
-Neighbours = tuple[tuple[HostArray, ...], ...]  # of every chunk of a sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +55,9 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
     template = None if options.template is None else template_named(options.template)
     asked = Asked.of(draw(options.task, options.seed, options.questions))
     model = load_model(options.model, dtype=options.dtype)
-    written = write(model, asked.samples, template, options.response_start)
-    longest = max(ids.num_positions for ids in written.ids)
-    room = 2 * options.batch_size * (longest + _answer_tokens(written))
+    written = write(model, asked.samples, template, options.response_start, options.retrieve)
+    longest = written.prompt_tokens(options.retrieve) + written.answer_tokens
+    room = 4 * options.batch_size * longest  # pages are not full, and cacheblend has copies
     model = dataclasses.replace(model, cache_tokens=room)
     written = dataclasses.replace(written, model=model)
     cells = options.cells()
@@ -71,10 +67,15 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
     deviations: dict[Method, Any] = {}
     distinct = {cell.served: cell.method for cell in cells}
     with tempfile.TemporaryDirectory() as folder:
-        kb = _knowledge_base(options, written, list(distinct.values()), folder, progress)
-        with kb, tqdm(total=len(distinct) * len(asked.kind), unit="question", desc="eval",
-                      disable=None if progress else True) as bar:  # fmt: skip
-            pool = _Pool(kb, written)
+        pool = open_pool(options, written, list(distinct.values()), folder, progress)
+        with contextlib.ExitStack() as stack:
+            for kb in pool.kbs:
+                stack.enter_context(kb)
+            total = len(distinct) * len(asked.kind)
+            off = None if progress else True
+            bar = tqdm(total=total, unit="question", desc="eval", disable=off)
+            stack.enter_context(bar)
+            prompts = pool.prompts()
             for served, method in distinct.items():
                 bar.set_postfix_str(f"{method.name} {method.encoder} {method.recompute_ratio}")
                 answers[served] = _answer(pool, method, options.batch_size, bar)
@@ -93,6 +94,7 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
             "template": written.template.to_dict(),
         },
         "neighbours": options.neighbours,
+        "prompts": prompts,
         "encoders": list(options.encoders),
         "ratios": list(options.ratios),
         "deviation_samples": min(options.deviation, len(asked.samples)),
@@ -102,94 +104,14 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
     }
 
 
-def _answer_tokens(written: Written) -> int:
-    return max(len(final.response) for ids in written.ids for final in ids.finals)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pool:
-    """The knowledge base with the chunks of all samples, and what is asked of them."""
-
-    kb: KnowledgeBase
-    written: Written
-    _neighbours: dict[tuple[str, int], Neighbours] = dataclasses.field(default_factory=dict)
-
-    def settings(self, method: Method) -> Settings:
-        """What all questions of a cell have in common."""
-        return resolve(
-            kb=self.kb,
-            model=None,
-            method=method,
-            template=self.written.template,
-            k=1,
-            max_new_tokens=_answer_tokens(self.written),
-            stop=(),
-        )
-
-    def questions(self, settings: Settings, only_first: int | None = None) -> list[ReadyQuestion]:
-        """Every question, or the first one of so many samples, with its chunks' neighbours."""
-        method = settings.method
-        names = [name for name in (method.encoder, method.first_encoder) if name is not None]
-        seeing = [name for name in names if encoder_named(name).sees_neighbours]
-        made = []
-        for number, sample in enumerate(self.written.samples[:only_first]):
-            neighbours = self._seen(seeing[0], number) if seeing else None
-            for question in sample.questions[: None if only_first is None else 1]:
-                one = prepare(settings, question.question, sample.chunks, SamplingParams())
-                prompt = dataclasses.replace(one.request.prompt, neighbours=neighbours)
-                request = dataclasses.replace(one.request, prompt=prompt)
-                made.append(dataclasses.replace(one, request=request))
-        return made
-
-    def _seen(self, encoder: str, sample: int) -> Neighbours:
-        """What each chunk of a sample was encoded behind."""
-        if (encoder, sample) not in self._neighbours:
-            names = [_name(sample, i) for i in range(len(self.written.samples[sample].chunks))]
-            ids = [self.kb.chunks.of_document(name)[0] for name in names]
-            found = self.kb.neighbours_of(ids, encoder, self.written.template)
-            self._neighbours[encoder, sample] = tuple(found)
-        return self._neighbours[encoder, sample]
-
-
-def _knowledge_base(
-    options: Options, written: Written, methods: Sequence[Method], folder: str, progress: bool
-) -> KnowledgeBase:
-    """Every chunk as a document of its own, encoded in every way that a method wants."""
-    encoders = dict.fromkeys(
-        encoder for m in methods for encoder in (m.encoder, m.first_encoder) if encoder is not None
-    )
-    sees = any(encoder_named(encoder).sees_neighbours for encoder in encoders)
-    kb = KnowledgeBase.open(
-        pathlib.Path(folder) / "kb",
-        written.model,
-        template=written.template,
-        chunk_tokens=max(len(chunk) for ids in written.ids for chunk in ids.chunks),
-        overlap=0,
-        encoders=list(encoders),
-        neighbours=options.neighbours if sees else None,
-        similar_by="bm25" if sees else None,
-    )
-    documents = [
-        Document(_name(number, i), text)
-        for number, sample in enumerate(written.samples)
-        for i, text in enumerate(sample.chunks)
-    ]
-    kb.add(documents, progress=progress)
-    return kb
-
-
-def _name(sample: int, chunk: int) -> str:
-    return f"{sample:05}-{chunk:02}"
-
-
-def _answer(pool: _Pool, method: Method, batch_size: int, bar: "tqdm[Any]") -> Answers:
-    settings = pool.settings(method)
-    questions = pool.questions(settings)
-    found: dict[int, Result] = {}
-    for batch in serve(settings, questions, batch_size):
-        found |= batch
-        bar.update(len(batch))
-    results = [found[i] for i in range(len(questions))]
+def _answer(pool: Pool, method: Method, batch_size: int, bar: "tqdm[Any]") -> Answers:
+    results: list[Result] = []
+    for settings, questions in pool.asked(method):
+        found: dict[int, Result] = {}
+        for batch in serve(settings, questions, batch_size):
+            found |= batch
+            bar.update(len(batch))
+        results += [found[i] for i in range(len(questions))]
     golds = [q.answer for sample in pool.written.samples for q in sample.questions]
     both = list(zip((result.text for result in results), golds, strict=True))
     return Answers(
@@ -199,9 +121,9 @@ def _answer(pool: _Pool, method: Method, batch_size: int, bar: "tqdm[Any]") -> A
     )
 
 
-def _deviation(pool: _Pool, method: Method, count: int) -> dict[str, Any]:
-    settings = pool.settings(method)
-    prompts = [one.request.prompt for one in pool.questions(settings, only_first=count)]
+def _deviation(pool: Pool, method: Method, count: int) -> dict[str, Any]:
+    ((settings, questions),) = pool.asked(method, only_first=count)
+    prompts = [one.request.prompt for one in questions]
     found = kv_deviation(settings.model, settings.store, settings.method, prompts)
     return {
         name: {"k": values[:, 0].tolist(), "v": values[:, 1].tolist()}
@@ -236,6 +158,7 @@ def _cell(
         "normalised_f1": _by_group(asked, _normalised, reuse.f1, own.f1, full.f1),
         "as_full_attention": _plain(share(np.array(same, np.bool_), asked.sample)),
         "recomputed": sum(one["recomputed"] for one in counts) / total,
+        "recomputed_tokens": sum(one["recomputed"] for one in counts) / len(counts),
         "encoded_tokens": sum(one["encoded"] for one in counts),
         "flops": float(np.mean([result.flops for result in own.results])),
         "deviation": deviations.get(cell.served),

@@ -35,6 +35,8 @@ class Options:
       questions: how many.
       batch_size: questions that run together.
       deviation: samples whose first question's KV is compared with full attention's, 0 for none.
+      retrieve: chunks that a question is asked over, found by a search in those of its sample,
+        which are a knowledge base of their own; None asks it over all of them.
       template: as ``synthetic.Options``.
       response_start: as ``synthetic.Options``.
       dtype: as ``synthetic.Options``.
@@ -50,6 +52,7 @@ class Options:
     questions: int = 500
     batch_size: int = 32
     deviation: int = 32
+    retrieve: int | None = None
     template: str | None = None
     response_start: str = ""
     dtype: str | None = None
@@ -71,6 +74,16 @@ class Options:
                 raise RequestError(f"--{option} {getattr(self, name)}: expected a positive integer")
         if self.deviation < 0:
             raise RequestError(f"--deviation {self.deviation}: expected a number of samples, or 0")
+        if self.retrieve is not None and not 1 <= self.retrieve <= self.task.chunks[0]:
+            raise RequestError(
+                f"--retrieve {self.retrieve}: expected 1 to {self.task.chunks[0]}, the chunks of a "
+                f"question's knowledge base; name more of them with --chunks"
+            )
+        if self.retrieve is not None and self.deviation:
+            raise RequestError(
+                f"--retrieve {self.retrieve} --deviation {self.deviation}: KV is compared in one "
+                f"knowledge base only; pass --deviation 0"
+            )
         for encoder in self.encoders:
             if not encoder_named(encoder).sees_prefix:
                 raise RequestError(
@@ -106,7 +119,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A method as it is measured, and under which name and ratio; None where it has no ratio."""
+    """A method as it is measured, and under which name and ratio; None: as it is by itself."""
 
     name: str
     method: Method
@@ -136,9 +149,11 @@ def _cells(method: Method, options: Options) -> Iterator[Cell]:
     for variant in _variants(method, options.encoders):
         if isinstance(variant.selector, NoTokens):
             yield Cell(method.name, variant, None)
-        else:
-            for ratio in options.ratios:
-                yield Cell(method.name, variant.with_ratio(ratio), ratio)
+            continue
+        if variant.recompute_ratio is None:  # its own budget
+            yield Cell(method.name, variant, None)
+        for ratio in options.ratios:
+            yield Cell(method.name, variant.with_ratio(ratio), ratio)
 
 
 def _variants(method: Method, encoders: Sequence[str]) -> Iterator[Method]:

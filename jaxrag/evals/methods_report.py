@@ -1,4 +1,4 @@
-"""The result of ``reuse_quality.run`` as tables, for a terminal and as Markdown."""
+"""The result of ``methods.run`` as tables, for a terminal and as Markdown."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from jaxrag.evals.synthetic_report import Table, markdown_table, shown
 
 Key = tuple[str, str | None]  # method and encoder: a row of the tables
 TITLES = {"exact_match": "exact match", "f1": "F1", "normalised_f1": "normalised F1"}
-NO_RATIO = "as it is"  # the column of methods that recompute nothing, or everything
+NO_RATIO = "own"  # the column of what a method does by itself, without a ratio
 
 
 def tables(result: Mapping[str, Any]) -> Iterator[Table]:
@@ -61,16 +61,24 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
         names=2,
     )
     yield Table(
-        "what a question costs: recomputed chunk tokens, and FLOPs to the first token",
+        "what a question costs: recomputed chunk tokens, and FLOPs to the first token; without a "
+        "ratio it is the method's own budget",
         [
-            ["method", "encoder", "ratio", "recomputed", "MFLOPs"],
+            ["method", "encoder", "ratio", "recomputed", "tokens", "MFLOPs", "exact match"],
             *(
-                [*_names(cell), f"{100 * cell['recomputed']:.1f} %", f"{cell['flops'] / 1e6:.3g}"]
+                [
+                    *_names(cell),
+                    f"{100 * cell['recomputed']:.1f} %",
+                    f"{cell['recomputed_tokens']:.1f}",
+                    f"{cell['flops'] / 1e6:.3g}",
+                    _percent(cell["exact_match"][ALL]),
+                ]
                 for cell in cells
             ),
         ],
         names=3,
     )
+    yield _prompts(result)
     if any(cell["deviation"] for cell in cells):
         yield _deviations(result)
 
@@ -130,6 +138,28 @@ def _deviations(result: Mapping[str, Any]) -> Table:
         f"square, by layer; one question of each of {result['deviation_samples']} sets of chunks",
         [["method", "encoder", "ratio", *(f"layer {layer}" for layer in layers)], *rows],
         names=3,
+    )
+
+
+def _prompts(result: Mapping[str, Any]) -> Table:
+    """Which chunks stand together in prompts (FusionRAG Fig. 7a)."""
+    found = result["prompts"]
+    together = found["co_occurrence"]
+    shares = {f"{count} chunks": share for count, share in together.items()}
+    shares["in front of a chunk"] = found["seen"]
+    shares["answer in the prompt"] = found["answer"]
+    return Table(
+        f"co-occurrence in %: of the best chunks of a question, is one among the "
+        f"{result['neighbours']} neighbours of another; share of the chunks in front of a chunk "
+        "that it was encoded behind; share of the answers whose words stand in the prompt",
+        [
+            ["chunks of a prompt", *shares],
+            [
+                "of its sample" if found["retrieve"] is None else f"{found['retrieve']} found",
+                *("" if share is None else f"{100 * share:.1f}" for share in shares.values()),
+            ],
+        ],
+        names=1,
     )
 
 

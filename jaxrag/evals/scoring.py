@@ -81,12 +81,29 @@ class Written:
     samples: tuple[Sample, ...]
     ids: tuple[TrainSample, ...]
 
+    @property
+    def answer_tokens(self) -> int:
+        """Of the longest answer."""
+        return max(len(final.response) for ids in self.ids for final in ids.finals)
+
+    def prompt_tokens(self, chunks: int | None = None) -> int:
+        """Of the longest prompt and answer, over all chunks of a sample or the longest of them."""
+        if chunks is None:
+            return max(ids.num_positions for ids in self.ids)
+        return max(
+            len(ids.prefix)
+            + sum(sorted(map(len, ids.chunks))[-chunks:])
+            + max(len(final.question) + len(final.response) for final in ids.finals)
+            for ids in self.ids
+        )
+
 
 def write(
     model: Model,
     samples: Sequence[Sample],
     template: PromptTemplate | None = None,
     response_start: str = "",
+    chunks: int | None = None,
 ) -> Written:
     """Tokenise samples for a model.
 
@@ -95,6 +112,7 @@ def write(
       samples: what to ask.
       template: prompt format; None = the one that the model brings, or that suits it.
       response_start: text before every answer, as ``data.response_start`` of its training.
+      chunks: of a prompt at most; None: all of a sample.
 
     Raises:
       TokenizerError: the model has no tokenizer, or one that cuts the template's markers.
@@ -110,14 +128,15 @@ def write(
     end_id = response_end(model.config, tokenizer, where)
     writer = Writer(tokenizer, template, end_id, response_start, refusal="")
     ids = tuple(map(writer.write_synthetic, samples))
-    longest = max(sample.num_positions for sample in ids)
+    written = Written(model, template, tuple(samples), ids)
+    longest = written.prompt_tokens(chunks)
     if longest > model.config.max_positions:
         raise RequestError(
             f"prompts of up to {longest} tokens do not fit into {where}, whose context has "
             f"{model.config.max_positions}; ask with fewer chunks"
         )
     _refuse_unknown_words(model, samples)
-    return Written(model, template, tuple(samples), ids)
+    return written
 
 
 def scored(written: Written, read: Read, heard: Heard = _silent) -> HostArray:

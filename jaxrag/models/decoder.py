@@ -137,15 +137,15 @@ def run_layers(
 
 def keys_and_values(
     params: Params, config: ModelConfig, tokens: Tokens, cache: Any, attend: Attend, layer: int
-) -> tuple[Array, Array, Any]:
-    """K before rotation and V [B, T, K, H] of one layer (0-based), and the cache.
+) -> tuple[Array, Array, Any, Any]:
+    """K before rotation and V [B, T, K, H] of one layer (0-based), cache, and what was collected.
 
     Only the layers before it run, and nothing of this layer but its projections.
     """
-    x, cache, _ = run_layers(params, config, tokens, cache, attend, layer)
+    x, cache, collected = run_layers(params, config, tokens, cache, attend, layer)
     p = jax.tree.map(lambda a: a[layer], params.layers)
     _, k, v = _qkv(rms_norm(x, p.attn_norm, config.norm_eps), p, config)
-    return k, v, cache
+    return k, v, cache, collected
 
 
 def unembed(params: Params, hidden: Array) -> Array:

@@ -29,9 +29,12 @@ class SelectionInput:
       prefix: int32 token ids.
       chunks: the same of every chunk.
       final: the same of the final block.
+      question: where the question's own tokens stand in it, the first and one past the last.
       table: pages of the prefix and the chunks, then ``scratch`` pages of the request's own.
       chunk_slots: [C] int32 slot of each chunk token in the table.
       scratch: first slot of the request's own pages; free until the selection is done.
+      copies: for each chunk as many pages of the request's own as it lies in, for a selector that
+        ``rewrites``; () of chunks that are settled, and for other selectors.
       exact: whether a chunk's KV already is what full attention would compute; then no token of it
         is ever chosen.
       in_place: whether a chunk is not in the pool and all of it is computed with this request; no
@@ -44,9 +47,11 @@ class SelectionInput:
     prefix: HostArray
     chunks: tuple[HostArray, ...]
     final: HostArray
+    question: tuple[int, int]
     table: TableBuilder
     chunk_slots: HostArray
     scratch: int
+    copies: tuple[tuple[int, ...], ...]
     exact: tuple[bool, ...]
     in_place: tuple[bool, ...]
     seen: tuple[tuple[int, ...], ...]
@@ -93,13 +98,25 @@ class SelectionInput:
         start = sum(self.lengths[:chunk])
         return int(self.chunk_slots[start]) // PAGE
 
+    @property
+    def copied_pages(self) -> dict[int, tuple[int, ...]]:
+        """By the table's page at which a chunk begins, the pages that take its copy."""
+        return {self.first_page(i): pages for i, pages in enumerate(self.copies) if pages}
+
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The chunk tokens to recompute, ascending, [R] int64; FLOPs spent on finding them."""
+    """What a selector found.
+
+    Attributes:
+      tokens: the chunk tokens to recompute, ascending, [R] int64.
+      flops: spent on finding them.
+      copied: the KV of the chunks was copied to the request's ``copies``, and changed there.
+    """
 
     tokens: HostArray
     flops: int = 0
+    copied: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +132,11 @@ class Selector(abc.ABC):
     @property
     def reads_values(self) -> bool:
         """Does it attend to cached V of all layers?"""
+        return False
+
+    @property
+    def rewrites(self) -> bool:
+        """Does it change the KV of tokens that it does not choose, in copies of their pages?"""
         return False
 
     def check_ratio(self, ratio: float | None) -> None:

@@ -28,6 +28,7 @@ from jaxrag.types import EMPTY, FINAL, HIDDEN, Array, HostArray, Step, Tokens
 
 Over = Literal["question", "cache"]
 Place = Literal["as_cached", "behind"]
+Voters = Literal["to_end", "question", "final"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,17 +47,20 @@ class QueryGuided(Selector):
     positions; one causal softmax over everything it sees, so that chunks compete. Costs a prefill
     of the final block with all of the context.
 
-    Scores are summed over the final block's tokens and over the heads. The question is the whole
-    final block, the template's words around it included.
+    Scores are summed over the heads and over the tokens that vote, ``voters``: "to_end" are the
+    question's and what the template says behind it, to the end; "question" its own alone; "final"
+    the whole final block. A template that instructs the model between the documents and the
+    question has words there that are the same in every question, and would outvote it.
     """
 
     over: Over = "question"
     place: Place = "as_cached"
+    voters: Voters = "to_end"
     name: str = dataclasses.field(default="query_guided", init=False)
 
     def __post_init__(self) -> None:
         """Refuse unknown variants."""
-        for field, kind in (("over", Over), ("place", Place)):
+        for field, kind in (("over", Over), ("place", Place), ("voters", Voters)):
             if getattr(self, field) not in get_args(kind):
                 raise RequestError(
                     f"query_guided: {field}={getattr(self, field)!r}: expected one of "
@@ -80,7 +84,7 @@ class QueryGuided(Selector):
     def scores(
         self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
     ) -> list[HostArray]:
-        """Attention that every chunk token gets from the question: [C] float32 each."""
+        """Attention that every chunk token gets from the tokens that vote: [C] float32 each."""
         rows = bucket(len(scenes), 1)
         width = bucket(max(len(scene.final) for scene in scenes))
         variant = self._alone if self.over == "question" else self._over_cache
@@ -96,6 +100,7 @@ class QueryGuided(Selector):
         width: int,
     ) -> Array:
         ids, order = _final_rows(scenes, rows, width)
+        votes = self._votes(scenes, rows, width)
         table = batch_table([scene.table for scene in scenes], rows, model.put_batch)
         offsets = np.zeros(table.pages.shape, np.int32)
         groups = np.zeros(table.pages.shape, np.int32)
@@ -111,7 +116,8 @@ class QueryGuided(Selector):
         put = functools.partial(model.put_batch, batch=rows)
         table = PageTable(pages=table.pages, offsets=put(offsets), slot_position=put(seen))
         decoder = model.decoder(table.slot_position.shape[1])
-        return _received_alone(cache.pool, decoder, table, *(put(x) for x in (groups, ids, order)))
+        placed = (put(x) for x in (groups, ids, order, votes))
+        return _received_alone(cache.pool, decoder, table, *placed)
 
     def _over_cache(
         self,
@@ -131,8 +137,19 @@ class QueryGuided(Selector):
             positions[row, at] = len(scene.prefix) + scene.num_chunk_tokens + at
             slots[row, at] = scene.scratch + at
         step = Step(*(model.put_batch(x, rows) for x in (ids, positions, slots)))
-        received: Array = cache.run(_received_over_cache, model.decoder(num_slots), table, step)
+        votes = model.put_batch(self._votes(scenes, rows, width), rows)
+        decoder = model.decoder(num_slots)
+        received: Array = cache.run(_received_over_cache, decoder, table, step, votes)
         return received
+
+    def _votes(self, scenes: Sequence[SelectionInput], rows: int, width: int) -> HostArray:
+        """Which tokens of the final blocks vote, bool [rows, width]."""
+        votes = np.zeros((rows, width), bool)
+        for row, scene in enumerate(scenes):
+            first, behind = scene.question
+            last = behind if self.voters == "question" else len(scene.final)
+            votes[row, 0 if self.voters == "final" else first : last] = True
+        return votes
 
     def _flops(self, config: ModelConfig, scene: SelectionInput) -> int:
         final, chunks = len(scene.final), scene.num_chunk_tokens
@@ -166,27 +183,30 @@ def _received_alone(
     groups: Array,
     ids: Array,
     order: Array,
+    votes: Array,
 ) -> Array:
-    """Attention that slots get from final blocks [B, T] which saw nothing else: [B, S]."""
+    """Attention that slots get from what votes of blocks [B, T] that saw nothing else: [B, S]."""
     config, rope = decoder.config, decoder.rope
     segments = jnp.where(order >= 0, FINAL, EMPTY)
     tokens = Tokens(ids=ids, positions=jnp.maximum(order, 0), segments=segments)
     attend = LastQueries(PackedAttend(config, rope, prefix_visible=True))
     cache = (None, _no_queries(config, ids))
     _, (_, q), _ = forward(decoder.params, config, tokens, cache, attend)
-    return attention_received(config, rope, pool, table, groups, q, order, causal=False)
+    at = jnp.where(votes, order, -1)
+    return attention_received(config, rope, pool, table, groups, q, at, causal=False)
 
 
 @functools.partial(jax.jit, donate_argnames=("pool",))
 def _received_over_cache(
-    pool: PagePool, decoder: Decoder, table: PageTable, step: Step
+    pool: PagePool, decoder: Decoder, table: PageTable, step: Step, votes: Array
 ) -> tuple[PagePool, Array]:
-    """The pool, and the attention that slots get from final blocks over all that is cached."""
+    """The pool, and the attention that slots get from what votes, over all that is cached."""
     config, rope = decoder.config, decoder.rope
     table = table.reveal(step.slots, step.positions)
     attend = LastQueries(PagedAttend(config, rope, table, step.slots))
     cache = (pool, _no_queries(config, step.ids))
     _, (pool, q), _ = forward(decoder.params, config, step.tokens, cache, attend)
     groups = jnp.zeros_like(table.pages)
-    received = attention_received(config, rope, pool, table, groups, q, step.positions, causal=True)
+    at = jnp.where(votes, step.positions, -1)
+    received = attention_received(config, rope, pool, table, groups, q, at, causal=True)
     return pool, received

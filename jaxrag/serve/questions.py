@@ -216,8 +216,10 @@ def prepare(
         notes.append("no chunk was found for the question; it was asked without any")
         if settings.where is not None and settings.kb is not None:
             notes += (f"where: {why}" for why in settings.kb.why_nothing(settings.where))
+    span = None
     if isinstance(question, str):
         tokenizer = model.text_tokenizer()
+        span = template.question_span(tokenizer, question)
         prefix = template.prefix_ids(tokenizer)
         final = template.final_ids(tokenizer, question)
         chunks = tuple(template.chunk_ids(tokenizer, chunk.ids, chunk.title) for chunk in found)
@@ -227,7 +229,7 @@ def prepare(
         prefix = np.zeros(0, np.int32)
         final = as_token_ids(question, model.config, "question")
         chunks = tuple(chunk.ids for chunk in found)
-    prompt = Prompt(prefix, chunks, final)
+    prompt = Prompt(prefix, chunks, final, question=span)
     check_length(model, prompt, settings.max_new_tokens)
     prompt = dataclasses.replace(prompt, neighbours=_neighbours(settings, found, prompt))
     request = Request(

@@ -121,11 +121,19 @@ class Question(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Documents in prompt order and independent questions on them."""
+    """Documents in prompt order and independent questions on them.
+
+    Attributes:
+      chunks: the documents.
+      questions: on them.
+      prefix: text in front of them.
+      subjects: the name of whom each chunk is about; "" of a place's, none where nobody knows.
+    """
 
     chunks: tuple[str, ...]
     questions: tuple[Question, ...]
     prefix: str = ""
+    subjects: tuple[str, ...] = ()
 
 
 def samples(task: SyntheticTask, seed: int, start: int = 0) -> Iterator[Sample]:
@@ -201,10 +209,12 @@ class _Drawing:
         if corrected:
             self._correct(chunks)
         texts = self._write(chunks)
+        subjects = [chunk.subject.name for chunk in chunks]
         gaps = self._gaps(chunks)
         for gap in sorted(rng.choices(gaps, k=task.places), reverse=True):
             texts.insert(gap, self._place())
-        return Sample(tuple(texts), tuple(self._ask()))
+            subjects.insert(gap, "")
+        return Sample(tuple(texts), tuple(self._ask()), subjects=tuple(subjects))
 
     def _people(self, count: int) -> list[Person]:
         """Distinct first and last names, every combination of the task's split."""

@@ -2,14 +2,21 @@
 
 import dataclasses
 import json
+from collections import Counter
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 from jaxrag.bench.ttft import LLAMA_100M, Options, report, run
+from jaxrag.bench.ttft_batch import measure_batches
 from jaxrag.bench.ttft_ratios import report_ratios, slopes
 from jaxrag.cli import main
+from jaxrag.engine.progress import Progress
+from jaxrag.engine.request import Prompt
 from jaxrag.errors import RequestError
+from jaxrag.methods import METHODS
 from jaxrag.models.export import export_hf
 from jaxrag.models.spec import init_params, num_params
 from jaxrag.store import ChunkStore
@@ -48,7 +55,8 @@ def test_rows_hold_every_measurement(model_dir, tmp_path, capsys):
         assert str(row["context"]) in table
     assert result["machine"]["versions"]["jax"] == jax.__version__
     assert result["peer"] is None
-    assert all("ratios" not in row for row in result["rows"])
+    assert result["batches"] is None
+    assert all("ratios" not in row and row["repeats"] == 2 for row in result["rows"])
 
 
 @pytest.fixture
@@ -69,7 +77,7 @@ def reads(monkeypatch):
 )
 def test_a_method_that_recomputes_has_a_row_for_every_ratio(model_dir, reads, method):
     options = Options(
-        model=model_dir, contexts=(1024,), question_tokens=7, method=method, repeats=1,
+        model=model_dir, contexts=(1024,), question_tokens=7, method=method, repeats=(1,),
         ratios=(1.0, 0, 0.15),
     )  # fmt: skip
     result = run(options)
@@ -100,6 +108,51 @@ def test_a_method_that_recomputes_has_a_row_for_every_ratio(model_dir, reads, me
         ["1024", "0", "0"], ["1024", "0.15", "154"], ["1024", "1", "512"],
     ]  # fmt: skip
     assert lines[9].startswith("slope at 1024: ")
+
+
+def test_batches_come_at_one_moment(model_dir, tmp_path, capsys):
+    out = tmp_path / "result.json"
+    arguments = ["--contexts", "512,1024", "--repeats", "1,2", "--question-tokens", "7"]
+    arguments += ["--batch", "3,1", "--batch-context", "1024", "--batch-repeats", "2"]
+    assert main(["bench", "ttft", "--model", model_dir, *arguments, "--out", str(out)]) == 0
+    table = capsys.readouterr().out
+    result = json.loads(out.read_text(encoding="utf-8"))
+    assert [row["repeats"] for row in result["rows"]] == [1, 2]
+    assert result["batches"]["context"] == 1024
+    three, one = result["batches"]["rows"]
+    single = result["rows"][1]["flops"]
+    for row, size in ((three, 3), (one, 1)):
+        assert (row["batch"], row["repeats"]) == (size, 2)
+        assert row["compiled"] == []
+        # Two chunks a request: none reused, all read, all found on the device.
+        assert row["found"] == {
+            "full": {"computed": 2 * size}, "disk": {"store": 2 * size}, "pool": {"pool": 2 * size},
+        }  # fmt: skip
+        assert row["flops"]["full"] == size * single["full"]
+        assert row["flops"]["disk"] == row["flops"]["pool"] == size * single["reuse"]
+        for name in ("last", "mean"):
+            assert set(row[name]["seconds"]) == {"full", "disk", "pool"}
+            seconds = row[name]["seconds"]
+            assert row[name]["full_over_pool"] == seconds["full"] / seconds["pool"]
+        for way, seconds in row["last"]["seconds"].items():
+            assert 0 < row["mean"]["seconds"][way] <= seconds
+    assert one["last"] == one["mean"]
+    lines = table.splitlines()
+    assert "batches of 1024-token contexts" in lines[-4]
+    assert [line.split()[0] for line in lines[-2:]] == ["3", "1"]
+
+
+def test_what_a_batch_is_told_is_raised():
+    engine = SimpleNamespace(
+        compiled=Counter(),
+        iterate=lambda requests: [Progress(0, error=RequestError("no room"))],
+    )
+    prompt = Prompt(np.zeros(0, np.int32), (), np.zeros(1, np.int32))
+    with pytest.raises(RequestError, match="no room"):
+        measure_batches(
+            engine, None, (METHODS["full_attention"], METHODS["turborag"]), [prompt],
+            lambda prompt: None, sizes=(1,), repeats=1,
+        )  # fmt: skip
 
 
 def test_the_slope_is_that_of_the_line():
@@ -140,7 +193,7 @@ def test_a_method_with_a_number_of_its_own_is_measured_at_that():
 
 
 def test_a_peer_that_cannot_run_is_named(model_dir):
-    options = Options(model=model_dir, contexts=(512,), repeats=1, peer_python="no-such-python")
+    options = Options(model=model_dir, contexts=(512,), repeats=(1,), peer_python="no-such-python")
     with pytest.raises(RequestError, match="no-such-python: cannot be run"):
         run(options)
 
@@ -149,7 +202,7 @@ def test_a_peer_that_dies_is_named(model_dir, tmp_path, capfd):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho no torch here >&2\nexit 7\n", encoding="utf-8")
     python.chmod(0o755)
-    options = Options(model=model_dir, contexts=(512,), repeats=1, peer_python=str(python))
+    options = Options(model=model_dir, contexts=(512,), repeats=(1,), peer_python=str(python))
     with pytest.raises(RequestError, match="the peer ended with exit code 7"):
         run(options)
     assert "no torch here" in capfd.readouterr().err
@@ -160,7 +213,12 @@ def test_a_peer_that_dies_is_named(model_dir, tmp_path, capfd):
     [
         ({"method": "full_attention"}, "expected one that reuses"),
         ({"contexts": (500,)}, "multiples of 512"),
-        ({"repeats": 0}, "must be positive"),
+        ({"repeats": (0,)}, "must be positive"),
+        ({"batch_repeats": 0}, "must be positive"),
+        ({"repeats": (3, 1)}, "repeats .3, 1.: expected one number, or one for each of the 5"),
+        ({"batch_context": 500}, "batch context .500,.: expected multiples of 512"),
+        ({"batches": (1, 0)}, "batches .1, 0.: expected sizes of 1 or more, each once"),
+        ({"batches": (2, 2)}, "each once"),
         ({"ratios": (0.1,)}, "'full_reuse' recomputes nothing; .* cacheblend, cache_craft"),
         ({"method": "cacheblend", "ratios": (0.1, 1.5)}, "recompute_ratio=1.5"),
         ({"method": "cacheblend", "ratios": (0.1, 0.1)}, "each of them once"),
@@ -174,6 +232,9 @@ def test_bad_options_are_refused(change, message):
 def test_ratios_that_are_no_numbers_are_refused(capsys):
     assert main(["bench", "ttft", "--method", "epic", "--ratios", "0,half"]) == 1
     assert "--ratios '0,half': expected numbers such as" in capsys.readouterr().err
+    for option in ("--contexts", "--batch", "--repeats"):
+        assert main(["bench", "ttft", option, "4,many"]) == 1
+        assert f"{option} '4,many': expected integers such as" in capsys.readouterr().err
 
 
 def test_report_shows_the_peer():
@@ -184,12 +245,14 @@ def test_report_shows_the_peer():
         "peer_over_full": 2.0,
         "peer_over_full_best": 2.5,
         "peer_over_pool": 20.0,
+        "repeats": 3,
     }
     result = {
         "model": "m", "dtype": "float32", "method": "full_reuse", "question_tokens": 50,
-        "repeats": 3, "rows": [row], "peer": {"name": "transformers"},
+        "rows": [row, {**row, "repeats": 1}], "batches": None, "peer": {"name": "transformers"},
     }  # fmt: skip
     lines = list(report(result))
+    assert lines[0].endswith("medians of 3, 1")
     assert (
         "peer/pool" in lines[1]
         and "2000.0" in lines[2]

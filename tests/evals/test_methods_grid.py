@@ -22,9 +22,21 @@ def test_methods_encoders_and_ratios_are_crossed():
         ("fusionrag", "after_prefix", 0.3),
         ("fusionrag", "neighbours", 0.0),
         ("fusionrag", "neighbours", 0.3),
+        ("epic", "isolated", None),  # its own budget
         ("epic", "isolated", 0.0),
         ("epic", "isolated", 0.3),
     ]
+
+
+def test_a_method_with_a_budget_of_its_own_is_measured_at_it():
+    cells = Options("m", ("cache_craft", "epic", "cacheblend"), ratios=(0.3,)).cells()
+    own = [c for c in cells if c.ratio is None and c.method.recomputes]
+    assert [(c.name, c.method.encoder) for c in own] == [
+        ("cache_craft", "after_prefix"),
+        ("cache_craft", "neighbours"),
+        ("epic", "isolated"),
+    ]
+    assert own[2].served.selector == METHODS["epic"].selector
 
 
 def test_behind_neighbours_the_first_chunk_stands_behind_the_prefix():
@@ -71,6 +83,9 @@ def test_cells_that_give_the_same_answers_are_served_once():
         ({"batch_size": 0}, "--batch-size 0"),
         ({"neighbours": 0}, "--neighbours 0"),
         ({"deviation": -1}, "--deviation -1"),
+        ({"retrieve": 0, "deviation": 0}, "--retrieve 0: expected 1 to 6"),
+        ({"retrieve": 7, "deviation": 0}, "--retrieve 7: expected 1 to 6"),
+        ({"retrieve": 3}, "pass --deviation 0"),
     ],
 )
 def test_nonsense_is_refused(changes, words):

@@ -36,7 +36,7 @@ def model_of(tiny_config):
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """Attention of a whole prompt over dense K and V: fresh where ``fresh`` [T], else ``stored``.
+    """Attention of a whole prompt over dense K, V: fresh where ``fresh`` [L, T], else ``stored``.
 
     ``stored`` [L, 2, T, K, H] is K before rotation and V. Collects q, k, v as they come.
     """
@@ -47,7 +47,7 @@ class Dense:
     fresh: jax.Array
 
     def __call__(self, layer, window, q, k, v, tokens, cache):
-        keep = self.fresh[None, :, None, None]
+        keep = self.fresh[layer][None, :, None, None]
         k_all = jax.numpy.where(keep, k, self.stored[layer, 0][None])
         v_all = jax.numpy.where(keep, v, self.stored[layer, 1][None])
         order = tokens.positions[0]
@@ -113,18 +113,21 @@ class Work:
             return np.asarray(logits)[: len(prompts)], chosen
 
     @staticmethod
-    def dense(model, prompt, chosen, encoder="after_prefix"):
+    def dense(model, prompt, chosen, encoder="after_prefix", fresh_layers=()):
         """The whole prompt without a pool, chunk tokens but the chosen as stored: hidden, q, k, v.
 
+        ``fresh_layers`` adds, for each layer from 0 on, chunk tokens that are fresh there as well.
         q, k and v are those of all layers, [L, T, heads, H], before rotation.
         """
         whole = np.concatenate((prompt.prefix, *prompt.chunks, prompt.final))
-        fresh = np.ones(len(whole), bool)
+        config = model.config
+        fresh = np.ones((config.num_layers, len(whole)), bool)
         first = len(prompt.prefix)
         last = len(whole) - len(prompt.final)
-        fresh[first:last] = False
-        fresh[first + np.asarray(chosen, int)] = True
-        config = model.config
+        fresh[:, first:last] = False
+        fresh[:, first + np.asarray(chosen, int)] = True
+        for layer, tokens in enumerate(fresh_layers):
+            fresh[layer, first + np.asarray(tokens, int)] = True
         shape = (config.num_layers, 2, len(whole), config.num_kv_heads, config.head_dim)
         stored = np.zeros(shape, np.float32)
         starts = first + np.cumsum([0, *map(len, prompt.chunks)])
@@ -132,7 +135,8 @@ class Work:
             stored[:, :, starts[i] : starts[i + 1]] = kv
         ids = jax.numpy.asarray(whole[None])
         tokens = Tokens(ids, jax.numpy.arange(len(whole))[None], jax.numpy.full_like(ids, 2))
-        attend = Dense(config, model.rope(len(whole)), jax.numpy.asarray(stored), fresh)
+        dense = (jax.numpy.asarray(stored), jax.numpy.asarray(fresh))
+        attend = Dense(config, model.rope(len(whole)), *dense)
         hidden, _, (q, k, v) = forward(model.params, config, tokens, None, attend)
         arrays = (np.asarray(x[:, 0], np.float64) for x in (q, k, v))
         return hidden[0], stored.astype(np.float64), *arrays

@@ -24,7 +24,9 @@ from jaxrag.select import (
     NoTokens,
     QueryGuided,
     RandomTokens,
+    kv_deviation,
 )
+from jaxrag.select.base import best
 from jaxrag.store import MemoryStore, derive
 
 ALWAYS = ("mistral", "glm4")  # windowed; partial and interleaved rotary. The others with the slow
@@ -36,6 +38,7 @@ SELECTORS = {
     "none": NoTokens(),
     "random": RandomTokens(seed=3),
     "first_k": FirstK(),
+    "kv_deviation": KvDeviation(),
     "gradual": KvDeviation(layers=(1, 2), widths=(1.6,), part="kv"),
     "cache_craft": CacheCraft(),
     "question": QueryGuided(),
@@ -126,7 +129,17 @@ def test_law_3_whatever_the_selector_and_in_small_pieces(rng, work, model_of, na
     ],
 )
 def test_a_gap_sees_all_that_precedes_it(rng, work, model_of, name, family, stored, monkeypatch):
-    """Gaps and chosen tokens are as in a dense forward in which all else stays as stored."""
+    """Gaps and chosen tokens are as in a dense forward in which all else stays as stored.
+
+    Or as the checks of CacheBlend left it: fresh up to layer 1, and what they kept up to layer 2.
+    """
+    kept = []
+
+    def keep(*scores):
+        kept.append(best(*scores))
+        return kept[-1]
+
+    monkeypatch.setattr(kv_deviation, "best", keep)
     monkeypatch.setattr(prefill, "PREFILL_TOKENS", 32)
     model, prompt, method = model_of(family), work.prompt(rng), method_with(name)
     store = new_store(model)
@@ -137,7 +150,9 @@ def test_a_gap_sees_all_that_precedes_it(rng, work, model_of, name, family, stor
     gaps = np.flatnonzero(np.isin(of, missing))
     assert not set(chosen) & set(gaps.tolist())
     assert bool(chosen) == (name != "none")
-    hidden, *_ = work.dense(model, prompt, sorted({*gaps.tolist(), *chosen}))
+    fresh = {"kv_deviation": [range(74)] * 2, "gradual": [range(74)] * 2 + kept[:1]}.get(name, ())
+    together = sorted({*gaps.tolist(), *chosen})
+    hidden, *_ = work.dense(model, prompt, together, fresh_layers=fresh)
     np.testing.assert_allclose(logits, unembed(model.params, hidden[-1]), **CLOSE)
     expected = ["in place" if i in missing else "chunk hit" for i in range(4)]
     if 0 in stored:

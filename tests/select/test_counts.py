@@ -15,8 +15,8 @@ def scene_of(rng, ratio):
     settled = rng.random((2, count)) < 0.2
     return SelectionInput(
         prefix=prompt[0], chunks=tuple(prompt[2:]), final=prompt[1], table=None, chunk_slots=None,
-        scratch=0, exact=tuple(settled[0]), in_place=tuple(settled[1]),
-        seen=((),) * count, ratio=ratio,
+        question=(0, 1), scratch=0, copies=((),) * count,
+        exact=tuple(settled[0]), in_place=tuple(settled[1]), seen=((),) * count, ratio=ratio,
     )  # fmt: skip
 
 
@@ -49,7 +49,8 @@ def test_random_draws_all_candidates_equally_often(rng):
     chunks = tuple(ids.astype(np.int32) for ids in np.split(rng.integers(3, 101, 12), [5, 8]))
     scene = SelectionInput(
         prefix=chunks[0][:0], chunks=chunks, final=chunks[0], table=None, chunk_slots=None,
-        scratch=0, exact=(False, True, False), in_place=(False,) * 3, seen=((),) * 3, ratio=0.25,
+        question=(0, 1), scratch=0, copies=((),) * 3, exact=(False, True, False),
+        in_place=(False,) * 3, seen=((),) * 3, ratio=0.25,
     )  # fmt: skip
     draws, together = 3000, np.zeros((12, 12))
     for seed in range(draws):

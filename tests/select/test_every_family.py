@@ -174,9 +174,9 @@ def test_law_4_later_tokens_change_nothing(rng, work, model_of, family, name):
                     engine_of(model).runner.cache.pool.k,
                     engine_of(model).runner.cache.pool.v,
                 ):
-                    rows = np.asarray(buffer[layers + np.array(part.own)])
+                    rows = np.asarray(buffer[layers + np.array(part.table.pages)])
                     flat = rows.reshape(rows.shape[0], -1, *rows.shape[3:])
-                    found.append(flat[:, part.slots - part.first_slot])
+                    found.append(flat[:, part.slots])
             return found
 
     before = computed()

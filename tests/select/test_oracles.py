@@ -68,7 +68,8 @@ def tried(work, model_of, rng, yarn_rope):
         # A window that reaches over every chunk's border, so that all of its tokens deviate.
         changes = {"mistral": {"sliding_window": 24}, "yarn": {"rope": yarn_rope}}.get(family, {})
         family = "llama" if family == "yarn" else family
-        model, prompt = model_of(family, **changes), work.prompt(rng)
+        model = model_of(family, **changes)
+        prompt = dataclasses.replace(work.prompt(rng), question=(2, 6))
         with work.mapped(model, work.method(selector, ratio, encoder), prompt) as (part,):
             cache = engine_of(model).runner.cache
             (choice,) = selector.select(model, cache, [part.scene])
@@ -77,11 +78,17 @@ def tried(work, model_of, rng, yarn_rope):
     return run
 
 
+VOTERS = {"to_end": slice(2, None), "question": slice(2, 6), "final": slice(None)}  # (2, 6) asks
+
+
 @pytest.mark.parametrize("family", ["yarn", *FAMILIES])
 @pytest.mark.parametrize("place", ["as_cached", "behind"])
-def test_query_guided_by_the_question_alone(tried, work, family, place):
+@pytest.mark.parametrize("voters", VOTERS)
+def test_query_guided_by_the_question_alone(tried, work, family, place, voters):
     """FusionRAG 3.2: last layer, question alone, a softmax in every chunk, column sums."""
-    selector = QueryGuided(place=place)
+    if voters != "to_end" and (family, place) != ("llama", "as_cached"):
+        pytest.skip("who votes does not depend on these")
+    selector = QueryGuided(place=place, voters=voters)
     model, prompt, chosen, (scores,) = tried(family, selector, 0.3, of=selector.scores)
     config, size = model.config, len(prompt.final)
     _, _, q, _, _ = work.dense(model, Prompt(prompt.final[:0], (), prompt.final), ())
@@ -96,9 +103,10 @@ def test_query_guided_by_the_question_alone(tried, work, family, place):
             rotated(k, first_key + np.arange(end - start), config),
             np.ones((size, end - start), bool),
         )
-        expected[start:end] = w.sum((0, 1))
+        expected[start:end] = w[:, VOTERS[voters]].sum((0, 1))
     np.testing.assert_allclose(scores, expected, **CLOSE)
-    assert expected.sum() == pytest.approx(4 * size * config.num_heads)  # chunks weigh the same
+    count = len(range(size)[VOTERS[voters]])
+    assert expected.sum() == pytest.approx(4 * count * config.num_heads)  # chunks weigh the same
     assert chosen == top(expected, 23, range(37, 74))
 
 
@@ -115,7 +123,7 @@ def test_query_guided_over_the_cache(tried, work, family):
         rotated(keys, np.arange(whole), model.config),
         causal(whole, model.config),
     )
-    expected = w[:, -len(prompt.final) :, 5:79].sum((0, 1))
+    expected = w[:, 2 - len(prompt.final) :, 5:79].sum((0, 1))
     np.testing.assert_allclose(scores, expected, **CLOSE)
     assert chosen == top(expected.astype(np.float32), 23, range(37, 74))
 
@@ -146,14 +154,16 @@ def test_kv_deviation(tried, work, family, part):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("part", ["v", "kv"])
-def test_kv_deviation_with_gradual_filtering(tried, work, family, part):
-    """The second check sees the first one's tokens fresh, all else as stored."""
-    selector = KvDeviation(layers=(1, 2), widths=(1.6,), part=part)
+@pytest.mark.parametrize("keep_fresh", [True, False])
+def test_kv_deviation_with_gradual_filtering(tried, work, family, part, keep_fresh):
+    """The second check sees the first one's tokens fresh, all else as stored; or all of layer 1."""
+    selector = KvDeviation(layers=(1, 2), widths=(1.6,), part=part, keep_fresh=keep_fresh)
     model, prompt, chosen, _ = tried(family, selector, 0.2)
     _, stored, _, k, v = work.dense(model, prompt, range(74))
     first = deviation(part, stored, k, v, 1)
     kept = top(first, 24, range(37, 74))
-    _, _, _, k, v = work.dense(model, prompt, kept)
+    up_to_the_check = [range(74)] * 2 if keep_fresh else ()
+    _, _, _, k, v = work.dense(model, prompt, kept, fresh_layers=up_to_the_check)
     second = deviation(part, stored, k, v, 2)
     assert chosen == top(second, 15, kept)
     assert chosen != top(first, 15, range(37, 74))  # the second look matters
