@@ -174,7 +174,10 @@ class PromptTemplate:
                 f"directory"
             )
         content = self.prefix + _CHUNKS_HERE + self.final
-        text = tokenizer.render_chat([{"role": "user", "content": content}], now=_DATE)
+        try:
+            text = tokenizer.render_chat([{"role": "user", "content": content}], now=_DATE)
+        except TokenizerError as error:
+            raise TokenizerError(f"{error}; choose another template, such as plain") from None
         if text.count(_CHUNKS_HERE) != 1 or text.count("{question}") != 1:
             raise TokenizerError(
                 f"the model's chat template does not repeat the user's message once, so template "

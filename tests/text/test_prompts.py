@@ -162,6 +162,13 @@ def test_chat_needs_a_chat_template_that_repeats_the_message(tokenizer, load_wit
         template.final_ids(silent, "Why?")
 
 
+def test_a_chat_template_that_refuses_the_message_is_told_with_what_helps(load_with):
+    template = PromptTemplate("chat", "", "{text}", "{question}", chat=True)
+    refusing = load_with(chat_template="{{ raise_exception('only lists') }}")
+    with pytest.raises(TokenizerError, match="only lists; choose another template, such as plain"):
+        template.prefix_ids(refusing)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
