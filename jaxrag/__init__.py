@@ -8,13 +8,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxrag.catalog import Hit
     from jaxrag.documents import Document, read_paths
     from jaxrag.engine.sampling import Sampling, SamplingParams
     from jaxrag.errors import JaxragError
     from jaxrag.knowledge_base import KnowledgeBase
+    from jaxrag.knowledge_base.ingest import AddReport
     from jaxrag.methods import METHODS, Method
     from jaxrag.models.model import Model, load_model
-    from jaxrag.serve.answers import Result
+    from jaxrag.serve.answers import AsyncStream, Result, Stream
     from jaxrag.serve.generate import agenerate, generate
     from jaxrag.serve.questions import Source
     from jaxrag.sharding import make_mesh
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
+    "AddReport": "jaxrag.knowledge_base.ingest",
+    "AsyncStream": "jaxrag.serve.answers",
+    "Hit": "jaxrag.catalog",
+    "Stream": "jaxrag.serve.answers",
     "Document": "jaxrag.documents",
     "JaxragError": "jaxrag.errors",
     "KnowledgeBase": "jaxrag.knowledge_base",
@@ -45,7 +51,10 @@ _MODULES = {
 __all__ = [
     "METHODS",
     "TEMPLATES",
+    "AddReport",
+    "AsyncStream",
     "Document",
+    "Hit",
     "JaxragError",
     "KnowledgeBase",
     "Method",
@@ -55,6 +64,7 @@ __all__ = [
     "Sampling",
     "SamplingParams",
     "Source",
+    "Stream",
     "agenerate",
     "generate",
     "load_model",

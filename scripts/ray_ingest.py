@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.cli import run_command
-from jaxrag.cli.ingest import add_arguments, files_of, ingest, print_report
-from jaxrag.cli.options import load
+from jaxrag.cli.ingest import add_arguments, files_of, ingest, model_for, print_report
 from jaxrag.errors import JaxragError, RequestError
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ class IngestPart:
         """Load the model that ``args`` names; the documents are dealt into ``count`` parts."""
         self._args = args
         self._count = count
-        self._model = load(args, args.model, args.dtype)
+        self._model = model_for(args)
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         """{"part": i} -> {"part": i, "report": AddReport} or, where it failed, {..., "error"}."""

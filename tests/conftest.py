@@ -1,6 +1,7 @@
 """What every test shares: eight CPU devices, full matmul precision, a small odd-sized config."""
 
 import dataclasses
+import json
 import logging
 import os
 import signal
@@ -25,6 +26,7 @@ import pytest
 from jaxrag.config import ModelConfig, RopeConfig, YarnScaling
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import Model, load_model
+from jaxrag.models.reading import Reading
 from jaxrag.models.spec import init_params
 from jaxrag.tasks.long.case import Frame
 from jaxrag.text import byte_level
@@ -44,6 +46,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+BLOCKWISE = Reading(("reordered", "composite"))  # it goes without a note
 MAPS = Path("/proc/self/maps")  # Linux
 MOST_MAPS = 20_000  # of the 65,530 that Linux lets a process have
 
@@ -126,6 +129,7 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level BPE tokenizer that knows the words of the templates, with BOS and specials."""
     corpus = [t.prefix + t.chunk + t.final for t in TEMPLATES.values()]
     specials = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
+    specials += ["<|doc_start|>", "<|doc_end|>"]  # TurboRAG's markers
     directory = tmp_path_factory.mktemp("tokenizer")
     settings = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
     byte_level.save(byte_level.train(corpus, 600, specials), directory, settings)
@@ -141,7 +145,38 @@ def model_dir(
     """A Hugging Face directory of a random Llama that takes text. Copy it to change it."""
     config = tiny_config(vocab_size=600, num_layers=2, max_positions=1024)
     directory = tmp_path_factory.mktemp("model") / "llama"
-    export_hf(directory, init_params(config, jax.random.key(3)), config, tokenizer_dir)
+    params = init_params(config, jax.random.key(3))
+    export_hf(directory, params, config, tokenizer_dir, reading=BLOCKWISE)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def chat_model_dir(
+    tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., ModelConfig]
+) -> Path:
+    """A directory as Qwen2.5-Instruct is published, small and random: ChatML, two ends."""
+    tokenizer = tmp_path_factory.mktemp("chat-tokenizer")
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    corpus = [t.prefix + t.chunk + t.final for t in TEMPLATES.values()]
+    settings = {
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "add_bos_token": False,
+        "chat_template": (
+            "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n"
+            "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+            "{{ m.content }}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        ),
+    }
+    byte_level.save(byte_level.train(corpus, 600, specials), tokenizer, settings)
+    ends = {"eos_token_id": [2, 0], "pad_token_id": 0, "do_sample": True, "temperature": 0.7}
+    (tokenizer / "generation_config.json").write_text(json.dumps(ends))
+    config = tiny_config(
+        "qwen2", vocab_size=600, num_layers=2, max_positions=2048, bos_id=None, eos_ids=(2, 0)
+    )
+    directory = tmp_path_factory.mktemp("chat-model") / "qwen"
+    export_hf(directory, init_params(config, jax.random.key(6)), config, tokenizer)
     return directory
 
 
@@ -161,7 +196,8 @@ def word_model_dir(
     directory = tmp_path_factory.mktemp("word-model") / "llama"
     params = init_params(config, jax.random.key(4))
     template = template_named(str(configs / "templates" / "short.toml"))
-    export_hf(directory, params, config, configs / "tokenizers" / "synthetic", template=template)
+    tokenizer = configs / "tokenizers" / "synthetic"
+    export_hf(directory, params, config, tokenizer, template=template, reading=BLOCKWISE)
     return directory
 
 

@@ -1,9 +1,11 @@
 """The program: every command, its exit codes, and one line for everything that can go wrong."""
 
+import io
 import json
 import shutil
 import subprocess
 import sys
+import unicodedata
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from tokenizers import models, pre_tokenizers
 
 from jaxrag import KnowledgeBase
 from jaxrag.cli import COMMANDS, main
-from jaxrag.cli.options import parse_bytes, parse_seconds
+from jaxrag.cli.options import parse_bytes, parse_seconds, shorten
 from jaxrag.methods import METHODS
 
 QUESTION = "Who works the salt wells?"
@@ -139,6 +141,10 @@ def test_ask_documents_given_on_the_spot(jaxrag, model_dir, documents):
     sources = json.loads(out)["sources"]
     assert [s["document_id"] for s in sources] == ["documents[0]", "documents[1]"]
     assert sources[1]["text"] == "Tea bricks were traded for salt."
+    assert [s["file"] for s in sources] == [str(path) for path in given]
+    _, shown, _ = jaxrag(*asked[:-3], *POOL, "--max-new-tokens", 2, "--documents", *given)
+    assert "\nsalt.txt " in shown and "\ntea.jsonl " in shown and "[0]" not in shown
+    assert "encoded (" in shown and "and kept in memory" in shown
 
 
 @pytest.mark.parametrize("method", REUSE)
@@ -148,7 +154,9 @@ def test_what_one_process_ingested_another_one_reuses(jaxrag, kb, method):
     answer = json.loads(jaxrag(*asked, "--json")[1])
     assert answer["counts"]["encoded"] == answer["counts"]["recomputed"] == 0
     assert answer["counts"]["reused"] > 0
-    assert answer["notes"] == []
+    same = ["block_attention with the template 'plain' is the same as turborag"]
+    told = [note.split(":")[0] for note in answer["notes"]]
+    assert told == (same if method == "block_attention" else [])
 
 
 def test_two_processes_give_the_same_answer_from_the_same_bytes(jaxrag, kb):
@@ -191,7 +199,7 @@ def own_kb(kb, tmp_path):
 def test_kb_remove_then_gc(jaxrag, own_kb):
     code, out, err = jaxrag("kb", "remove", own_kb, "tea", "coffee")
     assert (code, err) == (3, "")
-    assert "removed 1 documents, 1 chunks\nno document 'coffee'" in out
+    assert "removed 1 document, 1 chunk\nno document 'coffee'" in out
     assert jaxrag("kb", "gc", own_kb)[1].startswith("freed 0 chunks")
     dry = json.loads(jaxrag("kb", "gc", own_kb, "--grace", "0s", "--dry-run", "--json")[1])
     assert (dry["chunks"], dry["dry_run"]) == (2, True)  # both encoder variants of it
@@ -208,7 +216,7 @@ def test_kb_remove_then_gc(jaxrag, own_kb):
 
 def test_kb_verify_and_repair(jaxrag, own_kb):
     code, out, _ = jaxrag("kb", "verify", own_kb, "--rate", "1GB")
-    assert (code, out) == (0, "6 chunks are whole, 0 were repaired, 0 are damaged\n")
+    assert (code, out) == (0, "chunks: 6 whole, 0 repaired, 0 damaged\n")
     with KnowledgeBase.open(own_kb) as kb:  # the prefix is stored too, and in no catalog
         key = min(kb._catalog.all_keys())
     (record,) = (own_kb / "kv").rglob(f"{key}/commit.json")
@@ -217,9 +225,16 @@ def test_kb_verify_and_repair(jaxrag, own_kb):
     assert code == 3
     (damaged,) = json.loads(out)["damaged"]
     code, out, _ = jaxrag("kb", "verify", own_kb)
-    assert f"damaged {damaged}" in out
+    with KnowledgeBase.open(own_kb) as kb:
+        places = {
+            key: f"{document.id} #{number}, {encoder}"
+            for document in kb.documents()
+            for encoder, keys in kb._catalog.keys(document.id).items()
+            for number, key in enumerate(keys)
+        }
+    assert f"damaged: {places[damaged]} ({damaged})\n" in out
     code, out, _ = jaxrag("kb", "verify", own_kb, "--repair", *POOL)
-    assert (code, out) == (0, "5 chunks are whole, 1 were repaired, 0 are damaged\n")
+    assert (code, out) == (0, "chunks: 5 whole, 1 repaired, 0 damaged\n")
 
 
 def test_where_filters_documents(jaxrag, refused, model_dir, tmp_path):
@@ -502,3 +517,86 @@ def test_bad_option_of_ingest(refused, model_dir, documents, tmp_path, arguments
 def test_path_that_does_not_exist_is_refused_before_the_model_is_read(refused, tmp_path):
     made = ("--kb", tmp_path / "kb", "--model", tmp_path / "model")
     refused("ingest", tmp_path / "gone", *made, words=["gone", "no such file or folder"])
+
+
+# Terminals
+
+
+@pytest.mark.parametrize("text", ["", "word", "word and a", "北京大学 Yanjing", "a\n b\t c", "谁"])
+@pytest.mark.parametrize("width", range(1, 12))
+def test_text_is_shortened_to_columns(text, width):
+    found, line = shorten(text, width), " ".join(text.split())
+    columns = [sum(2 if ord(c) > 0x2E80 else 1 for c in line[:n]) for n in range(len(line) + 1)]
+    if columns[-1] <= width:
+        assert found == line
+    else:
+        longest = max(n for n, used in enumerate(columns) if used <= width - 1)
+        assert found == line[:longest] + "…"
+
+
+def test_a_long_text_is_looked_at_as_far_as_it_is_shown(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        unicodedata, "east_asian_width", lambda c, known=unicodedata.east_asian_width: (
+            seen.append(c) or known(c)
+        ),
+    )  # fmt: skip
+    assert len(shorten("word and a " * 10_000, 60)) == 60
+    assert len(seen) == 61
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
+def test_a_terminal_that_cannot_show_the_text_gets_it_escaped(
+    model_dir, tmp_path, monkeypatch, encoding
+):
+    text, name = "北京大学 🎉", "北京.txt"
+    (tmp_path / name).write_text(text)
+    kb, written = tmp_path / "kb", io.BytesIO()
+    assert main(["ingest", str(tmp_path / name), "--kb", str(kb), "--model", str(model_dir)]) == 0
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding, write_through=True))
+    assert main(["kb", "list", str(kb), "--json"]) == 0
+    [document] = json.loads(written.getvalue().decode(encoding))["documents"]
+    assert "北京.txt" in document["id"]
+    assert main(["kb", "list", str(kb)]) == 0
+    shown = written.getvalue().decode(encoding)
+    assert ("北京" in shown) == (encoding == "utf-8")
+    assert ("\\u5317\\u4eac.txt" in shown) == (encoding != "utf-8")
+
+
+@pytest.mark.parametrize("tokens", [10**11, 10**18], ids=str)
+def test_a_pool_that_nothing_has_room_for_is_refused(refused, kb, tokens):
+    words = ["the pool of ", "GiB, more than there is free", "lower cache_tokens"]
+    refused("ask", QUESTION, "--kb", kb, "--cache-tokens", tokens, words=words)
+
+
+# The model of a knowledge base
+
+
+def test_a_knowledge_base_that_is_there_needs_no_model(jaxrag, refused, own_kb, tmp_path):
+    new = tmp_path / "new.txt"
+    new.write_text("Barley is roasted over a slow fire.")
+    code, out, err = jaxrag("ingest", new, "--kb", own_kb)
+    assert (code, err) == (0, "") and out.startswith("1 document (")
+    missing = tmp_path / "none"
+    refused("ingest", new, "--kb", missing, words=["no knowledge base yet; pass --model DIR"])
+    assert not missing.exists()
+
+
+def test_a_model_that_moved_is_asked_for(jaxrag, refused, copy_of, tmp_path):
+    kb, text = tmp_path / "kb", tmp_path / "salt.txt"
+    text.write_text(TEXTS["salt.txt"])
+    assert jaxrag("ingest", text, "--kb", kb, "--model", copy_of)[0] == 0
+    moved = copy_of.rename(tmp_path / "moved")
+    words = [str(copy_of), "is not there any more; pass --model DIR"]
+    for command in (("ask", QUESTION, "--kb", kb), ("ingest", text, "--kb", kb)):
+        refused(*command, words=words)
+    code, _, err = jaxrag("ask", QUESTION, "--kb", kb, "--model", moved, "--max-new-tokens", 1)
+    assert (code, err) == (0, "")
+
+
+def test_a_name_of_the_hub_says_how_to_fetch_it(refused, tmp_path):
+    made = ("ingest", tmp_path, "--kb", tmp_path / "kb", "--model")
+    words = "`hf download Qwen/Qwen2.5-7B-Instruct --local-dir Qwen2.5-7B-Instruct`"
+    refused(*made, "Qwen/Qwen2.5-7B-Instruct", words=words)
+    with pytest.raises(AssertionError, match="hf download"):
+        refused(*made, tmp_path / "no" / "where", words="hf download")

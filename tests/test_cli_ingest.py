@@ -90,7 +90,7 @@ def test_words_that_the_model_cannot_read_are_a_warning(word_model_dir, tmp_path
     (tmp_path / "a.txt").write_text("Kora Felell lives in Hamburg, a town of Hamburg; a b c d e.")
     assert main(command) == 0
     out, err = capsys.readouterr()
-    assert "1 documents (0 unchanged, 1 replaced)" in out
+    assert "1 document (0 unchanged, 1 replaced)" in out
     assert err == (
         "warning: the model's vocabulary lacks 9 of 19 tokens, such as 'Hamburg', ',', 'town', "
         "';', 'b'; it reads them all as one unknown word\n"

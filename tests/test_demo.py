@@ -10,6 +10,7 @@ import pytest
 from jaxrag.config import config_from_dict
 from jaxrag.engine.engine import engine_of
 from jaxrag.models.export import export_hf
+from jaxrag.models.reading import Reading
 from jaxrag.models.spec import init_params
 from jaxrag.tables import read_toml
 from jaxrag.text.prompts import template_named
@@ -35,7 +36,8 @@ def random_models(tmp_path_factory):
     for seed, name in enumerate(("full", "dual")):
         params = init_params(config, jax.random.key(seed))
         tokenizer = ROOT / "configs" / "tokenizers" / "synthetic"
-        export_hf(directory / name, params, config, tokenizer, template=template)
+        reading = Reading(("reordered",))
+        export_hf(directory / name, params, config, tokenizer, template=template, reading=reading)
     return directory
 
 

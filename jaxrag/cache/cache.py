@@ -1,6 +1,7 @@
 """The pool and the record of who owns its pages, and the host memory that belongs to them."""
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +71,8 @@ class PagedCache:
         """A pool that holds this many tokens, rounded up to whole pages.
 
         With ``value_layers``, V of later layers lies in host memory. Raises RequestError, before
-        anything is allocated, where that takes more than ``max_host_bytes``.
+        anything is allocated, where that takes more than ``max_host_bytes``, and for a pool that
+        the device has no room for.
         """
         num_pages = pages_for(tokens)
         host, values = None, None
@@ -85,5 +87,14 @@ class PagedCache:
                 )
             host = host_buffer(shape, jnp.dtype(config.dtype))
             values = HostValues(value_layers, host)
-        pool = empty_pool(config, num_pages, sharding, value_layers if values else None)
+        try:
+            pool = empty_pool(config, num_pages, sharding, value_layers if values else None)
+        except (RuntimeError, OverflowError) as error:  # XLA's, and of sizes beyond 64 bits
+            if not re.search("RESOURCE_EXHAUSTED|overflow", str(error)):
+                raise
+            need = num_pages * PAGE * config.kv_bytes_per_token
+            raise RequestError(
+                f"the pool of {num_pages * PAGE} tokens takes {need / 2**30:,.1f} GiB, more than "
+                "there is free on the device; lower cache_tokens"
+            ) from None
         return cls(pool, num_pages, host, values)

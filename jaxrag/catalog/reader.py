@@ -53,6 +53,23 @@ class Reader:
         condition, values = _condition(where)
         return list(self._documents(f"{condition} ORDER BY id", values))
 
+    def metadata_kinds(self) -> dict[str, dict[str, int]]:
+        """How many documents have each field of metadata, by JSON type ("text", "integer", ...).
+
+        Items of a list count, not the list.
+        """
+        with self._database.use() as connection:
+            rows = connection.execute(
+                "SELECT field.key, COALESCE(item.type, field.type), COUNT(DISTINCT documents.id) "
+                "FROM documents JOIN json_each(metadata) AS field LEFT JOIN json_each("
+                "CASE field.type WHEN 'array' THEN field.value ELSE '[]' END) AS item "
+                "GROUP BY 1, 2 ORDER BY 1, 2"
+            ).fetchall()
+        found: dict[str, dict[str, int]] = {}
+        for field, kind, count in rows:
+            found.setdefault(field, {})[kind] = count
+        return found
+
     def chunks(self, document_id: str) -> list[Chunk]:
         """The chunks of a document in order; none when there is no such document."""
         with self._database.use() as connection:
@@ -233,6 +250,16 @@ class Reader:
                 (key,),
             ).fetchone()
         return None if row is None else KeyedChunk(row[0], row[1], row[2], from_blob(row[3]))
+
+    def place_of(self, key: str) -> tuple[str, int, str] | None:
+        """Document, place in it and encoder of a chunk with this store key; None: no chunk's."""
+        with self._database.use() as connection:
+            found: tuple[str, int, str] | None = connection.execute(
+                "SELECT document_id, number, encoder FROM chunk_keys "
+                "JOIN chunks ON chunks.id = chunk_id WHERE key = ? ORDER BY 1, 2 LIMIT 1",
+                (key,),
+            ).fetchone()
+        return found
 
     def all_keys(self) -> Iterator[str]:
         """Every store key of every chunk, ascending, each once; streamed."""

@@ -43,7 +43,8 @@ class Hit:
     metadata: Mapping[str, Any]  # the document's
     score: float
     text: str
-    ids: HostArray  # [T] int32, the text's tokens without the prompt template's markers
+    # [T] int32, the text's tokens without the prompt template's markers
+    ids: HostArray = dataclasses.field(repr=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """The `jaxrag` program: one file a command, heavy imports only when a command runs."""
 
 import argparse
+import io
 import logging
 import os
 import sys
@@ -29,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_command(run: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> int:
     """Run a command and report in one line what a user can meet; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")  # a terminal that knows ASCII only
     logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
     try:
         return run(args) or 0

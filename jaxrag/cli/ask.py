@@ -1,9 +1,11 @@
 """`jaxrag ask`: a question to a knowledge base, or to documents given on the spot."""
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jaxrag.cli.options import (
     add_command,
@@ -21,6 +23,10 @@ from jaxrag.cli.options import (
 )
 from jaxrag.errors import DocumentError, RequestError
 
+if TYPE_CHECKING:
+    from jaxrag.documents import Document
+    from jaxrag.serve.answers import Result
+
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Register the command."""
@@ -37,6 +43,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_model(parser, required=False, text="(the one that the knowledge base remembers)")
     add_generation(parser)
+    parser.add_argument(
+        "--show-prompt",
+        action="store_true",
+        help="print the prompt too, part by part, as the model reads it",
+    )
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -51,8 +62,9 @@ def run(args: argparse.Namespace) -> int:
     method_named(args.method)  # refused before a model is read
     if args.decode is not None:
         rule_from(args.decode, "--decode")
+    documents = None if args.documents is None else _read(args.documents)
     options: dict[str, Any] = {
-        "documents": None if args.documents is None else _read(args.documents),
+        "documents": None if documents is None else [document.text for document in documents],
         "method": args.method,
         "recompute_ratio": args.recompute_ratio,
         "misses": args.misses,
@@ -72,40 +84,65 @@ def run(args: argparse.Namespace) -> int:
     else:
         options["kb"] = open_kb(args)
     try:
-        if args.json:
-            print_json(generate(args.question, **options).to_dict())
+        if args.json and not args.show_prompt:
+            print_json(_named(generate(args.question, **options), documents).to_dict())
             return 0
         answer = generate(args.question, stream=True, **options)
+        if args.json:
+            prompt = answer.prompt
+            list(answer)  # to its end
+            assert isinstance(answer.result, Result)
+            print_json(_named(answer.result, documents).to_dict() | {"prompt": prompt})
+            return 0
+        if args.show_prompt:
+            for part in answer.prompt:
+                print(f"--- {part['part']}, {part['tokens']} tokens\n{part['text']}")
+            print("--- answer")
         for piece in answer:
             sys.stdout.write(piece)
             sys.stdout.flush()
         print()
         assert isinstance(answer.result, Result)
-        _print_account(answer.result)
+        _print_account(_named(answer.result, documents), documents is not None)
     finally:
         if "kb" in options:
             options["kb"].close()
     return 0
 
 
-def _read(paths: Sequence[str]) -> list[str]:
-    """The texts of files as ``jaxrag ingest`` reads them; here a bad one ends the command."""
+def _read(paths: Sequence[str]) -> "list[Document]":
+    """What is in files, as ``jaxrag ingest`` reads them; here a bad one ends the command."""
     from jaxrag.documents import BadDocument, read_paths
 
-    texts = []
+    documents = []
     for found in read_paths(paths):
         if isinstance(found, BadDocument):
             raise DocumentError(f"{found.source}: {found.reason}")
-        texts.append(found.text)
-    return texts
+        documents.append(found)
+    return documents
 
 
-def _print_account(result: Any) -> None:
+def _named(result: "Result", documents: "Sequence[Document] | None") -> "Result":
+    """The result with the files that the documents came from, where they were given."""
+    if documents is None:
+        return result
+    files = {f"documents[{i}]": document.file for i, document in enumerate(documents)}
+    return dataclasses.replace(
+        result,
+        sources=[
+            dataclasses.replace(source, file=files[source.document_id]) for source in result.sources
+        ],
+    )
+
+
+def _print_account(result: "Result", given: bool) -> None:
     if result.sources:
         rows = [["source", "score", "text"]]
         for source in result.sources:
             score = "" if source.score is None else f"{source.score:.2f}"
             name = f"{source.document_id} #{source.chunk_index}"
+            if given and source.file is not None:
+                name = Path(source.file).name
             rows.append([shorten(name, 40), score, shorten(source.text, 60)])
         print("\n" + table(rows, right=(1,)))
     times = "  ".join(f"{name} {1000 * value:.1f} ms" for name, value in result.timings.items())

@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -195,7 +196,9 @@ def run(args: argparse.Namespace) -> None:
     result = run(options, progress=not args.json) | {"machine": describe()}
     if args.no_items:
         del result["items"]
-    notes = [f"{name}: {note}" for name, found in result["notes"].items() for note in found]
+    notes = [
+        f"{name}: {note}" for name, found in result["notes"].items() for note in grouped(found)
+    ]
     give_out(args, result, [*titled(tables(result)), *notes], markdown)
     if picture:
         draw_heatmap(result, Path(picture))
@@ -246,3 +249,14 @@ def _depth(text: str) -> float:
         return float(text)
     except ValueError:
         raise RequestError(f"--depths {text}: expected numbers from 0 to 1") from None
+
+
+def grouped(notes: Iterable[str]) -> list[str]:
+    """Of notes that differ in their numbers only, the first one and how many more there are."""
+    like: dict[str, list[str]] = {}
+    for note in notes:
+        like.setdefault(re.sub(r"\d+", "#", note), []).append(note)
+    return [
+        first + (f" (and {len(more)} more with other numbers)" if more else "")
+        for first, *more in like.values()
+    ]

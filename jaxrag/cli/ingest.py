@@ -4,17 +4,21 @@ import argparse
 import dataclasses
 import logging
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxrag.cli.options import (
     add_command,
     add_json,
     add_model,
+    counted,
     human_count,
     load,
+    model_of_kb,
     parse_bytes,
     print_json,
 )
+from jaxrag.errors import KnowledgeBaseError
 
 if TYPE_CHECKING:
     from jaxrag.documents import DocumentFiles, Shard
@@ -44,7 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ".csv .tsv (one an object or row)",
     )
     parser.add_argument("--kb", required=True, metavar="DIR", help="made when missing")
-    add_model(parser, required=True, text="Hugging Face or jaxrag checkpoint directory")
+    add_model(
+        parser,
+        required=False,
+        text="Hugging Face or jaxrag checkpoint directory (the one that --kb remembers)",
+    )
     parser.add_argument(
         "--encoder",
         action="append",
@@ -65,7 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--template",
         metavar="NAME",
-        help="turborag, block_attention, plain or a .toml file (that of the model, else turborag)",
+        help="chat (the model's own chat template), turborag, block_attention, plain or a .toml "
+        "file (that of the model, else chat where it has a chat template, else turborag or plain)",
     )
     parser.add_argument("--chunk-tokens", type=int, metavar="N", help="largest chunk (512)")
     parser.add_argument("--overlap", type=int, metavar="N", help="tokens two chunks share (10)")
@@ -126,9 +135,20 @@ def run(args: argparse.Namespace) -> int:
 
     shard = Shard() if args.shard is None else Shard.parse(args.shard)
     files = files_of(args)
-    report = ingest(args, load(args, args.model, args.dtype), files, shard, not args.json)
+    report = ingest(args, model_for(args), files, shard, not args.json)
     print_report(report, args.json)
     return 3 if report.skipped else 0
+
+
+def model_for(args: argparse.Namespace) -> "Model":
+    """The model of --model, else the one that an existing knowledge base remembers."""
+    from jaxrag.knowledge_base.location import CATALOG
+
+    if args.model is not None:
+        return load(args, args.model, args.dtype)
+    if not (Path(args.kb) / CATALOG).is_file():
+        raise KnowledgeBaseError(f"{args.kb} is no knowledge base yet; pass --model DIR to make it")
+    return model_of_kb(args)
 
 
 def files_of(args: argparse.Namespace) -> "DocumentFiles":
@@ -188,10 +208,11 @@ def print_report(report: "AddReport", as_json: bool) -> None:
         }
         print_json({**dataclasses.asdict(report), **rates})
         return
+    encoded = counted(report.encoded, "chunk")
     print(
-        f"{report.documents} documents ({report.unchanged} unchanged, {report.replaced} "
-        f"replaced), {report.chunks} chunks, {human_count(report.tokens)} tokens\n"
-        f"encoded {report.encoded} chunks, reused {report.reused}; {report.seconds:.1f} s, "
+        f"{counted(report.documents, 'document')} ({report.unchanged} unchanged, {report.replaced} "
+        f"replaced), {counted(report.chunks, 'chunk')}, {human_count(report.tokens)} tokens\n"
+        f"encoded {encoded}, reused {report.reused}; {report.seconds:.1f} s, "
         f"{human_count(report.chunks_per_second)} chunks/s, "
         f"{human_count(report.tokens_per_second)} tokens/s"
     )

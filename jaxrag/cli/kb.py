@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import sys
 
 from jaxrag.cli import export, gate
 from jaxrag.cli.options import (
@@ -9,6 +10,7 @@ from jaxrag.cli.options import (
     add_json,
     add_model,
     add_where,
+    counted,
     human_count,
     open_kb,
     parse_bytes,
@@ -127,7 +129,10 @@ def run_list(args: argparse.Namespace) -> None:
     from jaxrag.knowledge_base import KnowledgeBase
 
     with KnowledgeBase.open(args.kb) as kb:
-        documents = kb.documents(where_of(args))
+        where = where_of(args)
+        documents = kb.documents(where)
+        for why in [] if documents or where is None else kb.why_nothing(where):
+            print(f"note: --where: {why}", file=sys.stderr)
     if args.json:
         print_json({"documents": [dataclasses.asdict(document) for document in documents]})
         return
@@ -145,7 +150,8 @@ def run_remove(args: argparse.Namespace) -> int:
     if args.json:
         print_json(dataclasses.asdict(report))
     else:
-        print(f"removed {report.documents} documents, {report.chunks} chunks")
+        documents, chunks = counted(report.documents, "document"), counted(report.chunks, "chunk")
+        print(f"removed {documents}, {chunks}")
         for name in report.unknown:
             print(f"no document {name!r}")
     return 3 if report.unknown else 0
@@ -163,9 +169,9 @@ def run_gc(args: argparse.Namespace) -> None:
         print_json(dataclasses.asdict(report))
         return
     print(
-        f"{'would free' if report.dry_run else 'freed'} {report.chunks} chunks, "
-        f"{human_count(report.nbytes)}B, {report.attempts} unfinished writes, "
-        f"{report.vectors} vectors"
+        f"{'would free' if report.dry_run else 'freed'} {counted(report.chunks, 'chunk')}, "
+        f"{human_count(report.nbytes)}B, {counted(report.attempts, 'unfinished write')}, "
+        f"{counted(report.vectors, 'vector')}"
     )
 
 
@@ -178,17 +184,23 @@ def run_verify(args: argparse.Namespace) -> int:
         report = kb.verify(
             repair=args.repair, max_bytes_per_second=args.rate, progress=not args.json
         )
+        named = [
+            f"{what}: {kb.chunk_of(key)} ({key})"
+            for what, keys in (
+                ("damaged", report.damaged),
+                ("without its attention index", report.unindexed),
+            )
+            for key in keys
+        ]
     if args.json:
         print_json(dataclasses.asdict(report))
     else:
-        print(f"{report.ok} chunks are whole, {report.repaired} were repaired, "
-              f"{len(report.damaged)} are damaged")  # fmt: skip
+        print(
+            f"chunks: {report.ok} whole, {report.repaired} repaired, {len(report.damaged)} damaged"
+        )
         if report.dropped:
-            print(f"{report.dropped} are not stored, under the size limit")
-        for key in report.damaged:
-            print(f"damaged {key}")
-        for key in report.unindexed:
-            print(f"without its attention index {key}")
+            print(f"{report.dropped} not stored, under the size limit")
+        print("".join(f"{line}\n" for line in named), end="")
     return 3 if report.damaged or report.unindexed else 0
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -200,10 +201,17 @@ def load(args: argparse.Namespace, path: str, dtype: str | None) -> "Model":
 
 
 def open_kb(args: argparse.Namespace) -> "KnowledgeBase":
-    """The knowledge base of --kb with the model it remembers, or that of --model.
+    """The knowledge base of --kb with the model it remembers, or that of --model."""
+    from jaxrag.knowledge_base import KnowledgeBase
 
-    It is opened without a model first, so that what is wrong with it is said before weights are
-    read.
+    return KnowledgeBase.open(args.kb, model=model_of_kb(args))
+
+
+def model_of_kb(args: argparse.Namespace) -> "Model":
+    """The model that the knowledge base of --kb remembers, or that of --model.
+
+    The knowledge base is opened without a model first, so that what is wrong with it is said before
+    weights are read.
     """
     from jaxrag.knowledge_base import KnowledgeBase
 
@@ -212,12 +220,22 @@ def open_kb(args: argparse.Namespace) -> "KnowledgeBase":
         dtype = args.dtype or remembered.store.layout.dtype
     if path is None:
         raise KnowledgeBaseError(f"{args.kb} does not remember a model directory; pass --model DIR")
-    return KnowledgeBase.open(args.kb, model=load(args, path, dtype))
+    if args.model is None and not Path(path).is_dir():
+        raise KnowledgeBaseError(
+            f"{args.kb} was made with the model in {path}, which is not there any more; pass "
+            "--model DIR to say where it is now"
+        )
+    return load(args, path, dtype)
 
 
 def print_json(value: Any) -> None:
-    """One JSON object on one line, text as it is."""
-    print(json.dumps(value, ensure_ascii=False))
+    """One JSON object on one line, text as it is wherever stdout can write it."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(value)
+    print(text)
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
@@ -243,11 +261,14 @@ def _width(text: str) -> int:
 def shorten(text: str, width: int) -> str:
     """The text on one line, cut to that many columns."""
     text = " ".join(text.split())
-    if _width(text) <= width:
-        return text
-    while _width(text) > width - 1:
-        text = text[:-1]
-    return text + "…"
+    used, fits = 0, 0  # columns; characters of which "…" still finds a place behind
+    for number, character in enumerate(text, 1):
+        used += _width(character)
+        if used > width:
+            return text[:fits] + "…"
+        if used < width:
+            fits = number
+    return text
 
 
 def parse_seconds(text: str) -> float:
@@ -271,6 +292,11 @@ def _scaled(text: str, units: Mapping[str, int], expected: str) -> float:
             f"{text!r}: expected {expected}; the units are {', '.join(units)}"
         )
     return float(found[1]) * units[found[2]]
+
+
+def counted(number: int, what: str) -> str:
+    """1 chunk, 2 chunks."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def human_count(number: float) -> str:

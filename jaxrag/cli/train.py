@@ -98,7 +98,7 @@ def _dry_run(config: "TrainConfig", as_json: bool) -> int:
     from jaxrag.train.cost import estimate
     from jaxrag.train.start import model_config
 
-    cost = estimate(config, model_config(config))
+    cost = estimate(config, model_config(config, planned=True))
     if as_json:
         print_json({
             **dataclasses.asdict(cost),

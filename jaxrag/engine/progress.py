@@ -10,6 +10,7 @@ from jaxrag.engine.request import FinishReason, Request
 from jaxrag.engine.reuse import PartReuse, account
 from jaxrag.models.flops import turborag_flops
 from jaxrag.models.model import Model
+from jaxrag.store.memory import MemoryStore
 
 INDEX_COUNTS = ("keys", "stored", "trained")  # of decode.Account
 
@@ -98,7 +99,7 @@ def outcome_of(
         reuse=account(request.method, state, request.encoders),
         indexes={} if rule.searches is None else {n: getattr(searched, n) for n in INDEX_COUNTS},
         notes=[
-            *notes_on_missed(state),
+            *notes_on_missed(state, isinstance(request.store, MemoryStore)),
             *(f"decode rule {rule.name!r}: {note}" for note in searched.notes),
         ],
     )
@@ -111,8 +112,12 @@ def _flops(model: Model, request: Request, state: RequestState) -> int:
     return flops + sum(turborag_flops(model.config, *run) for run in runs)
 
 
-def notes_on_missed(state: RequestState) -> Iterator[str]:
-    """A line on what was not found of the prefix, and one on the chunks of each encoder."""
+def notes_on_missed(state: RequestState, in_memory: bool = False) -> Iterator[str]:
+    """A line on what was not found of the prefix, and one on the chunks of each encoder.
+
+    ``in_memory``: the store is the engine's own and ends with it.
+    """
+    stored = "kept in memory" if in_memory else "stored"
     groups: dict[tuple[bool, str], list[tuple[int, Found]]] = {}
     for part in state.distinct:
         if part.load is not None and part.found is not None and not part.found.hit:
@@ -124,7 +129,10 @@ def notes_on_missed(state: RequestState) -> Iterator[str]:
         why = f"{len(missed) - corrupt} not in the store, {corrupt} corrupt there"
         in_place = found[0].how == "nowhere"
         reasons = [it.not_stored for it in found if it.not_stored is not None]
-        kept = f"not stored: {reasons[-1]}" if reasons else "not stored" if in_place else "stored"
+        kept = f"not stored: {reasons[-1]}" if reasons else "not stored" if in_place else stored
         done = "computed in place" if in_place else "encoded"
+        runs = [run for it in found for run in it.runs]
+        if len(runs) > len(missed):  # neighbours had to be encoded first
+            done += f" in {len(runs)} passes over {sum(computed for computed, _ in runs)} tokens"
         tokens = sum(length for length, _ in missed)
         yield f"{len(missed)} chunk(s), {tokens} tokens, {done} ({why}) and {kept}"

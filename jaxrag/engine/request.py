@@ -88,5 +88,5 @@ def check_length(model: Model, prompt: Prompt, max_new_tokens: int) -> None:
         raise RequestError(
             f"the prompt has {parts} + {len(prompt.final)} question tokens and {max_new_tokens} "
             f"may be generated: {need} in all, the model's context is {limit}; ask a shorter "
-            f"question, retrieve fewer chunks or generate fewer tokens"
+            f"question, use fewer or shorter chunks, or generate fewer tokens"
         )

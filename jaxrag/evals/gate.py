@@ -32,7 +32,8 @@ from jaxrag.models.decoder import Decoder, unembed
 from jaxrag.select import NoTokens
 from jaxrag.serve.answers import Result, serve
 from jaxrag.serve.batch_files import BadQuestion, QuestionFile
-from jaxrag.serve.questions import ReadyQuestion, Settings, gate_subject, prepare, resolve
+from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
+from jaxrag.serve.suits import gate_subject
 from jaxrag.shapes import bucket
 from jaxrag.text.prompts import PromptTemplate
 from jaxrag.types import Array, HostArray, Step

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrag.config import ModelConfig
-from jaxrag.errors import ConfigError, RequestError
+from jaxrag.errors import RequestError
 from jaxrag.methods import method_named
 from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
@@ -110,22 +110,21 @@ def write(
     Args:
       model: with its tokenizer.
       samples: what to ask.
-      template: prompt format; None = the one that the model brings.
+      template: prompt format; None = the one that the model brings, or that suits it.
       response_start: text before every answer, as ``data.response_start`` of its training.
       chunks: of a prompt at most; None: all of a sample.
 
     Raises:
-      TokenizerError: the model has no tokenizer.
-      ConfigError: no template is given and the model brings none, or no token ends an answer.
+      TokenizerError: the model has no tokenizer, or one that cuts the template's markers.
+      ConfigError: no token ends an answer.
       RequestError: a prompt is longer than the model's context, or has words that the model's
         vocabulary lacks.
     """
     tokenizer, where = model.text_tokenizer(), model.path or "the model"
-    template = template or model.template
     if template is None:
-        raise ConfigError(
-            f"{where} brings no prompt.toml, so its prompt format is unknown; pass --template NAME"
-        )
+        template = model.prompt_format()
+    else:
+        template.check_markers(tokenizer)
     end_id = response_end(model.config, tokenizer, where)
     writer = Writer(tokenizer, template, end_id, response_start, refusal="")
     ids = tuple(map(writer.write_synthetic, samples))

@@ -129,7 +129,7 @@ class Ingest:
         skipped: list[BadDocument] = []
         with (
             tqdm(
-                desc="encode", unit="token", unit_scale=True, disable=None if progress else True
+                desc="cut", unit="token", unit_scale=True, disable=None if progress else True
             ) as bar,
             preparer.encoding.store.writer() as writer,
             concurrent.futures.ThreadPoolExecutor(1, "jaxrag-commit") as committer,
@@ -226,6 +226,7 @@ class _Pipeline:
 
     def take(self, batch: Sequence[Prepared], intake: Intake | None) -> None:
         """Encode a batch and have it committed; ``intake`` knows how much is still to come."""
+        self._bar.set_description("encode", refresh=False)
         count = self.count
         for prepared in batch:
             count["characters"] += len(prepared.entry.document.text)

@@ -22,6 +22,7 @@ from jaxrag.knowledge_base.search import Search, SearchMode
 from jaxrag.knowledge_base.settings import Wanted
 from jaxrag.knowledge_base.vectors import GivenEmbedder, choose_embedder
 from jaxrag.models.model import Model
+from jaxrag.retrieve.adapters import adopted
 from jaxrag.retrieve.base import Reranker, Retriever
 from jaxrag.retrieve.filters import Filter
 from jaxrag.store.chunk_store import Mode
@@ -58,7 +59,7 @@ class KnowledgeBase(Maintained):
         embedder: GivenEmbedder | None = None,
         index: str | None = None,
         attention_index: str | Mapping[str, Any] | Indexing | None = None,
-        retriever: Retriever | str | None = None,
+        retriever: Retriever | Any | None = None,
         reranker: Reranker | None = None,
         mode: Mode | None = None,
     ) -> Self:
@@ -93,8 +94,9 @@ class KnowledgeBase(Maintained):
             the decode rule "retrieval": such as "lists" or "lists:exact_below=16384,reach=8192"
             (none). An existing knowledge base without them keeps them from now on; adding a
             document again, or ``verify(repair=True)``, makes its chunks'.
-          retriever: an object whose ``search`` is asked instead (retrieve.base.Retriever), or
-            the name of one that an installed package announces (retrieve.plugins).
+          retriever: an object whose ``search`` is asked instead (retrieve.base.Retriever), a
+            retriever of LangChain or LlamaIndex, or the name of one that an installed package
+            announces (retrieve.plugins).
           reranker: scores (question, texts) of more candidates than are wanted, to sort them by.
           mode: "r" changes no document and no stored KV: chunks that a method has to encode are
             used and not kept. None means "rw" where a model is given and the folder can be written.
@@ -239,12 +241,26 @@ class KnowledgeBase(Maintained):
         for text in questions:
             if not isinstance(text, str) or not text.strip():
                 raise RequestError(f"question={text!r}: expected a text that is not empty")
-        if k < 1:
-            raise RequestError(f"k={k}: expected at least 1 chunk")
+        if type(k) is not int or k < 1:
+            raise RequestError(f"k={k!r}: expected at least 1 chunk")
         complete = self._vectors is not None and bool(self._settings["vectors_complete"])
-        search = Search(self._catalog, self._vectors, complete, self.retriever, self.reranker)
+        given = self.retriever
+        retriever = None if given is None else adopted(given, self.chunks)
+        search = Search(self._catalog, self._vectors, complete, retriever, self.reranker)
         found = search.run(questions, k, where, mode)
         return found[0] if isinstance(question, str) else found
+
+    def chunk_of(self, key: str) -> str:
+        """The chunk of a store key as people name it: document, place and encoder."""
+        place = self._catalog.place_of(key)
+        if place is None:
+            return "what chunks are encoded behind"
+        document_id, number, encoder = place
+        return f"{document_id} #{number}, {encoder}"
+
+    def why_nothing(self, where: Mapping[str, Any]) -> list[str]:
+        """Why no document at all can match a filter: a field or a type of value that none has."""
+        return Filter.parse(where).cannot_match(self._catalog.metadata_kinds())
 
     def documents(self, where: Mapping[str, Any] | None = None) -> list[DocumentEntry]:
         """Every document, or those whose metadata matches, by id."""

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from jaxrag.attention_index.document import Indexing, indexing_from
 from jaxrag.catalog import Catalog
@@ -39,8 +39,8 @@ class Parts:
       indexing: what indexes long chunks are stored with; None where they get none.
       store: the chunk KV, of a fingerprint of its own; writable when the mode is "rw".
       mode: "rw" may change it, "r" changes no document and no stored KV.
-      retriever: what ``search`` asks where no mode is named; may be set at any time, as a
-        retriever of another framework is made from ``chunks``.
+      retriever: what ``search`` asks where no mode is named, one of ours or of LangChain or
+        LlamaIndex; may be set at any time.
       reranker: what sorts the candidates of ``search``; may be set at any time.
     """
 
@@ -51,7 +51,7 @@ class Parts:
         model: Model | None,
         mode: Mode,
         embedder: Embedder | None,
-        retriever: Retriever | str | None,
+        retriever: Retriever | Any | None,
         reranker: Reranker | None,
     ) -> None:
         """Use ``KnowledgeBase.open``, which checks what is there first."""
@@ -69,7 +69,7 @@ class Parts:
         self.mode: Mode = mode
         self._catalog = catalog
         self._settings = settings
-        self.retriever: Retriever | None
+        self.retriever: Retriever | Any | None
         if isinstance(retriever, str):
             self.retriever = retriever_plugin(retriever)(self.chunks)
         else:
@@ -99,6 +99,13 @@ class Parts:
     def __enter__(self) -> Self:
         """The knowledge base itself."""
         return self
+
+    def __repr__(self) -> str:
+        """Where it is and what it keeps, on one line."""
+        return (
+            f"<KnowledgeBase {str(self.path)!r}: template {self.template.name!r}, encoders "
+            f"{', '.join(self.encoders)}, mode {self.mode!r}>"
+        )
 
     def __exit__(
         self,

@@ -18,10 +18,9 @@ from jaxrag.knowledge_base.neighbours import DEFAULT_TOP_N, SimilarBy
 from jaxrag.models.model import Model
 from jaxrag.retrieve.names import index_named
 from jaxrag.store.keys import derive
-from jaxrag.text.prompts import PromptTemplate, template_named
+from jaxrag.text.prompts import PromptTemplate
 
 DEFAULT_CHUNK_TOKENS = 512
-DEFAULT_TEMPLATE = "turborag"
 DEFAULT_ENCODERS = ("isolated",)
 DEFAULT_INDEX = "lance"
 _OVERLAP_SHARE = 50  # the default overlap is a fiftieth of a chunk: 10 tokens of 512
@@ -88,7 +87,9 @@ def new_settings(model: Model, wanted: Wanted) -> dict[str, Any]:
     sizes that make no chunks, TokenizerError for a model without a tokenizer.
     """
     tokenizer, config = model.text_tokenizer(), model.config
-    template = wanted.template or model.template or template_named(DEFAULT_TEMPLATE)
+    template = wanted.template or model.prompt_format()
+    if wanted.template is not None:
+        template.check_markers(tokenizer)
     size = DEFAULT_CHUNK_TOKENS if wanted.chunk_tokens is None else wanted.chunk_tokens
     overlap = size // _OVERLAP_SHARE if wanted.overlap is None else wanted.overlap
     chunking = Chunking(size, overlap, wanted.chunk_by or "tokens")

@@ -4,6 +4,7 @@ DIR/jaxrag.json     config and weights digest
 DIR/params/         the parameters by name, restorable onto any mesh
 DIR/tokenizer.json  and the other files of the tokenizer, where there is one
 DIR/prompt.toml     the prompt format of the model, where it has one
+DIR/reading.toml    how it was trained to read chunks, where that is known
 """
 
 import dataclasses

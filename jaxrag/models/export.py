@@ -19,6 +19,7 @@ from jaxrag.models.family import Family, TensorRule
 from jaxrag.models.hf import is_hf_directory, load_config, load_params
 from jaxrag.models.names import by_name
 from jaxrag.models.new_directory import new_directory, refuse_existing
+from jaxrag.models.reading import Reading, write_reading
 from jaxrag.models.record import is_checkpoint, read_record
 from jaxrag.models.spec import Params
 from jaxrag.models.tensor_files import INDEX_FILE, SINGLE_FILE, NewTensor, write_file
@@ -37,14 +38,15 @@ def export_hf(
     tokenizer_dir: str | Path | None = None,
     max_file_bytes: int = _MAX_FILE_BYTES,
     template: PromptTemplate | None = None,
+    reading: Reading | None = None,
 ) -> None:
     """Write ``config.json`` and safetensors that transformers loads, in a new directory.
 
     Tensors keep the dtype of ``params``. Weights above ``max_file_bytes`` are split over files with
     an index. ``tokenizer_dir`` is a model directory whose tokenizer files and prompt format are
-    copied; ``template`` is written as the prompt format instead. Raises ModelError when the
-    directory exists and is not empty, ConfigError when the family's ``config.json`` cannot express
-    the config.
+    copied; ``template`` is written as the prompt format instead, and ``reading`` as what it says of
+    its training. Raises ModelError when the directory exists and is not empty, ConfigError when the
+    family's ``config.json`` cannot express the config.
     """
     family = FAMILIES[config.family]
     hf_config = _hf_config(family, config)
@@ -58,6 +60,8 @@ def export_hf(
             copy_tokenizer(Path(tokenizer_dir), temporary)
         if template is not None:
             write_prompt(temporary, template)
+        if reading is not None:
+            write_reading(temporary, reading)
         _write_json(temporary / "config.json", hf_config)
 
 

@@ -79,9 +79,13 @@ def load_config(directory: Path) -> ModelConfig:
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise ModelError(
-            f"{directory}: no such model directory; name a Hugging Face directory or a checkpoint"
-        )
+        fix = "name a Hugging Face directory or a checkpoint"
+        if len(directory.parts) == 2 and not directory.parent.exists():  # ORG/NAME
+            fix += (
+                f", or fetch the model with `hf download {directory} --local-dir {directory.name}` "
+                f"and name {directory.name}"
+            )
+        raise ModelError(f"{directory}: no such model directory; {fix}")
     path = directory / "config.json"
     if not path.is_file():
         raise ModelError(f"{directory}: no config.json; expected a Hugging Face model directory")

@@ -22,6 +22,7 @@ from jaxrag.models.compiled import keep_compiled
 from jaxrag.models.decoder import Decoder, forward, unembed
 from jaxrag.models.digest import params_digest, weights_digest
 from jaxrag.models.hf import load_hf
+from jaxrag.models.reading import Reading, read_reading
 from jaxrag.models.rope import RopeTable, rope_table
 from jaxrag.models.segments import positions_follow_order
 from jaxrag.models.shares import as_held, by_heads, head_share, put_share
@@ -29,7 +30,13 @@ from jaxrag.models.spec import Params, init_params, param_shardings
 from jaxrag.shapes import bucket
 from jaxrag.sharding import Rules, exchange, put, replicated
 from jaxrag.store import HeadShare, KVLayout, KVStore, fingerprint
-from jaxrag.text.prompts import PromptTemplate, read_prompt
+from jaxrag.text.prompts import (
+    DEFAULT_TEMPLATE,
+    PromptTemplate,
+    read_prompt,
+    suited_template,
+    template_named,
+)
 from jaxrag.text.tokenizer import Tokenizer, check_vocab
 from jaxrag.types import EMPTY, FINAL, Array, HostArray, Tokens
 
@@ -55,6 +62,7 @@ class Model:
       cache_tokens: size of its engine's page pool; None leaves that to the engine.
       template: the prompt format that it was trained with, from its directory's ``prompt.toml``;
         used where nobody names another.
+      reading: how it was trained to read chunks, from ``reading.toml``.
       value_layers: its engine's pool holds V of so many layers on the device, and of the others in
         host memory (KCache section 3.1), where only the decode rule "topn" reads it; None: of all.
       max_host_bytes: ceiling of that host memory.
@@ -69,6 +77,7 @@ class Model:
     mesh: Mesh | None = None
     cache_tokens: int | None = None
     template: PromptTemplate | None = None
+    reading: Reading = dataclasses.field(default_factory=Reading)
     value_layers: int | None = None
     max_host_bytes: int | None = None
     engine: Any = dataclasses.field(default=None, init=False, repr=False)
@@ -145,6 +154,10 @@ class Model:
                 f"token ids instead, or put the model's tokenizer.json into the directory"
             )
         return self.tokenizer
+
+    def prompt_format(self, wanted: str = DEFAULT_TEMPLATE) -> PromptTemplate:
+        """The template where nobody names one: its own, else what suits it (suited_template)."""
+        return self.template or suited_template(self.tokenizer, template_named(wanted))
 
     @property
     def rows_in_turn(self) -> bool:
@@ -310,13 +323,13 @@ def load_model(
 
     Raises:
       ModelError, ConfigError: a missing, truncated, unsupported or inconsistent directory, or a
-        ``prompt.toml`` that is no prompt template, or kernels that do not run here.
+        ``prompt.toml`` or ``reading.toml`` that is none, or kernels that do not run here.
       TokenizerError: a tokenizer that cannot be read or is larger than the vocabulary.
     """
     path = Path(path)
     keep_compiled()
     check_kernels(kernels)
-    template = read_prompt(path)
+    template, reading = read_prompt(path), read_reading(path)
     load = load_checkpoint if is_checkpoint(path) else load_hf
     config, params, tokenizer = load(path, mesh=mesh, dtype=dtype)
     return Model(
@@ -328,6 +341,7 @@ def load_model(
         mesh=mesh,
         cache_tokens=cache_tokens,
         template=template,
+        reading=reading,
         value_layers=value_layers,
         max_host_bytes=max_host_bytes,
     )
@@ -340,7 +354,10 @@ def random_model(
     mesh: Mesh | None = None,
     cache_tokens: int | None = None,
 ) -> Model:
-    """A model with random weights: for tests and for timing shapes without a checkpoint."""
+    """A model with random weights: for tests and for timing shapes without a checkpoint.
+
+    Nobody takes its answers for answers: it counts as trained for every method.
+    """
     shardings = None if mesh is None else param_shardings(config, mesh)
     make = jax.jit(functools.partial(init_params, config), out_shardings=shardings)
     params = make(jax.random.key(seed))
@@ -351,6 +368,7 @@ def random_model(
         digest=params_digest(params),
         mesh=mesh,
         cache_tokens=cache_tokens,
+        reading=Reading(("reordered", "composite")),
     )
 
 

@@ -111,6 +111,23 @@ class AdaptedRetriever:
         return self._chunks.with_text(piece.text)
 
 
+def adopted(retriever: Any, chunks: Chunks) -> Any:
+    """A retriever of our kind as it is, one of LangChain or LlamaIndex adapted.
+
+    Raises RetrievalError for what is none of them.
+    """
+    if callable(getattr(retriever, "search", None)):
+        return retriever
+    for method, adapt in (("invoke", from_langchain), ("retrieve", from_llamaindex)):
+        if callable(getattr(retriever, method, None)):
+            return adapt(retriever, chunks)
+    raise RetrievalError(
+        f"{type(retriever).__module__}.{type(retriever).__qualname__} is no retriever; expected an "
+        "object with search(queries, k), and where= for filters, or a retriever of LangChain "
+        "(invoke) or LlamaIndex (retrieve)"
+    )
+
+
 def from_langchain(retriever: Any, chunks: Chunks) -> AdaptedRetriever:
     """A LangChain ``BaseRetriever`` (or anything whose ``invoke`` gives LangChain Documents).
 

@@ -24,6 +24,8 @@ Scalar = str | int | float | bool | None
 
 _ORDERED = {"$gt": ">", "$gte": ">=", "$lt": "<", "$lte": "<="}
 OPERATORS = ("$eq", "$ne", "$in", *_ORDERED)
+_SHOWN_KINDS = {"integer": "a number", "real": "a number", "true": "true or false",
+                "false": "true or false", "text": "text", "array": "an empty list"}  # fmt: skip
 _INT64 = range(-(2**63), 2**63)
 
 
@@ -45,6 +47,23 @@ class Condition:
                 for value in _values(metadata, self.field)
             )
         return any(_any_equal(metadata, self.field, operand) for operand in self.operands)
+
+    def cannot_match(self, kinds: Mapping[str, Mapping[str, int]]) -> str | None:
+        """Why no document fits, by the types of what they hold; None where one may."""
+        if self.operator == "$ne" or not self.operands or None in self.operands:
+            return None
+        if self.field not in kinds:
+            there = ", ".join(sorted(kinds)) or "no field at all"
+            return f"no document has {self.field!r} in its metadata, which has {there}"
+        held = kinds[self.field]
+        if any(kind in held for operand in self.operands for kind in _json_types(operand)):
+            return None
+        known = " or ".join(sorted({_SHOWN_KINDS.get(kind, kind) for kind in held}))
+        return (
+            f"{self.field!r} is {known} in every document that has it, and compared with "
+            f"{', '.join(map(repr, self.operands))}: numbers compare with numbers and text with "
+            "text; write the operand as the documents have it"
+        )
 
     def sql(self, column: str) -> tuple[str, list[Scalar]]:
         """The same as an SQL expression over a column of JSON text, and its parameters."""
@@ -124,6 +143,13 @@ class Filter:
                 operator = "$in" if isinstance(condition, list | tuple) else "$eq"
                 conditions.append(_condition(field, operator, condition))
         return cls(tuple(conditions))
+
+    def cannot_match(self, kinds: Mapping[str, Mapping[str, int]]) -> list[str]:
+        """Why no document fits whose fields hold values of these JSON types; [] where one may.
+
+        ``kinds`` counts documents by field and by name of SQLite's json_each.
+        """
+        return [why for one in self.conditions if (why := one.cannot_match(kinds))]
 
     def matches(self, metadata: Mapping[str, Any]) -> bool:
         """Whether a document with this metadata (JSON values) fits."""

@@ -13,8 +13,10 @@ from jaxrag.engine.request import FinishReason
 from jaxrag.engine.reuse import PartReuse, token_counts
 from jaxrag.errors import RequestError
 from jaxrag.serve.output import Answer
-from jaxrag.serve.questions import ReadyQuestion, Settings, Source
+from jaxrag.serve.questions import ReadyQuestion, Settings, Source, shown_prompt
+from jaxrag.serve.suits import explained
 
+_SHOWN = 60  # characters of an answer where a result is printed
 _AHEAD = 4  # times as many questions are with the engine as it has rows, so that loads come early
 
 
@@ -49,6 +51,15 @@ class Result:
     reuse: list[PartReuse]
     indexes: dict[str, int]
     notes: list[str]
+
+    def __repr__(self) -> str:
+        """The answer and the sums of its account, on one line; ``to_dict`` is all of it."""
+        text = self.text if len(self.text) <= _SHOWN else self.text[:_SHOWN] + "…"
+        counts = ", ".join(f"{name} {count}" for name, count in self.counts.items())
+        return (
+            f"<Result {text!r} ({self.finish_reason}), {self.method}: {len(self.sources)} sources, "
+            f"{counts}, {len(self.notes)} notes>"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values with exactly these names, ready for JSON."""
@@ -97,6 +108,14 @@ class Stream:
 
     def __iter__(self) -> Iterator[str]:
         return self._pieces
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    @property
+    def prompt(self) -> list[dict[str, Any]]:
+        """What is asked, part by part: "part", "tokens" and "text" (questions.shown_prompt)."""
+        return shown_prompt(self._settings.model, self._question.request.prompt)
 
     def _run(self) -> Iterator[str]:
         news: queue.SimpleQueue[str | Result | BaseException] = queue.SimpleQueue()
@@ -235,6 +254,9 @@ def _result(
     settings: Settings, question: ReadyQuestion, answer: Answer, outcome: Outcome
 ) -> Result:
     assert answer.finish_reason is not None
+    reuse, told = outcome.reuse, list[str]()
+    if settings.kb is not None and question.retrieved:
+        reuse, told = explained(settings.kb, settings.method, settings.template, reuse)
     spent = {
         "retrieve": question.retrieve_seconds,
         "wait": outcome.wait_seconds,
@@ -250,7 +272,7 @@ def _result(
         timings={**spent, "ttft": sum(spent.values()), "per_token": outcome.per_token},
         counts=token_counts(outcome.reuse),
         flops=outcome.flops,
-        reuse=outcome.reuse,
+        reuse=reuse,
         indexes=outcome.indexes,
-        notes=[*question.notes, *outcome.notes],
+        notes=[*question.notes, *outcome.notes, *told],
     )

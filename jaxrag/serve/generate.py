@@ -2,8 +2,8 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from jaxrag.decode import DecodeRule
 from jaxrag.engine.sampling import SamplingParams
@@ -12,13 +12,58 @@ from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import Method, Misses
 from jaxrag.models.model import Model
 from jaxrag.serve.answers import AsyncStream, Result, Stream, answer, serve
-from jaxrag.serve.questions import ReadyQuestion, Settings, Text, is_ids, prepare, resolve
+from jaxrag.serve.door import Text, check_counts, check_documents, questions_of, samplings_of
+from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.shapes import bucket
 from jaxrag.text.prompts import PromptTemplate
 
 _ROWS = 8  # of the program that serves several questions
 
 
+class Options(TypedDict, total=False):
+    """What ``generate`` and ``agenerate`` take beside the question, for those who check types."""
+
+    kb: KnowledgeBase | None
+    documents: Sequence[Text] | None
+    model: Model | None
+    method: str | Method
+    recompute_ratio: float | None
+    misses: Misses | None
+    prefix_cache: bool | None
+    decode: str | DecodeRule | None
+    template: str | PromptTemplate | None
+    k: int
+    where: Mapping[str, Any] | None
+    max_new_tokens: int
+    stop: Sequence[str]
+
+
+class GenerateOptions(Options, total=False):
+    """Those of ``generate``."""
+
+    sampling: SamplingParams | Sequence[SamplingParams] | None
+    batch_size: int | None
+
+
+class AgenerateOptions(Options, total=False):
+    """Those of ``agenerate``."""
+
+    sampling: SamplingParams | None
+    batch_size: int
+
+
+@overload
+def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
+    question: Text, *, stream: Literal[False] = False, **options: Unpack[GenerateOptions]
+) -> Result: ...
+@overload
+def generate(
+    question: Text, *, stream: Literal[True], **options: Unpack[GenerateOptions]
+) -> Stream: ...
+@overload
+def generate(
+    question: Sequence[Text], *, stream: Literal[False] = False, **options: Unpack[GenerateOptions]
+) -> list[Result]: ...
 def generate(
     question: Text | Sequence[Text],
     *,
@@ -76,8 +121,11 @@ def generate(
     """
     if kb is None and documents is None:
         raise RequestError("generate needs kb= or documents=; pass one of them")
-    if batch_size is not None and batch_size < 1:
-        raise RequestError(f"batch_size={batch_size}: expected a positive integer")
+    if batch_size is not None:
+        check_counts(batch_size=batch_size)
+    questions, single = questions_of(question)
+    check_documents(documents)
+    samplings = samplings_of(sampling, len(questions))
     settings = resolve(
         kb=kb,
         model=model,
@@ -92,11 +140,8 @@ def generate(
         stop=stop,
         where=where,
     )
-    single = isinstance(question, str) or is_ids(question)
     if stream and not single:
         raise RequestError("stream=True takes one question, got a list; call generate for each")
-    questions = [cast(Text, question)] if single else list(cast(Sequence[Text], question))
-    samplings = _one_each(sampling, len(questions))
     ready = [
         prepare(settings, text, documents, own)
         for text, own in zip(questions, samplings, strict=True)
@@ -111,6 +156,14 @@ def generate(
     return ordered[0] if single else ordered
 
 
+@overload
+def agenerate(
+    question: Text, *, stream: Literal[False] = False, **options: Unpack[AgenerateOptions]
+) -> Coroutine[Any, Any, Result]: ...
+@overload
+def agenerate(
+    question: Text, *, stream: Literal[True], **options: Unpack[AgenerateOptions]
+) -> AsyncStream: ...
 def agenerate(
     question: Text,
     *,
@@ -141,8 +194,12 @@ def agenerate(
     def prepared() -> tuple[Settings, ReadyQuestion]:
         if kb is None and documents is None:
             raise RequestError("agenerate needs kb= or documents=; pass one of them")
-        if batch_size < 1:
-            raise RequestError(f"batch_size={batch_size}: expected a positive integer")
+        check_counts(batch_size=batch_size)
+        asked, single = questions_of(question)
+        if not single:
+            raise RequestError("agenerate takes one question, got a list; call it for each")
+        check_documents(documents)
+        [own] = samplings_of(sampling, 1)
         settings = resolve(
             kb=kb,
             model=model,
@@ -157,7 +214,7 @@ def agenerate(
             stop=stop,
             where=where,
         )
-        ready = prepare(settings, question, documents, sampling or SamplingParams())
+        ready = prepare(settings, asked[0], documents, own)
         return settings, _in_rows(ready, batch_size)
 
     return AsyncStream(prepared) if stream else _answered(prepared)
@@ -170,16 +227,3 @@ async def _answered(prepared: Callable[[], tuple[Settings, ReadyQuestion]]) -> R
 def _in_rows(ready: ReadyQuestion, rows: int) -> ReadyQuestion:
     """The question, to be decoded by a program of so many rows."""
     return dataclasses.replace(ready, request=dataclasses.replace(ready.request, rows=rows))
-
-
-def _one_each(
-    sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if sampling is None or isinstance(sampling, SamplingParams):
-        return [sampling or SamplingParams()] * count
-    if len(sampling) != count:
-        raise RequestError(
-            f"sampling has {len(sampling)} entries for {count} question(s); give one for each, or "
-            "a single SamplingParams for all"
-        )
-    return list(sampling)

@@ -1,7 +1,6 @@
 """What is asked: the settings of a run, and one question with its chunks as token ids."""
 
 import dataclasses
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,12 +19,12 @@ from jaxrag.knowledge_base.neighbours import each_other
 from jaxrag.methods import Method, Misses, method_named
 from jaxrag.models.model import Model, as_token_ids
 from jaxrag.retrieve.filters import Filter
+from jaxrag.serve.door import Text, check_counts, check_kinds
+from jaxrag.serve.suits import gated, renamed, stored_otherwise, untuned
 from jaxrag.store import KVStore
 from jaxrag.text.prompts import PromptTemplate, template_named
 from jaxrag.text.tokenizer import Tokenizer
 from jaxrag.types import HostArray
-
-Text = str | Sequence[int] | HostArray  # text, or token ids where a model has no tokenizer
 
 _SHOWN_WORDS = 5  # of those that a tokenizer lacks
 _SHOWN_CHARACTERS = 40  # of each
@@ -75,12 +74,14 @@ class ReadyQuestion:
       sources: the chunks of its prompt, in prompt order.
       retrieve_seconds: what finding them took.
       notes: what a result says about all that happened so far.
+      retrieved: whether the chunks are those of the knowledge base.
     """
 
     request: Request
     sources: list[Source]
     retrieve_seconds: float
     notes: list[str]
+    retrieved: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +116,10 @@ def resolve(
 
     Raises RequestError, and TokenizerError when stop strings are given to a model without text.
     """
+    check_kinds(
+        kb=kb, model=model, method=method, template=template, recompute_ratio=recompute_ratio
+    )
+    check_counts(k=k, max_new_tokens=max_new_tokens)
     named = isinstance(method, str)
     method = method_named(method)
     if recompute_ratio is not None:
@@ -130,10 +135,8 @@ def resolve(
     model = model if kb is None else kb.model
     if model is None:
         raise RequestError("no model: pass model=, or open the knowledge base with one")
-    for name, value in (("k", k), ("max_new_tokens", max_new_tokens)):
-        if value < 1:
-            raise RequestError(f"{name}={value}: expected a positive integer")
-    if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
+    texts = isinstance(stop, Sequence) and not isinstance(stop, str)
+    if not texts or not all(isinstance(s, str) and s for s in stop):
         raise RequestError(f"stop={stop!r}: expected a list of non-empty strings")
     if stop:
         model.text_tokenizer()
@@ -141,13 +144,11 @@ def resolve(
         Filter.parse(where)
         if kb is None:
             raise RequestError("where= chooses documents of a knowledge base; pass kb= with it")
-    chosen = template
-    if chosen is None:
-        chosen = kb.template if kb else model.template or method.template
-    chosen = template_named(chosen) if isinstance(chosen, str) else chosen
-    notes: tuple[str, ...] = ()
+    chosen, notes = _template(template, kb, model, method)
     if kb is not None and named and recompute_ratio is None:
-        method, notes = gated(kb, method, chosen)
+        method, told = gated(kb, method, chosen)
+        notes += told
+    notes += (*renamed(method, chosen), *untuned(model, kb, method, chosen))
     method.check(model.config)
     method.check_values(model.value_layers)
     method.decode.check_mesh(model.mesh)
@@ -162,6 +163,30 @@ def resolve(
         stop=tuple(stop),
         where=where,
         notes=notes,
+    )
+
+
+def _template(
+    given: str | PromptTemplate | None, kb: KnowledgeBase | None, model: Model, method: Method
+) -> tuple[PromptTemplate, tuple[str, ...]]:
+    """The caller's prompt format, else the knowledge base's, else the model's; and notes on it.
+
+    Raises TokenizerError where the caller names one with markers that the model's tokenizer cuts
+    into pieces. A recorded one is used all the same, as its chunks are stored in it.
+    """
+    if given is not None:
+        chosen = template_named(given) if isinstance(given, str) else given
+        if model.tokenizer is not None:
+            chosen.check_markers(model.tokenizer)
+        return chosen, ()
+    chosen = kb.template if kb else model.prompt_format(method.template)
+    wrong = None if model.tokenizer is None else chosen.split_marker(model.tokenizer)
+    if wrong is None:
+        return chosen, ()
+    of = "knowledge base" if kb else "model"
+    return chosen, (
+        f"{wrong}; the {of} was made with it, so it is used all the same: a new knowledge base "
+        "with another --template spares these tokens",
     )
 
 
@@ -189,6 +214,8 @@ def prepare(
     notes = list(settings.notes)
     if not found:
         notes.append("no chunk was found for the question; it was asked without any")
+        if settings.where is not None and settings.kb is not None:
+            notes += (f"where: {why}" for why in settings.kb.why_nothing(settings.where))
     span = None
     if isinstance(question, str):
         tokenizer = model.text_tokenizer()
@@ -213,22 +240,24 @@ def prepare(
         sampling=sampling,
         eos_ids=_eos_ids(model),
         indexing=settings.indexing,
-        encoders=tuple(settings.kb.encoders) if settings.kb and documents is None else None,
+        encoders=None if documents is not None else _kept(settings),
     )
     engine_of(model).check_fits(request)
-    return ReadyQuestion(request, [chunk.source for chunk in found], retrieve_seconds, notes)
+    sources = [chunk.source for chunk in found]
+    return ReadyQuestion(request, sources, retrieve_seconds, notes, documents is None)
+
+
+def _kept(settings: Settings) -> tuple[str, ...] | None:
+    """The encoders under which the knowledge base keeps what is retrieved, as the prompt has it."""
+    kb = settings.kb
+    if kb is None or stored_otherwise(kb, settings.method, settings.template):
+        return None
+    return tuple(kb.encoders)
 
 
 def _eos_ids(model: Model) -> frozenset[int]:
     tokenizer = model.tokenizer
     return frozenset((*model.config.eos_ids, *(tokenizer.eos_ids if tokenizer else ())))
-
-
-def is_ids(x: Any) -> bool:
-    """Is this one sequence of token ids, rather than several questions?"""
-    if isinstance(x, np.ndarray):
-        return x.ndim == 1
-    return bool(x) and all(isinstance(i, int | np.integer) for i in x)
 
 
 def _check_text(what: str, text: str) -> None:
@@ -328,37 +357,21 @@ def _given(index: int, document: Text, model: Model) -> _Chunk:
     return _Chunk(Source(what, 0, None, None, text, end=len(text)), "", ids)
 
 
-def gate_subject(method: Method, template: PromptTemplate) -> dict[str, Any]:
-    """What a gate is about, JSON-able: how chunks are reused, at any ratio, and the prompt format.
+def shown_prompt(model: Model, prompt: Prompt) -> list[dict[str, Any]]:
+    """The parts of a prompt as the model reads them: name, tokens, and text with special tokens.
 
-    What becomes of misses and of leading parts is left out: there KV is exact, or behind more of
-    what precedes it than a stored chunk's. So is the decode rule: the gate looks at prefill.
+    Named as in ``Result.reuse``, and "final block" at last; text is "" without a tokenizer. Parts
+    without a token are left out.
     """
-    values = dataclasses.asdict(method)
-    for other in ("recompute_ratio", "misses", "prefix_cache", "decode"):
-        del values[other]
-    subject = {"method": values, "template": template.to_dict()}
-    return dict(json.loads(json.dumps(subject)))
-
-
-def gated(
-    kb: KnowledgeBase, method: Method, template: PromptTemplate
-) -> tuple[Method, tuple[str, ...]]:
-    """The method at the ratio that the knowledge base's gate found for it, and a note that says so.
-
-    The method itself and no note where there was no gate; a note as well where there was one for
-    other settings of the method or another prompt format, which says nothing about these.
-    """
-    gate = kb.gates.get(method.name)
-    if gate is None:
-        return method, ()
-    if gate["subject"] != gate_subject(method, template):
-        return method, (
-            f"the gate of {method.name!r} in this knowledge base was for other settings of the "
-            f"method or another template, and is not used; run `jaxrag kb gate` again",
-        )
-    ratio, probes = gate["ratio"], gate["questions"]
-    return method.with_ratio(ratio), (
-        f"recompute_ratio {ratio:g}, as the knowledge base's gate found for {method.name} on "
-        f"{probes} questions",
-    )
+    names = ["prefix", *(f"chunk {i}" for i in range(len(prompt.chunks))), "final block"]
+    parts = zip(names, (prompt.prefix, *prompt.chunks, prompt.final), strict=True)
+    tokenizer = model.tokenizer
+    return [
+        {
+            "part": name,
+            "tokens": len(ids),
+            "text": "" if tokenizer is None else tokenizer.decode(ids, skip_special=False),
+        }
+        for name, ids in parts
+        if len(ids)
+    ]

@@ -6,6 +6,7 @@ loop controls, ``{% generation %}`` blocks and a ``tojson`` that does not escape
 """
 
 import datetime
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -33,18 +34,9 @@ def render_template(
     use, such as ``bos_token``. ``now`` is what ``strftime_now`` prints, by default the present.
     Raises TokenizerError when the template is malformed or refuses the messages.
     """
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[jinja2.ext.loopcontrols, _GenerationBlock],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: (now or datetime.datetime.now()).strftime(
-        form
-    )
     try:
-        return environment.from_string(source).render(
+        return _compiled(source).render(
+            strftime_now=lambda form: (now or datetime.datetime.now()).strftime(form),
             messages=[dict(message) for message in messages],
             add_generation_prompt=add_generation_prompt,
             tools=None,
@@ -53,6 +45,18 @@ def render_template(
         )
     except jinja2.TemplateError as error:
         raise TokenizerError(f"the chat template cannot render these messages: {error}") from None
+
+
+@functools.lru_cache(maxsize=8)  # compiling takes milliseconds, and every question renders some
+def _compiled(source: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[jinja2.ext.loopcontrols, _GenerationBlock],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    return environment.from_string(source)
 
 
 class _GenerationBlock(jinja2.ext.Extension):

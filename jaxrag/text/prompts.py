@@ -6,6 +6,7 @@ recognised in the template's own text only, never in documents or questions.
 """
 
 import dataclasses
+import datetime
 import json
 import re
 from collections.abc import Sequence
@@ -20,9 +21,13 @@ from jaxrag.text.tokenizer import PROMPT_FILE, Tokenizer
 from jaxrag.types import HostArray
 
 ChunkOrder = Literal["best_first", "best_last", "document"]
+DEFAULT_TEMPLATE = "turborag"  # where a model's tokenizer has its markers, and no chat template
 
 _FIELD = re.compile(r"\{(text|title|question)\}")
+_LIKE_A_FIELD = re.compile(r"\{[A-Za-z_]+\}")  # {0} and JSON are text
+_MARKER = re.compile(r"<\|[^<>|\s]+\|>")  # a special token, by its looks
 _CHUNKS_HERE = "\u241e"  # stands for the chunks while a chat template is rendered
+_DATE = datetime.datetime(2024, 7, 26)  # that Llama 3 prints where it is told none
 
 
 class OfDocument(Protocol):
@@ -48,7 +53,9 @@ class PromptTemplate:
       prefix: text before the chunks; encoded once.
       chunk: around every chunk; holds {text} and may hold {title}.
       final: after the chunks; holds {question}.
-      chat: render prefix and final block as one user message of the model's chat template.
+      chat: render prefix and final block as one user message of the model's chat template, dated
+        as ``_DATE``: the text before the chunks is part of what they are stored under, and must not
+        be another tomorrow.
       chunk_order: retrieved chunks by descending ("best_first") or ascending ("best_last") score;
         or "document": those of one document together in their order, the document with the best
         chunk first, so that "she" follows her name and a correction what it corrects.
@@ -81,6 +88,15 @@ class PromptTemplate:
                     + (f"{{{needed}}} once" if needed else "no placeholder")
                     + f", got {getattr(self, field)!r}"
                 )
+            unknown = set(_LIKE_A_FIELD.findall(getattr(self, field))) - {
+                f"{{{name}}}" for name in ("text", "title", "question")
+            }
+            if unknown:
+                raise ConfigError(
+                    f"template {self.name!r}: {field} holds {min(unknown)}, which nothing fills; "
+                    "the placeholders are {text}, {title} and {question}: write others without "
+                    "braces"
+                )
         if self.chunk_order not in get_args(ChunkOrder):
             raise ConfigError(
                 f"template {self.name!r}: chunk_order={self.chunk_order!r}, expected one of "
@@ -102,6 +118,30 @@ class PromptTemplate:
     def final_ids(self, tokenizer: Tokenizer, question: str) -> HostArray:
         """Token ids of the final block: int32 [T]."""
         return _fill(self._around_chunks(tokenizer)[1], tokenizer, {"question": question})
+
+    def split_marker(self, tokenizer: Tokenizer) -> str | None:
+        """What is wrong where a marker of the prompt, ``<|...|>``, is no single token; else None.
+
+        Spelled in pieces it marks nothing: its pieces are ordinary text, and many.
+        """
+        before, after = self._around_chunks(tokenizer)
+        for marker in _MARKER.findall(before + self.chunk + after):
+            pieces = len(tokenizer.encode(marker, special=True))
+            if pieces != 1:
+                return (
+                    f"template {self.name!r} holds {marker}, which is no token of this model's "
+                    f"tokenizer but {pieces} pieces of text"
+                )
+        return None
+
+    def check_markers(self, tokenizer: Tokenizer) -> None:
+        """Refuse a tokenizer that cuts markers of the prompt into pieces: TokenizerError."""
+        wrong = self.split_marker(tokenizer)
+        if wrong is not None:
+            raise TokenizerError(
+                f"{wrong}; choose another template, such as plain, or chat for a model with a chat "
+                "template, or add the token to tokenizer and embedding and train with it"
+            )
 
     def question_span(self, tokenizer: Tokenizer, question: str) -> tuple[int, int]:
         """Where the question's own tokens stand in ``final_ids``: the first, and one past them."""
@@ -130,14 +170,18 @@ class PromptTemplate:
         if not tokenizer.has_chat_template:
             raise TokenizerError(
                 f"template {self.name!r} has chat = true, but the tokenizer has no chat template; "
-                f"set chat = false or add chat_template.jinja to the model directory"
+                f"choose another template, such as plain, or add chat_template.jinja to the model "
+                f"directory"
             )
         content = self.prefix + _CHUNKS_HERE + self.final
-        text = tokenizer.render_chat([{"role": "user", "content": content}])
+        try:
+            text = tokenizer.render_chat([{"role": "user", "content": content}], now=_DATE)
+        except TokenizerError as error:
+            raise TokenizerError(f"{error}; choose another template, such as plain") from None
         if text.count(_CHUNKS_HERE) != 1 or text.count("{question}") != 1:
             raise TokenizerError(
                 f"the model's chat template does not repeat the user's message once, so template "
-                f"{self.name!r} cannot place its chunks; set chat = false"
+                f"{self.name!r} cannot place its chunks; choose another, such as plain"
             )
         before, after = text.split(_CHUNKS_HERE)
         return before, after
@@ -187,6 +231,17 @@ TEMPLATES: dict[str, PromptTemplate] = {
         ),
         chunk_order="best_last",
     ),
+    # One user message of the model's own chat template: for instruction-tuned models.
+    "chat": PromptTemplate(
+        name="chat",
+        prefix="Answer the question from the passages below.\n\n",
+        chunk="[{title}]\n{text}\n\n",
+        final=(
+            "Question: {question}\nGive a short answer. If the passages do not contain it, say so."
+        ),
+        chat=True,
+        chunk_order="best_last",
+    ),
     # No instruction: for base models and for measurements.
     "plain": PromptTemplate(
         name="plain", prefix="", chunk="{text}\n\n", final="Question: {question}\nAnswer:"
@@ -208,6 +263,20 @@ def template_named(name: str) -> PromptTemplate:
     raise ConfigError(
         f"template {name!r}: expected one of {', '.join(TEMPLATES)} or the path of a .toml file"
     )
+
+
+def suited_template(tokenizer: Tokenizer | None, wanted: PromptTemplate) -> PromptTemplate:
+    """The prompt format of a model that brings none: its chat template, where it has one.
+
+    Else ``wanted``, unless the tokenizer cuts its markers into pieces: then "plain".
+    """
+    if tokenizer is None:
+        return wanted
+    if tokenizer.has_chat_template:
+        return wanted if wanted.chat else TEMPLATES["chat"]
+    if wanted.chat or wanted.split_marker(tokenizer) is None:
+        return wanted
+    return TEMPLATES["plain"]
 
 
 def read_prompt(directory: str | Path) -> PromptTemplate | None:

@@ -24,6 +24,7 @@ from jaxrag.text.chat import render_template
 from jaxrag.types import HostArray
 
 PROMPT_FILE = "prompt.toml"  # the prompt format of the model, see jaxrag.text.prompts
+READING_FILE = "reading.toml"  # how it was trained to read chunks, see jaxrag.models.reading
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -36,6 +37,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "generation_config.json",
     PROMPT_FILE,
+    READING_FILE,
 )
 TEMPLATE_DIRECTORY = "additional_chat_templates"
 
@@ -301,7 +303,7 @@ def check_vocab(tokenizer: Tokenizer, config: ModelConfig) -> None:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy a tokenizer's files, and the generation settings and prompt format beside them.
+    """Copy a tokenizer's files, and what else of a model is no weights: see TOKENIZER_FILES.
 
     Byte for byte; what the source lacks is left out.
     """

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxrag.errors import ConfigError
+from jaxrag.models.reading import Reading
 from jaxrag.models.segments import PositionScheme
 from jaxrag.tables import build, flatten, override, read_toml
 from jaxrag.tasks.synthetic import SyntheticTask
@@ -24,9 +25,10 @@ LoraTarget = Literal["q", "k", "v", "o", "gate", "up", "down"]
 class ModelPart:
     """``[model]``: where the weights come from.
 
-    ``path`` is a model directory to start from; or ``config`` is a TOML file as in configs/models
-    and the weights are random, drawn from ``seed``. ``tokenizer`` is a directory, by default
-    ``path``.
+    ``path`` is a model directory to start from. Without it the weights are random, drawn from
+    ``seed``, in the sizes of ``config``, a TOML file as in configs/models. Beside ``path`` that
+    file says the sizes before the directory is there, which is all that a dry run needs.
+    ``tokenizer`` is a directory, by default ``path``.
     """
 
     path: str | None = None
@@ -35,10 +37,10 @@ class ModelPart:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse no start and two starts."""
-        if (self.path is None) == (self.config is None):
-            raise ConfigError("[model]: expected either path or config")
-        if self.config is not None and self.tokenizer is None:
+        """Refuse no start."""
+        if self.path is None and self.config is None:
+            raise ConfigError("[model]: expected path or config")
+        if self.path is None and self.tokenizer is None:
             raise ConfigError("[model]: config needs tokenizer, a directory with tokenizer.json")
 
 
@@ -50,6 +52,7 @@ class SourcePart:
       name: for messages.
       weight: relative share of the samples drawn.
       paths: .jsonl and .parquet files.
+      made_by: what makes them, told where one is missing.
       synthetic: the task to draw samples of, instead of files.
       mode: instead of ``data.mode``.
       block_share: share of the samples that are trained as ``mode`` says; the others in full mode
@@ -62,6 +65,7 @@ class SourcePart:
     name: str
     weight: float = 1.0
     paths: tuple[str, ...] = ()
+    made_by: str | None = None
     synthetic: SyntheticTask | None = None
     mode: Mode | None = None
     block_share: float = 1.0
@@ -121,6 +125,14 @@ class DataPart:
         names = [source.name for source in self.sources]
         if len(set(names)) < len(names):
             raise ConfigError(f"[data]: source names {', '.join(names)}: expected distinct ones")
+
+    @property
+    def reading(self) -> Reading:
+        """What a model that was trained on this has learnt to read."""
+        blocks = any(
+            (source.mode or self.mode) != "full" and source.block_share for source in self.sources
+        )
+        return Reading((self.positions,) if blocks else ())
 
 
 @dataclasses.dataclass(frozen=True)

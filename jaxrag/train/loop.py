@@ -181,7 +181,7 @@ class _Run:
         with (
             _Terminated() as terminated,
             contextlib.closing(ahead),
-            self._log(position.step) as log,
+            self._log(position.step, last) as log,
         ):
             self.clock = time.perf_counter()
             steps = iter(ahead)
@@ -229,13 +229,13 @@ class _Run:
         for step in steps:
             yield step, self.setup.place(step.batch, self.setup.config.compute.accumulate)
 
-    def _log(self, done: int) -> Any:
+    def _log(self, done: int, last: int) -> Any:
         config = self.setup.config
         if not self.first:
             return contextlib.nullcontext()
         return Log(
             self.out,
-            steps=config.optimizer.steps,
+            steps=last,
             done=done,
             tensorboard=config.run.tensorboard,
             progress=self.progress,
@@ -337,8 +337,9 @@ class _Run:
         if self.first:
             shutil.rmtree(target, ignore_errors=True)  # of an earlier end of this run
             export_hf(
-                target, params, self.setup.model, self.setup.tokenizer_dir, template=self.template
-            )
+                target, params, self.setup.model, self.setup.tokenizer_dir,
+                template=self.template, reading=self.setup.config.data.reading,
+            )  # fmt: skip
         return str(target)
 
     def _export_best(self, frozen: Params | None) -> str | None:

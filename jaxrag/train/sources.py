@@ -40,10 +40,10 @@ class Limits:
 class Files:
     """Rows of .jsonl and .parquet files."""
 
-    def __init__(self, paths: Sequence[str], seed: int) -> None:
+    def __init__(self, paths: Sequence[str], seed: int, made_by: str | None = None) -> None:
         """Open the files. Raises TrainError when one is missing, empty or of another kind."""
         self._seed = seed
-        self._files = [(path, _open(Path(path))) for path in paths]
+        self._files = [(path, _open(Path(path), made_by)) for path in paths]
         self._ends = np.cumsum([len(rows) for _, rows in self._files])
 
     def __len__(self) -> int:
@@ -147,9 +147,10 @@ def open_source(
     writer: Writer,
     limits: Limits,
     seed: int,
+    made_by: str | None = None,
 ) -> Source:
     """A source of files or of a task. Raises TrainError as ``Files`` does."""
-    origin = Files(paths, seed) if synthetic is None else synthetic
+    origin = Files(paths, seed, made_by) if synthetic is None else synthetic
     return Source(name, origin, writer, limits, seed)
 
 
@@ -160,12 +161,13 @@ def block_mode(source: Source, k: int, mode: Mode, share: float, full_only: Sequ
     return mode
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path, made_by: str | None) -> Any:
     kinds = {".jsonl": "text", ".parquet": "parquet"}
     if path.suffix not in kinds:
         raise TrainError(f"{path}: expected a .jsonl or .parquet file")
     if not path.is_file():
-        raise TrainError(f"{path}: no such file")
+        fix = "put it there, or name another" if made_by is None else f"it is made by {made_by}"
+        raise TrainError(f"{path}: no such file; {fix}")
     if not path.stat().st_size:
         raise TrainError(f"{path}: no rows")
     shown = datasets.are_progress_bars_disabled()

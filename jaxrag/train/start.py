@@ -20,6 +20,7 @@ from jaxrag.models.rope import RopeTable, rope_table
 from jaxrag.models.spec import Params, init_params, param_shardings
 from jaxrag.sharding import Rules, make_mesh, replicated
 from jaxrag.tables import read_toml
+from jaxrag.text.prompts import template_named
 from jaxrag.text.tokenizer import Tokenizer, check_vocab
 from jaxrag.train.checkpoints import abstract_state
 from jaxrag.train.config import TrainConfig
@@ -27,6 +28,11 @@ from jaxrag.train.lora import init_adapters, merge_all
 from jaxrag.train.packing import TrainBatch
 from jaxrag.train.samples import response_end
 from jaxrag.train.step import Program, TrainState, new_state, program_of, state_shardings
+
+_SIZES = (
+    "family", "vocab_size", "num_layers", "model_dim", "mlp_dim", "num_heads", "num_kv_heads",
+    "head_dim",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +138,7 @@ def set_up(config: TrainConfig) -> Setup:
     tokenizer_dir = Path(config.model.tokenizer or config.model.path or "")
     tokenizer = Tokenizer.load(tokenizer_dir)
     check_vocab(tokenizer, model)
+    template_named(config.data.template).check_markers(tokenizer)
     end_id = response_end(model, tokenizer, tokenizer_dir)
     c = config.compute
     mesh = make_mesh(c.data, c.fsdp, c.tensor)
@@ -156,12 +163,27 @@ def set_up(config: TrainConfig) -> Setup:
     )
 
 
-def model_config(config: TrainConfig) -> ModelConfig:
-    """The sizes of the model, from its directory or its TOML file; no weights are read."""
-    if config.model.config is not None:
-        return config_from_dict(read_toml(Path(config.model.config)), config.model.config)
-    path = Path(config.model.path or "")
-    return read_record(path).config if is_checkpoint(path) else load_config(path)
+def model_config(config: TrainConfig, planned: bool = False) -> ModelConfig:
+    """The model's config, from its directory or its TOML file; no weights are read.
+
+    ``planned`` takes the file where the directory is not there yet. Raises ConfigError for a
+    directory of other sizes than the file beside it says.
+    """
+    part = config.model
+    stated = None
+    if part.config is not None:
+        stated = config_from_dict(read_toml(Path(part.config)), part.config)
+    if stated is not None and (part.path is None or (planned and not Path(part.path).exists())):
+        return stated
+    path = Path(part.path or "")
+    found = read_record(path).config if is_checkpoint(path) else load_config(path)
+    for name in _SIZES if stated is not None else ():
+        if getattr(found, name) != getattr(stated, name):
+            raise ConfigError(
+                f"{path} has {name}={getattr(found, name)}, {part.config} says "
+                f"{getattr(stated, name)}; name the file of this model, or leave model.config out"
+            )
+    return found
 
 
 def _check_mesh(model: ModelConfig, config: TrainConfig) -> None:

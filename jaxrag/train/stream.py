@@ -91,7 +91,15 @@ class Stream:
         limits = Limits(data.row_tokens, max_positions, data.bad_rows, data.too_long)
         self.data = data
         self.sources: tuple[Source, ...] = tuple(
-            open_source(part.name, part.paths, part.synthetic, writer, limits, data.seed + number)
+            open_source(
+                part.name,
+                part.paths,
+                part.synthetic,
+                writer,
+                limits,
+                data.seed + number,
+                part.made_by,
+            )
             for number, part in enumerate(data.sources)
         )
 

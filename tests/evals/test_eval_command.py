@@ -96,7 +96,8 @@ def test_synthetic_refuses_bad_options(refused, arguments, words):
 
 def test_synthetic_refuses_models_that_cannot_be_asked(refused, village_dir, model_dir, tmp_path):
     ask = ("--questions", 2)
-    refused("synthetic", "--model", f"a={model_dir}", *ask, words=["prompt.toml", "--template"])
+    named = ("--template", "chat")
+    refused("synthetic", "--model", f"a={model_dir}", *named, *ask, words=["no chat template"])
     bare = shutil.copytree(village_dir, tmp_path / "bare")
     (bare / "tokenizer.json").unlink()
     refused("synthetic", "--model", f"a={bare}", *ask, words=["tokenizer.json"])

@@ -10,6 +10,7 @@ from jaxrag.evals.scoring import READS, answered, draw, scored, write
 from jaxrag.models.model import random_model
 from jaxrag.models.segments import lay_out
 from jaxrag.tasks.synthetic import SyntheticTask, sample
+from jaxrag.text.prompts import TEMPLATES
 from jaxrag.text.tokenizer import Tokenizer
 from jaxrag.train.samples import Final
 
@@ -102,8 +103,9 @@ def test_composite_positions_need_a_model_without_a_window(tiny_config, village_
 
 def test_what_cannot_be_asked_is_refused(village_model, text_model, tiny_config):
     samples = draw(TASK, 3, 2)
-    with pytest.raises(ConfigError, match=r"no prompt.toml.*--template"):
-        write(text_model, samples)
+    marked = dataclasses.replace(TEMPLATES["plain"], prefix="<|passages|>")
+    with pytest.raises(TokenizerError, match=r"holds <\|passages\|>, which is no token"):
+        write(text_model, samples, marked)
     without = random_model(tiny_config(vocab_size=600, num_layers=1), cache_tokens=1024)
     with pytest.raises(TokenizerError, match=r"no tokenizer.json"):
         write(without, samples, village_model.template)

@@ -180,7 +180,7 @@ def test_lost_kv_is_made_again(kb, tmp_path, text_of):
 
 def test_second_encoder_is_added_to_the_documents_that_are_there(tmp_path, model, text_of):
     documents = [Document("a", text_of(1))]
-    with KnowledgeBase.open(tmp_path, model, chunk_tokens=100, template="turborag") as kb:
+    with KnowledgeBase.open(tmp_path, model, chunk_tokens=100, template="block_attention") as kb:
         first = kb.add(documents)
     with KnowledgeBase.open(tmp_path, model, encoders=["after_prefix"]) as kb:
         assert kb.encoders == ("isolated", "after_prefix")
@@ -194,11 +194,11 @@ def test_second_encoder_is_added_to_the_documents_that_are_there(tmp_path, model
 
 def test_everything_is_remembered_and_search_needs_no_model(tmp_path, model):
     with KnowledgeBase.open(
-        tmp_path / "kb", model, template="turborag", chunk_tokens=90, overlap=7
+        tmp_path / "kb", model, template="block_attention", chunk_tokens=90, overlap=7
     ) as kb:
         kb.add([Document("a", "basalt and gneiss")])
     with KnowledgeBase.open((tmp_path / "kb").as_uri()) as kb:
-        assert kb.template == TEMPLATES["turborag"]
+        assert kb.template == TEMPLATES["block_attention"]
         assert (kb.chunking.chunk_tokens, kb.chunking.overlap) == (90, 7)
         assert kb.model is None
         assert kb.search("gneiss")[0].document_id == "a"

@@ -1,8 +1,11 @@
 """Finding chunks: by words, vectors, both, or a plug-in; filters, re-ranking, lost vectors."""
 
+import types
+
 import numpy as np
 import pytest
 
+from jaxrag import generate
 from jaxrag.documents import Document
 from jaxrag.embed import as_embedder
 from jaxrag.errors import KnowledgeBaseError, RequestError, RetrievalError
@@ -227,3 +230,69 @@ def test_vectors_that_were_lost_are_made_again(vector_kb):
     vector_kb._vectors.index.remove(np.array([chunk_id]))
     vector_kb.add(["larch"])
     assert names(vector_kb.search("amber birch cedar", k=1, mode="vector")) == ["a"]
+
+
+class LangChainLike:
+    """What a LangChain retriever has: ``invoke``, which gives documents."""
+
+    def invoke(self, query):
+        return [types.SimpleNamespace(page_content="amber birch delta", metadata={}, id=None)]
+
+
+class LlamaIndexLike:
+    """What a LlamaIndex retriever has: ``retrieve``, which gives scored nodes."""
+
+    def retrieve(self, query):
+        node = types.SimpleNamespace(
+            get_content=lambda: "amber birch delta", metadata={}, ref_doc_id=None
+        )
+        return [types.SimpleNamespace(node=node, score=0.5)]
+
+
+@pytest.mark.parametrize("foreign", [LangChainLike(), LlamaIndexLike()])
+def test_a_retriever_of_another_framework_is_set_as_it_is(make_kb, model, foreign):
+    kb = make_kb()
+    kb.add(DOCUMENTS)
+    kb.retriever = foreign
+    assert names(kb.search("anything")) == ["b"]
+    kb.retriever = object()
+    with pytest.raises(RetrievalError, match=r"object is no retriever; .*LangChain \(invoke\) or"):
+        kb.search("anything")
+
+
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        ({"year": {"$gte": 2020}}, None),
+        ({"year": {"$gte": 2090}}, None),  # one that could match, and does not
+        ({"year": {"$gte": "2020"}}, "'year' is a number in every document that has it, and comp"),
+        ({"code": 7}, "'code' is text in every document that has it, and compared with 7: numbers"),
+        ({"code": [7, "7"]}, None),
+        ({"tags": "sea"}, None),
+        ({"tags": 3}, "'tags' is text in every document"),
+        ({"colour": "red"}, "no document has 'colour' in its metadata, which has code, tags, year"),
+        ({"colour": None}, None),
+        ({"colour": {"$ne": "red"}}, None),
+    ],
+    ids=repr,
+)
+def test_a_filter_that_nothing_can_match_says_why(make_kb, where, why):
+    kb = make_kb()
+    kb.add([*DOCUMENTS, Document("d", "iris", metadata={"code": "7", "tags": ["sea", "salt"]})])
+    found = kb.why_nothing(where)
+    assert len(found) == (why is not None)
+    assert why is None or found[0].startswith(why)
+    if why is not None:
+        assert kb.documents(where) == []
+
+
+def test_an_answer_without_chunks_says_what_is_wrong_with_the_filter(make_kb):
+    kb = make_kb()
+    assert kb.why_nothing({"year": 1}) == [
+        "no document has 'year' in its metadata, which has no field at all"
+    ]
+    kb.add(DOCUMENTS)
+    out = generate("amber?", kb=kb, where={"year": "2019"}, max_new_tokens=1)
+    assert out.notes[0] == "no chunk was found for the question; it was asked without any"
+    assert out.notes[1].startswith("where: 'year' is a number in every document that has it")
+    assert len(generate("amber?", kb=kb, where={"year": 2019}, max_new_tokens=1).sources) == 1

@@ -84,7 +84,7 @@ def test_a_chunk_that_two_documents_share_stays_until_both_are_gone(kb):
 
 
 def test_variants_of_a_live_chunk_and_the_prefix_stay(make_kb):
-    kb = make_kb(template="turborag", chunk_tokens=60)
+    kb = make_kb(template="block_attention", chunk_tokens=60)
     kb.add([Document("a", "basalt"), Document("b", "gneiss")])
     answer = generate("basalt?", kb=kb, method="full_reuse", k=1, max_new_tokens=2)
     assert answer.counts["encoded"] > 0

@@ -53,6 +53,7 @@ def test_tokenizer_files_go_along(tmp_path):
         "tokenizer_config.json": "{}",
         "additional_chat_templates/rag.jinja": "x",
         "prompt.toml": prompt,
+        "reading.toml": 'block_positions = ["reordered"]\n',
     }
     for name, text in files.items():
         (source / name).write_text(text)

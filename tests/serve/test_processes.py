@@ -13,6 +13,7 @@ from jaxrag import KnowledgeBase, generate
 from jaxrag.models.digest import params_digest
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import load_model
+from jaxrag.models.reading import Reading
 from jaxrag.models.spec import init_params
 
 PROGRAM = Path(__file__).with_name("one_model.py")
@@ -49,7 +50,8 @@ def wide_model_dir(tmp_path_factory, tiny_config, tokenizer_dir):
         vocab_size=600, num_layers=2, num_heads=8, num_kv_heads=4, max_positions=512
     )
     folder = tmp_path_factory.mktemp("wide") / "llama"
-    export_hf(folder, init_params(config, jax.random.key(5)), config, tokenizer_dir)
+    params = init_params(config, jax.random.key(5))
+    export_hf(folder, params, config, tokenizer_dir, reading=Reading(("reordered",)))
     return folder
 
 

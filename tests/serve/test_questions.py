@@ -1,12 +1,14 @@
 """Preparing a request: which template it gets, and words that the model cannot read."""
 
+import dataclasses
+
 import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from jaxrag import KnowledgeBase, generate
 from jaxrag.engine.sampling import SamplingParams
-from jaxrag.errors import RequestError
+from jaxrag.errors import RequestError, TokenizerError
 from jaxrag.models.model import load_model, random_model
 from jaxrag.serve.questions import prepare, resolve
 from jaxrag.text.prompts import TEMPLATES, PromptTemplate
@@ -29,7 +31,7 @@ class Unasked:
 
 def prepared(model, question, documents=DOCUMENTS, template=None):
     settings = resolve(
-        kb=None, model=model, method="block_attention", template=template, k=5,
+        kb=None, model=model, method="turborag", template=template, k=5,
         max_new_tokens=1, stop=(),
     )  # fmt: skip
     return prepare(settings, question, documents, SamplingParams())
@@ -105,3 +107,20 @@ def test_unknown_words_of_documents_and_templates_are_notes(word_model):
 
 def test_token_ids_are_not_looked_at(word_model):
     assert prepared(word_model, [2, 2], [[2]]).notes == []
+
+
+def test_a_recorded_template_with_split_markers_is_used_with_a_note(text_model, tmp_path):
+    marked = dataclasses.replace(TEMPLATES["plain"], name="old", chunk="<|passage|>{text}")
+    old = dataclasses.replace(text_model, template=marked, cache_tokens=4096)
+    with KnowledgeBase.open(tmp_path / "kb", old) as kb:
+        assert kb.template == marked
+        settings = resolve(
+            kb=kb, model=None, method="turborag", template=None, k=1, max_new_tokens=1, stop=()
+        )
+        assert settings.template == marked
+        (note,) = settings.notes
+        assert "template 'old' holds <|passage|>, which is no token" in note
+        with pytest.raises(TokenizerError, match=r"holds <\|passage\|>.*choose another template"):
+            generate("Who?", kb=kb, template=marked)
+    with pytest.raises(TokenizerError, match="choose another template"):
+        KnowledgeBase.open(tmp_path / "new", text_model, template=marked)

@@ -14,15 +14,22 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrag.errors import ConfigError, TrainError
+from jaxrag.config import config_to_dict
+from jaxrag.errors import ConfigError, ModelError, TokenizerError, TrainError
 from jaxrag.models.model import load_model
+from jaxrag.models.reading import Reading, read_reading
 from jaxrag.sharding import make_mesh
 from jaxrag.text.prompts import read_prompt, template_named
 from jaxrag.train.log import read_metrics
 from jaxrag.train.loop import train
-from jaxrag.train.start import set_up
+from jaxrag.train.start import model_config, set_up
 
 ROOT = Path(__file__).parents[2]
+
+
+def toml(values):
+    lines = (f"{name} = {json.dumps(x)}\n" for name, x in values.items() if x is not None)
+    return "".join(lines)
 
 
 def weights(directory):
@@ -80,6 +87,7 @@ def test_a_run_learns_and_exports(train_config, tmp_path, model_dir):
     for directory in (report.best, report.model):
         trained = dataclasses.replace(template_named(config.data.template), name="prompt")
         assert read_prompt(directory) == trained
+        assert read_reading(directory) == Reading(("reordered",))
 
 
 def test_paused_and_resumed_equals_uninterrupted(train_config, tmp_path):
@@ -182,12 +190,54 @@ def test_lora_trains_adapters_and_exports_the_merged_model(train_config, tmp_pat
         ("compute.tensor", 4, r"compute\.tensor=4 does not divide .*num_heads=6"),
         ("compute.fsdp", 16, "not a multiple of accumulate"),
         ("compute.data", 3, "not a multiple of accumulate"),
-        ("model.path", None, "either path or config"),
+        ("model.path", None, r"\[model\]: expected path or config"),
     ],
 )
 def test_mesh_and_model_are_checked_first(train_config, setting, value, match):
     with pytest.raises(ConfigError, match=match):
         set_up(train_config(**{setting: value}))
+
+
+def test_a_template_with_markers_that_the_tokenizer_lacks_is_refused(train_config, chat_model_dir):
+    stock = {"model.path": str(chat_model_dir), "data.template": "turborag"}
+    with pytest.raises(TokenizerError, match=r"holds <\|doc_start\|>.*or add the token to"):
+        set_up(train_config(**stock))
+
+
+def test_a_dry_run_takes_the_sizes_from_the_file_until_the_directory_is_there(
+    train_config, model_dir, tmp_path
+):
+    file = {"model.config": str(ROOT / "configs" / "models" / "qwen2-7b.toml")}
+    missing = train_config(**file, **{"model.path": str(tmp_path / "qwen")})
+    assert model_config(missing, planned=True).num_layers == 28
+    with pytest.raises(ModelError, match="no such model directory"):
+        set_up(missing)
+    there = train_config(**file)
+    for planned in (True, False):
+        with pytest.raises(ConfigError, match=r"has family=llama, .*qwen2-7b.toml says qwen2"):
+            model_config(there, planned)
+    own = config_to_dict(model_config(train_config()))
+    rope = own.pop("rope")
+    same = tmp_path / "same.toml"
+    same.write_text(f"{toml(own)}[rope]\n{toml(rope)}")
+    assert model_config(train_config(**{"model.config": str(same)})).vocab_size == 600
+
+
+def test_what_a_run_teaches_to_read(train_config):
+    """Block mode in one source is enough; its positions are those of the run."""
+
+    def taught(**changes):
+        return train_config(**changes).data.reading.block_positions
+
+    (source,) = train_config().data.sources
+    own = {"name": "a", "paths": source.paths}
+    assert taught() == taught(**{"data.mode": "both"}) == ("reordered",)
+    assert taught(**{"data.positions": "composite"}) == ("composite",)
+    assert taught(**{"data.mode": "full"}) == ()
+    assert taught(**{"data.sources": [{**own, "mode": "full"}]}) == ()
+    assert taught(**{"data.sources": [{**own, "block_share": 0.0}]}) == ()
+    mixed = [{**own, "mode": "full"}, {**own, "name": "b"}]
+    assert taught(**{"data.sources": mixed}) == ("reordered",)
 
 
 def test_a_mesh_leaves_no_process_out():
@@ -243,3 +293,9 @@ def test_settings_survive_the_trip_through_the_record(train_config):
 
     config = train_config()
     assert build(TrainConfig, to_dict(config), "again") == config
+
+
+def test_the_bar_counts_to_the_step_that_was_asked_for(train_config, tmp_path, capsys):
+    train(train_config(), tmp_path / "run", stop_after=2, progress=True)
+    shown = capsys.readouterr().err
+    assert "2/2" in shown and "/6" not in shown

@@ -132,6 +132,7 @@ def test_it_is_small_and_complete():
     for name in WEIGHTS:
         present = {path.name for path in (SHIPPED / name).iterdir()}
         needed = "config.json model.safetensors tokenizer.json tokenizer_config.json prompt.toml"
+        needed += " reading.toml"
         assert set(needed.split()) <= present
 
 

@@ -213,7 +213,7 @@ def test_long_samples_are_refused_or_skipped(make_stream, write_rows):
 @pytest.mark.parametrize(
     ("name", "text", "match"),
     [
-        ("missing.jsonl", None, "no such file"),
+        ("missing.jsonl", None, "no such file; put it there"),
         ("rows.csv", "a,b\n", "expected a .jsonl or .parquet file"),
         ("empty.jsonl", "", "no rows"),
         ("rows.parquet", "not parquet", "cannot be read"),
@@ -225,6 +225,12 @@ def test_files_that_cannot_be_read(make_stream, tmp_path, name, text, match):
         path.write_text(text)
     with pytest.raises(TrainError, match=match):
         make_stream(**{"data.sources": [{"name": "s", "paths": [str(path)]}]})
+
+
+def test_a_missing_file_says_what_makes_it(make_stream):
+    source = {"name": "s", "paths": ["nowhere.jsonl"], "made_by": "`jaxrag eval needle`"}
+    with pytest.raises(TrainError, match="nowhere.jsonl: no such file; it is made by `jaxrag eval"):
+        make_stream(**{"data.sources": [source]})
 
 
 def test_generated_samples(make_stream):

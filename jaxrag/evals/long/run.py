@@ -15,7 +15,6 @@ from tqdm import tqdm
 from jaxrag.cache import PAGE
 from jaxrag.engine.request import DECODE_BLOCK
 from jaxrag.engine.sampling import SamplingParams
-from jaxrag.errors import ConfigError
 from jaxrag.evals.long.plan import Item, Options, plan
 from jaxrag.evals.statistics import LEVEL, Estimate, difference, share
 from jaxrag.models.model import Model, load_model
@@ -128,12 +127,11 @@ def _opened(options: Options) -> tuple[Model, Frame]:
     """The model, and what stands around the haystacks that it is given."""
     model = load_model(options.model, dtype=options.dtype)
     tokenizer = model.text_tokenizer()
-    template = model.template if options.template is None else template_named(options.template)
-    if template is None:
-        raise ConfigError(
-            f"{options.model} brings no prompt.toml, so its prompt format is unknown; pass "
-            "--template NAME"
-        )
+    if options.template is None:
+        template = model.prompt_format()
+    else:
+        template = template_named(options.template)
+        template.check_markers(tokenizer)
     return model, Frame(tokenizer, template, options.chunk_tokens, options.lead)
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from jaxrag.cli import main
+from jaxrag.cli.eval_long import grouped
 from jaxrag.serve.generate import generate
 from jaxrag.tasks.long.scores import string_match_all
 
@@ -209,7 +210,15 @@ def test_models_that_cannot_be_asked_are_refused(refused, village_dir, model_dir
     refused("needle", *village, *own, 20, words=["length 20", "ask for a longer one"])
     refused("needle", *village, *own, 100, "--chunk-tokens", 4, words=["chunks of 4 tokens"])
     refused("needle", *village, *own, 100, "--template", "plian", words=["'plian'"])
-    refused("ruler", "--model", model_dir, "--lengths", 300, words=["prompt.toml", "--template"])
+    refused("ruler", "--model", model_dir, "--lengths", 300, words=["length 300", "longer one"])
     missing = tmp_path / "none.txt"
     refused("ruler", "--model", model_dir, "--lengths", 600, "--template", "plain",
             "--filler", missing, words=["none.txt", "cannot be read"])  # fmt: skip
+
+
+def test_notes_that_differ_in_numbers_are_printed_once():
+    notes = ["3 chunk(s), 40 tokens, encoded", "3 chunk(s), 51 tokens, encoded", "an index scans"]
+    assert grouped(notes) == [
+        "3 chunk(s), 40 tokens, encoded (and 1 more with other numbers)",
+        "an index scans",
+    ]

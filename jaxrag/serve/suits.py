@@ -1,0 +1,130 @@
+"""Whether method, model, template and knowledge base suit each other, and what is said of it."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrag.encode import encoder_named
+from jaxrag.engine.reuse import PartReuse
+from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.methods import METHODS, Method
+from jaxrag.models.model import Model
+from jaxrag.text.prompts import PromptTemplate
+
+
+def gate_subject(method: Method, template: PromptTemplate) -> dict[str, Any]:
+    """What a gate is about, JSON-able: how chunks are reused, at any ratio, and the prompt format.
+
+    What becomes of misses and of leading parts is left out: there KV is exact, or behind more of
+    what precedes it than a stored chunk's. So is the decode rule: the gate looks at prefill.
+    """
+    values = dataclasses.asdict(method)
+    for other in ("recompute_ratio", "misses", "prefix_cache", "decode"):
+        del values[other]
+    subject = {"method": values, "template": template.to_dict()}
+    return dict(json.loads(json.dumps(subject)))
+
+
+def gated(
+    kb: KnowledgeBase, method: Method, template: PromptTemplate
+) -> tuple[Method, tuple[str, ...]]:
+    """The method at the ratio that the knowledge base's gate found for it, and a note that says so.
+
+    The method itself and no note where there was no gate; a note as well where there was one for
+    other settings of the method or another prompt format, which says nothing about these.
+    """
+    gate = kb.gates.get(method.name)
+    if gate is None:
+        return method, ()
+    if gate["subject"] != gate_subject(method, template):
+        return method, (
+            f"the gate of {method.name!r} in this knowledge base was for other settings of the "
+            f"method or another template, and is not used; run `jaxrag kb gate` again",
+        )
+    ratio, probes = gate["ratio"], gate["questions"]
+    return method.with_ratio(ratio), (
+        f"recompute_ratio {ratio:g}, as the knowledge base's gate found for {method.name} on "
+        f"{probes} questions",
+    )
+
+
+def untuned(
+    model: Model, kb: KnowledgeBase | None, method: Method, template: PromptTemplate
+) -> tuple[str, ...]:
+    """A note where nothing speaks for reading stored chunks as they are: no training, no gate."""
+    if method.encoder is None or method.recomputes:
+        return ()
+    if method.positions in model.reading.block_positions:
+        return ()
+    gate = None if kb is None else kb.gates.get(method.name)
+    if gate is not None and gate["subject"] == gate_subject(method, template) and not gate["ratio"]:
+        return ()
+    return (
+        f"nothing says that this model was trained to read chunks block-wise, as {method.name} "
+        "does, and no gate was passed: answers may be worse than full attention's; recompute a "
+        "part (--method fusionrag, or cacheblend with --recompute-ratio), use --method "
+        "full_attention, measure with `jaxrag kb gate`, or fine-tune with `jaxrag train`",
+    )
+
+
+def renamed(method: Method, template: PromptTemplate) -> tuple[str, ...]:
+    """A note where the prompt format makes a preset the same as another one.
+
+    ``turborag`` and ``block_attention`` differ in their templates only.
+    """
+    if method.template == template.name:
+        return ()
+    same = [
+        other
+        for other in METHODS.values()
+        if dataclasses.replace(other, name=method.name, template=method.template) == method
+    ]
+    if method not in same:
+        return ()
+    named = [other for other in same if other.template == template.name]
+    other = (named or same)[0]
+    if other == method:
+        return ()
+    return (
+        f"{method.name} with the template {template.name!r} is the same as {other.name}: only the "
+        f"template sets them apart; pass --template {method.template} for its own",
+    )
+
+
+def explained(
+    kb: KnowledgeBase, method: Method, template: PromptTemplate, reuse: Sequence[PartReuse]
+) -> tuple[list[PartReuse], list[str]]:
+    """Why chunks of a knowledge base were not found that could have been: in ``reuse``, and notes.
+
+    They lie there under another template, or not under the method's encoders.
+    """
+    missed = [row for row in reuse if row.part != "prefix" and row.how in ("encoded", "in place")]
+    if not missed or method.encoder is None:
+        return list(reuse), []
+    wanted = dict.fromkeys(filter(None, (method.encoder, method.first_encoder)))
+    if stored_otherwise(kb, method, template):
+        why = f"; stored under the template {kb.template.name!r}, asked under {template.name!r}"
+        return [
+            dataclasses.replace(row, why=row.why + why) if row in missed else row for row in reuse
+        ], []
+    lacking = [name for name in wanted if name not in kb.encoders]
+    if not lacking:
+        return list(reuse), []
+    flags = " ".join(f"--encoder {name}" for name in lacking)
+    return list(reuse), [
+        f"{method.name} reads chunks encoded as {' and '.join(wanted)}, the knowledge base keeps "
+        f"{', '.join(kb.encoders)}: {len(missed)} chunks of {sum(row.tokens for row in missed)} "
+        f"tokens were encoded for this answer; `jaxrag ingest PATH... --kb {kb.path} {flags}` does "
+        "it once, before questions"
+    ]
+
+
+def stored_otherwise(kb: KnowledgeBase, method: Method, template: PromptTemplate) -> bool:
+    """Does the template make other chunks, or another prefix that they see, than what is stored?"""
+    if template.chunk != kb.template.chunk:
+        return True
+    encoders = filter(None, (method.encoder, method.first_encoder))
+    if not any(encoder_named(name).sees_prefix for name in encoders):
+        return False
+    return (template.prefix, template.chat) != (kb.template.prefix, kb.template.chat)

@@ -1,0 +1,85 @@
+"""What is no question, no document and no setting is refused in one line, before any work."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from jaxrag import KnowledgeBase, agenerate, generate
+from jaxrag.engine.sampling import SamplingParams
+from jaxrag.errors import RequestError
+from jaxrag.serve.door import questions_of, samplings_of
+
+QUESTION = "Who carries the salt?"
+
+
+@pytest.fixture(scope="module")
+def kb(tmp_path_factory, text_model):
+    with KnowledgeBase.open(tmp_path_factory.mktemp("door") / "kb", text_model) as kb:
+        kb.add(["Salt is carried by mules."])
+        yield kb
+
+
+def refusal(call):
+    with pytest.raises(RequestError) as refused:
+        call()
+    message = str(refused.value)
+    assert "\n" not in message and len(message) < 200
+    return message
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kb": "kbs/mixed"}, "kb='kbs/mixed': expected a KnowledgeBase, as KnowledgeBase.open"),
+        ({"kb": None, "model": "models/a", "documents": ["x"]}, "model='models/a': expected a Mo"),
+        ({"method": 3}, "method=3: expected a preset's name"),
+        ({"template": 3}, "template=3: expected a template's name"),
+        ({"k": "5"}, "k='5': expected a positive integer"),
+        ({"k": True}, "k=True: expected a positive integer"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5: expected a positive integer"),
+        ({"batch_size": 1.5}, "batch_size=1.5: expected a positive integer"),
+        ({"recompute_ratio": "half", "method": "epic"}, "recompute_ratio='half': expected a numb"),
+        ({"stop": None}, "stop=None: expected a list of non-empty strings"),
+        ({"sampling": {"temperature": 1}}, "sampling={'temperature': 1}: expected jaxrag.Samplin"),
+        ({"sampling": [1]}, "sampling=[1]: expected jaxrag.Sampling"),
+        ({"documents": "one text"}, "documents='one text' is one text: expected a list; write"),
+        ({"documents": {"a": "b"}}, "documents={'a': 'b'}: expected a list of texts"),
+        ({"documents": ["a", {"text": "b"}]}, "documents[1]={'text': 'b'}: expected a text or"),
+    ],
+)
+def test_settings_of_another_kind(kb, changes, words):
+    given = {"kb": kb, "max_new_tokens": 1, **changes}
+    assert words in refusal(lambda: generate(QUESTION, **given))
+    if given.keys() == {"kb", "max_new_tokens", "batch_size"}:
+        return
+    assert words in refusal(lambda: asyncio.run(agenerate(QUESTION, **given)))
+
+
+@pytest.mark.parametrize("question", [None, {"q": 1}, 3, [None], [3.5], b"who?", [["a"]]], ids=repr)
+def test_what_is_no_question(kb, question):
+    words = "expected a text, token ids, or a list of these"
+    assert words in refusal(lambda: generate(question, kb=kb))
+    assert words in refusal(lambda: asyncio.run(agenerate(question, kb=kb)))
+
+
+def test_one_question_or_a_list():
+    ids = np.arange(3)
+    assert questions_of("who?") == (["who?"], True)
+    assert questions_of([1, 2]) == ([[1, 2]], True)
+    assert questions_of(ids)[0][0] is ids
+    assert questions_of(["who?", [1]]) == (["who?", [1]], False)
+    assert len(questions_of(np.ones((2, 3), np.int32))[0]) == 2
+    assert questions_of([]) == ([], False)
+
+
+def test_a_sampling_for_all_or_for_each():
+    one, two = SamplingParams(), SamplingParams(seed=2)
+    assert samplings_of(None, 2) == samplings_of(one, 2) == [one, one]
+    assert samplings_of((one, two), 2) == [one, two]
+    assert "2 entries for 1 question" in refusal(lambda: samplings_of([one, two], 1))
+
+
+def test_one_question_at_a_time_in_asyncio(kb):
+    words = "agenerate takes one question"
+    assert words in refusal(lambda: asyncio.run(agenerate([QUESTION], kb=kb)))

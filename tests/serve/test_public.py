@@ -1,0 +1,65 @@
+"""What a notebook and a type checker see of the public names."""
+
+import inspect
+import typing
+
+import pytest
+
+import jaxrag
+from jaxrag.serve import generate as module
+
+QUESTION = "Who carries the salt?"
+
+
+@pytest.fixture(scope="module")
+def kb(tmp_path_factory, text_model):
+    with jaxrag.KnowledgeBase.open(tmp_path_factory.mktemp("public") / "kb", text_model) as kb:
+        kb.add(["Salt is carried by mules. " * 20])
+        yield kb
+
+
+def test_results_hits_and_knowledge_bases_are_printed_on_one_line(kb):
+    out = jaxrag.generate(QUESTION, kb=kb, max_new_tokens=3)
+    assert repr(out).startswith("<Result ") and "turborag: 1 sources, reused " in repr(out)
+    assert len(repr(out)) < 200 and "mules" not in repr(out)
+    assert repr(kb) == (
+        f"<KnowledgeBase {str(kb.path)!r}: template 'turborag', encoders isolated, mode 'rw'>"
+    )
+    (hit,) = kb.search(QUESTION, k=1)
+    assert isinstance(hit, jaxrag.Hit) and len(hit.ids) > 0 and "ids=" not in repr(hit)
+
+
+def test_a_stream_is_an_iterator_that_shows_its_prompt(kb):
+    stream = jaxrag.generate(QUESTION, kb=kb, max_new_tokens=4, stream=True)
+    assert isinstance(stream, jaxrag.Stream) and iter(stream) is not stream.prompt
+    prefix, chunk, final = stream.prompt
+    assert [part["part"] for part in (prefix, chunk, final)] == ["prefix", "chunk 0", "final block"]
+    assert chunk["text"].startswith("<|doc_start|>Salt is carried")
+    assert QUESTION in final["text"]
+    pieces = []
+    while (piece := next(stream, None)) is not None:
+        pieces.append(piece)
+    assert "".join(pieces) == stream.result.text
+
+
+@pytest.mark.parametrize(
+    ("function", "returned"),
+    [
+        (module.generate, ["Result", "Stream", "list"]),
+        (module.agenerate, ["Result", "AsyncStream"]),
+    ],
+)
+def test_every_form_of_a_call_has_its_type(function, returned):
+    """Each overload takes what the function takes, and says what comes back."""
+    real = inspect.signature(function).parameters
+    overloads = typing.get_overloads(function)
+    found = []
+    for one in overloads:
+        parameters = inspect.signature(one).parameters
+        (options,) = typing.get_args(parameters["options"].annotation)
+        assert {"question", "stream", *typing.get_type_hints(options)} == set(real)
+        for name, kind in typing.get_type_hints(options).items():
+            assert real[name].annotation == kind, name
+        found.append(str(typing.get_type_hints(one)["return"]))
+    assert len(found) == len(returned)
+    assert all(name in text for name, text in zip(returned, found, strict=True))

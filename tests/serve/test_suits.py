@@ -1,0 +1,140 @@
+"""What a result says where method, model, template and knowledge base do not suit each other."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from jaxrag import KnowledgeBase, generate
+from jaxrag.errors import ConfigError
+from jaxrag.methods import METHODS
+from jaxrag.models.model import load_model
+from jaxrag.models.reading import Reading, read_reading, write_reading
+from jaxrag.serve.questions import resolve
+from jaxrag.serve.suits import gate_subject
+from jaxrag.text.prompts import TEMPLATES
+
+DOCUMENTS = {
+    "tea": "Tea grows on the hills of the village and is sold in blue boxes.",
+    "salt": "Salt is carried to the village by mules every second week.",
+}
+SHIPPED = Path(__file__).parents[2] / "checkpoints" / "synthetic-0.8m"
+QUESTION = "Who carries the salt to the village?"
+
+
+@pytest.fixture(scope="module")
+def stock(text_model):
+    """As ``text_model``, but nobody knows how it was trained."""
+    return dataclasses.replace(text_model, reading=Reading(), cache_tokens=4096)
+
+
+@pytest.fixture
+def kb(tmp_path, stock):
+    with KnowledgeBase.open(tmp_path / "kb", stock) as kb:
+        kb.add([{"id": name, "text": text} for name, text in DOCUMENTS.items()])
+        yield kb
+
+
+def notes(kb=None, model=None, method="turborag", template=None, **options):
+    return resolve(
+        kb=kb, model=model, method=method, template=template, k=2, max_new_tokens=1, stop=(),
+        **options,
+    ).notes  # fmt: skip
+
+
+def untuned(*arguments, **options):
+    found = [note for note in notes(*arguments, **options) if "trained to read chunks" in note]
+    assert len(found) <= 1
+    return bool(found)
+
+
+def test_plain_reuse_by_a_model_that_was_not_trained_for_it_is_told(kb, stock):
+    (note,) = notes(kb)
+    assert note.startswith("nothing says that this model was trained to read chunks block-wise")
+    for advice in ("fusionrag", "--recompute-ratio", "full_attention", "jaxrag kb gate", "train"):
+        assert advice in note
+    assert untuned(model=stock)
+    plain = [name for name, one in METHODS.items() if one.encoder and not one.recomputes]
+    assert plain == ["full_reuse", "turborag", "turborag_composite", "block_attention"]
+    assert {name for name in METHODS if untuned(kb, method=name)} == set(plain)
+    assert untuned(kb, method="fusionrag", recompute_ratio=0)
+
+
+def test_training_speaks_for_the_positions_it_had(text_model, stock):
+    trained = dataclasses.replace(stock, reading=Reading(("reordered",)))
+    assert not untuned(model=trained)
+    assert untuned(model=trained, method="turborag_composite")
+    assert not untuned(model=text_model, method="turborag_composite")
+
+
+def test_a_gate_that_was_passed_without_recomputing_speaks_for_a_method(kb):
+    subject = gate_subject(METHODS["full_reuse"], kb.template)
+    kb.set_gate("full_reuse", {"subject": subject, "ratio": 0.0, "questions": 9})
+    assert not untuned(kb, method="full_reuse")
+    assert untuned(kb)  # of another method
+    assert untuned(kb, method="full_reuse", template="plain")  # of another prompt
+    subject = gate_subject(METHODS["fusionrag"], kb.template)
+    kb.set_gate("fusionrag", {"subject": subject, "ratio": 0.2, "questions": 9})
+    assert untuned(kb, method="fusionrag", recompute_ratio=0)
+
+
+def test_the_record_is_read_from_the_directory_and_refused_where_it_is_none(tmp_path):
+    assert read_reading(tmp_path) == Reading()
+    for reading in (Reading(), Reading(("reordered", "composite"))):
+        write_reading(tmp_path, reading)
+        assert read_reading(tmp_path) == reading
+    (tmp_path / "reading.toml").write_text('block_positions = ["sideways"]')
+    with pytest.raises(ConfigError, match="sideways"):
+        read_reading(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("full", True), ("long", True), ("dual", False)], ids=str
+)
+def test_the_shipped_weights(name, told):
+    model = load_model(SHIPPED / name, cache_tokens=1024)
+    assert untuned(model=model) == told
+
+
+def test_a_preset_that_the_template_turns_into_another_is_told(kb, text_model):
+    (note,) = (n for n in notes(kb, method="block_attention") if "the same as" in n)
+    assert note == (
+        "block_attention with the template 'turborag' is the same as turborag: only the template "
+        "sets them apart; pass --template block_attention for its own"
+    )
+    assert notes(model=text_model, method="block_attention") == ()
+    assert notes(model=text_model, method="block_attention", template="block_attention") == ()
+    (note,) = notes(model=text_model, template="block_attention")
+    assert "turborag with the template 'block_attention' is the same as block_attention" in note
+    for name in METHODS:
+        found = notes(model=text_model, method=name, template="plain")
+        assert any("the same as" in note for note in found) == (name == "block_attention")
+
+
+def test_encoders_that_the_knowledge_base_lacks_are_named_with_what_they_cost(kb):
+    out = generate(QUESTION, kb=kb, method="fusionrag", max_new_tokens=1)
+    (note,) = (note for note in out.notes if "jaxrag ingest" in note)
+    assert note == (
+        "fusionrag reads chunks encoded as neighbours and after_prefix, the knowledge base keeps "
+        f"isolated: 2 chunks of {out.counts['encoded']} tokens were encoded for this answer; "
+        f"`jaxrag ingest PATH... --kb {kb.path} --encoder neighbours --encoder after_prefix` does "
+        "it once, before questions"
+    )
+    assert any("passes over" in note for note in out.notes)
+    again = generate(QUESTION, kb=kb, method="fusionrag", max_new_tokens=1)
+    assert again.counts["encoded"] == 0
+    assert not any("jaxrag ingest" in note for note in again.notes)
+
+
+def test_chunks_of_another_template_are_not_called_evicted(kb):
+    marked = dataclasses.replace(TEMPLATES["plain"], name="mine", chunk="({text})")
+    out = generate(QUESTION, kb=kb, template=marked, max_new_tokens=1)
+    whys = {row.why for row in out.reuse if row.part != "prefix"}
+    assert whys == {"not in the store; stored under the template 'turborag', asked under 'mine'"}
+    # The same chunks behind another prefix: only what sees the prefix is another.
+    moved = dataclasses.replace(kb.template, prefix="Read:\n", name="moved")
+    out = generate(QUESTION, kb=kb, template=moved, max_new_tokens=1)
+    assert out.counts["encoded"] == 0
+    out = generate(QUESTION, kb=kb, template=moved, method="full_reuse", max_new_tokens=1)
+    assert out.counts["encoded"] > 0
+    assert all("asked under 'moved'" in row.why for row in out.reuse[1:])
