@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrag.attention_index import Exact, QueryLists
+from jaxrag.attention_index import Exact, QueryLists, build
 from jaxrag.decode import (
     DECODE_RULES,
     Account,
@@ -68,6 +68,7 @@ def test_settings_come_as_a_table_or_as_one_text(tmp_path):
         (lambda: TopN(device_layers=-1), RequestError, "device_layers=-1"),
         (lambda: Flat(k=0), RequestError, "k=0: expected a positive"),
         (lambda: Retrieval(k=-3), RequestError, "k=-3: expected a positive"),
+        (lambda: Retrieval(trained_at="end"), RequestError, "trained_at='end': expected one of"),
         (lambda: Ivf(sink=-1), RequestError, "sink=-1: expected 0 or more"),
         (lambda: StaticWindow(recent=0), RequestError, "recent=0: expected a positive"),
         (lambda: StaticWindow(positions="new"), RequestError, "positions='new'"),
@@ -184,7 +185,9 @@ def test_requests_are_accounted_for_by_number():
     one, other = host.admit(), host.admit()
     keys = np.ones((2, 9, 10), np.float32)  # of 2 KV heads
     for number, count in ((one, 5), (other, 9), (one, 5)):
-        host.build(number, keys[:, :count], None, Exact("float32"), np.arange(count))
+        some = keys[:, :count]
+        made = [build(head, None, Exact("float32")) for head in some]
+        host.open(number, made, some, np.arange(count))
     host.note(other, "twice")
     host.note(other, "twice")
     assert host.account_of([one]) == Account(keys=20, index_bytes=20 * 40)
