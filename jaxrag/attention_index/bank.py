@@ -85,14 +85,14 @@ class QueryBank:
     ) -> tuple[HostArray, HostArray | None]:
         """What an index learns from where questions come from positions [start, end).
 
-        Returns queries to train on, [G, m, H] float32, and others [G, n, H] to choose the effort
-        by; both ``spread`` over these positions, those to train on at their ``own`` if that is
-        asked for.
+        Returns queries to train on, [G, m, H] float32, ``spread`` over these positions, or at
+        their ``own`` if that is asked for; and others, [G, n, H], to choose the effort by. These
+        are spread evenly, so that it is enough for distant questions as well.
         """
         trained, held = self.split()
         return (
             trained.own(rope) if own else trained.over(rope, start, end, logarithmic=logarithmic),
-            None if held is None else held.over(rope, start, end, logarithmic=logarithmic),
+            None if held is None else held.over(rope, start, end),
         )
 
     def over(

@@ -182,8 +182,8 @@ def test_lessons_stand_where_questions_will(logarithmic):
     bank = QueryBank(rng.standard_normal((2, 64, 16)).astype(np.float32), np.arange(64))
     trained, held = bank.split()
     learned, asked = bank.lessons(ROPE, 100, 400, logarithmic=logarithmic)
-    for part, got in ((trained, learned), (held, asked)):
-        places = spread(len(part.positions), 100, 400, logarithmic=logarithmic)
+    for part, got, how in ((trained, learned, logarithmic), (held, asked, False)):
+        places = spread(len(part.positions), 100, 400, logarithmic=how)
         np.testing.assert_array_equal(got, part.at(ROPE, places))
     own, same = bank.lessons(ROPE, 100, 400, own=True, logarithmic=logarithmic)
     np.testing.assert_array_equal(own, trained.own(ROPE))
