@@ -47,8 +47,8 @@ class Indexing:
       queries: of each query head, kept from evenly spread tokens of the chunk while it is encoded.
       reach: questions will stand up to so many tokens behind the chunk's end.
       k: keys that a question's search will want; the effort is chosen for so many.
-      logarithmic: learn from as many queries in every doubling of that distance, which serves
-        questions right behind the chunk better and distant ones worse; else evenly.
+      logarithmic: learn from as many queries in every doubling of that distance, and know more of
+        questions right behind the chunk than of distant ones; else evenly.
     """
 
     spec: Trained = dataclasses.field(default_factory=QueryLists)
