@@ -83,12 +83,14 @@ def test_formulas(tiny_config):
     "spec",
     [
         Exact("float32"),
-        ProjectedGraph(degree=8, knn=200, **SMALL),
-        ProjectedGraph(degree=8, knn=200, share="group", storage="float32", **SMALL),
-        QueryLists(clusters=6, cap=50, knn=200, **SMALL),
-        QueryLists(clusters=6, cap=50, knn=200, share="group", storage="float16", **SMALL),
-        Ivf(exact_below=0),
-        Hnsw(links=8, storage="float32", exact_below=0),
+        ProjectedGraph(degree=8, knn=200, ef=80, **SMALL),
+        ProjectedGraph(degree=8, knn=200, ef=80, share="group", storage="float32", **SMALL),
+        QueryLists(clusters=6, cap=50, knn=200, probes=2, **SMALL),
+        QueryLists(
+            clusters=6, cap=50, knn=200, probes=2, share="group", storage="float16", **SMALL
+        ),
+        Ivf(probes=8, exact_below=0),
+        Hnsw(links=8, ef=80, storage="float32", exact_below=0),
     ],
     ids=repr,
 )
