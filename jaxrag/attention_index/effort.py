@@ -1,8 +1,8 @@
 """The effort of a search, chosen for every query head when its index is built.
 
-Heads differ in how much they have to scan (RetrievalAttention, section 2.4), and no number serves
-all of them. Queries that nothing was trained on, placed where questions will come from, say what
-each needs.
+Heads differ in how much they have to scan, and no number serves all of them. Queries that nothing
+was trained on, placed where questions will come from, say what each needs. RetrievalAttention
+(arXiv:2409.10516) leaves open how much its search scans.
 """
 
 import dataclasses
