@@ -2,12 +2,13 @@
 
 import dataclasses
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrag.attention_index import Exact, QueryLists, build
+from jaxrag.attention_index import Exact, ProjectedGraph, QueryLists, build
 from jaxrag.decode import (
     DECODE_RULES,
     Account,
@@ -197,6 +198,34 @@ def test_requests_are_accounted_for_by_number():
     assert host.account_of([one]).keys == 20
     with pytest.raises(KeyError):
         host.account_of([other])
+
+
+def test_a_layer_may_have_exact_heads_beside_graphs():
+    """And keys that are not to be found: every head finds as many others as are asked for."""
+    rng = np.random.default_rng(0)
+    keys = rng.standard_normal((2, 300, 10)).astype(np.float32)  # of 2 KV heads
+    asked = rng.standard_normal((2, 3, 64, 10)).astype(np.float32)
+    spec = ProjectedGraph(
+        degree=16, knn=40, storage="float32", exact_below=0, min_queries=1, most_scanned=1.0
+    )
+    made = [
+        build(keys[0], asked[0], spec, asked=asked[0], k=10),
+        build(keys[1], None, Exact("float32")),
+    ]
+    assert len(made[0].efforts) == 3
+    positions = np.where(np.arange(300) % 3, np.arange(300), -1).astype(np.int32)
+    host = HostSearch()
+    part = host.open(host.admit(), made, keys, positions)
+    q = asked[:, :, 0]
+    with ThreadPoolExecutor(2) as threads:
+        found = part.best(q, 10, threads)
+    scores = np.where(positions >= 0, q @ keys.transpose(0, 2, 1), -np.inf)
+    best = np.argsort(-scores, axis=-1)[..., :10]
+    order = np.argsort(-found.scores, axis=-1, kind="stable")[..., :10]
+    ours = np.take_along_axis(found.ids, order, -1)
+    assert (ours >= 0).all() and (ours % 3 > 0).all()
+    np.testing.assert_array_equal(ours[1], best[1])
+    assert np.mean([np.isin(best[0, g], ours[0, g]).mean() for g in range(3)]) >= 0.8
 
 
 @dataclasses.dataclass(frozen=True)
