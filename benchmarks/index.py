@@ -15,8 +15,10 @@ from attention_heads import Heads
 from index_measure import Options
 from model_heads import model_heads
 
+from jaxrag.attention_index.document import Indexing
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json, give_out, require_folder
+from jaxrag.decode import Retrieval
 from jaxrag.errors import RequestError
 from jaxrag.models.model import load_model
 
@@ -53,10 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--k", type=int, default=100, metavar="N", help="keys wanted (100)")
     parser.add_argument(
-        "--train", type=int, default=8192, metavar="N", help="training queries a head (8192)"
+        "--train",
+        type=int,
+        metavar="N",
+        help="queries of the context to learn from (those of the rule, or of a stored document)",
     )
     parser.add_argument(
-        "--ask", type=int, default=500, metavar="N", help="queries to validate and test with (500)"
+        "--ask", type=int, default=512, metavar="N", help="queries behind the context (512)"
     )
     parser.add_argument(
         "--cold-mb", type=int, default=1200, metavar="N", help="of heads visited in turn (1200)"
@@ -79,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> None:
     """Print tables, or one JSON object."""
     require_folder(args.out)
+    learned = Retrieval().queries if args.distances is None else Indexing().queries
     options = Options(
         contexts=_integers("--contexts", args.contexts),
         heads=tuple(args.heads.split(",")),
@@ -86,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
         k=args.k,
         sink=args.sink,
         recent=args.recent,
-        train=args.train,
+        train=args.train or learned,
         ask=args.ask,
         cold_bytes=args.cold_mb * 1_000_000,
         rounds=args.rounds,
@@ -98,9 +104,8 @@ def run(args: argparse.Namespace) -> None:
         result = index_measure.run(options, given)
         lines = index_report.report(result)
     else:
-        engines = tuple(args.engines.split(";")) if args.engines else index_distance.DEFAULT_ENGINES
         distances = _integers("--distances", args.distances)
-        result = index_distance.run(options, engines, distances, given)
+        result = index_distance.run(options, index_distance.KINDS, distances, given)
         lines = index_distance.report(result)
     if given is not None:
         del result["options"]["heads"]  # of those that are generated

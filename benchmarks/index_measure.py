@@ -1,13 +1,10 @@
 """Attention indexes beside FAISS's exact scan, IVF and HNSW, on generated heads.
 
 For every length: recall of the exact top k by queries asked behind the context, the share of keys
-scanned, seconds to build, bytes, and processor time of a search. Each kind's search knob is, for
-each query head, the smallest that reaches the target on validation queries; what is reported is
-measured on other ones. Warm: one KV head again and again. Cold: more KV heads than the caches hold,
-in turn, as decoding visits them. All kinds run in the same process on one thread.
-
-The nearest keys of the training queries are found once for all kinds that learn from the same ones;
-the seconds that took are part of each one's build.
+scanned, seconds to build, bytes, and processor time of a search. Every index is built by a decode
+rule, as ``--decode`` builds it, effort included; only the lengths from which on it builds any are
+set to 0. Warm: one KV head again and again. Cold: more KV heads than the caches hold, in turn, as
+decoding visits them. All kinds run in the same process on one thread.
 """
 
 import contextlib
@@ -20,7 +17,6 @@ from typing import Any
 
 import numpy as np
 from attention_heads import Heads, HeadSpec, draw
-from index_knn import SharedNeighbours
 from index_report import break_even
 from tqdm import tqdm
 
@@ -30,20 +26,22 @@ from jaxrag.attention_index import (
     Hnsw,
     Ivf,
     ProjectedGraph,
+    QueryBank,
     QueryLists,
     RoarGraph,
     Searcher,
-    Spec,
-    build,
     nearest,
     open_index,
-    spread,
     table_of,
 )
 from jaxrag.attention_index.faiss_objects import faiss_module
 from jaxrag.bench.machine import describe
+from jaxrag.decode import Ivf as IvfRule
+from jaxrag.decode import Retrieval
 from jaxrag.errors import RequestError
 from jaxrag.types import HostArray
+
+BLOCK = 32  # steps whose recall is averaged
 
 # Named by the share of 32,128 keys that FAISS's IVF scans for recall 0.95, mean of the four query
 # heads; the paper reports some 30 %. Of "mild" the queries' and keys' channels are less opposed.
@@ -56,51 +54,27 @@ HEADS = {
     ),
 }  # fmt: skip
 
-_WIDTHS = (100, 120, 140, 160, 180, 200, 240, 280, 320, 360, 400, 480, 560, 640, 800, 960, 1120,
-           1280, 1600, 2000, 2400, 3200, 4800, 6400, 9600)  # fmt: skip
-Efforts = list[int] | None  # one a query head; None for what has no knob
-_PROBES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224,
-           256, 320, 384, 448, 512, 640, 768, 1024, 1536)  # fmt: skip
+# At any length, and of any number of queries. What is there to compare with may scan everything.
+_ANY: dict[str, Any] = {"exact_below": 0, "min_queries": 1}
+_ALL: dict[str, Any] = {"exact_below": 0, "most_scanned": 1.0}
 
-
-@dataclasses.dataclass(frozen=True)
-class Engine:
-    """One row of the table: how it is built, which efforts are tried, which queries it learns."""
-
-    spec: Spec
-    efforts: tuple[int, ...] = ()
-    own_positions: bool = False  # train as the paper does, not re-rotated
-
-
-ENGINES: dict[str, Engine] = {
-    "flat fp32": Engine(Exact("float32")),
-    "flat fp16": Engine(Exact("float16")),
-    "flat 8-bit": Engine(Exact("uint8")),
-    "ivf fp32": Engine(Ivf(storage="float32", exact_below=0), _PROBES),
-    "ivf fp16": Engine(Ivf(storage="float16", exact_below=0), _PROBES),
-    "hnsw fp32": Engine(Hnsw(storage="float32", exact_below=0), _WIDTHS),
-    "graph fp16": Engine(ProjectedGraph(exact_below=0, min_queries=1), _WIDTHS),
-    "graph 8-bit": Engine(
-        ProjectedGraph(storage="uint8", exact_below=0, min_queries=1), _WIDTHS
-    ),
-    "graph fp16, group": Engine(
-        ProjectedGraph(share="group", exact_below=0, min_queries=1), _WIDTHS
-    ),
-    "graph fp16, own positions": Engine(
-        ProjectedGraph(exact_below=0, min_queries=1), _WIDTHS, own_positions=True
-    ),
-    "roargraph projection fp16": Engine(RoarGraph(exact_below=0, min_queries=1), _WIDTHS),
-    "lists fp32": Engine(QueryLists(exact_below=0, min_queries=1), _PROBES),
-    "lists fp16": Engine(
-        QueryLists(storage="float16", exact_below=0, min_queries=1), _PROBES
-    ),
-    "lists 1024 fp32": Engine(
-        QueryLists(clusters=1024, cap=1024, exact_below=0, min_queries=1), _PROBES
-    ),
-    "lists fp32, own positions": Engine(
-        QueryLists(exact_below=0, min_queries=1), _PROBES, own_positions=True
-    ),
-}  # fmt: skip
+ENGINES: dict[str, Retrieval] = {
+    "flat fp32": Retrieval(index=Exact("float32")),
+    "flat fp16": Retrieval(index=Exact("float16")),
+    "flat 8-bit": Retrieval(index=Exact("uint8")),
+    "ivf, or exact": IvfRule(index=Ivf(exact_below=0)),
+    "ivf fp32": IvfRule(index=Ivf(storage="float32", **_ALL)),
+    "ivf fp16": IvfRule(index=Ivf(**_ALL)),
+    "hnsw fp32": IvfRule(index=Hnsw(storage="float32", **_ALL)),
+    "graph fp16": Retrieval(index=ProjectedGraph(**_ANY)),
+    "graph 8-bit": Retrieval(index=ProjectedGraph(storage="uint8", **_ANY)),
+    "graph fp16, group": Retrieval(index=ProjectedGraph(share="group", **_ANY)),
+    "graph fp16, own positions": Retrieval(index=ProjectedGraph(**_ANY | _ALL), trained_at="own"),
+    "roargraph projection fp16": Retrieval(index=RoarGraph(**_ANY | _ALL)),
+    "lists fp32": Retrieval(index=QueryLists(**_ANY)),
+    "lists fp16": Retrieval(index=QueryLists(storage="float16", **_ANY)),
+    "lists fp32, own positions": Retrieval(index=QueryLists(**_ANY | _ALL), trained_at="own"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,12 +86,10 @@ class Options:
       heads: names in ``HEADS``.
       engines: names in ``ENGINES``.
       k: keys wanted.
-      target: recall that the knob is set for, on validation queries.
-      margin: added to the target there.
       sink: first tokens, whose keys are left out.
       recent: last tokens, likewise.
-      train: training queries a head.
-      ask: queries behind the context, half to validate with.
+      train: queries of the context that a rule may learn from.
+      ask: queries behind the context.
       cold_bytes: of the KV heads visited in turn; several times the last cache.
       searches: in a round.
       rounds: of which the best counts.
@@ -129,12 +101,10 @@ class Options:
     heads: tuple[str, ...] = ("ivf24", "ivf41")
     engines: tuple[str, ...] = tuple(ENGINES)
     k: int = 100
-    target: float = 0.95
-    margin: float = 0.005
     sink: int = 128
     recent: int = 512
-    train: int = 8192
-    ask: int = 500
+    train: int = Retrieval().queries
+    ask: int = 512
     cold_bytes: int = 1_200_000_000
     searches: int = 60
     rounds: int = 3
@@ -152,10 +122,6 @@ class Options:
         for name in ("k", "train", "ask", "searches", "rounds", "cold_bytes"):
             if getattr(self, name) < 1:
                 raise RequestError(f"{name}={getattr(self, name)}: expected a positive number")
-        if self.ask < 2:
-            raise RequestError(f"ask={self.ask}: expected 2 or more, to validate and to test")
-        if not 0 < self.target <= 1:
-            raise RequestError(f"target={self.target}: expected a recall above 0, up to 1")
         least = self.sink + self.recent + self.k
         if min(self.sink, self.recent) < 0 or min(self.contexts) < least:
             raise RequestError(
@@ -173,12 +139,19 @@ def run(options: Options, given: Iterable[tuple[str, Heads]] | None = None) -> d
     settings = dataclasses.asdict(options)
     return {
         "benchmark": "index",
-        "options": settings | {"specs": {n: table_of(ENGINES[n].spec) for n in options.engines}},
+        "options": settings | {"rules": {name: _settings(name) for name in options.engines}},
         "rows": rows,
         "break_even": break_even(rows),
         "faiss": faiss_module().__version__,
         "machine": describe(),
     }
+
+
+def _settings(engine: str) -> dict[str, Any]:
+    """Of the rule that builds an engine's index; k and the window are options."""
+    rule = ENGINES[engine]
+    own = {"rule": rule.name, "queries": rule.queries, "trained_at": rule.trained_at}
+    return own | {"index": table_of(rule.index)}
 
 
 @contextlib.contextmanager
@@ -211,57 +184,56 @@ def generated(options: Options) -> Iterator[tuple[str, Heads]]:
             )
 
 
-def training_queries(heads: Heads, own_positions: bool, first: int, end: int) -> HostArray:
-    """[G, m, H] at their own positions, or re-rotated over the positions first .. end - 1."""
-    rope = heads.rope
-    if own_positions:
-        return heads.bank.own(rope)
-    return heads.bank.at(rope, spread(len(heads.bank.positions), first, end))
+def index_of(heads: Heads, rule: Retrieval, keys: HostArray, room: int) -> AttentionIndex:
+    """What ``rule`` builds for an answer of ``room`` tokens behind the context."""
+    bank = heads.bank
+    kept = np.arange(min(rule.queries, len(bank.positions)))
+    kept = kept * len(bank.positions) // len(kept)
+    bank = QueryBank(bank.queries[:, kept], bank.positions[kept])
+    return rule.index_head(keys, bank, heads.rope, heads.context, room)
 
 
 def measure(heads: Heads, name: str, options: Options) -> Iterator[dict[str, Any]]:
     """One row an engine."""
     keys, asked = heads.placed_keys(), heads.placed_queries()
-    half = options.ask // 2
-    validation, test = asked[:, :half], asked[:, half:]
-    truth = [exact_rows(part, keys, options.k) for part in (validation, test)]
+    truth = exact_rows(asked, keys, options.k)
     chosen = [
         engine
         for engine in options.engines
         if heads.context <= options.slow_up_to
-        or not isinstance(ENGINES[engine].spec, Hnsw | RoarGraph)
+        or not isinstance(ENGINES[engine].index, Hnsw | RoarGraph)
     ]
-    longest = max((getattr(ENGINES[engine].spec, "knn", 1) for engine in chosen), default=1)
-    knn = SharedNeighbours(min(longest, len(keys)))
     for engine in tqdm(chosen, desc=f"{name} {heads.context}", disable=None):
-        kind = ENGINES[engine]
+        rule = dataclasses.replace(ENGINES[engine], k=options.k)
         start, used = time.perf_counter(), time.process_time()
-        queries = training_queries(
-            heads, kind.own_positions, heads.context, heads.context + options.ask
-        )
-        index = build(keys, queries, kind.spec, knn=knn)
-        saved = knn.taken()
-        seconds = time.perf_counter() - start + saved.wall
-        processor = time.process_time() - used + saved.processor
+        index = index_of(heads, rule, keys, options.ask)
+        seconds, processor = time.perf_counter() - start, time.process_time() - used
         searcher = open_index(index)
-        efforts = tune(searcher, validation, truth[0], kind.efforts, options)
-        found, scanned = quality(searcher, test, truth[1], options.k, efforts)
+        found, scanned = quality(searcher, asked, truth, options.k)
         yield {
             "head": name,
             "context": heads.context,
             "keys": len(keys),
             "engine": engine,
-            "efforts": efforts,
+            "efforts": list(index.efforts),
+            "note": index.note,
             "recall": float(found.mean()),
-            "recall_of_heads": found.tolist(),
+            "recall_of_heads": found.mean(1).tolist(),
+            "recall_of_blocks": of_blocks(found),
             "scanned": float(scanned.mean()) / len(keys),
-            "scanned_of_heads": (scanned / len(keys)).tolist(),
+            "scanned_of_heads": (scanned.mean(1) / len(keys)).tolist(),
             "build_seconds": seconds,
             "build_processor_seconds": processor,
             "key_bytes": index.keys.nbytes / len(keys),
             "index_bytes": index.nbytes / len(keys),
-            **latency(index, searcher, test, efforts, options),
+            **latency(index, searcher, asked, options),
         }
+
+
+def of_blocks(found: HostArray) -> list[float]:
+    """Recall [G, n] as the mean of every ``BLOCK`` steps, the last ones among fewer."""
+    steps = found.shape[1]
+    return [float(found[:, at : at + BLOCK].mean()) for at in range(0, steps, BLOCK)]
 
 
 def exact_rows(queries: HostArray, keys: HostArray, k: int) -> HostArray:
@@ -270,55 +242,29 @@ def exact_rows(queries: HostArray, keys: HostArray, k: int) -> HostArray:
 
 
 def quality(
-    searcher: Searcher, queries: HostArray, truth: HostArray, k: int, efforts: Efforts
+    searcher: Searcher, queries: HostArray, truth: HostArray, k: int
 ) -> tuple[HostArray, HostArray]:
-    """Mean recall and mean keys scanned of each query head: [G] and [G]."""
-    hits = np.zeros(queries.shape[:2])
+    """Recall and keys scanned of each query head and query: [G, n] and [G, n]."""
+    recall = np.zeros(queries.shape[:2])
     scanned = np.zeros(queries.shape[:2])
     for number in range(queries.shape[1]):
-        found = searcher.search(queries[:, number], k, effort=efforts, count=True)
+        found = searcher.search(queries[:, number], k, count=True)
         scanned[:, number] = found.scanned
         for head, ids in enumerate(found.ids):
-            hits[head, number] = np.isin(truth[head, number], ids).mean()
-    return hits.mean(1), scanned.mean(1)
-
-
-def tune(
-    searcher: Searcher,
-    queries: HostArray,
-    truth: HostArray,
-    efforts: Sequence[int],
-    options: Options,
-) -> Efforts:
-    """Per query head the smallest effort whose recall on these queries reaches the target.
-
-    The largest where none does, and None for what has no knob.
-    """
-    if not efforts:
-        return None
-    ladder, heads = np.array(efforts), len(queries)
-    low, high = np.zeros(heads, int), np.full(heads, len(efforts) - 1)
-    while (low < high).any():
-        middle = (low + high) // 2
-        found, _ = quality(searcher, queries, truth, options.k, ladder[middle].tolist())
-        reached = found >= options.target + options.margin
-        low = np.where((low < high) & ~reached, middle + 1, low)
-        high = np.where((low <= high) & reached, middle, high)
-    chosen: list[int] = ladder[high].tolist()
-    return chosen
+            recall[head, number] = np.isin(truth[head, number], ids).mean()
+    return recall, scanned
 
 
 def latency(
     index: AttentionIndex,
     searcher: Searcher,
     queries: HostArray,
-    efforts: Efforts,
     options: Options,
 ) -> dict[str, float]:
     """Microseconds of one query head's search: processor time of the best round, median wall."""
-    warm = _rounds([searcher], queries, efforts, options)
+    warm = _rounds([searcher], queries, options)
     copies = max(4, math.ceil(options.cold_bytes / searcher.nbytes))
-    cold = _rounds([_copy(index) for _ in range(copies)], queries, efforts, options)
+    cold = _rounds([_copy(index) for _ in range(copies)], queries, options)
     return {
         "warm_us": warm[0],
         "warm_wall_us": warm[1],
@@ -334,7 +280,7 @@ def _copy(index: AttentionIndex) -> Searcher:
 
 
 def _rounds(
-    searchers: Sequence[Searcher], queries: HostArray, efforts: Efforts, options: Options
+    searchers: Sequence[Searcher], queries: HostArray, options: Options
 ) -> tuple[float, float]:
     group, number = queries.shape[:2]
     processor, wall = [], []
@@ -342,9 +288,7 @@ def _rounds(
     for _ in range(options.rounds + 1):
         start, used = time.perf_counter(), time.process_time()
         for _ in range(options.searches):
-            searchers[at % len(searchers)].search(
-                queries[:, at % number], options.k, effort=efforts
-            )
+            searchers[at % len(searchers)].search(queries[:, at % number], options.k)
             at += 1
         processor.append(time.process_time() - used)
         wall.append(time.perf_counter() - start)

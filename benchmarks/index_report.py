@@ -18,7 +18,7 @@ def break_even(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             row for row in rows
             if (row["head"], row["engine"]) == (head, engine) and (head, row["context"]) in flat
         ]  # fmt: skip
-        if not mine or not mine[0]["efforts"]:
+        if not any(row["efforts"] for row in mine):
             continue
         first = None
         for row in sorted(mine, key=lambda row: -row["context"]):
@@ -37,8 +37,9 @@ def report(result: dict[str, Any]) -> Iterator[str]:
     """The result as lines of tables."""
     options = result["options"]
     yield (
-        f"recall@{options['k']} of held-out queries, {options['train']} training queries a head; "
-        "processor seconds of a build, and microseconds of one query head's search, on one thread"
+        f"recall@{options['k']} of {options['ask']} queries behind the context, and of the worst "
+        "32 in a row; processor seconds of a build, and microseconds of one query head's search, "
+        "on one thread"
     )
     title = None
     for row in result["rows"]:
@@ -57,10 +58,12 @@ def report(result: dict[str, Any]) -> Iterator[str]:
         ratio = f"{base[0] / row['cold_us']:8.2f}" if base else f"{'':>8}"
         yield (
             f"{row['engine']:<26} {_mean(row['efforts']):>6} {row['recall']:6.3f} "
-            f"{min(row['recall_of_heads']):6.3f} {100 * row['scanned']:7.2f}% "
+            f"{min(row['recall_of_blocks']):6.3f} {100 * row['scanned']:7.2f}% "
             f"{row['build_processor_seconds']:8.1f} {row['key_bytes']:6.0f} "
             f"{row['index_bytes']:7.1f} {row['warm_us']:8.0f} {row['cold_us']:8.0f} {ratio}"
         )
+        if row["note"]:
+            yield f"{'':<26} {row['note']}"
     if result["break_even"]:
         yield ""
         yield "break-even against flat fp16, cold: shortest context, searches that pay for a build"

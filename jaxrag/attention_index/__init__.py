@@ -5,7 +5,8 @@ RoarGraph (arXiv:2408.08933), FAISS's inverted file and its HNSW are there to co
 """
 
 from jaxrag.attention_index.bank import QueryBank, rotated, spread
-from jaxrag.attention_index.index import AttentionIndex, build
+from jaxrag.attention_index.build import build
+from jaxrag.attention_index.index import AttentionIndex
 from jaxrag.attention_index.keys import Keys
 from jaxrag.attention_index.knn import nearest, nearest_on_device
 from jaxrag.attention_index.search import Found, Searcher, open_index, search_heads

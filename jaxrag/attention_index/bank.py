@@ -2,7 +2,7 @@
 
 RetrievalAttention (section 3.2, arXiv:2409.10516) builds its index from the queries of prefill at
 their own positions. A query of decode stands elsewhere, and what it wants moves with its position;
-a bank rotated to that position finds the same keys with a fraction of the scan.
+a bank rotated over the positions that will ask finds the same keys with a fraction of the scan.
 """
 
 import dataclasses
@@ -13,6 +13,8 @@ from jaxrag.config import RopeConfig
 from jaxrag.errors import RequestError, RetrievalError
 from jaxrag.models.rope import attention_factor, frequencies
 from jaxrag.types import HostArray
+
+_RUNS = 8  # of queries that are held out
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,6 +56,51 @@ class QueryBank:
         if not np.isfinite(kept).all():
             raise RetrievalError("queries are not finite in float16; scale them or keep float32")
         return cls(kept, (first + chosen).astype(np.int32))
+
+    def split(self) -> "tuple[QueryBank, QueryBank | None]":
+        """Those to train on, and others to choose an effort by; None where there is only one.
+
+        A sixteenth is held out, in runs from all over the text: what is asked later is as near to a
+        trained query as the middle of a run is, not as two neighbours are.
+        """
+        count = len(self.positions)
+        runs = min(_RUNS, count // 2)
+        if not runs:
+            return self, None
+        length, each = max(1, count // (16 * runs)), count // runs
+        first = np.arange(runs) * count // runs + (each - length) // 2
+        trained = np.ones(count, bool)
+        trained[first[:, None] + np.arange(length)] = False
+        parts = (QueryBank(self.queries[:, at], self.positions[at]) for at in (trained, ~trained))
+        return next(parts), next(parts)
+
+    def lessons(
+        self,
+        rope: RopeConfig,
+        start: int,
+        end: int,
+        *,
+        own: bool = False,
+        logarithmic: bool = False,
+    ) -> tuple[HostArray, HostArray | None]:
+        """What an index learns from where questions come from positions [start, end).
+
+        Returns queries to train on, [G, m, H] float32, ``spread`` over these positions, or at
+        their ``own`` if that is asked for; and others, [G, n, H], to choose the effort by. These
+        are spread evenly, so that it is enough for distant questions as well.
+        """
+        trained, held = self.split()
+        return (
+            trained.own(rope) if own else trained.over(rope, start, end, logarithmic=logarithmic),
+            None if held is None else held.over(rope, start, end),
+        )
+
+    def over(
+        self, rope: RopeConfig, start: int, end: int, *, logarithmic: bool = False
+    ) -> HostArray:
+        """The queries ``spread`` over the positions [start, end): [G, m, H] float32."""
+        places = spread(len(self.positions), start, end, logarithmic=logarithmic)
+        return self.at(rope, places)
 
     def at(self, rope: RopeConfig, positions: HostArray | int) -> HostArray:
         """The queries rotated to one position or to one each: [G, m, H] float32.

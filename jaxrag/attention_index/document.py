@@ -15,8 +15,9 @@ from typing import Any, get_args
 import numpy as np
 import safetensors.numpy
 
-from jaxrag.attention_index.bank import QueryBank, rotated, spread
-from jaxrag.attention_index.index import AttentionIndex, build
+from jaxrag.attention_index.bank import QueryBank, rotated
+from jaxrag.attention_index.build import build
+from jaxrag.attention_index.index import AttentionIndex
 from jaxrag.attention_index.spec import (
     INDEXES,
     QueryLists,
@@ -45,18 +46,20 @@ class Indexing:
         ``exact_below`` get none: they are scanned.
       queries: of each query head, kept from evenly spread tokens of the chunk while it is encoded.
       reach: questions will stand up to so many tokens behind the chunk's end.
-      logarithmic: learn from as many queries in every doubling of that distance, which serves
-        questions right behind the chunk better and distant ones worse; else evenly.
+      k: keys that a question's search will want; the effort is chosen for so many.
+      logarithmic: learn from as many queries in every doubling of that distance, and know more of
+        questions right behind the chunk than of distant ones; else evenly.
     """
 
     spec: Trained = dataclasses.field(default_factory=QueryLists)
     queries: int = 4096
     reach: int = 32768
+    k: int = 100
     logarithmic: bool = False
 
     def __post_init__(self) -> None:
         """Refuse sizes out of range, and what could only make an exact index."""
-        for field, kind in (("queries", int), ("reach", int), ("logarithmic", bool)):
+        for field, kind in (("queries", int), ("reach", int), ("k", int), ("logarithmic", bool)):
             value = getattr(self, field)
             if type(value) is not kind or (kind is int and value < 1):
                 expected = "a positive integer" if kind is int else "true or false"
@@ -79,7 +82,7 @@ class Indexing:
         return {**table_of(self.spec), **own}
 
 
-_OWN = ("queries", "reach", "logarithmic")  # fields of Indexing beside the spec's
+_OWN = ("queries", "reach", "k", "logarithmic")  # fields of Indexing beside the spec's
 
 
 def indexing_from(
@@ -110,6 +113,7 @@ def build_layer(
     rope: RopeConfig,
     reach: int,
     *,
+    k: int = 100,
     logarithmic: bool = False,
 ) -> Layer:
     """Index one layer of a document.
@@ -120,6 +124,7 @@ def build_layer(
         spec: of every index.
         rope: the model's rotation.
         reach: questions will stand up to so many tokens behind the document's end.
+        k: keys that a search will want.
         logarithmic: learn from as many queries in every doubling of the distance.
 
     Raises:
@@ -132,13 +137,16 @@ def build_layer(
             "[T, K, H] and [N, m, H] with N a multiple of K"
         )
     tokens, kv_heads, _ = keys.shape
-    asked = spread(queries.shape[1], tokens, tokens + reach, logarithmic=logarithmic)
     placed = rotated(keys.astype(np.float32).swapaxes(0, 1), np.arange(tokens), rope)
     groups = queries.reshape(kv_heads, -1, *queries.shape[1:])
-    return tuple(
-        build(head, QueryBank(group, asked).own(rope), spec)
-        for head, group in zip(placed, groups, strict=True)
-    )
+    nowhere = np.zeros(queries.shape[1], np.int32)
+    made = []
+    for head, group in zip(placed, groups, strict=True):
+        trained, asked = QueryBank(group, nowhere).lessons(
+            rope, tokens, tokens + reach, logarithmic=logarithmic
+        )
+        made.append(build(head, trained, spec, asked=asked, k=k))
+    return tuple(made)
 
 
 def layer_array(layer: Layer) -> HostArray:
@@ -169,10 +177,10 @@ def build_arrays(
 
     Raises RetrievalError as ``build_layer`` does.
     """
-    reach, logarithmic = indexing.reach, indexing.logarithmic
+    it = indexing
     return layer_arrays(
         [
-            build_layer(layer, asked, indexing.spec, rope, reach, logarithmic=logarithmic)
+            build_layer(layer, asked, it.spec, rope, it.reach, k=it.k, logarithmic=it.logarithmic)
             for layer, asked in zip(keys, queries, strict=True)
         ]
     )

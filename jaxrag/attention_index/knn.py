@@ -6,6 +6,7 @@ a matter of seconds for all heads of a model.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,9 @@ class Neighbours:
 
     ids: HostArray
     scores: HostArray
+
+
+Knn = Callable[[HostArray, HostArray, int], Neighbours]  # queries, keys and k, as ``nearest``
 
 
 def nearest(queries: HostArray, keys: HostArray, k: int) -> Neighbours:

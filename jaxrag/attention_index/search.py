@@ -1,9 +1,10 @@
 """Searching an index: keys by inner product, and all heads of a layer."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,35 @@ from jaxrag.attention_index.spec import Exact, Hnsw, Ivf, QueryLists, Spec, effo
 from jaxrag.errors import RequestError, RetrievalError
 from jaxrag.types import HostArray
 
-_COUNTING = threading.Lock()  # FAISS counts for the whole process
+
+class _Turns:
+    """FAISS counts for the whole process: who counts searches alone, all others together."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._searching = 0
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Beside any search that is not counted."""
+        with self._condition:
+            self._searching += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._searching -= 1
+                self._condition.notify_all()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Beside nobody."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._searching)
+            yield
+
+
+_TURNS = _Turns()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,7 +96,8 @@ class Searcher:
         Args:
             queries: [G, H] float32, rotated as the keys are.
             k: keys wanted. All of them are found exactly.
-            effort: ef or probes of this search, for all heads or one each; None takes the spec's.
+            effort: ef or probes of this search, for all heads or one each; None takes those that
+                were chosen when the index was built, or the spec's.
             count: have FAISS count what it scans; counted searches run one at a time.
 
         Raises:
@@ -75,18 +105,45 @@ class Searcher:
             RetrievalError: queries of the wrong shape or number of heads.
         """
         queries = self._checked(queries, k)
-        heads = len(queries)
-        efforts = self._efforts(heads, effort)
-        if k >= len(self):
-            scores = queries @ self.index.keys.decode().T
-            ids = np.broadcast_to(self.index.rows(), scores.shape)
-            scanned = np.full(heads, len(self.index), np.int64)
-        else:
-            ids, scores, scanned = self._core(queries, k, efforts, count)
+        efforts = self._efforts(len(queries), effort)
+        each = [
+            self._of_head(head, queries[head : head + 1], k, efforts[head], count)
+            for head in range(len(queries))
+        ]
+        ids, scores, scanned = (np.concatenate(part) for part in zip(*each, strict=True))
         return Found(*_best(ids, scores, k), scanned)
 
+    def search_head(
+        self, head: int, queries: HostArray, k: int, *, effort: int, count: bool = False
+    ) -> Found:
+        """The same for queries [n, H] of one query head: ids and scores [n, k], scanned [n].
+
+        Of several queries that FAISS counts, each gets the mean.
+        """
+        queries = np.ascontiguousarray(queries, np.float32)
+        ids, scores, scanned = self._of_head(head, queries, k, effort, count)
+        return Found(*_best(ids, scores, k), scanned)
+
+    @property
+    def most_probes(self) -> int | None:
+        """Lists or clusters that there are; None where a search probes none."""
+        match self.index.spec:
+            case QueryLists():
+                return int(self.index.tables["table"].shape[1])
+            case Ivf():
+                return int(self._engines[0].nlist)
+            case _:
+                return None
+
+    @property
+    def kept(self) -> int | None:
+        """Keys that a walk keeps anyway, of the head that keeps least; None where nothing walks."""
+        if not hasattr(self.index.spec, "ef"):
+            return None
+        return min(self.index.efforts or (effort_of(self.index.spec) or 1,))
+
     def _checked(self, queries: HostArray, k: int) -> HostArray:
-        dim, parts = self.index.keys.dim, self.index.parts
+        dim, parts = self.index.keys.dim, len(self.index.efforts) or self.index.parts
         if queries.ndim != 2 or queries.shape[1] != dim or parts not in (None, len(queries)):
             raise RetrievalError(
                 f"queries of shape {list(queries.shape)}: expected [{parts or 'G'}, {dim}]"
@@ -95,37 +152,42 @@ class Searcher:
             raise RequestError(f"k={k} of {len(self)} keys: expected 1 to {len(self)}")
         return np.ascontiguousarray(queries, np.float32)
 
-    def _efforts(self, heads: int, effort: int | Sequence[int] | None) -> list[int]:
+    def _efforts(self, heads: int, effort: int | Sequence[int] | None) -> Sequence[int]:
         """One effort a head; 0 where the index has none."""
-        given = effort_of(self.index.spec) or 0 if effort is None else effort
-        efforts = [given] * heads if isinstance(given, int) else list(given)
+        given = effort
+        if given is None:
+            given = self.index.efforts or effort_of(self.index.spec) or 0
+        efforts = [given] * heads if isinstance(given, int) else given
         if len(efforts) != heads or (effort is not None and min(efforts) < 1):
             raise RequestError(f"effort={effort}: expected at least 1, or that for {heads} heads")
         return efforts
 
-    def _core(
-        self, queries: HostArray, k: int, efforts: Sequence[int], count: bool
+    def _of_head(
+        self, head: int, queries: HostArray, k: int, effort: int, count: bool
     ) -> tuple[HostArray, HostArray, HostArray]:
-        """Ids in the caller's rows, scores and counts of every head."""
-        heads = len(queries)
+        """Ids in the caller's rows and scores [n, k] or more, in any order, and counts [n]."""
+        keys, number = len(self), len(queries)
+        everything = np.full(number, keys, np.int64)
+        if k >= keys:
+            scores = queries @ self.index.keys.decode().T
+            return np.broadcast_to(self.index.rows(), scores.shape), scores, everything
         spec = self.index.spec
         if isinstance(spec, QueryLists):
-            return self._lists(queries, k, efforts)
-        ids = np.empty((heads, k), np.int64)
-        scores = np.empty((heads, k), np.float32)
-        scanned = np.full(heads, -1, np.int64)
-        for head in range(heads):
-            engine = self._engines[head if self.index.parts else 0]
-            one = slice(head, head + 1)
-            if count and not isinstance(spec, Exact):
-                with _COUNTING:
-                    _reset_counts()
-                    scores[one], ids[one] = _walk(engine, spec, queries[one], k, efforts[head])
-                    scanned[head] = _counted(engine, spec)
-            else:
-                scores[one], ids[one] = _walk(engine, spec, queries[one], k, efforts[head])
+            return self._lists(head, queries, k, effort)
+        engine = self._engines[head if self.index.parts else 0]
         if isinstance(spec, Exact):
-            scanned[:] = len(self.index)
+            with _TURNS.together():
+                scores, ids = _walk(engine, spec, queries, k, effort)
+            scanned = everything
+        elif count:
+            with _TURNS.alone():
+                _reset_counts()
+                scores, ids = _walk(engine, spec, queries, k, effort)
+                scanned = np.full(number, _counted(engine, spec, number), np.int64)
+        else:
+            with _TURNS.together():
+                scores, ids = _walk(engine, spec, queries, k, effort)
+            scanned = np.full(number, -1, np.int64)
         missing = ids < 0
         found = ids if self._rows is None else self._rows[ids]
         return (
@@ -135,20 +197,19 @@ class Searcher:
         )
 
     def _lists(
-        self, queries: HostArray, k: int, probes: Sequence[int]
+        self, head: int, queries: HostArray, k: int, probes: int
     ) -> tuple[HostArray, HostArray, HostArray]:
-        heads = len(queries)
-        centroids, table = self.index.tables["centroids"], self.index.tables["table"]
-        ids = np.full((heads, k), -1, np.int32)
-        scores = np.full((heads, k), -np.inf, np.float32)
-        scanned = np.empty(heads, np.int64)
         assert self._rows is not None
-        for head, query in enumerate(queries):
-            part = head if self.index.parts else 0
-            some = lists.candidates(query, centroids[part], table[part], probes[head])
-            scanned[head] = len(some) + len(centroids[part])
+        part = head if self.index.parts else 0
+        centroids, table = (self.index.tables[name][part] for name in ("centroids", "table"))
+        ids = np.full((len(queries), k), -1, np.int32)
+        scores = np.full((len(queries), k), -np.inf, np.float32)
+        scanned = np.empty(len(queries), np.int64)
+        for row, query in enumerate(queries):
+            some = lists.candidates(query, centroids, table, probes)
+            scanned[row] = len(some) + len(centroids)
             kept, values = self._nearest_of(query, some, k)
-            ids[head, : len(kept)], scores[head, : len(kept)] = self._rows[kept], values
+            ids[row, : len(kept)], scores[row, : len(kept)] = self._rows[kept], values
         return ids, scores, scanned
 
     def _nearest_of(self, query: HostArray, some: HostArray, k: int) -> tuple[HostArray, HostArray]:
@@ -237,7 +298,7 @@ def search_heads(
 def _walk(
     engine: Any, spec: Spec, query: HostArray, k: int, effort: int
 ) -> tuple[HostArray, HostArray]:
-    """One query [1, H] through a FAISS index."""
+    """Queries [n, H] through a FAISS index."""
     faiss = faiss_objects.faiss_module()
     scores: HostArray
     ids: HostArray
@@ -258,11 +319,12 @@ def _reset_counts() -> None:
     faiss.cvar.indexIVF_stats.reset()
 
 
-def _counted(engine: Any, spec: Spec) -> int:
+def _counted(engine: Any, spec: Spec, queries: int) -> int:
+    """Keys compared with each of so many queries, on average."""
     faiss = faiss_objects.faiss_module()
     if isinstance(spec, Ivf):
-        return int(faiss.cvar.indexIVF_stats.ndis) + int(engine.nlist)
-    return int(faiss.cvar.hnsw_stats.ndis)
+        return int(faiss.cvar.indexIVF_stats.ndis) // queries + int(engine.nlist)
+    return int(faiss.cvar.hnsw_stats.ndis) // queries
 
 
 def _best(ids: HostArray, scores: HostArray, k: int) -> tuple[HostArray, HostArray]:

@@ -42,7 +42,11 @@ class ProjectedGraph:
       knn: keys of every training query's list.
       span: ranks of a list that a key is linked with.
       top: first ranks of a list that every key of it is linked to.
-      ef: keys kept while searching; more finds more and costs more.
+      ef: keys kept while searching; more finds more and costs more. None chooses for every query
+        head the least that reaches ``target_recall``, as ``build`` says.
+      target_recall: share of the wanted keys that are to be found; nothing where ``ef`` is given.
+      most_scanned: where a head would scan a larger share of the keys for that, every key is
+        scanned instead; nothing where ``ef`` is given.
       share: "q_head" makes one graph for each query head, "group" one for all heads of the group.
       storage: of the keys, see ``Exact``.
       exact_below: with fewer keys than this every key is scanned instead.
@@ -53,7 +57,9 @@ class ProjectedGraph:
     knn: int = 100
     span: int = 4
     top: int = 4
-    ef: int = 280
+    ef: int | None = None
+    target_recall: float = 0.95
+    most_scanned: float = 0.25
     share: Share = "q_head"
     storage: Storage = "float16"
     exact_below: int = 32768
@@ -74,7 +80,9 @@ class RoarGraph:
     Attributes:
       degree: links a key has at most; twice that where the group shares one graph.
       knn: keys of every training query's list.
-      ef: keys kept while searching; more finds more and costs more.
+      ef: as in ``ProjectedGraph``.
+      target_recall: as in ``ProjectedGraph``.
+      most_scanned: as in ``ProjectedGraph``.
       share: as in ``ProjectedGraph``.
       storage: of the keys, see ``Exact``.
       exact_below: as in ``ProjectedGraph``.
@@ -83,7 +91,9 @@ class RoarGraph:
 
     degree: int = 35
     knn: int = 100
-    ef: int = 500
+    ef: int | None = None
+    target_recall: float = 0.95
+    most_scanned: float = 0.25
     share: Share = "q_head"
     storage: Storage = "float16"
     exact_below: int = 32768
@@ -106,7 +116,9 @@ class QueryLists:
       knn: keys of every training query's list.
       rounds: of k-means.
       seed: where k-means starts.
-      probes: lists scanned.
+      probes: lists scanned; None chooses as ``ProjectedGraph.ef`` does.
+      target_recall: as in ``ProjectedGraph``.
+      most_scanned: as in ``ProjectedGraph``.
       share: "q_head" makes lists for each query head, "group" one set for all heads of the group.
       storage: of the keys, see ``Exact``.
       exact_below: as in ``ProjectedGraph``.
@@ -118,7 +130,9 @@ class QueryLists:
     knn: int = 200
     rounds: int = 8
     seed: int = 0
-    probes: int = 3
+    probes: int | None = None
+    target_recall: float = 0.95
+    most_scanned: float = 0.25
     share: Share = "q_head"
     storage: Storage = "float32"
     exact_below: int = 32768
@@ -135,13 +149,17 @@ class Ivf:
 
     Attributes:
       clusters: None takes 4 sqrt(S).
-      probes: clusters scanned.
+      probes: clusters scanned; None chooses as ``ProjectedGraph.ef`` does.
+      target_recall: as in ``ProjectedGraph``.
+      most_scanned: as in ``ProjectedGraph``.
       storage: of the keys, see ``Exact``.
       exact_below: as in ``ProjectedGraph``.
     """
 
     clusters: int | None = None
-    probes: int = 64
+    probes: int | None = None
+    target_recall: float = 0.95
+    most_scanned: float = 0.25
     storage: Storage = "float16"
     exact_below: int = 32768
 
@@ -157,14 +175,18 @@ class Hnsw:
     Attributes:
       links: of a key in the upper levels, twice that at the base.
       ef_build: width while building.
-      ef: width while searching.
+      ef: width while searching; None chooses as ``ProjectedGraph.ef`` does.
+      target_recall: as in ``ProjectedGraph``.
+      most_scanned: as in ``ProjectedGraph``.
       storage: of the keys, see ``Exact``.
       exact_below: as in ``ProjectedGraph``.
     """
 
     links: int = 32
     ef_build: int = 200
-    ef: int = 500
+    ef: int | None = None
+    target_recall: float = 0.95
+    most_scanned: float = 0.25
     storage: Storage = "float16"
     exact_below: int = 32768
 
@@ -192,7 +214,10 @@ def name_of(spec: Spec) -> str:
 
 
 def effort_of(spec: Spec) -> int | None:
-    """The number that trades cost for recall in a search: ef or probes; None for ``Exact``."""
+    """The number that trades cost for recall in a search: ef or probes.
+
+    None where it is chosen for each index, and for ``Exact``, which has none.
+    """
     match spec:
         case Exact():
             return None
@@ -218,6 +243,7 @@ def table_of(spec: Spec) -> dict[str, Any]:
     return {"kind": name_of(spec), **dataclasses.asdict(spec)}
 
 
+_SHARES = ("target_recall", "most_scanned")
 _MAY_BE_ZERO = {"exact_below", "min_queries", "seed", "span", "top"}
 _CHOICES: dict[str, tuple[str, ...]] = {"storage": get_args(Storage), "share": get_args(Share)}
 
@@ -230,7 +256,10 @@ def _check(spec: Any) -> None:
             if value not in _CHOICES[field.name]:
                 expected = ", ".join(_CHOICES[field.name])
                 raise ConfigError(f"{field.name}={value!r}: expected one of {expected}")
-        elif not (field.name == "clusters" and value is None and isinstance(spec, Ivf)):
+        elif field.name in _SHARES:
+            if type(value) not in (int, float) or not 0 < value <= 1:
+                raise ConfigError(f"{field.name}={value!r}: expected a share above 0, up to 1")
+        elif value is not None or field.default is not None:
             least = 0 if field.name in _MAY_BE_ZERO else 1
             if type(value) is not int or value < least:
                 raise ConfigError(f"{field.name}={value!r}: expected an integer from {least} on")

@@ -5,10 +5,12 @@ tokens are run, so that an index has queries to train on. Weights and text are r
 and bytes mean anything, and recall says how an index does on keys and queries without structure.
 Every rule generates the same number of tokens after the same prompt, one at a time; of the steps
 after the warm-up the median is reported and the best, which a busy machine disturbs least. What an
-index scans and finds is counted in a second pass, which is not timed.
+index scans and finds is counted in a second pass over as many tokens, block by block of ``BLOCK``,
+which is not timed.
 """
 
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Iterator
@@ -37,6 +39,7 @@ from jaxrag.models.model import Model, random_model
 from jaxrag.models.spec import num_params
 
 CHUNK_TOKENS = 512
+BLOCK = 32  # steps whose recall is averaged
 RULES = "dense,static_window,flat,ivf,retrieval,topn"
 
 
@@ -48,7 +51,7 @@ class Options:
       rules: names or texts that decode.rule_from reads, settings after a colon.
       question_tokens: of the final block, which is run; an index trains on its queries.
       steps: tokens that are timed, after ``warm`` others.
-      measure: also count what indexes scan and find, in a pass of its own.
+      measure: also count what indexes scan and find in so many steps, in a pass of its own.
     """
 
     contexts: tuple[int, ...] = (4096, 16_384, 65_536, 131_072)
@@ -106,7 +109,6 @@ def run(options: Options) -> dict[str, Any]:
                 bar.set_description(f"{context} {rule}")
                 rows.append(_measure(model, options, prompt, rule))
                 bar.update()
-            engine_of(model).runner.forget_cache()
     return {
         "benchmark": "decode",
         "model": f"random Llama, {num_params(config) / 1e6:.1f}M, {config.num_layers} layers, "
@@ -148,9 +150,10 @@ def _row(runner: ModelRunner, request: Request, options: Options, text: str) -> 
     rule, config, prompt = request.method.decode, runner.model.config, request.prompt
     mapped = map_request(runner, request, request.room)
     try:
-        seconds, prepare_seconds, ids, account, state_bytes = _generate(
-            runner, mapped, request, options, request.room
+        seconds, prepare_seconds, ids, accounts, state_bytes = _generate(
+            runner, mapped, request, request.room
         )
+        account = accounts[-1]
         row: dict[str, Any] = {
             "context": prompt.num_tokens,
             "rule": text,
@@ -164,9 +167,13 @@ def _row(runner: ModelRunner, request: Request, options: Options, text: str) -> 
             **_real_bytes(runner, account),
         }
         if rule.searches is not None:
-            row["index"] = {"bytes": account.index_bytes, "notes": list(account.notes)}
+            row["index"] = {
+                "bytes": account.index_bytes,
+                "trained": account.trained,
+                "notes": list(account.notes),
+            }
             if options.measure:
-                row["index"] |= _counted(runner, mapped, request, options)
+                row["index"] |= counted(runner, mapped, request, options.steps)
         if rule.scores_every_key:
             row["scanned"] = 1.0
         even = rule.break_even(config, prompt.num_tokens)
@@ -178,9 +185,12 @@ def _row(runner: ModelRunner, request: Request, options: Options, text: str) -> 
 
 
 def _generate(
-    runner: ModelRunner, mapped: RequestState, request: Request, options: Options, count: int
-) -> tuple[list[float], float, list[int], Account, int]:
-    """Seconds of every step, of preparing the rule, the ids, the index account, state bytes."""
+    runner: ModelRunner, mapped: RequestState, request: Request, count: int
+) -> tuple[list[float], float, list[int], list[Account], int]:
+    """Seconds of every step, of preparing the rule, the ids, index accounts, state bytes.
+
+    The accounts are those before the first step, after every ``BLOCK`` steps and after the last.
+    """
     rule = request.method.decode
     host = None if rule.searches is None else runner.host_search
     numbers = [] if host is None else [host.admit()]
@@ -195,33 +205,52 @@ def _generate(
     ids = [int(lane.join([0], [(request, mapped)], logits, begun)[0][0])]  # it comes from prefill
     prepared = time.perf_counter() - start
     state = _live_bytes() - before
-    seconds = []
-    for _ in range(count):
-        start = time.perf_counter()
-        ids.append(int(lane.step(1)[0][0, 0]))
-        seconds.append(time.perf_counter() - start)
-    account = Account()
+    seconds: list[float] = []
+    accounts = [] if host is None else [host.account_of(numbers)]
+    while len(seconds) < count:
+        for _ in range(min(BLOCK, count - len(seconds))):
+            start = time.perf_counter()
+            ids.append(int(lane.step(1)[0][0, 0]))
+            seconds.append(time.perf_counter() - start)
+        accounts.append(Account() if host is None else host.account_of(numbers))
     if host is not None:
-        account = host.account_of(numbers)
         host.release(numbers)
-    return seconds, prepared, ids, account, state
+    return seconds, prepared, ids, accounts, state
 
 
-def _counted(
-    runner: ModelRunner, mapped: RequestState, request: Request, options: Options
+def counted(
+    runner: ModelRunner, mapped: RequestState, request: Request, steps: int
 ) -> dict[str, Any]:
-    """What the index scanned and found in a few steps, beside an exact search."""
+    """What the indexes of a mapped request scan and find in so many steps, beside exact search.
+
+    For the engine's thread. ``keys`` of a head; the share of them ``scanned`` by a search and the
+    ``recall`` over all steps and, in ``blocks``, over every ``BLOCK`` of them; ``trained`` indexes,
+    and ``notes`` on those that are none.
+    """
     host, config = runner.host_search, runner.model.config
     host.measure = True
     try:
-        *_, account, _ = _generate(runner, mapped, request, options, min(4, options.steps))
+        *_, accounts, _ = _generate(runner, mapped, request, steps)
     finally:
         host.measure = False
-    per_head = account.keys / (config.num_layers * config.num_kv_heads)
+    per_head = accounts[-1].keys / (config.num_layers * config.num_kv_heads)
+    blocks = [_between(*pair, per_head) for pair in itertools.pairwise(accounts)]
     return {
         "keys": int(per_head),
-        "scanned": account.scanned / max(account.searches * per_head, 1),
-        "recall": account.found / max(account.wanted, 1),
+        "trained": accounts[-1].trained,
+        "notes": list(accounts[-1].notes),
+        **_between(accounts[0], accounts[-1], per_head),
+        "block_steps": BLOCK,
+        "blocks": blocks,
+    }
+
+
+def _between(before: Account, after: Account, keys: float) -> dict[str, float]:
+    """The share of ``keys`` scanned a search, and recall, from one account to a later one."""
+    searches, wanted = after.searches - before.searches, after.wanted - before.wanted
+    return {
+        "scanned": (after.scanned - before.scanned) / max(searches * keys, 1),
+        "recall": (after.found - before.found) / max(wanted, 1),
     }
 
 
@@ -267,6 +296,9 @@ def report(result: dict[str, Any]) -> Iterator[str]:
     for row in result["rows"]:
         for note in row.get("index", {}).get("notes", ()):
             yield f"{row['context']} {row['rule']}: {note}"
+        if blocks := row.get("index", {}).get("blocks"):
+            shares = ", ".join(_share(block["recall"]) for block in blocks)
+            yield f"{row['context']} {row['rule']}: recall by {BLOCK} steps: {shares}"
         if "break_even" in row:
             even = row["break_even"]
             yield (

@@ -4,8 +4,9 @@ One text becomes one chunk of a knowledge base, stored with indexes of its keys.
 is asked three times, each time by ``jaxrag ask`` in a process of its own: with decode rule
 ``retrieval`` over the stored indexes, with the stored KV and dense attention, and with full
 prefill. The account of every answer says how many chunk tokens were encoded and how many indexes
-were trained for it. Weights are random: only times and counts mean anything. The first question of
-each kind compiles; programs are kept on disk, and later processes read them.
+were trained for it. Weights are random: only times and counts mean anything, and the effort of a
+search is given, for where there is nothing to find none would do. The first question of each kind
+compiles; programs are kept on disk, and later processes read them.
 """
 
 import dataclasses
@@ -58,7 +59,7 @@ class Options:
 
     text: str | None = None
     tokens: int = 32_768
-    attention_index: str = "lists:exact_below=4096"
+    attention_index: str = "lists:exact_below=4096,probes=3"
     layers: int = 4
     questions: int = 3
     max_new_tokens: int = 16

@@ -37,7 +37,9 @@ def add_decode(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     parser.add_argument(
         "--question-tokens", type=int, default=2048, metavar="N", help="run, not reused (2048)"
     )
-    parser.add_argument("--steps", type=int, default=16, metavar="N", help="tokens timed (16)")
+    parser.add_argument(
+        "--steps", type=int, default=16, metavar="N", help="tokens timed, and counted (16)"
+    )
     parser.add_argument("--warm", type=int, default=3, metavar="N", help="tokens before them (3)")
     parser.add_argument(
         "--no-measure", action="store_true", help="leave recall and the share scanned out"

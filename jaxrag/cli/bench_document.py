@@ -19,9 +19,9 @@ def add_document(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     parser.add_argument(
         "--attention-index",
-        default="lists:exact_below=4096",
+        default="lists:exact_below=4096,probes=3",
         metavar="KIND",
-        help="as of jaxrag ingest (lists:exact_below=4096)",
+        help="as of jaxrag ingest (lists:exact_below=4096,probes=3)",
     )
     parser.add_argument("--layers", type=int, default=4, metavar="L", help="of the model (4)")
     parser.add_argument(

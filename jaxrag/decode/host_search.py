@@ -17,19 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from jaxrag import attention_index
 from jaxrag.attention_index import (
+    AttentionIndex,
     Exact,
     Found,
     Searcher,
-    Spec,
     build,
     open_index,
     rotated,
     search_heads,
 )
 from jaxrag.attention_index.spec import Trained
-from jaxrag.config import ModelConfig, RopeConfig
+from jaxrag.config import RopeConfig
 from jaxrag.decode.stored import StoredIndexes
 from jaxrag.types import Array, HostArray
 
@@ -107,10 +106,11 @@ class Part:
         """
         searchers = self.exact if exact else self.searchers
         keys = len(searchers[0])
-        most, ef = min(keys, k + self.hidden), getattr(searchers[0].index.spec, "ef", None)
+        most = min(keys, k + self.hidden)
         # Hidden keys take places. A graph's search finds up to ef keys at no further cost; only
         # where some head misses keys then is a wider one worth it.
-        asked = most if ef is None else min(most, max(k, ef))
+        free = [each.kept for each in searchers if each.kept is not None]
+        asked = min(most, max(k, min(free))) if free else most
         while True:
             found = search_heads(searchers, q, asked, threads, count=count)
             there = found.ids >= 0
@@ -174,29 +174,24 @@ class HostSearch:
         """What these requests cost so far, summed; KeyError for one that was released."""
         return sum((self._requests[number].account for number in numbers), Account())
 
-    def build(
+    def open(
         self,
         number: int,
+        made: Sequence[AttentionIndex],
         keys: HostArray,
-        queries: HostArray | None,
-        spec: Spec,
         positions: HostArray,
     ) -> Part:
-        """Index keys of a request, for one layer.
+        """Indexes that were made for one layer of a request.
 
         Args:
             number: of the request.
-            keys: [K, S, H] rotated to their positions.
-            queries: [K, G, m, H] to train on, rotated; None: without any.
-            spec: of every index.
+            made: one a KV head.
+            keys: [K, S, H] that they are over, rotated to their positions.
             positions: [S] int32 where the keys stand in the prompt.
         """
-        heads = range(len(keys))
-        made = [build(keys[h], None if queries is None else queries[h], spec) for h in heads]
-        notes = dict.fromkeys(index.note for index in made)
-        searchers = [open_index(index) for index in made]
         trained = sum(isinstance(index.spec, Trained) for index in made)
-        self._add(number, searchers, trained=trained, notes=tuple(filter(None, notes)))
+        searchers = [open_index(index) for index in made]
+        self._add(number, searchers, trained=trained)
         return Part(searchers, positions, exact=self._exact_of(keys))
 
     def adopt(
@@ -287,8 +282,12 @@ class HostSearch:
 
     def _add(self, number: int, searchers: Sequence[Searcher], **more: Any) -> None:
         """Add a part to the account of a request."""
-        keys, nbytes = sum(map(len, searchers)), sum(each.nbytes for each in searchers)
-        self._requests[number].account += Account(keys=keys, index_bytes=nbytes, **more)
+        self._requests[number].account += Account(
+            keys=sum(map(len, searchers)),
+            index_bytes=sum(each.nbytes for each in searchers),
+            notes=tuple(dict.fromkeys(each.index.note for each in searchers if each.index.note)),
+            **more,
+        )
 
     def _count(self, number: int, found: Found, wanted: HostArray) -> None:
         """Add searches of [K, G] heads to the account of a request."""
@@ -299,27 +298,3 @@ class HostSearch:
             wanted=int((wanted >= 0).sum()),
             found=int(both.any(-2).sum()),
         )
-
-
-def training_queries(
-    queries: HostArray, positions: HostArray, config: ModelConfig, at: int | None
-) -> HostArray | None:
-    """Queries of a prompt's tokens, to train an index on: [K, G, m, H] float32; None without any.
-
-    Args:
-        queries: [m, N, H] before rotation.
-        positions: [m] their own; -1 where there is none.
-        config: of the model.
-        at: the position that they are rotated to; None: their own.
-    """
-    there = positions >= 0
-    if not there.any():
-        return None
-    grouped = queries[there].astype(np.float32)
-    grouped = grouped.reshape(-1, config.num_kv_heads, config.group_size, config.head_dim)
-    banks = (
-        attention_index.QueryBank(heads, positions[there])
-        for heads in grouped.transpose(1, 2, 0, 3)
-    )
-    placed = (bank.own(config.rope) if at is None else bank.at(config.rope, at) for bank in banks)
-    return np.stack(list(placed))

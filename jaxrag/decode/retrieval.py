@@ -7,19 +7,20 @@ is on the device, the index on the host. IVF is the paper's baseline (section 4.
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, override
+from typing import Any, Literal, get_args, override
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxrag.attention_index import Exact, ProjectedGraph, Spec
+from jaxrag.attention_index import AttentionIndex, Exact, ProjectedGraph, QueryBank, Spec, build
 from jaxrag.attention_index import Ivf as IvfIndex
+from jaxrag.attention_index.spec import Trained, effort_of
 from jaxrag.cache import PagePool, PageTable
-from jaxrag.config import ModelConfig
+from jaxrag.config import ModelConfig, RopeConfig
 from jaxrag.decode.footprint import Bytes, beside_window, index_bytes
-from jaxrag.decode.host_search import NOBODY, HostSearch, training_queries
+from jaxrag.decode.host_search import NOBODY, HostSearch
 from jaxrag.decode.rule import (
     DecodeRule,
     Observe,
@@ -37,6 +38,9 @@ from jaxrag.shapes import bucket
 from jaxrag.types import Array, HostArray, Partial, on_host
 
 _FEWEST = 1024  # positions whose keys are read at once; more in powers of two
+
+
+TrainedAt = Literal["answer", "own"]
 
 
 class Indexed(struct.PyTreeNode):
@@ -65,9 +69,10 @@ class Retrieval(DecodeRule):
       sink: tokens of the window from the start of the prompt.
       recent: newest tokens of the window, the newest one included.
       index: kind of the index that is built for a question.
-      queries: tokens of the prompt whose queries train it.
-      rerotate: rotate training queries to where the answer begins; else they stand where they were
-        in the prompt, as in the paper, and more keys have to be scanned.
+      queries: tokens of the prompt whose queries train it, and choose how much a search scans.
+      trained_at: "answer" spreads the training queries over the positions that the answer may take;
+        "own" leaves them where they were in the prompt, as the paper does, and more keys have to
+        be scanned.
       stored: search the indexes that chunks were stored with, whatever their kind, wherever the
         chunks stand; only keys outside them are indexed for the question.
       max_host_bytes: ceiling of the indexes of one batch on the host, checked before anything is
@@ -79,22 +84,29 @@ class Retrieval(DecodeRule):
     recent: int = 512
     index: Spec = dataclasses.field(default_factory=ProjectedGraph)
     queries: int = 2048
-    rerotate: bool = True
+    trained_at: TrainedAt = "answer"
     stored: bool = True
     max_host_bytes: int | None = None
     name: str = dataclasses.field(default="retrieval", init=False)
 
     def __post_init__(self) -> None:
-        """Refuse a window without the newest token, k of zero and no queries."""
+        """Refuse a window without the newest token, k of zero, no queries, unknown positions."""
         require_zero_or_more(self.name, sink=self.sink)
         require(self.name, k=self.k, recent=self.recent, queries=self.queries)
+        if self.trained_at not in get_args(TrainedAt):
+            raise RequestError(
+                f"decode rule {self.name!r}: trained_at={self.trained_at!r}: expected one of "
+                f"{', '.join(get_args(TrainedAt))}"
+            )
         if self.max_host_bytes is not None:
             require(self.name, max_host_bytes=self.max_host_bytes)
 
     @property
     @override
     def observe(self) -> Observe | None:
-        return Observe("strided", self.queries)
+        opened = not isinstance(self.index, Exact) and effort_of(self.index) is None
+        learns = isinstance(self.index, Trained) or opened
+        return Observe("strided", self.queries) if learns else None
 
     @property
     @override
@@ -111,6 +123,33 @@ class Retrieval(DecodeRule):
         without = beside_window(config, tokens, window)
         index = index_bytes(self.index, config, max(tokens - window, 0))
         return dataclasses.replace(without, host=without.host + index)
+
+    def index_head(
+        self,
+        keys: HostArray,
+        bank: QueryBank | None,
+        rope: RopeConfig,
+        start: int,
+        room: int,
+        spec: Spec | None = None,
+    ) -> AttentionIndex:
+        """The index of one KV head for an answer at positions [start, start + room).
+
+        Args:
+            keys: [S, H] rotated to their positions.
+            bank: queries of the prompt that the rule observes; None without any.
+            rope: the model's rotation.
+            start: position of the first generated token.
+            room: at most so many are generated.
+            spec: another kind than the rule's.
+        """
+        spec, end = spec or self.index, start + room
+        queries = asked = None
+        if bank is not None and isinstance(spec, Trained):
+            queries, asked = bank.lessons(rope, start, end, own=self.trained_at == "own")
+        elif bank is not None:
+            asked = bank.over(rope, start, end)
+        return build(keys, queries, spec, asked=asked, k=self.k)
 
     @override
     def begin(self, prompts: Prompts) -> Indexed:
@@ -143,10 +182,13 @@ class Retrieval(DecodeRule):
                 ]
                 if len(span.rest):
                     here = np.ascontiguousarray(keys[row, : len(span.rest)].transpose(1, 0, 2))
-                    at = int(position[row]) + 1 if self.rerotate else None
-                    own = bank_positions[row]
-                    trained = training_queries(queries[row], own, config, at)
-                    parts.append(host.build(number, here, trained, span.spec(self), span.rest))
+                    banks = _banks(queries[row], bank_positions[row], config)
+                    start, spec = int(position[row]) + 1, span.spec(self)
+                    made = [
+                        self.index_head(head, bank, config.rope, start, prompts.room, spec)
+                        for head, bank in zip(here, banks, strict=True)
+                    ]
+                    parts.append(host.open(number, made, here, span.rest))
                 host.add_layer(number, parts)
         rows, room = len(position), prompts.room
         tail = np.where(position[:, None] >= 0, end[:, None] + np.arange(room), -1)
@@ -182,18 +224,16 @@ class Retrieval(DecodeRule):
 
 @dataclasses.dataclass(frozen=True)
 class Ivf(Retrieval):
-    """The same over FAISS's inverted file, which knows nothing of queries: the paper's baseline."""
+    """The same over FAISS's inverted file: the paper's baseline.
+
+    The file is made of the keys alone; ``queries`` of the prompt only choose how many of its
+    clusters are scanned, and none are needed where ``index`` says it.
+    """
 
     index: Spec = dataclasses.field(default_factory=IvfIndex)
-    queries: int = 1
+    queries: int = 128
     stored: bool = False
     name: str = dataclasses.field(default="ivf", init=False)
-
-    @property
-    @override
-    def observe(self) -> None:
-        """None: the file is made of the keys alone."""
-        return None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -342,3 +382,15 @@ def _keys(
     slots = (table.slot_position, order, position)
     keys = View(config, rope, pool, pages, table.offsets, *slots).keys_at(wanted)
     return keys, queries[layer].astype(jnp.float32)
+
+
+def _banks(
+    queries: HostArray, positions: HostArray, config: ModelConfig
+) -> Sequence[QueryBank | None]:
+    """What was kept of a prompt [W, N, H], by KV head; ``positions`` [W] are -1 for nothing."""
+    there = positions >= 0
+    if not there.any():
+        return [None] * config.num_kv_heads
+    kept = queries[there]
+    grouped = kept.reshape(-1, config.num_kv_heads, config.group_size, config.head_dim)
+    return [QueryBank(heads, positions[there]) for heads in grouped.transpose(1, 2, 0, 3)]

@@ -46,7 +46,7 @@ def test_nearest_on_a_device_is_nearest(head, k, monkeypatch):
 
 
 def test_an_index_may_be_built_from_neighbours_found_on_a_device(head):
-    spec = ProjectedGraph(degree=8, knn=10, **SMALL)
+    spec = ProjectedGraph(degree=8, knn=10, ef=80, **SMALL)
     host = build(head.keys, head.train, spec)
     device = build(head.keys, head.train, spec, knn=nearest_on_device)
     for name, array in host.to_arrays().items():
@@ -163,8 +163,9 @@ SMALL = {"exact_below": 0, "min_queries": 1}
 
 @pytest.mark.parametrize(
     "spec",
-    [ProjectedGraph(degree=8, knn=10, **SMALL), RoarGraph(degree=8, knn=10, **SMALL),
-     QueryLists(clusters=6, cap=50, knn=10, **SMALL)],
+    [ProjectedGraph(degree=8, knn=10, ef=80, **SMALL),
+     RoarGraph(degree=8, knn=10, ef=80, **SMALL),
+     QueryLists(clusters=6, cap=50, knn=10, probes=3, **SMALL)],
 )  # fmt: skip
 def test_wanted_keys_come_first_and_hottest(head, spec):
     index = build(head.keys, head.train, spec)
@@ -180,11 +181,11 @@ def test_wanted_keys_come_first_and_hottest(head, spec):
 
 
 def test_heads_of_a_group_share_the_keys_or_everything(head):
-    apart = build(head.keys, head.train, ProjectedGraph(degree=8, knn=10, **SMALL))
+    apart = build(head.keys, head.train, ProjectedGraph(degree=8, knn=10, ef=80, **SMALL))
     assert apart.parts == 2
     assert apart.tables["links_0"].shape == apart.tables["links_1"].shape
     together = build(
-        head.keys, head.train, ProjectedGraph(degree=8, knn=10, share="group", **SMALL)
+        head.keys, head.train, ProjectedGraph(degree=8, knn=10, ef=80, share="group", **SMALL)
     )
     assert together.parts is None
     assert together.tables.keys() == {"entries", "links_0"}
@@ -193,7 +194,7 @@ def test_heads_of_a_group_share_the_keys_or_everything(head):
 
 
 def test_bytes_are_those_of_the_arrays(head):
-    index = build(head.keys, head.train, ProjectedGraph(degree=8, knn=10, **SMALL))
+    index = build(head.keys, head.train, ProjectedGraph(degree=8, knn=10, ef=80, **SMALL))
     wanted = len(index.wanted)
     assert index.nbytes == 2 * wanted * 8 * 4 + 2 * 4 + wanted * 4
     assert index.keys.nbytes == head.keys.size * 2
@@ -212,7 +213,7 @@ def test_short_contexts_and_small_banks_are_exact_and_say_so(head, kind):
 
 
 def test_what_does_not_fit_is_refused(head):
-    spec = ProjectedGraph(**SMALL)
+    spec = ProjectedGraph(ef=280, **SMALL)
     with pytest.raises(RetrievalError, match=r"training queries of shape \[2, 256, 15\]"):
         build(head.keys, head.train[..., :15], spec)
     with pytest.raises(RetrievalError, match=r"keys of shape \[600\]"):

@@ -55,7 +55,8 @@ def document():
 
 
 @pytest.mark.parametrize(
-    "spec", [SPEC, ProjectedGraph(degree=8, knn=30, exact_below=0, min_queries=1), QueryLists()]
+    "spec",
+    [SPEC, ProjectedGraph(degree=8, knn=30, ef=80, exact_below=0, min_queries=1), QueryLists()],
 )
 def test_a_stored_index_answers_as_the_one_that_was_built(document, spec, tmp_path):
     with_index = document.layers(spec)
@@ -71,6 +72,7 @@ def test_a_stored_index_answers_as_the_one_that_was_built(document, spec, tmp_pa
         for mine, theirs in zip(built, loaded, strict=True):
             assert theirs.spec == mine.spec
             assert theirs.note == mine.note
+            assert theirs.efforts == mine.efforts
             assert theirs.keys.codes.tobytes() == mine.keys.codes.tobytes()
             query = document.queries[0, :GROUP, 5]
             one, other = (open_index(index).search(query, 20) for index in (mine, theirs))

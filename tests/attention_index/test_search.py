@@ -119,7 +119,7 @@ def walk(links, entry, keys, query, width):
 
 def test_faiss_walks_our_links(head):
     index = build(
-        head.keys, head.train, ProjectedGraph(degree=8, knn=20, storage="float32", **SMALL)
+        head.keys, head.train, ProjectedGraph(degree=8, knn=20, ef=30, storage="float32", **SMALL)
     )
     searcher = open_index(index)
     for part in range(2):
@@ -194,8 +194,8 @@ def test_all_keys_come_back_to_build_again(head):
 
 @pytest.mark.parametrize("storage", ["float16", "uint8"])
 def test_small_storages_find_nearly_the_same(head, recall_of, storage):
-    for kind in (Exact, ProjectedGraph, QueryLists):
-        small = {} if kind is Exact else {"knn": 40, **SMALL}
+    for kind, effort in ((Exact, {}), (ProjectedGraph, {"ef": 280}), (QueryLists, {"probes": 3})):
+        small = {"knn": 40, **SMALL, **effort} if effort else {}
         index = build(head.keys, head.train, kind(storage=storage, **small))
         assert index.keys.nbytes < head.keys.nbytes
         found = [open_index(index).search(head.test[:, i], 10).ids[0] for i in range(20)]

@@ -23,7 +23,7 @@ RULES = (
 @pytest.fixture(scope="module")
 def result():
     return run(
-        Options(contexts=(1024,), rules=RULES, layers=2, question_tokens=64, steps=2, warm=1)
+        Options(contexts=(1024,), rules=RULES, layers=2, question_tokens=64, steps=34, warm=1)
     )
 
 
@@ -34,7 +34,7 @@ def test_rows(result):
     for row in result["rows"]:
         assert row["context"] == 1024 and row["seconds"] >= row["best_seconds"] > 0
         assert row["cache_tokens"] >= 1024
-        assert len(row["ids"]) == 4
+        assert len(row["ids"]) == 1 + 1 + 34
     assert dense["formula_bytes"] == {
         "device": 1024 * result["kv_bytes_per_token"],
         "host": 0,
@@ -46,11 +46,16 @@ def test_rows(result):
     assert (topn["device_bytes"], topn["host_bytes"]) == (whole * 3 // 4, whole // 4)
     # Few keys: both scan all of them, so nothing is missed.
     for row in (retrieval, ivf):
-        assert row["index"]["scanned"] == row["index"]["recall"] == 1.0
+        assert len(row["index"]["blocks"]) == 2  # 32 steps, and 2
+        for part in (row["index"], *row["index"]["blocks"]):
+            assert part["scanned"] == 1.0
+            assert part["recall"] == pytest.approx(1, abs=1e-3)  # keys of 16 bits: nearly ties
         assert row["index"]["keys"] == 1024 + 1 - 16 - 4
         assert any("32768" in note for note in row["index"]["notes"])
     assert topn["break_even"]["tokens"] == 510
     lines = list(report(result))
+    (by_block,) = (line for line in lines if line.startswith(f"1024 {RULES[3]}: recall by 32 "))
+    assert by_block.count("%") == 2
     assert sum(line.strip().startswith("1024 ") for line in lines) >= 4
 
 
@@ -78,12 +83,14 @@ def test_formulas(tiny_config):
     "spec",
     [
         Exact("float32"),
-        ProjectedGraph(degree=8, knn=200, **SMALL),
-        ProjectedGraph(degree=8, knn=200, share="group", storage="float32", **SMALL),
-        QueryLists(clusters=6, cap=50, knn=200, **SMALL),
-        QueryLists(clusters=6, cap=50, knn=200, share="group", storage="float16", **SMALL),
-        Ivf(exact_below=0),
-        Hnsw(links=8, storage="float32", exact_below=0),
+        ProjectedGraph(degree=8, knn=200, ef=80, **SMALL),
+        ProjectedGraph(degree=8, knn=200, ef=80, share="group", storage="float32", **SMALL),
+        QueryLists(clusters=6, cap=50, knn=200, probes=2, **SMALL),
+        QueryLists(
+            clusters=6, cap=50, knn=200, probes=2, share="group", storage="float16", **SMALL
+        ),
+        Ivf(probes=8, exact_below=0),
+        Hnsw(links=8, ef=80, storage="float32", exact_below=0),
     ],
     ids=repr,
 )

@@ -144,8 +144,17 @@ def test_every_family(model_of, ids, a_prompt, next_logits, family, rule):
     np.testing.assert_allclose(ours, expected, **CLOSE)
 
 
-def test_a_graph_trained_on_the_prompt_is_searched(model_of, ids, a_prompt, next_logits, accounts):
+def test_a_graph_trained_on_the_prompt_is_searched(
+    model_of, ids, a_prompt, next_logits, accounts, monkeypatch
+):
     """Prefill keeps queries, the host builds graphs from them, and decoding finds keys there."""
+    asked_at, index_head = [], Retrieval.index_head
+
+    def index(rule, keys, bank, rope, start, room, spec):
+        asked_at.append((start, room, len(bank.positions)))
+        return index_head(rule, keys, bank, rope, start, room, spec)
+
+    monkeypatch.setattr(Retrieval, "index_head", index)
     model, prompt = model_of(), a_prompt(final=60)
     graph = ProjectedGraph(degree=16, knn=24, ef=80, exact_below=0, min_queries=32)
     rule = Retrieval(k=6, sink=4, recent=8, index=graph, queries=64)
@@ -157,6 +166,9 @@ def test_a_graph_trained_on_the_prompt_is_searched(model_of, ids, a_prompt, next
     finally:
         host.measure = False
     (account,) = accounts
+    (at,) = {(start, kept) for start, _, kept in asked_at}
+    assert at == (prompt.num_tokens, 64)  # the answer begins there
+    assert min(room for _, room, _ in asked_at) >= 5
     assert account.notes == () and account.searches == 3 * 5 * 6
     assert account.found / account.wanted > 0.9
     if account.found == account.wanted:

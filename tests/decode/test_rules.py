@@ -2,12 +2,13 @@
 
 import dataclasses
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrag.attention_index import Exact, QueryLists
+from jaxrag.attention_index import Exact, ProjectedGraph, QueryLists, build
 from jaxrag.decode import (
     DECODE_RULES,
     Account,
@@ -68,6 +69,7 @@ def test_settings_come_as_a_table_or_as_one_text(tmp_path):
         (lambda: TopN(device_layers=-1), RequestError, "device_layers=-1"),
         (lambda: Flat(k=0), RequestError, "k=0: expected a positive"),
         (lambda: Retrieval(k=-3), RequestError, "k=-3: expected a positive"),
+        (lambda: Retrieval(trained_at="end"), RequestError, "trained_at='end': expected one of"),
         (lambda: Ivf(sink=-1), RequestError, "sink=-1: expected 0 or more"),
         (lambda: StaticWindow(recent=0), RequestError, "recent=0: expected a positive"),
         (lambda: StaticWindow(positions="new"), RequestError, "positions='new'"),
@@ -184,7 +186,9 @@ def test_requests_are_accounted_for_by_number():
     one, other = host.admit(), host.admit()
     keys = np.ones((2, 9, 10), np.float32)  # of 2 KV heads
     for number, count in ((one, 5), (other, 9), (one, 5)):
-        host.build(number, keys[:, :count], None, Exact("float32"), np.arange(count))
+        some = keys[:, :count]
+        made = [build(head, None, Exact("float32")) for head in some]
+        host.open(number, made, some, np.arange(count))
     host.note(other, "twice")
     host.note(other, "twice")
     assert host.account_of([one]) == Account(keys=20, index_bytes=20 * 40)
@@ -194,6 +198,34 @@ def test_requests_are_accounted_for_by_number():
     assert host.account_of([one]).keys == 20
     with pytest.raises(KeyError):
         host.account_of([other])
+
+
+def test_a_layer_may_have_exact_heads_beside_graphs():
+    """And keys that are not to be found: every head finds as many others as are asked for."""
+    rng = np.random.default_rng(0)
+    keys = rng.standard_normal((2, 300, 10)).astype(np.float32)  # of 2 KV heads
+    asked = rng.standard_normal((2, 3, 64, 10)).astype(np.float32)
+    spec = ProjectedGraph(
+        degree=16, knn=40, storage="float32", exact_below=0, min_queries=1, most_scanned=1.0
+    )
+    made = [
+        build(keys[0], asked[0], spec, asked=asked[0], k=10),
+        build(keys[1], None, Exact("float32")),
+    ]
+    assert len(made[0].efforts) == 3
+    positions = np.where(np.arange(300) % 3, np.arange(300), -1).astype(np.int32)
+    host = HostSearch()
+    part = host.open(host.admit(), made, keys, positions)
+    q = asked[:, :, 0]
+    with ThreadPoolExecutor(2) as threads:
+        found = part.best(q, 10, threads)
+    scores = np.where(positions >= 0, q @ keys.transpose(0, 2, 1), -np.inf)
+    best = np.argsort(-scores, axis=-1)[..., :10]
+    order = np.argsort(-found.scores, axis=-1, kind="stable")[..., :10]
+    ours = np.take_along_axis(found.ids, order, -1)
+    assert (ours >= 0).all() and (ours % 3 > 0).all()
+    np.testing.assert_array_equal(ours[1], best[1])
+    assert np.mean([np.isin(best[0, g], ours[0, g]).mean() for g in range(3)]) >= 0.8
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 LISTS = QueryLists(clusters=4, cap=500, knn=500, probes=4, exact_below=50, min_queries=1)
 EXHAUSTIVE = Indexing(LISTS, queries=40, reach=300)
 # Would be trained on the prompt's queries where no stored index is used.
-TRAINED = ProjectedGraph(degree=8, knn=20, exact_below=50, min_queries=1)
+TRAINED = ProjectedGraph(degree=8, knn=20, ef=280, exact_below=50, min_queries=1)
 RULE = Retrieval(k=6, sink=4, recent=30, index=TRAINED, queries=32)
 FLAT = Flat(k=6, sink=4, recent=30)
 LENGTHS = (70, 9, 64)  # the second one is too short for an index

@@ -17,7 +17,9 @@ from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
 
 INDEXING = Indexing(
-    QueryLists(clusters=3, cap=50, knn=20, exact_below=40, min_queries=1), queries=17, reach=100
+    QueryLists(clusters=3, cap=50, knn=20, probes=3, exact_below=40, min_queries=1),
+    queries=17,
+    reach=100,
 )
 
 

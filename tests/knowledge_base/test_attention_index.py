@@ -23,7 +23,7 @@ from jaxrag.serve.generate import generate
 EXHAUSTIVE = (
     "lists:clusters=3,cap=200,knn=200,probes=3,exact_below=64,min_queries=1,queries=40,reach=200"
 )
-TRAINED = ProjectedGraph(degree=8, knn=20, exact_below=100, min_queries=1)
+TRAINED = ProjectedGraph(degree=8, knn=20, ef=280, exact_below=100, min_queries=1)
 RULE = Retrieval(k=6, sink=4, recent=8, index=TRAINED, queries=32)  # would be trained
 SHORT = Document("short", "basalt")
 
