@@ -112,7 +112,8 @@ def test_a_preset_that_the_template_turns_into_another_is_told(kb, text_model):
 
 
 def test_encoders_that_the_knowledge_base_lacks_are_named_with_what_they_cost(kb):
-    out = generate(QUESTION, kb=kb, method="fusionrag", max_new_tokens=1)
+    kb.add([{"id": "beside", "text": "Mules of the village rest beside the salt every week."}])
+    out = generate(QUESTION, kb=kb, method="fusionrag", k=2, max_new_tokens=1)
     (note,) = (note for note in out.notes if "jaxrag ingest" in note)
     assert note == (
         "fusionrag reads chunks encoded as neighbours and after_prefix, the knowledge base keeps "
@@ -120,8 +121,8 @@ def test_encoders_that_the_knowledge_base_lacks_are_named_with_what_they_cost(kb
         f"`jaxrag ingest PATH... --kb {kb.path} --encoder neighbours --encoder after_prefix` does "
         "it once, before questions"
     )
-    assert any("passes over" in note for note in out.notes)
-    again = generate(QUESTION, kb=kb, method="fusionrag", max_new_tokens=1)
+    assert any("passes over" in note for note in out.notes)  # the third was not retrieved
+    again = generate(QUESTION, kb=kb, method="fusionrag", k=2, max_new_tokens=1)
     assert again.counts["encoded"] == 0
     assert not any("jaxrag ingest" in note for note in again.notes)
 
