@@ -148,6 +148,7 @@ def result(tmp_path_factory):
     return run(made_up(folder), asked, [512])
 
 
+@pytest.mark.slow
 def test_the_program_does_what_the_counters_say(result):
     assert result["counters"].pop("equal")
     for side in result["counters"].values():
@@ -159,6 +160,7 @@ def test_the_program_does_what_the_counters_say(result):
     assert {row["seeds"] for row in result["sensitivity"]} == {SEEDS}
 
 
+@pytest.mark.slow
 def test_every_chunk_is_accounted_for(result):
     assert [pool["pool_tokens"] for pool in result["pools"]][1:] == [512]
     assert "data" not in json.dumps(result["setting"])  # the path of one machine
@@ -176,6 +178,7 @@ def test_every_chunk_is_accounted_for(result):
             assert way["token_hit_rate"] == pytest.approx(rows["hit"] / result["asked_tokens"])
 
 
+@pytest.mark.slow
 def test_what_was_made_offline_is_always_found(result):
     for pool in result["pools"]:
         assert set(pool["prefix_cache"]["found"]["kb"]) <= {"computed", "prefix hit, pool"}
@@ -187,6 +190,7 @@ def test_what_was_made_offline_is_always_found(result):
         assert set(pool["alternative_path"]["found"]["unique"]) <= {"encoded"}
 
 
+@pytest.mark.slow
 def test_a_small_pool_costs_the_store_no_hit(result):
     large, small = result["pools"]
     for name in ("hits", "computed", "stored_tokens"):
@@ -206,6 +210,7 @@ def test_a_small_pool_costs_the_store_no_hit(result):
     assert "storage_reduction" not in small["alternative_path"]  # the cache kept a part
 
 
+@pytest.mark.slow
 def test_storage_is_of_store_and_pool(result):
     ways = result["pools"][0]
     per_token = result["kv_bytes_per_token"]
@@ -220,6 +225,7 @@ def test_storage_is_of_store_and_pool(result):
     assert path["avoided"] == 1 - path["computed"] / ways["prefix_cache"]["computed"]
 
 
+@pytest.mark.slow
 def test_report_and_json(result):
     assert json.loads(json.dumps(result)) == result
     shown = "\n".join(report(result))
@@ -254,6 +260,7 @@ def test_the_tokenizer_spells_any_passage():
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@pytest.mark.slow
 def test_command_passes_its_options_and_writes_the_result(result, monkeypatch, tmp_path, capsys):
     calls = []
     monkeypatch.setattr(reuse, "run", lambda *arguments: calls.append(arguments) or result)

@@ -110,6 +110,7 @@ def test_a_method_that_recomputes_has_a_row_for_every_ratio(model_dir, reads, me
     assert lines[9].startswith("slope at 1024: ")
 
 
+@pytest.mark.slow
 def test_batches_come_at_one_moment(model_dir, tmp_path, capsys):
     out = tmp_path / "result.json"
     arguments = ["--contexts", "512,1024", "--repeats", "1,2", "--question-tokens", "7"]

@@ -90,7 +90,7 @@ def test_law_14_would_see_queries_trained_for_the_first_token_alone(small):
     assert not index.note and min(blocks) < LEAST - 0.1
 
 
-@pytest.mark.parametrize("room", [1, 64, 4096])
+@pytest.mark.parametrize("room", [1, pytest.param(64, marks=pytest.mark.slow), 4096])
 def test_law_14_over_rooms_of_any_length(small, room):
     """Steps at even places of the room, the first and the last one included."""
     rule = dataclasses.replace(RULES["lists"], k=32)

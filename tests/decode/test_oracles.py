@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrag.attention_index import Exact
+from jaxrag.attention_index import Exact, build
 from jaxrag.cache import PAGE, PagePool
 from jaxrag.config import RopeConfig, YarnScaling
 from jaxrag.decode import (
@@ -338,8 +338,8 @@ def test_retrieval_finds_what_flat_finds(tiny_config, rope):
     end = PROMPT + 1 - rule.recent
     keys = np.stack([made.placed(made.keys[p], p) for p in range(5, end)], axis=1)
     for _ in range(2):
-        part = host.build(number, keys.astype(np.float32), None, rule.index, np.arange(5, end))
-        host.add_layer(number, [part])
+        made_of = [build(head.astype(np.float32), None, rule.index) for head in keys]
+        host.add_layer(number, [host.open(number, made_of, keys, np.arange(5, end))])
     tail = jnp.asarray(end + np.arange(NEW), jnp.int32)[None, None, None]
     state = Indexed(numbers=jnp.array([number], jnp.int32), tail=tail)
     view = dataclasses.replace(made.view, host=host)

@@ -95,7 +95,14 @@ def in_use(model):
     )
 
 
-@pytest.mark.parametrize(("tokens", "pages"), [(1, 4), (2, 5), (17, 5), (18, 6)])
+@pytest.mark.parametrize(
+    ("tokens", "pages"),
+    [
+        *[pytest.param(*few, marks=pytest.mark.slow) for few in ((1, 4), (2, 5))],
+        (17, 5),
+        (18, 6),
+    ],
+)
 def test_every_token_that_is_run_has_a_slot_and_no_more(tiny_config, tokens, pages):
     """The last token of an answer is not run; a pool of just these pages is enough."""
     ids = range(3, 3 + 4 * PAGE)
@@ -229,7 +236,9 @@ def test_unused_chunks_count_as_room(model, rng):
     assert allocator.num_free < allocator.num_pages == allocator.num_available
 
 
-@pytest.mark.parametrize("decode", ["dense", "retrieval:recent=8,sink=4"])
+@pytest.mark.parametrize(
+    "decode", ["dense", pytest.param("retrieval:recent=8,sink=4", marks=pytest.mark.slow)]
+)
 def test_a_deleted_model_frees_weights_and_pool(tiny_config, rng, decode):
     model = random_model(tiny_config(), cache_tokens=512)
     ids = rng.integers(3, 101, 40).tolist()

@@ -18,7 +18,7 @@ from jaxrag.engine.state import EngineSettings
 from jaxrag.errors import Cancelled, DeadlineExceeded, EngineError, Overloaded, StoreError
 from jaxrag.methods import METHODS
 
-RULES = ["dense", "retrieval:recent=12,sink=2"]
+RULES = ["dense", pytest.param("retrieval:recent=12,sink=2", marks=pytest.mark.slow)]
 
 
 def by_rule(rule):

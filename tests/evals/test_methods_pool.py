@@ -14,12 +14,15 @@ from jaxrag.methods import METHODS
 from jaxrag.tasks.synthetic import SyntheticTask
 
 
-@pytest.fixture
-def pool_of(village_model, tmp_path):
-    """``pool_of(retrieve)``: 20 questions on two or so samples of eight chunks."""
+@pytest.fixture(scope="module")
+def pool_of(village_model, tmp_path_factory):
+    """``pool_of(retrieve)``: 20 questions on two or so samples of eight chunks; made once."""
+    made = {}
     with contextlib.ExitStack() as stack:
 
         def make(retrieve, **changes):
+            if retrieve in made and not changes:
+                return made[retrieve]
             task = SyntheticTask(chunks=(8, 8), split="test", questions=12)
             options = Options(
                 "m", ("fusionrag",), neighbours=2, task=task, questions=20, deviation=0,
@@ -29,10 +32,11 @@ def pool_of(village_model, tmp_path):
             written = write(village_model, samples, chunks=retrieve)
             written = dataclasses.replace(written, **changes)
             methods = [METHODS["fusionrag"], METHODS["full_reuse"]]
-            pool = open_pool(options, written, methods, str(tmp_path), progress=False)
+            folder = str(tmp_path_factory.mktemp("pool"))
+            pool = open_pool(options, written, methods, folder, progress=False)
             for kb in pool.kbs:
                 stack.enter_context(kb)
-            return pool
+            return made.setdefault(retrieve, pool)
 
         yield make
 
