@@ -81,16 +81,20 @@ def tried(work, model_of, rng, yarn_rope):
 VOTERS = {"to_end": slice(2, None), "question": slice(2, 6), "final": slice(None)}  # (2, 6) asks
 
 
-@pytest.mark.parametrize(
-    ("family", "place", "voters"),
-    [
-        *itertools.product(["yarn", *FAMILIES], ["as_cached", "behind"], ["to_end"]),
-        ("llama", "as_cached", "question"),
-        ("llama", "as_cached", "final"),
-    ],
-)
-def test_query_guided_by_the_question_alone(tried, work, family, place, voters):
+@pytest.mark.parametrize("family", ["yarn", *FAMILIES])
+@pytest.mark.parametrize("place", ["as_cached", "behind"])
+def test_query_guided_by_the_question_alone(tried, work, family, place):
     """FusionRAG 3.2: last layer, question alone, a softmax in every chunk, column sums."""
+    check_question_alone(tried, work, family, place, "to_end")
+
+
+@pytest.mark.parametrize("voters", ["question", "final"])
+def test_query_guided_counts_the_votes_of_a_span(tried, work, voters):
+    check_question_alone(tried, work, "llama", "as_cached", voters)
+
+
+def check_question_alone(tried, work, family, place, voters):
+    """Scores and choice by the equations, of the tokens that vote."""
     selector = QueryGuided(place=place, voters=voters)
     model, prompt, chosen, (scores,) = tried(family, selector, 0.3, of=selector.scores)
     config, size = model.config, len(prompt.final)
