@@ -1,0 +1,14 @@
+"""The host's half of attention: what is outside the static pattern, over K and V in host memory."""
+
+from jaxrag.decode.far.layer import Answer, FarLayer, HostLayer, HostPrompt, Task
+from jaxrag.decode.far.scan import Best, Everything
+
+__all__ = [
+    "Answer",
+    "Best",
+    "Everything",
+    "FarLayer",
+    "HostLayer",
+    "HostPrompt",
+    "Task",
+]
