@@ -1,7 +1,7 @@
 """Host memory that the device copies from; page-locked where the device is a CUDA GPU.
 
-``HostValues`` is the seam of KCache (section 3.1): V of most layers lies there, in the pages of the
-pool, and compiled programs exchange rows with it through callbacks.
+``HostValues`` is the seam of KCache (section 3.1): V of most layers lies there, in the rows of the
+pool, and compiled steps of decoding exchange rows with it through callbacks.
 
 A copy from page-locked memory runs at the speed of the bus and beside other work. From pageable
 memory the driver first copies into a page-locked buffer of its own.
@@ -23,6 +23,7 @@ import jax
 import numpy as np
 from jax.experimental import io_callback
 
+from jaxrag.cache.pool import PAGE
 from jaxrag.types import Array, HostArray
 
 _LOG = logging.getLogger("jaxrag")
@@ -112,85 +113,64 @@ class StagingBlocks:
         """Nothing is allocated before the first block is asked for."""
         self._shape, self._dtype = tuple(shape), np.dtype(dtype)
         self._lock = threading.Lock()
-        self._free: deque[tuple[HostArray, Array]] = deque()
+        self._free: deque[tuple[HostArray, Array | None]] = deque()
 
     def take(self) -> HostArray:
         """A block to fill, with old contents, that the device does not read any more."""
         with self._lock:
             for _ in range(len(self._free)):
                 block, reader = self._free.popleft()
-                if reader.is_ready():  # type: ignore[attr-defined]
+                if reader is None or reader.is_ready():  # type: ignore[attr-defined]
                     return block
                 self._free.append((block, reader))
         return host_buffer(self._shape, self._dtype)
 
-    def give(self, block: HostArray, reader: Array) -> None:
-        """The block may be filled again once ``reader`` is ready."""
+    def give(self, block: HostArray, reader: Array | None = None) -> None:
+        """The block may be filled again once ``reader`` is ready; None: nothing reads it."""
         with self._lock:
             self._free.append((block, reader))
 
 
 class HostValues:
-    """V in host memory of the layers from ``first_layer`` on, by the pages of the pool.
+    """V in host memory of the layers from ``first_layer`` on, by the rows of the pool.
 
     Compiled programs name this object, and outlive the memory: whoever made that holds it, and a
     program that still runs when it is gone fails. Within a program a layer writes and reads in one
-    callback, so that its own tokens are among what it reads.
+    callback, so that its own token is among what it reads.
+
+    Attributes:
+      fetched: rows of V that steps of decoding read.
     """
 
     def __init__(self, first_layer: int, memory: HostArray) -> None:
-        """Over ``memory`` [L - first_layer, P, page, K, H]."""
+        """Over ``memory`` [L - first_layer, K, R, H]."""
         self.first_layer = first_layer
+        self.fetched = 0
         self._memory = weakref.ref(memory)
 
-    def put(self, pages: HostArray, at: HostArray, values: HostArray) -> None:
-        """Write values [L - first_layer, S, K, H] to slots ``at`` [S] of ``pages`` [S]."""
-        self._array()[:, pages, at] = values
-
-    def pages(self, layer: Array, pages: Array, slots: Array, v: Array) -> Array:
-        """Write v [B, T, K, H] of a layer to slots [B, T], then read pages [B, M], whole.
-
-        Slots beyond the pages are dropped. Returns [B, M, page, K, H].
-        """
-        page = self._array().shape[2]
-        shape = jax.ShapeDtypeStruct((*pages.shape, page, *v.shape[2:]), v.dtype)
-
-        def exchange(layer: Any, pages: Any, slots: Any, v: Any) -> HostArray:
-            mine = self._write(layer, pages, slots, v)
-            read: HostArray = mine[np.asarray(pages)]
-            return read
-
-        found: Array = io_callback(exchange, shape, layer, pages, slots, v, ordered=False)
-        return found
-
     def rows(self, layer: Array, pages: Array, slots: Array, v: Array, wanted: Array) -> Array:
-        """Write as ``pages`` does, then read the slots ``wanted`` [B, K, G, n], one KV head each.
+        """Write v [B, T, K, H] of a layer to slots [B, T], then read slots ``wanted``.
 
-        Returns [B, K, G, n, H].
+        ``pages`` [B, M] are the requests'. Slots beyond them are dropped. ``wanted`` [B, K, G, n]
+        are of one KV head each. Returns [B, K, G, n, H].
         """
         shape = jax.ShapeDtypeStruct((*wanted.shape, v.shape[-1]), v.dtype)
 
         def exchange(layer: Any, pages: Any, slots: Any, v: Any, wanted: Any) -> HostArray:
-            mine = self._write(layer, pages, slots, v)
-            pages, wanted = np.asarray(pages), np.asarray(wanted)
-            size = mine.shape[1]
+            pages, slots, wanted = np.asarray(pages), np.asarray(slots), np.asarray(wanted)
+            mine: HostArray = self._array()[int(layer) - self.first_layer]
+            row, column = np.nonzero(slots < pages.shape[1] * PAGE)
+            inside = slots[row, column]
+            at = pages[row, inside // PAGE] * PAGE + inside % PAGE
+            mine[:, at] = np.asarray(v)[row, column].swapaxes(0, 1)
             batch = np.arange(len(pages))[:, None, None, None]
             heads = np.arange(wanted.shape[1])[None, :, None, None]
-            read: HostArray = mine[pages[batch, wanted // size], wanted % size, heads]
+            read: HostArray = mine[heads, pages[batch, wanted // PAGE] * PAGE + wanted % PAGE]
+            self.fetched += wanted.size
             return read
 
         found: Array = io_callback(exchange, shape, layer, pages, slots, v, wanted, ordered=False)
         return found
-
-    def _write(self, layer: Any, pages: Any, slots: Any, v: Any) -> HostArray:
-        """Write v to its slots; the layer's memory [P, page, K, H]."""
-        mine: HostArray = self._array()[int(layer) - self.first_layer]
-        pages, slots = np.asarray(pages), np.asarray(slots)
-        size = mine.shape[1]
-        row, column = np.nonzero(slots < pages.shape[1] * size)
-        inside = slots[row, column]
-        mine[pages[row, inside // size], inside % size] = np.asarray(v)[row, column]
-        return mine
 
     def _array(self) -> HostArray:
         memory = self._memory()

@@ -33,7 +33,7 @@ from jaxrag.attention_index import (
 )
 from jaxrag.config import RopeConfig
 from jaxrag.decode.account import Account, recall_of
-from jaxrag.decode.far.layer import Answer, FarLayer, Task
+from jaxrag.decode.far.layer import Answer, FarLayer, HostLayer, Task
 from jaxrag.decode.far.tickets import Ticket, crew
 from jaxrag.decode.parts import Part
 from jaxrag.decode.stored import StoredIndexes
@@ -68,6 +68,7 @@ class _Request:
     """What is held of a request in decode: of every layer so far, and its account."""
 
     layers: list[Sequence[Part]] = dataclasses.field(default_factory=list)
+    memory: Sequence[HostLayer] = ()
     far: Sequence[FarLayer | None] = ()
     account: Account = dataclasses.field(default_factory=Account)
 
@@ -159,16 +160,38 @@ class HostSearch:
     def _workers(self) -> int:
         return self.threads or os.cpu_count() or 1
 
-    def begin(self, number: int, layers: Sequence[FarLayer | None]) -> None:
-        """The request attends on the host from now on, with what its rule made of every layer."""
+    def begin(
+        self,
+        number: int,
+        layers: Sequence[FarLayer | None],
+        memory: Sequence[HostLayer] = (),
+    ) -> None:
+        """The request attends on the host from now on, with what its rule made of every layer.
+
+        New tokens are written to ``memory``.
+        """
         request = self._requests[number]
-        request.far = layers
+        request.far, request.memory = layers, memory
         request.account = sum((each.account for each in layers if each), request.account)
 
     def attend(self, number: int, layer: int, q: HostArray, position: int) -> Attention:
         """``start`` and ``wait`` of one request: q [K, G, H] to out [K, G, H] and lse [K, G]."""
         out, lse = self.wait(self.start(layer, np.array([number]), q[None], np.array([position])))
         return out[0], lse[0]
+
+    def write(
+        self, layer: int, numbers: HostArray, k: HostArray, v: HostArray, position: HostArray
+    ) -> None:
+        """Put K, at its position, and V [B, K, H] of the newest token of every row into memory.
+
+        ``numbers`` and ``position`` as ``start`` takes them.
+        """
+        for row, number in enumerate(numbers):
+            if number == NOBODY or position[row] < 0:
+                continue
+            memory = self._requests[int(number)].memory[layer]
+            at = memory.rows[position[row]]
+            memory.k[:, at], memory.v[:, at] = k[row], v[row]
 
     def start(self, layer: int, numbers: HostArray, q: HostArray, position: HostArray) -> int:
         """Begin attention to what is outside the static pattern, of the newest token of every row.

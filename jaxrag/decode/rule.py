@@ -129,6 +129,11 @@ class DecodeRule(abc.ABC):
         return None
 
     @property
+    def reads_far(self) -> bool:
+        """Does a token read anything outside the static pattern?"""
+        return True
+
+    @property
     def scores_every_key(self) -> bool:
         """Does a token compare its query with every key?"""
         return False

@@ -49,6 +49,11 @@ class StaticWindow(DecodeRule):
     def static_pattern(self) -> tuple[int, int] | None:
         return (self.sink, self.recent) if self.positions == "original" else None
 
+    @property
+    @override
+    def reads_far(self) -> bool:
+        return False
+
     @override
     def far(self, prompt: HostPrompt) -> None:
         """Nothing else is read."""

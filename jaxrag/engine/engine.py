@@ -16,6 +16,7 @@ from concurrent.futures import Future
 
 from jaxrag.cache import PAGE
 from jaxrag.engine.admission import Entry
+from jaxrag.engine.away import check_away
 from jaxrag.engine.core import Core
 from jaxrag.engine.decoding import lane_of
 from jaxrag.engine.live import Live
@@ -218,10 +219,13 @@ class Engine:
         if request.room:
             rule.check_values(model.value_layers)
             rule.check_mesh(model.mesh)
+        if model.kv == "host":
+            check_away(model.config, request)
         self.check_fits(request)
         plan = plan_request(model, request, request.room)
         need = plan.need(lambda key: False)
-        lane = lane_of(request, need.pages)
+        away = model.kv == "host"
+        lane = lane_of(request, need.pages, away)
         number, now = next(self._numbers), self._clock()
         prompt = request.prompt
         reused = sum(len(part.ids) for part in plan.parts if part.load is not None)
@@ -235,7 +239,7 @@ class Engine:
             priority=request.priority,
             tenant=request.tenant,
             deadline=None if request.timeout is None else now + request.timeout,
-            swappable=not request.method.prefix_cache and model.value_layers is None,
+            swappable=not (request.method.prefix_cache or model.value_layers is not None or away),
         )
         return Live(number, request, plan, lane, sink, now), entry
 
