@@ -160,7 +160,8 @@ class Method:
             raise RequestError(
                 f"method {self.name!r}: selector {self.selector.name!r} reads V of every layer on "
                 f"the device, and of this model only the first {value_layers} have it there; load "
-                "it without value_layers, or choose another selector"
+                "it without value_layers, or choose query_guided with over='question', which reads "
+                "no V"
             )
 
     def check(self, config: ModelConfig) -> None:

@@ -14,11 +14,18 @@ from jaxrag.cache.host import HostValues
 from jaxrag.decode import Dense, Flat, TopN
 from jaxrag.engine.engine import engine_of
 from jaxrag.errors import ConfigError, RequestError
+from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
+from jaxrag.select import QueryGuided
 from jaxrag.serve.generate import generate
 from jaxrag.sharding import make_mesh
 
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
+
+
+def over_cache():
+    """FusionRAG in its later variant, which runs the final block over the cache."""
+    return dataclasses.replace(METHODS["fusionrag"], selector=QueryGuided(over="cache"))
 
 
 @pytest.fixture
@@ -47,6 +54,23 @@ def test_answers_are_those_of_values_on_the_device(
     ours = next_logits(far_from(rule.device_layers), method, prompts, rule, given)
     np.testing.assert_allclose(ours, expected, **CLOSE)
     np.testing.assert_array_equal(ours.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("ratio", [0.3, pytest.param(1.0, marks=pytest.mark.slow)])
+def test_fusionrag_recomputes_with_values_on_the_host(model_of, far_from, ids, ratio):
+    """V of recomputed tokens goes to slots of the request's own, there as on the device."""
+    documents = list(ids(60, 40, 50))
+    questions = [list(map(int, q)) for q in ids(9, 4)]
+    options = {
+        "documents": documents,
+        "method": "fusionrag",
+        "decode": TopN(n=16),
+        "recompute_ratio": ratio,
+        "max_new_tokens": 12,
+    }
+    expected, ours = (generate(questions, model=m, **options) for m in (model_of(), far_from(1)))
+    assert [out.token_ids for out in ours] == [out.token_ids for out in expected]
+    assert all(sum(row.recomputed for row in out.reuse) for out in ours)
 
 
 @pytest.mark.slow
@@ -118,7 +142,10 @@ def test_what_a_layer_writes_and_reads(rng):
         ({"decode": Flat(k=4, sink=4, recent=8)}, "decode rule 'flat' reads V"),
         ({"decode": TopN(n=4, device_layers=2)}, "device_layers=2, .* value_layers=1"),
         ({"decode": TopN(n=4), "method": "cacheblend"}, "selector 'kv_deviation' reads V"),
-        ({"decode": TopN(n=4), "method": "fusionrag"}, "selector 'query_guided' reads V"),
+        (
+            {"decode": TopN(n=4), "method": over_cache()},
+            "selector 'query_guided' reads V .* first 1 have it there; .* over='question'",
+        ),
     ],
 )
 def test_who_reads_values_on_the_device_is_refused(far_from, ids, options, message):
