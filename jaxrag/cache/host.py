@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import logging
 import math
+import operator
 import threading
 import weakref
 from collections import deque
@@ -130,22 +131,61 @@ class StagingBlocks:
             self._free.append((block, reader))
 
 
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """What went between device and host memory of V; differences are of two moments.
+
+    Attributes:
+      pushed: bytes of V written to host memory.
+      brought: bytes of V read from it.
+      rows: rows of one KV head that decode steps fetched, one for each query head that wanted it.
+      distinct: those of ``rows`` that no other head of the group fetched in the same step, and one
+        of each that several did; 0 where that is not counted (``HostValues.measure``).
+      calls: exchanges between a compiled program and the host.
+    """
+
+    pushed: int = 0
+    brought: int = 0
+    rows: int = 0
+    distinct: int = 0
+    calls: int = 0
+
+    def __add__(self, other: "Moved") -> "Moved":
+        return Moved(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
+
+    def __sub__(self, other: "Moved") -> "Moved":
+        return Moved(*map(operator.sub, dataclasses.astuple(self), dataclasses.astuple(other)))
+
+
 class HostValues:
     """V in host memory of the layers from ``first_layer`` on, by the pages of the pool.
 
     Compiled programs name this object, and outlive the memory: whoever made that holds it, and a
     program that still runs when it is gone fails. Within a program a layer writes and reads in one
     callback, so that its own tokens are among what it reads.
+
+    Attributes:
+      first_layer: the first whose V lies here.
+      measure: count the distinct rows of ``moved`` too; it costs half as much again as fetching.
     """
 
     def __init__(self, first_layer: int, memory: HostArray) -> None:
         """Over ``memory`` [L - first_layer, P, page, K, H]."""
         self.first_layer = first_layer
+        self.measure = False
         self._memory = weakref.ref(memory)
+        self._moved = Moved()
+        self._counting = threading.Lock()
+
+    @property
+    def moved(self) -> Moved:
+        """Everything that was moved until now; padding, which nobody reads, is left out."""
+        return self._moved
 
     def put(self, pages: HostArray, at: HostArray, values: HostArray) -> None:
         """Write values [L - first_layer, S, K, H] to slots ``at`` [S] of ``pages`` [S]."""
         self._array()[:, pages, at] = values
+        self._count(Moved(pushed=values.nbytes))
 
     def pages(self, layer: Array, pages: Array, slots: Array, v: Array) -> Array:
         """Write v [B, T, K, H] of a layer to slots [B, T], then read pages [B, M], whole.
@@ -156,47 +196,76 @@ class HostValues:
         shape = jax.ShapeDtypeStruct((*pages.shape, page, *v.shape[2:]), v.dtype)
 
         def exchange(layer: Any, pages: Any, slots: Any, v: Any) -> HostArray:
-            mine = self._write(layer, pages, slots, v)
+            mine, pushed = self._write(layer, pages, slots, v)
             read: HostArray = mine[np.asarray(pages)]
+            self._count(Moved(pushed=pushed, brought=read.nbytes, calls=1))
             return read
 
         found: Array = io_callback(exchange, shape, layer, pages, slots, v, ordered=False)
         return found
 
     def rows(self, layer: Array, pages: Array, slots: Array, v: Array, wanted: Array) -> Array:
-        """Write as ``pages`` does, then read the slots ``wanted`` [B, K, G, n], one KV head each.
+        """Write v [B, 1, K, H] as ``pages`` does, then read slots ``wanted`` [B, K, G, n].
 
-        Returns [B, K, G, n, H].
+        A slot's row of its KV head alone: returns [B, K, G, n, H], with anything in a row of the
+        batch whose own slot is beyond the pages.
         """
         shape = jax.ShapeDtypeStruct((*wanted.shape, v.shape[-1]), v.dtype)
 
         def exchange(layer: Any, pages: Any, slots: Any, v: Any, wanted: Any) -> HostArray:
-            mine = self._write(layer, pages, slots, v)
+            mine, pushed = self._write(layer, pages, slots, v)
             pages, wanted = np.asarray(pages), np.asarray(wanted)
-            size = mine.shape[1]
-            batch = np.arange(len(pages))[:, None, None, None]
-            heads = np.arange(wanted.shape[1])[None, :, None, None]
-            read: HostArray = mine[pages[batch, wanted // size], wanted % size, heads]
-            return read
+            out = np.empty(shape.shape, mine.dtype)
+            live = np.flatnonzero(np.asarray(slots)[:, 0] < pages.shape[1] * mine.shape[1])
+            lines = _lines(mine.shape, pages[live], wanted[live])
+            rows = mine.reshape(-1, mine.shape[-1])
+            if len(live) == len(out):  # into place: with mode="raise" there would be a copy
+                np.take(rows, lines, axis=0, out=out, mode="clip")
+            else:
+                out[live] = rows[lines]
+            distinct = _distinct(lines) if self.measure else 0
+            brought = lines.size * out.shape[-1] * out.itemsize
+            self._count(Moved(pushed, brought, lines.size, distinct, calls=1))
+            return out
 
         found: Array = io_callback(exchange, shape, layer, pages, slots, v, wanted, ordered=False)
         return found
 
-    def _write(self, layer: Any, pages: Any, slots: Any, v: Any) -> HostArray:
-        """Write v to its slots; the layer's memory [P, page, K, H]."""
+    def _write(self, layer: Any, pages: Any, slots: Any, v: Any) -> tuple[HostArray, int]:
+        """Write v to its slots; the layer's memory [P, page, K, H], and how many bytes went."""
         mine: HostArray = self._array()[int(layer) - self.first_layer]
         pages, slots = np.asarray(pages), np.asarray(slots)
         size = mine.shape[1]
         row, column = np.nonzero(slots < pages.shape[1] * size)
         inside = slots[row, column]
-        mine[pages[row, inside // size], inside % size] = np.asarray(v)[row, column]
-        return mine
+        new = np.asarray(v)[row, column]
+        mine[pages[row, inside // size], inside % size] = new
+        return mine, new.nbytes
+
+    def _count(self, moved: Moved) -> None:
+        with self._counting:
+            self._moved += moved
 
     def _array(self) -> HostArray:
         memory = self._memory()
         if memory is None:
             raise RuntimeError("the host memory of this cache was given back")
         return memory
+
+
+def _lines(shape: Sequence[int], pages: HostArray, slots: HostArray) -> HostArray:
+    """Where slots [B, K, G, n] of tables [B, M] lie among the rows of [P, page, K, H], in turn."""
+    _, page, num_heads, _ = shape
+    flat = slots.reshape(len(slots), math.prod(slots.shape[1:]))  # there may be no row at all
+    which = np.take_along_axis(pages, flat // page, axis=1)
+    line = which.reshape(slots.shape).astype(np.int64) * page + slots % page
+    return np.asarray(line * num_heads + np.arange(num_heads)[:, None, None])
+
+
+def _distinct(lines: HostArray) -> int:
+    """How many different ones there are; sorting takes a third of what ``np.unique`` does."""
+    ordered = np.sort(lines, axis=None)
+    return int(np.count_nonzero(ordered[1:] != ordered[:-1])) + bool(ordered.size)
 
 
 def _lock(memory: HostArray, address: int, size: int, ordinal: int) -> None:

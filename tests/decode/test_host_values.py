@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrag.cache import PAGE
-from jaxrag.cache.host import HostValues
+from jaxrag.cache.host import HostValues, Moved
 from jaxrag.decode import Dense, Flat, TopN
 from jaxrag.engine.engine import engine_of
 from jaxrag.errors import ConfigError, RequestError
@@ -133,6 +133,49 @@ def test_what_a_layer_writes_and_reads(rng):
     values.put(np.array([0, 0, 3]), np.array([1, 2, 0]), put)
     np.testing.assert_array_equal(memory[:, 0, 1:3], put[:, :2])
     np.testing.assert_array_equal(memory[:, 3, 0], put[:, 2])
+
+
+def test_rows_of_the_batch_where_nobody_is_fetch_nothing(rng):
+    memory = rng.standard_normal((1, 6, 4, 3, 5)).astype(np.float32)
+    values = HostValues(0, memory)
+    values.measure = True
+    pages = jnp.array([[4, 1], [0, 5], [2, 3]], jnp.int32)
+    slots = jnp.array([[3], [8], [0]], jnp.int32)
+    v = jnp.ones((3, 1, 3, 5), jnp.float32)
+    wanted = rng.integers(0, 8, (3, 3, 2, 7)).astype(np.int32)
+    rows = np.asarray(jax.jit(values.rows)(jnp.int32(0), pages, slots, v, jnp.asarray(wanted)))
+    for b, k, g, n in np.ndindex(*wanted.shape):
+        if b != 1:
+            page, at = pages[b, wanted[b, k, g, n] // 4], wanted[b, k, g, n] % 4
+            np.testing.assert_array_equal(rows[b, k, g, n], memory[0, page, at, k])
+    live = wanted[[0, 2]]
+    distinct = sum(len(np.unique(heads)) for row in live for heads in row)
+    row_bytes = 5 * 4
+    assert values.moved == Moved(2 * 3 * row_bytes, live.size * row_bytes, live.size, distinct, 1)
+
+
+@pytest.mark.parametrize("questions", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_what_is_moved_is_counted(far_from, ids, questions):
+    """V of every token goes to the host once; a step brings n rows a query head and layer back."""
+    model, n, steps = far_from(1), 8, 6
+    config, chunks = model.config, ids(30, 20)
+    asked = [list(map(int, ids(9)[0])) for _ in range(questions)]
+    options = {"documents": list(chunks), "model": model, "method": "turborag"}
+    values = engine_of(model).runner.cache.values
+    values.measure = True
+    far, row_bytes = config.num_layers - 1, config.head_dim * 4
+    of_tokens = far * config.num_kv_heads * row_bytes
+    generate(asked, decode=TopN(n=n), max_new_tokens=1, **options)
+    prefilled = values.moved
+    assert prefilled.rows == 0
+    assert prefilled.pushed == of_tokens * (50 + 9 * questions)
+    out = generate(asked, decode=TopN(n=n), max_new_tokens=1 + steps, **options)
+    moved = values.moved - prefilled
+    assert all(len(one.token_ids) == 1 + steps for one in out)
+    assert moved.rows == far * config.num_heads * n * steps * questions
+    assert moved.pushed == of_tokens * (9 + steps) * questions
+    assert moved.rows > moved.distinct >= far * config.num_kv_heads * n * steps * questions
+    assert moved.brought >= moved.rows * row_bytes
 
 
 @pytest.mark.parametrize(
