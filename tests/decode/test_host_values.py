@@ -13,6 +13,7 @@ from jaxrag.cache import PAGE
 from jaxrag.cache.host import HostValues, Moved
 from jaxrag.decode import Dense, Flat, TopN
 from jaxrag.engine.engine import engine_of
+from jaxrag.engine.runner import ModelRunner
 from jaxrag.errors import ConfigError, RequestError
 from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
@@ -94,6 +95,22 @@ def test_bytes_are_those_of_the_formula(far_from):
         said = rule.bytes(model.config, cache.allocator.num_pages * PAGE)
         assert cache.pool.k.nbytes + cache.pool.v.nbytes == said.device
         assert cache.host.nbytes == said.host
+
+
+def test_what_the_device_spares_holds_more_tokens(model_of):
+    """The default pool: by the bytes of a token on the device, within the ceiling of the host."""
+    long = dataclasses.replace(model_of().config, max_positions=1 << 24)
+    model = dataclasses.replace(model_of(), config=long, cache_tokens=None)
+    tokens = {
+        layers: ModelRunner(dataclasses.replace(model, value_layers=layers)).num_pages * PAGE
+        for layers in (None, 0, 1)
+    }
+    assert long.num_layers == 3
+    assert tokens[0] == pytest.approx(2 * tokens[None], abs=PAGE)
+    assert tokens[1] == pytest.approx(3 / 2 * tokens[None], abs=PAGE)
+    away = 2 * long.num_kv_heads * long.head_dim * 4  # bytes of a token
+    bound = dataclasses.replace(model, value_layers=1, max_host_bytes=away * 999)
+    assert ModelRunner(bound).num_pages == 999 // PAGE
 
 
 def test_host_memory_is_given_back(far_from):
