@@ -1,7 +1,8 @@
 """Host memory that the device copies from; page-locked where the device is a CUDA GPU.
 
 ``HostValues`` is the seam of KCache (section 3.1): V of most layers lies there, in the pages of the
-pool, and compiled programs exchange rows with it through callbacks.
+pool. Compiled programs exchange rows with it through callbacks; on a GPU a kernel of the decode
+step addresses it, where it is page-locked, and no Python runs in the step.
 
 A copy from page-locked memory runs at the speed of the bus and beside other work. From pageable
 memory the driver first copies into a page-locked buffer of its own.
@@ -11,6 +12,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import importlib.util
 import logging
 import math
 import operator
@@ -18,7 +20,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -157,6 +159,56 @@ class Moved:
         return Moved(*map(operator.sub, dataclasses.astuple(self), dataclasses.astuple(other)))
 
 
+@dataclasses.dataclass(frozen=True)
+class Mapped:
+    """Page-locked memory of V as kernels of the GPU address it.
+
+    Attributes:
+      address: of its first value.
+      steps: values between one layer, one KV head and one slot and the next.
+    """
+
+    address: int
+    steps: tuple[int, int, int]
+
+
+def way_to_rows(
+    backend: str, address: int | None, missing: str | None
+) -> tuple[Literal["kernel", "callback"], str]:
+    """How decode steps read rows of V, and what to tell of it ("": nothing).
+
+    Args:
+      backend: of JAX.
+      address: of the memory for the GPU; None where it is not page-locked.
+      missing: a module that the kernel needs and that is not installed.
+    """
+    if backend != "gpu":
+        return "callback", ""
+    if address is None:
+        return "callback", "its memory is not page-locked; look at the locked-memory limit"
+    if missing is not None:
+        return "callback", f"the module {missing!r} is not installed; install jaxrag[cuda]"
+    return "kernel", ""
+
+
+def mapped(memory: HostArray) -> Mapped | None:
+    """A ``host_buffer`` [L', P, page, K, H] for kernels; None where steps go through callbacks.
+
+    On a GPU a warning says why, once.
+    """
+    backend = jax.default_backend()
+    address = _device_address(memory) if backend == "gpu" else None
+    modules = ("triton", "jax_triton")
+    missing = next((name for name in modules if not importlib.util.find_spec(name)), None)
+    way, why = way_to_rows(backend, address, missing)
+    if why:
+        _report_callbacks(why)
+    if way == "callback" or address is None:
+        return None
+    layer, _, slot, head, _ = (step // memory.itemsize for step in memory.strides)
+    return Mapped(address, (layer, head, slot))
+
+
 class HostValues:
     """V in host memory of the layers from ``first_layer`` on, by the pages of the pool.
 
@@ -166,12 +218,15 @@ class HostValues:
 
     Attributes:
       first_layer: the first whose V lies here.
+      mapped: what the kernel of a decode step needs to read and write here in place of ``rows``;
+        None where there is no such kernel. It counts nothing.
       measure: count the distinct rows of ``moved`` too; it costs half as much again as fetching.
     """
 
     def __init__(self, first_layer: int, memory: HostArray) -> None:
         """Over ``memory`` [L - first_layer, P, page, K, H]."""
         self.first_layer = first_layer
+        self.mapped = mapped(memory)
         self.measure = False
         self._memory = weakref.ref(memory)
         self._moved = Moved()
@@ -283,8 +338,22 @@ def _lock(memory: HostArray, address: int, size: int, ordinal: int) -> None:
     weakref.finalize(memory, _unlock, driver, address, ordinal).atexit = False
 
 
+def _device_address(memory: HostArray) -> int | None:
+    """Where the GPU finds page-locked memory; None where it is not page-locked."""
+    found = ctypes.c_void_p()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        with _context(driver, jax.local_devices()[0].local_hardware_id):
+            here = ctypes.c_void_p(memory.ctypes.data)
+            _call(driver, "cuMemHostGetDevicePointer_v2", ctypes.byref(found), here, 0)
+    except (OSError, _DriverError):
+        return None
+    return found.value
+
+
 def _unlock(driver: Any, address: int, ordinal: int) -> None:
     with contextlib.suppress(_DriverError), _context(driver, ordinal):
+        _call(driver, "cuCtxSynchronize")  # a kernel may still address it
         _call(driver, "cuMemHostUnregister", ctypes.c_void_p(address))
 
 
@@ -318,3 +387,8 @@ def _report(reason: str) -> None:
         "locked-memory limit (ulimit -l) and the CUDA driver",
         reason,
     )
+
+
+@functools.cache
+def _report_callbacks(reason: str) -> None:
+    _LOG.warning("decode steps read V in host memory through Python (%s)", reason)
