@@ -17,7 +17,7 @@ decode.DECODE_RULES, and go with any of these methods.
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from jaxrag.config import ModelConfig
 from jaxrag.decode import DecodeRule, Dense, Retrieval, TopN, rule_from
@@ -160,7 +160,8 @@ class Method:
             raise RequestError(
                 f"method {self.name!r}: selector {self.selector.name!r} reads V of every layer on "
                 f"the device, and of this model only the first {value_layers} have it there; load "
-                "it without value_layers, or choose another selector"
+                "it without value_layers, or choose query_guided with over='question', which reads "
+                "no V"
             )
 
     def check(self, config: ModelConfig) -> None:
@@ -197,6 +198,18 @@ METHODS: dict[str, Method] = {
     "retrieval_attention": Method("retrieval_attention", encoder=None, decode=Retrieval()),
     "kcache": Method("kcache", encoder=None, decode=TopN()),
 }
+
+
+def placement_of(method: Method) -> dict[str, Any]:
+    """Where a method's decode rule is meant to have K and V, as arguments of ``load_model``.
+
+    Under topn V of all but the rule's first layers is in host memory (KCache section 3.1); where an
+    index is searched on the host, K and V are (RetrievalAttention section 3). Nothing is named of a
+    rule that reads both on the device.
+    """
+    if method.decode.value_layers is not None:
+        return {"value_layers": method.decode.value_layers}
+    return {} if method.decode.searches is None else {"kv": "host"}
 
 
 def method_named(method: str | Method) -> Method:

@@ -22,6 +22,7 @@ from jaxrag.cli.options import (
     add_json,
     add_model,
     load,
+    method_of,
     open_kb,
     print_json,
     sampling_of,
@@ -75,27 +76,23 @@ def _joined(args: argparse.Namespace) -> Iterator[bool]:
 
 
 def _answer(args: argparse.Namespace, first: bool) -> int:
-    from jaxrag.decode import rule_from
     from jaxrag.documents import Shard
-    from jaxrag.methods import method_named
     from jaxrag.serve.batch import answer_file
     from jaxrag.serve.batch_files import QuestionFile, written_once
     from jaxrag.serve.questions import resolve
 
     shard, sampling = Shard.parse(args.shard), sampling_of(args)
-    method_named(args.method)  # refused before a model is read
-    if args.decode is not None:
-        rule_from(args.decode, "--decode")
+    method = method_of(args)  # refused before a model is read
     if args.kb is None and args.model is None:
         raise RequestError(
             "pass --kb DIR, or --model DIR where the questions bring their own documents"
         )
     questions = QuestionFile.open(args.questions)
-    kb = None if args.kb is None else open_kb(args)
+    kb = None if args.kb is None else open_kb(args, method)
     try:
         settings = resolve(
             kb=kb,
-            model=load(args, args.model, args.dtype) if kb is None else None,
+            model=load(args, args.model, args.dtype, method) if kb is None else None,
             method=args.method,
             recompute_ratio=args.recompute_ratio,
             misses=args.misses,

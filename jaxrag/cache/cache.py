@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from jaxrag.cache.host import HostValues
+from jaxrag.cache.host import HostValues, Moved
 from jaxrag.cache.host_pool import HostPool, host_pool_bytes
 from jaxrag.cache.pages import PageAllocator, pages_for
 from jaxrag.cache.pool import PAGE, PagePool, empty_pool
@@ -37,6 +37,12 @@ class PagedCache:
         if host is not None and host.k is None:
             self.values = HostValues(host.first_layer, host.v)
         self._pool = pool
+
+    @property
+    def moved(self) -> Moved:
+        """K and V that went between device and host so far, by prefill and by steps."""
+        prefill = Moved() if self.host is None else self.host.moved
+        return prefill if self.values is None else prefill + self.values.moved
 
     @property
     def away(self) -> bool:

@@ -1,7 +1,8 @@
 """Host memory that the device copies from; page-locked where the device is a CUDA GPU.
 
 ``HostValues`` is the seam of KCache (section 3.1): V of most layers lies there, in the rows of the
-pool, and compiled steps of decoding exchange rows with it through callbacks.
+pool. Compiled steps of decoding exchange rows with it through callbacks; on a GPU a kernel of the
+step addresses it, where it is page-locked, and no Python runs in the step.
 
 A copy from page-locked memory runs at the speed of the bus and beside other work. From pageable
 memory the driver first copies into a page-locked buffer of its own.
@@ -11,13 +12,15 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import importlib.util
 import logging
 import math
+import operator
 import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -131,52 +134,171 @@ class StagingBlocks:
             self._free.append((block, reader))
 
 
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """What went between device and host memory of K and V; differences are of two moments.
+
+    Attributes:
+      pushed: bytes written to host memory.
+      brought: bytes read from it.
+      rows: rows of one KV head that decode steps fetched, one for each query head that wanted it.
+      distinct: those of ``rows`` that no other head of the group fetched in the same step, and one
+        of each that several did; 0 where that is not counted (``HostValues.measure``).
+      calls: exchanges between a compiled program and the host.
+    """
+
+    pushed: int = 0
+    brought: int = 0
+    rows: int = 0
+    distinct: int = 0
+    calls: int = 0
+
+    def __add__(self, other: "Moved") -> "Moved":
+        return Moved(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
+
+    def __sub__(self, other: "Moved") -> "Moved":
+        return Moved(*map(operator.sub, dataclasses.astuple(self), dataclasses.astuple(other)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mapped:
+    """Page-locked memory of V as kernels of the GPU address it.
+
+    Attributes:
+      address: of its first value.
+      steps: values between one layer, one KV head and one slot and the next.
+    """
+
+    address: int
+    steps: tuple[int, int, int]
+
+
+def way_to_rows(
+    backend: str, address: int | None, missing: str | None
+) -> tuple[Literal["kernel", "callback"], str]:
+    """How decode steps read rows of V, and what to tell of it ("": nothing).
+
+    Args:
+      backend: of JAX.
+      address: of the memory for the GPU; None where it is not page-locked.
+      missing: a module that the kernel needs and that is not installed.
+    """
+    if backend != "gpu":
+        return "callback", ""
+    if address is None:
+        return "callback", "its memory is not page-locked; look at the locked-memory limit"
+    if missing is not None:
+        return "callback", f"the module {missing!r} is not installed; install jaxrag[cuda]"
+    return "kernel", ""
+
+
+def mapped(memory: HostArray) -> Mapped | None:
+    """A ``host_buffer`` [L', K, R, H] for kernels; None where steps go through callbacks.
+
+    On a GPU a warning says why, once.
+    """
+    backend = jax.default_backend()
+    address = _device_address(memory) if backend == "gpu" else None
+    modules = ("triton", "jax_triton")
+    missing = next((name for name in modules if not importlib.util.find_spec(name)), None)
+    way, why = way_to_rows(backend, address, missing)
+    if why:
+        _report_callbacks(why)
+    if way == "callback" or address is None:
+        return None
+    layer, head, slot, _ = (step // memory.itemsize for step in memory.strides)
+    return Mapped(address, (layer, head, slot))
+
+
 class HostValues:
     """V in host memory of the layers from ``first_layer`` on, by the rows of the pool.
 
     Compiled programs name this object, and outlive the memory: whoever made that holds it, and a
     program that still runs when it is gone fails. Within a program a layer writes and reads in one
-    callback, so that its own token is among what it reads.
+    callback, so that its own tokens are among what it reads.
 
     Attributes:
-      fetched: rows of V that steps of decoding read.
+      first_layer: the first whose V lies here.
+      mapped: what the kernel of a decode step needs to read and write here in place of ``rows``;
+        None where there is no such kernel. It counts nothing.
+      measure: count the distinct rows of ``moved`` too; it costs half as much again as fetching.
     """
 
     def __init__(self, first_layer: int, memory: HostArray) -> None:
         """Over ``memory`` [L - first_layer, K, R, H]."""
         self.first_layer = first_layer
-        self.fetched = 0
+        self.mapped = mapped(memory)
+        self.measure = False
         self._memory = weakref.ref(memory)
+        self._moved = Moved()
+        self._counting = threading.Lock()
+
+    @property
+    def moved(self) -> Moved:
+        """Everything that was moved until now; padding, which nobody reads, is left out."""
+        return self._moved
 
     def rows(self, layer: Array, pages: Array, slots: Array, v: Array, wanted: Array) -> Array:
-        """Write v [B, T, K, H] of a layer to slots [B, T], then read slots ``wanted``.
+        """Write v [B, 1, K, H] of a layer to slots [B, 1], then read slots ``wanted``.
 
-        ``pages`` [B, M] are the requests'. Slots beyond them are dropped. ``wanted`` [B, K, G, n]
-        are of one KV head each. Returns [B, K, G, n, H].
+        ``pages`` [B, M] are the requests', slots beyond them are dropped. ``wanted`` [B, K, G, n]
+        are of one KV head each. Returns [B, K, G, n, H], with anything in a row of the batch whose
+        own slot is beyond the pages.
         """
         shape = jax.ShapeDtypeStruct((*wanted.shape, v.shape[-1]), v.dtype)
 
         def exchange(layer: Any, pages: Any, slots: Any, v: Any, wanted: Any) -> HostArray:
-            pages, slots, wanted = np.asarray(pages), np.asarray(slots), np.asarray(wanted)
-            mine: HostArray = self._array()[int(layer) - self.first_layer]
-            row, column = np.nonzero(slots < pages.shape[1] * PAGE)
-            inside = slots[row, column]
-            at = pages[row, inside // PAGE] * PAGE + inside % PAGE
-            mine[:, at] = np.asarray(v)[row, column].swapaxes(0, 1)
-            batch = np.arange(len(pages))[:, None, None, None]
-            heads = np.arange(wanted.shape[1])[None, :, None, None]
-            read: HostArray = mine[heads, pages[batch, wanted // PAGE] * PAGE + wanted % PAGE]
-            self.fetched += wanted.size
-            return read
+            mine, pushed = self._write(layer, pages, slots, v)
+            pages, wanted = np.asarray(pages), np.asarray(wanted)
+            out = np.empty(shape.shape, mine.dtype)
+            live = np.flatnonzero(np.asarray(slots)[:, 0] < pages.shape[1] * PAGE)
+            lines = _lines(mine.shape[1], pages[live], wanted[live])
+            rows = mine.reshape(-1, mine.shape[-1])
+            if len(live) == len(out):  # into place: with mode="raise" there would be a copy
+                np.take(rows, lines, axis=0, out=out, mode="clip")
+            else:
+                out[live] = rows[lines]
+            distinct = _distinct(lines) if self.measure else 0
+            brought = lines.size * out.shape[-1] * out.itemsize
+            self._count(Moved(pushed, brought, lines.size, distinct, calls=1))
+            return out
 
         found: Array = io_callback(exchange, shape, layer, pages, slots, v, wanted, ordered=False)
         return found
+
+    def _write(self, layer: Any, pages: Any, slots: Any, v: Any) -> tuple[HostArray, int]:
+        """Write v to its slots; the layer's memory [K, R, H], and how many bytes went."""
+        mine: HostArray = self._array()[int(layer) - self.first_layer]
+        pages, slots = np.asarray(pages), np.asarray(slots)
+        row, column = np.nonzero(slots < pages.shape[1] * PAGE)
+        inside = slots[row, column]
+        new = np.asarray(v)[row, column]
+        mine[:, pages[row, inside // PAGE] * PAGE + inside % PAGE] = new.swapaxes(0, 1)
+        return mine, new.nbytes
+
+    def _count(self, moved: Moved) -> None:
+        with self._counting:
+            self._moved += moved
 
     def _array(self) -> HostArray:
         memory = self._memory()
         if memory is None:
             raise RuntimeError("the host memory of this cache was given back")
         return memory
+
+
+def _lines(rows: int, pages: HostArray, slots: HostArray) -> HostArray:
+    """Where slots [B, K, G, n] of tables [B, M] lie among the lines of [K, rows, H], in turn."""
+    flat = slots.reshape(len(slots), math.prod(slots.shape[1:]))  # there may be no row at all
+    which = np.take_along_axis(pages, flat // PAGE, axis=1)
+    line = which.reshape(slots.shape).astype(np.int64) * PAGE + slots % PAGE
+    return np.asarray(line + rows * np.arange(slots.shape[1])[:, None, None])
+
+
+def _distinct(lines: HostArray) -> int:
+    """How many different ones there are; sorting takes a third of what ``np.unique`` does."""
+    ordered = np.sort(lines, axis=None)
+    return int(np.count_nonzero(ordered[1:] != ordered[:-1])) + bool(ordered.size)
 
 
 def _lock(memory: HostArray, address: int, size: int, ordinal: int) -> None:
@@ -194,8 +316,22 @@ def _lock(memory: HostArray, address: int, size: int, ordinal: int) -> None:
     weakref.finalize(memory, _unlock, driver, address, ordinal).atexit = False
 
 
+def _device_address(memory: HostArray) -> int | None:
+    """Where the GPU finds page-locked memory; None where it is not page-locked."""
+    found = ctypes.c_void_p()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        with _context(driver, jax.local_devices()[0].local_hardware_id):
+            here = ctypes.c_void_p(memory.ctypes.data)
+            _call(driver, "cuMemHostGetDevicePointer_v2", ctypes.byref(found), here, 0)
+    except (OSError, _DriverError):
+        return None
+    return found.value
+
+
 def _unlock(driver: Any, address: int, ordinal: int) -> None:
     with contextlib.suppress(_DriverError), _context(driver, ordinal):
+        _call(driver, "cuCtxSynchronize")  # a kernel may still address it
         _call(driver, "cuMemHostUnregister", ctypes.c_void_p(address))
 
 
@@ -229,3 +365,8 @@ def _report(reason: str) -> None:
         "locked-memory limit (ulimit -l) and the CUDA driver",
         reason,
     )
+
+
+@functools.cache
+def _report_callbacks(reason: str) -> None:
+    _LOG.warning("decode steps read V in host memory through Python (%s)", reason)

@@ -3,7 +3,6 @@
 Heads come first, so that the keys of a head lie behind each other and are searched in place.
 """
 
-import dataclasses
 import math
 import threading
 from pathlib import Path
@@ -11,27 +10,11 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrag.cache.host import host_buffer
+from jaxrag.cache.host import Moved, host_buffer
 from jaxrag.cache.pool import PAGE
 from jaxrag.config import ModelConfig
 from jaxrag.errors import RequestError
 from jaxrag.types import HostArray
-
-
-@dataclasses.dataclass(frozen=True)
-class Moved:
-    """Bytes of K and V that crossed between the device and host memory.
-
-    Attributes:
-      out: from the device to the host.
-      back: from the host to the device.
-    """
-
-    out: int = 0
-    back: int = 0
-
-    def __sub__(self, other: "Moved") -> "Moved":
-        return Moved(self.out - other.out, self.back - other.back)
 
 
 class HostPool:
@@ -73,14 +56,14 @@ class HostPool:
 
     @property
     def moved(self) -> Moved:
-        """What has crossed so far, written by prefill and read by it."""
+        """What prefill has moved so far."""
         with self._lock:
             return self._moved
 
-    def count(self, out: int = 0, back: int = 0) -> None:
+    def count(self, pushed: int = 0, brought: int = 0) -> None:
         """So many bytes have crossed."""
         with self._lock:
-            self._moved = Moved(self._moved.out + out, self._moved.back + back)
+            self._moved += Moved(pushed, brought)
 
     def values(self, layer: int) -> HostArray | None:
         """V of a layer, [K, R, H]; None where it is on the device."""
@@ -96,7 +79,7 @@ class HostPool:
         if mine is not None and v is not None:
             mine[:, rows] = v.swapaxes(0, 1)
             moved += v.nbytes
-        self.count(out=moved)
+        self.count(pushed=moved)
 
     def put(self, rows: HostArray, k: HostArray | None, v: HostArray) -> None:
         """Put k [L, n, K, H] and v [L', n, K, H], from a store, into rows [n]."""

@@ -14,6 +14,7 @@ from jaxrag.cli.options import (
     add_model,
     human_count,
     load,
+    method_of,
     open_kb,
     print_json,
     sampling_of,
@@ -54,14 +55,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Print the answer as it grows, then its sources and its account; or one JSON object."""
-    from jaxrag.decode import rule_from
-    from jaxrag.methods import method_named
     from jaxrag.serve.answers import Result
     from jaxrag.serve.generate import generate
 
-    method_named(args.method)  # refused before a model is read
-    if args.decode is not None:
-        rule_from(args.decode, "--decode")
+    method = method_of(args)  # refused before a model is read
     documents = None if args.documents is None else _read(args.documents)
     options: dict[str, Any] = {
         "documents": None if documents is None else [document.text for document in documents],
@@ -80,9 +77,9 @@ def run(args: argparse.Namespace) -> int:
     if args.kb is None:
         if args.model is None or args.documents is None:
             raise RequestError("pass --kb DIR, or --documents FILE... and --model DIR")
-        options["model"] = load(args, args.model, args.dtype)
+        options["model"] = load(args, args.model, args.dtype, method)
     else:
-        options["kb"] = open_kb(args)
+        options["kb"] = open_kb(args, method)
     try:
         if args.json and not args.show_prompt:
             print_json(_named(generate(args.question, **options), documents).to_dict())

@@ -1,6 +1,8 @@
 """Arguments that several commands share, and how they are turned into objects."""
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import re
 import sys
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from jaxrag.engine.sampling import SamplingParams
     from jaxrag.evals.synthetic_report import Table
     from jaxrag.knowledge_base import KnowledgeBase
+    from jaxrag.methods import Method
     from jaxrag.models.model import Model
 
 
@@ -61,7 +64,8 @@ def add_model(parser: argparse.ArgumentParser, required: bool, text: str) -> Non
         "--value-layers",
         type=int,
         metavar="N",
-        help="keep V of N layers on the device, of the others in host memory; for --decode topn",
+        help="keep V of N layers on the device, of the others in host memory (under --decode topn "
+        "its device_layers, else all)",
     )
     parser.add_argument(
         "--max-host-bytes", type=parse_bytes, metavar="SIZE", help="ceiling of that host memory"
@@ -114,6 +118,11 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
         metavar="RULE",
         help="how generated tokens attend: dense, static_window, snapkv, infllm, quest, flat, ivf, "
         "retrieval, topn; settings follow a colon, as in topn:n=64 (the method's own)",
+    )
+    parser.add_argument(
+        "--kv-memory",
+        choices=("device",),
+        help="keep K and V there (where the method's decode rule is meant to have them)",
     )
     parser.add_argument(
         "--template",
@@ -177,9 +186,29 @@ def sampling_of(args: argparse.Namespace) -> "SamplingParams":
     return SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
 
 
-def load(args: argparse.Namespace, path: str, dtype: str | None) -> "Model":
-    """The model of --model and of the options beside it."""
+def method_of(args: argparse.Namespace) -> "Method":
+    """The method of --method, --recompute-ratio and --decode."""
+    from jaxrag.decode import rule_from
+    from jaxrag.methods import method_named
+
+    method = method_named(args.method)
+    if args.recompute_ratio is not None:
+        method = method.with_ratio(args.recompute_ratio)
+    if args.decode is not None:
+        method = dataclasses.replace(method, decode=rule_from(args.decode, "--decode"))
+    return method
+
+
+def load(
+    args: argparse.Namespace, path: str, dtype: str | None, method: "Method | None" = None
+) -> "Model":
+    """The model of --model and of the options beside it.
+
+    Where these leave it open, K and V are where the method is meant to have them, if the model can
+    have them there; ``serve.suits.unplaced`` says so in every answer if it cannot.
+    """
     from jaxrag.models.model import load_model
+    from jaxrag.serve.suits import placed
     from jaxrag.sharding import make_mesh
 
     mesh = None
@@ -189,7 +218,7 @@ def load(args: argparse.Namespace, path: str, dtype: str | None) -> "Model":
             raise ConfigError(f"--mesh {args.mesh!r}: expected three integers such as 1,1,8")
         data, fsdp, tensor = map(int, sizes)
         mesh = make_mesh(data, fsdp, tensor)
-    return load_model(
+    model = load_model(
         path,
         mesh=mesh,
         dtype=dtype,
@@ -198,17 +227,22 @@ def load(args: argparse.Namespace, path: str, dtype: str | None) -> "Model":
         max_host_bytes=args.max_host_bytes,
         kernels=args.kernels,
     )
+    if method is None or args.kv_memory is not None:
+        return model
+    with contextlib.suppress(ConfigError, RequestError):
+        model = placed(model, method)
+    return model
 
 
-def open_kb(args: argparse.Namespace) -> "KnowledgeBase":
-    """The knowledge base of --kb with the model it remembers, or that of --model."""
+def open_kb(args: argparse.Namespace, method: "Method | None" = None) -> "KnowledgeBase":
+    """The knowledge base of --kb with the model it remembers, or that of --model, as ``load``."""
     from jaxrag.knowledge_base import KnowledgeBase
 
-    return KnowledgeBase.open(args.kb, model=model_of_kb(args))
+    return KnowledgeBase.open(args.kb, model=model_of_kb(args, method))
 
 
-def model_of_kb(args: argparse.Namespace) -> "Model":
-    """The model that the knowledge base of --kb remembers, or that of --model.
+def model_of_kb(args: argparse.Namespace, method: "Method | None" = None) -> "Model":
+    """The model that the knowledge base of --kb remembers, or that of --model, as ``load``.
 
     The knowledge base is opened without a model first, so that what is wrong with it is said before
     weights are read.
@@ -225,7 +259,7 @@ def model_of_kb(args: argparse.Namespace) -> "Model":
             f"{args.kb} was made with the model in {path}, which is not there any more; pass "
             "--model DIR to say where it is now"
         )
-    return load(args, path, dtype)
+    return load(args, path, dtype, method)
 
 
 def print_json(value: Any) -> None:

@@ -41,14 +41,16 @@ def on_device(config: ModelConfig, tokens: int) -> Bytes:
 
 
 def beside_window(config: ModelConfig, tokens: int, window: int) -> Bytes:
-    """K and V of a window on the device; those of the rest on the host, and attended to there.
+    """K and V of a window on the device, of every token on the host, which attends to the rest.
 
-    For every token the queries go there, and (out, lse) of every query head comes back.
+    For every token the queries, its K and V go there, and (out, lse) of every query head comes
+    back.
     """
     window = min(tokens, window)
     scalars = 4 * config.num_layers * config.num_heads * (2 * config.head_dim + 1)
     kept = window * config.kv_bytes_per_token
-    return Bytes(kept, (tokens - window) * config.kv_bytes_per_token, scalars)
+    moved = scalars + config.kv_bytes_per_token
+    return Bytes(kept, tokens * config.kv_bytes_per_token, moved)
 
 
 def index_bytes(spec: Spec, config: ModelConfig, keys: int, *, in_place: bool = False) -> int:

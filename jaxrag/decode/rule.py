@@ -168,13 +168,13 @@ class DecodeRule(abc.ABC):
         """
         if self.static_pattern is None:
             raise RequestError(
-                f"decode rule {self.name!r} reads K and V on the device, and those of this model "
-                f"are in host memory; use decode='retrieval', or load the model without host memory"
+                f"decode rule {self.name!r} reads K and V on the device, and this model was loaded "
+                "with kv='host'; use decode='retrieval', or load it without"
             )
         if config.sliding_window is not None:
             raise RequestError(
                 f"layers of this model see {config.sliding_window} tokens only (sliding window), "
-                f"which host memory does not serve; load the model without host memory"
+                "which kv='host' does not serve; load the model without it"
             )
 
     def far(self, prompt: HostPrompt) -> FarLayer | None:

@@ -13,10 +13,10 @@ from jaxrag.decode.host_search import HostSearch
 from jaxrag.models.attention import (
     Pages,
     attend_pool,
+    kept_mixture,
     paged_decode_attention,
     paged_scores,
     rotary_of,
-    slot_mixture,
     slot_scores,
     slot_values,
     topn_attention,
@@ -43,9 +43,9 @@ class Far:
     slots: Array
     v: Array
 
-    def rows(self, slots: Array) -> Array:
-        """The values at slots [B, K, G, n], once the newest are there: [B, K, G, n, H]."""
-        return self.values.rows(self.layer, self.pages, self.slots, self.v, slots)
+    def mix(self, scores: Array, slots: Array) -> tuple[Array, Array]:
+        """Mix the values at slots [B, K, G, n], once the newest are there: out and lse."""
+        return kept_mixture(self.values, self.layer, self.pages, self.slots, self.v, scores, slots)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +188,7 @@ class View:
     def mix_far(self, scores: Array, slots: Array) -> Partial:
         """As ``mix``, with values from host memory: those rows are all that is brought in."""
         assert self.far is not None
-        out, lse = slot_mixture(scores, self.far.rows(jnp.broadcast_to(slots, scores.shape)))
+        out, lse = self.far.mix(scores, jnp.broadcast_to(slots, scores.shape))
         return Partial(out=out[:, None], lse=lse[:, None])
 
     def turns(self, slots: Array) -> Array:

@@ -128,7 +128,7 @@ class Plan:
     rule: DecodeRule
     host: HostSearch | None
     values: HostValues | None
-    away: bool
+    away: bool = False
 
 
 class Lane:

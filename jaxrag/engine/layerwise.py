@@ -198,7 +198,7 @@ class LayerPrefill:
         values = host.values(layer)
         memory = (None if host.k is None else host.k[layer], values)
         here = [None if x is None else to_device(np.take(x, rows, axis=1)) for x in memory]
-        host.count(back=sum(x.nbytes for x in here if x is not None))
+        host.count(brought=sum(x.nbytes for x in here if x is not None))
         k, v = _as_pages(cache.pool, config, np.int32(layer), block.pages, *here)
         where = (block.pages[None], block.offsets[None], block.slot_position[None])
         return k, v, on_host(PageTable, *where)

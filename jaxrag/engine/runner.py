@@ -95,4 +95,11 @@ class ModelRunner:
         if stats:
             budget = int((stats["bytes_limit"] - stats["bytes_in_use"]) * _GPU_CACHE_SHARE)
         budget = min(self.model.exchange(budget))  # of every process: the pool is one array
-        return min(budget // config.kv_bytes_per_token, 8 * config.max_positions)
+        layers = config.num_layers
+        here = layers + (layers if self.model.value_layers is None else self.model.value_layers)
+        tokens = budget * 2 * layers // (here * config.kv_bytes_per_token)
+        if self.model.max_host_bytes is not None and here < 2 * layers:
+            per_token = (2 * layers - here) * config.kv_bytes_per_token // (2 * layers)
+            there = self.model.max_host_bytes // per_token // PAGE * PAGE
+            tokens = min(tokens, max(there, PAGE))  # a ceiling below a page is refused later
+        return min(tokens, 8 * config.max_positions)

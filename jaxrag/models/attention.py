@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxrag.cache import PagePool, PageTable
+from jaxrag.cache import PAGE, PagePool, PageTable
+from jaxrag.cache.host import HostValues
 from jaxrag.config import ModelConfig
 from jaxrag.errors import ConfigError, RequestError
 from jaxrag.models.rope import RopeTable, place, scale_rotary
@@ -49,12 +50,12 @@ __all__ = [
     "attend_pool",
     "attention_received",
     "check_kernels",
+    "kept_mixture",
     "merge",
     "paged_attention",
     "paged_decode_attention",
     "paged_scores",
     "rotary_of",
-    "slot_mixture",
     "slot_scores",
     "slot_values",
     "topn_attention",
@@ -200,6 +201,46 @@ class PagedAttend:
         used = jnp.maximum(tokens.positions, 0)
         placed = place(k, used, self.rope, self.config.rope)
         return pages, cache.write(pages, self.slots, placed, v)
+
+
+def kept_mixture(
+    values: HostValues,
+    layer: Array,
+    pages: Array,
+    slots: Array,
+    v: Array,
+    scores: Array,
+    wanted: Array,
+) -> tuple[Array, Array]:
+    """Write the newest values to host memory, then mix those that are wanted.
+
+    By the kernel that addresses host memory, where there is one, and no Python runs; else by
+    ``HostValues.rows``.
+
+    Args:
+      values: in host memory.
+      layer: scalar int32.
+      pages: [B, M] of the requests' tables.
+      slots: [B, 1] of the newest tokens.
+      v: [B, 1, K, H] of these.
+      scores: [B, K, G, n] float32, -inf where a value does not count.
+      wanted: [B, K, G, n] int32 slots of the values.
+
+    Returns:
+      out [B, N, H] and lse [B, N], as ``slot_mixture``.
+    """
+    if values.mapped is None:
+        return slot_mixture(scores, values.rows(layer, pages, slots, v, wanted))
+    from pallas_kernels.jax_triton.topn import address_parts, mix_kept_kernel
+
+    batch, _, _, count = scores.shape
+    best, at = (x.reshape(batch, -1, count) for x in (scores, wanted))
+    address = jnp.array(address_parts(values.mapped.address), jnp.int32)
+    out, lse = mix_kept_kernel(
+        best, at, pages, layer - values.first_layer, slots[:, 0], v[:, 0], address,
+        page=PAGE, steps=values.mapped.steps,
+    )  # fmt: skip
+    return out, lse
 
 
 def attention_received(

@@ -131,7 +131,7 @@ class Selector(abc.ABC):
 
     @property
     def reads_values(self) -> bool:
-        """Does it attend to cached V of all layers?"""
+        """Does it attend to cached V on the device, in layers that may have theirs elsewhere?"""
         return False
 
     @property

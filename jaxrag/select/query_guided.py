@@ -69,8 +69,8 @@ class QueryGuided(Selector):
 
     @property
     def reads_values(self) -> bool:
-        """It runs tokens through the layers over the cache."""
-        return True
+        """Over the cache the final block runs through the layers; alone it meets keys only."""
+        return self.over == "cache"
 
     def select(
         self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]

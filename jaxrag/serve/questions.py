@@ -20,7 +20,7 @@ from jaxrag.methods import Method, Misses, method_named
 from jaxrag.models.model import Model, as_token_ids
 from jaxrag.retrieve.filters import Filter
 from jaxrag.serve.door import Text, check_counts, check_kinds
-from jaxrag.serve.suits import gated, renamed, stored_otherwise, untuned
+from jaxrag.serve.suits import gated, renamed, stored_otherwise, unplaced, untuned
 from jaxrag.store import KVStore
 from jaxrag.text.prompts import PromptTemplate, template_named
 from jaxrag.text.tokenizer import Tokenizer
@@ -149,6 +149,7 @@ def resolve(
         method, told = gated(kb, method, chosen)
         notes += told
     notes += (*renamed(method, chosen), *untuned(model, kb, method, chosen))
+    notes += unplaced(model, method)
     method.check(model.config)
     method.check_values(model.value_layers)
     method.decode.check_mesh(model.mesh)

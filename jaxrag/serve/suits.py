@@ -7,8 +7,9 @@ from typing import Any
 
 from jaxrag.encode import encoder_named
 from jaxrag.engine.reuse import PartReuse
+from jaxrag.errors import ConfigError, RequestError
 from jaxrag.knowledge_base import KnowledgeBase
-from jaxrag.methods import METHODS, Method
+from jaxrag.methods import METHODS, Method, placement_of
 from jaxrag.models.model import Model
 from jaxrag.text.prompts import PromptTemplate
 
@@ -66,6 +67,51 @@ def untuned(
         "part (--method fusionrag, or cacheblend with --recompute-ratio), use --method "
         "full_attention, measure with `jaxrag kb gate`, or fine-tune with `jaxrag train`",
     )
+
+
+def placed(model: Model, method: Method) -> Model:
+    """The model with K and V where the method's decode rule is meant to have them.
+
+    The model itself where they are there already, or where whoever loaded it put them elsewhere
+    than on the device. Raises RequestError or ConfigError where its kernels, its mesh or the
+    method's selector do not allow that.
+    """
+    wanted = _to_place(model, method)
+    if not wanted:
+        return model
+    method.check_values(wanted.get("value_layers"))
+    return dataclasses.replace(model, **wanted)
+
+
+def unplaced(model: Model, method: Method) -> tuple[str, ...]:
+    """A note where a method that is there to free device memory frees none of it."""
+    wanted = _to_place(model, method)
+    if not wanted:
+        return ()
+    named = ", ".join(f"{name}={value!r}" for name, value in wanted.items())
+    try:
+        placed(model, method)
+    except (RequestError, ConfigError) as error:
+        return (f"{method.name} frees no device memory: {error}",)
+    return (
+        f"{method.name} frees no device memory, as the model was loaded with K and V on the "
+        f"device: load_model(..., {named}) frees it",
+    )
+
+
+# What says where a model's KV is, with what that is where nobody chose.
+_ON_DEVICE = {
+    field.name: field.default
+    for field in dataclasses.fields(Model)
+    if field.name in ("value_layers", "kv")
+}
+
+
+def _to_place(model: Model, method: Method) -> dict[str, Any]:
+    """``methods.placement_of`` for a model whose KV nobody placed; {} for others."""
+    if any(getattr(model, name) != default for name, default in _ON_DEVICE.items()):
+        return {}
+    return {name: to for name, to in placement_of(method).items() if name in _ON_DEVICE}
 
 
 def renamed(method: Method, template: PromptTemplate) -> tuple[str, ...]:

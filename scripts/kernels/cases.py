@@ -102,6 +102,22 @@ def _topn(batch: int, n: int, impl: Impl = "pallas_triton", host: tuple[int, ...
     return Case("topn_attention", kernels, function, _one_query(batch), impl=impl, host=host)
 
 
+def _kept(batch: int, n: int) -> Case:
+    """What a step of decoding runs: values at an address, of an eighth of a million tokens."""
+
+    def function(*arrays: Array) -> tuple[Array, Array]:
+        from pallas_kernels.jax_triton.topn import mix_kept_kernel
+
+        rows = 1 << 17
+        steps = (KV_HEADS * rows * DIM, rows * DIM, DIM)
+        return mix_kept_kernel(*arrays, page=PAGE, steps=steps)
+
+    best, new = _Shape((batch, HEADS, n), jnp.float32), _Shape((batch, KV_HEADS, DIM), jnp.bfloat16)
+    slots, pages = _ids((batch, HEADS, n)), _ids((batch, CONTEXT // PAGE))
+    arguments = (best, slots, pages, _ids(()), _ids((batch,)), new, _ids((2,)))
+    return Case("topn_attention", ("topn_mix_kept",), function, arguments, impl="jax_triton")
+
+
 def _segment(length: int, with_examples: bool, gradient: bool = False) -> Case:
     q = _Shape((1, length, HEADS, DIM), jnp.bfloat16)
     kv = _Shape((1, length, KV_HEADS, DIM), jnp.bfloat16)
@@ -143,6 +159,8 @@ CASES: dict[str, Case] = {
     "topn_512_of_32k_eight_rows": _topn(8, 512),
     "topn_128_of_32k_in_host_memory": _topn(1, 128, host=_VALUES),
     "topn_128_of_32k_in_host_memory_jax_triton": _topn(1, 128, "jax_triton", host=_VALUES),
+    "topn_128_of_32k_kept_in_host_memory": _kept(1, 128),
+    "topn_128_of_32k_kept_in_host_memory_eight_rows": _kept(8, 128),
 }
 
 

@@ -6,6 +6,7 @@ which hold NaN. Needs `triton`, and neither a GPU nor torch (`make check-kernels
     python scripts/kernels/check_triton_numbers.py
 """
 
+import dataclasses
 import itertools
 import os
 import sys
@@ -80,19 +81,47 @@ class Tensor:
         return self
 
 
-def check(batch: int, group: int, dim: int, count: int, dtype: str) -> float:
-    """The largest difference from the reference on a random scene; raises where NaN got through."""
-    import jax.numpy as jnp
-    import numpy as np
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """Random values of pages, and what heads have chosen of them; NaN where nobody may read.
 
-    from pallas_kernels.jax_triton.topn import sizes, topn_mix_host
-    from pallas_kernels.slot_attention import slot_values
+    Attributes:
+      best: [B, N, n] float32 scores; of one head all are -inf.
+      slots: [B, N, n] int32.
+      pages: [B, M] int32, of different requests different ones.
+      v_pool: [P, page, K, H].
+    """
+
+    best: Any
+    slots: Any
+    pages: Any
+    v_pool: Any
+
+    def expected(self, v_pool: Any) -> Any:
+        """out and lse by the `xla` body."""
+        import jax.numpy as jnp
+
+        from pallas_kernels.slot_attention import slot_values
+
+        kv_heads = v_pool.shape[2]
+
+        def grouped(x: Any) -> Any:
+            return jnp.asarray(x.reshape(len(x), kv_heads, -1, x.shape[-1]))
+
+        best, slots = grouped(self.best), grouped(self.slots)
+        return slot_values(best, jnp.asarray(v_pool), jnp.asarray(self.pages), slots)
+
+
+def scene_of(batch: int, group: int, dim: int, count: int, dtype: str) -> Scene:
+    """A random one."""
+    import numpy as np
 
     rng = np.random.default_rng((batch, group, dim, count))
     kv_heads, page, pool_pages, num_pages = 2, 16, 20, 9
     heads = kv_heads * group
     v_pool = rng.normal(size=(pool_pages, page, kv_heads, dim)).astype(dtype)
-    pages = rng.integers(0, pool_pages, (batch, num_pages)).astype(np.int32)
+    pages = rng.permutation(pool_pages)[: batch * num_pages].reshape(batch, num_pages)
+    pages = pages.astype(np.int32)
     slots = np.stack(
         [rng.permutation(num_pages * page)[:count] for _ in range(batch * heads)]
     ).reshape(batch, heads, count)
@@ -106,35 +135,90 @@ def check(batch: int, group: int, dim: int, count: int, dtype: str) -> float:
     counts = best > -np.inf
     read[pages[row, slots // page][counts], (slots % page)[counts], head[counts]] = True
     v_pool[~read] = np.nan
-    out = np.full((batch, heads, dim), np.nan, np.float32)
-    lse = np.full((batch, heads), np.nan, np.float32)
-    arrays = (best, slots, pages, v_pool, out, lse)
-    topn_mix_host[(heads, batch)](*map(Tensor, arrays), **sizes(best, v_pool, pages))
+    return Scene(best, slots, pages, v_pool)
 
-    def grouped(x: Any) -> Any:
-        return jnp.asarray(x.reshape(batch, kv_heads, group, count))
 
-    expected = slot_values(grouped(best), jnp.asarray(v_pool), jnp.asarray(pages), grouped(slots))
+def difference(expected: Any, out: Any, lse: Any) -> float:
+    """The largest; raises where NaN got through."""
+    import numpy as np
+
     blind = np.isneginf(np.asarray(expected[1]))
     if not (np.isneginf(lse) == blind).all() or not blind.any() or np.isnan(out).any():
         raise ValueError("a value that does not count was read, or a head that sees nothing")
-    differences = [
-        np.abs(np.asarray(x)[~blind] - y[~blind]).max()
-        for x, y in zip(expected, (out, lse), strict=True)
-    ]
-    return float(max(differences))
+    pairs = zip(expected, (out, lse), strict=True)
+    return float(max(np.abs(np.asarray(x)[~blind] - y[~blind]).max() for x, y in pairs))
+
+
+def outputs(scene: Scene) -> tuple[Any, Any]:
+    """out and lse to be filled."""
+    import numpy as np
+
+    shape, dim = scene.best.shape[:2], scene.v_pool.shape[-1]
+    return np.full((*shape, dim), np.nan, np.float32), np.full(shape, np.nan, np.float32)
+
+
+def check_host(*size: Any) -> float:
+    """How far ``topn_mix_host`` is from the reference on a random scene."""
+    from pallas_kernels.jax_triton.topn import sizes, topn_mix_host
+
+    scene = scene_of(*size)
+    out, lse = outputs(scene)
+    arrays = (scene.best, scene.slots, scene.pages, scene.v_pool, out, lse)
+    constants = sizes(scene.best, scene.v_pool, scene.pages)
+    batch, heads, _ = scene.best.shape
+    topn_mix_host[(heads, batch)](*map(Tensor, arrays), **constants)
+    return difference(scene.expected(scene.v_pool), out, lse)
+
+
+def check_kept(*size: Any) -> float:
+    """How far ``topn_mix_kept`` is, and that it writes the newest values and nothing else.
+
+    The memory has three layers, of which it is given the second, and KV heads lie apart in it.
+    """
+    import numpy as np
+
+    from pallas_kernels.jax_triton.topn import address_parts, kept_sizes, topn_mix_kept
+
+    scene = scene_of(*size)
+    batch, heads, _ = scene.best.shape
+    pool_pages, page, kv_heads, dim = scene.v_pool.shape
+    rng = np.random.default_rng(size[:4])
+    memory = rng.normal(size=(3, kv_heads, pool_pages * page, dim)).astype(scene.v_pool.dtype)
+    memory[1] = scene.v_pool.reshape(-1, kv_heads, dim).swapaxes(0, 1)
+    layer_step, head_step, row_step, _ = (step // memory.itemsize for step in memory.strides)
+    # Of the last head's first choice, which counts; of the first row nobody's.
+    fresh = np.full(batch, scene.pages.shape[1] * page, np.int32)
+    fresh[-1] = scene.slots[-1, -1, 0]
+    new = rng.normal(size=(batch, kv_heads, dim)).astype(memory.dtype)
+    after, filled = memory.copy(), scene.v_pool.copy()
+    at = scene.pages[-1, fresh[-1] // page] * page + fresh[-1] % page
+    after[1, :, at] = new[-1]
+    filled.reshape(-1, kv_heads, dim)[at] = new[-1]
+    out, lse = outputs(scene)
+    layer = np.array([1], np.int32)
+    address = np.array(address_parts(memory.ctypes.data), np.int32)
+    arrays = (scene.best, scene.slots, scene.pages, layer, fresh, new, address, out, lse)
+    steps = (layer_step, head_step, row_step)
+    constants = kept_sizes(scene.best, scene.pages, new, page, steps)
+    topn_mix_kept[(heads, batch)](*map(Tensor, arrays), **constants)
+    if memory.tobytes() != after.tobytes():
+        raise ValueError("the newest values are not where they belong, or others were overwritten")
+    return difference(scene.expected(filled), out, lse)
 
 
 def main() -> int:
     """Check every size; exit status 1 where one differs."""
     os.environ |= {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}  # before triton is imported
     failed = 0
-    for case in itertools.product((2,), (1, 3), (16, 24), (1, 7, 130), ("float32", "float16")):
-        worst = check(*case)
-        if not worst < TOLERANCE:
-            failed += 1
-            print(f"FAIL  topn_mix_host {case}: differs by {worst:.1e}")
-    print(f"{'FAIL' if failed else 'ok':5} topn_mix_host: interpreted, {failed} sizes differ")
+    for name, check in (("topn_mix_host", check_host), ("topn_mix_kept", check_kept)):
+        wrong = 0
+        for size in itertools.product((2,), (1, 3), (16, 24), (1, 7, 130), ("float32", "float16")):
+            worst = check(*size)
+            if not worst < TOLERANCE:
+                wrong += 1
+                print(f"FAIL  {name} {size}: differs by {worst:.1e}")
+        print(f"{'FAIL' if wrong else 'ok':5} {name}: interpreted, {wrong} sizes differ")
+        failed += wrong
     return 1 if failed else 0
 
 

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from jaxrag.cache import host as offload
-from jaxrag.cache.host import StagingBuffers, host_buffer, to_device
+from jaxrag.cache.host import (
+    HostValues,
+    Mapped,
+    StagingBuffers,
+    host_buffer,
+    to_device,
+    way_to_rows,
+)
 
 
 class FakeDriver:
@@ -111,6 +118,61 @@ def test_a_missing_driver_is_said(gpu_host, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "jaxrag"):
         assert host_buffer((8,), np.float32).shape == (8,)
     assert "libcuda.so.1: cannot open" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("backend", "address", "missing", "way", "why"),
+    [
+        ("gpu", 1 << 46, None, "kernel", ""),
+        ("gpu", 1 << 46, "jax_triton", "callback", "'jax_triton' is not installed; install jaxrag"),
+        ("gpu", None, None, "callback", "not page-locked"),
+        ("cpu", None, None, "callback", ""),
+        ("tpu", None, "triton", "callback", ""),
+    ],
+)
+def test_the_way_to_rows(backend, address, missing, way, why):
+    found, told = way_to_rows(backend, address, missing)
+    assert found == way
+    assert why in told and bool(told) == bool(why)
+
+
+class LockingDriver(FakeDriver):
+    """One that says where the GPU finds host memory: elsewhere than the CPU does."""
+
+    def cuMemHostGetDevicePointer_v2(self, found, here, flags):
+        found._obj.value = here.value + (1 << 40)
+        return 0
+
+
+def test_memory_of_a_gpu_host_is_mapped_for_kernels(monkeypatch, caplog):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: LockingDriver())
+    installed = {"triton"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in installed or None)
+    offload._report_callbacks.cache_clear()
+    memory = host_buffer((3, 2, 5 * 16, 8), "bfloat16")  # layers, heads, rows, dims
+    with caplog.at_level(logging.WARNING, "jaxrag"):
+        values = [HostValues(1, memory) for _ in range(3)]
+    assert [one.mapped for one in values] == [None] * 3
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "decode steps read V in host memory through Python (the module 'jax_triton' is not "
+        "installed; install jaxrag[cuda])"
+    )
+    installed.add("jax_triton")
+    assert HostValues(1, memory).mapped == Mapped(
+        memory.ctypes.data + (1 << 40), (2 * 5 * 16 * 8, 5 * 16 * 8, 8)
+    )
+
+
+def test_locked_memory_is_given_back_when_no_kernel_addresses_it(gpu_host):
+    driver = gpu_host()
+    buffer = host_buffer((8,), np.float32)
+    assert "cuCtxSynchronize" not in driver.names()
+    del buffer
+    gc.collect()
+    names = driver.names()
+    assert names.index("cuCtxSynchronize") == names.index("cuMemHostUnregister") - 1
 
 
 def test_staging_buffers_take_turns_and_are_reused():

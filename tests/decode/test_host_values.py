@@ -10,15 +10,23 @@ import numpy as np
 import pytest
 
 from jaxrag.cache import PAGE
-from jaxrag.cache.host import HostValues
+from jaxrag.cache.host import HostValues, Moved
 from jaxrag.decode import Dense, Flat, TopN
 from jaxrag.engine.engine import engine_of
+from jaxrag.engine.runner import ModelRunner
 from jaxrag.errors import ConfigError, RequestError
+from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
+from jaxrag.select import QueryGuided
 from jaxrag.serve.generate import generate
 from jaxrag.sharding import make_mesh
 
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
+
+
+def over_cache():
+    """FusionRAG in its later variant, which runs the final block over the cache."""
+    return dataclasses.replace(METHODS["fusionrag"], selector=QueryGuided(over="cache"))
 
 
 @pytest.fixture
@@ -49,6 +57,23 @@ def test_answers_are_those_of_values_on_the_device(
     np.testing.assert_array_equal(ours.argmax(-1), expected.argmax(-1))
 
 
+@pytest.mark.parametrize("ratio", [0.3, pytest.param(1.0, marks=pytest.mark.slow)])
+def test_fusionrag_recomputes_with_values_on_the_host(model_of, far_from, ids, ratio):
+    """V of recomputed tokens goes to slots of the request's own, there as on the device."""
+    documents = list(ids(60, 40, 50))
+    questions = [list(map(int, q)) for q in ids(9, 4)]
+    options = {
+        "documents": documents,
+        "method": "fusionrag",
+        "decode": TopN(n=16),
+        "recompute_ratio": ratio,
+        "max_new_tokens": 12,
+    }
+    expected, ours = (generate(questions, model=m, **options) for m in (model_of(), far_from(1)))
+    assert [out.token_ids for out in ours] == [out.token_ids for out in expected]
+    assert all(sum(row.recomputed for row in out.reuse) for out in ours)
+
+
 @pytest.mark.slow
 def test_token_for_token_in_a_small_cache(model_of, far_from, ids):
     """Pages are given to other chunks and requests, on the device and on the host alike."""
@@ -72,43 +97,97 @@ def test_bytes_are_those_of_the_formula(far_from):
         assert cache.host.nbytes == said.host
 
 
+def test_what_the_device_spares_holds_more_tokens(model_of):
+    """The default pool: by the bytes of a token on the device, within the ceiling of the host."""
+    long = dataclasses.replace(model_of().config, max_positions=1 << 24)
+    model = dataclasses.replace(model_of(), config=long, cache_tokens=None)
+    tokens = {
+        layers: ModelRunner(dataclasses.replace(model, value_layers=layers)).num_pages * PAGE
+        for layers in (None, 0, 1)
+    }
+    assert long.num_layers == 3
+    assert tokens[0] == pytest.approx(2 * tokens[None], abs=PAGE)
+    assert tokens[1] == pytest.approx(3 / 2 * tokens[None], abs=PAGE)
+    away = 2 * long.num_kv_heads * long.head_dim * 4  # bytes of a token
+    bound = dataclasses.replace(model, value_layers=1, max_host_bytes=away * 999)
+    assert ModelRunner(bound).num_pages == 999 // PAGE
+
+
 def test_host_memory_is_given_back(far_from):
     model = far_from(1)
-    memory, values = (
-        weakref.ref(engine_of(model).runner.cache.host),
-        engine_of(model).runner.cache.values,
-    )
+    cache = engine_of(model).runner.cache
+    memory, values = weakref.ref(cache.host), cache.values
+    del cache
     engine_of(model).runner.forget_cache()
     gc.collect()
     assert memory() is None
     with pytest.raises(RuntimeError, match="given back"):
-        values.put(np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros((2, 1, 2, 10)))
+        values._array()
 
 
 def test_what_a_layer_writes_and_reads(rng):
     """Beside plain numpy: own tokens are seen, padding is dropped, other layers are untouched."""
-    memory = rng.standard_normal((2, 6, 4, 3, 5)).astype(np.float32)
+    memory = rng.standard_normal((2, 3, 6 * PAGE, 5)).astype(np.float32)
     before = memory.copy()
     values = HostValues(1, memory)
-    pages = np.array([[4, 1], [0, 5]], np.int32)
-    slots = np.array([[3, 4], [7, 8]], np.int32)  # the last one is beyond the table
-    v = rng.standard_normal((2, 2, 3, 5)).astype(np.float32)
-    wanted = rng.integers(0, 8, (2, 3, 2, 7)).astype(np.int32)
+    pages = np.array([[4, 1], [0, 5], [2, 3]], np.int32)
+    slots = np.array([[3], [PAGE + 1], [2 * PAGE]], np.int32)  # the last one is beyond the table
+    v = rng.standard_normal((3, 1, 3, 5)).astype(np.float32)
+    wanted = rng.integers(0, 2 * PAGE, (3, 3, 2, 7)).astype(np.int32)
     expected = before[1].copy()
-    expected[4, 3], expected[1, 0], expected[5, 3] = v[0, 0], v[0, 1], v[1, 0]
-    arrays = tuple(map(jnp.asarray, (pages, slots, v)))
-    read = jax.jit(values.pages)(jnp.int32(2), *arrays)
-    np.testing.assert_array_equal(read, expected[pages])
+    expected[:, 4 * PAGE + 3], expected[:, 5 * PAGE + 1] = v[0, 0], v[1, 0]
+    arrays = tuple(map(jnp.asarray, (pages, slots, v, wanted)))
+    rows = np.asarray(jax.jit(values.rows)(jnp.int32(2), *arrays))
     np.testing.assert_array_equal(memory[1], expected)
     np.testing.assert_array_equal(memory[0], before[0])
-    rows = np.asarray(jax.jit(values.rows)(jnp.int32(2), *arrays, jnp.asarray(wanted)))
-    for b, k, g, n in np.ndindex(*wanted.shape):
+    for b, k, g, n in np.ndindex(2, *wanted.shape[1:]):
         slot = wanted[b, k, g, n]
-        np.testing.assert_array_equal(rows[b, k, g, n], expected[pages[b, slot // 4], slot % 4, k])
-    put = rng.standard_normal((2, 3, 3, 5)).astype(np.float32)
-    values.put(np.array([0, 0, 3]), np.array([1, 2, 0]), put)
-    np.testing.assert_array_equal(memory[:, 0, 1:3], put[:, :2])
-    np.testing.assert_array_equal(memory[:, 3, 0], put[:, 2])
+        row = pages[b, slot // PAGE] * PAGE + slot % PAGE
+        np.testing.assert_array_equal(rows[b, k, g, n], expected[k, row])
+
+
+def test_rows_of_the_batch_where_nobody_is_fetch_nothing(rng):
+    memory = rng.standard_normal((1, 3, 6 * PAGE, 5)).astype(np.float32)
+    values = HostValues(0, memory)
+    values.measure = True
+    pages = jnp.array([[4, 1], [0, 5], [2, 3]], jnp.int32)
+    slots = jnp.array([[3], [2 * PAGE], [0]], jnp.int32)
+    v = jnp.ones((3, 1, 3, 5), jnp.float32)
+    wanted = rng.integers(0, 2 * PAGE, (3, 3, 2, 7)).astype(np.int32)
+    rows = np.asarray(jax.jit(values.rows)(jnp.int32(0), pages, slots, v, jnp.asarray(wanted)))
+    for b, k, g, n in np.ndindex(*wanted.shape):
+        if b != 1:
+            slot = wanted[b, k, g, n]
+            row = pages[b, slot // PAGE] * PAGE + slot % PAGE
+            np.testing.assert_array_equal(rows[b, k, g, n], memory[0, k, row])
+    live = wanted[[0, 2]]
+    distinct = sum(len(np.unique(heads)) for row in live for heads in row)
+    row_bytes = 5 * 4
+    assert values.moved == Moved(2 * 3 * row_bytes, live.size * row_bytes, live.size, distinct, 1)
+
+
+@pytest.mark.parametrize("questions", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_what_is_moved_is_counted(far_from, ids, questions):
+    """V of what is run goes to the host once; a step brings n rows a query head and layer back."""
+    model, n, steps = far_from(1), 8, 6
+    config, chunks = model.config, ids(30, 20)
+    asked = [list(map(int, ids(9)[0])) for _ in range(questions)]
+    options = {"documents": list(chunks), "model": model, "method": "turborag"}
+    cache = engine_of(model).runner.cache
+    cache.values.measure = True
+    far, row_bytes = config.num_layers - 1, config.head_dim * 4
+    of_tokens = far * config.num_kv_heads * row_bytes
+    generate(asked, decode=TopN(n=n), max_new_tokens=1, **options)
+    prefilled = cache.moved
+    assert prefilled.rows == 0
+    assert prefilled.pushed == of_tokens * 9 * questions
+    out = generate(asked, decode=TopN(n=n), max_new_tokens=1 + steps, **options)
+    moved = cache.moved - prefilled
+    assert all(len(one.token_ids) == 1 + steps for one in out)
+    assert moved.rows == far * config.num_heads * n * steps * questions
+    assert moved.pushed == of_tokens * (9 + steps) * questions
+    assert moved.rows > moved.distinct >= far * config.num_kv_heads * n * steps * questions
+    assert moved.brought >= moved.rows * row_bytes
 
 
 @pytest.mark.parametrize(
@@ -118,7 +197,10 @@ def test_what_a_layer_writes_and_reads(rng):
         ({"decode": Flat(k=4, sink=4, recent=8)}, "decode rule 'flat' reads V"),
         ({"decode": TopN(n=4, device_layers=2)}, "device_layers=2, .* value_layers=1"),
         ({"decode": TopN(n=4), "method": "cacheblend"}, "selector 'kv_deviation' reads V"),
-        ({"decode": TopN(n=4), "method": "fusionrag"}, "selector 'query_guided' reads V"),
+        (
+            {"decode": TopN(n=4), "method": over_cache()},
+            "selector 'query_guided' reads V .* first 1 have it there; .* over='question'",
+        ),
     ],
 )
 def test_who_reads_values_on_the_device_is_refused(far_from, ids, options, message):
@@ -145,7 +227,9 @@ def test_a_model_that_cannot_be(model_of, changes, message):
 def test_kernels_that_read_values_on_the_device_are_refused(model_of):
     model = model_of()
     config = dataclasses.replace(model.config, kernels="pallas_interpret")
-    message = "kernels='pallas_interpret' read V on the device, and value_layers=1 .* choose 'xla'"
+    message = (
+        "kernels='pallas_interpret' read K and V on the device, and value_layers=1 .* choose 'xla'"
+    )
     with pytest.raises(ConfigError, match=message) as caught:
         dataclasses.replace(model, config=config, value_layers=1)
     assert "\n" not in str(caught.value)

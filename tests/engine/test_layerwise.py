@@ -90,10 +90,10 @@ def test_bytes_move_once(tiny_config, a_prompt, far):
     for final in (3000, 1025):
         prompt = a_prompt(0, (), final)
         *_, moved = _prefilled(model, [prompt], "full_attention")
-        assert (moved.out, moved.back) == (row * final, 0)
+        assert (moved.pushed, moved.brought) == (row * final, 0)
     prompt = a_prompt(0, (512, 1024), 100)
     *_, moved = _prefilled(model, [prompt], "turborag")
-    assert (moved.out, moved.back) == (row * 100, row * 1536)
+    assert (moved.pushed, moved.brought) == (row * 100, row * 1536)
 
 
 def test_a_context_longer_than_what_the_device_holds(tiny_config, a_prompt):

@@ -1,0 +1,130 @@
+"""Methods that free device memory: models are loaded for them, or the answer says what is not."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from jaxrag import KnowledgeBase, generate
+from jaxrag.cli.options import add_generation, add_model, load, method_of
+from jaxrag.decode import TopN
+from jaxrag.engine.engine import engine_of
+from jaxrag.errors import ConfigError, RequestError
+from jaxrag.methods import METHODS, method_named, placement_of
+from jaxrag.models.model import random_model
+from jaxrag.serve.suits import placed, unplaced
+from jaxrag.sharding import make_mesh
+
+FUSIONRAG_KCACHE = Path(__file__).parents[2] / "configs" / "methods" / "fusionrag_kcache.toml"
+TEXTS = ["Salt is carried to the village by mules every second week.", "Tea grows on the hills."]
+QUESTION = "Who carries the salt to the village?"
+
+
+@pytest.fixture
+def loaded(model_dir):
+    """``loaded(*options)``: the model as `jaxrag ask` loads it, and the method."""
+
+    def make(*options):
+        parser = argparse.ArgumentParser()
+        add_model(parser, required=True, text="")
+        add_generation(parser)
+        pool = ["--model", str(model_dir), "--cache-tokens", "2048"]
+        args = parser.parse_args([*pool, *map(str, options)])
+        method = method_of(args)
+        return load(args, args.model, args.dtype, method), method
+
+    return make
+
+
+def test_where_methods_are_meant_to_have_keys_and_values():
+    by_default = {"kcache": {"value_layers": 1}, "retrieval_attention": {"kv": "host"}}
+    for name, method in METHODS.items():
+        assert placement_of(method) == by_default.get(name, {})
+    assert placement_of(method_named(str(FUSIONRAG_KCACHE))) == {"value_layers": 1}
+    third = dataclasses.replace(METHODS["fusionrag"], decode=TopN(device_layers=3))
+    assert placement_of(third) == {"value_layers": 3}
+
+
+@pytest.mark.parametrize(
+    ("options", "layers"),
+    [
+        (("--method", "kcache"), 1),
+        (("--method", FUSIONRAG_KCACHE), 1),
+        (("--decode", "topn:device_layers=0"), 0),
+        (("--method", "turborag"), None),
+        (("--method", "kcache", "--decode", "dense"), None),
+        (("--method", "kcache", "--kv-memory", "device"), None),
+        (("--method", "cacheblend", "--decode", "topn"), None),  # reads V on the device
+        (("--method", "cacheblend", "--decode", "topn", "--recompute-ratio", "0"), 1),
+        (("--method", "kcache", "--mesh", "1,1,2"), None),
+    ],
+    ids=str,
+)
+def test_a_model_is_loaded_for_the_method(loaded, options, layers):
+    model, _ = loaded(*options)
+    assert model.value_layers == layers
+
+
+def test_what_the_user_says_wins(loaded):
+    model, method = loaded("--method", "kcache", "--value-layers", 0)
+    assert model.value_layers == 0
+    with pytest.raises(RequestError, match="device_layers=1, .* value_layers=0; make them equal"):
+        generate(QUESTION, documents=TEXTS, model=model, method=method)
+
+
+@pytest.mark.parametrize("method", ["kcache", str(FUSIONRAG_KCACHE)])
+def test_the_answer_is_that_of_values_on_the_device_and_needs_less_there(loaded, method):
+    options = {"documents": TEXTS, "max_new_tokens": 8}
+    far, resolved = loaded("--method", method)
+    near, _ = loaded("--method", method, "--kv-memory", "device")
+    ours, expected = (generate(QUESTION, model=m, method=resolved, **options) for m in (far, near))
+    assert ours.token_ids == expected.token_ids
+    of_far, of_near = (engine_of(model).runner.cache.pool.v.nbytes for model in (far, near))
+    assert of_far * near.config.num_layers == of_near
+    assert not any("frees no device memory" in note for note in ours.notes)
+    (note,) = (note for note in expected.notes if "frees no device memory" in note)
+    assert note == (
+        f"{resolved.name} frees no device memory, as the model was loaded with K and V on the "
+        "device: load_model(..., value_layers=1) frees it"
+    )
+
+
+def test_a_knowledge_base_is_asked_by_a_model_that_is_placed(loaded, tmp_path):
+    model, method = loaded("--method", FUSIONRAG_KCACHE)
+    with KnowledgeBase.open(tmp_path / "kb", model) as kb:
+        kb.add(TEXTS)
+        out = generate(QUESTION, kb=kb, method=method, k=2, max_new_tokens=4)
+    assert len(out.token_ids) == 4
+    assert engine_of(model).runner.cache.values.moved.rows
+
+
+def refusal(model, method):
+    """Of a model that cannot be placed for the method; the note says the same."""
+    with pytest.raises((ConfigError, RequestError)) as caught:
+        placed(model, method)
+    assert unplaced(model, method) == (f"{method.name} frees no device memory: {caught.value}",)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_cannot_be_placed_is_told_with_the_reason(text_model, tiny_config):
+    kcache = METHODS["kcache"]
+    by_kernels = dataclasses.replace(text_model.config, kernels="pallas_interpret")
+    model = dataclasses.replace(text_model, config=by_kernels)
+    assert "kernels='pallas_interpret' read " in refusal(model, kcache)
+    sharded = random_model(tiny_config(), mesh=make_mesh(1, 1, 2), cache_tokens=1024)
+    assert "is on 2; load it without a mesh" in refusal(sharded, kcache)
+    blend = dataclasses.replace(METHODS["cacheblend"], decode=TopN())
+    assert "selector 'kv_deviation' reads V" in refusal(text_model, blend)
+    layers = text_model.config.num_layers
+    every = dataclasses.replace(kcache, decode=TopN(device_layers=layers))
+    assert f"the model has {layers} layers; choose fewer" in refusal(text_model, every)
+
+
+def test_nothing_is_said_of_methods_that_free_nothing_by_design(text_model):
+    for name in ("full_attention", "turborag", "fusionrag"):
+        assert unplaced(text_model, METHODS[name]) == ()
+        assert placed(text_model, METHODS[name]) is text_model
+    far = dataclasses.replace(text_model, value_layers=1)
+    assert placed(far, METHODS["kcache"]) is far and unplaced(far, METHODS["kcache"]) == ()
