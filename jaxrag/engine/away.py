@@ -5,27 +5,11 @@ import dataclasses
 import numpy as np
 
 from jaxrag.cache.host_pool import rows_of
-from jaxrag.config import ModelConfig
 from jaxrag.decode import DecodeRule, Decoding, PromptQueries
 from jaxrag.decode.away import host_layers, pattern_of
 from jaxrag.decode.far import HostPrompt
 from jaxrag.engine.mapping import RequestState, carried_chunks
-from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.errors import RequestError
-
-
-def check_away(config: ModelConfig, request: Request) -> None:
-    """RequestError for a request that a model with KV in host memory cannot serve."""
-    method = request.method
-    if request.room:
-        method.decode.check_host(config)
-    if method.recomputes and method.selector.reads_cache:
-        raise RequestError(
-            f"method {method.name!r}: selector {method.selector.name!r} reads cached KV on the "
-            "device, and this model was loaded with kv='host'; load it without, or choose a "
-            "selector that goes by position, such as epic"
-        )
 
 
 def start_away(

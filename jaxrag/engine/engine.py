@@ -16,7 +16,6 @@ from concurrent.futures import Future
 
 from jaxrag.cache import PAGE
 from jaxrag.engine.admission import Entry
-from jaxrag.engine.away import check_away
 from jaxrag.engine.core import Core
 from jaxrag.engine.decoding import lane_of
 from jaxrag.engine.live import Live
@@ -220,7 +219,7 @@ class Engine:
             rule.check_values(model.value_layers)
             rule.check_mesh(model.mesh)
         if model.kv == "host":
-            check_away(model.config, request)
+            request.method.check_host(model.config, generates=bool(request.room))
         self.check_fits(request)
         plan = plan_request(model, request, request.room)
         need = plan.need(lambda key: False)
