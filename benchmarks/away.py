@@ -10,6 +10,7 @@ finds is counted in a second pass, which is not timed.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +34,9 @@ from jaxrag.bench.decode import Options as DecodeOptions
 from jaxrag.bench.machine import describe
 from jaxrag.cache import PAGE
 from jaxrag.cache.host_pool import rows_of
-from jaxrag.config import ModelConfig
+from jaxrag.config import DType, ModelConfig
 from jaxrag.decode import Decoding, PromptQueries, rule_from
-from jaxrag.decode import away as decode_away
+from jaxrag.decode.away import AwayAttend
 from jaxrag.engine import decoding
 from jaxrag.engine.away import start_away
 from jaxrag.engine.decoding import FEWEST_ROOM, Lane, lane_of, start_decoding
@@ -45,7 +47,7 @@ from jaxrag.engine.prefill import select_tokens, start_prefill
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.methods import METHODS
-from jaxrag.models.model import Model, random_model
+from jaxrag.models.model import random_model
 from jaxrag.models.spec import num_params
 from jaxrag.shapes import bucket
 from jaxrag.types import Array, HostArray, on_host
@@ -72,7 +74,7 @@ class Options:
     warm: int = 4
     rules: tuple[str, ...] = ("retrieval", "ivf", "flat", "static_window")
     heads: tuple[str, ...] = ("generated", "random")
-    dtype: str = "float32"
+    dtype: DType = "float32"
     seed: int = 0
 
     def config(self) -> ModelConfig:
@@ -209,6 +211,7 @@ def _put(runner: ModelRunner, mapped: RequestState, drawn: Drawn) -> PromptQueri
     rows, turns = rows_of(pages)[slots], np.repeat(offsets, PAGE)[slots]
     positions, host = slot_position[slots], runner.cache.host
     rope = runner.model.config.rope
+    assert host is not None and host.k is not None
     for layer, heads in enumerate(drawn.keys):
         for head, keys in enumerate(heads):
             there = rotated(keys[positions], -turns, rope) if turns.any() else keys[positions]
@@ -230,13 +233,15 @@ def _decode(
     """Seconds of every step, bytes, and where the host's time went."""
     rule, host, away = request.method.decode, runner.host_search, runner.cache.away
     number = host.admit()
-    plain = decoding.AwayAttend
+    asking: Any = contextlib.nullcontext()
     if drawn is not None:
-        decoding.AwayAttend = functools.partial(
-            _Asked, asked=jnp.asarray(drawn.asked), first=mapped.next_position
-        )
+        ask = functools.partial(_Asked, asked=jnp.asarray(drawn.asked), first=mapped.next_position)
+        asking = mock.patch.object(decoding, "AwayAttend", ask)
     try:
-        lane = Lane(runner, lane_of(request, len(mapped.table.pages), away))
+        asking.__enter__()
+        key = lane_of(request, len(mapped.table.pages), away)
+        assert key is not None
+        lane = Lane(runner, key)
         start = time.perf_counter()
         room = bucket(request.room, FEWEST_ROOM)
         begun: Decoding | None
@@ -282,22 +287,22 @@ def _decode(
             },
         }  # fmt: skip
     finally:
-        decoding.AwayAttend = plain
+        asking.__exit__(None, None, None)
         host.release([number])
         runner.cache.pool.k.block_until_ready()
 
 
-class _Asked(decode_away.AwayAttend):
-    """As it is, with generated queries in the place of the model's."""
+@dataclasses.dataclass(frozen=True)
+class _Asked(AwayAttend):
+    """With ``asked`` [L, n, N, H], from position ``first`` on, in the place of the queries."""
 
-    def __init__(self, *args: Any, asked: Array, first: int) -> None:
-        super().__init__(*args)
-        object.__setattr__(self, "asked", asked)
-        object.__setattr__(self, "first", first)
+    asked: Any = None
+    first: int = 0
 
     def __call__(self, layer: Array, window: Any, q: Array, *rest: Any) -> Any:
-        positions = rest[2].positions[0, 0]
-        at = jnp.clip(positions - self.first, 0, self.asked.shape[1] - 1)
+        """Ask what was drawn."""
+        position = rest[2].positions[0, 0]
+        at = jnp.clip(position - self.first, 0, self.asked.shape[1] - 1)
         return super().__call__(layer, window, self.asked[layer, at][None, None], *rest)
 
 

@@ -104,7 +104,7 @@ class AwayAttend:
         def start(*arrays: Any) -> HostArray:
             layer, numbers, q, k, v, position = (np.asarray(x) for x in arrays)
             self.host.write(int(layer), numbers, k, v, position)
-            return np.int32(self.host.start(int(layer), numbers, q, position))
+            return np.asarray(self.host.start(int(layer), numbers, q, position), np.int32)
 
         ticket: Array = io_callback(start, jax.ShapeDtypeStruct((), jnp.int32), *arrays)
         return ticket

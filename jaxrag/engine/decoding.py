@@ -362,7 +362,8 @@ def _row(rows: LaneRows, decoding: Decoding | None, row: Array) -> tuple[LaneRow
     if decoding is None:
         return taken, None
     state = jax.tree.map(lambda x: x[:, row][:, None], decoding.state)
-    return taken, Decoding(order=decoding.order[row][None], state=state)
+    order = jax.tree.map(lambda x: x[row][None], decoding.order)
+    return taken, Decoding(order=order, state=state)
 
 
 @functools.partial(jax.jit, donate_argnames=("rows",))

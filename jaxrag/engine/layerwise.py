@@ -24,7 +24,7 @@ from jaxrag.decode import Observe, PromptQueries
 from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.prefilled import PREFILL_TOKENS, Prefilled, observed_tokens
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.models.attention import merge
+from jaxrag.models.attention import Pages, attend_placed, merge
 from jaxrag.models.decoder import (
     finish_layer,
     heads_of,
@@ -37,7 +37,6 @@ from jaxrag.models.rope import RopeFactors, place, scale_rotary, turn
 from jaxrag.models.spec import Params
 from jaxrag.shapes import bucket, pieces
 from jaxrag.types import HIDDEN, Array, HostArray, Partial, on_host
-from pallas_kernels import Pages, Placed, Pool, paged_attention
 
 BLOCK_PAGES = 512  # of KV in host memory that are on the device at once
 _STEP = 32  # pages that the sizes of blocks differ by
@@ -132,7 +131,7 @@ class LayerPrefill:
         fixed = (model.params, model.rope_factors, prompt)
         x = _embed(model.params, prompt.ids)
         for layer in range(model.config.num_layers):
-            at = np.int32(layer)
+            at = np.asarray(layer, np.int32)
             k, v, queries = _keys_values(*fixed, x, at, config=model.config)
             self._write_on_device(at, k, v, prompt, pages)
             part = None
@@ -296,7 +295,7 @@ def _attend_block(
     pages = jnp.arange(table.pages.shape[1], dtype=jnp.int32)[None]
     here = Pages(pages, jnp.zeros_like(pages), table.slot_position)
     x, positions = _cut((x, prompt.positions[None]), start, width)
-    new = _attend(params, rope, config, x, layer, Pool(k[0], v), here, positions)
+    new = _attend(params, rope, config, x, layer, PagePool(k=k[0], v=v), here, positions)
     old = Partial(*_cut((part.out, part.lse), start, width))
     both = merge([old, new])
     return Partial(*_put((part.out, part.lse), (both.out, both.lse), start))
@@ -324,7 +323,7 @@ def _finish(
     where = jnp.where(prompt.positions < 0, HIDDEN, prompt.positions)[None]
     here, positions = _cut((x, prompt.positions[None]), start, width)
     table = Pages(pages, jnp.zeros_like(pages), where)
-    new = _attend(params, rope, config, here, layer, Pool(k, v), table, positions)
+    new = _attend(params, rope, config, here, layer, PagePool(k=k, v=v), table, positions)
     if part is not None:
         new = merge([new, Partial(*_cut((part.out, part.lse), start, width))])
     done = finish_layer(here, new.out.astype(here.dtype), layer_of(params, layer), config)
@@ -338,7 +337,7 @@ def _attend(
     config: ModelConfig,
     x: Array,
     layer: Array,
-    pool: Pool,
+    pool: PagePool,
     table: Pages,
     positions: Array,
 ) -> Partial:
@@ -346,18 +345,8 @@ def _attend(
     q, _, _ = heads_of(x, layer_of(params, layer), config)
     q = turn(scale_rotary(q, config.rope), jnp.maximum(positions, 0), rope, config.rope)
     windows = layer_windows(config)
-    out, lse = paged_attention(
-        q,
-        pool,
-        table,
-        positions,
-        Placed(),
-        scale=config.head_dim**-0.5,
-        window=None if windows is None else windows[layer],
-        rotate_side="keys",
-        out_dtype=jnp.float32,
-    )
-    return Partial(out=out, lse=lse)
+    window = None if windows is None else windows[layer]
+    return attend_placed(config, q, pool, table, positions, window)
 
 
 @functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("pool",))

@@ -23,6 +23,7 @@ from pallas_kernels import (
     BODIES,
     KernelError,
     Pages,
+    Placed,
     Pool,
     Rotary,
     Rows,
@@ -47,6 +48,7 @@ __all__ = [
     "PackedAttend",
     "PagedAttend",
     "Pages",
+    "attend_placed",
     "attend_pool",
     "attention_received",
     "check_kernels",
@@ -336,6 +338,38 @@ def attend_pool(
             check_vma=False,
         )
     return call(operands, window)
+
+
+def attend_placed(
+    config: ModelConfig,
+    q: Array,
+    pool: PagePool,
+    table: Pages,
+    position: Array,
+    window: Array | int | None,
+) -> Partial:
+    """Attention of queries [B, T, N, H] to keys, all of which stand at their positions.
+
+    Args:
+      config: the model's.
+      q: rotated, with the attention factor.
+      pool: keys and values.
+      table: where they stand; its offsets are 0.
+      position: [B, T] int32 of the queries; -1 is padding.
+      window: sliding window in tokens, or None.
+    """
+    out, lse = paged_attention(
+        q,
+        Pool(pool.k, pool.v),
+        table,
+        position,
+        Placed(),
+        scale=config.head_dim**-0.5,
+        window=window,
+        rotate_side="keys",
+        out_dtype=jnp.float32,
+    )
+    return Partial(out=out, lse=lse)
 
 
 def rotary_of(config: ModelConfig, rope: RopeTable) -> Rotary:
