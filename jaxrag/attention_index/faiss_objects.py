@@ -149,11 +149,8 @@ def from_bytes(data: HostArray) -> Any:
 
 
 def halves(rows: HostArray) -> HostArray:
-    """float16 rows [n, H] as float32; several times as fast as numpy's conversion."""
-    faiss = faiss_module()
-    rows = np.ascontiguousarray(rows)
-    floats = np.empty(rows.shape, np.float32)
-    coder = faiss.ScalarQuantizer(rows.shape[-1], quantizer_type("float16"))
-    count = rows.size // rows.shape[-1]
-    coder.decode(faiss.swig_ptr(rows.view(np.uint8)), faiss.swig_ptr(floats), count)
-    return floats
+    """float16 rows [..., H] as float32; several times as fast as numpy's conversion."""
+    coder = faiss_module().ScalarQuantizer(rows.shape[-1], quantizer_type("float16"))
+    flat = np.ascontiguousarray(rows).reshape(-1, rows.shape[-1])
+    floats: HostArray = coder.decode(flat.view(np.uint8))
+    return floats.reshape(rows.shape)

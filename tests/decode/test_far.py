@@ -1,8 +1,10 @@
 """Attention on the host and the static pattern's, merged: what the rule gives on the device."""
 
 import dataclasses
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,7 +12,21 @@ import pytest
 from jaxrag.attention_index import Hnsw, ProjectedGraph, QueryLists
 from jaxrag.attention_index import Ivf as IvfIndex
 from jaxrag.cache import PAGE, PagePool, PageTable
-from jaxrag.decode import Dense, Flat, HostSearch, Ivf, PromptQueries, Prompts, Retrieval, View
+from jaxrag.config import RopeConfig, YarnScaling
+from jaxrag.decode import (
+    Dense,
+    Flat,
+    HostSearch,
+    InfLLM,
+    Ivf,
+    PromptQueries,
+    Prompts,
+    Quest,
+    Retrieval,
+    SnapKV,
+    StaticWindow,
+    View,
+)
 from jaxrag.decode.far import HostLayer, HostPrompt
 from jaxrag.models.attention import merge
 from jaxrag.models.rope import rope_table, scale_rotary
@@ -130,20 +146,19 @@ def on_device(case, rule):
             host,
         )
     ) if rule.sparse else None  # fmt: skip
-    state = jax_tree_at(state, LAYER)
+    state = jax.tree.map(lambda x: jnp.asarray(x)[LAYER], state)
+
+    @jax.jit
+    def attend(pool, q, position, state, layer):
+        held = dataclasses.replace(case, pool=pool)
+        return rule.attend(view_of(held, q, position, host), layer, state)
 
     def expected(q, position, layer=LAYER):
         nonlocal state
-        part, state = rule.attend(view_of(case, q, position, host), jnp.int32(layer), state)
+        part, state = attend(case.pool, q, position, state, jnp.int32(layer))
         return heads_of(config, part)
 
     return expected
-
-
-def jax_tree_at(tree, layer):
-    import jax
-
-    return jax.tree.map(lambda x: jnp.asarray(x)[layer], tree)
 
 
 def view_of(case, q, position, host=None):
@@ -156,7 +171,7 @@ def view_of(case, q, position, host=None):
         case.table.offsets,
         case.table.slot_position,
         jnp.asarray(case.order),
-        jnp.asarray([position], jnp.int32),
+        jnp.asarray(position, jnp.int32)[None],
         jnp.asarray(q[None]),
         host,
     )
@@ -190,9 +205,13 @@ def on_host(case, rule, layer=LAYER):
     with ThreadPoolExecutor(2) as threads:
         far = rule.far(prompt_of(case, rule, threads, layer))
 
+    @jax.jit
+    def near(pool, q, position):
+        view = view_of(dataclasses.replace(case, pool=pool), q, position)
+        return view.attend_at(*view.window(*rule.static_pattern))
+
     def ours(q, position):
-        view = view_of(case, q, position)
-        window = view.attend_at(*view.window(*rule.static_pattern))
+        window = near(case.pool, q, position)
         scaled = np.asarray(scale_rotary(jnp.asarray(q), config.rope))
         shape = (config.num_kv_heads, config.group_size, config.head_dim)
         if far is None:
@@ -208,7 +227,7 @@ def on_host(case, rule, layer=LAYER):
     return ours
 
 
-def same(case, rule, steps=ROOM, layer=LAYER):
+def same(case, rule, steps=ROOM, layer=LAYER, close=CLOSE):
     """The two agree at every generated token."""
     config = case.config
     expected, ours = on_device(case, rule), on_host(case, rule, layer)
@@ -216,30 +235,63 @@ def same(case, rule, steps=ROOM, layer=LAYER):
         q = case.rng.standard_normal((config.num_heads, config.head_dim)).astype(np.float32)
         wanted = expected(q, case.position + step, layer)
         for one, other in zip(ours(q, case.position + step), wanted, strict=True):
-            np.testing.assert_allclose(one, other, **CLOSE)
+            np.testing.assert_allclose(one, other, **close)
 
 
 ANY = {"exact_below": 0, "min_queries": 1, "most_scanned": 1.0}
 RULES = [
     Dense(),
+    StaticWindow(sink=4, recent=8),
+    SnapKV(capacity=20, window=6),
+    SnapKV(capacity=300, window=30, kernel=1),
+    InfLLM(block=8, blocks=3, representatives=2, sink=4, recent=12),
+    InfLLM(block=7, blocks=40, representatives=7, sink=0, recent=3),
+    Quest(budget=32, dense_layers=1),
+    Quest(budget=512, dense_layers=0),
     Flat(k=6, sink=4, recent=8),
     Flat(k=500, sink=0, recent=1),
     Flat(k=3, sink=40, recent=9),
     Retrieval(k=6, sink=4, recent=8),
-    Retrieval(
-        k=12, sink=4, recent=8, index=QueryLists(clusters=4, knn=20, cap=64, probes=2, **ANY)
-    ),
+    Retrieval(k=9, sink=4, recent=8, index=QueryLists(clusters=4, cap=64, probes=2, **ANY)),
     Retrieval(k=6, sink=4, recent=8, index=QueryLists(storage="float16", clusters=4, **ANY)),
+    Retrieval(k=6, sink=4, recent=8, index=QueryLists(share="group", clusters=4, **ANY)),
     Retrieval(k=6, sink=4, recent=8, index=ProjectedGraph(storage="float32", **ANY)),
     Ivf(k=6, sink=4, recent=8, index=IvfIndex(clusters=8, probes=2, exact_below=0)),
     Ivf(k=6, sink=4, recent=8, index=Hnsw(storage="float32", ef=40, exact_below=0)),
 ]
+YARN = YarnScaling(4.0, 64, 32.0, 1.0, 1.5, True)
 
 
-def name_of(rule):
-    return f"{rule.name}-{getattr(getattr(rule, 'index', None), 'storage', '')}-{hash(rule) % 1000}"
+def ids_of(rules):
+    """Names that tell them apart."""
+    numbers = itertools.count()
+    return [f"{rule.name}-{next(numbers)}" for rule in rules]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: str(rule)[:90])
-def test_host_and_window_are_the_rule(tiny_config, rule):
+@pytest.mark.parametrize("rule", RULES, ids=ids_of(RULES))
+def test_the_hosts_part_and_the_windows_are_the_rule(tiny_config, rule):
     same(case_of(tiny_config()), rule)
+
+
+ONE_OF_EACH = list({rule.name: rule for rule in reversed(RULES)}.values())
+
+
+@pytest.mark.parametrize("rule", ONE_OF_EACH, ids=ids_of(ONE_OF_EACH))
+def test_where_half_a_head_turns_in_pairs_and_a_factor_is_on_it(tiny_config, rule):
+    config = tiny_config(rope=RopeConfig(5_000.0, 6, True, YARN), num_kv_heads=6)
+    same(case_of(config), rule, steps=6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("rule", ONE_OF_EACH, ids=ids_of(ONE_OF_EACH))
+def test_keys_and_values_of_16_bits(tiny_config, rule, dtype):
+    # Dense attention on the device rounds weights to the model's dtype, the host does not.
+    close = {"rtol": 0.0, "atol": 2e-3} if rule == Dense() else CLOSE
+    same(case_of(tiny_config(dtype=dtype)), rule, steps=4, close=close)
+
+
+@pytest.mark.parametrize("rule", ONE_OF_EACH, ids=ids_of(ONE_OF_EACH))
+def test_a_prompt_that_the_static_pattern_covers(tiny_config, rule):
+    """Nothing is outside at first; generated tokens leave it, where it does not hold them all."""
+    case = case_of(tiny_config(), chunks=(3,), prefix=2, final=2, recomputed=(3,))
+    same(case, rule)
