@@ -97,6 +97,8 @@ class Step:
     context: int = 32_768
     pool_tokens: int = 65_536  # 8 GiB
     num_layers: int | None = None  # None: all
+    kernels: Any = "pallas_triton"  # of the config
+    values: int | None = None  # V of so many layers on the device; None: of all
 
     def program(self) -> tuple[Any, tuple[Any, ...]]:
         """The step, its pool donated, and shapes to compile it for."""
@@ -105,35 +107,23 @@ class Step:
 
         from jaxrag.cache import PAGE, PagePool, PageTable
         from jaxrag.config import config_from_dict
-        from jaxrag.models.attention import PagedAttend
-        from jaxrag.models.decoder import forward
         from jaxrag.models.rope import RopeTable
-        from jaxrag.models.spec import Params, init_params
+        from jaxrag.models.spec import init_params
         from jaxrag.tables import read_toml
-        from jaxrag.types import FINAL, Tokens
 
         path = Path(__file__).parents[2] / "configs" / "models" / f"{self.model}.toml"
         config = config_from_dict(read_toml(path), str(path))
         layers = self.num_layers or config.num_layers
-        config = dataclasses.replace(config, num_layers=layers, kernels="pallas_triton")
+        config = dataclasses.replace(config, num_layers=layers, kernels=self.kernels)
 
         def numbers(*shape: int) -> Any:
             return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-        def step(
-            params: Params, pool: PagePool, rope: RopeTable, table: PageTable, *new: jax.Array
-        ) -> tuple[jax.Array, PagePool]:
-            ids, positions, slots = new
-            tokens = Tokens(ids=ids, positions=positions, segments=jnp.full_like(ids, FINAL))
-            attend = PagedAttend(config, rope, table.reveal(slots, positions), slots)
-            hidden, pool, _ = forward(params, config, tokens, pool, attend)
-            return hidden, pool
+        def pool(layers: int) -> Any:
+            shape = (layers * self.pool_tokens // PAGE, PAGE, config.num_kv_heads, config.head_dim)
+            return jax.ShapeDtypeStruct(shape, config.dtype)
 
         num_pages = (self.context + self.width) // PAGE + 1
-        rows = layers * self.pool_tokens // PAGE
-        pool: Any = jax.ShapeDtypeStruct(
-            (rows, PAGE, config.num_kv_heads, config.head_dim), config.dtype
-        )
         angles: Any = jax.ShapeDtypeStruct(
             (2 * self.context, config.rope.rotary_dim // 2), jnp.float32
         )
@@ -144,20 +134,69 @@ class Step:
         )
         params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
         new = (numbers(self.rows, self.width),) * 3
-        arguments = (params, PagePool(k=pool, v=pool), RopeTable(angles, angles), table, *new)
+        kv = PagePool(k=pool(layers), v=pool(layers if self.values is None else self.values))
+        arguments = (params, kv, RopeTable(angles, angles), table, *new)
+        step = self._dense(config) if self.values is None else self._kept(config, self.values)
         return jax.jit(step, donate_argnums=1), arguments
+
+    def _dense(self, config: Any) -> Any:
+        """Tokens that attend to every key."""
+        import jax.numpy as jnp
+
+        from jaxrag.models.attention import PagedAttend
+        from jaxrag.models.decoder import forward
+        from jaxrag.types import FINAL, Tokens
+
+        def step(params: Any, pool: Any, rope: Any, table: Any, *new: Any) -> tuple[Any, Any]:
+            ids, positions, slots = new
+            tokens = Tokens(ids=ids, positions=positions, segments=jnp.full_like(ids, FINAL))
+            attend = PagedAttend(config, rope, table.reveal(slots, positions), slots)
+            hidden, pool, _ = forward(params, config, tokens, pool, attend)
+            return hidden, pool
+
+        return step
+
+    def _kept(self, config: Any, layers: int) -> Any:
+        """One token a row by KCache, V of all but the first layers at an address of the host."""
+        import jax.numpy as jnp
+        import numpy as np
+
+        from jaxrag.cache import PAGE
+        from jaxrag.cache.host import HostValues, Mapped
+        from jaxrag.decode import Decoding, TopN
+        from jaxrag.engine.decoding import Plan, run_by_rule
+        from jaxrag.models.decoder import Decoder
+        from jaxrag.types import Step as Tokens
+
+        shape = (config.num_layers - layers, 1, PAGE, config.num_kv_heads, config.head_dim)
+        memory = np.zeros(shape, config.dtype)
+        values = HostValues(layers, memory)
+        slot = config.num_kv_heads * config.head_dim
+        values.mapped = Mapped(1 << 46, (self.pool_tokens * slot, config.head_dim, slot))
+        plan = Plan(TopN(n=128, device_layers=layers), None, values)
+
+        def step(params: Any, pool: Any, rope: Any, table: Any, *new: Any) -> tuple[Any, Any]:
+            decoder = Decoder(params=params, rope=rope, config=config)
+            state = Decoding(order=jnp.zeros_like(table.slot_position), state=None)
+            hidden, pool, _, _ = run_by_rule(decoder, pool, table, state, Tokens(*new), plan)
+            assert memory.size  # HostValues holds it weakly
+            return hidden, pool
+
+        return step
 
 
 # XLA's products in Triton take no slice at a place that is known only as the program runs, so each
 # turn of the scan over the layers begins with a copy of that layer's weights (416 MiB of these
 # models); cuBLAS reads those of the MLP in place. Which is faster is for a GPU to say:
 # XLA_FLAGS=--xla_gpu_enable_triton_gemm=false benchmarks/gpu.py.
+# With V in host memory keys are scored by XLA, which takes and turns all of a layer's in float32.
 STEPS = {
     "step_of_1024_tokens": Step(1, 1_024, temporary=32 << 20),
     "step_of_eight_tokens": Step(8, 1, temporary=8 << 20),
     "step_of_eight_tokens_by_cublas": Step(
         8, 1, temporary=96 << 20, layers_copied=0, options={"xla_gpu_enable_triton_gemm": False}
     ),
+    "step_with_values_in_host_memory": Step(1, 1, temporary=512 << 20, kernels="xla", values=1),
 }
 
 
