@@ -27,8 +27,9 @@ from jaxrag.decode import (
     StaticWindow,
     TopN,
     View,
+    host_search,
 )
-from jaxrag.decode.far import HostLayer, HostPrompt
+from jaxrag.decode.far import HostLayer, HostPrompt, scan
 from jaxrag.decode.stored import Carried, Known
 from jaxrag.errors import RequestError, RetrievalError
 from jaxrag.models.attention import merge
@@ -407,6 +408,30 @@ def bytes_of(thing, seen):
     if type(thing).__module__.startswith("jaxrag"):
         return bytes_of({**vars(thing)}, seen) if hasattr(thing, "__dict__") else 0
     return 0
+
+
+@pytest.mark.parametrize("rule", ONE_OF_EACH, ids=ids_of(ONE_OF_EACH))
+def test_bits_do_not_depend_on_threads_and_company(tiny_config, rule, monkeypatch):
+    """Alone on one thread, and in a batch on many."""
+    monkeypatch.setattr(scan, "_PART", 1)
+    monkeypatch.setattr(host_search, "_SMALL", 0)
+    config = tiny_config(num_heads=10)
+    case = case_of(config, chunks=(90, 150), final=90)
+    shape = (config.num_kv_heads, config.group_size, config.head_dim)
+    answers = []
+    for threads, rows in ((1, 1), (2, 1), (7, 1), (3, 4)):
+        host = HostSearch(threads=threads)
+        numbers = [host.admit() for _ in range(rows)]
+        for number in numbers:
+            host.begin(number, [rule.far(prompt_of(case, rule, host.crew))])
+        q = np.random.default_rng(5).standard_normal((1, *shape)).astype(np.float32)
+        at = np.full(rows, case.position + 9)
+        ticket = host.start(0, np.array(numbers), np.repeat(q, rows, 0), at)
+        answers += zip(*host.wait(ticket), strict=True)
+        host.close()
+    for out, lse in answers[1:]:
+        np.testing.assert_array_equal(out, answers[0][0])
+        np.testing.assert_array_equal(lse, answers[0][1])
 
 
 @pytest.mark.parametrize(

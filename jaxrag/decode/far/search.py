@@ -17,7 +17,7 @@ from jaxrag.attention_index.lists import candidates
 from jaxrag.attention_index.spec import Trained, effort_of
 from jaxrag.decode.account import Account, recall_of
 from jaxrag.decode.far.layer import Answer, FarLayer, Task
-from jaxrag.decode.far.memory import Memory, Stretch, highest
+from jaxrag.decode.far.memory import Memory, highest
 from jaxrag.decode.far.scan import Pair, best_of
 from jaxrag.decode.far.tasks import gathered
 from jaxrag.decode.parts import Part
@@ -32,6 +32,7 @@ class Finder(abc.ABC):
     """
 
     offset: int | None = None
+    together = False  # are the heads of a group searched as one?
 
     @abc.abstractmethod
     def find(
@@ -113,6 +114,8 @@ class InPlace(Finder):
 
 class Scanned(Finder):
     """Every key at some positions."""
+
+    together = True
 
     def __init__(self, memory: Memory, kv_head: int, positions: HostArray) -> None:
         """``positions`` [S] int32 ascending."""
@@ -235,16 +238,18 @@ class Searched(FarLayer):
 
     @override
     def tasks(self, q: HostArray, position: int, answer: Answer, pieces: int) -> list[Task]:
-        """Of every KV head its query heads in groups; of a group one for each finder."""
+        """Of every KV head its query heads in groups; of a group one for each finder.
+
+        What a head gets does not depend on the groups.
+        """
         if position - self.recent < self.sink:
             return []
         asked = self.memory.ask(q, position, self._offsets)
-        tail = self.memory.stretches(self.end, position - self.recent + 1)
+        tail = np.arange(self.end, position - self.recent + 1, dtype=np.int32)
         todo: list[Task] = []
         for kv_head, finders in enumerate(self.finders):
-            for heads in np.array_split(np.arange(self.memory.group), pieces):
-                if not len(heads):
-                    continue
+            groups = 1 if any(each.together for each in finders) else min(pieces, len(q[0]))
+            for heads in np.array_split(np.arange(len(q[0])), groups):
                 parts = [
                     functools.partial(self._find, each, asked, kv_head, heads, answer)
                     for each in finders
@@ -269,7 +274,7 @@ class Searched(FarLayer):
         asked: HostArray,
         kv_head: int,
         heads: HostArray,
-        tail: Sequence[Stretch],
+        tail: HostArray,
         answer: Answer,
         parts: Sequence[list[Found]],
     ) -> None:
@@ -279,10 +284,8 @@ class Searched(FarLayer):
         found = [[(each[at].scores, each[at].ids) for each in parts] for at in range(len(heads))]
         if answer.counted is not None and parts:
             answer.counted.append(self._recall(kv_head, mine, found, parts))
-        if tail:
-            left = best_of(memory, kv_head, mine, tail, k)
-            for at, each in enumerate(found):
-                each.append((left[0][at], left[1][at]))
+        for at, each in enumerate(found if len(tail) else ()):
+            each.append((memory.scores(kv_head, mine[:, at], tail), tail))
         scores = np.full((len(heads), k), -np.inf, np.float32)
         positions = np.zeros((len(heads), k), np.int32)
         for at, each in enumerate(found):
@@ -316,4 +319,5 @@ def _joined(pairs: Sequence[Pair], k: int) -> Pair:
     scores = np.concatenate([scores for scores, _ in pairs])
     positions = np.concatenate([positions for _, positions in pairs])
     best = highest(scores, k)
+    best = best[np.argsort(positions[best])]  # sums do not depend on the order of the parts
     return scores[best], positions[best]
