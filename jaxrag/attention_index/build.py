@@ -1,12 +1,13 @@
 """Building an index over the keys of one KV head, of any kind, and choosing its effort."""
 
+import jax
 import numpy as np
 
 from jaxrag.attention_index import faiss_objects, graph, lists
 from jaxrag.attention_index.effort import choose
 from jaxrag.attention_index.index import AttentionIndex
 from jaxrag.attention_index.keys import Keys
-from jaxrag.attention_index.knn import Knn, nearest
+from jaxrag.attention_index.knn import Knn, nearest, nearest_on_device
 from jaxrag.attention_index.spec import (
     Exact,
     Hnsw,
@@ -32,7 +33,7 @@ def build(
     *,
     asked: HostArray | None = None,
     k: int = 100,
-    knn: Knn = nearest,
+    knn: Knn | None = None,
 ) -> AttentionIndex:
     """Index the keys of one KV head.
 
@@ -46,7 +47,8 @@ def build(
             to where questions will come from. Where the spec leaves the effort open, it is chosen
             by them.
         k: keys that a search will want; the effort is chosen for so many.
-        knn: finds the keys that queries want; ``nearest_on_device`` where there is one.
+        knn: finds the keys that queries want; None: on the accelerator where JAX has one, else on
+            the host.
 
     Returns:
         The index. It is exact, and ``note`` says why, with fewer keys than ``exact_below``, with
@@ -58,6 +60,8 @@ def build(
     """
     if keys.ndim != 2 or 0 in keys.shape:
         raise RetrievalError(f"keys of shape {list(keys.shape)}: expected [S, H], not empty")
+    if knn is None:
+        knn = nearest if jax.default_backend() == "cpu" else nearest_on_device
     note = _why_exact(len(keys), queries, asked, spec)
     if note or isinstance(spec, Exact):
         return _exact(keys, spec, note)

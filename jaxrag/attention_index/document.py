@@ -20,6 +20,7 @@ from jaxrag.attention_index.build import build
 from jaxrag.attention_index.index import AttentionIndex
 from jaxrag.attention_index.spec import (
     INDEXES,
+    Exact,
     QueryLists,
     Spec,
     Trained,
@@ -34,6 +35,7 @@ from jaxrag.tables import build as build_from_table
 from jaxrag.tables import table_from
 from jaxrag.types import HostArray
 
+IN_PLACE = (Exact, QueryLists)  # kinds that search keys wherever these lie
 Layer = tuple[AttentionIndex, ...]  # one index a KV head
 
 
@@ -209,8 +211,12 @@ def stored_spec(store: KVStore, key: str) -> Spec:
     return spec_from(spec)
 
 
-def load_layer(store: KVStore, key: str, layer: int, rope: RopeConfig) -> Layer:
+def load_layer(
+    store: KVStore, key: str, layer: int, rope: RopeConfig, *, in_place: bool = False
+) -> Layer:
     """The indexes of one layer of a stored document, over keys at their places inside it.
+
+    ``in_place``: those that can be searched over keys elsewhere (``IN_PLACE``) come without keys.
 
     Raises:
         ChunkMissing: as ``KVStore.get``.
@@ -219,16 +225,21 @@ def load_layer(store: KVStore, key: str, layer: int, rope: RopeConfig) -> Layer:
         RetrievalError: what was stored is no index of these keys.
     """
     named = _tables(store, key, layer)
+    heads: dict[str, dict[str, HostArray]] = {}
+    for name, array in named.items():
+        head, _, own = name.partition(".")
+        heads.setdefault(head, {})[own] = array
+    numbers = sorted(map(int, heads))
+    if in_place:
+        bare = [AttentionIndex.from_tables(heads[str(number)], None) for number in numbers]
+        if all(isinstance(index.spec, IN_PLACE) for index in bare):
+            return tuple(bare)
     keys = store.get(key, layers=(layer, layer + 1))[0, 0]  # [T, K, H]
     placed = rotated(keys.astype(np.float32).swapaxes(0, 1), np.arange(len(keys)), rope)
-    heads = []
-    for number, head in enumerate(placed):
-        mark = f"{number}."
-        arrays = {
-            name.removeprefix(mark): array for name, array in named.items() if name.startswith(mark)
-        }
-        heads.append(AttentionIndex.from_tables(arrays, head))
-    return tuple(heads)
+    return tuple(
+        AttentionIndex.from_tables(heads.get(str(number), {}), head)
+        for number, head in enumerate(placed)
+    )
 
 
 def _tables(store: KVStore, key: str, layer: int) -> dict[str, HostArray]:

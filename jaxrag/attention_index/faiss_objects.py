@@ -133,6 +133,12 @@ def build_hnsw(keys: Keys, spec: Hnsw) -> Any:
     return index
 
 
+def vectors_of(index: Any) -> HostArray:
+    """All keys that FAISS's inverted file or HNSW holds, [S, H] float32."""
+    vectors: HostArray = index.reconstruct_n(0, index.ntotal)
+    return vectors
+
+
 def to_bytes(index: Any) -> HostArray:
     """A FAISS index as a uint8 array."""
     made: HostArray = faiss_module().serialize_index(index)

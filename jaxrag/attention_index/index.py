@@ -35,7 +35,7 @@ class AttentionIndex:
     Attributes:
       spec: what was built; ``Exact`` where ``build`` found that a scan does better.
       note: why it is exact although another kind was asked for; empty otherwise.
-      keys: S keys in the index's order.
+      keys: S keys in the index's order; none where they are read from elsewhere.
       wanted: [W] int32 the caller's rows of the first W keys.
       tables: by kind, "links_E" [W, degree] int32 and "entries" [E] int32; "centroids" [E, C, H]
         float32 and "table" [E, C, width] int32; "faiss" uint8; or none.
@@ -95,11 +95,19 @@ class AttentionIndex:
         return cls._from(rest, Keys(codes, span))
 
     @classmethod
-    def from_tables(cls, arrays: Mapping[str, HostArray], keys: HostArray) -> "AttentionIndex":
-        """The index of ``tables_to_arrays`` over its keys [S, H], in the caller's rows."""
+    def from_tables(
+        cls, arrays: Mapping[str, HostArray], keys: HostArray | None
+    ) -> "AttentionIndex":
+        """The index of ``tables_to_arrays`` over its keys [S, H], in the caller's rows.
+
+        Without keys where they are read from elsewhere.
+        """
         rest = dict(arrays)
         wanted = _take(rest, "wanted")
         spec, _, shape, _ = _head(_take(rest, "head"))
+        if keys is None:
+            _order(wanted, shape[0])  # refuses rows that are not there
+            return cls._from(dict(arrays), None)
         if list(keys.shape) != shape:
             raise RetrievalError(
                 f"keys of shape {list(keys.shape)}: the saved index is of {shape}; build it again"
@@ -108,9 +116,11 @@ class AttentionIndex:
         return cls._from(dict(arrays), stored)
 
     @classmethod
-    def _from(cls, arrays: dict[str, HostArray], keys: Keys) -> "AttentionIndex":
+    def _from(cls, arrays: dict[str, HostArray], keys: Keys | None) -> "AttentionIndex":
         spec, note, shape, efforts = _head(_take(arrays, "head"))
-        if keys.storage != spec.storage or list(keys.codes.shape) != shape:
+        if keys is None:
+            keys = Keys(np.empty((0, shape[1]), np.float32), None)
+        elif keys.storage != spec.storage or list(keys.codes.shape) != shape:
             raise RetrievalError(
                 f"keys are {keys.storage} {list(keys.codes.shape)}, expected {spec.storage} "
                 f"{shape}; build the index again"

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxrag.attention_index import faiss_objects, lists
 from jaxrag.attention_index.index import AttentionIndex
+from jaxrag.attention_index.keys import Keys
 from jaxrag.attention_index.spec import Exact, Hnsw, Ivf, QueryLists, Spec, effort_of
 from jaxrag.errors import RequestError, RetrievalError
 from jaxrag.types import HostArray
@@ -65,19 +66,22 @@ class Searcher:
     """An open index; searches may run in parallel threads. Made by ``open_index``."""
 
     def __init__(
-        self, index: AttentionIndex, engines: Sequence[Any], storage: Any, nbytes: int
+        self, index: AttentionIndex, engines: Sequence[Any], storage: Any, nbytes: int, count: int
     ) -> None:
-        self.index = index
+        self.index = index  # Ivf and Hnsw: without the keys, which FAISS has
+        self._count = count
         self.nbytes = nbytes  # of keys and tables
         self._engines = engines
         self._storage = storage
         self._rows = index.rows() if len(index.wanted) else None
 
     def __len__(self) -> int:
-        return len(self.index)
+        return self._count
 
     def all_keys(self) -> HostArray:
         """Every key, [S, H] float32 in the caller's rows, to build again."""
+        if isinstance(self.index.spec, Ivf | Hnsw):
+            return faiss_objects.vectors_of(self._storage)
         keys = np.empty((len(self), self.index.keys.dim), np.float32)
         keys[self.index.rows()] = self.index.keys.decode()
         return keys
@@ -175,8 +179,9 @@ class Searcher:
         keys, number = len(self), len(queries)
         everything = np.full(number, keys, np.int64)
         if k >= keys:
-            scores = queries @ self.index.keys.decode().T
-            return np.broadcast_to(self.index.rows(), scores.shape), scores, everything
+            scores = queries @ self.all_keys().T
+            ids = np.arange(keys, dtype=np.int32)
+            return np.broadcast_to(ids, scores.shape), scores, everything
         spec = self.index.spec
         if isinstance(spec, QueryLists):
             return self._lists(head, queries, k, effort)
@@ -250,16 +255,17 @@ def open_index(index: AttentionIndex) -> Searcher:
     go of ``index`` there is one of each. Raises RetrievalError when FAISS is not installed or
     refuses a saved baseline.
     """
-    nbytes = index.keys.nbytes + index.nbytes
+    nbytes, count = index.keys.nbytes + index.nbytes, len(index)
     match index.spec:
         case QueryLists():
             # FAISS decodes codes of 16 and 8 bits; it holds no keys for that.
             decoder = faiss_objects.storage_of(index.keys, empty=True)
-            return Searcher(index, [], decoder, nbytes)
+            return Searcher(index, [], decoder, nbytes, count)
         case Ivf() | Hnsw():
             engine = faiss_objects.from_bytes(index.tables["faiss"])
-            without = dataclasses.replace(index, tables={})
-            return Searcher(without, [engine], engine, nbytes + index.keys.nbytes)
+            none = Keys(index.keys.codes[:0].copy(), index.keys.span)
+            without = dataclasses.replace(index, keys=none, tables={})
+            return Searcher(without, [engine], engine, nbytes, count)
     storage = faiss_objects.storage_of(index.keys)
     entries = index.tables.get("entries", ())
     engines = [
@@ -271,7 +277,7 @@ def open_index(index: AttentionIndex) -> Searcher:
         keys=faiss_objects.keys_in(storage, index.keys),
         tables={name: table for name, table in index.tables.items() if name == "entries"},
     )
-    return Searcher(held, engines or [storage], storage, nbytes)
+    return Searcher(held, engines or [storage], storage, nbytes, count)
 
 
 def _walk(

@@ -56,9 +56,8 @@ def beside_window(config: ModelConfig, tokens: int, window: int) -> Bytes:
 def index_bytes(spec: Spec, config: ModelConfig, keys: int, *, in_place: bool = False) -> int:
     """At most so many bytes do the indexes of that many keys take on the host, over all layers.
 
-    Keys once per KV head in the spec's storage, twice where FAISS built the index; links and lists
-    per query head or group. ``in_place``: K is in host memory already; scans and lists read it
-    there.
+    Keys once per KV head in the spec's storage; links and lists per query head or group.
+    ``in_place``: K is in host memory already, where scans and lists read it.
     """
     in_place = in_place and (isinstance(spec, Exact | QueryLists) or keys < spec.exact_below)
     per_key = 0 if in_place else config.head_dim * STORAGE_BYTES[spec.storage]
@@ -73,9 +72,9 @@ def index_bytes(spec: Spec, config: ModelConfig, keys: int, *, in_place: bool = 
         case Ivf():
             clusters = spec.clusters or int(4 * np.sqrt(keys))
             lists = clusters * (4 * config.head_dim + 8) + _FAISS_HEADER
-            return of_keys * (2 * per_key + 8) + lists * indexes
+            return of_keys * (per_key + 8) + lists * indexes
         case Hnsw():
-            return of_keys * (2 * per_key + 2 * 4 * spec.links + 32) + _FAISS_HEADER * indexes
+            return of_keys * (per_key + 2 * 4 * spec.links + 32) + _FAISS_HEADER * indexes
         case QueryLists():
             lists = spec.clusters * 4 * (spec.cap + config.head_dim) * each
             return of_keys * (per_key + (0 if in_place else 4)) + lists * indexes

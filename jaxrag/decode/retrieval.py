@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxrag.attention_index import AttentionIndex, Exact, ProjectedGraph, QueryBank, Spec, build
+from jaxrag.attention_index import AttentionIndex, Exact, QueryBank, QueryLists, Spec, build
 from jaxrag.attention_index import Ivf as IvfIndex
 from jaxrag.attention_index.spec import Trained, effort_of
 from jaxrag.cache import PagePool, PageTable
@@ -22,10 +22,9 @@ from jaxrag.config import ModelConfig, RopeConfig
 from jaxrag.decode.account import Account
 from jaxrag.decode.far import HostPrompt
 from jaxrag.decode.far.memory import Memory
-from jaxrag.decode.far.search import Copied, Finder, Searched, finder_of
+from jaxrag.decode.far.search import Finder, Searched, finder_of
 from jaxrag.decode.footprint import Bytes, beside_window, index_bytes
 from jaxrag.decode.host_search import NOBODY
-from jaxrag.decode.parts import Part
 from jaxrag.decode.rule import (
     DecodeRule,
     Observe,
@@ -34,7 +33,7 @@ from jaxrag.decode.rule import (
     require,
     require_zero_or_more,
 )
-from jaxrag.decode.stored import DAMAGED, Carried, Known, Layers, StoredIndexes
+from jaxrag.decode.stored import DAMAGED, Carried, Known, StoredIndexes
 from jaxrag.decode.view import View
 from jaxrag.errors import RequestError
 from jaxrag.models.attention import merge
@@ -87,7 +86,7 @@ class Retrieval(DecodeRule):
     k: int = 100
     sink: int = 128
     recent: int = 512
-    index: Spec = dataclasses.field(default_factory=ProjectedGraph)
+    index: Spec = dataclasses.field(default_factory=QueryLists)
     queries: int = 2048
     trained_at: TrainedAt = "answer"
     stored: bool = True
@@ -131,7 +130,7 @@ class Retrieval(DecodeRule):
     def bytes(self, config: ModelConfig, tokens: int) -> Bytes:
         window = self.sink + self.recent
         without = beside_window(config, tokens, window)
-        index = index_bytes(self.index, config, max(tokens - window, 0))
+        index = index_bytes(self.index, config, max(tokens - window, 0), in_place=True)
         return dataclasses.replace(without, host=without.host + index)
 
     def index_head(
@@ -173,15 +172,19 @@ class Retrieval(DecodeRule):
         notes: list[str] = []
         span = _span(documents, notes.append, config, prompt.layer.rows, self, end, prompt.carried)
         _check_bytes(config, self, [span], in_place=True)
-        opened, (span,) = _open(documents, [notes.append], config, [span])
+        opened, (span,) = _open(
+            lambda it: documents.open_layer(it.chunk, it.known, prompt.index, config),
+            [notes.append],
+            [span],
+        )
         finders: list[list[Finder]] = [[] for _ in range(config.num_kv_heads)]
         account = Account(index_bytes=memory.nbytes, notes=tuple(notes))
         for it in span.stored:
-            searchers = opened[it.chunk.key][prompt.index]
-            part = Part(searchers, it.positions, it.chunk.position)
-            for head, mine in enumerate(finders):
-                mine.append(Copied(memory, head, part, head))
-            account += part.account(stored=True)
+            for head, index in enumerate(opened[it.chunk.key]):
+                at = (it.positions, it.chunk.position)
+                finder, cost = finder_of(memory, head, index, *at, stored=True)
+                finders[head].append(finder)
+                account += cost
         if len(span.rest):
             banks = _banks(prompt.queries, prompt.positions, config)
             spec, start = span.spec(self), prompt.position + 1
@@ -219,7 +222,9 @@ class Retrieval(DecodeRule):
             for row, (note, carried) in enumerate(zip(notes, prompts.carried, strict=True))
         ]
         _check_bytes(config, self, spans)
-        opened, spans = _open(host.documents, notes, config, spans)
+        opened, spans = _open(
+            lambda it: host.documents.open(it.chunk, it.known, config), notes, spans
+        )
         for layer, keys, queries in _read(prompts, order, position, spans):
             for row, (number, span) in enumerate(zip(prompts.numbers, spans, strict=True)):
                 parts = [
@@ -354,7 +359,11 @@ def _check_bytes(
     """Refuse indexes that may take more host memory than the rule allows."""
     if rule.max_host_bytes is None:
         return
-    held = {it.chunk.key: it.known.nbytes for span in spans for it in span.stored}
+    held = {
+        it.chunk.key: it.known.tables if in_place else it.known.nbytes
+        for span in spans
+        for it in span.stored
+    }
     need = sum(held.values())
     need += sum(
         index_bytes(span.spec(rule), config, len(span.rest), in_place=in_place) for span in spans
@@ -367,20 +376,17 @@ def _check_bytes(
         )
 
 
-def _open(
-    documents: StoredIndexes,
-    notes: Sequence[Callable[[str], None]],
-    config: ModelConfig,
-    spans: Sequence[_Span],
-) -> tuple[dict[str, Layers], list[_Span]]:
+def _open[T](
+    open_one: Callable[[_Stored], T], notes: Sequence[Callable[[str], None]], spans: Sequence[_Span]
+) -> tuple[dict[str, T], list[_Span]]:
     """The stored indexes by chunk; the keys of those that cannot be read are part of the rest."""
-    opened: dict[str, Layers] = {}
+    opened: dict[str, T] = {}
     for note, span in zip(notes, spans, strict=True):
         for it in span.stored:
             if it.chunk.key in opened:
                 continue
             try:
-                opened[it.chunk.key] = documents.open(it.chunk, it.known, config)
+                opened[it.chunk.key] = open_one(it)
             except DAMAGED as error:
                 note(f"a stored index is not used: {error}")
     whole = []

@@ -2,12 +2,19 @@
 
 import dataclasses
 import threading
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import cachetools
 
-from jaxrag.attention_index import Searcher, open_index
-from jaxrag.attention_index.document import indexes_nbytes, is_indexed, load_layer, stored_spec
+from jaxrag.attention_index import AttentionIndex, Searcher, open_index
+from jaxrag.attention_index.document import (
+    IN_PLACE,
+    indexes_nbytes,
+    is_indexed,
+    load_layer,
+    stored_spec,
+)
 from jaxrag.attention_index.spec import STORAGE_BYTES
 from jaxrag.config import ModelConfig
 from jaxrag.errors import ChunkCorrupt, ChunkMissing, RetrievalError
@@ -15,6 +22,7 @@ from jaxrag.store import KVStore, Record
 from jaxrag.types import HostArray
 
 KEPT_BYTES = 4 << 30  # of indexes that no request needs at the moment
+_KNOWN = 4096  # chunks of which is remembered what indexes they have
 
 Layers = list[list[Searcher]]  # [layer][KV head]
 
@@ -43,16 +51,19 @@ class Known:
     Attributes:
       record: of the chunk.
       nbytes: of its indexes, with their keys.
+      tables: of its indexes where they are searched over keys that lie elsewhere.
     """
 
     record: Record
     nbytes: int
+    tables: int
 
 
-class _Opened(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Opened:
     attempt: str
-    nbytes: int  # of the searchers
-    layers: Layers
+    nbytes: int  # of the searchers and indexes
+    layers: list[list[Any]]
 
 
 class StoredIndexes:
@@ -63,9 +74,11 @@ class StoredIndexes:
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         """Keep at most ``kept_bytes``."""
-        self._open: cachetools.LRUCache[str, _Opened] = cachetools.LRUCache(
+        # Of a chunk all layers with their keys (-1), and single layers without.
+        self._open: cachetools.LRUCache[tuple[str, int], _Opened] = cachetools.LRUCache(
             kept_bytes, lambda opened: opened.nbytes
         )
+        self._known: cachetools.LRUCache[str, Known] = cachetools.LRUCache(_KNOWN)
         self._lock = threading.Lock()
 
     def known(self, chunk: Carried, config: ModelConfig) -> Known | None:
@@ -75,40 +88,68 @@ class StoredIndexes:
         """
         record = chunk.store.head([chunk.key])[0]
         if record is None or not is_indexed(record):
-            with self._lock:
-                self._open.pop(chunk.key, None)  # it has left the store
+            with self._lock:  # it has left the store
+                self._known.pop(chunk.key, None)
+                for at in [at for at in self._open if at[0] == chunk.key]:
+                    self._open.pop(at)
             return None
-        opened = self._opened(chunk.key, record)
-        if opened is not None:
-            return Known(record, opened.nbytes)
-        width = STORAGE_BYTES[stored_spec(chunk.store, chunk.key).storage]
+        with self._lock:
+            known = self._known.get(chunk.key)
+        if known is not None and known.record.attempt == record.attempt:
+            return known
+        spec, tables = stored_spec(chunk.store, chunk.key), indexes_nbytes(record)
         keys = config.num_layers * record.tokens * config.num_kv_heads * config.head_dim
-        return Known(record, keys * width + indexes_nbytes(record))
+        nbytes = keys * STORAGE_BYTES[spec.storage] + tables
+        known = Known(record, nbytes, tables if isinstance(spec, IN_PLACE) else nbytes)
+        with self._lock:
+            self._known[chunk.key] = known
+        return known
 
     def open(self, chunk: Carried, known: Known, config: ModelConfig) -> Layers:
         """The searchers of a chunk, read from the store unless they were kept.
 
         Raises ChunkCorrupt, ChunkMissing and RetrievalError as ``document.load_layer``.
         """
-        opened = self._opened(chunk.key, known.record)
-        if opened is not None:
-            return opened.layers
-        layers = [
-            [open_index(index) for index in load_layer(chunk.store, chunk.key, layer, config.rope)]
-            for layer in range(config.num_layers)
-        ]
-        nbytes = sum(searcher.nbytes for layer in layers for searcher in layer)
-        with self._lock:
-            self._open.pop(chunk.key, None)  # of another attempt
-            if nbytes <= self._open.maxsize:
-                self._open[chunk.key] = _Opened(known.record.attempt, nbytes, layers)
-        return layers
 
-    def _opened(self, key: str, record: Record) -> _Opened | None:
-        """The indexes of a chunk if they were kept and are those of this record."""
+        def load() -> tuple[Layers, int]:
+            layers = [
+                [open_index(it) for it in load_layer(chunk.store, chunk.key, layer, config.rope)]
+                for layer in range(config.num_layers)
+            ]
+            return layers, sum(searcher.nbytes for layer in layers for searcher in layer)
+
+        return self._kept(chunk, known, -1, load)
+
+    def open_layer(
+        self, chunk: Carried, known: Known, layer: int, config: ModelConfig
+    ) -> list[AttentionIndex | Searcher]:
+        """One layer by KV head: an index without keys where it is searched over those elsewhere.
+
+        A searcher where it has to hold them. Errors as ``open``.
+        """
+
+        def load() -> tuple[list[list[AttentionIndex | Searcher]], int]:
+            made = load_layer(chunk.store, chunk.key, layer, config.rope, in_place=True)
+            heads = [it if not len(it) else open_index(it) for it in made]
+            return [heads], sum(head.nbytes for head in heads)
+
+        return self._kept(chunk, known, layer, load)[0]
+
+    def _kept(
+        self, chunk: Carried, known: Known, layer: int, load: Callable[[], tuple[Any, int]]
+    ) -> Any:
+        """What was kept of a chunk if it is of this record, or loaded now."""
+        at = (chunk.key, layer)
         with self._lock:
-            opened = self._open.get(key)
-        return opened if opened and opened.attempt == record.attempt else None
+            opened = self._open.get(at)
+        if opened is not None and opened.attempt == known.record.attempt:
+            return opened.layers
+        layers, nbytes = load()
+        with self._lock:
+            self._open.pop(at, None)  # of another attempt
+            if nbytes <= self._open.maxsize:
+                self._open[at] = _Opened(known.record.attempt, nbytes, layers)
+        return layers
 
 
 DAMAGED = (ChunkCorrupt, ChunkMissing, RetrievalError)  # what keeps a stored index from being used

@@ -1,7 +1,9 @@
 """What the builds make, against slow versions written from their descriptions."""
 
 import collections
+import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -18,6 +20,8 @@ from jaxrag.attention_index import (
 )
 from jaxrag.attention_index import knn as knn_module
 from jaxrag.errors import RequestError, RetrievalError
+
+build_module = sys.modules["jaxrag.attention_index.build"]  # the function has its name
 
 
 @pytest.mark.parametrize("k", [1, 7, 100])
@@ -51,6 +55,25 @@ def test_an_index_may_be_built_from_neighbours_found_on_a_device(head):
     device = build(head.keys, head.train, spec, knn=nearest_on_device)
     for name, array in host.to_arrays().items():
         np.testing.assert_array_equal(device.to_arrays()[name], array)
+
+
+@pytest.mark.parametrize(("backend", "calls"), [("cpu", 0), ("gpu", 4), ("tpu", 4)])
+def test_neighbours_are_found_where_the_accelerator_is(head, backend, calls, monkeypatch):
+    """Of the training queries of both heads, and of those that the effort is chosen by."""
+    spec = ProjectedGraph(degree=8, knn=10, target_recall=0.5, most_scanned=1.0, **SMALL)
+    host = build(head.keys, head.train, spec, asked=head.test, k=10, knn=nearest)
+    called = []
+
+    def counted(*arguments):
+        called.append(arguments)
+        return nearest_on_device(*arguments)
+
+    monkeypatch.setattr(build_module, "nearest_on_device", counted)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    made = build(head.keys, head.train, spec, asked=head.test, k=10)
+    assert len(called) == calls
+    for name, array in host.to_arrays().items():
+        np.testing.assert_array_equal(made.to_arrays()[name], array)
 
 
 def test_nearest_takes_the_smaller_row_among_equals():

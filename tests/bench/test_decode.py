@@ -72,11 +72,17 @@ def test_formulas(tiny_config):
     assert flat.device == 20 * per_token and flat.host == 80 * per_token
     assert rule_from("static_window:sink=4,recent=16").bytes(config, 100).device == flat.device
     retrieval = rule_from("retrieval:sink=4,recent=16")
-    rows = 80 * 2 * 3 * 10 * 2  # keys, KV heads, layers, dims, bytes: too few keys for a graph
+    rows = 80 * 2 * 3 * 10 * 4  # keys, KV heads, layers, dims, bytes: too few keys for lists
     assert index_bytes(retrieval.index, config, 80) == rows
-    assert retrieval.bytes(config, 100).host == 80 * per_token + rows
-    linked = dataclasses.replace(retrieval.index, exact_below=0)
-    assert index_bytes(linked, config, 80) > rows + 80 * 2 * 3 * 3 * 64 * 4
+    assert index_bytes(retrieval.index, config, 80, in_place=True) == 0
+    assert retrieval.bytes(config, 100).host == 80 * per_token
+    listed = dataclasses.replace(retrieval.index, exact_below=0)
+    lists = 256 * 4 * (2048 + 10) * 3 * 2 * 3  # clusters, bytes, keys and dims, heads, layers
+    assert index_bytes(listed, config, 80, in_place=True) == lists
+    assert index_bytes(listed, config, 80) == rows + 80 * 2 * 3 * 4 + lists
+    graph = ProjectedGraph(exact_below=0)
+    assert index_bytes(graph, config, 80) > rows // 2 + 80 * 2 * 3 * 3 * 64 * 4
+    assert index_bytes(graph, config, 80, in_place=True) == index_bytes(graph, config, 80)
 
 
 @pytest.mark.parametrize(

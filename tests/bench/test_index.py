@@ -98,7 +98,7 @@ def test_what_is_measured_is_the_rule(heads):
         free = ("exact_below", "min_queries", "most_scanned", "storage", "share")
         changed = {name: getattr(rule.index, name) for name in free if hasattr(rule.index, name)}
         assert rule.index == dataclasses.replace(kind(), **changed)
-    assert type(index_measure.ENGINES["graph fp16"].index) is type(Retrieval().index)
+    assert type(index_measure.ENGINES["lists fp32"].index) is type(Retrieval().index)
     lists = index_measure.ENGINES["lists fp32"]
     rule = dataclasses.replace(lists, queries=100, k=20)
     keys = heads.placed_keys()

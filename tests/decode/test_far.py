@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrag.attention_index import Hnsw, ProjectedGraph, QueryLists
+from jaxrag.attention_index import Exact, Hnsw, ProjectedGraph, QueryLists, build
 from jaxrag.attention_index import Ivf as IvfIndex
 from jaxrag.cache import PAGE, PagePool, PageTable
 from jaxrag.config import RopeConfig, YarnScaling
@@ -25,9 +25,13 @@ from jaxrag.decode import (
     Retrieval,
     SnapKV,
     StaticWindow,
+    TopN,
     View,
+    host_search,
 )
-from jaxrag.decode.far import HostLayer, HostPrompt
+from jaxrag.decode.far import HostLayer, HostPrompt, scan
+from jaxrag.decode.stored import Carried, Known
+from jaxrag.errors import RequestError, RetrievalError
 from jaxrag.models.attention import merge
 from jaxrag.models.rope import rope_table, scale_rotary
 from jaxrag.types import HIDDEN, Partial
@@ -51,6 +55,7 @@ class Case:
     queries: np.ndarray  # [L, W, N, H] before rotation, of the tokens at
     positions: np.ndarray  # [W]
     rng: np.random.Generator
+    chunks: list[tuple[int, np.ndarray]]  # first position of each, and the rows it lies in
 
 
 def case_of(config, chunks=(37, 20, 90, 16), prefix=5, final=19, recomputed=(8, 9, 30), seed=0):
@@ -63,13 +68,14 @@ def case_of(config, chunks=(37, 20, 90, 16), prefix=5, final=19, recomputed=(8, 
     shape = (config.num_layers * 64, PAGE, config.num_kv_heads, config.head_dim)
     pool = PagePool(*(jnp.asarray(rng.standard_normal(shape), config.dtype) for _ in range(2)))
     free = list(rng.permutation(64))
-    offsets, slot_position, at = [], [], 0
+    offsets, slot_position, at, spans = [], [], 0, []
     for length in (prefix, *chunks):
         pages = -(-length // PAGE)
         offsets += [at] * pages
         inside = at + np.arange(pages * PAGE)
         gone = (inside >= at + length) | np.isin(inside, recomputed)
         slot_position += np.where(gone, HIDDEN, inside).tolist()
+        spans.append((at, len(slot_position) - pages * PAGE + np.arange(length)))
         at += length
     own = [*(p for p in recomputed if p < at), *range(at, total + ROOM)]
     pages = -(-len(own) // PAGE)
@@ -110,6 +116,10 @@ def case_of(config, chunks=(37, 20, 90, 16), prefix=5, final=19, recomputed=(8, 
         queries=rng.standard_normal(queries).astype(np.float32),
         positions=strided,
         rng=rng,
+        chunks=[
+            (first, (pages[slots // PAGE] * PAGE + slots % PAGE).astype(np.int32))
+            for first, slots in spans[1:]
+        ],
     )
 
 
@@ -295,3 +305,151 @@ def test_a_prompt_that_the_static_pattern_covers(tiny_config, rule):
     """Nothing is outside at first; generated tokens leave it, where it does not hold them all."""
     case = case_of(tiny_config(), chunks=(3,), prefix=2, final=2, recomputed=(3,))
     same(case, rule)
+
+
+class Indexed:
+    """Stands for StoredIndexes: lists over the keys of some chunks, as they lie."""
+
+    def __init__(self, case, spec):
+        self.case, self.spec, self.opened = case, spec, []
+
+    def known(self, chunk, config):
+        if chunk.key == "damaged":
+            raise RetrievalError("a saved index is damaged")
+        return Known(None, nbytes=90, tables=40) if chunk.key != "bare" else None
+
+    def open_layer(self, chunk, known, layer, config):
+        self.opened.append((chunk.key, layer))
+        keys = self.case.layer.k[:, chunk.slots]
+        asked = self.case.rng.standard_normal((2, 3, 64, 10)).astype(np.float32)
+        return [build(*heads, self.spec) for heads in zip(keys, asked, strict=True)]
+
+
+FOUND = QueryLists(clusters=4, cap=500, knn=37, probes=4, exact_below=0, min_queries=1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "copies"), [(FOUND, 0), (Exact(), 0), (ProjectedGraph(ef=500, **ANY), 1)]
+)
+def test_indexes_stored_with_chunks_are_searched_where_the_keys_lie(tiny_config, spec, copies):
+    """Wherever they stand; keys that were computed again are found where they are now."""
+    case = case_of(tiny_config(), chunks=(37, 20, 40, 50), recomputed=(8, 9, 45))
+    named = zip(["first", "bare", "third", "damaged"], case.chunks, strict=True)
+    carried = [Carried(None, key, first, rows) for key, (first, rows) in named]
+    documents = Indexed(case, dataclasses.replace(spec, storage="float32"))
+    rule = Retrieval(k=6, sink=7, recent=8, index=ProjectedGraph(**ANY | {"exact_below": 500}))
+    with ThreadPoolExecutor(2) as threads:
+        prompt = dataclasses.replace(
+            prompt_of(case, rule, threads), carried=carried, documents=documents
+        )
+        far = rule.far(prompt)
+        with pytest.raises(RequestError, match="may take 80 bytes of host memory, max_host_b"):
+            dataclasses.replace(rule, max_host_bytes=79).far(prompt)
+        alone = dataclasses.replace(rule, stored=False).far(prompt)
+    assert documents.opened == [("first", LAYER), ("third", LAYER)]
+    assert far.account.stored == 2 * (37 + 40) and far.account.trained == 0
+    assert far.account.notes[0] == "a stored index is not used: a saved index is damaged"
+    per_key = far.nbytes / far.account.stored
+    assert per_key > 40 if copies else far.nbytes < 2 * 4 * 3 * (500 + 64)
+    assert alone.account.stored == 0
+    flat = Flat(k=6, sink=7, recent=8).far(prompt)
+    for step in range(1, ROOM + 1):
+        q = case.rng.standard_normal((2, 3, 10)).astype(np.float32)
+        wanted = flat.attend(q, case.position + step)
+        for ours in (far, alone):
+            for one, other in zip(ours.attend(q, case.position + step), wanted, strict=True):
+                np.testing.assert_allclose(one, other, **CLOSE)
+
+
+def test_what_is_measured_is_recall_of_an_exact_search(tiny_config):
+    case = case_of(tiny_config())
+    poor = QueryLists(clusters=8, cap=5, knn=5, probes=1, exact_below=0, min_queries=1)
+    host = HostSearch(threads=1, measure=True)
+    accounts = []
+    for index in (Exact(), FOUND, poor):
+        rule = Retrieval(k=9, sink=4, recent=8, index=index)
+        number = host.admit()
+        host.begin(number, [rule.far(prompt_of(case, rule, host.crew))])
+        for step in range(1, 5):
+            q = case.rng.standard_normal((2, 3, 10)).astype(np.float32)
+            host.attend(number, 0, q, case.position + step)
+        accounts.append(host.account_of([number]))
+    host.close()
+    exact, found, missed = accounts
+    keys = case.position + 2 - 8 - 4
+    assert exact.keys == found.keys == 2 * keys
+    assert exact.searches == found.searches == 4 * 6
+    assert exact.wanted == exact.found == 4 * 6 * 9 and exact.scanned == 4 * 6 * keys
+    assert found.found >= 0.9 * found.wanted
+    assert missed.found < 0.5 * missed.wanted and missed.scanned <= 4 * 6 * (5 + 8)
+
+
+@pytest.mark.parametrize("rule", ONE_OF_EACH, ids=ids_of(ONE_OF_EACH))
+def test_bytes_are_those_of_the_arrays(tiny_config, rule):
+    """Beside K, V, rows and offsets, which are the request's."""
+    case = case_of(tiny_config())
+    with ThreadPoolExecutor(1) as threads:
+        far = rule.far(prompt_of(case, rule, threads))
+    given = {id(each) for each in vars(case.layer).values()}
+    assert far is None or far.nbytes >= bytes_of(far, given)
+
+
+def bytes_of(thing, seen):
+    """Of all arrays that an object of ours holds."""
+    if id(thing) in seen:
+        return 0
+    seen.add(id(thing))
+    if isinstance(thing, np.ndarray):
+        return thing.nbytes if thing.base is None or id(thing.base) not in seen else 0
+    if isinstance(thing, dict):
+        return sum(bytes_of(each, seen) for each in thing.values())
+    if isinstance(thing, list | tuple):
+        return sum(bytes_of(each, seen) for each in thing)
+    if type(thing).__module__.startswith("jaxrag"):
+        return bytes_of({**vars(thing)}, seen) if hasattr(thing, "__dict__") else 0
+    return 0
+
+
+@pytest.mark.parametrize("rule", ONE_OF_EACH, ids=ids_of(ONE_OF_EACH))
+def test_bits_do_not_depend_on_threads_and_company(tiny_config, rule, monkeypatch):
+    """Alone on one thread, and in a batch on many."""
+    monkeypatch.setattr(scan, "_PART", 1)
+    monkeypatch.setattr(host_search, "_SMALL", 0)
+    config = tiny_config(num_heads=10)
+    case = case_of(config, chunks=(90, 150), final=90)
+    shape = (config.num_kv_heads, config.group_size, config.head_dim)
+    answers = []
+    for threads, rows in ((1, 1), (2, 1), (7, 1), (3, 4)):
+        host = HostSearch(threads=threads)
+        numbers = [host.admit() for _ in range(rows)]
+        for number in numbers:
+            host.begin(number, [rule.far(prompt_of(case, rule, host.crew))])
+        q = np.random.default_rng(5).standard_normal((1, *shape)).astype(np.float32)
+        at = np.full(rows, case.position + 9)
+        ticket = host.start(0, np.array(numbers), np.repeat(q, rows, 0), at)
+        answers += zip(*host.wait(ticket), strict=True)
+        host.close()
+    for out, lse in answers[1:]:
+        np.testing.assert_array_equal(out, answers[0][0])
+        np.testing.assert_array_equal(lse, answers[0][1])
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (TopN(), "decode rule 'topn' reads K and V on the device, .* use decode='retrieval', or"),
+        (StaticWindow(positions="cache"), "decode rule 'static_window' reads K and V on the dev"),
+        (InfLLM(positions="cache"), "decode rule 'infllm' reads K and V on the device"),
+    ],
+)
+def test_a_rule_without_a_host_part_says_so(tiny_config, rule, message):
+    with pytest.raises(RequestError, match=message) as caught:
+        rule.check_host(tiny_config())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_with_sliding_windows_keeps_its_keys_on_the_device(tiny_config):
+    for rule in (Dense(), Flat()):
+        rule.check_host(tiny_config())
+        with pytest.raises(RequestError, match="7 tokens only .sliding window., which host mem"):
+            rule.check_host(tiny_config("mistral"))

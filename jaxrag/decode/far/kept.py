@@ -34,21 +34,16 @@ class Chosen(FarLayer):
 
     @override
     def tasks(self, q: HostArray, position: int, answer: Answer, pieces: int) -> list[Task]:
-        """Of every KV head its query heads in groups."""
+        """One of every KV head."""
         asked = self.memory.ask(q, position)
-        groups = [heads for heads in np.array_split(np.arange(q.shape[1]), pieces) if len(heads)]
         return [
-            functools.partial(self._attend, head, asked, position, heads, answer)
+            functools.partial(self._attend, head, asked[:, head], position, answer)
             for head in range(self.memory.kv_heads)
-            for heads in groups
         ]
 
-    def _attend(
-        self, head: int, asked: HostArray, position: int, heads: HostArray, answer: Answer
-    ) -> None:
+    def _attend(self, head: int, mine: HostArray, position: int, answer: Answer) -> None:
         start, memory = time.perf_counter(), self.memory
-        mine = asked[:, head, heads]
-        chosen = self.chosen[head, heads]
+        chosen = self.chosen[head]
         scores = [
             memory.scores(head, mine[:, at], positions) for at, positions in enumerate(chosen)
         ]
@@ -56,7 +51,7 @@ class Chosen(FarLayer):
         left = memory.stretches(max(self.start, 0), position - self.window + 1)
         if left:
             parts.append(memory.attend(head, mine, left))
-        answer.out[head, heads], answer.lse[head, heads] = merge(parts)
+        answer.out[head], answer.lse[head] = merge(parts)
         answer.spent.append((0.0, time.perf_counter() - start))
 
 

@@ -228,7 +228,10 @@ class Memory:
             return np.zeros(shape, np.float32), np.full(len(scores), -np.inf, np.float32)
         weights, lse = softmax(scores)
         values = self.values(head, self.layer.rows[positions])
-        return np.einsum("gn,gnh->gh", weights, values), lse
+        # Head by head, so that the sums are the same whichever heads are mixed together.
+        return np.stack(
+            [np.einsum("n,nh->h", *one) for one in zip(weights, values, strict=True)]
+        ), lse
 
     def attend(
         self, head: int, asked: HostArray, stretches: Iterable[Stretch]

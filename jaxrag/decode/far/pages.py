@@ -62,33 +62,28 @@ class Pages(FarLayer):
 
     @override
     def tasks(self, q: HostArray, position: int, answer: Answer, pieces: int) -> list[Task]:
-        """Of every KV head its query heads in groups."""
+        """One of every KV head."""
         self._add(position)
         asked = self.memory.ask(q, position)
-        groups = [heads for heads in np.array_split(np.arange(q.shape[1]), pieces) if len(heads)]
         return [
-            functools.partial(self._attend, head, asked, position, heads, answer)
+            functools.partial(self._attend, head, asked[:, head], position, answer)
             for head in range(self.memory.kv_heads)
-            for heads in groups
         ]
 
-    def _attend(
-        self, head: int, asked: HostArray, position: int, heads: HostArray, answer: Answer
-    ) -> None:
+    def _attend(self, head: int, asked: HostArray, position: int, answer: Answer) -> None:
         start = time.perf_counter()
-        asked = asked[:, head, heads]
         bounds = self._bounds(head, asked)
         bounds[:, self._page_of[position]] = np.inf
         width = min(self.pages, bounds.shape[1]) * PAGE
-        scores = np.full((len(heads), width), -np.inf, np.float32)
-        where = np.zeros((len(heads), width), np.int32)
+        scores = np.full((len(bounds), width), -np.inf, np.float32)
+        where = np.zeros((len(bounds), width), np.int32)
         for at, bound in enumerate(bounds):
             some = self._members[first_highest(bound, self.pages)].ravel()
             some = some[(some >= 0) & (some < position)]
             where[at, : len(some)] = some
             scores[at, : len(some)] = self.memory.scores(head, asked[:, at], some)
         middle = time.perf_counter()
-        answer.out[head, heads], answer.lse[head, heads] = self.memory.mix(head, scores, where)
+        answer.out[head], answer.lse[head] = self.memory.mix(head, scores, where)
         answer.spent.append((middle - start, time.perf_counter() - middle))
 
     def _bounds(self, head: int, asked: HostArray) -> HostArray:

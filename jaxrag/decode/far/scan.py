@@ -14,6 +14,8 @@ from jaxrag.decode.far.memory import Memory, Stretch, highest, merge, positions_
 from jaxrag.decode.far.tasks import gathered
 from jaxrag.types import HostArray
 
+_PART = 32  # blocks of keys that are one task
+
 Pair = tuple[HostArray, HostArray]
 
 
@@ -32,14 +34,19 @@ class _Scan(FarLayer):
 
     @override
     def tasks(self, q: HostArray, position: int, answer: Answer, pieces: int) -> list[Task]:
-        """Of every KV head its ``pieces``."""
+        """Of every KV head parts of ``_PART`` blocks, whatever ``pieces`` are asked for.
+
+        So the sums are the same whatever else is computed at the time.
+        """
         stretches = self.memory.stretches(self.sink, position - self.recent + 1)
         asked = self.memory.ask(q, position) if stretches else q
         todo: list[Task] = []
         for head in range(self.memory.kv_heads if stretches else 0):
             parts = [
-                functools.partial(self._part, head, asked[:, head], stretches[at::pieces], answer)
-                for at in range(min(pieces, len(stretches)))
+                functools.partial(
+                    self._part, head, asked[:, head], stretches[at : at + _PART], answer
+                )
+                for at in range(0, len(stretches), _PART)
             ]
             todo += gathered(parts, functools.partial(self._end, head, answer))
         return todo
@@ -95,7 +102,7 @@ class Best(_Scan):
         scores, positions = (np.concatenate(each, axis=1) for each in zip(*parts, strict=True))
         if len(parts) > 1:
             scores, positions = best_pairs(scores, positions, self.k)
-        answer.out[head], answer.lse[head] = self.memory.mix(head, scores, positions)
+        answer.out[head], answer.lse[head] = self.memory.mix(head, *in_order(scores, positions))
         answer.spent.append((0.0, time.perf_counter() - start))
 
 
@@ -109,6 +116,12 @@ def best_of(
     scores = memory.scan(head, asked, stretches)
     places = np.stack([highest(each, k) for each in scores])
     return np.take_along_axis(scores, places, 1), positions_of(stretches, places)
+
+
+def in_order(scores: HostArray, positions: HostArray) -> Pair:
+    """Both [g, n] by position: sums over them do not depend on how they were found."""
+    order = np.argsort(positions, axis=1, kind="stable")
+    return np.take_along_axis(scores, order, 1), np.take_along_axis(positions, order, 1)
 
 
 def best_pairs(scores: HostArray, positions: HostArray, k: int) -> Pair:

@@ -11,13 +11,13 @@ from typing import override
 
 import numpy as np
 
-from jaxrag.attention_index import Exact, Found, QueryLists, open_index
+from jaxrag.attention_index import Exact, Found, QueryLists, Searcher, open_index
 from jaxrag.attention_index.index import AttentionIndex
 from jaxrag.attention_index.lists import candidates
-from jaxrag.attention_index.spec import effort_of
+from jaxrag.attention_index.spec import Trained, effort_of
 from jaxrag.decode.account import Account, recall_of
 from jaxrag.decode.far.layer import Answer, FarLayer, Task
-from jaxrag.decode.far.memory import Memory, Stretch, highest
+from jaxrag.decode.far.memory import Memory, highest
 from jaxrag.decode.far.scan import Pair, best_of
 from jaxrag.decode.far.tasks import gathered
 from jaxrag.decode.parts import Part
@@ -32,20 +32,23 @@ class Finder(abc.ABC):
     """
 
     offset: int | None = None
+    together = False  # are the heads of a group searched as one?
 
     @abc.abstractmethod
-    def find(self, asked: HostArray, own: HostArray, head: int, k: int, *, count: bool) -> Found:
-        """At least ``k`` of the best keys for one query head, fewer where it finds no more.
+    def find(
+        self, asked: HostArray, own: HostArray, heads: Sequence[int], k: int, *, count: bool
+    ) -> list[Found]:
+        """At least ``k`` of the best keys for each of some query heads, fewer where it has no more.
 
         Args:
-            asked: [O, H] the query turned to every offset of the memory.
-            own: [H] the query turned to ``offset``.
-            head: number in the group.
+            asked: [O, g, H] the queries turned to every offset of the memory.
+            own: [g, H] the queries turned to ``offset``.
+            heads: [g] their numbers in the group.
             k: keys wanted.
             count: say how many were scanned.
 
         Returns:
-            Positions and scores [n] in any order, -1 where there is none.
+            Positions and scores [n] of each, in any order.
         """
 
     @property
@@ -58,23 +61,33 @@ class InPlace(Finder):
     """Lists of ``QueryLists`` over keys that are scored where they lie."""
 
     def __init__(
-        self, memory: Memory, kv_head: int, index: AttentionIndex, positions: HostArray, offset: int
+        self,
+        memory: Memory,
+        kv_head: int,
+        index: AttentionIndex,
+        positions: HostArray,
+        offset: int,
+        *,
+        shared: bool,
     ) -> None:
         """Keep the lists of an index, not its keys.
 
-        ``positions`` [S] int32 are those of the index's rows; -1: not to be found.
+        ``positions`` [S] int32 are those of the index's rows; -1: not to be found. Lists that are
+        ``shared`` stay as they are, others are made lists of positions.
         """
         assert isinstance(index.spec, QueryLists)
         self._memory, self._kv_head, self.offset = memory, kv_head, offset
         self._centroids = index.tables["centroids"]
         table, places = index.tables["table"], positions[index.wanted]
-        self._table = np.where(table >= 0, places[table], np.int32(-1))
+        self._places = places if shared else None
+        self._table = table if shared else np.where(table >= 0, places[table], np.int32(-1))
         self._probes = index.efforts or (effort_of(index.spec) or 1,) * memory.group
 
     @property
     def nbytes(self) -> int:
         """Of lists and centroids."""
-        return int(self._table.nbytes + self._centroids.nbytes)
+        places = 0 if self._places is None else int(self._places.nbytes)
+        return int(self._table.nbytes + self._centroids.nbytes) + places
 
     @property
     @override
@@ -82,10 +95,18 @@ class InPlace(Finder):
         return max(self._probes) * self._table.shape[2]
 
     @override
-    def find(self, asked: HostArray, own: HostArray, head: int, k: int, *, count: bool) -> Found:
+    def find(
+        self, asked: HostArray, own: HostArray, heads: Sequence[int], k: int, *, count: bool
+    ) -> list[Found]:
+        return [self._find(asked[:, at], own[at], head, k) for at, head in enumerate(heads)]
+
+    def _find(self, asked: HostArray, own: HostArray, head: int, k: int) -> Found:
         part = head if len(self._table) > 1 else 0
         centroids = self._centroids[part]
         some = candidates(own, centroids, self._table[part], self._probes[head])
+        if self._places is not None:
+            some = self._places[some]
+            some = some[some >= 0]
         scores = self._memory.scores(self._kv_head, asked, some)
         best = highest(scores, k)
         return Found(some[best], scores[best], np.array(len(some) + len(centroids)))
@@ -94,11 +115,18 @@ class InPlace(Finder):
 class Scanned(Finder):
     """Every key at some positions."""
 
+    together = True
+
     def __init__(self, memory: Memory, kv_head: int, positions: HostArray) -> None:
         """``positions`` [S] int32 ascending."""
         self._memory, self._kv_head = memory, kv_head
-        self._stretches = memory.runs(positions).between(0, len(memory.layer.rows))
+        self._runs = memory.runs(positions)
         self._count = len(positions)
+
+    @property
+    def nbytes(self) -> int:
+        """Of positions that are no runs."""
+        return self._runs.nbytes
 
     @property
     @override
@@ -106,18 +134,21 @@ class Scanned(Finder):
         return self._count
 
     @override
-    def find(self, asked: HostArray, own: HostArray, head: int, k: int, *, count: bool) -> Found:
-        scores, found = best_of(self._memory, self._kv_head, asked[:, None], self._stretches, k)
-        return Found(found[0], scores[0], np.array(self._count))
+    def find(
+        self, asked: HostArray, own: HostArray, heads: Sequence[int], k: int, *, count: bool
+    ) -> list[Found]:
+        stretches = self._runs.between(0, len(self._memory.layer.rows))
+        pairs = best_of(self._memory, self._kv_head, asked, stretches, k)
+        scanned = np.array(self._count)
+        return [Found(positions, scores, scanned) for scores, positions in zip(*pairs, strict=True)]
 
 
 class Copied(Finder):
     """An index with keys of its own; the keys in memory score what it finds."""
 
-    def __init__(self, memory: Memory, kv_head: int, part: Part, number: int) -> None:
-        """Over the index of that number in a part."""
-        self._memory, self._kv_head = memory, kv_head
-        self._part, self._number = part, number
+    def __init__(self, memory: Memory, kv_head: int, part: Part) -> None:
+        """Over a part with the index of this head alone."""
+        self._memory, self._kv_head, self._part = memory, kv_head, part
         self.offset = part.offset
 
     @property
@@ -126,8 +157,15 @@ class Copied(Finder):
         return len(self._part.positions) // 16
 
     @override
-    def find(self, asked: HostArray, own: HostArray, head: int, k: int, *, count: bool) -> Found:
-        found = self._part.best(self._number, head, own, k, count=count)
+    def find(
+        self, asked: HostArray, own: HostArray, heads: Sequence[int], k: int, *, count: bool
+    ) -> list[Found]:
+        return [
+            self._find(asked[:, at], own[at], head, k, count=count) for at, head in enumerate(heads)
+        ]
+
+    def _find(self, asked: HostArray, own: HostArray, head: int, k: int, *, count: bool) -> Found:
+        found = self._part.best(0, head, own, k, count=count)
         at = np.flatnonzero(found.ids >= 0)
         positions = found.ids[at].astype(np.int32)
         scores = self._memory.scores(self._kv_head, asked, positions)
@@ -135,21 +173,41 @@ class Copied(Finder):
 
 
 def finder_of(
-    memory: Memory, kv_head: int, index: AttentionIndex, positions: HostArray
+    memory: Memory,
+    kv_head: int,
+    index: AttentionIndex | Searcher,
+    positions: HostArray,
+    offset: int = 0,
+    *,
+    stored: bool = False,
 ) -> tuple[Finder, Account]:
     """What finds keys by an index of one KV head, in place where its kind can, and its account.
 
-    ``positions`` [S] int32 ascending are those of its rows, where the keys stand.
+    Args:
+        memory: the layer.
+        kv_head: whose keys.
+        index: of these keys.
+        positions: [S] int32 of its rows, ascending; -1 where a key is not to be found.
+        offset: a key at position p of the index is rotated to p less this.
+        stored: the index was there already, and others may use it.
     """
-    note = (index.note,) if index.note else ()
-    match index.spec:
+    made = index.index if isinstance(index, Searcher) else index
+    cost = Account(
+        keys=len(positions),
+        stored=len(positions) if stored else 0,
+        trained=int(isinstance(made.spec, Trained) and not stored),
+        notes=(made.note,) if made.note else (),
+    )
+    match made.spec:
         case Exact():
-            return Scanned(memory, kv_head, positions), Account(keys=len(positions), notes=note)
+            scan = Scanned(memory, kv_head, positions[positions >= 0])
+            return scan, cost + Account(index_bytes=scan.nbytes)
         case QueryLists():
-            lists = InPlace(memory, kv_head, index, positions, 0)
-            return lists, Account(keys=len(positions), index_bytes=lists.nbytes, trained=1)
-    part = Part([open_index(index)], positions)
-    return Copied(memory, kv_head, part, 0), part.account()
+            lists = InPlace(memory, kv_head, made, positions, offset, shared=stored)
+            return lists, cost + Account(index_bytes=lists.nbytes)
+    searcher = open_index(index) if isinstance(index, AttentionIndex) else index
+    part = Part([searcher], positions, offset)
+    return Copied(memory, kv_head, part), cost + Account(index_bytes=searcher.nbytes)
 
 
 class Searched(FarLayer):
@@ -180,16 +238,18 @@ class Searched(FarLayer):
 
     @override
     def tasks(self, q: HostArray, position: int, answer: Answer, pieces: int) -> list[Task]:
-        """Of every KV head its query heads in groups; of a group one for each finder."""
+        """Of every KV head its query heads in groups; of a group one for each finder.
+
+        What a head gets does not depend on the groups.
+        """
         if position - self.recent < self.sink:
             return []
         asked = self.memory.ask(q, position, self._offsets)
-        tail = self.memory.stretches(self.end, position - self.recent + 1)
+        tail = np.arange(self.end, position - self.recent + 1, dtype=np.int32)
         todo: list[Task] = []
         for kv_head, finders in enumerate(self.finders):
-            for heads in np.array_split(np.arange(self.memory.group), pieces):
-                if not len(heads):
-                    continue
+            groups = 1 if any(each.together for each in finders) else min(pieces, len(q[0]))
+            for heads in np.array_split(np.arange(len(q[0])), groups):
                 parts = [
                     functools.partial(self._find, each, asked, kv_head, heads, answer)
                     for each in finders
@@ -204,11 +264,8 @@ class Searched(FarLayer):
         start = time.perf_counter()
         known = len(self.memory.offsets)
         own = 0 if finder.offset is None else known + self._offsets.index(finder.offset)
-        count = answer.counted is not None
-        found = []
-        for head in heads.tolist():
-            mine = asked[:, kv_head, head]
-            found.append(finder.find(mine[:known], mine[own], head, self.k, count=count))
+        mine, count = asked[:, kv_head, heads], answer.counted is not None
+        found = finder.find(mine[:known], mine[own], heads.tolist(), self.k, count=count)
         answer.spent.append((time.perf_counter() - start, 0.0))
         return found
 
@@ -217,7 +274,7 @@ class Searched(FarLayer):
         asked: HostArray,
         kv_head: int,
         heads: HostArray,
-        tail: Sequence[Stretch],
+        tail: HostArray,
         answer: Answer,
         parts: Sequence[list[Found]],
     ) -> None:
@@ -227,10 +284,8 @@ class Searched(FarLayer):
         found = [[(each[at].scores, each[at].ids) for each in parts] for at in range(len(heads))]
         if answer.counted is not None and parts:
             answer.counted.append(self._recall(kv_head, mine, found, parts))
-        if tail:
-            left = best_of(memory, kv_head, mine, tail, k)
-            for at, each in enumerate(found):
-                each.append((left[0][at], left[1][at]))
+        for at, each in enumerate(found if len(tail) else ()):
+            each.append((memory.scores(kv_head, mine[:, at], tail), tail))
         scores = np.full((len(heads), k), -np.inf, np.float32)
         positions = np.zeros((len(heads), k), np.int32)
         for at, each in enumerate(found):
@@ -264,4 +319,5 @@ def _joined(pairs: Sequence[Pair], k: int) -> Pair:
     scores = np.concatenate([scores for scores, _ in pairs])
     positions = np.concatenate([positions for _, positions in pairs])
     best = highest(scores, k)
+    best = best[np.argsort(positions[best])]  # sums do not depend on the order of the parts
     return scores[best], positions[best]
