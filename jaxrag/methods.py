@@ -221,9 +221,13 @@ def placement_of(method: Method) -> dict[str, Any]:
     index is searched on the host, K and V are (RetrievalAttention section 3). Nothing is named of a
     rule that reads both on the device.
     """
-    if method.decode.value_layers is not None:
-        return {"value_layers": method.decode.value_layers}
-    return {} if method.decode.searches is None else {"kv": "host"}
+    match method.decode.placement:
+        case "values":
+            return {"value_layers": method.decode.value_layers}
+        case "host":
+            return {"kv": "host"}
+        case _:
+            return {}
 
 
 def method_named(method: str | Method) -> Method:

@@ -5,7 +5,6 @@ from typing import Any, override
 
 from jaxrag.config import ModelConfig
 from jaxrag.decode.far import Everything, FarLayer, HostPrompt
-from jaxrag.decode.footprint import Bytes, on_device
 from jaxrag.decode.rule import DecodeRule
 from jaxrag.decode.view import View
 from jaxrag.types import Array, Partial
@@ -51,10 +50,6 @@ class Dense(DecodeRule):
     @override
     def tokens(self) -> dict[str, int]:
         return {}
-
-    @override
-    def bytes(self, config: ModelConfig, tokens: int) -> Bytes:
-        return on_device(config, tokens)
 
     @override
     def attend(self, view: View, layer: Array, state: Any) -> tuple[Partial, Any]:

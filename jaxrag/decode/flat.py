@@ -9,9 +9,7 @@ from typing import Any, override
 
 import jax.numpy as jnp
 
-from jaxrag.config import ModelConfig
 from jaxrag.decode.far import Best, FarLayer, HostPrompt
-from jaxrag.decode.footprint import Bytes, beside_window
 from jaxrag.decode.rule import DecodeRule, highest, require, require_zero_or_more
 from jaxrag.decode.view import View
 from jaxrag.models.attention import merge
@@ -59,10 +57,6 @@ class Flat(DecodeRule):
     @override
     def tokens(self) -> dict[str, int]:
         return {"k": self.k, "sink + recent": self.sink + self.recent}
-
-    @override
-    def bytes(self, config: ModelConfig, tokens: int) -> Bytes:
-        return beside_window(config, tokens, self.sink + self.recent)
 
     @override
     def attend(self, view: View, layer: Array, state: Any) -> tuple[Partial, Any]:

@@ -4,6 +4,7 @@ The break-even is that of KCache (section 3.2, arXiv:2404.18057).
 """
 
 import dataclasses
+from typing import Literal
 
 import numpy as np
 
@@ -16,18 +17,25 @@ _FAISS_HEADER = 1024  # of a serialised index, at most
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
-    """Of one request, over all layers.
+    """Of one request while its tokens are generated, over all layers.
 
     Attributes:
-      device: keys and values that have to lie on the device while tokens are generated, and what
-        the rule keeps beside them.
-      host: what may lie in host memory instead, and indexes.
+      device: keys, values and what the rule keeps beside them on the device.
+      host: in host memory: keys, values, and at most so much of indexes and the like.
       bus: that crosses between the two for every generated token.
     """
 
-    device: int
-    host: int
-    bus: int
+    device: int = 0
+    host: int = 0
+    bus: int = 0
+
+    def __add__(self, other: "Bytes") -> "Bytes":
+        return Bytes(self.device + other.device, self.host + other.host, self.bus + other.bus)
+
+
+# Where K and V are: all on the device, all on the host but the static pattern, or V of some layers
+# on the host.
+Placement = Literal["device", "host", "values"]
 
 
 def row_bytes(config: ModelConfig) -> int:
@@ -35,22 +43,18 @@ def row_bytes(config: ModelConfig) -> int:
     return config.kv_bytes_per_token // (2 * config.num_layers)
 
 
-def on_device(config: ModelConfig, tokens: int) -> Bytes:
-    """K and V of so many tokens on the device, and nothing anywhere else."""
-    return Bytes(tokens * config.kv_bytes_per_token, 0, 0)
+def on_host(config: ModelConfig, tokens: int, pattern: int) -> Bytes:
+    """A static pattern on the device; K, V and the place of every token on the host.
 
-
-def beside_window(config: ModelConfig, tokens: int, window: int) -> Bytes:
-    """K and V of a window on the device, of every token on the host, which attends to the rest.
-
-    For every token the queries, its K and V go there, and (out, lse) of every query head comes
+    For every token the queries and its K and V go there, and (out, lse) of every query head comes
     back.
     """
-    window = min(tokens, window)
     scalars = 4 * config.num_layers * config.num_heads * (2 * config.head_dim + 1)
-    kept = window * config.kv_bytes_per_token
-    moved = scalars + config.kv_bytes_per_token
-    return Bytes(kept, tokens * config.kv_bytes_per_token, moved)
+    return Bytes(
+        pattern * config.kv_bytes_per_token,
+        tokens * (config.kv_bytes_per_token + 8 + 2 * config.num_layers),  # row, offset, which
+        scalars + config.kv_bytes_per_token,
+    )
 
 
 def index_bytes(spec: Spec, config: ModelConfig, keys: int, *, in_place: bool = False) -> int:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxrag.config import ModelConfig
 from jaxrag.decode.far import Blocks, FarLayer, HostPrompt
-from jaxrag.decode.footprint import Bytes, row_bytes
+from jaxrag.decode.footprint import Bytes, Placement
 from jaxrag.decode.rule import (
     DecodeRule,
     Observe,
@@ -107,13 +107,12 @@ class InfLLM(DecodeRule):
         }
 
     @override
-    def bytes(self, config: ModelConfig, tokens: int) -> Bytes:
-        each = config.kv_bytes_per_token
-        window = min(tokens, self.sink + self.recent)
-        rest = tokens - window
-        shown = -(-rest // self.block) * self.representatives * row_bytes(config)
-        moved = min(rest, self.blocks * self.block) * each
-        return Bytes(window * each + shown * config.num_layers, rest * each, moved)
+    def beside(self, config: ModelConfig, tokens: int, placement: Placement) -> Bytes:
+        shown = -(-max(tokens - self.sink, 0) // self.block) * self.representatives
+        shown *= 4 * config.num_layers * config.num_kv_heads
+        if placement == "device":
+            return Bytes(device=shown)
+        return Bytes(host=shown * (1 + config.head_dim))
 
     @override
     def prepare(self, view: View, queries: Array, positions: Array, room: int) -> Array:

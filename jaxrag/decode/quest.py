@@ -13,7 +13,7 @@ from jax import lax
 from jaxrag.cache import PAGE
 from jaxrag.config import ModelConfig
 from jaxrag.decode.far import Everything, FarLayer, HostPrompt, Pages
-from jaxrag.decode.footprint import Bytes, row_bytes
+from jaxrag.decode.footprint import Bytes, Placement, row_bytes
 from jaxrag.decode.rule import DecodeRule, highest, require, require_zero_or_more
 from jaxrag.decode.view import View
 from jaxrag.errors import RequestError
@@ -93,9 +93,14 @@ class Quest(DecodeRule):
         return {"budget": self.budget}
 
     @override
-    def bytes(self, config: ModelConfig, tokens: int) -> Bytes:
-        boxes = 2 * config.num_layers * row_bytes(config) * -(-tokens // PAGE)
-        return Bytes(config.kv_bytes_per_token * tokens + boxes, 0, 0)
+    def beside(self, config: ModelConfig, tokens: int, placement: Placement) -> Bytes:
+        pages, away = -(-tokens // PAGE), placement == "host"
+        width = 4 if away else row_bytes(config) // (config.num_kv_heads * config.head_dim)
+        boxes = 2 * pages * config.num_kv_heads * config.head_dim * width
+        if not away:
+            return Bytes(device=config.num_layers * boxes)
+        layers = config.num_layers - self.dense_layers
+        return Bytes(host=layers * (boxes + 4 * PAGE * pages + 4 * tokens))
 
     @override
     def prepare(self, view: View, queries: Array, positions: Array, room: int) -> Boxes:

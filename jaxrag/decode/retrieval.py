@@ -23,7 +23,7 @@ from jaxrag.decode.account import Account
 from jaxrag.decode.far import HostPrompt
 from jaxrag.decode.far.memory import Memory
 from jaxrag.decode.far.search import Finder, Searched, finder_of
-from jaxrag.decode.footprint import Bytes, beside_window, index_bytes
+from jaxrag.decode.footprint import Bytes, Placement, index_bytes
 from jaxrag.decode.host_search import NOBODY
 from jaxrag.decode.rule import (
     DecodeRule,
@@ -126,12 +126,15 @@ class Retrieval(DecodeRule):
     def tokens(self) -> dict[str, int]:
         return {"k": self.k, "sink + recent": self.sink + self.recent}
 
+    @property
     @override
-    def bytes(self, config: ModelConfig, tokens: int) -> Bytes:
-        window = self.sink + self.recent
-        without = beside_window(config, tokens, window)
-        index = index_bytes(self.index, config, max(tokens - window, 0), in_place=True)
-        return dataclasses.replace(without, host=without.host + index)
+    def placement(self) -> Placement:
+        return "host"
+
+    @override
+    def beside(self, config: ModelConfig, tokens: int, placement: Placement) -> Bytes:
+        keys = max(tokens - self.sink - self.recent, 0)
+        return Bytes(host=index_bytes(self.index, config, keys, in_place=placement == "host"))
 
     def index_head(
         self,

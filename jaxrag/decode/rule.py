@@ -16,7 +16,7 @@ from jaxrag.attention_index import Spec
 from jaxrag.cache import PagePool, PageTable
 from jaxrag.config import ModelConfig
 from jaxrag.decode.far import FarLayer, HostPrompt
-from jaxrag.decode.footprint import BreakEven, Bytes
+from jaxrag.decode.footprint import BreakEven, Bytes, Placement, on_host
 from jaxrag.decode.host_search import HostSearch
 from jaxrag.decode.stored import Carried
 from jaxrag.decode.view import View
@@ -197,14 +197,34 @@ class DecodeRule(abc.ABC):
     def tokens(self) -> dict[str, int]:
         """Settings that count tokens of the context, by name."""
 
-    @abc.abstractmethod
-    def bytes(self, config: ModelConfig, tokens: int) -> Bytes:
-        """What the rule needs for a context of that many tokens, where the papers place it.
+    @property
+    def placement(self) -> Placement:
+        """Where the rule is meant to have K and V: what its paper saves memory by."""
+        return "device"
 
-        The cache of this program keeps it so for a rule with ``value_layers``, where the model is
-        loaded with as many; under every other rule keys and values stay on the device, and
-        ``footprint.index_bytes`` is what is added on the host.
+    def bytes(self, config: ModelConfig, tokens: int, placement: Placement | None = None) -> Bytes:
+        """What lies where behind a context of that many tokens.
+
+        Args:
+            config: of the model.
+            tokens: of the context.
+            placement: of K and V; None: as the rule is meant to have them.
+
+        Raises RequestError for a placement that the rule cannot have.
         """
+        placement = placement or self.placement
+        if placement == "values":
+            raise RequestError(f"decode rule {self.name!r} reads V of every layer where K is")
+        beside = self.beside(config, tokens, placement)
+        if placement == "device":
+            return Bytes(device=tokens * config.kv_bytes_per_token) + beside
+        self.check_host(config)
+        assert self.static_pattern is not None
+        return on_host(config, tokens, sum(self.static_pattern)) + beside
+
+    def beside(self, config: ModelConfig, tokens: int, placement: Placement) -> Bytes:
+        """What the rule keeps beside K and V, at most; see ``bytes``."""
+        return Bytes()
 
     def break_even(self, config: ModelConfig, tokens: int) -> BreakEven | None:
         """From where on V in host memory costs no time; None: the rule does not read it there."""

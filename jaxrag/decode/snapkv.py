@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxrag.config import ModelConfig
 from jaxrag.decode.far import Chosen, FarLayer, HostPrompt
-from jaxrag.decode.footprint import Bytes, on_device
+from jaxrag.decode.footprint import Bytes, Placement
 from jaxrag.decode.rule import DecodeRule, Observe, highest, require
 from jaxrag.decode.view import View
 from jaxrag.errors import RequestError
@@ -89,10 +89,10 @@ class SnapKV(DecodeRule):
         return {"capacity": self.capacity}
 
     @override
-    def bytes(self, config: ModelConfig, tokens: int) -> Bytes:
+    def beside(self, config: ModelConfig, tokens: int, placement: Placement) -> Bytes:
         chosen = min(max(tokens - self.window, 0), self.capacity - self.window)
-        # Query heads choose for themselves.
-        return on_device(config, min(tokens, self.window) + chosen * config.group_size)
+        positions = 4 * config.num_layers * config.num_heads * chosen
+        return Bytes(host=positions) if placement == "host" else Bytes(device=positions)
 
     @override
     def prepare(self, view: View, queries: Array, positions: Array, room: int) -> Kept:

@@ -8,9 +8,7 @@ from typing import Any, override
 
 import jax.numpy as jnp
 
-from jaxrag.config import ModelConfig
 from jaxrag.decode.far import HostPrompt
-from jaxrag.decode.footprint import Bytes, on_device
 from jaxrag.decode.rule import (
     DecodeRule,
     Positions,
@@ -61,10 +59,6 @@ class StaticWindow(DecodeRule):
     @override
     def tokens(self) -> dict[str, int]:
         return {"sink + recent": self.sink + self.recent}
-
-    @override
-    def bytes(self, config: ModelConfig, tokens: int) -> Bytes:
-        return on_device(config, min(tokens, self.sink + self.recent))
 
     @override
     def attend(self, view: View, layer: Array, state: Any) -> tuple[Partial, Any]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrag.config import ModelConfig
-from jaxrag.decode.footprint import BreakEven, Bytes, break_even, row_bytes
+from jaxrag.decode.footprint import BreakEven, Bytes, Placement, break_even, row_bytes
 from jaxrag.decode.rule import DecodeRule, highest, require
 from jaxrag.decode.view import View
 from jaxrag.errors import RequestError
@@ -83,12 +83,21 @@ class TopN(DecodeRule):
     def tokens(self) -> dict[str, int]:
         return {"n": self.n}
 
+    @property
     @override
-    def bytes(self, config: ModelConfig, tokens: int) -> Bytes:
+    def placement(self) -> Placement:
+        return "values"
+
+    @override
+    def bytes(self, config: ModelConfig, tokens: int, placement: Placement | None = None) -> Bytes:
+        """Of V of the later layers in host memory, unless ``placement`` is another."""
+        if placement in ("device", "host"):
+            return super().bytes(config, tokens, placement)
         away = max(config.num_layers - self.device_layers, 0)
         host = away * row_bytes(config) * tokens
         moved = away * min(self.n, tokens) * row_bytes(config) * config.group_size
-        return Bytes(config.kv_bytes_per_token * tokens - host, host, moved)
+        new = away * row_bytes(config)
+        return Bytes(config.kv_bytes_per_token * tokens - host, host, moved + new)
 
     @override
     def break_even(self, config: ModelConfig, tokens: int) -> BreakEven:

@@ -67,15 +67,23 @@ def test_formulas(tiny_config):
     kcache = TopN(n=8, device_layers=1).bytes(config, 100)
     assert kcache.device == 100 * per_token - 100 * 2 * (2 * 10 * 4)
     assert kcache.host == 100 * per_token - kcache.device
-    assert kcache.bus == 2 * 8 * 6 * 10 * 4  # layers, N, query heads, dims, bytes
-    flat = Flat(k=5, sink=4, recent=16).bytes(config, 100)
-    assert flat.device == 20 * per_token and flat.host == 80 * per_token
-    assert rule_from("static_window:sink=4,recent=16").bytes(config, 100).device == flat.device
+    # layers, N rows a query head and one new row a KV head, dims, bytes
+    assert kcache.bus == 2 * (8 * 6 + 2) * 10 * 4
+    flat = Flat(k=5, sink=4, recent=16).bytes(config, 100, "host")
+    assert flat.device == 20 * per_token and flat.host == 100 * (per_token + 8 + 2 * 3)
+    assert Flat(k=5, sink=4, recent=16).bytes(config, 100) == Dense().bytes(config, 100)
+    window = rule_from("static_window:sink=4,recent=16")
+    assert window.bytes(config, 100, "host").device == flat.device
+    with pytest.raises(RequestError, match="'flat' reads V of every layer where K is"):
+        Flat().bytes(config, 100, "values")
+    with pytest.raises(RequestError, match="'topn' reads K and V on the device"):
+        TopN().bytes(config, 100, "host")
     retrieval = rule_from("retrieval:sink=4,recent=16")
     rows = 80 * 2 * 3 * 10 * 4  # keys, KV heads, layers, dims, bytes: too few keys for lists
     assert index_bytes(retrieval.index, config, 80) == rows
     assert index_bytes(retrieval.index, config, 80, in_place=True) == 0
-    assert retrieval.bytes(config, 100).host == 80 * per_token
+    assert retrieval.bytes(config, 100) == flat
+    assert retrieval.bytes(config, 100, "device").host == rows
     listed = dataclasses.replace(retrieval.index, exact_below=0)
     lists = 256 * 4 * (2048 + 10) * 3 * 2 * 3  # clusters, bytes, keys and dims, heads, layers
     assert index_bytes(listed, config, 80, in_place=True) == lists

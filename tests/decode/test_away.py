@@ -21,7 +21,11 @@ from jaxrag.decode import (
     StaticWindow,
     TopN,
 )
+from jaxrag.engine.away import start_away
+from jaxrag.engine.decoding import start_decoding
+from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
+from jaxrag.engine.prefill import prefill_observed
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.errors import ConfigError, RequestError
 from jaxrag.methods import METHODS
@@ -182,17 +186,69 @@ def _tokens_of(model, question, documents, rule):
     yield from engine.iterate([Request(prompt, engine.memory, method, 8, watched=True)])
 
 
-def test_bytes_are_those_of_the_formula(pair, ids):
-    """Of the device: the pattern, whatever the context; of the host: K and V of every token."""
-    _, away = pair
-    runner = engine_of(away).runner
-    config, cache = away.config, runner.cache
-    tokens = cache.allocator.num_pages * PAGE
-    assert cache.host.nbytes == tokens * config.kv_bytes_per_token
-    assert cache.pool.k.nbytes == cache.pool.v.nbytes == 0
-    said = RULES["flat"].bytes(config, tokens)
-    assert said.device == 12 * config.kv_bytes_per_token
-    assert said.host == tokens * config.kv_bytes_per_token
+@pytest.mark.parametrize("kv", ["device", "host"])
+def test_bytes_are_those_of_the_formula(pair, ids, kv):
+    """What is allocated for one request, by where it lies."""
+    model = pair[kv == "host"]
+    config, room = model.config, 16
+    empty = np.zeros(0, np.int32)
+    prompt = Prompt(empty, ids(288, 64), ids(160)[0])
+    for name, rule in RULES.items():
+        method = dataclasses.replace(METHODS["turborag"], decode=rule)
+        request = Request(prompt, engine_of(model).memory, method, room)
+
+        def allocated(runner, request=request, rule=rule):
+            mapped = map_request(runner, request, room)
+            number = runner.host_search.admit()
+            try:
+                _, _, bank = prefill_observed(runner, [mapped], rule.observe)
+                here = (runner, mapped, rule, bank, room, number)
+                return _allocated(*here) if kv == "host" else _allocated_on_device(*here)
+            finally:
+                runner.host_search.release([number])
+                unmap(runner, mapped)
+
+        tokens = prompt.num_tokens + room
+        assert tokens % PAGE == 0
+        device, host = engine_of(model).call(allocated)
+        said = rule.bytes(config, tokens, kv)
+        assert device == said.device, name
+        kept = tokens * (config.kv_bytes_per_token + 8) if kv == "host" else 0
+        assert kept <= host <= said.host, name
+
+
+def _allocated(runner, mapped, rule, bank, room, number):
+    begun = start_away(runner, mapped, rule, bank, room, number)
+    request = runner.host_search._requests[number]
+    rows = len(mapped.table.pages) * PAGE
+    host = rows * runner.model.config.kv_bytes_per_token
+    host += request.memory[0].rows.nbytes + request.memory[0].offsets.nbytes
+    host += sum(far.nbytes for far in request.far if far is not None)
+    return begun.state.k.nbytes + begun.state.v.nbytes, host
+
+
+def _allocated_on_device(runner, mapped, rule, bank, room, number):
+    begun = start_decoding(runner, [mapped], rule, bank, room, [number])
+    state = None if begun is None else begun.state
+    if isinstance(rule, Retrieval):
+        state = None  # numbers of requests and positions of the tail
+    elif isinstance(rule, SnapKV):
+        state = state.chosen
+    pages = len(mapped.table.pages)
+    device = pages * PAGE * runner.model.config.kv_bytes_per_token
+    slots = begun and begun.order.shape[1]
+    for x in jax.tree.leaves(state):
+        # States are made for the slots of a table, which is padded; by pages, or by blocks.
+        share = 1 if isinstance(rule, SnapKV) else _share_of(rule, x, pages * PAGE, slots)
+        device += round(x.nbytes * share)
+    return device, runner.host_search.account_of([number]).index_bytes
+
+
+def _share_of(rule, x, tokens, slots):
+    if isinstance(rule, Quest):
+        return tokens / slots
+    blocks = -(-(tokens - rule.sink) // rule.block)
+    return blocks * rule.representatives / x.shape[-1]
 
 
 def test_host_memory_goes_with_the_pool(pair):
