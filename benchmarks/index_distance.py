@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from attention_heads import Heads
-from index_measure import Options, exact_rows, generated, of_blocks, one_thread, quality
+from index_measure import Options, exact_rows, generated, of_blocks, quality
 from tqdm import tqdm
 
 from jaxrag.attention_index import build, open_index
 from jaxrag.attention_index.document import indexing_from
-from jaxrag.attention_index.faiss_objects import faiss_module
+from jaxrag.attention_index.faiss_objects import faiss_module, one_thread
 from jaxrag.bench.machine import describe
 from jaxrag.errors import RequestError
 from jaxrag.types import HostArray

@@ -7,7 +7,6 @@ set to 0. Warm: one KV head again and again. Cold: more KV heads than the caches
 decoding visits them. All kinds run in the same process on one thread.
 """
 
-import contextlib
 import dataclasses
 import math
 import statistics
@@ -34,7 +33,7 @@ from jaxrag.attention_index import (
     open_index,
     table_of,
 )
-from jaxrag.attention_index.faiss_objects import faiss_module
+from jaxrag.attention_index.faiss_objects import faiss_module, one_thread
 from jaxrag.bench.machine import describe
 from jaxrag.decode import Ivf as IvfRule
 from jaxrag.decode import Retrieval
@@ -152,18 +151,6 @@ def _settings(engine: str) -> dict[str, Any]:
     rule = ENGINES[engine]
     own = {"rule": rule.name, "queries": rule.queries, "trained_at": rule.trained_at}
     return own | {"index": table_of(rule.index)}
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """FAISS on one thread, as a head of a layer has in decoding."""
-    faiss = faiss_module()
-    threads = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(1)
-    try:
-        yield
-    finally:
-        faiss.omp_set_num_threads(threads)
 
 
 def generated(options: Options) -> Iterator[tuple[str, Heads]]:

@@ -41,7 +41,7 @@ from jaxrag.types import Array, HostArray
 
 NOBODY = -1  # the number of a padding row
 _DROPPED = 1024  # tickets without requests that may still be waited for
-_SMALL = 4096  # keys to score, below which handing work to threads costs more than it saves
+_SMALL = 16384  # keys to score, below which handing them to threads costs more than it saves
 
 Attention = tuple[HostArray, HostArray]  # out [B, K, G, H] and lse [B, K, G], float32
 
