@@ -164,6 +164,20 @@ class Method:
                 "no V"
             )
 
+    def check_host(self, config: ModelConfig, *, generates: bool = True) -> None:
+        """Refuse a model whose K and V are in host memory; RequestError names who cannot do so.
+
+        Without ``generates`` a single token is asked for, which prefill gives.
+        """
+        if generates:
+            self.decode.check_host(config)
+        if self.recomputes and self.selector.reads_cache:
+            raise RequestError(
+                f"method {self.name!r}: selector {self.selector.name!r} reads cached KV on the "
+                "device, and this model was loaded with kv='host'; load it without, or choose a "
+                "selector that goes by position, such as epic's"
+            )
+
     def check(self, config: ModelConfig) -> None:
         """Refuse a model that this method cannot serve."""
         self.decode.check(config)

@@ -2,7 +2,7 @@
 
 from pallas_kernels.bodies import BODIES, IMPLS, Impl, KernelError, check_impl
 from pallas_kernels.key_mass import key_mass
-from pallas_kernels.operands import Pages, Pool, Rotary, Rows
+from pallas_kernels.operands import Pages, Placed, Pool, Rotary, Rows
 from pallas_kernels.paged_attention import paged_attention, paged_attention_by_row
 from pallas_kernels.paged_decode_attention import paged_decode_attention
 from pallas_kernels.paged_scores import paged_scores
@@ -17,6 +17,7 @@ __all__ = [
     "Impl",
     "KernelError",
     "Pages",
+    "Placed",
     "Pool",
     "Rotary",
     "Rows",

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.operands import Pages, Pool, Rotary
+from pallas_kernels.operands import Pages, Placed, Pool, Rotary
 from pallas_kernels.tiles import (
     TILE,
     Tiles,
@@ -35,13 +35,12 @@ def paged_attention(
     pool: Pool,
     table: Pages,
     query_position: Array,
-    rotary: Rotary,
+    rotary: Rotary | Placed,
     *,
     scale: float,
     window: Array | int | None = None,
     rotate_side: str | None = None,
     out_dtype: Any = None,
-    v_pages: Array | None = None,
 ) -> tuple[Array, Array]:
     """Attention through a page table (the `xla` body).
 
@@ -50,12 +49,12 @@ def paged_attention(
       pool: keys and values.
       table: where the keys stand.
       query_position: [B, T] int32; -1 for padding rows.
-      rotary: of positions.
+      rotary: of positions; ``Placed`` with ``rotate_side="keys"`` for queries, and keys whose
+        offsets are all 0, that stand at their positions.
       scale: factor on the scores.
       window: sliding window in tokens, or None.
       rotate_side: "query" or "keys"; None chooses.
       out_dtype: of ``out``, None for q's.
-      v_pages: [B, M] int32, where V lies at other pages of the pool than K.
 
     Returns:
       out [B, T, N, H] in ``out_dtype``, lse [B, T, N] float32; 0 and -inf where nothing is visible.
@@ -68,7 +67,6 @@ def paged_attention(
         rotate_side = "query" if length == 1 else "keys"
     pages_per_tile = max(1, TILE // page)
     kv_size = pages_per_tile * page
-    v_pages = pad_to(pages if v_pages is None else v_pages, 1, pages_per_tile)
     pages, offsets = pad_to(pages, 1, pages_per_tile), pad_to(offsets, 1, pages_per_tile)
     slot_position = pad_to(slot_position, 1, kv_size, _HIDDEN)
     tile = query_tile(length)
@@ -95,7 +93,7 @@ def paged_attention(
         ids = cut(pages, j, pages_per_tile)
         seen = cut(slot_position, j, kv_size).reshape(batch, pages_per_tile, page, 1, 1)
         # A hidden slot may hold anything, NaN included; weight 0 times NaN would still be NaN.
-        values = jnp.where(seen != _HIDDEN, pool.v[cut(v_pages, j, pages_per_tile)], 0)
+        values = jnp.where(seen != _HIDDEN, pool.v[ids], 0)
         return pool.k[ids], heads_first(values), cut(offsets, j, pages_per_tile)
 
     def heads_first(x: Array) -> Array:
@@ -151,7 +149,6 @@ def paged_attention_by_row(
     *,
     scale: float,
     window: Array | int | None = None,
-    v_pages: Array | None = None,
 ) -> tuple[Array, Array]:
     """As ``paged_attention``, one row of the batch after the other: for one CPU.
 
@@ -159,15 +156,13 @@ def paged_attention_by_row(
     rows of 512 tokens.
     """
     if q.shape[0] == 1:
-        return paged_attention(
-            q, pool, table, query_position, rotary, scale=scale, window=window, v_pages=v_pages
-        )
+        return paged_attention(q, pool, table, query_position, rotary, scale=scale, window=window)
 
-    def one_row(row: tuple[Array, Pages, Array, Array | None]) -> tuple[Array, Array]:
-        q, table, query_position, v_pages = jax.tree.map(lambda x: x[None], row)
+    def one_row(row: tuple[Array, Pages, Array]) -> tuple[Array, Array]:
+        q, table, query_position = jax.tree.map(lambda x: x[None], row)
         out, lse = paged_attention(
-            q, pool, table, query_position, rotary, scale=scale, window=window, v_pages=v_pages
+            q, pool, table, query_position, rotary, scale=scale, window=window
         )
         return out[0], lse[0]
 
-    return lax.map(one_row, (q, table, query_position, v_pages))
+    return lax.map(one_row, (q, table, query_position))

@@ -4,12 +4,12 @@ RetrievalAttention: Accelerating Long-Context LLM Inference via Vector Retrieval
 RoarGraph (arXiv:2408.08933), FAISS's inverted file and its HNSW are there to compare with.
 """
 
-from jaxrag.attention_index.bank import QueryBank, rotated, spread
+from jaxrag.attention_index.bank import QueryBank, rotated, spread, turned
 from jaxrag.attention_index.build import build
 from jaxrag.attention_index.index import AttentionIndex
 from jaxrag.attention_index.keys import Keys
 from jaxrag.attention_index.knn import nearest, nearest_on_device
-from jaxrag.attention_index.search import Found, Searcher, open_index, search_heads
+from jaxrag.attention_index.search import Found, Searcher, open_index
 from jaxrag.attention_index.spec import (
     INDEXES,
     Exact,
@@ -44,8 +44,8 @@ __all__ = [
     "nearest_on_device",
     "open_index",
     "rotated",
-    "search_heads",
     "spec_from",
     "spread",
     "table_of",
+    "turned",
 ]

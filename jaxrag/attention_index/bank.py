@@ -117,8 +117,19 @@ class QueryBank:
 
 def rotated(x: HostArray, positions: HostArray, rope: RopeConfig) -> HostArray:
     """Heads x [..., S, H] float32, before RoPE, placed at positions [S]; numpy's ``rope.place``."""
-    angles = np.asarray(positions, np.float64)[:, None] * frequencies(rope)
-    factor = attention_factor(rope)
+    return _rotated(x, positions, rope, attention_factor(rope))
+
+
+def turned(x: HostArray, turns: HostArray, rope: RopeConfig) -> HostArray:
+    """Heads x [..., S, H] rotated by ``turns`` [S] positions and nothing else: float32.
+
+    Numpy's ``rope.rotate``: no attention factor is multiplied in.
+    """
+    return _rotated(x, turns, rope, 1.0)
+
+
+def _rotated(x: HostArray, turns: HostArray, rope: RopeConfig, factor: float) -> HostArray:
+    angles = np.asarray(turns, np.float64)[:, None] * frequencies(rope)
     cos = (np.cos(angles) * factor).astype(np.float32)
     sin = (np.sin(angles) * factor).astype(np.float32)
     half = rope.rotary_dim // 2

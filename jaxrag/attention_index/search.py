@@ -1,6 +1,5 @@
-"""Searching an index: keys by inner product, and all heads of a layer."""
+"""Searching an index: keys by inner product."""
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import threading
@@ -114,13 +113,20 @@ class Searcher:
         return Found(*_best(ids, scores, k), scanned)
 
     def search_head(
-        self, head: int, queries: HostArray, k: int, *, effort: int, count: bool = False
+        self,
+        head: int,
+        queries: HostArray,
+        k: int,
+        *,
+        effort: int | None = None,
+        count: bool = False,
     ) -> Found:
         """The same for queries [n, H] of one query head: ids and scores [n, k], scanned [n].
 
         Of several queries that FAISS counts, each gets the mean.
         """
         queries = np.ascontiguousarray(queries, np.float32)
+        effort = self._effort_of(head) if effort is None else effort
         ids, scores, scanned = self._of_head(head, queries, k, effort, count)
         return Found(*_best(ids, scores, k), scanned)
 
@@ -135,12 +141,13 @@ class Searcher:
             case _:
                 return None
 
-    @property
-    def kept(self) -> int | None:
-        """Keys that a walk keeps anyway, of the head that keeps least; None where nothing walks."""
-        if not hasattr(self.index.spec, "ef"):
-            return None
-        return min(self.index.efforts or (effort_of(self.index.spec) or 1,))
+    def kept_of(self, head: int) -> int | None:
+        """Keys that a walk keeps anyway for a query head; None where nothing walks."""
+        return (self._effort_of(head) or 1) if hasattr(self.index.spec, "ef") else None
+
+    def _effort_of(self, head: int) -> int:
+        """The chosen effort of a query head, or the spec's; 0 where there is none."""
+        return self.index.efforts[head] if self.index.efforts else effort_of(self.index.spec) or 0
 
     def _checked(self, queries: HostArray, k: int) -> HostArray:
         dim, parts = self.index.keys.dim, len(self.index.efforts) or self.index.parts
@@ -153,12 +160,11 @@ class Searcher:
         return np.ascontiguousarray(queries, np.float32)
 
     def _efforts(self, heads: int, effort: int | Sequence[int] | None) -> Sequence[int]:
-        """One effort a head; 0 where the index has none."""
-        given = effort
-        if given is None:
-            given = self.index.efforts or effort_of(self.index.spec) or 0
-        efforts = [given] * heads if isinstance(given, int) else given
-        if len(efforts) != heads or (effort is not None and min(efforts) < 1):
+        """One effort a head."""
+        if effort is None:
+            return [self._effort_of(head) for head in range(heads)]
+        efforts = [effort] * heads if isinstance(effort, int) else effort
+        if len(efforts) != heads or min(efforts) < 1:
             raise RequestError(f"effort={effort}: expected at least 1, or that for {heads} heads")
         return efforts
 
@@ -266,33 +272,6 @@ def open_index(index: AttentionIndex) -> Searcher:
         tables={name: table for name, table in index.tables.items() if name == "entries"},
     )
     return Searcher(held, engines or [storage], storage, nbytes)
-
-
-def search_heads(
-    searchers: Sequence[Searcher],
-    queries: HostArray,
-    k: int,
-    pool: concurrent.futures.Executor | None = None,
-    *,
-    count: bool = False,
-) -> Found:
-    """Search the K indexes of a layer with queries [K, G, H]; results are [K, G, ...].
-
-    With a ``pool`` of threads the heads are searched in parallel; FAISS releases the interpreter.
-    """
-    if len(searchers) != len(queries):
-        raise RetrievalError(f"{len(queries)} KV heads of queries for {len(searchers)} indexes")
-
-    def one(number: int) -> Found:
-        return searchers[number].search(queries[number], k, count=count)
-
-    numbers = range(len(searchers))
-    found = list(map(one, numbers) if pool is None else pool.map(one, numbers))
-    return Found(
-        np.stack([each.ids for each in found]),
-        np.stack([each.scores for each in found]),
-        np.stack([each.scanned for each in found]),
-    )
 
 
 def _walk(

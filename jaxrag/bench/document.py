@@ -1,8 +1,9 @@
 """Questions about a stored long document, each asked by a new process.
 
-One text becomes one chunk of a knowledge base, stored with indexes of its keys. Then every question
-is asked three times, each time by ``jaxrag ask`` in a process of its own: with decode rule
-``retrieval`` over the stored indexes, with the stored KV and dense attention, and with full
+One text becomes one chunk of a knowledge base, or chunks of a given length that are all retrieved,
+stored with indexes of their keys. Then every question is asked in up to four ways, each time by
+``jaxrag ask`` in a process of its own: with decode rule ``retrieval`` over the stored indexes, K
+and V in host memory or on the device, with the stored KV and dense attention, and with full
 prefill. The account of every answer says how many chunk tokens were encoded and how many indexes
 were trained for it. Weights are random: only times and counts mean anything, and the effort of a
 search is given, for where there is nothing to find none would do. The first question of each kind
@@ -36,7 +37,8 @@ from jaxrag.models.spec import init_params, num_params
 from jaxrag.text import byte_level
 
 KINDS: dict[str, tuple[str, ...]] = {
-    "retrieval": ("--method", "turborag", "--decode", "retrieval"),
+    "retrieval": ("--method", "turborag", "--decode", "retrieval", "--kv", "device"),
+    "retrieval, kv=host": ("--method", "turborag", "--decode", "retrieval", "--kv", "host"),
     "dense": ("--method", "turborag"),
     "full prefill": ("--method", "full_attention"),
 }
@@ -50,7 +52,9 @@ class Options:
 
     Attributes:
       text: a file; None invents words.
-      tokens: of the document at most; it is one chunk.
+      tokens: of the document at most.
+      chunk_tokens: of its chunks, all of which are retrieved; None: it is one chunk.
+      kinds: of KINDS, how it is asked.
       attention_index: what it is stored with, as ``jaxrag ingest --attention-index``.
       layers: of a random Llama, as in ``bench decode``.
       questions: after one that compiles.
@@ -59,6 +63,8 @@ class Options:
 
     text: str | None = None
     tokens: int = 32_768
+    chunk_tokens: int | None = None
+    kinds: tuple[str, ...] = tuple(KINDS)
     attention_index: str = "lists:exact_below=4096,probes=3"
     layers: int = 4
     questions: int = 3
@@ -75,11 +81,19 @@ class Options:
                 f"max_new_tokens={self.max_new_tokens}: expected 2 or more; the first one comes "
                 "from prefill, which no decode rule changes"
             )
+        if self.chunk_tokens is not None and not 0 < self.chunk_tokens <= self.tokens:
+            raise RequestError(
+                f"chunk_tokens={self.chunk_tokens}: expected 1 to {self.tokens}, the whole document"
+            )
+        odd = [kind for kind in self.kinds if kind not in KINDS]
+        if odd or not self.kinds:
+            raise RequestError(f"kinds={odd}: expected some of {', '.join(map(repr, KINDS))}")
         if self.text is not None and not Path(self.text).is_file():
             raise RequestError(f"--text {self.text}: no such file")
-        if not indexing_from(self.attention_index).covers(self.tokens):
+        least = self.chunk_tokens or self.tokens
+        if not indexing_from(self.attention_index).covers(least):
             raise RequestError(
-                f"tokens={self.tokens}: {self.attention_index!r} makes no index of so few; lower "
+                f"tokens={least}: {self.attention_index!r} makes no index of so few; lower "
                 "its exact_below, or take a longer document"
             )
 
@@ -95,15 +109,17 @@ def run(options: Options) -> dict[str, Any]:
         ingest += ["--attention-index", options.attention_index]
         made, _ = _jaxrag(ingest)
         stats, _ = _jaxrag(["kb", "stats", str(work / "kb")])
-        cache = 2 * (about["chunk_tokens"] + _SLACK)
-        ask = ["--kb", str(work / "kb"), "--k", "1", "--cache-tokens", str(cache)]
+        cache = 2 * (about["tokens"] + _SLACK)
+        chunks = str(made["chunks"])
+        ask = ["--kb", str(work / "kb"), "--k", chunks, "--cache-tokens", str(cache)]
         ask += ["--max-new-tokens", str(options.max_new_tokens)]
-        rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+        kinds = {kind: KINDS[kind] for kind in options.kinds}
+        rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
         for word in tqdm(question_words, desc="questions", disable=None):
-            for kind, how in KINDS.items():
+            for kind, how in kinds.items():
                 answer, seconds = _jaxrag(["ask", f"What is said of {word}?", *ask, *how])
                 rows[kind].append(_row(answer, seconds))
-        commands = [ingest, *(["ask", "QUESTION", *ask, *how] for how in KINDS.values())]
+        commands = [ingest, *(["ask", "QUESTION", *ask, *how] for how in kinds.values())]
     return {
         "benchmark": "document",
         **about,
@@ -113,7 +129,7 @@ def run(options: Options) -> dict[str, Any]:
         "ingest_seconds": made["seconds"],
         "chunks": made["chunks"],
         "rows": rows,
-        "ttft_full_over_retrieval": _median(rows["full prefill"]) / _median(rows["retrieval"]),
+        "ttft_full_over_retrieval": _ratio(rows),
         "commands": [_shown(command, work) for command in commands],
         "machine": describe(),
     }
@@ -153,7 +169,7 @@ def _write(work: Path, options: Options) -> tuple[dict[str, Any], list[str]]:
         "model": f"random Llama, {num_params(config) / 1e6:.1f}M, {config.num_layers} layers",
         "text": "invented words" if options.text is None else Path(options.text).name,
         "tokens": count,
-        "chunk_tokens": count + 8,
+        "chunk_tokens": options.chunk_tokens or count + 8,
         "kv_bytes": count * config.kv_bytes_per_token,
     }
     return about, chosen
@@ -185,6 +201,13 @@ def _median(rows: Sequence[dict[str, Any]], name: str = "ttft") -> float:
     return statistics.median(row["timings"][name] for row in rows[1:])
 
 
+def _ratio(rows: dict[str, list[dict[str, Any]]]) -> float | None:
+    """Time to first token of full prefill by that of retrieval; None where either was left out."""
+    fast = next((rows[kind] for kind in KINDS if kind in rows and "retrieval" in kind), None)
+    full = rows.get("full prefill")
+    return None if fast is None or full is None else _median(full) / _median(fast)
+
+
 def _shown(command: Sequence[str], work: Path) -> str:
     """A command as one would type it."""
     return "jaxrag " + shlex.join(part.replace(f"{work}/", "") for part in command)
@@ -202,13 +225,13 @@ def report(result: dict[str, Any]) -> Iterator[str]:
     questions = len(next(iter(result["rows"].values()))) - 1
     yield f"each of {questions} questions by a new process after one that compiles; medians"
     yield (
-        f"{'':<14} {'ttft ms':>9} {'load ms':>9} {'ms/token':>9} {'process s':>9} "
+        f"{'':<19} {'ttft ms':>9} {'load ms':>9} {'ms/token':>9} {'process s':>9} "
         f"{'encoded':>8} {'trained':>8} {'stored keys':>12} {'GFLOP':>8}"
     )
     for kind, rows in result["rows"].items():
         indexes = [row["indexes"] for row in rows]
         yield (
-            f"{kind:<14} {1000 * _median(rows):>9.1f} {1000 * _median(rows, 'load'):>9.1f} "
+            f"{kind:<19} {1000 * _median(rows):>9.1f} {1000 * _median(rows, 'load'):>9.1f} "
             f"{1000 * _median(rows, 'per_token'):>9.1f} "
             f"{statistics.median(row['process_seconds'] for row in rows[1:]):>9.1f} "
             f"{max(row['counts']['encoded'] for row in rows):>8} "
@@ -216,4 +239,5 @@ def report(result: dict[str, Any]) -> Iterator[str]:
             f"{min(one.get('stored', 0) for one in indexes):>12} "
             f"{rows[-1]['flops'] / 1e9:>8.1f}"
         )
-    yield f"full prefill / retrieval, time to first token: {result['ttft_full_over_retrieval']:.1f}"
+    if (ratio := result["ttft_full_over_retrieval"]) is not None:
+        yield f"full prefill / retrieval, time to first token: {ratio:.1f}"

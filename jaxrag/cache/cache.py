@@ -1,18 +1,15 @@
 """The pool and the record of who owns its pages, and the host memory that belongs to them."""
 
-import math
 import re
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
-
-from jaxrag.cache.host import HostValues, host_buffer
+from jaxrag.cache.host import HostValues, Moved
+from jaxrag.cache.host_pool import HostPool, host_pool_bytes
 from jaxrag.cache.pages import PageAllocator, pages_for
 from jaxrag.cache.pool import PAGE, PagePool, empty_pool
 from jaxrag.config import ModelConfig
 from jaxrag.errors import RequestError
-from jaxrag.types import HostArray
 
 
 class PagedCache:
@@ -22,23 +19,35 @@ class PagedCache:
 
     Attributes:
       allocator: which pages are free, owned or shared.
-      host: [L - n, P, page, K, H] the memory behind ``values``; None where the pool holds V of all
-        layers.
-      values: V of the layers from n on, in host memory; None as well there.
+      host: the same pages in host memory: of K and V, then the pool itself has none, or of V of
+        some layers; None where all of it is on the device.
+      values: what compiled steps know of ``host`` where it holds V alone; else None.
     """
 
     def __init__(
         self,
         pool: PagePool,
         num_pages: int,
-        host: HostArray | None = None,
-        values: HostValues | None = None,
+        host: HostPool | None = None,
     ) -> None:
-        """Over a pool of zeros and, with ``values``, the host memory that they lie in."""
+        """Over a pool of zeros, and host memory."""
         self.allocator = PageAllocator(num_pages)
         self.host = host
-        self.values = values
+        self.values = None
+        if host is not None and host.k is None:
+            self.values = HostValues(host.first_layer, host.v)
         self._pool = pool
+
+    @property
+    def moved(self) -> Moved:
+        """K and V that went between device and host so far, by prefill and by steps."""
+        prefill = Moved() if self.host is None else self.host.moved
+        return prefill if self.values is None else prefill + self.values.moved
+
+    @property
+    def away(self) -> bool:
+        """Are K and V in host memory only?"""
+        return self.host is not None and self.host.k is not None
 
     @property
     def pool(self) -> PagePool:
@@ -67,28 +76,30 @@ class PagedCache:
         sharding: Any = None,
         value_layers: int | None = None,
         max_host_bytes: int | None = None,
+        *,
+        away: bool = False,
     ) -> "PagedCache":
         """A pool that holds this many tokens, rounded up to whole pages.
 
-        With ``value_layers``, V of later layers lies in host memory. Raises RequestError, before
-        anything is allocated, where that takes more than ``max_host_bytes``, and for a pool that
-        the device has no room for.
+        With ``away`` K and V lie in host memory, with ``value_layers`` V of later layers does.
+        Raises RequestError, before anything is allocated, where that takes more than
+        ``max_host_bytes`` or than there is, and for a pool that the device has no room for.
         """
         num_pages = pages_for(tokens)
-        host, values = None, None
-        if value_layers is not None and value_layers < config.num_layers:
-            away = config.num_layers - value_layers
-            shape = (away, num_pages, PAGE, config.num_kv_heads, config.head_dim)
-            need = math.prod(shape) * jnp.dtype(config.dtype).itemsize
+        first = 0 if away else config.num_layers if value_layers is None else value_layers
+        host = None
+        if first < config.num_layers:
+            need = host_pool_bytes(config, num_pages * PAGE, first, away)
             if max_host_bytes is not None and need > max_host_bytes:
+                what = "K and V" if away else f"V of {config.num_layers - first} layers"
                 raise RequestError(
-                    f"V of {away} layers of {num_pages * PAGE} tokens takes {need} bytes of host "
-                    f"memory, max_host_bytes={max_host_bytes}; raise it, or lower cache_tokens"
+                    f"{what} of {num_pages * PAGE} tokens takes {need} bytes of host memory, "
+                    f"max_host_bytes={max_host_bytes}; raise it, or lower cache_tokens"
                 )
-            host = host_buffer(shape, jnp.dtype(config.dtype))
-            values = HostValues(value_layers, host)
+            host = HostPool(config, num_pages, first, away)
         try:
-            pool = empty_pool(config, num_pages, sharding, value_layers if values else None)
+            on_device = 0 if away else num_pages
+            pool = empty_pool(config, on_device, sharding, value_layers if host else None)
         except (RuntimeError, OverflowError) as error:  # XLA's, and of sizes beyond 64 bits
             if not re.search("RESOURCE_EXHAUSTED|overflow", str(error)):
                 raise
@@ -97,4 +108,4 @@ class PagedCache:
                 f"the pool of {num_pages * PAGE} tokens takes {need / 2**30:,.1f} GiB, more than "
                 "there is free on the device; lower cache_tokens"
             ) from None
-        return cls(pool, num_pages, host, values)
+        return cls(pool, num_pages, host)

@@ -1,7 +1,7 @@
 """Host memory that the device copies from; page-locked where the device is a CUDA GPU.
 
-``HostValues`` is the seam of KCache (section 3.1): V of most layers lies there, in the pages of the
-pool. Compiled programs exchange rows with it through callbacks; on a GPU a kernel of the decode
+``HostValues`` is the seam of KCache (section 3.1): V of most layers lies there, in the rows of the
+pool. Compiled steps of decoding exchange rows with it through callbacks; on a GPU a kernel of the
 step addresses it, where it is page-locked, and no Python runs in the step.
 
 A copy from page-locked memory runs at the speed of the bus and beside other work. From pageable
@@ -26,6 +26,7 @@ import jax
 import numpy as np
 from jax.experimental import io_callback
 
+from jaxrag.cache.pool import PAGE
 from jaxrag.types import Array, HostArray
 
 _LOG = logging.getLogger("jaxrag")
@@ -115,31 +116,31 @@ class StagingBlocks:
         """Nothing is allocated before the first block is asked for."""
         self._shape, self._dtype = tuple(shape), np.dtype(dtype)
         self._lock = threading.Lock()
-        self._free: deque[tuple[HostArray, Array]] = deque()
+        self._free: deque[tuple[HostArray, Array | None]] = deque()
 
     def take(self) -> HostArray:
         """A block to fill, with old contents, that the device does not read any more."""
         with self._lock:
             for _ in range(len(self._free)):
                 block, reader = self._free.popleft()
-                if reader.is_ready():  # type: ignore[attr-defined]
+                if reader is None or reader.is_ready():  # type: ignore[attr-defined]
                     return block
                 self._free.append((block, reader))
         return host_buffer(self._shape, self._dtype)
 
-    def give(self, block: HostArray, reader: Array) -> None:
-        """The block may be filled again once ``reader`` is ready."""
+    def give(self, block: HostArray, reader: Array | None = None) -> None:
+        """The block may be filled again once ``reader`` is ready; None: nothing reads it."""
         with self._lock:
             self._free.append((block, reader))
 
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """What went between device and host memory of V; differences are of two moments.
+    """What went between device and host memory of K and V; differences are of two moments.
 
     Attributes:
-      pushed: bytes of V written to host memory.
-      brought: bytes of V read from it.
+      pushed: bytes written to host memory.
+      brought: bytes read from it.
       rows: rows of one KV head that decode steps fetched, one for each query head that wanted it.
       distinct: those of ``rows`` that no other head of the group fetched in the same step, and one
         of each that several did; 0 where that is not counted (``HostValues.measure``).
@@ -192,7 +193,7 @@ def way_to_rows(
 
 
 def mapped(memory: HostArray) -> Mapped | None:
-    """A ``host_buffer`` [L', P, page, K, H] for kernels; None where steps go through callbacks.
+    """A ``host_buffer`` [L', K, R, H] for kernels; None where steps go through callbacks.
 
     On a GPU a warning says why, once.
     """
@@ -205,12 +206,12 @@ def mapped(memory: HostArray) -> Mapped | None:
         _report_callbacks(why)
     if way == "callback" or address is None:
         return None
-    layer, _, slot, head, _ = (step // memory.itemsize for step in memory.strides)
+    layer, head, slot, _ = (step // memory.itemsize for step in memory.strides)
     return Mapped(address, (layer, head, slot))
 
 
 class HostValues:
-    """V in host memory of the layers from ``first_layer`` on, by the pages of the pool.
+    """V in host memory of the layers from ``first_layer`` on, by the rows of the pool.
 
     Compiled programs name this object, and outlive the memory: whoever made that holds it, and a
     program that still runs when it is gone fails. Within a program a layer writes and reads in one
@@ -224,7 +225,7 @@ class HostValues:
     """
 
     def __init__(self, first_layer: int, memory: HostArray) -> None:
-        """Over ``memory`` [L - first_layer, P, page, K, H]."""
+        """Over ``memory`` [L - first_layer, K, R, H]."""
         self.first_layer = first_layer
         self.mapped = mapped(memory)
         self.measure = False
@@ -237,33 +238,12 @@ class HostValues:
         """Everything that was moved until now; padding, which nobody reads, is left out."""
         return self._moved
 
-    def put(self, pages: HostArray, at: HostArray, values: HostArray) -> None:
-        """Write values [L - first_layer, S, K, H] to slots ``at`` [S] of ``pages`` [S]."""
-        self._array()[:, pages, at] = values
-        self._count(Moved(pushed=values.nbytes))
-
-    def pages(self, layer: Array, pages: Array, slots: Array, v: Array) -> Array:
-        """Write v [B, T, K, H] of a layer to slots [B, T], then read pages [B, M], whole.
-
-        Slots beyond the pages are dropped. Returns [B, M, page, K, H].
-        """
-        page = self._array().shape[2]
-        shape = jax.ShapeDtypeStruct((*pages.shape, page, *v.shape[2:]), v.dtype)
-
-        def exchange(layer: Any, pages: Any, slots: Any, v: Any) -> HostArray:
-            mine, pushed = self._write(layer, pages, slots, v)
-            read: HostArray = mine[np.asarray(pages)]
-            self._count(Moved(pushed=pushed, brought=read.nbytes, calls=1))
-            return read
-
-        found: Array = io_callback(exchange, shape, layer, pages, slots, v, ordered=False)
-        return found
-
     def rows(self, layer: Array, pages: Array, slots: Array, v: Array, wanted: Array) -> Array:
-        """Write v [B, 1, K, H] as ``pages`` does, then read slots ``wanted`` [B, K, G, n].
+        """Write v [B, 1, K, H] of a layer to slots [B, 1], then read slots ``wanted``.
 
-        A slot's row of its KV head alone: returns [B, K, G, n, H], with anything in a row of the
-        batch whose own slot is beyond the pages.
+        ``pages`` [B, M] are the requests', slots beyond them are dropped. ``wanted`` [B, K, G, n]
+        are of one KV head each. Returns [B, K, G, n, H], with anything in a row of the batch whose
+        own slot is beyond the pages.
         """
         shape = jax.ShapeDtypeStruct((*wanted.shape, v.shape[-1]), v.dtype)
 
@@ -271,8 +251,8 @@ class HostValues:
             mine, pushed = self._write(layer, pages, slots, v)
             pages, wanted = np.asarray(pages), np.asarray(wanted)
             out = np.empty(shape.shape, mine.dtype)
-            live = np.flatnonzero(np.asarray(slots)[:, 0] < pages.shape[1] * mine.shape[1])
-            lines = _lines(mine.shape, pages[live], wanted[live])
+            live = np.flatnonzero(np.asarray(slots)[:, 0] < pages.shape[1] * PAGE)
+            lines = _lines(mine.shape[1], pages[live], wanted[live])
             rows = mine.reshape(-1, mine.shape[-1])
             if len(live) == len(out):  # into place: with mode="raise" there would be a copy
                 np.take(rows, lines, axis=0, out=out, mode="clip")
@@ -287,14 +267,13 @@ class HostValues:
         return found
 
     def _write(self, layer: Any, pages: Any, slots: Any, v: Any) -> tuple[HostArray, int]:
-        """Write v to its slots; the layer's memory [P, page, K, H], and how many bytes went."""
+        """Write v to its slots; the layer's memory [K, R, H], and how many bytes went."""
         mine: HostArray = self._array()[int(layer) - self.first_layer]
         pages, slots = np.asarray(pages), np.asarray(slots)
-        size = mine.shape[1]
-        row, column = np.nonzero(slots < pages.shape[1] * size)
+        row, column = np.nonzero(slots < pages.shape[1] * PAGE)
         inside = slots[row, column]
         new = np.asarray(v)[row, column]
-        mine[pages[row, inside // size], inside % size] = new
+        mine[:, pages[row, inside // PAGE] * PAGE + inside % PAGE] = new.swapaxes(0, 1)
         return mine, new.nbytes
 
     def _count(self, moved: Moved) -> None:
@@ -308,13 +287,12 @@ class HostValues:
         return memory
 
 
-def _lines(shape: Sequence[int], pages: HostArray, slots: HostArray) -> HostArray:
-    """Where slots [B, K, G, n] of tables [B, M] lie among the rows of [P, page, K, H], in turn."""
-    _, page, num_heads, _ = shape
+def _lines(rows: int, pages: HostArray, slots: HostArray) -> HostArray:
+    """Where slots [B, K, G, n] of tables [B, M] lie among the lines of [K, rows, H], in turn."""
     flat = slots.reshape(len(slots), math.prod(slots.shape[1:]))  # there may be no row at all
-    which = np.take_along_axis(pages, flat // page, axis=1)
-    line = which.reshape(slots.shape).astype(np.int64) * page + slots % page
-    return np.asarray(line * num_heads + np.arange(num_heads)[:, None, None])
+    which = np.take_along_axis(pages, flat // PAGE, axis=1)
+    line = which.reshape(slots.shape).astype(np.int64) * PAGE + slots % PAGE
+    return np.asarray(line + rows * np.arange(slots.shape[1])[:, None, None])
 
 
 def _distinct(lines: HostArray) -> int:

@@ -23,6 +23,14 @@ def add_document(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         metavar="KIND",
         help="as of jaxrag ingest (lists:exact_below=4096,probes=3)",
     )
+    parser.add_argument(
+        "--chunk-tokens", type=int, metavar="N", help="of its chunks, all retrieved (one chunk)"
+    )
+    parser.add_argument(
+        "--kinds",
+        metavar="KIND;...",
+        help="how it is asked, such as 'retrieval, kv=host;dense' (all)",
+    )
     parser.add_argument("--layers", type=int, default=4, metavar="L", help="of the model (4)")
     parser.add_argument(
         "--questions", type=int, default=3, metavar="N", help="after one that compiles (3)"
@@ -42,6 +50,8 @@ def run_document(args: argparse.Namespace) -> None:
     options = Options(
         text=args.text,
         tokens=args.tokens,
+        chunk_tokens=args.chunk_tokens,
+        **({} if args.kinds is None else {"kinds": tuple(args.kinds.split(";"))}),
         attention_index=args.attention_index,
         layers=args.layers,
         questions=args.questions,

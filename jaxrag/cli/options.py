@@ -120,9 +120,9 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
         "retrieval, topn; settings follow a colon, as in topn:n=64 (the method's own)",
     )
     parser.add_argument(
-        "--kv-memory",
-        choices=("device",),
-        help="keep K and V there (where the method's decode rule is meant to have them)",
+        "--kv",
+        choices=("device", "host"),
+        help="where K and V are (where the method's decode rule is meant to have them)",
     )
     parser.add_argument(
         "--template",
@@ -226,8 +226,9 @@ def load(
         value_layers=args.value_layers,
         max_host_bytes=args.max_host_bytes,
         kernels=args.kernels,
+        kv=args.kv or "device",
     )
-    if method is None or args.kv_memory is not None:
+    if method is None or args.kv is not None:
         return model
     with contextlib.suppress(ConfigError, RequestError):
         model = placed(model, method)

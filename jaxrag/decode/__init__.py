@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrag.attention_index import spec_from
+from jaxrag.decode.account import Account
 from jaxrag.decode.dense import Dense
 from jaxrag.decode.flat import Flat
 from jaxrag.decode.footprint import Bytes, index_bytes
-from jaxrag.decode.host_search import Account, HostSearch
+from jaxrag.decode.host_search import HostSearch
 from jaxrag.decode.infllm import InfLLM
 from jaxrag.decode.quest import Quest
 from jaxrag.decode.retrieval import Ivf, Retrieval

@@ -4,10 +4,13 @@ import dataclasses
 from typing import Any, override
 
 from jaxrag.config import ModelConfig
+from jaxrag.decode.far import Everything, FarLayer, HostPrompt
 from jaxrag.decode.footprint import Bytes, on_device
 from jaxrag.decode.rule import DecodeRule
 from jaxrag.decode.view import View
 from jaxrag.types import Array, Partial
+
+_RECENT = 512  # newest tokens on the device, where all others are in host memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +33,16 @@ class Dense(DecodeRule):
     @override
     def scores_every_key(self) -> bool:
         return True
+
+    @property
+    @override
+    def static_pattern(self) -> tuple[int, int]:
+        return 0, _RECENT
+
+    @override
+    def far(self, prompt: HostPrompt) -> FarLayer:
+        """Everything else."""
+        return Everything(prompt, *self.static_pattern)
 
     @override
     def check(self, config: ModelConfig) -> None:

@@ -10,6 +10,7 @@ from typing import Any, override
 import jax.numpy as jnp
 
 from jaxrag.config import ModelConfig
+from jaxrag.decode.far import Best, FarLayer, HostPrompt
 from jaxrag.decode.footprint import Bytes, beside_window
 from jaxrag.decode.rule import DecodeRule, highest, require, require_zero_or_more
 from jaxrag.decode.view import View
@@ -44,6 +45,16 @@ class Flat(DecodeRule):
     @override
     def scores_every_key(self) -> bool:
         return True
+
+    @property
+    @override
+    def static_pattern(self) -> tuple[int, int]:
+        return self.sink, self.recent
+
+    @override
+    def far(self, prompt: HostPrompt) -> FarLayer:
+        """An exact scan."""
+        return Best(prompt, self.sink, self.recent, self.k)
 
     @override
     def tokens(self) -> dict[str, int]:

@@ -41,23 +41,27 @@ def on_device(config: ModelConfig, tokens: int) -> Bytes:
 
 
 def beside_window(config: ModelConfig, tokens: int, window: int) -> Bytes:
-    """K and V of a window on the device; those of the rest on the host, and attended to there.
+    """K and V of a window on the device, of every token on the host, which attends to the rest.
 
-    For every token the queries go there, and (out, lse) of every query head comes back.
+    For every token the queries, its K and V go there, and (out, lse) of every query head comes
+    back.
     """
     window = min(tokens, window)
     scalars = 4 * config.num_layers * config.num_heads * (2 * config.head_dim + 1)
     kept = window * config.kv_bytes_per_token
-    return Bytes(kept, (tokens - window) * config.kv_bytes_per_token, scalars)
+    moved = scalars + config.kv_bytes_per_token
+    return Bytes(kept, tokens * config.kv_bytes_per_token, moved)
 
 
-def index_bytes(spec: Spec, config: ModelConfig, keys: int) -> int:
+def index_bytes(spec: Spec, config: ModelConfig, keys: int, *, in_place: bool = False) -> int:
     """At most so many bytes do the indexes of that many keys take on the host, over all layers.
 
     Keys once per KV head in the spec's storage, twice where FAISS built the index; links and lists
-    per query head or group.
+    per query head or group. ``in_place``: K is in host memory already; scans and lists read it
+    there.
     """
-    per_key = config.head_dim * STORAGE_BYTES[spec.storage]
+    in_place = in_place and (isinstance(spec, Exact | QueryLists) or keys < spec.exact_below)
+    per_key = 0 if in_place else config.head_dim * STORAGE_BYTES[spec.storage]
     each = 1 if getattr(spec, "share", "group") == "group" else config.group_size
     indexes = config.num_kv_heads * config.num_layers
     of_keys = keys * indexes
@@ -74,7 +78,7 @@ def index_bytes(spec: Spec, config: ModelConfig, keys: int) -> int:
             return of_keys * (2 * per_key + 2 * 4 * spec.links + 32) + _FAISS_HEADER * indexes
         case QueryLists():
             lists = spec.clusters * 4 * (spec.cap + config.head_dim) * each
-            return of_keys * (per_key + 4) + lists * indexes
+            return of_keys * (per_key + (0 if in_place else 4)) + lists * indexes
         case _:
             doubled = 2 if spec.share == "group" else 1
             links = 4 * spec.degree * doubled * each

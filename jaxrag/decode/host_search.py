@@ -1,13 +1,19 @@
-"""The host's side of retrieval: indexes over the keys of the requests in decode, and their search.
+"""The host's side of decoding: indexes over the keys of requests, their search, and attention.
 
-The compiled step asks through one callback a layer. It knows requests by a number, so that nothing
-of a request is part of a compiled program. Compiled programs name a ``HostSearch`` and outlive the
-model; it holds nothing of one.
+A compiled step asks through callbacks, one or two a layer. It knows requests by a number, so that
+nothing of a request is part of a compiled program. Compiled programs name a ``HostSearch`` and
+outlive the model; it holds nothing of one.
+
+Where K and V are on the device, ``find`` tells which keys to read. Where they are in host memory,
+``start`` begins the host's part of attention and ``wait`` returns it (RetrievalAttention section
+3.3, arXiv:2409.10516).
 """
 
 import dataclasses
 import functools
 import itertools
+import os
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,114 +26,62 @@ from jax.experimental import io_callback
 from jaxrag.attention_index import (
     AttentionIndex,
     Exact,
-    Found,
     Searcher,
     build,
     open_index,
     rotated,
-    search_heads,
 )
-from jaxrag.attention_index.spec import Trained
 from jaxrag.config import RopeConfig
+from jaxrag.decode.account import Account, recall_of
+from jaxrag.decode.far.layer import Answer, FarLayer, HostLayer, Task
+from jaxrag.decode.far.tickets import Ticket, crew
+from jaxrag.decode.parts import Part
 from jaxrag.decode.stored import StoredIndexes
 from jaxrag.types import Array, HostArray
 
 NOBODY = -1  # the number of a padding row
+_DROPPED = 1024  # tickets without requests that may still be waited for
+_SMALL = 4096  # keys to score, below which handing work to threads costs more than it saves
+
+Attention = tuple[HostArray, HostArray]  # out [B, K, G, H] and lse [B, K, G], float32
 
 
 @dataclasses.dataclass(frozen=True)
-class Account:
-    """What the indexes of some requests cost, and what was asked of them.
+class Seconds:
+    """Where the time of the host's part of attention went.
 
     Attributes:
-      keys: that were indexed, summed over layers and KV heads.
-      index_bytes: of these keys and of what is built over them on the host.
-      stored: of these keys, those in indexes that their chunks were stored with.
-      trained: indexes that were built from queries for these requests.
-      searches: queries of single heads; this and what follows only where ``HostSearch.measure`` is
-        set.
-      scanned: keys whose score these computed.
-      wanted: keys that an exact search in float32 gives.
-      found: how many of the wanted ones were found.
-      notes: why an index became an exact scan or was not used, each reason once.
+      search: of all threads, looking for keys.
+      attend: of all threads, attention to what was found.
+      elapsed: from every ``start`` to the end of its work.
+      waited: for which ``wait`` blocked; what of ``elapsed`` was not hidden behind other work.
     """
 
-    keys: int = 0
-    index_bytes: int = 0
-    stored: int = 0
-    trained: int = 0
-    searches: int = 0
-    scanned: int = 0
-    wanted: int = 0
-    found: int = 0
-    notes: tuple[str, ...] = ()
-
-    def __add__(self, other: "Account") -> "Account":
-        both = {
-            field.name: getattr(self, field.name) + getattr(other, field.name)
-            for field in dataclasses.fields(self)
-        }
-        return Account(**{**both, "notes": tuple(dict.fromkeys(both["notes"]))})
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Part:
-    """Some keys of one layer of a request, indexed.
-
-    Attributes:
-      searchers: one a KV head.
-      positions: [S] int32 where their keys stand in the prompt; -1 where a key is not to be found.
-      offset: a key at position p is rotated to p less this, and so is a query that asks for it.
-      exact: searchers that find exactly what there is, to compare with; empty where nobody does.
-    """
-
-    searchers: Sequence[Searcher]
-    positions: HostArray
-    offset: int = 0
-    exact: Sequence[Searcher] = ()
-
-    @functools.cached_property
-    def hidden(self) -> int:
-        """How many keys are not to be found."""
-        return int((self.positions < 0).sum())
-
-    def best(
-        self,
-        q: HostArray,
-        k: int,
-        threads: ThreadPoolExecutor,
-        *,
-        count: bool = False,
-        exact: bool = False,
-    ) -> Found:
-        """Positions of the best keys for q [K, G, H], rotated as they are: at least k of each head.
-
-        Fewer where there are fewer, or the index finds no more; -1 where there is none.
-        """
-        searchers = self.exact if exact else self.searchers
-        keys = len(searchers[0])
-        most = min(keys, k + self.hidden)
-        # Hidden keys take places. A graph's search finds up to ef keys at no further cost; only
-        # where some head misses keys then is a wider one worth it.
-        free = [each.kept for each in searchers if each.kept is not None]
-        asked = min(most, max(k, min(free))) if free else most
-        while True:
-            found = search_heads(searchers, q, asked, threads, count=count)
-            there = found.ids >= 0
-            where = np.where(there, self.positions[found.ids], -1)
-            short = ((where >= 0).sum(-1) < min(k, keys - self.hidden)) & there.all(-1)
-            if asked == most or not short.any():
-                scores = np.where(where >= 0, found.scores, np.float32(-np.inf))
-                return Found(where, scores, found.scanned)
-            asked = most
+    search: float = 0.0
+    attend: float = 0.0
+    elapsed: float = 0.0
+    waited: float = 0.0
 
 
 @dataclasses.dataclass(eq=False)
 class _Request:
-    """What is held of a request in decode: the parts of every layer so far, and its account."""
+    """What is held of a request in decode: of every layer so far, and its account."""
 
     layers: list[Sequence[Part]] = dataclasses.field(default_factory=list)
+    memory: Sequence[HostLayer] = ()
+    far: Sequence[FarLayer | None] = ()
     account: Account = dataclasses.field(default_factory=Account)
+
+
+@dataclasses.dataclass(eq=False)
+class _Begun:
+    """The work of some rows in one layer."""
+
+    numbers: set[int]
+    ticket: Ticket
+    out: HostArray
+    lse: HostArray
+    answers: list[tuple[int, Answer]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(eq=False)
@@ -135,9 +89,9 @@ class HostSearch:
     """The indexes of all requests in decode with one model, and what they cost, by request number.
 
     Attributes:
-      threads: that search the heads of a layer; None: as many as there are cores, and a few.
+      threads: that search and attend; None: as many as there are cores.
       measure: count the keys that are scanned and compare what was found with an exact search:
-        slower, and with one more copy of the keys of requests that are indexed then.
+        slower; where keys are on the device also with one more copy of those indexed then.
       documents: indexes that chunks were stored with.
     """
 
@@ -146,7 +100,12 @@ class HostSearch:
     documents: StoredIndexes = dataclasses.field(default_factory=StoredIndexes)
     _requests: dict[int, _Request] = dataclasses.field(default_factory=dict)
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    _begun: dict[int, _Begun] = dataclasses.field(default_factory=dict)
+    _dropped: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    _tickets: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     _pool: ThreadPoolExecutor | None = None
+    _seconds: Seconds = Seconds()
 
     def admit(self) -> int:
         """A number for a request, until it is released."""
@@ -155,9 +114,19 @@ class HostSearch:
         return number
 
     def release(self, numbers: Iterable[int]) -> None:
-        """The requests are done: their indexes go, and their accounts."""
+        """The requests are done: what was made for them goes, and their accounts.
+
+        Work that is under way for none but released requests is dropped: ``wait`` finds nothing.
+        """
         for number in numbers:
             self._requests.pop(number, None)
+        with self._lock:
+            for ticket, begun in list(self._begun.items()):
+                if begun.numbers and not self._requests.keys() & begun.numbers:
+                    begun.ticket.drop()
+                    self._dropped[ticket] = self._begun.pop(ticket).out.shape
+            while len(self._dropped) > _DROPPED:
+                self._dropped.pop(next(iter(self._dropped)))
 
     def close(self) -> None:
         """Nobody asks any more: indexes that were kept go, and the threads end.
@@ -174,6 +143,143 @@ class HostSearch:
         """What these requests cost so far, summed; KeyError for one that was released."""
         return sum((self._requests[number].account for number in numbers), Account())
 
+    @property
+    def seconds(self) -> Seconds:
+        """What ``wait`` returned so far took, of all requests."""
+        return self._seconds
+
+    @property
+    def crew(self) -> ThreadPoolExecutor:
+        """The threads that search, attend and build."""
+        with self._lock:
+            if self._pool is None:
+                self._pool = crew(self._workers)
+            return self._pool
+
+    @property
+    def _workers(self) -> int:
+        return self.threads or os.cpu_count() or 1
+
+    def begin(
+        self,
+        number: int,
+        layers: Sequence[FarLayer | None],
+        memory: Sequence[HostLayer] = (),
+    ) -> None:
+        """The request attends on the host from now on, with what its rule made of every layer.
+
+        New tokens are written to ``memory``.
+        """
+        request = self._requests[number]
+        request.far, request.memory = layers, memory
+        request.account = sum((each.account for each in layers if each), request.account)
+
+    def attend(self, number: int, layer: int, q: HostArray, position: int) -> Attention:
+        """``start`` and ``wait`` of one request: q [K, G, H] to out [K, G, H] and lse [K, G]."""
+        out, lse = self.wait(self.start(layer, np.array([number]), q[None], np.array([position])))
+        return out[0], lse[0]
+
+    def write(
+        self, layer: int, numbers: HostArray, k: HostArray, v: HostArray, position: HostArray
+    ) -> None:
+        """Put K, at its position, and V [B, K, H] of the newest token of every row into memory.
+
+        ``numbers`` and ``position`` as ``start`` takes them.
+        """
+        for row, number in enumerate(numbers):
+            if number == NOBODY or position[row] < 0:
+                continue
+            memory = self._requests[int(number)].memory[layer]
+            at = memory.rows[position[row]]
+            memory.k[:, at], memory.v[:, at] = k[row], v[row]
+
+    def start(self, layer: int, numbers: HostArray, q: HostArray, position: HostArray) -> int:
+        """Begin attention to what is outside the static pattern, of the newest token of every row.
+
+        Does not block, and does not fail: ``wait`` raises what went wrong. Little work is done at
+        once, other is handed to threads.
+
+        Args:
+            layer: which.
+            numbers: [B] of the requests; NOBODY is a padding row.
+            q: [B, K, G, H] float32 before rotation, with YaRN's factor.
+            position: [B] of the tokens; a row with a negative one is done, and gets nothing.
+
+        Returns:
+            A ticket for ``wait``.
+        """
+        q = np.array(q, np.float32)  # the caller's may be gone when it is read
+        out, lse = np.zeros_like(q), np.full(q.shape[:-1], -np.inf, np.float32)
+        begun = _Begun(set(), Ticket(), out, lse)
+        try:
+            self._begin_rows(begun, layer, np.asarray(numbers), q, np.asarray(position))
+        except Exception as error:
+            begun.ticket.fail(error)
+        with self._lock:
+            ticket = next(self._tickets)
+            self._begun[ticket] = begun
+        return ticket
+
+    def _begin_rows(
+        self, begun: _Begun, layer: int, numbers: HostArray, q: HostArray, position: HostArray
+    ) -> None:
+        rows = [
+            (row, int(number), far)
+            for row, number in enumerate(numbers)
+            if number != NOBODY and position[row] >= 0
+            for far in [self._far(int(number), layer)]
+            if far is not None
+        ]
+        begun.numbers |= {number for _, number, _ in rows}
+        pieces = -(-self._workers // max(1, len(rows) * q.shape[1]))
+        todo: list[Task] = []
+        for row, number, far in rows:
+            answer = Answer(begun.out[row], begun.lse[row], [], [] if self.measure else None)
+            begun.answers.append((number, answer))
+            todo += far.tasks(q[row], int(position[row]), answer, pieces)
+        work = sum(far.work(int(position[row])) for row, _, far in rows)
+        if work < _SMALL or self._workers == 1:
+            begun.ticket.run(todo)
+        else:
+            begun.ticket.submit(todo, self.crew, self._workers)
+
+    def _far(self, number: int, layer: int) -> FarLayer | None:
+        request = self._requests.get(number)
+        if request is None or layer >= len(request.far):
+            raise RuntimeError(f"request {number} has no layer {layer} on the host")
+        return request.far[layer]
+
+    def wait(self, ticket: int) -> Attention:
+        """What ``start`` began: out [B, K, G, H] and lse [B, K, G], float32.
+
+        0 and -inf for rows without a request and where nothing is outside the static pattern.
+        Raises what went wrong there. A ticket is good for one call.
+        """
+        with self._lock:
+            if (shape := self._dropped.pop(ticket, None)) is not None:
+                return np.zeros(shape, np.float32), np.full(shape[:-1], -np.inf, np.float32)
+            begun = self._begun.pop(ticket)
+        try:
+            begun.ticket.wait()
+        finally:
+            self._add_seconds(begun)
+        for number, answer in begun.answers:
+            request = self._requests.get(number)
+            if answer.counted and request is not None:
+                request.account = sum(answer.counted, request.account)
+        return begun.out, begun.lse
+
+    def _add_seconds(self, begun: _Begun) -> None:
+        spent = [pair for _, answer in begun.answers for pair in answer.spent]
+        with self._lock:
+            before = self._seconds
+            self._seconds = Seconds(
+                before.search + sum(search for search, _ in spent),
+                before.attend + sum(attend for _, attend in spent),
+                before.elapsed + begun.ticket.elapsed,
+                before.waited + begun.ticket.waited,
+            )
+
     def open(
         self,
         number: int,
@@ -189,18 +295,18 @@ class HostSearch:
             keys: [K, S, H] that they are over, rotated to their positions.
             positions: [S] int32 where the keys stand in the prompt.
         """
-        trained = sum(isinstance(index.spec, Trained) for index in made)
-        searchers = [open_index(index) for index in made]
-        self._add(number, searchers, trained=trained)
-        return Part(searchers, positions, exact=self._exact_of(keys))
+        part = Part([open_index(index) for index in made], positions, exact=self._exact_of(keys))
+        self._requests[number].account += part.account()
+        return part
 
     def adopt(
         self, number: int, searchers: Sequence[Searcher], positions: HostArray, offset: int
     ) -> Part:
         """Indexes that were there already, as a part of one layer of a request."""
-        self._add(number, searchers, stored=sum(map(len, searchers)))
         keys = [each.all_keys() for each in searchers] if self.measure else ()
-        return Part(searchers, positions, offset, self._exact_of(keys))
+        part = Part(searchers, positions, offset, self._exact_of(keys))
+        self._requests[number].account += part.account(stored=True)
+        return part
 
     def note(self, number: int, text: str) -> None:
         """Why an index of a request was not used."""
@@ -239,40 +345,56 @@ class HostSearch:
         rope: RopeConfig,
     ) -> HostArray:
         out = np.full((*q.shape[:3], k), -1, np.int32)
+        todo: list[Task] = []
+        counted: list[tuple[int, Account]] = []
         for row, number in enumerate(numbers):
             if number == NOBODY or position[row] < 0:  # nobody has the row, or it is done
                 continue
-            if not (parts := self._requests[int(number)].layers[layer]):
-                continue
+            parts = self._requests[int(number)].layers[layer]
             asked = [
                 rotated(q[row], np.full(q.shape[2], position[row] - part.offset), rope)
                 for part in parts
             ]
-            found = self._best(parts, asked, k, exact=False)
-            out[row, ..., : found.ids.shape[-1]] = found.ids
-            if self.measure and all(part.exact for part in parts):
-                self._count(int(number), found, self._best(parts, asked, k, exact=True).ids)
+            for at in np.ndindex(q.shape[1:3]) if parts else ():
+                one = functools.partial(self._search_one, parts, asked, at, out[row][at])
+                todo.append(functools.partial(_keep, counted, int(number), one))
+        ticket = Ticket()
+        ticket.submit(todo, self.crew, self._workers)
+        ticket.wait()
+        for number, account in counted:
+            self._requests[number].account += account
         return out
 
+    def _search_one(
+        self, parts: Sequence[Part], asked: Sequence[HostArray], at: tuple[int, ...], out: HostArray
+    ) -> Account:
+        """Fill ``out`` [k] with what all parts find for one query head, best first."""
+        exact = self.measure and all(part.exact for part in parts)
+        ids, scanned = self._best(parts, asked, at, len(out), exact=False)
+        out[: len(ids)] = ids
+        if not exact:
+            return Account()
+        wanted, _ = self._best(parts, asked, at, len(out), exact=True)
+        return recall_of(ids, wanted, scanned)
+
     def _best(
-        self, parts: Sequence[Part], asked: Sequence[HostArray], k: int, *, exact: bool
-    ) -> Found:
-        """The k best of what all parts find for their queries [K, G, H], best first."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.threads, "search")
+        self,
+        parts: Sequence[Part],
+        asked: Sequence[HostArray],
+        at: tuple[int, ...],
+        k: int,
+        *,
+        exact: bool,
+    ) -> tuple[HostArray, int]:
         count = self.measure and not exact
         each = [
-            part.best(q, k, self._pool, count=count, exact=exact)
+            part.best(at[0], at[1], q[at], k, count=count, exact=exact)
             for part, q in zip(parts, asked, strict=True)
         ]
-        scores = np.concatenate([found.scores for found in each], axis=-1)
-        order = np.argsort(-scores, axis=-1, kind="stable")[..., :k]
-        ids = np.concatenate([found.ids for found in each], axis=-1)
-        return Found(
-            np.take_along_axis(ids, order, -1),
-            np.take_along_axis(scores, order, -1),
-            np.sum([found.scanned for found in each], axis=0),
-        )
+        scores = np.concatenate([found.scores for found in each])
+        ids = np.concatenate([found.ids for found in each])
+        best = ids[np.argsort(-scores, kind="stable")[:k]]
+        return best, sum(int(found.scanned) for found in each)
 
     def _exact_of(self, keys: Iterable[HostArray]) -> list[Searcher]:
         """Exact searchers of the keys [S, H] of every head, where it is measured."""
@@ -280,21 +402,7 @@ class HostSearch:
             return []
         return [open_index(build(head, None, Exact("float32"))) for head in keys]
 
-    def _add(self, number: int, searchers: Sequence[Searcher], **more: Any) -> None:
-        """Add a part to the account of a request."""
-        self._requests[number].account += Account(
-            keys=sum(map(len, searchers)),
-            index_bytes=sum(each.nbytes for each in searchers),
-            notes=tuple(dict.fromkeys(each.index.note for each in searchers if each.index.note)),
-            **more,
-        )
 
-    def _count(self, number: int, found: Found, wanted: HostArray) -> None:
-        """Add searches of [K, G] heads to the account of a request."""
-        both = (found.ids[..., :, None] == wanted[..., None, :]) & (wanted[..., None, :] >= 0)
-        self._requests[number].account += Account(
-            searches=found.scanned.size,
-            scanned=int(found.scanned.sum()),
-            wanted=int((wanted >= 0).sum()),
-            found=int(both.any(-2).sum()),
-        )
+def _keep(kept: list[tuple[int, Account]], number: int, task: Any) -> None:
+    """Do a task and keep what it counts, for a request."""
+    kept.append((number, task()))

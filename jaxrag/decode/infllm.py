@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrag.config import ModelConfig
+from jaxrag.decode.far import Blocks, FarLayer, HostPrompt
 from jaxrag.decode.footprint import Bytes, row_bytes
 from jaxrag.decode.rule import (
     DecodeRule,
@@ -80,6 +81,23 @@ class InfLLM(DecodeRule):
     @override
     def observe(self) -> Observe:
         return Observe("strided", self.observed)
+
+    @property
+    @override
+    def static_pattern(self) -> tuple[int, int] | None:
+        return (self.sink, self.recent) if self.positions == "original" else None
+
+    @override
+    def far(self, prompt: HostPrompt) -> FarLayer:
+        """The best blocks."""
+        return Blocks(
+            prompt,
+            block=self.block,
+            blocks=self.blocks,
+            representatives=self.representatives,
+            sink=self.sink,
+            recent=self.recent,
+        )
 
     @override
     def tokens(self) -> dict[str, int]:

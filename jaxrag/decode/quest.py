@@ -12,6 +12,7 @@ from jax import lax
 
 from jaxrag.cache import PAGE
 from jaxrag.config import ModelConfig
+from jaxrag.decode.far import Everything, FarLayer, HostPrompt, Pages
 from jaxrag.decode.footprint import Bytes, row_bytes
 from jaxrag.decode.rule import DecodeRule, highest, require, require_zero_or_more
 from jaxrag.decode.view import View
@@ -74,6 +75,18 @@ class Quest(DecodeRule):
                 f"decode rule 'quest': dense_layers={self.dense_layers}, the model has "
                 f"{config.num_layers} layers: none would choose pages; use fewer dense layers"
             )
+
+    @property
+    @override
+    def static_pattern(self) -> tuple[int, int]:
+        return 0, 1  # of every other token its page decides
+
+    @override
+    def far(self, prompt: HostPrompt) -> FarLayer:
+        """The best pages; everything in the first layers."""
+        if prompt.index < self.dense_layers:
+            return Everything(prompt, *self.static_pattern)
+        return Pages(prompt, self.budget // PAGE)
 
     @override
     def tokens(self) -> dict[str, int]:

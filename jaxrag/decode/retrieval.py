@@ -6,7 +6,7 @@ is on the device, the index on the host. IVF is the paper's baseline (section 4.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args, override
 
 import jax
@@ -19,8 +19,13 @@ from jaxrag.attention_index import Ivf as IvfIndex
 from jaxrag.attention_index.spec import Trained, effort_of
 from jaxrag.cache import PagePool, PageTable
 from jaxrag.config import ModelConfig, RopeConfig
+from jaxrag.decode.account import Account
+from jaxrag.decode.far import HostPrompt
+from jaxrag.decode.far.memory import Memory
+from jaxrag.decode.far.search import Copied, Finder, Searched, finder_of
 from jaxrag.decode.footprint import Bytes, beside_window, index_bytes
-from jaxrag.decode.host_search import NOBODY, HostSearch
+from jaxrag.decode.host_search import NOBODY
+from jaxrag.decode.parts import Part
 from jaxrag.decode.rule import (
     DecodeRule,
     Observe,
@@ -29,7 +34,7 @@ from jaxrag.decode.rule import (
     require,
     require_zero_or_more,
 )
-from jaxrag.decode.stored import DAMAGED, Carried, Known, Layers
+from jaxrag.decode.stored import DAMAGED, Carried, Known, Layers, StoredIndexes
 from jaxrag.decode.view import View
 from jaxrag.errors import RequestError
 from jaxrag.models.attention import merge
@@ -113,6 +118,11 @@ class Retrieval(DecodeRule):
     def searches(self) -> Spec:
         return self.index
 
+    @property
+    @override
+    def static_pattern(self) -> tuple[int, int]:
+        return self.sink, self.recent
+
     @override
     def tokens(self) -> dict[str, int]:
         return {"k": self.k, "sink + recent": self.sink + self.recent}
@@ -152,6 +162,43 @@ class Retrieval(DecodeRule):
         return build(keys, queries, spec, asked=asked, k=self.k)
 
     @override
+    def far(self, prompt: HostPrompt) -> Searched:
+        """Index the keys of one layer, as ``begin`` does; what can be searched in place is.
+
+        Raises RequestError where the indexes of all layers take more than ``max_host_bytes``.
+        """
+        config, documents = prompt.config, prompt.documents or StoredIndexes()
+        memory = Memory(config, prompt.layer)
+        end = max(prompt.position + 2 - self.recent, self.sink)
+        notes: list[str] = []
+        span = _span(documents, notes.append, config, prompt.layer.rows, self, end, prompt.carried)
+        _check_bytes(config, self, [span], in_place=True)
+        opened, (span,) = _open(documents, [notes.append], config, [span])
+        finders: list[list[Finder]] = [[] for _ in range(config.num_kv_heads)]
+        account = Account(index_bytes=memory.nbytes, notes=tuple(notes))
+        for it in span.stored:
+            searchers = opened[it.chunk.key][prompt.index]
+            part = Part(searchers, it.positions, it.chunk.position)
+            for head, mine in enumerate(finders):
+                mine.append(Copied(memory, head, part, head))
+            account += part.account(stored=True)
+        if len(span.rest):
+            banks = _banks(prompt.queries, prompt.positions, config)
+            spec, start = span.spec(self), prompt.position + 1
+
+            def make(head: int) -> tuple[Finder, Account]:
+                keys = memory.placed_keys(head, span.rest)
+                index = self.index_head(keys, banks[head], config.rope, start, prompt.room, spec)
+                return finder_of(memory, head, index, span.rest)
+
+            made = list(prompt.threads.map(make, range(config.num_kv_heads)))
+            for mine, (finder, _) in zip(finders, made, strict=True):
+                mine.append(finder)
+            account = sum((each for _, each in made), account)
+        ends = {"end": end, "sink": self.sink, "recent": self.recent, "k": self.k}
+        return Searched(memory, finders, account, **ends)
+
+    @override
     def begin(self, prompts: Prompts) -> Indexed:
         """Index the keys of a batch on the host, layer by layer.
 
@@ -166,14 +213,13 @@ class Retrieval(DecodeRule):
         order, position = prompts.order, prompts.position
         bank_positions = np.asarray(bank.positions)
         end = np.maximum(position + 2 - self.recent, self.sink)  # the first that is not indexed
+        notes = [functools.partial(host.note, number) for number in prompts.numbers]
         spans = [
-            _span(host, number, config, order[row], self, int(end[row]), carried)
-            for row, (number, carried) in enumerate(
-                zip(prompts.numbers, prompts.carried, strict=True)
-            )
+            _span(host.documents, note, config, order[row], self, int(end[row]), carried)
+            for row, (note, carried) in enumerate(zip(notes, prompts.carried, strict=True))
         ]
         _check_bytes(config, self, spans)
-        opened, spans = _open(host, prompts.numbers, config, spans)
+        opened, spans = _open(host.documents, notes, config, spans)
         for layer, keys, queries in _read(prompts, order, position, spans):
             for row, (number, span) in enumerate(zip(prompts.numbers, spans, strict=True)):
                 parts = [
@@ -270,8 +316,8 @@ class _Span:
 
 
 def _span(
-    host: HostSearch,
-    number: int,
+    documents: StoredIndexes,
+    note: Callable[[str], None],
     config: ModelConfig,
     order: HostArray,
     rule: Retrieval,
@@ -288,9 +334,9 @@ def _span(
     stored = []
     for chunk in carried if rule.stored else ():
         try:
-            known = host.documents.known(chunk, config)
+            known = documents.known(chunk, config)
         except DAMAGED as error:
-            host.note(number, f"a stored index is not used: {error}")
+            note(f"a stored index is not used: {error}")
             continue
         if known is None:
             continue
@@ -302,13 +348,17 @@ def _span(
     return _Span(stored, np.flatnonzero(left).astype(np.int32))
 
 
-def _check_bytes(config: ModelConfig, rule: Retrieval, spans: Sequence[_Span]) -> None:
+def _check_bytes(
+    config: ModelConfig, rule: Retrieval, spans: Sequence[_Span], *, in_place: bool = False
+) -> None:
     """Refuse indexes that may take more host memory than the rule allows."""
     if rule.max_host_bytes is None:
         return
     held = {it.chunk.key: it.known.nbytes for span in spans for it in span.stored}
     need = sum(held.values())
-    need += sum(index_bytes(span.spec(rule), config, len(span.rest)) for span in spans)
+    need += sum(
+        index_bytes(span.spec(rule), config, len(span.rest), in_place=in_place) for span in spans
+    )
     if need > rule.max_host_bytes:
         raise RequestError(
             f"decode rule {rule.name!r}: the indexes of {len(spans)} request(s) may take {need} "
@@ -318,18 +368,21 @@ def _check_bytes(config: ModelConfig, rule: Retrieval, spans: Sequence[_Span]) -
 
 
 def _open(
-    host: HostSearch, numbers: Sequence[int], config: ModelConfig, spans: Sequence[_Span]
+    documents: StoredIndexes,
+    notes: Sequence[Callable[[str], None]],
+    config: ModelConfig,
+    spans: Sequence[_Span],
 ) -> tuple[dict[str, Layers], list[_Span]]:
     """The stored indexes by chunk; the keys of those that cannot be read are part of the rest."""
     opened: dict[str, Layers] = {}
-    for number, span in zip(numbers, spans, strict=True):
+    for note, span in zip(notes, spans, strict=True):
         for it in span.stored:
             if it.chunk.key in opened:
                 continue
             try:
-                opened[it.chunk.key] = host.documents.open(it.chunk, it.known, config)
+                opened[it.chunk.key] = documents.open(it.chunk, it.known, config)
             except DAMAGED as error:
-                host.note(number, f"a stored index is not used: {error}")
+                note(f"a stored index is not used: {error}")
     whole = []
     for span in spans:
         lost = [it.positions for it in span.stored if it.chunk.key not in opened]

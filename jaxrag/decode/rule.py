@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxrag.attention_index import Spec
 from jaxrag.cache import PagePool, PageTable
 from jaxrag.config import ModelConfig
+from jaxrag.decode.far import FarLayer, HostPrompt
 from jaxrag.decode.footprint import BreakEven, Bytes
 from jaxrag.decode.host_search import HostSearch
 from jaxrag.decode.stored import Carried
@@ -120,6 +121,19 @@ class DecodeRule(abc.ABC):
         return None
 
     @property
+    def static_pattern(self) -> tuple[int, int] | None:
+        """First and newest tokens that the device keeps where K and V are in host memory.
+
+        The newest one counts among them. None: the rule cannot attend there.
+        """
+        return None
+
+    @property
+    def reads_far(self) -> bool:
+        """Does a token read anything outside the static pattern?"""
+        return True
+
+    @property
     def scores_every_key(self) -> bool:
         """Does a token compare its query with every key?"""
         return False
@@ -146,6 +160,30 @@ class DecodeRule(abc.ABC):
                 f"first {value_layers} of this model have it there; use decode='topn:device_layers="
                 f"{value_layers}', or load the model without value_layers"
             )
+
+    def check_host(self, config: ModelConfig) -> None:
+        """Refuse a model whose K and V are in host memory, where the rule needs them elsewhere.
+
+        Raises RequestError.
+        """
+        if self.static_pattern is None:
+            raise RequestError(
+                f"decode rule {self.name!r} reads K and V on the device, and this model was loaded "
+                "with kv='host'; use decode='retrieval', or load it without"
+            )
+        if config.sliding_window is not None:
+            raise RequestError(
+                f"layers of this model see {config.sliding_window} tokens only (sliding window), "
+                "which kv='host' does not serve; load the model without it"
+            )
+
+    def far(self, prompt: HostPrompt) -> FarLayer | None:
+        """What the host attends with in one layer: to all that ``static_pattern`` leaves out.
+
+        Merged with attention to the static pattern it is what ``attend`` gives. None: nothing is
+        read outside the pattern.
+        """
+        raise NotImplementedError(f"decode rule {self.name!r} has no host support")
 
     def check_mesh(self, mesh: Mesh | None) -> None:
         """Refuse a model on several devices where an index is searched (RequestError)."""

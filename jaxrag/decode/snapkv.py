@@ -13,6 +13,7 @@ from flax import struct
 from jax import lax
 
 from jaxrag.config import ModelConfig
+from jaxrag.decode.far import Chosen, FarLayer, HostPrompt
 from jaxrag.decode.footprint import Bytes, on_device
 from jaxrag.decode.rule import DecodeRule, Observe, highest, require
 from jaxrag.decode.view import View
@@ -72,6 +73,16 @@ class SnapKV(DecodeRule):
     @override
     def observe(self) -> Observe:
         return Observe("last", self.window)
+
+    @property
+    @override
+    def static_pattern(self) -> tuple[int, int]:
+        return 0, self.window
+
+    @override
+    def far(self, prompt: HostPrompt) -> FarLayer:
+        """What was chosen, and what left the window."""
+        return Chosen(prompt, self.capacity, self.window, self.kernel)
 
     @override
     def tokens(self) -> dict[str, int]:

@@ -9,6 +9,7 @@ from typing import Any, override
 import jax.numpy as jnp
 
 from jaxrag.config import ModelConfig
+from jaxrag.decode.far import HostPrompt
 from jaxrag.decode.footprint import Bytes, on_device
 from jaxrag.decode.rule import (
     DecodeRule,
@@ -42,6 +43,20 @@ class StaticWindow(DecodeRule):
         require_zero_or_more(self.name, sink=self.sink)
         require(self.name, recent=self.recent)
         check_positions(self.name, self.positions)
+
+    @property
+    @override
+    def static_pattern(self) -> tuple[int, int] | None:
+        return (self.sink, self.recent) if self.positions == "original" else None
+
+    @property
+    @override
+    def reads_far(self) -> bool:
+        return False
+
+    @override
+    def far(self, prompt: HostPrompt) -> None:
+        """Nothing else is read."""
 
     @override
     def tokens(self) -> dict[str, int]:

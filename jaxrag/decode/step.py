@@ -8,6 +8,7 @@ import numpy as np
 from flax import struct
 
 from jaxrag.cache import PagePool
+from jaxrag.cache.host import HostValues
 from jaxrag.decode.host_search import HostSearch
 from jaxrag.decode.rule import DecodeRule
 from jaxrag.decode.view import Far, View
@@ -19,11 +20,12 @@ class Decoding(struct.PyTreeNode):
     """What a rule carries from step to step.
 
     Attributes:
-      order: [B, S] int32 slot of every position, of prompt and generated tokens.
+      order: [B, S] int32 slot of every position, of prompt and generated tokens; None where K and
+        V lie in host memory.
       state: the rule's own, a tree of arrays [L, B, ...]; None where it has none.
     """
 
-    order: Array
+    order: Array | None
     state: Any
 
 
@@ -55,12 +57,14 @@ class DecodeAttend:
       rule: attends.
       order: [B, S] int32 slot of every position.
       host: where indexes are searched; None where the rule searches nothing.
+      values: where V of some layers lies in host memory; None: nowhere.
     """
 
     paged: PagedAttend
     rule: DecodeRule
     order: Array
     host: HostSearch | None = None
+    values: HostValues | None = None
 
     def __call__(
         self,
@@ -76,9 +80,9 @@ class DecodeAttend:
         pool, state = cache
         pages, pool = self.paged.write(layer, k, v, tokens, pool)
         table, far = self.paged.table, None
-        if self.paged.values is not None:
+        if self.values is not None:
             new = v.astype(pool.v.dtype)
-            far = Far(self.paged.values, layer, table.pages, self.paged.slots, new)
+            far = Far(self.values, layer, table.pages, self.paged.slots, new)
         view = View(
             config=self.paged.config,
             rope=self.paged.rope,

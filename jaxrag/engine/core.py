@@ -239,7 +239,7 @@ class Core:
         """Nothing in flight needs what a request holds."""
         runner = self.state.runner
         self._lanes.free(live)
-        if runner.cache.values is not None:
+        if runner.cache.host is not None:
             # Callbacks of what is in flight reach into host memory of its pages.
             arrived(runner.cache.pool.k)
         if live.search is not None:

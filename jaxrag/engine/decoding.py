@@ -20,7 +20,6 @@ from jax.stages import Lowered
 from jaxrag.cache import MIN_TABLE_PAGES, PAGE, PagePool, PageTable, TableBuilder, table_width
 from jaxrag.cache.host import HostValues
 from jaxrag.decode import (
-    Carried,
     DecodeAttend,
     DecodeRule,
     Decoding,
@@ -30,7 +29,8 @@ from jaxrag.decode import (
     Prompts,
     order_of,
 )
-from jaxrag.engine.mapping import RequestState
+from jaxrag.decode.away import AwayAttend
+from jaxrag.engine.mapping import RequestState, carried_chunks
 from jaxrag.engine.prefill import run_tokens
 from jaxrag.engine.request import DECODE_BLOCK, Request
 from jaxrag.engine.runner import ModelRunner
@@ -45,7 +45,7 @@ FAILED = -1  # in the place of a token whose logits hold a NaN
 
 Drawn = tuple[Array, Array]  # tokens int32, and the logarithm of the probability of each, float32
 
-_FEWEST_ROOM = 64  # slots for generated tokens that a rule's state is made for; more in powers of 2
+FEWEST_ROOM = 64  # slots for generated tokens that a rule's state is made for; more in powers of 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class LaneKey:
 
     Attributes:
       rule: how its tokens attend.
-      pages: of every row's table.
+      pages: of every row's table; 0 where KV is in host memory.
       room: for generated tokens in the state of a sparse rule; 0 for others.
       rows: how many requests it serves at once.
     """
@@ -65,12 +65,17 @@ class LaneKey:
     rows: int
 
 
-def lane_of(request: Request, num_pages: int) -> LaneKey | None:
-    """The lane of a request with so many pages; None where a single token is all it asks for."""
+def lane_of(request: Request, num_pages: int, away: bool = False) -> LaneKey | None:
+    """The lane of a request with so many pages; None where a single token is all it asks for.
+
+    With ``away`` its KV is in host memory, and the lane is the same whatever its length.
+    """
     if not request.room:
         return None
     rule = request.method.decode
-    room = bucket(request.room, _FEWEST_ROOM) if rule.sparse else 0
+    if away:
+        return LaneKey(rule, 0, 0, request.rows)
+    room = bucket(request.room, FEWEST_ROOM) if rule.sparse else 0
     return LaneKey(rule, bucket(num_pages, MIN_TABLE_PAGES), room, request.rows)
 
 
@@ -123,6 +128,7 @@ class Plan:
     rule: DecodeRule
     host: HostSearch | None
     values: HostValues | None
+    away: bool = False
 
 
 class Lane:
@@ -138,6 +144,8 @@ class Lane:
         model = runner.model
         key.rule.check_values(model.value_layers)
         key.rule.check_mesh(model.mesh)
+        if runner.cache.away:
+            key.rule.check_host(model.config)
         self.key = key
         self.compiled = False
         self._runner = runner
@@ -189,8 +197,11 @@ class Lane:
     def _joining(self, requests: Sequence[tuple[Request, RequestState]], count: int) -> LaneRows:
         """The rows of requests before their first token, on the host, padded to ``count``."""
         pad = count - len(requests)
-        tables = [table_row(state, self.key.pages) for _, state in requests]
-        tables += [TableBuilder().rows(self.key.pages)] * pad
+        nowhere = TableBuilder().rows(self.key.pages)
+        tables = [
+            table_row(state, self.key.pages) if self.key.pages else nowhere for _, state in requests
+        ]
+        tables += [nowhere] * pad
         position = [state.next_position for _, state in requests]
         last = [p + it.room - 1 for p, (it, _) in zip(position, requests, strict=True)]
         slot = [state.next_slot for _, state in requests]
@@ -235,8 +246,9 @@ class Lane:
 
     def _arguments(self, block: int) -> tuple[Any, ...]:
         runner, rule = self._runner, self.key.rule
-        host = None if rule.searches is None else runner.host_search
-        plan = Plan(rule, host, runner.cache.values)
+        away = runner.cache.away
+        host = runner.host_search if away or rule.searches is not None else None
+        plan = Plan(rule, host, runner.cache.values, away)
         decoder = runner.model.decoder(self.key.pages * PAGE)
         return self._rows, self._decoding, decoder, np.int32(block), plan
 
@@ -310,21 +322,10 @@ def start_decoding(
         bank=bank,
         room=room,
         numbers=numbers,
-        carried=[_carried(request) for request in requests],
+        carried=[carried_chunks(request) for request in requests],
         host=None if rule.searches is None else runner.host_search,
     )
     return Decoding(order=put(order), state=rule.begin(prompts))
-
-
-def _carried(request: RequestState) -> list[Carried]:
-    """The chunks of a request that may have been stored with indexes."""
-    if request.store is None:
-        return []
-    return [
-        Carried(request.store, part.key, part.position, part.slots)
-        for part in request.parts
-        if part.key and not part.kept
-    ]
 
 
 @jax.jit
@@ -361,7 +362,8 @@ def _row(rows: LaneRows, decoding: Decoding | None, row: Array) -> tuple[LaneRow
     if decoding is None:
         return taken, None
     state = jax.tree.map(lambda x: x[:, row][:, None], decoding.state)
-    return taken, Decoding(order=decoding.order[row][None], state=state)
+    order = jax.tree.map(lambda x: x[row][None], decoding.order)
+    return taken, Decoding(order=order, state=state)
 
 
 @functools.partial(jax.jit, donate_argnames=("rows",))
@@ -373,7 +375,7 @@ def _leave(rows: LaneRows, gone: Array) -> LaneRows:
 def _empty_decoding(one: Decoding, rows: int) -> Decoding:
     """As many rows as that, all of them as the one."""
     return Decoding(
-        order=jnp.repeat(one.order, rows, axis=0),
+        order=jax.tree.map(lambda x: jnp.repeat(x, rows, axis=0), one.order),
         state=jax.tree.map(lambda x: jnp.repeat(x, rows, axis=1), one.state),
     )
 
@@ -381,7 +383,7 @@ def _empty_decoding(one: Decoding, rows: int) -> Decoding:
 @functools.partial(jax.jit, donate_argnames=("decoding",))
 def _put_decoding(decoding: Decoding, row: Array, one: Decoding) -> Decoding:
     return Decoding(
-        order=decoding.order.at[row].set(one.order[0]),
+        order=jax.tree.map(lambda x, y: x.at[row].set(y[0]), decoding.order, one.order),
         state=jax.tree.map(lambda x, y: x.at[:, row].set(y[:, 0]), decoding.state, one.state),
     )
 
@@ -444,9 +446,30 @@ def run_by_rule(
     plan: Plan,
 ) -> tuple[Array, PagePool, PageTable, Decoding]:
     """As ``prefill.run_tokens`` for one token a row, [B, 1], attending by the plan's rule."""
+    if plan.away:
+        return _run_away(decoder, pool, table, decoding, step, plan)
+    assert decoding.order is not None
     table = table.reveal(step.slots, step.positions)
-    paged = PagedAttend(decoder.config, decoder.rope, table, step.slots, values=plan.values)
-    attend = DecodeAttend(paged, plan.rule, decoding.order, plan.host)
+    paged = PagedAttend(decoder.config, decoder.rope, table, step.slots)
+    attend = DecodeAttend(paged, plan.rule, decoding.order, plan.host, plan.values)
     cache = (pool, decoding.state)
     hidden, cache, _ = forward(decoder.params, decoder.config, step.tokens, cache, attend)
     return hidden, cache[0], table, decoding.replace(state=cache[1])
+
+
+def _run_away(
+    decoder: Decoder,
+    pool: PagePool,
+    table: PageTable,
+    decoding: Decoding,
+    step: Step,
+    plan: Plan,
+) -> tuple[Array, PagePool, PageTable, Decoding]:
+    """The same where K and V are in host memory; pool and table stay as they are."""
+    window = plan.rule.static_pattern
+    assert plan.host is not None and decoder.factors is not None and window is not None
+    attend = AwayAttend(decoder.config, decoder.factors, window, plan.host, plan.rule.reads_far)
+    hidden, pattern, _ = forward(
+        decoder.params, decoder.config, step.tokens, decoding.state, attend
+    )
+    return hidden, pool, table, decoding.replace(state=pattern)

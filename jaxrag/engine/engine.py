@@ -218,10 +218,13 @@ class Engine:
         if request.room:
             rule.check_values(model.value_layers)
             rule.check_mesh(model.mesh)
+        if model.kv == "host":
+            request.method.check_host(model.config, generates=bool(request.room))
         self.check_fits(request)
         plan = plan_request(model, request, request.room)
         need = plan.need(lambda key: False)
-        lane = lane_of(request, need.pages)
+        away = model.kv == "host"
+        lane = lane_of(request, need.pages, away)
         number, now = next(self._numbers), self._clock()
         prompt = request.prompt
         reused = sum(len(part.ids) for part in plan.parts if part.load is not None)
@@ -235,7 +238,7 @@ class Engine:
             priority=request.priority,
             tenant=request.tenant,
             deadline=None if request.timeout is None else now + request.timeout,
-            swappable=not request.method.prefix_cache and model.value_layers is None,
+            swappable=not (request.method.prefix_cache or model.value_layers is not None or away),
         )
         return Live(number, request, plan, lane, sink, now), entry
 

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.stages import Lowered
 
+from jaxrag.attention_index import rotated
 from jaxrag.cache import PAGE, PagePool
 from jaxrag.cache.host import arrived
 from jaxrag.config import ModelConfig
@@ -220,21 +221,37 @@ def _stage(
     blocks: Sequence[HostArray],
     pages: Mapping[str, Sequence[int]],
 ) -> Staged:
-    """Start the copies to the device and wait for them, so that who places it does not."""
-    on_device = [(block, runner.model.put_kv(block)) for block in blocks]
-    values = runner.cache.values
-    if values is not None:
+    """Start the copies to the device and wait for them, so that who places it does not.
+
+    What lies in host memory is written there at once.
+    """
+    host = runner.cache.host
+    if host is not None:
         page, local = _targets(runner, chunks, len(blocks), pages)
         for index, block in enumerate(blocks):
             at = slice(index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS)
             inside = np.flatnonzero(page[at] < runner.num_pages)
-            value = block[values.first_layer :, 1][:, inside]
-            values.put(page[at][inside], local[at][inside] % PAGE, value)
+            rows = page[at][inside].astype(np.int64) * PAGE + local[at][inside] % PAGE
+            k = None
+            if runner.cache.away:  # [L, K, n, H], then as the store has it
+                keys = block[:, 0][:, inside].swapaxes(1, 2)
+                k = rotated(keys, local[at][inside], runner.model.config.rope).swapaxes(1, 2)
+            host.put(rows, k, block[host.first_layer :, 1][:, inside])
+    if runner.cache.away:
+        for block in blocks:
+            runner.staging.give(block)
+        return Staged(chunks, [])
+    on_device = [(block, runner.model.put_kv(block)) for block in blocks]
     return Staged(chunks, [(block, arrived(kv)) for block, kv in on_device])
 
 
 def place(runner: ModelRunner, staged: Staged, pages: Mapping[str, Sequence[int]]) -> None:
-    """Write chunks to their pages, block by block: one program, whatever their lengths."""
+    """Write chunks to their pages, block by block: one program, whatever their lengths.
+
+    Those whose KV is in host memory are there.
+    """
+    if runner.cache.away:
+        return
     page, local = _targets(runner, staged.chunks, len(staged.blocks), pages)
     rope = runner.model.rope(int(local.max(initial=0)) + 1)
     for index, (block, kv) in enumerate(staged.blocks):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from jaxrag.cache import CachedChunk, TableBuilder, pages_for
+from jaxrag.decode import Carried
 from jaxrag.encode import PREFIX_ENCODER, ChunkEncoding, ChunkInContext, encoder_named
 from jaxrag.engine.admission import Need
 from jaxrag.engine.loader import ChunkLoad, Found
@@ -305,6 +306,17 @@ def map_planned(
         mapped.selector = method.selector
         mapped.scene = _scene(method, prompt, mapped)
     return mapped
+
+
+def carried_chunks(request: RequestState) -> list[Carried]:
+    """The chunks of a request that may have been stored with indexes."""
+    if request.store is None:
+        return []
+    return [
+        Carried(request.store, part.key, part.position, part.slots)
+        for part in request.parts
+        if part.key and not part.kept
+    ]
 
 
 def _one_run(method: Method) -> bool:

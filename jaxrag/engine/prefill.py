@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,33 +12,18 @@ from jax import lax
 from jax.stages import Lowered
 
 from jaxrag.cache import PagePool, PageTable, batch_table
-from jaxrag.cache.host import HostValues
 from jaxrag.decode import Observe, PromptQueries
 from jaxrag.engine.direct import keep_leading
+from jaxrag.engine.layerwise import LayerPrefill
 from jaxrag.engine.mapping import RequestState
+from jaxrag.engine.prefilled import PREFILL_TOKENS, Prefilled, observed_tokens
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.models.attention import Attend, PagedAttend
 from jaxrag.models.decoder import Decoder, forward, unembed
 from jaxrag.models.taps import Tap, at_columns
 from jaxrag.select import choose
 from jaxrag.shapes import bucket, pieces
-from jaxrag.types import Array, HostArray, Step
-
-PREFILL_TOKENS = 1024  # of one pass; longer prompts run in pieces of this many
-
-
-class Prefilled(NamedTuple):
-    """A batch of B' rows after prefill; B' >= its requests is a power of two.
-
-    Attributes:
-      logits: [B', V] float32 after each request's last token; padding rows hold nothing.
-      table: with all prefilled slots shown.
-      bank: the queries that were asked for.
-    """
-
-    logits: Array
-    table: PageTable
-    bank: PromptQueries
+from jaxrag.types import Array, Step
 
 
 class _Piece(struct.PyTreeNode):
@@ -82,12 +67,23 @@ def prefill_observed(
     (then the next power of two), none where ``observe`` is None.
     """
     select_tokens(runner, requests)
-    run = Prefill(runner, requests, observe)
+    run = start_prefill(runner, requests, observe)
     while run.left:
         run.next_piece()
     for request in requests:
         keep_leading(runner, request)
     return run.prefilled
+
+
+def start_prefill(
+    runner: ModelRunner,
+    requests: Sequence[RequestState],
+    observe: Observe | None,
+    rows: int | None = None,
+) -> "Prefill | LayerPrefill":
+    """How requests go through this model, whose selection is done; runs nothing yet."""
+    how = Prefill if runner.cache.host is None else LayerPrefill
+    return how(runner, requests, observe, rows)
 
 
 class Prefill:
@@ -110,7 +106,12 @@ class Prefill:
         model, rows = runner.model, rows or bucket(len(requests), 1)
         table = batch_table([r.table for r in requests], rows, model.put_batch)
         logits = model.zeros((rows, model.config.vocab_size), "float32")
-        self._observed, bank = _empty_bank(runner, requests, observe, rows)
+        self._observed, positions = observed_tokens(requests, observe, rows)
+        shape = (model.config.num_layers, *positions.shape)
+        bank = PromptQueries(
+            queries=model.zeros((*shape, model.config.num_heads, model.config.head_dim)),
+            positions=model.put_batch(positions, rows),
+        )
         self.prefilled = Prefilled(logits, table, bank)
         self.left = pieces(max(len(r.ids) for r in requests), PREFILL_TOKENS)
         self._start = 0
@@ -146,7 +147,7 @@ class Prefill:
         self, start: int, length: int, width: int
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What a piece of ``length`` tokens from ``start`` on is run with."""
-        runner, model = self._runner, self._runner.model
+        model = self._runner.model
         logits, table, bank = self.prefilled
         rows, num_slots = table.slot_position.shape
         ids = np.zeros((rows, width), np.int32)
@@ -165,36 +166,13 @@ class Prefill:
         step = Step(*(model.put_batch(x, rows) for x in (ids, positions, slots)))
         piece = _Piece(step, *(model.put_batch(x, rows) for x in (last, seen)))
         arguments = (logits, bank.queries, model.decoder(num_slots), table, piece)
-        return arguments, {"values": runner.cache.values, "rows_in_turn": model.rows_in_turn}
+        return arguments, {"rows_in_turn": model.rows_in_turn}
 
 
 @jax.jit
 def _bank_row(bank: PromptQueries, row: Array) -> PromptQueries:
     queries, positions = bank.queries[:, row][:, None], bank.positions[row][None]
     return PromptQueries(queries=queries, positions=positions)
-
-
-def _empty_bank(
-    runner: ModelRunner, requests: Sequence[RequestState], observe: Observe | None, rows: int
-) -> tuple[HostArray, PromptQueries]:
-    """Which of the tokens to run are observed, [B, W] (-1: none), and a bank for their queries."""
-    model, width = runner.model, 0
-    config = model.config
-    if observe is not None:
-        width = min(observe.count, bucket(max(len(r.ids) for r in requests)))
-    observed = np.full((rows, width), -1, np.int64)
-    positions = np.full((rows, width), -1, np.int32)
-    for row, request in enumerate(requests):
-        count = min(width, len(request.ids))
-        if observe is None or not count:
-            continue
-        first = len(request.ids) - count if observe.which == "last" else 0
-        chosen = np.linspace(first, len(request.ids) - 1, count).round().astype(np.int64)
-        observed[row, :count] = chosen
-        positions[row, :count] = request.positions[chosen]
-    shape = (config.num_layers, rows, width, config.num_heads, config.head_dim)
-    queries = model.zeros(shape)
-    return observed, PromptQueries(queries=queries, positions=model.put_batch(positions, rows))
 
 
 def run_tokens(
@@ -209,7 +187,7 @@ def run_tokens(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("values", "rows_in_turn"),
+    static_argnames=("rows_in_turn",),
     donate_argnames=("pool", "logits"),
 )
 def _prefill_piece(
@@ -219,7 +197,6 @@ def _prefill_piece(
     decoder: Decoder,
     table: PageTable,
     piece: _Piece,
-    values: HostValues | None,
     rows_in_turn: bool,
 ) -> tuple[PagePool, PageTable, Array, Array]:
     """Run one piece; rows whose prompt ends in it get their logits [B, V].
@@ -228,9 +205,7 @@ def _prefill_piece(
     """
     step, observed = piece.step, piece.observed
     table = table.reveal(step.slots, step.positions)
-    attend: Attend = PagedAttend(
-        decoder.config, decoder.rope, table, step.slots, values, rows_in_turn
-    )
+    attend: Attend = PagedAttend(decoder.config, decoder.rope, table, step.slots, rows_in_turn)
     if observed.shape[1]:
         attend = Tap(attend, lambda q, k, v: at_columns(q, jnp.maximum(observed, 0)))
     hidden, pool, new = forward(decoder.params, decoder.config, step.tokens, pool, attend)

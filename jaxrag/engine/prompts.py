@@ -8,17 +8,20 @@ from typing import Any
 
 from jaxrag.cache import PagePool, table_width
 from jaxrag.decode import Decoding, Observe
-from jaxrag.engine.decoding import LaneKey, start_decoding
+from jaxrag.engine.away import start_away
+from jaxrag.engine.decoding import FEWEST_ROOM, LaneKey, start_decoding
 from jaxrag.engine.lanes import Lanes
+from jaxrag.engine.layerwise import LayerPrefill
 from jaxrag.engine.live import Live
 from jaxrag.engine.mapping import RequestState, map_planned
-from jaxrag.engine.prefill import PREFILL_TOKENS, Prefill, select_tokens
+from jaxrag.engine.prefill import Prefill, select_tokens, start_prefill
+from jaxrag.engine.prefilled import PREFILL_TOKENS
 from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.state import Broken, EngineSettings, State
 from jaxrag.engine.thread import ask, result_of
 from jaxrag.errors import EngineError
-from jaxrag.shapes import pieces
+from jaxrag.shapes import bucket, pieces
 from jaxrag.types import Array
 
 
@@ -26,6 +29,8 @@ def rows_together(
     runner: ModelRunner, settings: EngineSettings, request: Request, widths: Iterable[int]
 ) -> int:
     """Rows of the program that prefills a request in pieces of these widths."""
+    if runner.cache.host is not None:  # layer by layer, one prompt after the other
+        return 1
     cost = 2 * runner.num_params * max(widths) * request.rows
     return request.rows if cost <= settings.together_flops else 1
 
@@ -57,7 +62,7 @@ class _Group:
 
     shape: _Shape
     members: list[Live]
-    prefill: Prefill | None = None
+    prefill: Prefill | LayerPrefill | None = None
 
 
 class Prompts:
@@ -142,16 +147,17 @@ class Prompts:
             alone=live.number if alone else None,
         )
 
-    def _start(self, group: _Group) -> Prefill:
+    def _start(self, group: _Group) -> Prefill | LayerPrefill:
         states = [live.state for live in group.members if live.state is not None]
         shape = group.shape
-        return Prefill(self._state.runner, states, shape.observe, shape.rows)
+        return start_prefill(self._state.runner, states, shape.observe, shape.rows)
 
-    def _end(self, group: _Group, prefill: Prefill) -> None:
+    def _end(self, group: _Group, prefill: Prefill | LayerPrefill) -> None:
         """Prompts are in the pool: their lane has them next, or who makes the rule's indexes."""
         state, logits = self._state, prefill.prefilled.logits
         lane = group.shape.lane
         place: list[Live | None] = []
+        begins = lane is not None and (lane.rule.sparse or state.runner.cache.away)
         for row, live in enumerate(group.members):
             live.flying -= 1
             place.append(None if live.ended else live)
@@ -162,20 +168,30 @@ class Prompts:
             assert live.state is not None
             for key, part in live.state.keep.items():
                 state.scheduler.share(live.number, key, part.pages, len(part.ids))
-            if lane is None or not lane.rule.sparse:
+            if lane is None or not begins:
                 state.scheduler.prefilled(live.number)
             else:
                 self._begin_rule(live, lane, [*[None] * row, live], prefill)
-        if lane is None or not lane.rule.sparse:
+        if lane is None or not begins:
             self._lanes.join(place, logits)
 
     def _begin_rule(
-        self, live: Live, lane: LaneKey, place: list[Live | None], prefill: Prefill
+        self, live: Live, lane: LaneKey, place: list[Live | None], prefill: Prefill | LayerPrefill
     ) -> None:
         """Make what a sparse rule carries; ``place`` ends with the request, at its row."""
         state, mapped = self._state, live.state
         assert mapped is not None
         bank, logits = prefill.bank_of(len(place) - 1), prefill.prefilled.logits
+        if state.runner.cache.away:
+            live.search = number = state.runner.host_search.admit()
+            state.scheduler.prefilled(live.number, indexing=True)
+            room = bucket(live.request.room, FEWEST_ROOM)
+
+            def begin(on_pool: object = None) -> Decoding:  # it reads host memory only
+                return start_away(state.runner, mapped, lane.rule, bank, room, number)
+
+            self._index(live, begin, place, logits)
+            return
         start = functools.partial(
             start_decoding, state.runner, [mapped], lane.rule, bank, lane.room
         )

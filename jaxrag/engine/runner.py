@@ -9,6 +9,7 @@ import jax
 
 from jaxrag.cache import PAGE, PagedCache, pages_for
 from jaxrag.cache.host import StagingBlocks
+from jaxrag.cache.host_pool import default_host_tokens
 from jaxrag.decode import HostSearch
 from jaxrag.models.model import Model
 from jaxrag.models.spec import num_params
@@ -49,6 +50,7 @@ class ModelRunner:
                     self._sharding(),
                     model.value_layers,
                     model.max_host_bytes,
+                    away=model.kv == "host",
                 )
             return self._cache
 
@@ -85,6 +87,8 @@ class ModelRunner:
 
     def _default_tokens(self) -> int:
         config = self.model.config
+        if self.model.kv == "host":
+            return min(default_host_tokens(config), 8 * config.max_positions)
         device = jax.tree.leaves(self.model.params)[0].addressable_shards[0].device
         stats = device.memory_stats() if device.platform != "cpu" else None
         budget = _CPU_CACHE_BYTES

@@ -11,7 +11,8 @@ from jaxrag.cache import CachedChunk, table_width
 from jaxrag.engine.decoding import Lane, SamplingRows, lane_of, sample_first
 from jaxrag.engine.loader import lower_place
 from jaxrag.engine.mapping import map_planned, plan_request
-from jaxrag.engine.prefill import PREFILL_TOKENS, Prefill
+from jaxrag.engine.prefill import Prefill
+from jaxrag.engine.prefilled import PREFILL_TOKENS
 from jaxrag.engine.prompts import rows_together
 from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
@@ -24,10 +25,14 @@ _STACK = 64 << 20  # bytes: XLA's passes recurse deeper than a thread's usual st
 def compile_for(runner: ModelRunner, settings: EngineSettings, requests: Iterable[Request]) -> int:
     """Compile prefill, placing and dense decoding for requests of these shapes; how many programs.
 
+    Nothing of a model with KV in host memory, whose programs are small and many.
+
     They are traced one after the other and compiled side by side. Nothing is run, and the pool is
     left as it is. What selectors, encoders and sparse rules need beside is compiled when it is
     first run. For the engine's thread.
     """
+    if runner.cache.host is not None:
+        return 0
     lowered: dict[Hashable, Lowered] = {}
     for request in requests:
         plan = plan_request(runner.model, request, request.room)

@@ -5,7 +5,6 @@ the cache it may have written to, and whatever should be stacked over the layers
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -24,6 +23,7 @@ from pallas_kernels import (
     BODIES,
     KernelError,
     Pages,
+    Placed,
     Pool,
     Rotary,
     Rows,
@@ -48,6 +48,7 @@ __all__ = [
     "PackedAttend",
     "PagedAttend",
     "Pages",
+    "attend_placed",
     "attend_pool",
     "attention_received",
     "check_kernels",
@@ -150,8 +151,6 @@ class PagedAttend:
       rope: tables beyond every position.
       table: the requests' pages; already shows the new tokens' slots (PageTable.reveal).
       slots: [B, T] int32 of the request to write to; one beyond the table is padding and dropped.
-      values: where V of some layers lies in host memory: it is written there, and V of the
-        requests' pages is brought in for as long as the layer runs.
       rows_in_turn: the plain XLA body attends row by row where rows are long enough to gain by it
         (``Model.rows_in_turn``).
     """
@@ -160,7 +159,6 @@ class PagedAttend:
     rope: RopeTable
     table: PageTable
     slots: Array
-    values: HostValues | None = None
     rows_in_turn: bool = False
 
     def __call__(
@@ -174,49 +172,25 @@ class PagedAttend:
         cache: PagePool,
     ) -> tuple[Array, PagePool, None]:
         """Write, then attend."""
-        if self.values is None and cache.v.shape != cache.k.shape:
+        if cache.v.shape != cache.k.shape:
             raise RequestError(
                 "V of some layers lies in host memory, where only prefill and decode rule 'topn' "
                 "read it; load the model without value_layers"
             )
         pages, cache = self.write(layer, k, v, tokens, cache)
+        op = self._op(q.shape[1])
+        one = op is paged_decode_attention
+        queries, at = (q[:, 0], tokens.positions[:, 0]) if one else (q, tokens.positions)
+        table = Pages(pages, self.table.offsets, self.table.slot_position)
+        out, _ = attend_pool(op, self.config, self.rope, cache, queries, table, at, window)
+        return out.reshape(q.shape).astype(q.dtype), cache, None
 
-        def attend(v_pool: Array, v_pages: Array | None = None) -> Array:
-            op = self._op(q.shape[1], v_pages)
-            one = op is paged_decode_attention
-            queries, at = (q[:, 0], tokens.positions[:, 0]) if one else (q, tokens.positions)
-            table = Pages(pages, self.table.offsets, self.table.slot_position)
-            pool = PagePool(k=cache.k, v=v_pool)
-            out, _ = attend_pool(op, self.config, self.rope, pool, queries, table, at, window)
-            return out.reshape(q.shape).astype(q.dtype)
-
-        if self.values is None:
-            out = attend(cache.v)
-        elif self.values.first_layer == 0:
-            out = self._far(layer, v.astype(cache.v.dtype), attend)
-        else:
-            far = functools.partial(self._far, layer, v.astype(cache.v.dtype), attend)
-            on_device = layer < self.values.first_layer
-            out = jax.lax.cond(on_device, lambda: attend(cache.v), far)
-        return out, cache, None
-
-    def _op(self, num_queries: int, v_pages: Array | None) -> PagedOp:
-        """What queries [B, num_queries] attend with, V at the pages of K or at its own."""
+    def _op(self, num_queries: int) -> PagedOp:
+        """What queries [B, num_queries] attend with."""
         in_turn = self.rows_in_turn and num_queries >= _QUERIES_IN_TURN
-        plain = paged_attention_by_row if in_turn else paged_attention
-        if v_pages is not None:  # only XLA reads K and V at different pages
-            return functools.partial(plain, v_pages=v_pages)
         if in_turn and self.config.kernels == "xla":
-            return plain
+            return paged_attention_by_row
         return paged_decode_attention if num_queries == 1 else sparse_attention
-
-    def _far(self, layer: Array, v: Array, attend: Callable[[Array, Array | None], Array]) -> Array:
-        """Attend to V of the requests' pages from host memory."""
-        assert self.values is not None
-        pages = self.table.pages
-        read = self.values.pages(layer, pages, self.slots, v)
-        own = jnp.arange(pages.size, dtype=jnp.int32).reshape(pages.shape)
-        return attend(read.reshape(-1, *read.shape[2:]), own)
 
     def write(
         self, layer: Array, k: Array, v: Array, tokens: Tokens, cache: PagePool
@@ -364,6 +338,38 @@ def attend_pool(
             check_vma=False,
         )
     return call(operands, window)
+
+
+def attend_placed(
+    config: ModelConfig,
+    q: Array,
+    pool: PagePool,
+    table: Pages,
+    position: Array,
+    window: Array | int | None,
+) -> Partial:
+    """Attention of queries [B, T, N, H] to keys, all of which stand at their positions.
+
+    Args:
+      config: the model's.
+      q: rotated, with the attention factor.
+      pool: keys and values.
+      table: where they stand; its offsets are 0.
+      position: [B, T] int32 of the queries; -1 is padding.
+      window: sliding window in tokens, or None.
+    """
+    out, lse = paged_attention(
+        q,
+        Pool(pool.k, pool.v),
+        table,
+        position,
+        Placed(),
+        scale=config.head_dim**-0.5,
+        window=window,
+        rotate_side="keys",
+        out_dtype=jnp.float32,
+    )
+    return Partial(out=out, lse=lse)
 
 
 def rotary_of(config: ModelConfig, rope: RopeTable) -> Rotary:

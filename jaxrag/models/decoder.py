@@ -10,7 +10,7 @@ from jax import lax
 
 from jaxrag.config import ModelConfig
 from jaxrag.models.attention import Attend
-from jaxrag.models.rope import RopeTable
+from jaxrag.models.rope import RopeFactors, RopeTable
 from jaxrag.models.spec import LayerParams, Params
 from jaxrag.types import Array, Tokens
 
@@ -24,6 +24,7 @@ class Decoder(struct.PyTreeNode):
     params: Params
     rope: RopeTable  # of at least as many positions as the step's table has slots
     config: ModelConfig = struct.field(pytree_node=False)
+    factors: RopeFactors | None = None  # of the whole context, where KV is in host memory
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
@@ -45,7 +46,9 @@ def _linear(x: Array, weight: Array, bias: Array | None) -> Array:
     return out if bias is None else out + bias
 
 
-def _qkv(x: Array, p: LayerParams, config: ModelConfig) -> tuple[Array, Array, Array]:
+def heads_of(x: Array, p: LayerParams, config: ModelConfig) -> tuple[Array, Array, Array]:
+    """q [B, T, N, H], k and v [B, T, K, H] of one layer, before rotation, of its input x."""
+    x = rms_norm(x, p.attn_norm, config.norm_eps)
     q = _project(x, p.q, p.q_bias)
     k = _project(x, p.k, p.k_bias)
     v = _project(x, p.v, p.v_bias)
@@ -54,12 +57,31 @@ def _qkv(x: Array, p: LayerParams, config: ModelConfig) -> tuple[Array, Array, A
     return q, k, v
 
 
+def finish_layer(x: Array, out: Array, p: LayerParams, config: ModelConfig) -> Array:
+    """What one layer makes of its input x [B, T, D] and the output of its attention."""
+    out = jnp.einsum("btnh,nhd->btd", out, p.o)
+    out = out if p.o_bias is None else out + p.o_bias
+    if config.post_norms:
+        out = rms_norm(out, p.post_attn_norm, config.norm_eps)
+    x = x + out
+    out = _mlp(rms_norm(x, p.mlp_norm, config.norm_eps), p)
+    if config.post_norms:
+        out = rms_norm(out, p.post_mlp_norm, config.norm_eps)
+    return x + out
+
+
 def _mlp(x: Array, p: LayerParams) -> Array:
     hidden = jax.nn.silu(_linear(x, p.gate, p.gate_bias)) * _linear(x, p.up, p.up_bias)
     return _linear(hidden, p.down, p.down_bias)
 
 
-def _windows(config: ModelConfig) -> Array | None:
+def layer_of(params: Params, layer: Array | int) -> LayerParams:
+    """The weights of one layer."""
+    weights: LayerParams = jax.tree.map(lambda a: a[layer], params.layers)
+    return weights
+
+
+def layer_windows(config: ModelConfig) -> Array | None:
     """Sliding window of every layer [L] int32, INT32_MAX for none; None when no layer has one."""
     if config.sliding_window is None:
         return None
@@ -115,19 +137,11 @@ def run_layers(
     def layer(carry: _Carry, scanned: Any) -> tuple[_Carry, Any]:
         x, cache = carry
         p, index, window = scanned
-        q, k, v = _qkv(rms_norm(x, p.attn_norm, config.norm_eps), p, config)
+        q, k, v = heads_of(x, p, config)
         out, cache, collected = attend(index, window, q, k, v, tokens, cache)
-        out = jnp.einsum("btnh,nhd->btd", out, p.o)
-        out = out if p.o_bias is None else out + p.o_bias
-        if config.post_norms:
-            out = rms_norm(out, p.post_attn_norm, config.norm_eps)
-        x = x + out
-        out = _mlp(rms_norm(x, p.mlp_norm, config.norm_eps), p)
-        if config.post_norms:
-            out = rms_norm(out, p.post_mlp_norm, config.norm_eps)
-        return (x + out, cache), collected
+        return (finish_layer(x, out, p, config), cache), collected
 
-    scanned = (params.layers, layer_ids, _windows(config))
+    scanned = (params.layers, layer_ids, layer_windows(config))
     if num_layers < config.num_layers:
         scanned = jax.tree.map(lambda a: a[:num_layers], scanned)
     body = layer if wrap_layer is None else wrap_layer(layer)
@@ -143,8 +157,7 @@ def keys_and_values(
     Only the layers before it run, and nothing of this layer but its projections.
     """
     x, cache, collected = run_layers(params, config, tokens, cache, attend, layer)
-    p = jax.tree.map(lambda a: a[layer], params.layers)
-    _, k, v = _qkv(rms_norm(x, p.attn_norm, config.norm_eps), p, config)
+    _, k, v = heads_of(x, layer_of(params, layer), config)
     return k, v, cache, collected
 
 

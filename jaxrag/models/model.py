@@ -5,7 +5,7 @@ import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jaxrag.models.decoder import Decoder, forward, unembed
 from jaxrag.models.digest import params_digest, weights_digest
 from jaxrag.models.hf import load_hf
 from jaxrag.models.reading import Reading, read_reading
-from jaxrag.models.rope import RopeTable, rope_table
+from jaxrag.models.rope import RopeFactors, RopeTable, rope_factors, rope_table
 from jaxrag.models.segments import positions_follow_order
 from jaxrag.models.shares import as_held, by_heads, head_share, put_share
 from jaxrag.models.spec import Params, init_params, param_shardings
@@ -41,6 +41,10 @@ from jaxrag.text.tokenizer import Tokenizer, check_vocab
 from jaxrag.types import EMPTY, FINAL, Array, HostArray, Tokens
 
 _LOG = logging.getLogger("jaxrag")
+
+Placement = Literal["device", "host"]  # of the KV pool
+
+_KEPT_ROPE = 8192  # positions of a table that is small beside what host memory frees
 
 KV_VERSION = 1  # of what a stored chunk means; part of every key
 
@@ -65,6 +69,9 @@ class Model:
       reading: how it was trained to read chunks, from ``reading.toml``.
       value_layers: its engine's pool holds V of so many layers on the device, and of the others in
         host memory (KCache section 3.1), where only the decode rule "topn" reads it; None: of all.
+      kv: "host": the pool lies in host memory, K and V; prompts are prefilled layer by layer, and
+        generated tokens attend to what their rule keeps on the device, and on the host to the rest
+        (RetrievalAttention section 3).
       max_host_bytes: ceiling of that host memory.
       engine: the slot for ``engine.engine_of``.
     """
@@ -80,6 +87,7 @@ class Model:
     reading: Reading = dataclasses.field(default_factory=Reading)
     value_layers: int | None = None
     max_host_bytes: int | None = None
+    kv: Placement = "device"
     engine: Any = dataclasses.field(default=None, init=False, repr=False)
     _ropes: dict[int, RopeTable] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
@@ -100,15 +108,30 @@ class Model:
             )
         if self.max_host_bytes is not None and self.max_host_bytes < 1:
             raise RequestError(f"max_host_bytes={self.max_host_bytes}: expected at least 1")
-        if self.value_layers is not None and self.config.kernels != "xla":
+        if self.kv not in get_args(Placement):
+            raise RequestError(f"kv={self.kv!r}: expected one of {', '.join(get_args(Placement))}")
+        self._check_host_memory()
+
+    def _check_host_memory(self) -> None:
+        """Refuse what host memory does not serve."""
+        away = None if self.value_layers is None else f"value_layers={self.value_layers}"
+        if self.kv == "host":
+            if away is not None:
+                raise RequestError(
+                    f"{away} with kv='host': K and V are both in host memory then; leave one out"
+                )
+            away = "kv='host'"
+        if away is None:
+            return
+        if self.config.kernels != "xla":
             raise ConfigError(
-                f"kernels={self.config.kernels!r} read V on the device, and value_layers="
-                f"{self.value_layers} keeps it in host memory; choose 'xla', or leave it out"
+                f"kernels={self.config.kernels!r} read K and V on the device, and {away} keeps "
+                "them in host memory; choose 'xla', or leave it out"
             )
-        if self.value_layers is not None and self.mesh is not None and self.mesh.size > 1:
+        if self.mesh is not None and self.mesh.size > 1:
             raise RequestError(
-                f"value_layers={self.value_layers}: host memory serves one device, and the model "
-                f"is on {self.mesh.size}; load it without a mesh"
+                f"{away}: host memory serves one device, and the model is on {self.mesh.size}; "
+                "load it without a mesh"
             )
 
     @functools.cached_property
@@ -165,16 +188,32 @@ class Model:
         return self.mesh is None and jax.default_backend() == "cpu"
 
     def rope(self, num_positions: int) -> RopeTable:
-        """Rotation tables for at least ``num_positions`` positions, rounded up to a bucket."""
+        """Rotation tables for at least ``num_positions`` positions, rounded up to a bucket.
+
+        Short ones are kept, and all of a model whose KV is on the device.
+        """
         size = bucket(num_positions, 1024)
-        if size not in self._ropes:
-            table = rope_table(self.config.rope, size)
-            self._ropes[size] = jax.tree.map(lambda x: self.put(np.asarray(x)), table)
-        return self._ropes[size]
+        if size in self._ropes:
+            return self._ropes[size]
+        table = rope_table(self.config.rope, size)
+        placed: RopeTable = jax.tree.map(lambda x: self.put(np.asarray(x)), table)
+        if self.kv == "device" or size <= _KEPT_ROPE:
+            self._ropes[size] = placed
+        return placed
+
+    @functools.cached_property
+    def rope_factors(self) -> RopeFactors:
+        """The same for the whole context, in a memory that hardly grows with it."""
+        return rope_factors(self.config.rope, self.config.max_positions)
 
     def decoder(self, num_positions: int) -> Decoder:
         """What a compiled step over at most ``num_positions`` positions needs of this model."""
-        return Decoder(params=self.params, rope=self.rope(num_positions), config=self.config)
+        return Decoder(
+            params=self.params,
+            rope=self.rope(num_positions),
+            config=self.config,
+            factors=self.rope_factors if self.kv == "host" else None,
+        )
 
     def logits(
         self,
@@ -304,6 +343,7 @@ def load_model(
     kernels: Kernels = "xla",
     value_layers: int | None = None,
     max_host_bytes: int | None = None,
+    kv: Placement = "device",
 ) -> Model:
     """Load a Hugging Face directory or a jaxrag checkpoint.
 
@@ -320,6 +360,8 @@ def load_model(
       value_layers: keep V of this many layers on the device, of the others in host memory; None =
         all on the device.
       max_host_bytes: ceiling of that host memory.
+      kv: "host" keeps K and V in host memory; then ``cache_tokens`` is the size of the pool there,
+        None = a quarter of the memory that is free.
 
     Raises:
       ModelError, ConfigError: a missing, truncated, unsupported or inconsistent directory, or a
@@ -344,6 +386,7 @@ def load_model(
         reading=reading,
         value_layers=value_layers,
         max_host_bytes=max_host_bytes,
+        kv=kv,
     )
 
 
@@ -353,6 +396,7 @@ def random_model(
     tokenizer: Tokenizer | None = None,
     mesh: Mesh | None = None,
     cache_tokens: int | None = None,
+    kv: Placement = "device",
 ) -> Model:
     """A model with random weights: for tests and for timing shapes without a checkpoint.
 
@@ -369,6 +413,7 @@ def random_model(
         mesh=mesh,
         cache_tokens=cache_tokens,
         reading=Reading(("reordered", "composite")),
+        kv=kv,
     )
 
 

@@ -15,7 +15,19 @@ from jaxrag.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 from jaxrag.types import Array, HostArray
 from pallas_kernels.rotation import rotate
 
-__all__ = ["RopeTable", "attention_factor", "frequencies", "place", "rope_table", "rotate"]
+__all__ = [
+    "Rope",
+    "RopeFactors",
+    "RopeTable",
+    "attention_factor",
+    "frequencies",
+    "place",
+    "rope_factors",
+    "rope_table",
+    "rotate",
+]
+
+FINE = 1024  # positions of the fine table
 
 
 class RopeTable(struct.PyTreeNode):
@@ -23,6 +35,28 @@ class RopeTable(struct.PyTreeNode):
 
     cos: Array  # [S, R/2] float32
     sin: Array  # [S, R/2] float32
+
+    def at(self, positions: Array) -> tuple[Array, Array]:
+        """Cosine and sine [..., R/2] of positions [...]."""
+        return self.cos[positions], self.sin[positions]
+
+
+class RopeFactors(struct.PyTreeNode):
+    """The same of any position in the memory of two short tables: p = fine + FINE * coarse.
+
+    cos(a + b) = cos a cos b - sin a sin b, rounded once more than in a ``RopeTable``.
+    """
+
+    fine: RopeTable  # of positions 0 .. FINE - 1
+    coarse: RopeTable  # of positions 0, FINE, 2 FINE, ...
+
+    def at(self, positions: Array) -> tuple[Array, Array]:
+        """Cosine and sine [..., R/2] of positions [...]."""
+        (cos, sin), (dcos, dsin) = self.coarse.at(positions // FINE), self.fine.at(positions % FINE)
+        return cos * dcos - sin * dsin, sin * dcos + cos * dsin
+
+
+Rope = RopeTable | RopeFactors
 
 
 def frequencies(rope: RopeConfig) -> HostArray:
@@ -71,7 +105,17 @@ def _yarn(plain: HostArray, rope: RopeConfig, scaling: YarnScaling) -> HostArray
 
 def rope_table(rope: RopeConfig, num_positions: int) -> RopeTable:
     """Tables for positions 0 .. num_positions - 1."""
-    angles = np.arange(num_positions, dtype=np.float64)[:, None] * frequencies(rope)
+    return _table(rope, np.arange(num_positions))
+
+
+def rope_factors(rope: RopeConfig, num_positions: int) -> RopeFactors:
+    """Factors for positions 0 .. num_positions - 1 and some more."""
+    coarse = np.arange(0, max(num_positions, 1), FINE)
+    return RopeFactors(fine=_table(rope, np.arange(FINE)), coarse=_table(rope, coarse))
+
+
+def _table(rope: RopeConfig, positions: HostArray) -> RopeTable:
+    angles = positions.astype(np.float64)[:, None] * frequencies(rope)
     return RopeTable(
         cos=jnp.asarray(np.cos(angles), jnp.float32), sin=jnp.asarray(np.sin(angles), jnp.float32)
     )
@@ -86,7 +130,12 @@ def scale_rotary(x: Array, rope: RopeConfig) -> Array:
     return (x.astype(jnp.float32) * jnp.where(rotary, factor, 1.0)).astype(x.dtype)
 
 
-def place(x: Array, positions: Array, table: RopeTable, rope: RopeConfig) -> Array:
+def place(x: Array, positions: Array, table: Rope, rope: RopeConfig) -> Array:
     """Give heads x [..., T, heads, H] their positions [..., T]: rotation and attention factor."""
-    angle = (table.cos[positions][..., None, :], table.sin[positions][..., None, :])
-    return rotate(scale_rotary(x, rope), *angle, interleaved=rope.interleaved)
+    return turn(scale_rotary(x, rope), positions, table, rope)
+
+
+def turn(x: Array, by: Array, table: Rope, rope: RopeConfig) -> Array:
+    """Rotate heads x [..., T, heads, H] by ``by`` [..., T] >= 0 positions more."""
+    cos, sin = (part[..., None, :] for part in table.at(by))
+    return rotate(x, cos, sin, interleaved=rope.interleaved)

@@ -135,6 +135,11 @@ class Selector(abc.ABC):
         return False
 
     @property
+    def reads_cache(self) -> bool:
+        """Does it read cached KV?"""
+        return True
+
+    @property
     def rewrites(self) -> bool:
         """Does it change the KV of tokens that it does not choose, in copies of their pages?"""
         return False

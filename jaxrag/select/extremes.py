@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import override
 
 import numpy as np
 
@@ -16,6 +17,11 @@ class NoTokens(Selector):
     """Nothing is recomputed: plain reuse (TurboRAG, Block-Attention, Full Reuse)."""
 
     name: str = dataclasses.field(default="none", init=False)
+
+    @property
+    @override
+    def reads_cache(self) -> bool:
+        return False
 
     def check_ratio(self, ratio: float | None) -> None:
         """No ratio, or 0."""
@@ -42,6 +48,11 @@ class AllTokens(Selector):
     """Every chunk token whose KV is not exact already: equal to full attention."""
 
     name: str = dataclasses.field(default="all", init=False)
+
+    @property
+    @override
+    def reads_cache(self) -> bool:
+        return False
 
     def check_ratio(self, ratio: float | None) -> None:
         """No ratio, 0 or 1."""

@@ -5,6 +5,7 @@ EPIC: Efficient Position-Independent Caching for Serving Large Language Models, 
 
 import dataclasses
 from collections.abc import Sequence
+from typing import override
 
 import numpy as np
 
@@ -23,6 +24,11 @@ class FirstK(Selector):
 
     k: int = 16
     name: str = dataclasses.field(default="first_k", init=False)
+
+    @property
+    @override
+    def reads_cache(self) -> bool:
+        return False
 
     def __post_init__(self) -> None:
         """Refuse a negative k."""

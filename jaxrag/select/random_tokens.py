@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import override
 
 import numpy as np
 import xxhash
@@ -17,6 +18,11 @@ class RandomTokens(Selector):
 
     seed: int = 0
     name: str = dataclasses.field(default="random", init=False)
+
+    @property
+    @override
+    def reads_cache(self) -> bool:
+        return False
 
     def select(
         self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]

@@ -152,6 +152,8 @@ def resolve(
     notes += unplaced(model, method)
     method.check(model.config)
     method.check_values(model.value_layers)
+    if model.kv == "host":
+        method.check_host(model.config, generates=max_new_tokens > 1)
     method.decode.check_mesh(model.mesh)
     return Settings(
         model=model,

@@ -80,6 +80,8 @@ def placed(model: Model, method: Method) -> Model:
     if not wanted:
         return model
     method.check_values(wanted.get("value_layers"))
+    if wanted.get("kv") == "host":
+        method.check_host(model.config)
     return dataclasses.replace(model, **wanted)
 
 

@@ -17,7 +17,6 @@ from jaxrag.attention_index import (
     RoarGraph,
     build,
     open_index,
-    search_heads,
 )
 from jaxrag.errors import RequestError, RetrievalError
 
@@ -271,20 +270,16 @@ def test_damaged_arrays_are_refused(head, change, message):
         AttentionIndex.from_arrays(arrays)
 
 
-def test_a_layer_is_searched_in_threads(head):
-    one = searcher_of("graph", head)
-    other = open_index(build(head.keys[::-1].copy(), head.train, LISTS))
-    queries = head.test[:, :2].swapaxes(0, 1).copy()  # [K, G, H]
-    alone = [one.search(queries[0], 9), other.search(queries[1], 9)]
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        for threads in (None, pool):
-            found = search_heads([one, other], queries, 9, threads)
-            assert found.ids.shape == found.scores.shape == (2, 2, 9)
-            for number, expected in enumerate(alone):
-                np.testing.assert_array_equal(found.ids[number], expected.ids)
-                np.testing.assert_array_equal(found.scores[number], expected.scores)
-    with pytest.raises(RetrievalError, match="1 KV heads of queries for 2 indexes"):
-        search_heads([one, other], queries[:1], 9)
+@pytest.mark.parametrize("name", SPECS)
+def test_query_heads_are_searched_in_threads(head, name):
+    searcher, queries = searcher_of(name, head), head.test
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        places = [(part, number) for number in range(queries.shape[1]) for part in range(2)]
+        found = threads.map(lambda at: searcher.search_head(at[0], queries[at][None], 9), places)
+    for (part, number), each in zip(places, found, strict=True):
+        alone = searcher.search(queries[:, number], 9)
+        np.testing.assert_array_equal(each.ids[0], alone.ids[part])
+        np.testing.assert_array_equal(each.scores[0], alone.scores[part])
 
 
 def test_requests_that_cannot_be_served(head):

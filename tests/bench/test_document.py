@@ -20,7 +20,7 @@ def test_counts_prove_it(tmp_path):
     assert result["chunks"] == 1
     assert result["index"]["chunks"] == 1
     assert 1300 < result["tokens"] <= 1510
-    for row in result["rows"]["retrieval"]:
+    for row in (*result["rows"]["retrieval"], *result["rows"]["retrieval, kv=host"]):
         assert row["counts"]["encoded"] == row["counts"]["recomputed"] == 0
         assert row["counts"]["reused"] >= result["tokens"]
         assert row["indexes"]["trained"] == 0
@@ -28,10 +28,10 @@ def test_counts_prove_it(tmp_path):
     full = result["rows"]["full prefill"]
     assert all(row["indexes"] == {} and row["counts"]["reused"] == 0 for row in full)
     assert full[0]["flops"] > 10 * result["rows"]["retrieval"][0]["flops"]
-    assert [command.split()[1] for command in result["commands"]] == ["ingest", *["ask"] * 3]
+    assert [command.split()[1] for command in result["commands"]] == ["ingest", *["ask"] * 4]
     assert not any("/" in command for command in result["commands"])
     lines = list(report(result))
-    assert [line[:14].strip() for line in lines[3:-1]] == list(KINDS)
+    assert [line[:19].strip() for line in lines[3:-1]] == list(KINDS)
 
     text = tmp_path / "text.txt"
     text.write_text("word " * 100)
@@ -44,6 +44,8 @@ def test_counts_prove_it(tmp_path):
     [
         ({"tokens": 0}, "tokens=0"),
         ({"questions": 0}, "questions=0"),
+        ({"chunk_tokens": 99_999}, "chunk_tokens=99999: expected 1 to"),
+        ({"kinds": ("sparse",)}, r"kinds=\['sparse'\]: expected some of 'retrieval'"),
         ({"max_new_tokens": 1}, "max_new_tokens=1: expected 2 or more"),
         ({"tokens": 4000}, "makes no index of so few"),
         ({"text": "nowhere.txt"}, "--text nowhere.txt: no such file"),

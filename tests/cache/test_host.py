@@ -150,7 +150,7 @@ def test_memory_of_a_gpu_host_is_mapped_for_kernels(monkeypatch, caplog):
     installed = {"triton"}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name in installed or None)
     offload._report_callbacks.cache_clear()
-    memory = host_buffer((3, 5, 16, 2, 8), "bfloat16")  # layers, pages, slots, heads, dims
+    memory = host_buffer((3, 2, 5 * 16, 8), "bfloat16")  # layers, heads, rows, dims
     with caplog.at_level(logging.WARNING, "jaxrag"):
         values = [HostValues(1, memory) for _ in range(3)]
     assert [one.mapped for one in values] == [None] * 3
@@ -161,7 +161,7 @@ def test_memory_of_a_gpu_host_is_mapped_for_kernels(monkeypatch, caplog):
     )
     installed.add("jax_triton")
     assert HostValues(1, memory).mapped == Mapped(
-        memory.ctypes.data + (1 << 40), (5 * 16 * 2 * 8, 8, 2 * 8)
+        memory.ctypes.data + (1 << 40), (2 * 5 * 16 * 8, 5 * 16 * 8, 8)
     )
 
 

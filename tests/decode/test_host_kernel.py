@@ -95,11 +95,11 @@ def test_tokens_are_those_of_the_callback(model_of, ids, monkeypatch, renormalis
     by_kernel = dataclasses.replace(model)
     cache = engine_of(by_kernel).runner.cache
     values, memory = cache.values, cache.values._array()
-    layer, _, slot, head, _ = (step // memory.itemsize for step in memory.strides)
+    layer, head, slot, _ = (step // memory.itemsize for step in memory.strides)
     values.mapped = Mapped(memory.ctypes.data, (layer, head, slot))
     ours = generate(questions, model=by_kernel, **options)
     assert [out.token_ids for out in ours] == [out.token_ids for out in expected]
-    assert values.moved.rows == 0 and values.moved.pushed
+    assert values.moved.rows == 0 and cache.moved.pushed
     other = engine_of(model).runner.cache.values
     assert other.moved.rows
 
@@ -133,7 +133,7 @@ def test_a_step_for_a_gpu_holds_the_kernel_and_no_callback(tiny_config, dtype):
     pytest.importorskip("jax_triton")
     pytest.importorskip("jax_cuda13_plugin")
     config = dataclasses.replace(tiny_config(), head_dim=16, dtype=dtype)
-    memory = np.zeros((config.num_layers - 1, 8, PAGE, config.num_kv_heads, 16), dtype)
+    memory = np.zeros((config.num_layers - 1, config.num_kv_heads, 8 * PAGE, 16), dtype)
     values = HostValues(1, memory)
 
     arguments = shapes_of_a_step(config, rows=2, num_pages=4, pool_tokens=8 * PAGE)
@@ -146,7 +146,7 @@ def test_a_step_for_a_gpu_holds_the_kernel_and_no_callback(tiny_config, dtype):
         return jax.jit(step).trace(*arguments)
 
     assert "io_callback" in str(traced().jaxpr)
-    values.mapped = Mapped(1 << 46, (8 * PAGE * 2 * 16, 16, 2 * 16))
+    values.mapped = Mapped(1 << 46, (8 * PAGE * 2 * 16, 8 * PAGE * 16, 16))
     with jax.sharding.use_abstract_mesh(H200):
         by_kernel = traced()
         text = by_kernel.lower(lowering_platforms=("cuda",)).as_text()

@@ -54,7 +54,7 @@ def test_where_methods_are_meant_to_have_keys_and_values():
         (("--decode", "topn:device_layers=0"), 0),
         (("--method", "turborag"), None),
         (("--method", "kcache", "--decode", "dense"), None),
-        (("--method", "kcache", "--kv-memory", "device"), None),
+        (("--method", "kcache", "--kv", "device"), None),
         (("--method", "cacheblend", "--decode", "topn"), None),  # reads V on the device
         (("--method", "cacheblend", "--decode", "topn", "--recompute-ratio", "0"), 1),
         (("--method", "kcache", "--mesh", "1,1,2"), None),
@@ -77,7 +77,7 @@ def test_what_the_user_says_wins(loaded):
 def test_the_answer_is_that_of_values_on_the_device_and_needs_less_there(loaded, method):
     options = {"documents": TEXTS, "max_new_tokens": 8}
     far, resolved = loaded("--method", method)
-    near, _ = loaded("--method", method, "--kv-memory", "device")
+    near, _ = loaded("--method", method, "--kv", "device")
     ours, expected = (generate(QUESTION, model=m, method=resolved, **options) for m in (far, near))
     assert ours.token_ids == expected.token_ids
     of_far, of_near = (engine_of(model).runner.cache.pool.v.nbytes for model in (far, near))

@@ -1,0 +1,104 @@
+"""Quest (arXiv:2406.10774) on the host: pages whose keys could score highest."""
+
+import functools
+import time
+from typing import override
+
+import numpy as np
+
+from jaxrag.cache import PAGE
+from jaxrag.decode.account import Account
+from jaxrag.decode.far.kept import first_highest
+from jaxrag.decode.far.layer import Answer, FarLayer, HostPrompt, Task
+from jaxrag.decode.far.memory import Memory
+from jaxrag.types import HostArray
+
+
+class Pages(FarLayer):
+    """Every token but the newest in the ``pages`` pages with the highest bounds, per query head.
+
+    A page is ``PAGE`` rows of the memory, of which the request has some; the box around their keys
+    lies in their own frame. The newest token's page is always read.
+    """
+
+    def __init__(self, prompt: HostPrompt, pages: int) -> None:
+        """The boxes of the prompt's pages."""
+        self.memory = memory = Memory(prompt.config, prompt.layer)
+        self.pages = pages
+        offsets = np.searchsorted(memory.offsets, prompt.layer.offsets)
+        # Pages in the order of their offsets, those of one beside each other.
+        name = offsets.astype(np.int64) << 32 | prompt.layer.rows // PAGE
+        names, self._page_of = np.unique(name, return_inverse=True)
+        self._ends = np.searchsorted(names >> 32, np.arange(len(memory.offsets) + 1))
+        order = np.argsort(self._page_of, kind="stable")
+        page = self._page_of[order]
+        place = np.arange(len(order)) - np.searchsorted(page, page)
+        self._members = np.full((len(names), PAGE), -1, np.int32)
+        self._members[page, place] = order
+        self._page_of = self._page_of.astype(np.int32)
+        shape = (memory.kv_heads, len(names), memory.dim)
+        self.low = np.full(shape, np.inf, np.float32)
+        self.high = np.full(shape, -np.inf, np.float32)
+        self._seen = -1  # the last position in a box
+        self._add(prompt.position)
+        held = (self.low, self.high, self._members, self._page_of)
+        nbytes = sum(int(each.nbytes) for each in held)
+        self.account = Account(index_bytes=nbytes + memory.nbytes)
+
+    def _add(self, position: int) -> None:
+        """Put the keys up to ``position`` into their boxes."""
+        for at in range(self._seen + 1, position + 1, 1 << 14):
+            positions = np.arange(at, min(at + (1 << 14), position + 1))
+            page, rows = self._page_of[positions], self.memory.layer.rows[positions]
+            for head in range(self.memory.kv_heads):
+                keys = self.memory.keys(head, rows)
+                np.minimum.at(self.low[head], page, keys)
+                np.maximum.at(self.high[head], page, keys)
+        self._seen = max(self._seen, position)
+
+    @override
+    def work(self, position: int) -> int:
+        return self.low.shape[0] * (2 * self.low.shape[1] + self.memory.group * self.pages * PAGE)
+
+    @override
+    def tasks(self, q: HostArray, position: int, answer: Answer, pieces: int) -> list[Task]:
+        """Of every KV head its query heads in groups."""
+        self._add(position)
+        asked = self.memory.ask(q, position)
+        groups = [heads for heads in np.array_split(np.arange(q.shape[1]), pieces) if len(heads)]
+        return [
+            functools.partial(self._attend, head, asked, position, heads, answer)
+            for head in range(self.memory.kv_heads)
+            for heads in groups
+        ]
+
+    def _attend(
+        self, head: int, asked: HostArray, position: int, heads: HostArray, answer: Answer
+    ) -> None:
+        start = time.perf_counter()
+        asked = asked[:, head, heads]
+        bounds = self._bounds(head, asked)
+        bounds[:, self._page_of[position]] = np.inf
+        width = min(self.pages, bounds.shape[1]) * PAGE
+        scores = np.full((len(heads), width), -np.inf, np.float32)
+        where = np.zeros((len(heads), width), np.int32)
+        for at, bound in enumerate(bounds):
+            some = self._members[first_highest(bound, self.pages)].ravel()
+            some = some[(some >= 0) & (some < position)]
+            where[at, : len(some)] = some
+            scores[at, : len(some)] = self.memory.scores(head, asked[:, at], some)
+        middle = time.perf_counter()
+        answer.out[head, heads], answer.lse[head, heads] = self.memory.mix(head, scores, where)
+        answer.spent.append((middle - start, time.perf_counter() - middle))
+
+    def _bounds(self, head: int, asked: HostArray) -> HostArray:
+        """No key of a page scores higher: [g, M] float32; -inf for pages that hold no key yet."""
+        bounds = np.empty((asked.shape[1], self.low.shape[1]), np.float32)
+        empty = np.isinf(self.low[head, :, 0])
+        for number, q in enumerate(asked):
+            here = slice(self._ends[number], self._ends[number + 1])
+            low = np.where(empty[here, None], 0, self.low[head, here])
+            high = np.where(empty[here, None], 0, self.high[head, here])
+            bounds[:, here] = np.maximum(q, 0) @ high.T + np.minimum(q, 0) @ low.T
+        bounds[:, empty] = -np.inf
+        return bounds

@@ -1,0 +1,67 @@
+"""Requests whose K and V lie in host memory, before their first generated token."""
+
+import dataclasses
+
+import numpy as np
+
+from jaxrag.cache.host_pool import rows_of
+from jaxrag.decode import DecodeRule, Decoding, PromptQueries
+from jaxrag.decode.away import host_layers, pattern_of
+from jaxrag.decode.far import HostPrompt
+from jaxrag.engine.mapping import RequestState, carried_chunks
+from jaxrag.engine.runner import ModelRunner
+
+
+def start_away(
+    runner: ModelRunner,
+    request: RequestState,
+    rule: DecodeRule,
+    bank: PromptQueries,
+    room: int,
+    number: int,
+) -> Decoding:
+    """What a prefilled request carries from step to step, and what the host searches for it.
+
+    Args:
+      runner: the model on its device.
+      request: prefilled.
+      rule: how its tokens attend.
+      bank: the queries that the rule asked prefill for, on the host.
+      room: slots for generated tokens.
+      number: of the request in ``runner.host_search``.
+    """
+    config, host, window = runner.model.config, runner.cache.host, rule.static_pattern
+    assert host is not None and window is not None
+    pages, offsets, slot_position = request.table.rows(len(request.table.pages))
+    slot_position[request.slots] = request.positions
+    layers = host_layers(
+        host, pages, offsets, slot_position, request.next_position, request.next_slot, room
+    )
+    search, position = runner.host_search, request.next_position - 1
+    positions = np.asarray(bank.positions[0])
+    there = positions >= 0
+    rows = rows_of(pages)
+    carried = [
+        dataclasses.replace(it, slots=rows[it.slots].astype(np.int32))
+        for it in carried_chunks(request)
+    ]
+    far = [
+        rule.far(
+            HostPrompt(
+                config=config,
+                layer=layer,
+                index=index,
+                position=position,
+                room=room,
+                queries=np.asarray(bank.queries[index, 0][there], np.float32),
+                positions=positions[there],
+                threads=search.crew,
+                carried=carried,
+                documents=search.documents,
+            )
+        )
+        for index, layer in enumerate(layers)
+    ]
+    search.begin(number, far, layers)
+    pattern = pattern_of(config, window, layers, position, number)
+    return Decoding(order=None, state=pattern)

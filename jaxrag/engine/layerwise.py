@@ -1,0 +1,400 @@
+"""Prefill layer by layer, for models whose K and V, or V, lie in host memory.
+
+All tokens of a prompt go through one layer before the next one begins, so that K and V of a single
+layer are all that the device has to hold of it. What a layer computed is copied to the host while
+it attends (KCache section 3.2; RetrievalAttention appendix C), and does not come back; KV of chunks
+that is in host memory already comes in once, in blocks.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from jaxrag.cache import PAGE, PagePool, PageTable, TableBuilder
+from jaxrag.cache.host import to_device
+from jaxrag.cache.host_pool import rows_of
+from jaxrag.config import ModelConfig
+from jaxrag.decode import Observe, PromptQueries
+from jaxrag.engine.mapping import RequestState
+from jaxrag.engine.prefilled import PREFILL_TOKENS, Prefilled, observed_tokens
+from jaxrag.engine.runner import ModelRunner
+from jaxrag.models.attention import Pages, attend_placed, merge
+from jaxrag.models.decoder import (
+    finish_layer,
+    heads_of,
+    layer_of,
+    layer_windows,
+    rms_norm,
+    unembed,
+)
+from jaxrag.models.rope import RopeFactors, place, scale_rotary, turn
+from jaxrag.models.spec import Params
+from jaxrag.shapes import bucket, pieces
+from jaxrag.types import HIDDEN, Array, HostArray, Partial, on_host
+
+BLOCK_PAGES = 512  # of KV in host memory that are on the device at once
+_STEP = 32  # pages that the sizes of blocks differ by
+
+
+class _Prompt(struct.PyTreeNode):
+    """The tokens of one prompt that are run, padded to S, a power of two.
+
+    Attributes:
+      ids: [S] int32.
+      positions: [S] int32; -1 behind the last.
+      slots: [S] int32 of the request's table; beyond it behind the last.
+      observed: [W] int32 indices of tokens whose queries are kept; -1: none.
+    """
+
+    ids: Array
+    positions: Array
+    slots: Array
+    observed: Array
+
+
+class _Block(NamedTuple):
+    """Pages of chunks that are in host memory, padded.
+
+    Attributes:
+      pages: [M] of the pool.
+      offsets: [M] by how much their keys are still to be turned.
+      slot_position: [M * PAGE]; HIDDEN where nobody may look.
+    """
+
+    pages: HostArray
+    offsets: HostArray
+    slot_position: HostArray
+
+
+class LayerPrefill:
+    """Requests on their way through the model, one after the other, layer by layer.
+
+    Attributes:
+      left: (tokens, width) of what has not been run: every piece of every layer.
+      prefilled: what there is so far; of all requests once nothing is left. Kept queries are on
+        the host.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        requests: Sequence[RequestState],
+        observe: Observe | None,
+        rows: int | None = None,
+    ) -> None:
+        """Runs nothing yet. ``rows`` of the logits; None: a power of two."""
+        self._runner, config = runner, runner.model.config
+        rows = rows or bucket(len(requests), 1)
+        self._observed, positions = observed_tokens(requests, observe, rows)
+        shape = (config.num_layers, rows, positions.shape[1], config.num_heads, config.head_dim)
+        self._queries = np.zeros(shape, jnp.dtype(config.dtype))
+        bank = on_host(PromptQueries, self._queries, positions)
+        logits = runner.model.zeros((rows, config.vocab_size), "float32")
+        self.prefilled = Prefilled(logits, _tables(requests, rows), bank)
+        each = [pieces(len(r.ids), PREFILL_TOKENS) for r in requests]
+        self.left = [piece for some in each for piece in some * config.num_layers]
+        runs = (self._run(row, *both) for row, both in enumerate(zip(requests, each, strict=True)))
+        self._work = (width for run in runs for width in run)
+
+    def next_piece(self) -> int:
+        """Run the next piece of the next layer; returns what it costs, in tokens of all layers."""
+        width = next(self._work)
+        del self.left[0]
+        if not self.left:
+            for _ in self._work:  # what is behind the last piece
+                raise AssertionError("a piece that nobody counted")
+        return -(-width // self._runner.model.config.num_layers)
+
+    def bank_of(self, row: int) -> PromptQueries:
+        """The queries that were kept of one request."""
+        bank = self.prefilled.bank
+        kept = (bank.queries[:, row : row + 1], bank.positions[row : row + 1])
+        return on_host(PromptQueries, *kept)
+
+    def _run(
+        self, row: int, request: RequestState, widths: Sequence[tuple[int, int]]
+    ) -> Iterator[int]:
+        """The width of every piece of every layer, once it is dispatched."""
+        model = self._runner.model
+        starts = list(np.cumsum([0, *(length for length, _ in widths)])[:-1])
+        size = bucket(max(int(s) + width for s, (_, width) in zip(starts, widths, strict=True)))
+        prompt = self._prompt(row, request, size)
+        pages, offsets, slot_position = request.table.rows(len(request.table.pages))
+        blocks = list(_blocks(pages, offsets, slot_position))
+        rows = rows_of(pages)[request.slots]
+        fixed = (model.params, model.rope_factors, prompt)
+        x = _embed(model.params, prompt.ids)
+        for layer in range(model.config.num_layers):
+            at = np.asarray(layer, np.int32)
+            k, v, queries = _keys_values(*fixed, x, at, config=model.config)
+            self._write_on_device(at, k, v, prompt, pages)
+            part = None
+            for block in blocks:
+                block_kv = self._bring_in(layer, block)
+                part = part or _nothing(x, model.config)
+                for start, (_, width) in zip(starts, widths, strict=True):
+                    part = _attend_block(
+                        *fixed, x, part, at, block_kv, np.int32(start), width, config=model.config
+                    )
+            for start, (_, width) in zip(starts, widths, strict=True):
+                x = _finish(*fixed, x, part, at, (k, v), np.int32(start), width, model.config)
+                if start == starts[-1]:
+                    self._push(layer, rows, k, v)
+                    self._queries[layer, row] = np.asarray(queries)
+                    if layer == model.config.num_layers - 1:
+                        last = np.int32(len(request.ids) - 1)
+                        logits = _logits(model.params, model.config, x, last)
+                        before = self.prefilled
+                        self.prefilled = before._replace(logits=before.logits.at[row].set(logits))
+                yield width
+
+    def _prompt(self, row: int, request: RequestState, size: int) -> _Prompt:
+        pad = size - len(request.ids)
+        nowhere = len(request.table.pages) * PAGE
+        return on_host(
+            _Prompt,
+            np.pad(request.ids, (0, pad)).astype(np.int32),
+            np.pad(request.positions, (0, pad), constant_values=-1).astype(np.int32),
+            np.pad(request.slots, (0, pad), constant_values=nowhere).astype(np.int32),
+            self._observed[row].astype(np.int32),
+        )
+
+    def _write_on_device(
+        self, layer: HostArray, k: Array, v: Array, prompt: _Prompt, pages: HostArray
+    ) -> None:
+        """What the device's pool keeps of a layer."""
+        cache = self._runner.cache
+        if not cache.away:
+            table = np.pad(pages, (0, bucket(len(pages)) - len(pages)))
+            slots = np.where(prompt.positions >= 0, prompt.slots, len(table) * PAGE)
+            cache.run(_write, self._runner.model.config, layer, k, v, slots[None], table[None])
+
+    def _push(self, layer: int, rows: HostArray, k: Array, v: Array) -> None:
+        """Copy what a layer computed to the host, while the device attends."""
+        host = self._runner.cache.host
+        assert host is not None
+        here = [x if keep else None for x, keep in ((k, host.k is not None), (v, True))]
+        here[1] = v if layer >= host.first_layer else None
+        for x in here:
+            if x is not None:
+                x.copy_to_host_async()
+        n = len(rows)
+        k_, v_ = (None if x is None else np.asarray(x)[:n] for x in here)
+        host.write(layer, rows, k_, v_)
+
+    def _bring_in(self, layer: int, block: _Block) -> tuple[Array, Array, PageTable]:
+        """K and V of one layer of a block [M, PAGE, K, H], and where its slots stand."""
+        cache, config = self._runner.cache, self._runner.model.config
+        host = cache.host
+        assert host is not None
+        rows = rows_of(block.pages)
+        values = host.values(layer)
+        memory = (None if host.k is None else host.k[layer], values)
+        here = [None if x is None else to_device(np.take(x, rows, axis=1)) for x in memory]
+        host.count(brought=sum(x.nbytes for x in here if x is not None))
+        k, v = _as_pages(cache.pool, config, np.int32(layer), block.pages, *here)
+        where = (block.pages[None], block.offsets[None], block.slot_position[None])
+        return k, v, on_host(PageTable, *where)
+
+
+def _tables(requests: Sequence[RequestState], rows: int) -> PageTable:
+    """The table of all requests, with every slot that is run shown; on the host."""
+    longest = bucket(max(len(r.table.pages) for r in requests))
+    padded = [r.table.rows(longest) for r in requests]
+    for request, (_, _, slot_position) in zip(requests, padded, strict=True):
+        slot_position[request.slots] = request.positions
+    padded += [TableBuilder().rows(longest)] * (rows - len(requests))
+    return on_host(PageTable, *(np.stack(part) for part in zip(*padded, strict=True)))
+
+
+def _blocks(pages: HostArray, offsets: HostArray, slot_position: HostArray) -> Iterator[_Block]:
+    """The pages in which something is to be seen, in blocks of some distinct sizes."""
+    seen = np.flatnonzero((slot_position.reshape(-1, PAGE) != HIDDEN).any(-1))
+    for start in range(0, len(seen), BLOCK_PAGES):
+        some = seen[start : start + BLOCK_PAGES]
+        pad = -len(some) % _STEP
+        where = slot_position.reshape(-1, PAGE)[some].reshape(-1)
+        yield _Block(
+            np.pad(pages[some], (0, pad)),
+            np.pad(offsets[some], (0, pad)),
+            np.pad(where, (0, pad * PAGE), constant_values=HIDDEN),
+        )
+
+
+@jax.jit
+def _embed(params: Params, ids: Array) -> Array:
+    """The residual stream before the first layer: [1, S, D]."""
+    return params.embed[ids][None]
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def _keys_values(
+    params: Params,
+    rope: RopeFactors,
+    prompt: _Prompt,
+    x: Array,
+    layer: Array,
+    *,
+    config: ModelConfig,
+) -> tuple[Array, Array, Array]:
+    """K at its positions and V [S, K, H] of one layer, and queries before rotation [W, N, H]."""
+    p = layer_of(params, layer)
+    size = min(x.shape[1], PREFILL_TOKENS)
+
+    def piece(some: tuple[Array, Array]) -> tuple[Array, Array]:
+        x, positions = some
+        _, k, v = heads_of(x[None], p, config)
+        k = place(k, jnp.maximum(positions, 0)[None], rope, config.rope)
+        return k[0].astype(config.dtype), v[0].astype(config.dtype)
+
+    cut = (x[0].reshape(-1, size, x.shape[-1]), prompt.positions.reshape(-1, size))
+    k, v = lax.map(piece, cut)
+    columns = x[:, jnp.maximum(prompt.observed, 0)]
+    queries, _, _ = heads_of(columns, p, config)
+    queries = jnp.where((prompt.observed >= 0)[:, None, None], queries[0], 0)
+    whole = (x.shape[1], config.num_kv_heads, config.head_dim)
+    return k.reshape(whole), v.reshape(whole), queries.astype(config.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def _nothing(x: Array, config: ModelConfig) -> Partial:
+    """Attention of the tokens of x [1, S, D] to no key."""
+    shape = (*x.shape[:2], config.num_heads)
+    return Partial(
+        out=jnp.zeros((*shape, config.head_dim), jnp.float32),
+        lse=jnp.full(shape, -jnp.inf, jnp.float32),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("width", "config"), donate_argnames=("part",))
+def _attend_block(
+    params: Params,
+    rope: RopeFactors,
+    prompt: _Prompt,
+    x: Array,
+    part: Partial,
+    layer: Array,
+    block: tuple[Array, Array, PageTable],
+    start: Array,
+    width: int,
+    *,
+    config: ModelConfig,
+) -> Partial:
+    """Merge what the tokens from ``start`` on see in a block of chunks into their part."""
+    k, v, table = block
+    # Keys lie as they stand inside their chunk.
+    k = turn(
+        k[None], jnp.broadcast_to(table.offsets[..., None], (1, *k.shape[:2])), rope, config.rope
+    )
+    pages = jnp.arange(table.pages.shape[1], dtype=jnp.int32)[None]
+    here = Pages(pages, jnp.zeros_like(pages), table.slot_position)
+    x, positions = _cut((x, prompt.positions[None]), start, width)
+    new = _attend(params, rope, config, x, layer, PagePool(k=k[0], v=v), here, positions)
+    old = Partial(*_cut((part.out, part.lse), start, width))
+    both = merge([old, new])
+    return Partial(*_put((part.out, part.lse), (both.out, both.lse), start))
+
+
+@functools.partial(jax.jit, static_argnames=("width", "config"), donate_argnames=("x",))
+def _finish(
+    params: Params,
+    rope: RopeFactors,
+    prompt: _Prompt,
+    x: Array,
+    part: Partial | None,
+    layer: Array,
+    run: tuple[Array, Array],
+    start: Array,
+    width: int,
+    config: ModelConfig,
+) -> Array:
+    """Take the tokens from ``start`` on through a layer: x [1, S, D] with theirs replaced.
+
+    ``run`` are K and V [S, K, H] of all tokens, ``part`` is what these saw of other chunks.
+    """
+    k, v = (y.reshape(-1, PAGE, *y.shape[1:]) for y in run)
+    pages = jnp.arange(len(k), dtype=jnp.int32)[None]
+    where = jnp.where(prompt.positions < 0, HIDDEN, prompt.positions)[None]
+    here, positions = _cut((x, prompt.positions[None]), start, width)
+    table = Pages(pages, jnp.zeros_like(pages), where)
+    new = _attend(params, rope, config, here, layer, PagePool(k=k, v=v), table, positions)
+    if part is not None:
+        new = merge([new, Partial(*_cut((part.out, part.lse), start, width))])
+    done = finish_layer(here, new.out.astype(here.dtype), layer_of(params, layer), config)
+    [x] = _put((x,), (done,), start)
+    return x
+
+
+def _attend(
+    params: Params,
+    rope: RopeFactors,
+    config: ModelConfig,
+    x: Array,
+    layer: Array,
+    pool: PagePool,
+    table: Pages,
+    positions: Array,
+) -> Partial:
+    """Attention of the tokens of x [1, T, D] at positions [1, T] to keys that stand in place."""
+    q, _, _ = heads_of(x, layer_of(params, layer), config)
+    q = turn(scale_rotary(q, config.rope), jnp.maximum(positions, 0), rope, config.rope)
+    windows = layer_windows(config)
+    window = None if windows is None else windows[layer]
+    return attend_placed(config, q, pool, table, positions, window)
+
+
+@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("pool",))
+def _write(
+    pool: PagePool,
+    config: ModelConfig,
+    layer: Array,
+    k: Array,
+    v: Array,
+    slots: Array,
+    pages: Array,
+) -> tuple[PagePool, None]:
+    """Put K, and V where the pool has it, of one layer [S, K, H] into the slots [1, S]."""
+    return pool.write(pool.rows(layer, pages, config.num_layers), slots, k[None], v[None]), None
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def _as_pages(
+    pool: PagePool,
+    config: ModelConfig,
+    layer: Array,
+    pages: Array,
+    k: Array | None,
+    v: Array | None,
+) -> tuple[Array, Array]:
+    """K and V of pages [M] as [M, PAGE, K, H]: from the host's [K, M * PAGE, H], or the pool."""
+    rows = pool.rows(layer, pages, config.num_layers)
+
+    def of(here: Array | None, there: Array) -> Array:
+        if here is None:
+            return there[rows]
+        return here.swapaxes(0, 1).reshape(-1, PAGE, *there.shape[2:])
+
+    return of(k, pool.k), of(v, pool.v)
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def _logits(params: Params, config: ModelConfig, x: Array, last: Array) -> Array:
+    """[V] float32 after token ``last`` of x [1, S, D]."""
+    return unembed(params, rms_norm(x[0, last], params.final_norm, config.norm_eps))
+
+
+def _cut(arrays: Sequence[Array], start: Array, width: int) -> list[Array]:
+    """``width`` tokens from ``start`` on, along the second axis."""
+    return [lax.dynamic_slice_in_dim(x, start, width, 1) for x in arrays]
+
+
+def _put(arrays: Sequence[Array], news: Sequence[Any], start: Array) -> list[Array]:
+    """Arrays with these tokens replaced from ``start`` on."""
+    pairs = zip(arrays, news, strict=True)
+    return [lax.dynamic_update_slice_in_dim(x, new, start, 1) for x, new in pairs]

@@ -1,0 +1,105 @@
+"""Prefill layer by layer: the logits of prefill piece by piece, and every byte moved once."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxrag.decode import Observe
+from jaxrag.engine import layerwise
+from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.prefill import prefill_observed
+from jaxrag.engine.request import Prompt, Request
+from jaxrag.methods import METHODS
+from jaxrag.models.model import random_model
+
+FAR = ({"kv": "host"}, {"value_layers": 0}, {"value_layers": 1})
+
+
+@pytest.fixture
+def a_prompt(rng):
+    def make(prefix=5, chunks=(37, 600, 1, 16), final=9):
+        ids = [rng.integers(3, 101, n).astype(np.int32) for n in (prefix, *chunks, final)]
+        return Prompt(ids[0], tuple(ids[1:-1]), ids[-1])
+
+    return make
+
+
+def _prefilled(model, prompts, method, observe=None):
+    """Logits [B, V], kept queries and their positions, and bytes moved."""
+    method = METHODS[method] if isinstance(method, str) else method
+    requests = [Request(p, engine_of(model).memory, method, 4) for p in prompts]
+
+    def job(runner):
+        mapped = [map_request(runner, request, 4) for request in requests]
+        host = runner.cache.host
+        before = host and host.moved
+        logits, _, bank = prefill_observed(runner, mapped, observe)
+        moved = host and host.moved - before
+        for one in mapped:
+            unmap(runner, one)
+        kept = np.asarray(bank.queries), np.asarray(bank.positions)
+        return np.asarray(logits)[: len(prompts)], *kept, moved
+
+    return engine_of(model).call(job)
+
+
+@pytest.mark.parametrize("far", FAR, ids=str)
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("llama", {}), ("glm", {}), ("llama", {"sliding_window": 24})],
+    ids=["llama", "interleaved", "sliding window"],
+)
+def test_it_is_prefill(tiny_config, a_prompt, far, family, changes):
+    config = tiny_config(family, **{"eos_ids": (), "max_positions": 8192, **changes})
+    model = random_model(config, cache_tokens=4096)
+    far = dataclasses.replace(model, **far)
+    prompts = [a_prompt(), a_prompt(0, (64, 64), 40)]
+    methods = ["turborag", "epic", "full_attention", "full_reuse"]
+    if not changes:
+        methods.append("turborag_composite")
+    for method in methods:
+        ours = _prefilled(far, prompts, method, Observe("strided", 8))
+        expected = _prefilled(model, prompts, method, Observe("strided", 8))
+        for mine, theirs in zip(ours[:3], expected[:3], strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=2e-5)
+
+
+@pytest.mark.parametrize("far", FAR, ids=str)
+def test_blocks_and_pieces(tiny_config, a_prompt, far, monkeypatch):
+    """Prompts of several pieces, beside chunks of several blocks."""
+    monkeypatch.setattr(layerwise, "PREFILL_TOKENS", 64)
+    monkeypatch.setattr(layerwise, "BLOCK_PAGES", 4)
+    model = random_model(tiny_config(eos_ids=(), max_positions=8192), cache_tokens=4096)
+    far = dataclasses.replace(model, **far)
+    for prompt in (a_prompt(3, (200, 130), 300), a_prompt(0, (100,), 65)):
+        for method in ("turborag", "full_attention"):
+            ours = _prefilled(far, [prompt], method)[0]
+            np.testing.assert_allclose(ours, _prefilled(model, [prompt], method)[0], atol=2e-5)
+
+
+@pytest.mark.parametrize("far", FAR, ids=str)
+def test_bytes_move_once(tiny_config, a_prompt, far):
+    """What is computed goes to the host once and does not come back; chunks come in once."""
+    model = random_model(tiny_config(eos_ids=(), max_positions=8192), cache_tokens=8192)
+    model = dataclasses.replace(model, **far)
+    config = model.config
+    layers = 2 * config.num_layers if model.kv == "host" else config.num_layers - model.value_layers
+    row = layers * config.num_kv_heads * config.head_dim * 4
+    for final in (3000, 1025):
+        prompt = a_prompt(0, (), final)
+        *_, moved = _prefilled(model, [prompt], "full_attention")
+        assert (moved.pushed, moved.brought) == (row * final, 0)
+    prompt = a_prompt(0, (512, 1024), 100)
+    *_, moved = _prefilled(model, [prompt], "turborag")
+    assert (moved.pushed, moved.brought) == (row * 100, row * 1536)
+
+
+def test_a_context_longer_than_what_the_device_holds(tiny_config, a_prompt):
+    """The device's pool is empty, whatever the context."""
+    model = random_model(tiny_config(eos_ids=(), max_positions=8192), cache_tokens=8192, kv="host")
+    _prefilled(model, [a_prompt(0, (), 6000)], "full_attention")
+    cache = engine_of(model).runner.cache
+    assert cache.pool.k.nbytes == cache.pool.v.nbytes == 0
+    assert cache.host.nbytes == cache.allocator.num_pages * 16 * model.config.kv_bytes_per_token
