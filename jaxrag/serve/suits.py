@@ -94,26 +94,17 @@ def unplaced(model: Model, method: Method) -> tuple[str, ...]:
     try:
         placed(model, method)
     except (RequestError, ConfigError) as error:
-        return (f"{method.name} frees no device memory: {error}",)
+        return (f"{method.name} frees no device memory, as {named} is refused: {error}",)
     return (
         f"{method.name} frees no device memory, as the model was loaded with K and V on the "
         f"device: load_model(..., {named}) frees it",
     )
 
 
-# What says where a model's KV is, with what that is where nobody chose.
-_ON_DEVICE = {
-    field.name: field.default
-    for field in dataclasses.fields(Model)
-    if field.name in ("value_layers", "kv")
-}
-
-
 def _to_place(model: Model, method: Method) -> dict[str, Any]:
-    """``methods.placement_of`` for a model whose KV nobody placed; {} for others."""
-    if any(getattr(model, name) != default for name, default in _ON_DEVICE.items()):
-        return {}
-    return {name: to for name, to in placement_of(method).items() if name in _ON_DEVICE}
+    """``methods.placement_of`` for a model with all KV on the device; {} for others."""
+    on_device = model.kv == "device" and model.value_layers is None
+    return placement_of(method) if on_device else {}
 
 
 def renamed(method: Method, template: PromptTemplate) -> tuple[str, ...]:

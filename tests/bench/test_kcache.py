@@ -4,7 +4,8 @@ import dataclasses
 
 import kcache
 import pytest
-from kcache import QUICK, Options, device_bytes_of, main, report, run
+from kcache import main, report, run
+from kcache_measure import QUICK, Options, device_bytes_of
 
 from jaxrag.errors import RequestError
 from jaxrag.evals.long import run as eval_run

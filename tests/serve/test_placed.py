@@ -8,7 +8,7 @@ import pytest
 
 from jaxrag import KnowledgeBase, generate
 from jaxrag.cli.options import add_generation, add_model, load, method_of
-from jaxrag.decode import TopN
+from jaxrag.decode import Retrieval, TopN
 from jaxrag.engine.engine import engine_of
 from jaxrag.errors import ConfigError, RequestError
 from jaxrag.methods import METHODS, method_named, placement_of
@@ -47,23 +47,32 @@ def test_where_methods_are_meant_to_have_keys_and_values():
 
 
 @pytest.mark.parametrize(
-    ("options", "layers"),
+    ("options", "kv", "layers"),
     [
-        (("--method", "kcache"), 1),
-        (("--method", FUSIONRAG_KCACHE), 1),
-        (("--decode", "topn:device_layers=0"), 0),
-        (("--method", "turborag"), None),
-        (("--method", "kcache", "--decode", "dense"), None),
-        (("--method", "kcache", "--kv", "device"), None),
-        (("--method", "cacheblend", "--decode", "topn"), None),  # reads V on the device
-        (("--method", "cacheblend", "--decode", "topn", "--recompute-ratio", "0"), 1),
-        (("--method", "kcache", "--mesh", "1,1,2"), None),
+        (("--method", "kcache"), "device", 1),
+        (("--method", FUSIONRAG_KCACHE), "device", 1),
+        (("--decode", "topn:device_layers=0"), "device", 0),
+        (("--method", "turborag"), "device", None),
+        (("--method", "kcache", "--decode", "dense"), "device", None),
+        (("--method", "kcache", "--kv", "device"), "device", None),
+        (("--method", "cacheblend", "--decode", "topn"), "device", None),  # reads V on the device
+        (("--method", "cacheblend", "--decode", "topn", "--recompute-ratio", "0"), "device", 1),
+        (("--method", "kcache", "--mesh", "1,1,2"), "device", None),
+        (("--method", "retrieval_attention"), "host", None),
+        (("--decode", "ivf"), "host", None),
+        (("--decode", "flat"), "device", None),
+        (("--method", "retrieval_attention", "--kv", "device"), "device", None),
+        (("--method", "full_attention", "--kv", "host"), "host", None),
+        (("--method", "fusionrag", "--decode", "retrieval"), "device", None),  # reads cached K
+        (("--method", "retrieval_attention", "--mesh", "1,1,2"), "device", None),
     ],
     ids=str,
 )
-def test_a_model_is_loaded_for_the_method(loaded, options, layers):
-    model, _ = loaded(*options)
-    assert model.value_layers == layers
+def test_a_model_is_loaded_for_the_method(loaded, options, kv, layers):
+    model, method = loaded(*options)
+    assert (model.kv, model.value_layers) == (kv, layers)
+    told = [note for note in unplaced(model, method) if "frees no device memory" in note]
+    assert bool(told) == (bool(placement_of(method)) and kv == "device" and layers is None)
 
 
 def test_what_the_user_says_wins(loaded):
@@ -103,7 +112,10 @@ def refusal(model, method):
     """Of a model that cannot be placed for the method; the note says the same."""
     with pytest.raises((ConfigError, RequestError)) as caught:
         placed(model, method)
-    assert unplaced(model, method) == (f"{method.name} frees no device memory: {caught.value}",)
+    ((name, value),) = placement_of(method).items()
+    assert unplaced(model, method) == (
+        f"{method.name} frees no device memory, as {name}={value!r} is refused: {caught.value}",
+    )
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -117,6 +129,9 @@ def test_what_cannot_be_placed_is_told_with_the_reason(text_model, tiny_config):
     assert "is on 2; load it without a mesh" in refusal(sharded, kcache)
     blend = dataclasses.replace(METHODS["cacheblend"], decode=TopN())
     assert "selector 'kv_deviation' reads V" in refusal(text_model, blend)
+    searched = dataclasses.replace(METHODS["fusionrag"], decode=Retrieval())
+    assert "selector 'query_guided' reads cached KV" in refusal(text_model, searched)
+    assert "load it without a mesh" in refusal(sharded, METHODS["retrieval_attention"])
     layers = text_model.config.num_layers
     every = dataclasses.replace(kcache, decode=TopN(device_layers=layers))
     assert f"the model has {layers} layers; choose fewer" in refusal(text_model, every)
@@ -126,5 +141,8 @@ def test_nothing_is_said_of_methods_that_free_nothing_by_design(text_model):
     for name in ("full_attention", "turborag", "fusionrag"):
         assert unplaced(text_model, METHODS[name]) == ()
         assert placed(text_model, METHODS[name]) is text_model
+    away = dataclasses.replace(text_model, kv="host")
+    for name in ("kcache", "retrieval_attention"):
+        assert placed(away, METHODS[name]) is away
     far = dataclasses.replace(text_model, value_layers=1)
     assert placed(far, METHODS["kcache"]) is far and unplaced(far, METHODS["kcache"]) == ()
