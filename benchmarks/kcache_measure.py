@@ -271,8 +271,7 @@ def _timed(runner: ModelRunner, options: Options, ready: Sequence[_Ready]) -> di
 
 
 def _moved(runner: ModelRunner) -> Moved:
-    values = runner.cache.values
-    return Moved() if values is None else values.moved
+    return runner.cache.moved
 
 
 def traffic(options: Options, config: ModelConfig) -> list[dict[str, Any]]:
@@ -298,16 +297,16 @@ def _traffic(
     request = Request(Prompt(ids[:0], (), ids), store, method, options.room)
     values = runner.cache.values
     assert values is not None
-    start = values.moved
+    start = _moved(runner)
     ready = _prefilled(runner, request)
     try:
         np.asarray(ready.logits)
-        prefill = values.moved - start
+        prefill = _moved(runner) - start
         lane = _lane(runner, [ready])
         values.measure = True
-        start = values.moved
+        start = _moved(runner)
         np.asarray(lane.step(DECODE_BLOCK)[0])
-        step = values.moved - start
+        step = _moved(runner) - start
     finally:
         values.measure = False
         unmap(runner, ready.state)
