@@ -14,7 +14,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -24,9 +24,10 @@ from jaxrag.bench.machine import describe
 from jaxrag.bench.ttft import LLAMA_100M
 from jaxrag.cache import PAGE
 from jaxrag.config import DType, ModelConfig
-from jaxrag.decode import DECODE_RULES, Account, rule_from
+from jaxrag.decode import DECODE_RULES, Account, Decoding, rule_from
 from jaxrag.decode.footprint import A100
-from jaxrag.engine.decoding import Lane, lane_of, start_decoding
+from jaxrag.engine.away import start_away
+from jaxrag.engine.decoding import FEWEST_ROOM, Lane, lane_of, start_decoding
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import RequestState
@@ -34,9 +35,10 @@ from jaxrag.engine.prefill import prefill_observed
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.errors import RequestError
-from jaxrag.methods import METHODS
+from jaxrag.methods import METHODS, placement_of
 from jaxrag.models.model import Model, random_model
 from jaxrag.models.spec import num_params
+from jaxrag.shapes import bucket
 
 CHUNK_TOKENS = 512
 BLOCK = 32  # steps whose recall is averaged
@@ -51,6 +53,7 @@ class Options:
       rules: names or texts that decode.rule_from reads, settings after a colon.
       question_tokens: of the final block, which is run; an index trains on its queries.
       steps: tokens that are timed, after ``warm`` others.
+      kv: where K and V are, for rules that can have them there; None: where the rule is meant to.
       measure: also count what indexes scan and find in so many steps, in a pass of its own.
     """
 
@@ -62,6 +65,7 @@ class Options:
     steps: int = 16
     warm: int = 3
     measure: bool = True
+    kv: Literal["device", "host"] | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -76,7 +80,10 @@ class Options:
                     f"{self.question_tokens} question tokens"
                 )
         for rule in self.rules:
-            rule_from(rule, "rules").check(self.config())
+            chosen = rule_from(rule, "rules")
+            chosen.check(self.config())
+            if self.kv == "host":
+                chosen.check_host(self.config())
 
     def config(self) -> ModelConfig:
         """A small Llama: 8 query heads on 2 KV heads of 64 dimensions."""
@@ -136,11 +143,16 @@ def _prompt(model: Model, options: Options, context: int) -> Prompt:
 
 
 def _measure(model: Model, options: Options, prompt: Prompt, text: str) -> dict[str, Any]:
-    rule, config, store = rule_from(text), model.config, engine_of(model).memory
-    layers = rule.value_layers
-    if layers is not None and layers < config.num_layers:
-        model = dataclasses.replace(model, value_layers=layers)  # a cache of its own
+    rule, store = rule_from(text), engine_of(model).memory
     method = dataclasses.replace(METHODS["turborag"], decode=rule)
+    placement: dict[str, Any] = {"kv": options.kv}
+    if options.kv is None:
+        placement = placement_of(method)
+    layers = placement.get("value_layers")
+    if layers is not None and layers >= model.config.num_layers:
+        placement = {}
+    if placement not in ({}, {"kv": "device"}):
+        model = dataclasses.replace(model, **placement)  # a cache of its own
     count = options.warm + options.steps
     request = Request(prompt, store, method, count + 1)
     return engine_of(model).call(lambda runner: _row(runner, request, options, text))
@@ -157,6 +169,7 @@ def _row(runner: ModelRunner, request: Request, options: Options, text: str) -> 
         row: dict[str, Any] = {
             "context": prompt.num_tokens,
             "rule": text,
+            "kv": runner.model.kv,
             "settings": dataclasses.asdict(rule),
             "seconds": statistics.median(seconds[options.warm :]),
             "best_seconds": min(seconds[options.warm :]),
@@ -164,7 +177,7 @@ def _row(runner: ModelRunner, request: Request, options: Options, text: str) -> 
             "ids": ids,
             "formula_bytes": dataclasses.asdict(rule.bytes(config, prompt.num_tokens)),
             "state_bytes": state_bytes,
-            **_real_bytes(runner, account),
+            **_real_bytes(runner, account, state_bytes),
         }
         if rule.searches is not None:
             row["index"] = {
@@ -191,17 +204,21 @@ def _generate(
 
     The accounts are those before the first step, after every ``BLOCK`` steps and after the last.
     """
-    rule = request.method.decode
-    host = None if rule.searches is None else runner.host_search
+    rule, away = request.method.decode, runner.cache.away
+    host = runner.host_search if away or rule.searches is not None else None
     numbers = [] if host is None else [host.admit()]
     logits, _, bank = prefill_observed(runner, [mapped], rule.observe)
     logits.block_until_ready()
     before = _live_bytes()
-    key = lane_of(request, len(mapped.table.pages))
+    key = lane_of(request, len(mapped.table.pages), away)
     assert key is not None
     lane = Lane(runner, key)
     start = time.perf_counter()
-    begun = start_decoding(runner, [mapped], rule, bank, key.room, numbers)
+    if away:
+        room = bucket(request.room, FEWEST_ROOM)
+        begun: Decoding | None = start_away(runner, mapped, rule, bank, room, numbers[0])
+    else:
+        begun = start_decoding(runner, [mapped], rule, bank, key.room, numbers)
     ids = [int(lane.join([0], [(request, mapped)], logits, begun)[0][0])]  # it comes from prefill
     prepared = time.perf_counter() - start
     state = _live_bytes() - before
@@ -254,12 +271,15 @@ def _between(before: Account, after: Account, keys: float) -> dict[str, float]:
     }
 
 
-def _real_bytes(runner: ModelRunner, account: Account) -> dict[str, int]:
-    """Bytes of the arrays that hold K and V of the whole cache, and indexes, by where they lie."""
+def _real_bytes(runner: ModelRunner, account: Account, state: int) -> dict[str, int]:
+    """Bytes of the arrays that hold K and V of the whole cache, and indexes, by where they lie.
+
+    ``state`` is what a row carries on the device: the static pattern, where K and V are away.
+    """
     cache = runner.cache
     return {
         "cache_tokens": cache.allocator.num_pages * PAGE,
-        "device_bytes": cache.pool.k.nbytes + cache.pool.v.nbytes,
+        "device_bytes": cache.pool.k.nbytes + cache.pool.v.nbytes + cache.away * state,
         "host_bytes": account.index_bytes + (0 if cache.host is None else cache.host.nbytes),
     }
 

@@ -33,6 +33,11 @@ def add_decode(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         default="float32",
         help="of weights, activations and KV (float32)",
     )
+    parser.add_argument(
+        "--kv",
+        choices=("device", "host"),
+        help="where K and V are (where each rule is meant to have them)",
+    )
     parser.add_argument("--layers", type=int, default=4, metavar="L", help="of the model (4)")
     parser.add_argument(
         "--question-tokens", type=int, default=2048, metavar="N", help="run, not reused (2048)"
@@ -67,6 +72,7 @@ def run_decode(args: argparse.Namespace) -> None:
         steps=args.steps,
         warm=args.warm,
         measure=not args.no_measure,
+        kv=args.kv,
         seed=args.seed,
     )
     result = run(options)

@@ -139,26 +139,37 @@ def test_a_short_prompt_leaves_nothing_out(pair, ids):
 
 
 def test_everything_is_given_back(pair, ids):
-    """Pages, numbers and tickets, after answers and after one that was broken off."""
+    """Pages, numbers and tickets: after answers, one that was broken off, and one that failed."""
     _, away = pair
-    runner = engine_of(away).runner
-    documents, question = list(ids(60)), list(map(int, ids(9)[0]))
-    generate(question, documents=documents, model=away, decode=RULES["flat"], max_new_tokens=4)
-    free, nbytes = runner.cache.allocator.num_available, runner.cache.host.nbytes
-    for stop in (None, 3):
-        stream = engine_of(away)
-        if stop is None:
-            generate(question, documents=documents, model=away, decode=RULES["flat"])
-            continue
-        method = dataclasses.replace(METHODS["turborag"], decode=RULES["flat"])
-        prompt = Prompt(ids(0)[0], (documents[0],), ids(9)[0])
-        for count, _ in enumerate(stream.iterate([Request(prompt, stream.memory, method, 40)])):
+    engine, documents = engine_of(away), list(ids(60))
+
+    def ask(rule, stop=None):
+        method = dataclasses.replace(METHODS["turborag"], decode=rule)
+        prompt = Prompt(ids(0)[0], tuple(documents), ids(40)[0])
+        for count, progress in enumerate(
+            engine.iterate([Request(prompt, engine.memory, method, 40)])
+        ):
+            if progress.error is not None:
+                raise progress.error
             if count == stop:
-                break
-    engine_of(away).call(lambda runner: None)
-    assert runner.cache.allocator.num_available == free
-    assert runner.cache.host.nbytes == nbytes
-    assert not runner.host_search._requests
+                return
+
+    def held(runner):
+        search = runner.host_search
+        assert not search._begun
+        return runner.cache.allocator.num_available, runner.cache.host.nbytes, set(search._requests)
+
+    ask(RULES["flat"])
+    before = engine.call(held)
+    ask(RULES["retrieval"])
+    assert engine.call(held) == before
+    ask(RULES["flat"], stop=3)
+    assert engine.call(held) == before
+    small = dataclasses.replace(RULES["retrieval, lists"], max_host_bytes=100)
+    with pytest.raises(RequestError, match="bytes of host memory, max_host_bytes=100") as caught:
+        ask(small)
+    assert "\n" not in str(caught.value)
+    assert engine.call(held) == before
 
 
 def test_the_device_holds_the_pattern(tiny_config, ids):
