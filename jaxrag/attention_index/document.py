@@ -233,7 +233,10 @@ def load_layer(
     if in_place:
         bare = [AttentionIndex.from_tables(heads[str(number)], None) for number in numbers]
         if all(isinstance(index.spec, IN_PLACE) for index in bare):
-            return tuple(bare)
+            return tuple(
+                index.without_keys() if isinstance(index.spec, QueryLists) else index
+                for index in bare
+            )
     keys = store.get(key, layers=(layer, layer + 1))[0, 0]  # [T, K, H]
     placed = rotated(keys.astype(np.float32).swapaxes(0, 1), np.arange(len(keys)), rope)
     return tuple(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrag.attention_index import lists
 from jaxrag.attention_index.keys import Keys
 from jaxrag.attention_index.spec import (
     Exact,
@@ -38,7 +39,8 @@ class AttentionIndex:
       keys: S keys in the index's order; none where they are read from elsewhere.
       wanted: [W] int32 the caller's rows of the first W keys.
       tables: by kind, "links_E" [W, degree] int32 and "entries" [E] int32; "centroids" [E, C, H]
-        float32 and "table" [E, C, width] int32; "faiss" uint8; or none.
+        float32 and "table" [E, C, width] int32, or in its place "members" [n] int32 and "starts"
+        [E, C + 1] int64 (``without_keys``); "faiss" uint8; or none.
       efforts: of a search, one a query head, where they were chosen; empty where the spec says it.
     """
 
@@ -59,7 +61,7 @@ class AttentionIndex:
             case ProjectedGraph(share="q_head") | RoarGraph(share="q_head"):
                 return len(self.tables["entries"])
             case QueryLists(share="q_head"):
-                return len(self.tables["table"])
+                return len(self.tables["centroids"])
             case _:
                 return None
 
@@ -69,6 +71,17 @@ class AttentionIndex:
         tables = sum(int(table.nbytes) for table in self.tables.values())
         inside = self.keys.nbytes if "faiss" in self.tables else 0
         return tables - inside + int(self.wanted.nbytes)
+
+    def without_keys(self) -> "AttentionIndex":
+        """Lists without padding, to be searched over keys that lie elsewhere; itself if it is."""
+        if "members" in self.tables:
+            return self
+        members, starts = lists.compact(self.tables["table"])
+        tables = {
+            "centroids": self.tables["centroids"], "members": members, "starts": starts
+        }  # fmt: skip
+        none = Keys(self.keys.codes[:0].copy(), self.keys.span)
+        return dataclasses.replace(self, keys=none, tables=tables)
 
     def rows(self) -> HostArray:
         """[S] int32 the caller's row of each key in the index's order."""

@@ -52,12 +52,34 @@ def members(wanted: HostArray, cluster_of: HostArray, clusters: int, cap: int) -
     return table
 
 
+def compact(table: HostArray) -> tuple[HostArray, HostArray]:
+    """A table [E, C, width] without its padding.
+
+    Returns the keys of all lists, one list after the other, [n] int32, and where each begins and
+    ends, [E, C + 1] int64.
+    """
+    parts, clusters, _ = table.shape
+    there = table >= 0
+    ends = np.cumsum(there.sum(2).ravel())
+    starts = np.concatenate([[0], ends])
+    at = np.arange(parts)[:, None] * clusters + np.arange(clusters + 1)
+    return table[there], starts[at]
+
+
+def nearest_lists(query: HostArray, centroids: HostArray, probes: int) -> HostArray:
+    """Numbers of the ``probes`` lists whose centroids [C, H] are most like the query."""
+    likeness = centroids @ query
+    if probes >= len(likeness):
+        return np.arange(len(likeness))
+    return np.argpartition(likeness, len(likeness) - probes)[-probes:]
+
+
+def distinct(found: HostArray) -> HostArray:
+    """The numbers from 0 on in ``found``, ascending, each once."""
+    found = np.sort(found, axis=None)
+    return found[(found >= 0) & np.concatenate([[True], found[1:] != found[:-1]])]
+
+
 def candidates(query: HostArray, centroids: HostArray, table: HostArray, probes: int) -> HostArray:
     """The distinct keys of the ``probes`` nearest lists, ascending: int32."""
-    likeness = centroids @ query
-    if probes < len(likeness):
-        near = np.argpartition(likeness, len(likeness) - probes)[-probes:]
-    else:
-        near = np.arange(len(likeness))
-    found = np.sort(table[near], axis=None)
-    return found[(found >= 0) & np.concatenate([[True], found[1:] != found[:-1]])]
+    return distinct(table[nearest_lists(query, centroids, probes)])

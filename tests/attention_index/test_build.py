@@ -248,3 +248,27 @@ def test_what_does_not_fit_is_refused(head):
     with pytest.raises(RetrievalError, match="not finite in float16; use storage='float32'"):
         build(bad, None, Exact())
     assert build(bad, None, Exact("float32")).keys.codes[3, 3] == 70000
+
+
+@pytest.mark.parametrize("share", ["q_head", "group"])
+def test_lists_without_keys_are_the_same_lists(head, share):
+    spec = QueryLists(clusters=8, cap=300, knn=9, probes=2, share=share, **SMALL)
+    index = build(head.keys, head.train, spec)
+    bare = index.without_keys()
+    assert len(bare) == 0 and bare.parts == index.parts and bare.without_keys() is bare
+    members, starts = bare.tables["members"], bare.tables["starts"]
+    assert members.dtype == np.int32 and members.min() >= 0
+    for part, table in enumerate(index.tables["table"]):
+        for cluster, row in enumerate(table):
+            mine = members[starts[part, cluster] : starts[part, cluster + 1]]
+            np.testing.assert_array_equal(mine, row[row >= 0])
+    assert bare.nbytes < index.nbytes
+
+
+def test_distinct_candidates_of_the_nearest_lists():
+    centroids = np.eye(3, dtype=np.float32)
+    table = np.array([[4, 1, -1], [1, 7, 2], [9, -1, -1]], np.int32)
+    query = np.array([0.5, 1, 0.1], np.float32)
+    assert lists.candidates(query, centroids, table, 2).tolist() == [1, 2, 4, 7]
+    assert lists.candidates(query, centroids, table, 9).tolist() == [1, 2, 4, 7, 9]
+    assert sorted(lists.nearest_lists(query, centroids, 2).tolist()) == [0, 1]

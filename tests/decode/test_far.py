@@ -238,10 +238,12 @@ def on_host(case, rule, layer=LAYER):
 
 
 def same(case, rule, steps=ROOM, layer=LAYER, close=CLOSE):
-    """The two agree at every generated token."""
+    """The two agree at generated tokens, the first and the last ones among them."""
     config = case.config
     expected, ours = on_device(case, rule), on_host(case, rule, layer)
-    for step in range(1, steps + 1):
+    # Quest's boxes on the device grow token by token; of other rules some steps do.
+    every = rule.name == "quest"
+    for step in [at for at in range(1, steps + 1) if every or at < 3 or at % 7 == 3]:
         q = case.rng.standard_normal((config.num_heads, config.head_dim)).astype(np.float32)
         wanted = expected(q, case.position + step, layer)
         for one, other in zip(ours(q, case.position + step), wanted, strict=True):
@@ -283,17 +285,26 @@ def test_the_hosts_part_and_the_windows_are_the_rule(tiny_config, rule):
     same(case_of(tiny_config()), rule)
 
 
+def some_slow(fast):
+    """One of each rule; those whose names are not ``fast`` marked slow."""
+    slow = pytest.mark.slow
+    return [
+        pytest.param(rule, id=rule.name, marks=() if rule.name in fast else slow)
+        for rule in ONE_OF_EACH
+    ]
+
+
 ONE_OF_EACH = list({rule.name: rule for rule in reversed(RULES)}.values())
 
 
-@pytest.mark.parametrize("rule", ONE_OF_EACH, ids=ids_of(ONE_OF_EACH))
+@pytest.mark.parametrize("rule", some_slow({"flat", "quest", "infllm"}))
 def test_where_half_a_head_turns_in_pairs_and_a_factor_is_on_it(tiny_config, rule):
     config = tiny_config(rope=RopeConfig(5_000.0, 6, True, YARN), num_kv_heads=6)
     same(case_of(config), rule, steps=6)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("rule", ONE_OF_EACH, ids=ids_of(ONE_OF_EACH))
+@pytest.mark.parametrize("rule", some_slow({"dense", "flat", "quest", "infllm"}))
 def test_keys_and_values_of_16_bits(tiny_config, rule, dtype):
     # Dense attention on the device rounds weights to the model's dtype, the host does not.
     close = {"rtol": 0.0, "atol": 2e-3} if rule == Dense() else CLOSE

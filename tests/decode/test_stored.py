@@ -10,7 +10,7 @@ from jaxrag.attention_index.document import Indexing
 from jaxrag.decode import Flat, Ivf, Retrieval, stored
 from jaxrag.encode import chunk_key, encode_for_store, provenance
 from jaxrag.engine.engine import engine_of
-from jaxrag.errors import RequestError
+from jaxrag.errors import RequestError, RetrievalError
 from jaxrag.models.model import random_model
 
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
@@ -194,3 +194,40 @@ def test_the_ceiling_counts_stored_indexes(model, prompt, given, next_logits):
     assert "\n" not in str(caught.value)
     roomy = dataclasses.replace(RULE, max_host_bytes=100 * keys)
     assert np.isfinite(next_logits(model, "turborag", [prompt], roomy, given)).all()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_indexes_of_a_layer_come_without_keys(model, prompt, damaged):
+    """And are read once, until the chunk is stored anew or leaves the store."""
+    key, _ = put(model, prompt, damage=damaged)
+    store, config = engine_of(model).memory, model.config
+    chunk = stored.Carried(store, key, 2, np.arange(70))
+    indexes = stored.StoredIndexes()
+    if damaged:
+        with pytest.raises(RetrievalError, match="damaged"):
+            indexes.known(chunk, config)
+        return
+    known = indexes.known(chunk, config)
+    assert known is indexes.known(chunk, config)
+    assert 0 < known.tables < known.nbytes == known.tables + 3 * 2 * 70 * 10 * 4
+    layer = indexes.open_layer(chunk, known, 1, config)
+    assert indexes.open_layer(chunk, known, 1, config) is layer
+    whole = indexes.open(chunk, known, config)[1]
+    for bare, searcher in zip(layer, whole, strict=True):
+        assert len(bare) == 0 and len(searcher) == 70
+        np.testing.assert_array_equal(bare.wanted, searcher.index.wanted)
+        assert bare.efforts == searcher.index.efforts
+    store.delete([key])
+    assert indexes.known(chunk, config) is None
+    assert not indexes._open
+
+
+def test_a_stored_graph_is_searched_over_keys_of_its_own(model, prompt):
+    graph = ProjectedGraph(degree=16, knn=24, ef=60, exact_below=50, min_queries=1)
+    key, _ = put(model, prompt, Indexing(graph, queries=60, reach=60))
+    chunk = stored.Carried(engine_of(model).memory, key, 2, np.arange(70))
+    indexes = stored.StoredIndexes()
+    known = indexes.known(chunk, model.config)
+    assert known.tables == known.nbytes
+    searchers = indexes.open_layer(chunk, known, 0, model.config)
+    assert [len(searcher) for searcher in searchers] == [70, 70]

@@ -100,8 +100,11 @@ class Memory:
         self.kv_heads, _, self.dim = layer.k.shape
         self.group = config.group_size
         self.block = max(16, _PRODUCT // (self.dim * max(self.group, 2)))  # keys scored at once
-        self.offsets, which = np.unique(layer.offsets, return_inverse=True)
-        self._which = None if len(self.offsets) == 1 else which.astype(np.uint16)
+        starts = np.concatenate([[0], np.flatnonzero(np.diff(layer.offsets)) + 1])
+        self.offsets, which = np.unique(layer.offsets[starts], return_inverse=True)
+        lengths = np.diff(np.append(starts, len(layer.offsets)))
+        which = np.repeat(which.astype(np.uint16), lengths)
+        self._which = None if len(self.offsets) == 1 else which
         self._frequencies = frequencies(config.rope)
         self._all = self.runs(np.arange(len(layer.rows), dtype=np.int32))
 

@@ -49,11 +49,13 @@ class Pages(FarLayer):
         """Put the keys up to ``position`` into their boxes."""
         for at in range(self._seen + 1, position + 1, 1 << 14):
             positions = np.arange(at, min(at + (1 << 14), position + 1))
-            page, rows = self._page_of[positions], self.memory.layer.rows[positions]
+            positions = positions[np.argsort(self._page_of[positions], kind="stable")]
+            pages, first = np.unique(self._page_of[positions], return_index=True)
             for head in range(self.memory.kv_heads):
-                keys = self.memory.keys(head, rows)
-                np.minimum.at(self.low[head], page, keys)
-                np.maximum.at(self.high[head], page, keys)
+                keys = self.memory.keys(head, self.memory.layer.rows[positions])
+                low, high = self.low[head], self.high[head]
+                low[pages] = np.minimum(low[pages], np.minimum.reduceat(keys, first))
+                high[pages] = np.maximum(high[pages], np.maximum.reduceat(keys, first))
         self._seen = max(self._seen, position)
 
     @override

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrag.attention_index import Exact, Found, QueryLists, Searcher, open_index
 from jaxrag.attention_index.index import AttentionIndex
-from jaxrag.attention_index.lists import candidates
+from jaxrag.attention_index.lists import distinct, nearest_lists
 from jaxrag.attention_index.spec import Trained, effort_of
 from jaxrag.decode.account import Account, recall_of
 from jaxrag.decode.far.layer import Answer, FarLayer, Task
@@ -70,29 +70,30 @@ class InPlace(Finder):
         *,
         shared: bool,
     ) -> None:
-        """Keep the lists of an index, not its keys.
+        """Keep the lists of an index without keys (``AttentionIndex.without_keys``).
 
         ``positions`` [S] int32 are those of the index's rows; -1: not to be found. Lists that are
         ``shared`` stay as they are, others are made lists of positions.
         """
-        assert isinstance(index.spec, QueryLists)
         self._memory, self._kv_head, self.offset = memory, kv_head, offset
         self._centroids = index.tables["centroids"]
-        table, places = index.tables["table"], positions[index.wanted]
+        members, self._starts = index.tables["members"], index.tables["starts"]
+        places = positions[index.wanted]
         self._places = places if shared else None
-        self._table = table if shared else np.where(table >= 0, places[table], np.int32(-1))
+        self._members = members if shared else places[members]
         self._probes = index.efforts or (effort_of(index.spec) or 1,) * memory.group
 
     @property
     def nbytes(self) -> int:
         """Of lists and centroids."""
         places = 0 if self._places is None else int(self._places.nbytes)
-        return int(self._table.nbytes + self._centroids.nbytes) + places
+        held = (self._centroids, self._members, self._starts)
+        return sum(int(each.nbytes) for each in held) + places
 
     @property
     @override
     def work(self) -> int:
-        return max(self._probes) * self._table.shape[2]
+        return max(self._probes) * len(self._members) // self._starts[:, 1:].size
 
     @override
     def find(
@@ -101,9 +102,12 @@ class InPlace(Finder):
         return [self._find(asked[:, at], own[at], head, k) for at, head in enumerate(heads)]
 
     def _find(self, asked: HostArray, own: HostArray, head: int, k: int) -> Found:
-        part = head if len(self._table) > 1 else 0
-        centroids = self._centroids[part]
-        some = candidates(own, centroids, self._table[part], self._probes[head])
+        part = head if len(self._centroids) > 1 else 0
+        centroids, starts = self._centroids[part], self._starts[part]
+        near = nearest_lists(own, centroids, self._probes[head]).tolist()
+        some = distinct(
+            np.concatenate([self._members[starts[each] : starts[each + 1]] for each in near])
+        )
         if self._places is not None:
             some = self._places[some]
             some = some[some >= 0]
@@ -203,6 +207,7 @@ def finder_of(
             scan = Scanned(memory, kv_head, positions[positions >= 0])
             return scan, cost + Account(index_bytes=scan.nbytes)
         case QueryLists():
+            made = made.without_keys()
             lists = InPlace(memory, kv_head, made, positions, offset, shared=stored)
             return lists, cost + Account(index_bytes=lists.nbytes)
     searcher = open_index(index) if isinstance(index, AttentionIndex) else index
