@@ -14,7 +14,6 @@ from tqdm import tqdm
 from jaxrag.bench.decode import CHUNK_TOKENS
 from jaxrag.bench.decode import Options as DecodeOptions
 from jaxrag.cache import PAGE
-from jaxrag.cache.host import Moved
 from jaxrag.config import DType, ModelConfig
 from jaxrag.decode import DecodeRule, Dense, TopN
 from jaxrag.engine.decoding import Lane, lane_of, start_decoding
@@ -252,13 +251,13 @@ def _timed(runner: ModelRunner, options: Options, ready: Sequence[_Ready]) -> di
     """Seconds of a batch, of blocks of steps, and what they moved."""
     lane = _lane(runner, ready)
     np.asarray(lane.step(DECODE_BLOCK)[0])  # compiles
-    before = _moved(runner)
+    before = runner.cache.moved
     seconds = []
     for _ in range(options.steps // DECODE_BLOCK):
         start = time.perf_counter()
         np.asarray(lane.step(DECODE_BLOCK)[0])
         seconds.append((time.perf_counter() - start) / DECODE_BLOCK)
-    moved = _moved(runner) - before
+    moved = runner.cache.moved - before
     batch = len(ready)
     return {
         "batch": batch,
@@ -268,10 +267,6 @@ def _timed(runner: ModelRunner, options: Options, ready: Sequence[_Ready]) -> di
         "rows_per_step": moved.rows / options.steps,
         "brought_per_step": moved.brought / options.steps,
     }
-
-
-def _moved(runner: ModelRunner) -> Moved:
-    return runner.cache.moved
 
 
 def traffic(options: Options, config: ModelConfig) -> list[dict[str, Any]]:
@@ -297,16 +292,16 @@ def _traffic(
     request = Request(Prompt(ids[:0], (), ids), store, method, options.room)
     values = runner.cache.values
     assert values is not None
-    start = _moved(runner)
+    start = runner.cache.moved
     ready = _prefilled(runner, request)
     try:
         np.asarray(ready.logits)
-        prefill = _moved(runner) - start
+        prefill = runner.cache.moved - start
         lane = _lane(runner, [ready])
         values.measure = True
-        start = _moved(runner)
+        start = runner.cache.moved
         np.asarray(lane.step(DECODE_BLOCK)[0])
-        step = _moved(runner) - start
+        step = runner.cache.moved - start
     finally:
         values.measure = False
         unmap(runner, ready.state)
