@@ -462,5 +462,5 @@ def test_a_rule_without_a_host_part_says_so(tiny_config, rule, message):
 def test_a_model_with_sliding_windows_keeps_its_keys_on_the_device(tiny_config):
     for rule in (Dense(), Flat()):
         rule.check_host(tiny_config())
-        with pytest.raises(RequestError, match="7 tokens only .sliding window., which host mem"):
+        with pytest.raises(RequestError, match="7 tokens only .sliding window., which kv='host'"):
             rule.check_host(tiny_config("mistral"))

@@ -236,9 +236,6 @@ class Newest(DecodeRule):
     def tokens(self):
         return {}
 
-    def bytes(self, config, tokens):
-        return Dense().bytes(config, 1)
-
     def prepare(self, view, queries, positions, room):
         return jnp.zeros(view.position.shape, jnp.int32)
 
@@ -254,7 +251,7 @@ def test_a_rule_is_a_class_and_one_line(model_of, ids, monkeypatch):
     ours = generate(question, decode="newest", method="turborag", **options)
     same = generate(question, decode="static_window:sink=0,recent=1", method="turborag", **options)
     assert ours.token_ids == same.token_ids
-    for missing in ("tokens", "bytes", "attend"):
+    for missing in ("tokens", "attend"):
         with pytest.raises(TypeError, match=missing):
             type("Odd", (Newest,), {missing: getattr(DecodeRule, missing)})()
 
