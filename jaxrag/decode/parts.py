@@ -66,7 +66,7 @@ class Part:
         # Hidden keys take places. A graph's search finds up to ef keys at no further cost; only
         # where it misses keys then is a wider one worth it.
         free = searcher.kept_of(head)
-        asked = most if free is None else min(most, max(k, free))
+        asked = most if free is None or not self.hidden else min(most, max(k, free))
         while True:
             found = searcher.search_head(head, q[None], asked, count=count)
             ids, scores = found.ids[0], found.scores[0]

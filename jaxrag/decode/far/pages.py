@@ -93,9 +93,11 @@ class Pages(FarLayer):
         bounds = np.empty((asked.shape[1], self.low.shape[1]), np.float32)
         empty = np.isinf(self.low[head, :, 0])
         for number, q in enumerate(asked):
-            here = slice(self._ends[number], self._ends[number + 1])
-            low = np.where(empty[here, None], 0, self.low[head, here])
-            high = np.where(empty[here, None], 0, self.high[head, here])
-            bounds[:, here] = np.maximum(q, 0) @ high.T + np.minimum(q, 0) @ low.T
+            above, below, end = np.maximum(q, 0), np.minimum(q, 0), int(self._ends[number + 1])
+            for at in range(int(self._ends[number]), end, self.memory.block):
+                here = slice(at, min(at + self.memory.block, end))
+                low = np.where(empty[here, None], 0, self.low[head, here])
+                high = np.where(empty[here, None], 0, self.high[head, here])
+                bounds[:, here] = above @ high.T + below @ low.T
         bounds[:, empty] = -np.inf
         return bounds
