@@ -154,10 +154,14 @@ class Moved:
     calls: int = 0
 
     def __add__(self, other: "Moved") -> "Moved":
-        return Moved(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
+        return Moved(*map(operator.add, self._fields(), other._fields()))
 
     def __sub__(self, other: "Moved") -> "Moved":
-        return Moved(*map(operator.sub, dataclasses.astuple(self), dataclasses.astuple(other)))
+        return Moved(*map(operator.sub, self._fields(), other._fields()))
+
+    def _fields(self) -> tuple[int, ...]:
+        # dataclasses.astuple copies, which a step would notice.
+        return self.pushed, self.brought, self.rows, self.distinct, self.calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,34 +251,29 @@ class HostValues:
         """
         shape = jax.ShapeDtypeStruct((*wanted.shape, v.shape[-1]), v.dtype)
 
-        def exchange(layer: Any, pages: Any, slots: Any, v: Any, wanted: Any) -> HostArray:
-            mine, pushed = self._write(layer, pages, slots, v)
-            pages, wanted = np.asarray(pages), np.asarray(wanted)
+        def exchange(layer: Any, *arrays: Any) -> HostArray:
+            pages, slots, v, wanted = map(np.asarray, arrays)
+            mine: HostArray = self._array()[int(layer) - self.first_layer]
             out = np.empty(shape.shape, mine.dtype)
-            live = np.flatnonzero(np.asarray(slots)[:, 0] < pages.shape[1] * PAGE)
-            lines = _lines(mine.shape[1], pages[live], wanted[live])
+            live = np.flatnonzero(slots[:, 0] < pages.shape[1] * PAGE)
+            everyone = len(live) == len(out)
+            if not everyone:
+                pages, slots, v, wanted = (x[live] for x in (pages, slots, v, wanted))
+            newest = _lines(0, pages, slots)[:, 0]
+            mine[:, newest] = v[:, 0].swapaxes(0, 1)
+            lines = _lines(mine.shape[1], pages, wanted)
             rows = mine.reshape(-1, mine.shape[-1])
-            if len(live) == len(out):  # into place: with mode="raise" there would be a copy
+            if everyone:  # into place: with mode="raise" there would be a copy
                 np.take(rows, lines, axis=0, out=out, mode="clip")
             else:
                 out[live] = rows[lines]
             distinct = _distinct(lines) if self.measure else 0
             brought = lines.size * out.shape[-1] * out.itemsize
-            self._count(Moved(pushed, brought, lines.size, distinct, calls=1))
+            self._count(Moved(v.nbytes, brought, lines.size, distinct, calls=1))
             return out
 
         found: Array = io_callback(exchange, shape, layer, pages, slots, v, wanted, ordered=False)
         return found
-
-    def _write(self, layer: Any, pages: Any, slots: Any, v: Any) -> tuple[HostArray, int]:
-        """Write v to its slots; the layer's memory [K, R, H], and how many bytes went."""
-        mine: HostArray = self._array()[int(layer) - self.first_layer]
-        pages, slots = np.asarray(pages), np.asarray(slots)
-        row, column = np.nonzero(slots < pages.shape[1] * PAGE)
-        inside = slots[row, column]
-        new = np.asarray(v)[row, column]
-        mine[:, pages[row, inside // PAGE] * PAGE + inside % PAGE] = new.swapaxes(0, 1)
-        return mine, new.nbytes
 
     def _count(self, moved: Moved) -> None:
         with self._counting:
@@ -288,11 +287,12 @@ class HostValues:
 
 
 def _lines(rows: int, pages: HostArray, slots: HostArray) -> HostArray:
-    """Where slots [B, K, G, n] of tables [B, M] lie among the lines of [K, rows, H], in turn."""
+    """Where slots [B, K, ...] of tables [B, M] lie among the lines of [K, rows, H], in turn."""
     flat = slots.reshape(len(slots), math.prod(slots.shape[1:]))  # there may be no row at all
     which = np.take_along_axis(pages, flat // PAGE, axis=1)
     line = which.reshape(slots.shape).astype(np.int64) * PAGE + slots % PAGE
-    return np.asarray(line + rows * np.arange(slots.shape[1])[:, None, None])
+    heads = np.arange(slots.shape[1]).reshape(-1, *(1,) * (slots.ndim - 2))
+    return np.asarray(line + rows * heads)
 
 
 def _distinct(lines: HostArray) -> int:

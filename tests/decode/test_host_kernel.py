@@ -152,3 +152,19 @@ def test_a_step_for_a_gpu_holds_the_kernel_and_no_callback(tiny_config, dtype):
         text = by_kernel.lower(lowering_platforms=("cuda",)).as_text()
     assert "callback" not in str(by_kernel.jaxpr) and "callback" not in text
     assert len(re.findall(r"custom_call @\S*triton_kernel_call", text)) == 1
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_kernel_gives_the_tokens_of_values_there(model_of, ids):
+    options = {
+        "documents": list(ids(50, 33)),
+        "method": "turborag",
+        "decode": TopN(n=8),
+        "max_new_tokens": 24,
+    }
+    questions = [list(map(int, q)) for q in ids(9, 4)]
+    far = dataclasses.replace(model_of(), value_layers=1)
+    expected, ours = (generate(questions, model=m, **options) for m in (model_of(), far))
+    assert [out.token_ids for out in ours] == [out.token_ids for out in expected]
+    values = engine_of(far).runner.cache.values
+    assert values.mapped is not None and values.moved.calls == 0
