@@ -35,6 +35,7 @@ class Options:
       tasks: of the suite; empty = all of them.
       depths: of the needle suite; the others spread theirs evenly.
       questions: of each task, length and depth.
+      answers: names that an answer of RULER's village flavour has.
       chunk_tokens: the haystack is cut into chunks of at most so many tokens; None = it is one.
       filler: text files whose sentences are the haystack of tasks that hide needles in prose.
       split: "test" or "train", the people whom the village flavour asks about.
@@ -57,6 +58,7 @@ class Options:
     questions: int = 10
     seed: int = 7
     split: Split = "test"
+    answers: int = 16
     chunk_tokens: int | None = None
     filler: tuple[str, ...] = ()
     lead: bool = True
@@ -211,6 +213,6 @@ def _item(options: Options, frame: Frame, filler: Prose, place: _Place) -> Item:
     name = f"{options.seed} {place.task} {place.length} {place.question}"
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
     task = options.chosen[place.task]
-    case = task.make(Draw(random.Random(seed), place.depth, filler, options.split))
+    case = task.make(Draw(random.Random(seed), place.depth, filler, options.split, options.answers))
     depth = place.depth if task.one_needle else None
     return Item(place.task, place.length, depth, frame.fit(case, place.length))

@@ -6,6 +6,7 @@ holds the whole haystack, or the chunks it is cut into.
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,19 +39,19 @@ class Answers:
 def prompts(options: Options, progress: bool = True) -> list[dict[str, Any]]:
     """The prompts as rows that `jaxrag train` reads: chunks, question, answers; and what they are.
 
-    Raises as ``run`` does; the methods are not looked at.
+    Raises as ``run`` does; the methods are not looked at, nor how long the model's context is.
     """
     model, frame = _opened(options)
     return [
         {
             "chunks": [frame.tokenizer.decode(chunk) for chunk in item.fitted.chunks],
             "question": item.fitted.case.question,
-            "answers": [", ".join(item.fitted.case.expected)],
+            "answers": [item.fitted.case.between.join(item.fitted.case.expected)],
             "task": item.task,
             "length": item.length,
             "depth": item.depth,
         }
-        for item in plan(options, frame, model.config.max_positions, progress)
+        for item in plan(options, frame, sys.maxsize, progress)
     ]
 
 
