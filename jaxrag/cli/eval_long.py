@@ -96,8 +96,7 @@ def _add_arguments(parser: argparse.ArgumentParser, suite: str) -> None:
         "--flavour",
         choices=("plain", "village"),
         default="plain",
-        help="village: in the words of the synthetic task, for models that know no others "
-        "(plain)",
+        help="village: in the words of the synthetic task, for models that know no others (plain)",
     )
     parser.add_argument(
         "--split",

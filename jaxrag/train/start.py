@@ -164,7 +164,7 @@ def set_up(config: TrainConfig) -> Setup:
 
 
 def model_config(config: TrainConfig, planned: bool = False) -> ModelConfig:
-    """The config of the model that is trained; no weights are read. Raises as ``_stored_config``."""
+    """The model's config as it is trained; no weights are read. Raises as ``_stored_config``."""
     found = _stored_config(config, planned)
     positions = config.model.max_positions
     return found if positions is None else dataclasses.replace(found, max_positions=positions)

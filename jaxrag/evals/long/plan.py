@@ -13,7 +13,7 @@ from jaxrag.decode import rule_from
 from jaxrag.errors import RequestError
 from jaxrag.methods import Method, method_named
 from jaxrag.tasks.long.case import Fitted, Frame
-from jaxrag.tasks.long.tasks import SUITES, Draw, Task
+from jaxrag.tasks.long.tasks import ANSWERS, SUITES, Draw, Task
 from jaxrag.tasks.long.words import Prose, prose, text_prose
 from jaxrag.tasks.world import Split
 
@@ -58,7 +58,7 @@ class Options:
     questions: int = 10
     seed: int = 7
     split: Split = "test"
-    answers: int = 16
+    answers: int = ANSWERS
     chunk_tokens: int | None = None
     filler: tuple[str, ...] = ()
     lead: bool = True
@@ -95,11 +95,16 @@ class Options:
             *(("lengths", length) for length in self.lengths),
             ("questions", self.questions),
             ("batch-size", self.batch_size),
+            ("answers", self.answers),
             ("chunk-tokens", 1 if self.chunk_tokens is None else self.chunk_tokens),
             ("max-new-tokens", 1 if self.max_new_tokens is None else self.max_new_tokens),
         ):
             if value < 1:
                 raise RequestError(f"--{option} {value}: expected a positive integer")
+        if self.answers > ANSWERS:
+            raise RequestError(
+                f"--answers {self.answers}: expected at most {ANSWERS}, as there are places for"
+            )
         for depth in self.depths:
             if not 0 <= depth <= 1:
                 raise RequestError(

@@ -8,9 +8,16 @@ from typing import Literal
 
 from jaxrag.tasks.long import village, village_ruler, words
 from jaxrag.tasks.long.case import Case
-from jaxrag.tasks.long.scores import Score, among_words, first_integer, string_match_all, words_in_place
+from jaxrag.tasks.long.scores import (
+    Score,
+    among_words,
+    first_integer,
+    string_match_all,
+    words_in_place,
+)
 from jaxrag.tasks.world import Split
 
+ANSWERS = 16  # names of an answer of RULER's village flavour
 DEPTHS = tuple(n / 39 for n in range(40))  # where RULER hides needles
 
 
@@ -30,7 +37,7 @@ class Draw:
     depth: float
     prose: words.Prose = words.prose
     split: Split = "test"
-    answers: int = 16
+    answers: int = ANSWERS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -85,9 +85,7 @@ def majority(
     )
 
 
-def common_names(
-    rng: random.Random, split: Split, answers: int, often: float = 10.0
-) -> Case:
+def common_names(rng: random.Random, split: Split, answers: int, often: float = 10.0) -> Case:
     """RULER's cwe: sixteen names that stand ten times as often in a list as the others.
 
     Each name comes at even distances, so that every beginning of the list has the same frequencies,
@@ -121,7 +119,8 @@ def copy(rng: random.Random, split: Split, answers: int, files: int = 4) -> Case
     people = people_of(split)
     order = shuffled(rng, len(people))
     texts = [
-        " ".join(_fact(rng, people[next(order)]) for _ in range(max(answers // 4, 1))) for _ in numbers
+        " ".join(_fact(rng, people[next(order)]) for _ in range(max(answers // 4, 1)))
+        for _ in numbers
     ]
     named = [f"File {number}: {text}" for number, text in zip(numbers, texts, strict=True)]
     return _case(

@@ -173,9 +173,7 @@ def coined(rng: random.Random) -> Iterator[str]:
         yield "".join(letters)
 
 
-def evenly(
-    rng: random.Random, listed: Sequence[str], weights: Sequence[float]
-) -> Iterator[str]:
+def evenly(rng: random.Random, listed: Sequence[str], weights: Sequence[float]) -> Iterator[str]:
     """The words for ever, each at even distances and in proportion to its weight."""
     total = sum(weights)
     every = [total / weight for weight in weights]
