@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _TASKS = {  # for the help; evals.long.tasks has the tasks
     "ruler": "niah_single_1 to _3, niah_multikey_1 to _3, niah_multivalue, niah_multiquery, vt, "
-    "cwe, fwe",
+    "cwe, fwe; of the village flavour niah_multivalue, niah_multiquery, vt, majority, cwe, copy",
     "infinitebench": "passkey, number_string, kv_retrieval",
 }
 
