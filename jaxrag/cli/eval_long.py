@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _TASKS = {  # for the help; evals.long.tasks has the tasks
     "ruler": "niah_single_1 to _3, niah_multikey_1 to _3, niah_multivalue, niah_multiquery, vt, "
-    "cwe, fwe",
+    "cwe, fwe; of the village flavour niah_multivalue, niah_multiquery, vt, majority, cwe, copy",
     "infinitebench": "passkey, number_string, kv_retrieval",
 }
 
@@ -92,19 +92,25 @@ def _add_arguments(parser: argparse.ArgumentParser, suite: str) -> None:
         parser.add_argument(
             "--tasks", default="", metavar="NAME,...", help=f"{_TASKS[suite]} (all of them)"
         )
-    if suite != "ruler":
+    parser.add_argument(
+        "--flavour",
+        choices=("plain", "village"),
+        default="plain",
+        help="village: in the words of the synthetic task, for models that know no others (plain)",
+    )
+    parser.add_argument(
+        "--split",
+        choices=("test", "train"),
+        default="test",
+        help="of the people whom the village flavour asks about (test)",
+    )
+    if suite == "ruler":
         parser.add_argument(
-            "--flavour",
-            choices=("plain", "village"),
-            default="plain",
-            help="village: in the words of the synthetic task, for models that know no others "
-            "(plain)",
-        )
-        parser.add_argument(
-            "--split",
-            choices=("test", "train"),
-            default="test",
-            help="of the people whom the village flavour asks about (test)",
+            "--answers",
+            type=int,
+            default=16,
+            metavar="N",
+            help="names that an answer of the village flavour has; fewer are for training (16)",
         )
     if suite != "infinitebench":
         parser.add_argument(
@@ -222,6 +228,7 @@ def _options(args: argparse.Namespace) -> "Options":
         questions=args.questions,
         seed=args.seed,
         split=getattr(args, "split", "test"),
+        answers=getattr(args, "answers", 16),
         chunk_tokens=args.chunk_tokens,
         filler=tuple(getattr(args, "filler", ())),
         lead=not args.no_lead,

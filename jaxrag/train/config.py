@@ -28,12 +28,14 @@ class ModelPart:
     ``path`` is a model directory to start from. Without it the weights are random, drawn from
     ``seed``, in the sizes of ``config``, a TOML file as in configs/models. Beside ``path`` that
     file says the sizes before the directory is there, which is all that a dry run needs.
-    ``tokenizer`` is a directory, by default ``path``.
+    ``tokenizer`` is a directory, by default ``path``. ``max_positions`` is the context that the
+    model is trained to have, instead of the one it has.
     """
 
     path: str | None = None
     config: str | None = None
     tokenizer: str | None = None
+    max_positions: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -42,6 +44,8 @@ class ModelPart:
             raise ConfigError("[model]: expected path or config")
         if self.path is None and self.tokenizer is None:
             raise ConfigError("[model]: config needs tokenizer, a directory with tokenizer.json")
+        if self.max_positions is not None and self.max_positions < 1:
+            raise ConfigError(f"[model]: max_positions={self.max_positions}: expected above 0")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -164,7 +164,14 @@ def set_up(config: TrainConfig) -> Setup:
 
 
 def model_config(config: TrainConfig, planned: bool = False) -> ModelConfig:
-    """The model's config, from its directory or its TOML file; no weights are read.
+    """The model's config as it is trained; no weights are read. Raises as ``_stored_config``."""
+    found = _stored_config(config, planned)
+    positions = config.model.max_positions
+    return found if positions is None else dataclasses.replace(found, max_positions=positions)
+
+
+def _stored_config(config: TrainConfig, planned: bool) -> ModelConfig:
+    """That of its directory or its TOML file.
 
     ``planned`` takes the file where the directory is not there yet. Raises ConfigError for a
     directory of other sizes than the file beside it says.

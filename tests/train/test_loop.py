@@ -191,6 +191,7 @@ def test_lora_trains_adapters_and_exports_the_merged_model(train_config, tmp_pat
         ("compute.fsdp", 16, "not a multiple of accumulate"),
         ("compute.data", 3, "not a multiple of accumulate"),
         ("model.path", None, r"\[model\]: expected path or config"),
+        ("model.max_positions", 0, r"\[model\]: max_positions=0: expected above 0"),
     ],
 )
 def test_mesh_and_model_are_checked_first(train_config, setting, value, match):
@@ -221,6 +222,14 @@ def test_a_dry_run_takes_the_sizes_from_the_file_until_the_directory_is_there(
     same = tmp_path / "same.toml"
     same.write_text(f"{toml(own)}[rope]\n{toml(rope)}")
     assert model_config(train_config(**{"model.config": str(same)})).vocab_size == 600
+
+
+def test_a_run_may_give_the_model_a_longer_context(train_config):
+    before = set_up(train_config()).model
+    longer = {"model.max_positions": 3000, "data.row_tokens": 2500}
+    setup = set_up(train_config(**longer))
+    assert setup.model == dataclasses.replace(before, max_positions=3000)
+    assert before.max_positions < 2500 == len(setup.rope.cos)
 
 
 def test_what_a_run_teaches_to_read(train_config):

@@ -13,7 +13,7 @@ from jaxrag.decode import rule_from
 from jaxrag.errors import RequestError
 from jaxrag.methods import Method, method_named
 from jaxrag.tasks.long.case import Fitted, Frame
-from jaxrag.tasks.long.tasks import SUITES, Draw, Task
+from jaxrag.tasks.long.tasks import ANSWERS, SUITES, Draw, Task
 from jaxrag.tasks.long.words import Prose, prose, text_prose
 from jaxrag.tasks.world import Split
 
@@ -35,6 +35,7 @@ class Options:
       tasks: of the suite; empty = all of them.
       depths: of the needle suite; the others spread theirs evenly.
       questions: of each task, length and depth.
+      answers: names that an answer of RULER's village flavour has.
       chunk_tokens: the haystack is cut into chunks of at most so many tokens; None = it is one.
       filler: text files whose sentences are the haystack of tasks that hide needles in prose.
       split: "test" or "train", the people whom the village flavour asks about.
@@ -57,6 +58,7 @@ class Options:
     questions: int = 10
     seed: int = 7
     split: Split = "test"
+    answers: int = ANSWERS
     chunk_tokens: int | None = None
     filler: tuple[str, ...] = ()
     lead: bool = True
@@ -93,11 +95,16 @@ class Options:
             *(("lengths", length) for length in self.lengths),
             ("questions", self.questions),
             ("batch-size", self.batch_size),
+            ("answers", self.answers),
             ("chunk-tokens", 1 if self.chunk_tokens is None else self.chunk_tokens),
             ("max-new-tokens", 1 if self.max_new_tokens is None else self.max_new_tokens),
         ):
             if value < 1:
                 raise RequestError(f"--{option} {value}: expected a positive integer")
+        if self.answers > ANSWERS:
+            raise RequestError(
+                f"--answers {self.answers}: expected at most {ANSWERS}, as there are places for"
+            )
         for depth in self.depths:
             if not 0 <= depth <= 1:
                 raise RequestError(
@@ -211,6 +218,6 @@ def _item(options: Options, frame: Frame, filler: Prose, place: _Place) -> Item:
     name = f"{options.seed} {place.task} {place.length} {place.question}"
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
     task = options.chosen[place.task]
-    case = task.make(Draw(random.Random(seed), place.depth, filler, options.split))
+    case = task.make(Draw(random.Random(seed), place.depth, filler, options.split, options.answers))
     depth = place.depth if task.one_needle else None
     return Item(place.task, place.length, depth, frame.fit(case, place.length))

@@ -11,6 +11,11 @@ TITLES = {
     "infinitebench": "InfiniteBench's retrieval tasks in words of our own",
 }
 
+_COSTS = (
+    "cost of a generated token by length, {rows} at a time: ms a step, tokens that a query reads "
+    "in a layer, and bytes by the rules' formulas in thousands, device / host"
+)
+
 
 def tables(result: Mapping[str, Any]) -> Iterator[Table]:
     """Scores by length and depth; differences from the first method, agreement with it."""
@@ -50,6 +55,8 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
             [["task", "method", *lengths], *_rows(result, "differences", "difference", "+.1f")],
             names=2,
         )
+    if result["costs"]:
+        yield Table(_COSTS.format(rows=result["costs"][0]["rows"]), list(_costs(result)), names=1)
     named = {name: rule for name, rule in result["decode"].items() if name != rule}
     if named:
         rows = [["called", "decode rule"], *([name, rule] for name, rule in named.items())]
@@ -65,6 +72,18 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
 def markdown(result: Mapping[str, Any]) -> str:
     """All tables as Markdown, each under its title."""
     return "\n".join(markdown_table(table) for table in tables(result))
+
+
+def _costs(result: Mapping[str, Any]) -> Iterator[list[str]]:
+    lengths = result["lengths"]
+    yield ["method", "reads", *(f"{n}, ms" for n in lengths), *(f"{n}, kB" for n in lengths)]
+    for name in result["methods"]:
+        rows = [cost for cost in result["costs"] if cost["method"] == name]
+        read = rows[0]["read"]
+        times = ["" if row["seconds"] is None else f"{1000 * row['seconds']:.2f}" for row in rows]
+        placed = [row["bytes"] for row in rows]
+        sizes = [f"{one['device'] / 1e3:,.0f} / {one['host'] / 1e3:,.0f}" for one in placed]
+        yield [name, "all" if read is None else str(read), *times, *sizes]
 
 
 def _rows(result: Mapping[str, Any], part: str, value: str, form: str) -> list[list[str]]:

@@ -1,24 +1,33 @@
-"""Long prompts put to a model, by one method after the other.
+"""Long prompts put to a model, by several methods.
 
 Every method answers the same prompts, as ``generate`` does with ``documents=``: one document that
-holds the whole haystack, or the chunks it is cut into.
+holds the whole haystack, or the chunks it is cut into. Decode rules of one method share a prefill.
 """
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from jaxrag.cache import PAGE
-from jaxrag.engine.request import DECODE_BLOCK
+from jaxrag.config import ModelConfig
+from jaxrag.decode import DecodeRule, Dense
+from jaxrag.decode.footprint import Bytes
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.request import DECODE_BLOCK, Request
+from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling import SamplingParams
+from jaxrag.evals.long.ask import Asker, Generated
 from jaxrag.evals.long.plan import Item, Options, plan
 from jaxrag.evals.statistics import LEVEL, Estimate, difference, share
+from jaxrag.methods import Method
 from jaxrag.models.model import Model, load_model
-from jaxrag.serve.answers import Result, serve
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.tasks.long.case import Frame
 from jaxrag.text.prompts import template_named
@@ -28,29 +37,37 @@ FIFTHS = 5  # of the haystack, for the table by depth
 
 
 @dataclasses.dataclass(frozen=True)
-class Answers:
-    """What one method answered: the results and their scores [Q] float64, in the plan's order."""
+class Reply:
+    """An answer as text, and what was generated; ``notes`` of the question are among its own."""
 
-    results: list[Result]
+    text: str
+    generated: Generated
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """What one method answered: the replies and their scores [Q] float64, in the plan's order."""
+
+    replies: list[Reply]
     scores: HostArray
 
 
 def prompts(options: Options, progress: bool = True) -> list[dict[str, Any]]:
     """The prompts as rows that `jaxrag train` reads: chunks, question, answers; and what they are.
 
-    Raises as ``run`` does; the methods are not looked at.
+    Raises as ``run`` does; the methods are not looked at, nor how long the model's context is.
     """
-    model, frame = _opened(options)
+    _, frame = _opened(options)
     return [
         {
             "chunks": [frame.tokenizer.decode(chunk) for chunk in item.fitted.chunks],
             "question": item.fitted.case.question,
-            "answers": [", ".join(item.fitted.case.expected)],
+            "answers": [item.fitted.case.between.join(item.fitted.case.expected)],
             "task": item.task,
             "length": item.length,
             "depth": item.depth,
         }
-        for item in plan(options, frame, model.config.max_positions, progress)
+        for item in plan(options, frame, sys.maxsize, progress)
     ]
 
 
@@ -83,14 +100,7 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
     for (_, task), one in settings.items():  # what a method refuses, it refuses before any work
         for length in options.lengths:
             _question(one, firsts[task, length])
-    answers: dict[str, Answers] = {}
-    total = len(items) * len(options.resolved)
-    silent = None if progress else True
-    with tqdm(total=total, unit="question", desc="eval", disable=silent) as bar:
-        for method in options.resolved:
-            bar.set_postfix_str(method.name)
-            own = {task: settings[method.name, task] for task in options.chosen}
-            answers[method.name] = _answer(options, own, items, bar)
+    answers = _answer(options, settings, items, progress)
     return {
         "suite": options.suite,
         "flavour": options.flavour,
@@ -115,8 +125,9 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
         },
         "methods": {method.name: repr(method) for method in options.resolved},
         **_tables(options, items, answers),
+        "costs": _costs(options, model.config, items, answers),
         "notes": {
-            name: sorted({note for result in own.results for note in result.notes})
+            name: sorted({note for reply in own.replies for note in reply.generated.notes})
             for name, own in answers.items()
         },
         "items": [_item(i, item, answers) for i, item in enumerate(items)],
@@ -174,22 +185,107 @@ def _question(settings: Settings, item: Item) -> ReadyQuestion:
 
 
 def _answer(
-    options: Options, settings: Mapping[str, Settings], items: Sequence[Item], bar: "tqdm[Any]"
-) -> Answers:
-    """One method's answers; ``settings`` by task."""
-    found: dict[int, Result] = {}
-    for task, one in settings.items():
-        places = [i for i, item in enumerate(items) if item.task == task]
-        questions = [_question(one, items[i]) for i in places]
-        for batch in serve(one, questions, options.batch_size):
-            found |= {places[i]: result for i, result in batch.items()}
-            bar.update(len(batch))
-    results = [found[i] for i in range(len(items))]
+    options: Options,
+    settings: Mapping[tuple[str, str], Settings],
+    items: Sequence[Item],
+    progress: bool,
+) -> dict[str, Answers]:
+    """What every method answered; ``settings`` by method and task.
+
+    Prompts of one task and length are asked in batches, and every batch is prefilled once for all
+    methods of one model that differ in their decode rules only.
+    """
+    found: dict[str, dict[int, Reply]] = {method.name: {} for method in options.resolved}
+    silent = None if progress else True
+    total = len(items) * len(options.resolved)
+    with tqdm(total=total, unit="answer", desc="eval", disable=silent) as bar:
+        for names in _sharing(options, settings):
+            engine = engine_of(settings[names[0], items[0].task].model)
+            asker = engine.call(Asker)
+            for places in _batches(options, items):
+                task = items[places[0]].task
+                bar.set_postfix_str(f"{task}, {items[places[0]].length}")
+                asked = [[_question(settings[n, task], items[i]) for i in places] for n in names]
+                requests = [
+                    [dataclasses.replace(q.request, rows=options.batch_size) for q in questions]
+                    for questions in asked
+                ]
+                for name, questions, generated in zip(
+                    names, asked, engine.call(functools.partial(_ask, asker, requests)), strict=True
+                ):
+                    for place, question, one in zip(places, questions, generated, strict=True):
+                        own = dataclasses.replace(one, notes=[*question.notes, *one.notes])
+                        found[name][place] = Reply(_text(settings[name, task], one), own)
+                bar.update(len(names) * len(places))
+    return {
+        name: Answers(
+            replies := [own[i] for i in range(len(items))], _scores(options, items, replies)
+        )
+        for name, own in found.items()
+    }
+
+
+def _ask(asker: Asker, requests: list[list[Request]], runner: ModelRunner) -> list[list[Generated]]:
+    del runner  # the asker has it
+    return asker.ask(requests)
+
+
+def _text(settings: Settings, generated: Generated) -> str:
+    return settings.model.text_tokenizer().decode(generated.token_ids)
+
+
+def _scores(options: Options, items: Sequence[Item], replies: Sequence[Reply]) -> HostArray:
     scores = [
-        options.chosen[item.task].score(result.text, item.fitted.case.expected)
-        for item, result in zip(items, results, strict=True)
+        options.chosen[item.task].score(reply.text, item.fitted.case.expected)
+        for item, reply in zip(items, replies, strict=True)
     ]
-    return Answers(results, np.array(scores, np.float64))
+    return np.array(scores, np.float64)
+
+
+def _sharing(options: Options, settings: Mapping[tuple[str, str], Settings]) -> list[list[str]]:
+    """Names of methods that a prefill serves together, in the order of the methods."""
+    found: dict[tuple[int, Method], list[str]] = {}
+    for method in options.resolved:
+        model = settings[method.name, next(iter(options.chosen))].model
+        alike = dataclasses.replace(method, name="", decode=Dense())
+        found.setdefault((id(model), alike), []).append(method.name)
+    return list(found.values())
+
+
+def _batches(options: Options, items: Sequence[Item]) -> Iterator[tuple[int, ...]]:
+    """Places of items of one task and length, at most a batch of them."""
+    places = sorted(range(len(items)), key=lambda i: (items[i].length, items[i].task))
+    for _, alike in itertools.groupby(places, lambda i: (items[i].length, items[i].task)):
+        yield from itertools.batched(alike, options.batch_size)
+
+
+def placed_bytes(rule: DecodeRule, config: ModelConfig, tokens: int) -> Bytes:
+    """Bytes of a prompt by where they lie under a rule: of its formula, not measured."""
+    return rule.bytes(config, tokens)
+
+
+def _costs(
+    options: Options, config: ModelConfig, items: Sequence[Item], answers: Mapping[str, Answers]
+) -> list[dict[str, Any]]:
+    """Of every method and length: the median of a step's seconds, tokens read, bytes."""
+    costs = []
+    for method, length in itertools.product(options.resolved, options.lengths):
+        replies = answers[method.name].replies
+        seconds = [
+            reply.generated.seconds
+            for item, reply in zip(items, replies, strict=True)
+            if item.length == length and reply.generated.seconds is not None
+        ]
+        rule = method.decode
+        costs.append({
+            "method": method.name,
+            "length": length,
+            "rows": options.batch_size,
+            "seconds": statistics.median(seconds) if seconds else None,
+            "read": sum(rule.tokens().values()) if rule.sparse else None,
+            "bytes": dataclasses.asdict(placed_bytes(rule, config, length)),
+        })  # fmt: skip
+    return costs
 
 
 def _tables(
@@ -210,7 +306,7 @@ def _tables(
         rows = task == one
         same = np.array([
             _same(*pair)
-            for pair in zip(answers[name].results, answers[first].results, strict=True)
+            for pair in zip(answers[name].replies, answers[first].replies, strict=True)
         ])  # fmt: skip
         for size in (*options.lengths, None):  # None: all of them
             here = rows if size is None else rows & (length == size)
@@ -242,9 +338,10 @@ def _tables(
     }
 
 
-def _same(one: Result, other: Result) -> bool:
+def _same(one: Reply, other: Reply) -> bool:
     """Whether two answers are the same tokens and end for the same reason."""
-    return (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
+    a, b = one.generated, other.generated
+    return (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
 
 
 def _share(scores: HostArray) -> dict[str, float] | None:
@@ -264,6 +361,6 @@ def _item(number: int, item: Item, answers: Mapping[str, Answers]) -> dict[str, 
         "chunks": len(item.fitted.chunks),
         "question": item.fitted.case.question,
         "expected": list(item.fitted.case.expected),
-        "answers": {name: own.results[number].text for name, own in answers.items()},
+        "answers": {name: own.replies[number].text for name, own in answers.items()},
         "scores": {name: float(own.scores[number]) for name, own in answers.items()},
     }

@@ -29,6 +29,7 @@ class Case:
       expected: the answers that scoring looks for.
       lead: the words an answer begins with, for models that complete text; may be empty.
       glue: between sentences.
+      between: what stands between the answers where a model is trained to give them.
       least: sentences of filler without which the question means nothing.
     """
 
@@ -39,6 +40,7 @@ class Case:
     expected: tuple[str, ...]
     lead: str = ""
     glue: str = " "
+    between: str = ", "
     least: int = 1
 
 

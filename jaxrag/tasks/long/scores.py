@@ -6,6 +6,8 @@ RULER and InfiniteBench publish these rules with their code; both match without 
 import re
 from collections.abc import Callable, Sequence
 
+from jaxrag.tasks.world import words
+
 Score = Callable[[str, Sequence[str]], float]
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
@@ -30,6 +32,15 @@ def first_integer(text: str, expected: Sequence[str]) -> float:
 def among_words(text: str, expected: Sequence[str]) -> float:
     """InfiniteBench kv_retrieval: what is expected is a word of the text, marks taken away."""
     return float(expected[0] in _BETWEEN_WORDS.sub(" ", text).split())
+
+
+def words_in_place(text: str, expected: Sequence[str]) -> float:
+    """Share of the words expected that are the answer's word of the same number; for ordered ones.
+
+    Marks are words; a word that is missing or too many puts all behind it out of place.
+    """
+    wanted = words(" ".join(expected))
+    return sum(a == b for a, b in zip(words(text), wanted, strict=False)) / len(wanted)
 
 
 def _plain(text: str) -> str:

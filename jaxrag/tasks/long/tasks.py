@@ -6,11 +6,18 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
-from jaxrag.tasks.long import village, words
+from jaxrag.tasks.long import village, village_ruler, words
 from jaxrag.tasks.long.case import Case
-from jaxrag.tasks.long.scores import Score, among_words, first_integer, string_match_all
+from jaxrag.tasks.long.scores import (
+    Score,
+    among_words,
+    first_integer,
+    string_match_all,
+    words_in_place,
+)
 from jaxrag.tasks.world import Split
 
+ANSWERS = 16  # names of an answer of RULER's village flavour
 DEPTHS = tuple(n / 39 for n in range(40))  # where RULER hides needles
 
 
@@ -23,12 +30,14 @@ class Draw:
       depth: of the needle, for tasks that hide one; 0..1.
       prose: the filler of tasks that hide needles in running text.
       split: of the people whom the village flavour asks about.
+      answers: names that an answer of the village flavour of RULER has.
     """
 
     rng: random.Random
     depth: float
     prose: words.Prose = words.prose
     split: Split = "test"
+    answers: int = ANSWERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,21 +175,12 @@ def frequent_words(draw: Draw, exponent: float = 2.0, vocabulary: int = 200) -> 
     coined = words.coined(rng)
     ranked = ["....", *(next(coined) for _ in range(vocabulary - 1))]
     weights = [rank**-exponent for rank in range(1, vocabulary + 1)]
-    total = sum(weights)
     seed = rng.getrandbits(64)
-
-    def stream() -> Iterator[str]:
-        rng = random.Random(seed)
-        due = [rng.random() * total / weight for weight in weights]  # every total/weight words
-        while True:
-            first = min(range(vocabulary), key=due.__getitem__)
-            due[first] += total / weights[first]
-            yield ranked[first]
 
     return Case(
         needles=(),
         depths=(),
-        filler=stream,
+        filler=lambda: words.evenly(random.Random(seed), ranked, weights),
         question="Dots aside, which three words occur most often in the text?",
         expected=tuple(ranked[1:4]),
         lead="The three words that occur most often are:",
@@ -251,6 +251,12 @@ def _village(make: Callable[[random.Random, float, Split], Case]) -> Task:
     )
 
 
+def _long_answer(
+    make: Callable[[random.Random, Split, int], Case], score: Score, tokens: int = 20
+) -> Task:
+    return Task(lambda draw: make(draw.rng, draw.split, draw.answers), score, tokens)
+
+
 _GRID = Task(Niah("prose"), string_match_all, 32, one_needle=True)
 
 # Answers have as many tokens as the benchmarks give them.
@@ -275,11 +281,21 @@ INFINITEBENCH: Mapping[str, Task] = {
     "kv_retrieval": Task(key_value, among_words, 50, one_needle=True),
 }
 
+VILLAGE_RULER: Mapping[str, Task] = {
+    "niah_multivalue": _long_answer(village_ruler.multivalue, string_match_all),
+    "niah_multiquery": _long_answer(village_ruler.multiquery, string_match_all, 36),
+    "vt": _long_answer(village_ruler.variable_tracking, words_in_place),
+    "majority": _long_answer(village_ruler.majority, string_match_all, 36),
+    "cwe": _long_answer(village_ruler.common_names, string_match_all),
+    "copy": _long_answer(village_ruler.copy, words_in_place, 48),
+}
+
 # Suite and flavour -> tasks.
 SUITES: Mapping[tuple[str, str], Mapping[str, Task]] = {
     ("needle", "plain"): {"needle": _GRID},
     ("ruler", "plain"): RULER,
     ("infinitebench", "plain"): INFINITEBENCH,
+    ("ruler", "village"): VILLAGE_RULER,
     ("needle", "village"): {"needle": _village(village.needle)},
     ("infinitebench", "village"): {
         "passkey": _village(village.passkey),

@@ -63,10 +63,10 @@ def needle(rng: random.Random, depth: float, split: Split = "test") -> Case:
             relation = rng.choice(relations)
             people = relation.value == "person"
             value = scene.other(rng) if people else rng.choice(VALUES[relation.value])
-            yield _said(rng, relation, other.name, value)
+            yield said(rng, relation, other.name, value)
 
     return Case(
-        needles=(_said(rng, scene.relation, scene.asked.name, scene.answer.name),),
+        needles=(said(rng, scene.relation, scene.asked.name, scene.answer.name),),
         depths=(depth,),
         filler=facts,
         question=rng.choice(scene.relation.questions).format(X=scene.asked.name),
@@ -84,10 +84,10 @@ def passkey(rng: random.Random, depth: float, split: Split = "test") -> Case:
         while True:
             relation = rng.choice(relations)
             place, value = rng.choice(VALUES["place"]), rng.choice(VALUES[relation.value])
-            yield _said(rng, relation, place, value)
+            yield said(rng, relation, place, value)
 
     return Case(
-        needles=(_said(rng, scene.relation, scene.asked.name, scene.answer.name),),
+        needles=(said(rng, scene.relation, scene.asked.name, scene.answer.name),),
         depths=(depth,),
         filler=facts,
         question=rng.choice(scene.relation.questions).format(X=scene.asked.name),
@@ -116,15 +116,22 @@ def key_value(rng: random.Random, depth: float, split: Split = "test") -> Case:
 
 
 def _scene(rng: random.Random, split: Split) -> _Scene:
-    people = _people(split)
+    people = people_of(split)
     order = shuffled(rng, len(people))
     asked = next(p for p in map(people.__getitem__, order) if split_of(p.first, p.last) == split)
     answer = next(p for p in map(people.__getitem__, order) if _apart(p, asked))
     return _Scene(asked, RELATIONS[rng.choice(BRIDGES)], answer, rng.getrandbits(64), people)
 
 
+def person_of(rng: random.Random, split: Split) -> Person:
+    """Somebody of the split."""
+    people = people_of(split)
+    order = map(people.__getitem__, shuffled(rng, len(people)))
+    return next(p for p in order if split_of(p.first, p.last) == split)
+
+
 @functools.cache
-def _people(split: Split) -> tuple[Person, ...]:
+def people_of(split: Split) -> tuple[Person, ...]:
     """Those of the training split, or everybody."""
     return tuple(
         Person(first, last, she)
@@ -139,5 +146,6 @@ def _apart(one: Person, other: Person) -> bool:
     return one.first != other.first and one.last != other.last
 
 
-def _said(rng: random.Random, relation: Relation, subject: str, value: str) -> str:
+def said(rng: random.Random, relation: Relation, subject: str, value: str) -> str:
+    """The fact in one of its wordings."""
     return relation.said(rng.randrange(relation.wordings), subject, "", value)

@@ -1,5 +1,6 @@
 """Words, keys, values and filler sentences of haystacks; everything follows from the ``rng``."""
 
+import heapq
 import itertools
 import random
 import uuid
@@ -170,6 +171,18 @@ def coined(rng: random.Random) -> Iterator[str]:
             n, at = divmod(n, len(part))
             letters.append(part[at])
         yield "".join(letters)
+
+
+def evenly(rng: random.Random, listed: Sequence[str], weights: Sequence[float]) -> Iterator[str]:
+    """The words for ever, each at even distances and in proportion to its weight."""
+    total = sum(weights)
+    every = [total / weight for weight in weights]
+    due = [(rng.random() * distance, n) for n, distance in enumerate(every)]
+    heapq.heapify(due)
+    while True:
+        time, n = due[0]
+        yield listed[n]
+        heapq.heapreplace(due, (time + every[n], n))
 
 
 def shuffled(rng: random.Random, count: int) -> Iterator[int]:

@@ -170,6 +170,27 @@ def test_ruler_asks_a_model_of_any_words(jaxrag, model_dir, tmp_path):
     assert "by the fifth of the haystack" in printed and "paired" not in printed
 
 
+def test_ruler_in_the_village(jaxrag, village_dir, tmp_path):
+    text = tmp_path / "x.md"
+    code, printed, err = jaxrag(
+        "ruler", "--model", village_dir, "--flavour", "village", "--lengths", "300,560",
+        "--tasks", "vt,copy", "--questions", 2, "--max-new-tokens", 3, "--batch-size", 2,
+        "--decode", "dense", "--decode", "few=topn:n=8", "--markdown", text, "--json",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    result = json.loads(printed)
+    assert result["tasks"] == ["vt", "copy"] and len(result["items"]) == 8
+    assert [(cost["method"], cost["length"], cost["read"]) for cost in result["costs"]] == [
+        ("full_attention, dense", 300, None),
+        ("full_attention, dense", 560, None),
+        ("full_attention, few", 300, 8),
+        ("full_attention, few", 560, 8),
+    ]
+    dense, far = (cost["bytes"] for cost in result["costs"][1::2])
+    assert far["device"] + far["host"] == dense["device"] > far["device"] and far["bus"]
+    assert "cost of a generated token" in text.read_text()
+
+
 @pytest.mark.parametrize("name", ["needle", "ruler", "infinitebench"])
 def test_every_help_has_an_example(jaxrag, name):
     code, out, err = jaxrag(name, "--help")
@@ -210,6 +231,8 @@ def test_models_that_cannot_be_asked_are_refused(refused, village_dir, model_dir
     refused("needle", *village, *own, 20, words=["length 20", "ask for a longer one"])
     refused("needle", *village, *own, 100, "--chunk-tokens", 4, words=["chunks of 4 tokens"])
     refused("needle", *village, *own, 100, "--template", "plian", words=["'plian'"])
+    refused("ruler", *village, *own, 300, "--tasks", "majority", words=["length 300", "longer one"])
+    refused("ruler", *village, *own, 600, "--answers", 17, words=["--answers 17", "at most 16"])
     refused("ruler", "--model", model_dir, "--lengths", 300, words=["length 300", "longer one"])
     missing = tmp_path / "none.txt"
     refused("ruler", "--model", model_dir, "--lengths", 600, "--template", "plain",

@@ -3,13 +3,13 @@
 import dataclasses
 import json
 import re
-import types
 
 import numpy as np
 import pytest
 
 from jaxrag.errors import RequestError
 from jaxrag.evals.long import run as running
+from jaxrag.evals.long.ask import Generated
 from jaxrag.evals.long.heatmap import draw_heatmap
 from jaxrag.evals.long.plan import Options, plan
 from jaxrag.evals.long.report import markdown, tables
@@ -31,39 +31,50 @@ NEEDLE = Options(
 RETRIEVAL = dataclasses.replace(NEEDLE, suite="infinitebench", questions=10)
 
 
-def a_result(text):
-    return types.SimpleNamespace(
-        text=text, token_ids=[*text.encode()], finish_reason="eos", notes=["a note"]
-    )
+def a_reply(text, notes=()):
+    return running.Reply(text, Generated([*text.encode()], "stop", 0.5, [*notes]))
 
 
 @pytest.fixture
 def asked(monkeypatch, village_model):
     """``asked(options, right)``: the result of a run whose answers are known.
 
-    ``right(method, item)`` says which are right. Also the plan, and the requests that were served.
+    ``right(method, item)`` says which are right. Also the plan, and by method the requests that
+    were asked, in the order of the plan.
     """
 
     def measure(options, right):
-        frame = Frame(village_model.tokenizer, village_model.template, options.chunk_tokens)
+        tokenizer = village_model.tokenizer
+        frame = Frame(tokenizer, village_model.template, options.chunk_tokens)
         items = plan(options, frame, village_model.config.max_positions, progress=False)
-        served = []
+        asked = {method.name: [None] * len(items) for method in options.resolved}
 
-        def serve(settings, requests, batch_size):
-            task = tasks.pop(0)
-            own = [item for item in items if item.task == task]
-            assert len(own) == len(requests) and settings.max_new_tokens == 8
-            served.append((settings.method.name, requests))
-            for start in range(0, len(own), batch_size):
-                batch = range(start, min(start + batch_size, len(own)))
-                yield {i: a_result(own[i].fitted.case.expected[0] + " ."
-                                   if right(settings.method.name, own[i]) else "nobody")
-                       for i in reversed(batch)}  # fmt: skip
+        class Knowing:
+            def __init__(self, runner):
+                pass
 
-        tasks = [*options.chosen] * len(options.resolved)
+            def ask(self, rules):
+                return [[self.answer(request) for request in requests] for requests in rules]
+
+            def answer(self, request):
+                name = request.method.name
+                (place,) = [i for i, item in enumerate(items) if is_of(request, item)]
+                asked[name][place] = request
+                words = items[place].fitted.case.expected[0] if right(name, items[place]) else "She"
+                return Generated(tokenizer.encode(words).tolist(), "stop", 0.5, ["a note"])
+
+        def is_of(request, item):
+            prompt, case = request.prompt, item.fitted.case
+            return (
+                prompt.num_tokens == item.length
+                and request.max_new_tokens == 8
+                and case.needles[0] in tokenizer.decode(np.concatenate(prompt.chunks))
+                and case.question in tokenizer.decode(prompt.final)
+            )
+
         monkeypatch.setattr(running, "load_model", lambda path, dtype: village_model)
-        monkeypatch.setattr(running, "serve", serve)
-        return running.run(options, progress=False), items, served
+        monkeypatch.setattr(running, "Asker", Knowing)
+        return running.run(options, progress=False), items, asked
 
     return measure
 
@@ -91,10 +102,9 @@ def test_needles_of_other_suites_spread_evenly(village_frame):
 
 
 def test_every_method_gets_the_same_prompts(asked, village_model):
-    _, items, served = asked(NEEDLE, shallow)
-    assert [name for name, _ in served] == ["full_attention", "turborag"]
-    for _, ready in served:
-        requests = [question.request for question in ready]
+    _, items, found = asked(NEEDLE, shallow)
+    assert list(found) == ["full_attention", "turborag"]
+    for requests in found.values():
         for item, request in zip(items, requests, strict=True):
             assert request.prompt.num_tokens == item.length
             words = village_model.tokenizer.decode(np.concatenate(request.prompt.chunks))
@@ -124,7 +134,8 @@ def test_every_figure_is_of_the_prompts_it_names(asked):
     expected = difference(turbo[:12], full[:12], np.arange(12))
     assert one["length"] == 200 and one["difference"] == expected._asdict()
     assert json.loads(json.dumps(result, allow_nan=False))["seed"] == 7
-    assert result["notes"] == {"full_attention": ["a note"], "turborag": ["a note"]}
+    assert result["notes"]["full_attention"] == ["a note"]
+    assert len(result["notes"]["turborag"]) == 2  # this model was not trained to read blocks
 
 
 def test_every_prompt_is_on_record(asked):
@@ -134,9 +145,7 @@ def test_every_prompt_is_on_record(asked):
         assert row["needles_at"] == list(item.fitted.at) and 0 < row["needles_at"][0] < item.length
         assert row["expected"] == list(item.fitted.case.expected)
         assert row["scores"] == {"full_attention": 1, "turborag": float(item.depth >= 0.5)}
-        assert row["answers"]["turborag"] == (
-            f"{row['expected'][0]} ." if item.depth >= 0.5 else "nobody"
-        )
+        assert row["answers"]["turborag"] == (row["expected"][0] if item.depth >= 0.5 else "She")
 
 
 def test_fifths_of_the_haystack(asked):
@@ -172,24 +181,27 @@ def test_agreement_counts_the_same_answers_right_or_wrong(asked):
 
 @pytest.mark.parametrize("change", [{"token_ids": [1]}, {"finish_reason": "length"}])
 def test_answers_agree_in_tokens_and_in_how_they_end(change):
-    one = a_result("an answer")
-    assert running._same(one, a_result("an answer"))
-    assert not running._same(one, types.SimpleNamespace(**vars(one) | change))
+    one = a_reply("an answer")
+    assert running._same(one, a_reply("an answer", notes=["another"]))
+    other = dataclasses.replace(one, generated=dataclasses.replace(one.generated, **change))
+    assert not running._same(one, other)
 
 
 def test_tables_show_the_figures(asked):
     result, _, _ = asked(NEEDLE, shallow)
-    scores, grid, differences, _ = tables(result)
+    scores, grid, differences, costs, _ = tables(result)
     assert scores.rows[0] == ["task", "method", "200", "120"]
     assert scores.rows[2][:2] == ["needle", "turborag"] and scores.rows[2][2].startswith("66.7 [")
     assert grid.rows[0] == ["method", "tokens", "0 %", "50 %", "100 %"]
     assert grid.rows[3:] == [["turborag", "200", "0", "100", "100"],
                              ["turborag", "120", "0", "100", "100"]]  # fmt: skip
     assert differences.rows[1][2].startswith("-33.3 [")
+    assert costs.rows[0] == ["method", "reads", "200, ms", "120, ms", "200, kB", "120, kB"]
+    assert costs.rows[1][:4] == ["full_attention", "all", "500.00", "500.00"]
     text = markdown(result)
     assert "village flavour" in text and "chunks of up to 40 tokens" in text
     retrieval, _, _ = asked(dataclasses.replace(RETRIEVAL, chunk_tokens=None), shallow)
-    scores, fifths, differences, agreement = tables(retrieval)
+    scores, fifths, differences, costs, agreement = tables(retrieval)
     assert [row[:2] for row in scores.rows[1:]] == [
         [task, method]
         for task in ("passkey", "kv_retrieval")
@@ -197,7 +209,7 @@ def test_tables_show_the_figures(asked):
     ]
     assert "as one chunk" in scores.title
     assert fifths.rows[3] == ["passkey", "turborag", "200", "0", "0", "50", "100", "100"]
-    for table in (scores, fifths, differences, agreement):
+    for table in (scores, fifths, differences, costs, agreement):
         assert {len(row) for row in table.rows} == {len(table.rows[0])}
 
 
@@ -230,10 +242,10 @@ def test_every_method_answers_under_every_decode_rule(asked):
         ("turborag, static_window:sink=4,recent=16", "isolated", "static_window"),
     ]
     names = [method.name for method in options.resolved]
-    result, _, served = asked(options, lambda method, item: "window" not in method)
-    assert list(result["methods"]) == names == [name for name, _ in served]
-    found = {cell["method"]: cell["score"]["value"] for cell in result["cells"]}
-    assert found == dict(zip(names, (1, 0, 1, 0), strict=True))
+    result, _, found = asked(options, lambda method, item: "window" not in method)
+    assert list(result["methods"]) == names == list(found)
+    scores = {cell["method"]: cell["score"]["value"] for cell in result["cells"]}
+    assert scores == dict(zip(names, (1, 0, 1, 0), strict=True))
 
 
 def test_decode_rules_are_called_what_they_are_named(asked):
@@ -264,7 +276,9 @@ def test_prompts_can_be_trained_on(monkeypatch, village_model):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"suite": "ruler"}, "--flavour village: ruler has plain"),
+        ({"flavour": "city"}, "--flavour city: needle has plain, village"),
+        ({"answers": 0}, "--answers 0"),
+        ({"answers": 17}, "--answers 17: expected at most 16"),
         ({"tasks": ("niah",)}, "--tasks niah: the village tasks of needle are needle"),
         ({"lengths": ()}, "--lengths: name at least one"),
         ({"lengths": (5, 5)}, "--lengths 5,5"),

@@ -2,7 +2,12 @@
 
 import pytest
 
-from jaxrag.tasks.long.scores import among_words, first_integer, string_match_all
+from jaxrag.tasks.long.scores import (
+    among_words,
+    first_integer,
+    string_match_all,
+    words_in_place,
+)
 
 
 @pytest.mark.parametrize(
@@ -55,3 +60,19 @@ def test_the_first_digits_count(text, score):
 )
 def test_a_value_is_a_word_of_the_answer(text, value, score):
     assert among_words(text, [value]) == score
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("Bilven Salham Felven Denven", 1),
+        ("Bilven Salham Denven", 0.5),  # what is left out moves the rest
+        ("Salham Bilven Felven Denven", 0.5),
+        ("Bilven, Salham Felven Denven", 0.25),  # a mark is a word
+        ("Bilven Salham Felven Denven Bilven", 1),
+        ("bilven", 0),
+        ("", 0),
+    ],
+)
+def test_words_count_where_they_stand(text, score):
+    assert words_in_place(text, ["Bilven", "Salham", "Felven Denven"]) == score

@@ -10,14 +10,25 @@ import pytest
 from jaxrag.tasks.long.case import Frame
 from jaxrag.tasks.long.scores import string_match_all
 from jaxrag.tasks.long.tasks import DEPTHS, INFINITEBENCH, RULER, SUITES, Draw, common_words
-from jaxrag.tasks.world import BRIDGES, FIRST_HE, FIRST_SHE, LAST, RELATIONS, split_of, vocabulary
+from jaxrag.tasks.long.village_ruler import NAMES
+from jaxrag.tasks.world import (
+    BRIDGES,
+    FIRST_HE,
+    FIRST_SHE,
+    LAST,
+    PLACES,
+    RELATIONS,
+    split_of,
+    vocabulary,
+)
 from jaxrag.tasks.world import words as words_of
 from jaxrag.text.prompts import TEMPLATES
 
 PLAIN = [(suite, name) for suite in ("needle", "ruler", "infinitebench")
          for name in SUITES[suite, "plain"]]  # fmt: skip
 VILLAGE = [(suite, name) for (suite, flavour), tasks in SUITES.items() if flavour == "village"
-           for name in tasks]  # fmt: skip
+           and suite != "ruler" for name in tasks]  # fmt: skip
+LONG = SUITES["ruler", "village"]
 COUNTED = ("cwe", "fwe")  # nothing is hidden there
 CODE = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
@@ -208,3 +219,126 @@ def test_village_passkeys_hide_in_facts_about_places():
     case = a_case(SUITES["infinitebench", "village"]["passkey"])
     said = " ".join(text for _, text in zip(range(300), case.filler(), strict=False))
     assert not re.search(r"teacher|friend|taught|learned|meets|summer", said)
+
+
+def haystack(frame, case, length=1000):
+    return frame.tokenizer.decode(np.concatenate(frame.fit(case, length).chunks))
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_answers_are_in_the_haystack_in_known_words(village_frame, name):
+    known, tokenizer = set(vocabulary()), village_frame.tokenizer
+    for seed in range(4):
+        case = a_case(LONG[name], seed)
+        text = haystack(village_frame, case)
+        answer = case.between.join(case.expected)
+        ids = tokenizer.encode(answer)
+        assert 16 <= len(ids) < LONG[name].max_new_tokens
+        assert tokenizer.unk_id not in ids and set(words_of(text)) <= known
+        assert set(words_of(answer)) <= set(words_of(text))
+        assert LONG[name].score(answer, case.expected) == 1
+        assert LONG[name].score("", case.expected) == 0
+        one, same, other = (haystack(village_frame, a_case(LONG[name], n)) for n in (5, 5, 6))
+        assert one == same != other
+        assert len(case.expected) == (1 if name == "copy" else 16)
+        assert village_frame.fit(case, 4000).num_tokens == 4000
+
+
+@pytest.mark.parametrize("name", [name for name in LONG if name != "cwe"])
+def test_long_training_prompts_name_nobody_of_the_test_split(village_frame, name):
+    form = re.compile(rf"({'|'.join(FIRST_SHE + FIRST_HE)}) ({'|'.join(LAST)})")
+    met = {}
+    for split in ("train", "test"):
+        case = LONG[name].make(Draw(random.Random(3), 0.5, split=split))
+        text = haystack(village_frame, case, 2000)
+        named = form.findall(text)
+        assert len(named) > 30
+        met[split] = {split_of(*person) for person in named}
+        if name == "niah_multivalue":
+            (asked,) = form.findall(case.question)
+            assert split_of(*asked) == split
+    assert met == {"train": {"train"}, "test": {"train", "test"}}
+
+
+@pytest.mark.parametrize("answers", [2, 4, 8, 16])
+def test_lessons_ask_for_fewer_names(village_frame, answers):
+    for name in set(LONG) - {"copy"}:
+        case = LONG[name].make(Draw(random.Random(4), 0.5, answers=answers))
+        assert len(case.expected) == answers
+    case = LONG["copy"].make(Draw(random.Random(4), 0.5, answers=answers))
+    assert case.expected[0].count(".") == max(answers // 4, 1)
+
+
+def owners(text):
+    """place -> who it is said to belong to, counted."""
+    found = collections.defaultdict(collections.Counter)
+    for place, owner in re.findall(r"(\w+) belongs to (\w+)\.", text):
+        found[place][owner] += 1
+    return found
+
+
+@pytest.mark.parametrize("length", [520, 2000])
+def test_owners_of_places(village_frame, length):
+    for seed in range(4):
+        case = a_case(LONG["niah_multiquery"], seed)
+        told = owners(haystack(village_frame, case, length))
+        assert all(len(found) == 1 for found in told.values())
+        asked = re.fullmatch(r"Who owns ([\w ]+)\?", case.question)[1].split()
+        assert case.expected == tuple(f"{place} {min(told[place])}" for place in asked)
+        assert len(set(told) - set(asked)) > 4  # others that nobody asks about
+        case = a_case(LONG["majority"], seed)
+        told = owners(haystack(village_frame, case, length))
+        asked = re.fullmatch(r"Who often owns ([\w ]+)\?", case.question)[1].split()
+        for place, answer in zip(asked, case.expected, strict=True):
+            (most, three), (_, two) = told[place].most_common()
+            assert (three, two) == (3, 2) and answer == f"{place} {most}"
+
+
+def test_one_person_meets_sixteen_in_order(village_frame):
+    case = a_case(LONG["niah_multivalue"])
+    text = haystack(village_frame, case)
+    (asked,) = re.findall(r"Whom does (\w+ \w+) meet every day\?", case.question)
+    assert tuple(re.findall(rf"{asked} often meets (\w+)\.", text)) == case.expected
+    assert len(re.findall(r"often meets", text)) > 20
+
+
+def test_a_chain_of_places(village_frame):
+    for seed in range(4):
+        case = a_case(LONG["vt"], seed)
+        text = haystack(village_frame, case)
+        pairs = set(re.findall(r"(\w+) lies in (\w+)\.", text))
+        within = dict(pairs)
+        assert len(pairs) == len(within) > 20
+        (place,) = re.findall(r"Where does (\w+) lie\?", case.question)
+        for step in case.expected:
+            assert within[place] == step
+            place = step
+        assert place not in within
+
+
+@pytest.mark.parametrize("length", [300, 4000])
+def test_common_names_are_the_most_frequent(village_frame, length):
+    for seed in range(4):
+        case = a_case(LONG["cwe"], seed)
+        text = words_of(haystack(village_frame, case, length))
+        counts = collections.Counter(text)
+        assert {name for name, _ in counts.most_common(16)} == set(case.expected)
+        assert counts.most_common(17)[15][1] > 3 * counts.most_common(17)[16][1]
+        seen = dict.fromkeys(name for name in text if name in case.expected)
+        assert tuple(seen) == case.expected
+
+
+def test_a_paragraph_is_copied(village_frame):
+    case = a_case(LONG["copy"])
+    (number,) = re.findall(r"Read File (\d+)\.", case.question)
+    text = haystack(village_frame, case)
+    assert f"File {number}: {case.expected[0]}" in text
+    assert len(re.findall(r"File \d+:", text)) == 4
+    assert case.expected[0].count(".") == 4
+
+
+def test_no_name_of_an_answer_is_part_of_another():
+    names = [*NAMES, *PLACES]
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert not [other for other in names if other != name and name.lower() in other.lower()]
