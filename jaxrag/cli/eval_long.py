@@ -150,7 +150,7 @@ def _add_arguments(parser: argparse.ArgumentParser, suite: str) -> None:
     parser.add_argument(
         "--host-values",
         action="store_true",
-        help="under topn, keep V of the layers behind device_layers in host memory only",
+        help="keep K and V, or V, in host memory under rules that are meant to have them there",
     )
     parser.add_argument(
         "--template", metavar="NAME", help="a template's name or .toml file (the model's own)"

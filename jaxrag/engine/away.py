@@ -1,6 +1,8 @@
 """Requests whose K and V lie in host memory, before their first generated token."""
 
 import dataclasses
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -45,23 +47,25 @@ def start_away(
         dataclasses.replace(it, slots=rows[it.slots].astype(np.int32))
         for it in carried_chunks(request)
     ]
-    far = [
-        rule.far(
-            HostPrompt(
-                config=config,
-                layer=layer,
-                index=index,
-                position=position,
-                room=room,
-                queries=np.asarray(bank.queries[index, 0][there], np.float32),
-                positions=positions[there],
-                threads=search.crew,
-                carried=carried,
-                documents=search.documents,
+    # Those that attend for other requests are not taken.
+    with ThreadPoolExecutor(os.cpu_count(), "index") as builders:
+        far = [
+            rule.far(
+                HostPrompt(
+                    config=config,
+                    layer=layer,
+                    index=index,
+                    position=position,
+                    room=room,
+                    queries=np.asarray(bank.queries[index, 0][there], np.float32),
+                    positions=positions[there],
+                    threads=builders,
+                    carried=carried,
+                    documents=search.documents,
+                )
             )
-        )
-        for index, layer in enumerate(layers)
-    ]
+            for index, layer in enumerate(layers)
+        ]
     search.begin(number, far, layers)
     pattern = pattern_of(config, window, layers, position, number)
     return Decoding(order=None, state=pattern)

@@ -13,9 +13,11 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jaxrag.decode import DecodeRule, Observe, PromptQueries
+from jaxrag.decode import DecodeRule, Decoding, Observe, PromptQueries
+from jaxrag.engine.away import start_away
 from jaxrag.engine.decoding import (
     FAILED,
+    FEWEST_ROOM,
     Lane,
     LaneKey,
     SamplingRows,
@@ -25,11 +27,13 @@ from jaxrag.engine.decoding import (
 )
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.mapping import RequestState
-from jaxrag.engine.prefill import Prefilled, prefill_observed
+from jaxrag.engine.prefill import prefill_observed
+from jaxrag.engine.prefilled import Prefilled
 from jaxrag.engine.progress import outcome_of
 from jaxrag.engine.request import DECODE_BLOCK, FinishReason, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.errors import RequestError
+from jaxrag.shapes import bucket
 from jaxrag.types import Array, HostArray
 
 
@@ -86,8 +90,9 @@ class Asker:
     ) -> list[Generated]:
         runner, rule = self._runner, requests[0].method.decode
         pages = max(len(state.table.pages) for state in mapped)
-        key = lane_of(requests[0], pages)
-        host = None if rule.searches is None or key is None else runner.host_search
+        key = lane_of(requests[0], pages, runner.cache.away)
+        searches = runner.cache.away or rule.searches is not None
+        host = runner.host_search if searches and key is not None else None
         numbers: list[int] = []
         try:
             if key is None:
@@ -129,14 +134,21 @@ class Asker:
         """Put every request into its row; returns the first tokens [B]."""
         rule, logits = lane.key.rule, prefilled.logits
         pairs = list(zip(requests, mapped, strict=True))
-        if not rule.sparse:
+        away = self._runner.cache.away
+        if not (rule.sparse or away):
             return np.asarray(lane.join(range(len(pairs)), pairs, logits)[0])[: len(pairs)]
         first = []
+        started: Decoding | None
         for row, state in enumerate(mapped):
             bank = own_queries(prefilled.bank, row, state, rule)
-            started = start_decoding(
-                self._runner, [state], rule, bank, lane.key.room, numbers[row : row + 1]
-            )
+            if away:
+                room = bucket(requests[row].room, FEWEST_ROOM)
+                number = numbers[row]
+                started = start_away(self._runner, state, rule, bank, room, number)
+            else:
+                started = start_decoding(
+                    self._runner, [state], rule, bank, lane.key.room, numbers[row : row + 1]
+                )
             rows = [*[None] * row, row]
             drawn = lane.join(rows, pairs[: row + 1], logits, started)[0]
             first.append(int(drawn[row]))

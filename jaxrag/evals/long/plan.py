@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from jaxrag.decode import rule_from
 from jaxrag.errors import RequestError
-from jaxrag.methods import Method, method_named
+from jaxrag.methods import Method, method_named, placement_of
 from jaxrag.tasks.long.case import Fitted, Frame
 from jaxrag.tasks.long.tasks import ANSWERS, SUITES, Draw, Task
 from jaxrag.tasks.long.words import Prose, prose, text_prose
@@ -42,7 +42,7 @@ class Options:
       lead: end prompts with the first words of the answer, where the task has some.
       max_new_tokens: of an answer; None = the task's.
       batch_size: questions that run together.
-      host_values: under topn, V of all but the rule's device_layers is in host memory only.
+      host_values: K and V, or V alone, are in host memory where a rule is meant to have them so.
       template: None = the model's own.
       dtype: None = the model's own.
     """
@@ -117,10 +117,10 @@ class Options:
             )
         if self.split not in get_args(Split):
             raise RequestError(f"--split {self.split}: expected {' or '.join(get_args(Split))}")
-        if self.host_values and all(m.decode.value_layers is None for m in self.resolved):
+        if self.host_values and not any(map(placement_of, self.resolved)):
             raise RequestError(
-                "--host-values: only topn reads values from host memory, and no method decodes by "
-                "it; add --decode topn, or leave it out"
+                "--host-values: no method's decode rule is meant to have any in host memory; add "
+                "--decode topn or retrieval, or leave it out"
             )
         named = [method.name for method in self.resolved]
         if not named or len(set(named)) < len(named):

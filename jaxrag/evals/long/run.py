@@ -26,7 +26,7 @@ from jaxrag.engine.sampling import SamplingParams
 from jaxrag.evals.long.ask import Asker, Generated
 from jaxrag.evals.long.plan import Item, Options, plan
 from jaxrag.evals.statistics import LEVEL, Estimate, difference, share
-from jaxrag.methods import Method
+from jaxrag.methods import Method, placement_of
 from jaxrag.models.model import Model, load_model
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.tasks.long.case import Frame
@@ -147,16 +147,15 @@ def _opened(options: Options) -> tuple[Model, Frame]:
 
 
 def _by_method(options: Options, model: Model) -> dict[str, Model]:
-    """The model that a method runs on: one that keeps values in host memory for topn, if asked."""
-    hosted: dict[int, Model] = {}
+    """The model that a method runs on: one with K and V where its rule has them, if asked."""
+    placed: dict[tuple[tuple[str, Any], ...], Model] = {(): model}
     found: dict[str, Model] = {}
     for method in options.resolved:
-        found[method.name] = model
-        layers = method.decode.value_layers
-        if options.host_values and layers is not None:
-            if layers not in hosted:
-                hosted[layers] = dataclasses.replace(model, value_layers=layers)
-            found[method.name] = hosted[layers]
+        where = placement_of(method) if options.host_values else {}
+        key = tuple(sorted(where.items()))
+        if key not in placed:
+            placed[key] = dataclasses.replace(model, **where)
+        found[method.name] = placed[key]
     return found
 
 
@@ -259,9 +258,9 @@ def _batches(options: Options, items: Sequence[Item]) -> Iterator[tuple[int, ...
         yield from itertools.batched(alike, options.batch_size)
 
 
-def placed_bytes(rule: DecodeRule, config: ModelConfig, tokens: int) -> Bytes:
-    """Bytes of a prompt by where they lie under a rule: of its formula, not measured."""
-    return rule.bytes(config, tokens)
+def placed_bytes(options: Options, rule: DecodeRule, config: ModelConfig, tokens: int) -> Bytes:
+    """Bytes of a prompt by where they lie under a rule: of its formula, which a test measures."""
+    return rule.bytes(config, tokens, None if options.host_values else "device")
 
 
 def _costs(
@@ -283,7 +282,7 @@ def _costs(
             "rows": options.batch_size,
             "seconds": statistics.median(seconds) if seconds else None,
             "read": sum(rule.tokens().values()) if rule.sparse else None,
-            "bytes": dataclasses.asdict(placed_bytes(rule, config, length)),
+            "bytes": dataclasses.asdict(placed_bytes(options, rule, config, length)),
         })  # fmt: skip
     return costs
 

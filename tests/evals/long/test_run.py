@@ -295,7 +295,7 @@ def test_prompts_can_be_trained_on(monkeypatch, village_model):
         ({"methods": ()}, "--methods"),
         ({"methods": ("turborag", "turborag")}, "each once"),
         ({"methods": ("turbo",)}, "'turbo'"),
-        ({"host_values": True}, "--host-values: only topn"),
+        ({"host_values": True}, "--host-values: no method's decode rule"),
         ({"decode": ("topn:n=0",)}, "n=0"),
         ({"decode": ("a=dense", "a=topn")}, "full_attention, a; .* each once"),
         ({"decode": ("dense", "dense")}, "full_attention, dense; .* each once"),
