@@ -218,6 +218,7 @@ def load(
             raise ConfigError(f"--mesh {args.mesh!r}: expected three integers such as 1,1,8")
         data, fsdp, tensor = map(int, sizes)
         mesh = make_mesh(data, fsdp, tensor)
+    kv = None if method is None else args.kv  # `jaxrag ingest` has a --kv of another meaning
     model = load_model(
         path,
         mesh=mesh,
@@ -226,9 +227,9 @@ def load(
         value_layers=args.value_layers,
         max_host_bytes=args.max_host_bytes,
         kernels=args.kernels,
-        kv=args.kv or "device",
+        kv=kv or "device",
     )
-    if method is None or args.kv is not None:
+    if method is None or kv is not None:
         return model
     with contextlib.suppress(ConfigError, RequestError):
         model = placed(model, method)
