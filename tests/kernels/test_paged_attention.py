@@ -133,23 +133,18 @@ def test_rotating_query_by_offset_equals_rotating_keys(rng, rope):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("own_v_pages", [False, True])
-def test_rows_in_turn_are_the_rows_together(rng, own_v_pages):
-    """Other tables and positions a row, one row of padding only; V at pages of its own or not."""
+def test_rows_in_turn_are_the_rows_together(rng):
+    """Other tables and positions a row, one row of padding only."""
     scene = Scene(rng, ROPES["half"], [290, 130, 40], [150, 0, 600], [-1] * 20)
     orders = ([0, 1, 2], [2, 0, 1], [1, 2, 0])
     table = jax.tree.map(lambda *rows: jnp.concatenate(rows), *map(scene.arrays, orders))
     q = jnp.asarray(rng.normal(size=(3, 300, N, H)), jnp.float32)
     positions = jnp.stack([jnp.arange(500, 800), jnp.full(300, -1), jnp.arange(20, 320)])
-    values, v_pages = scene.v_pool, None
-    if own_v_pages:
-        order = jnp.asarray(rng.permutation(NUM_PAGES))
-        values, v_pages = scene.v_pool[order], jnp.argsort(order)[table.pages]
 
     outs = [
         op(
-            q, Pool(scene.k_pool, values), table, positions.astype(jnp.int32), scene.rotary,
-            scale=0.3, window=450, v_pages=v_pages,
+            q, Pool(scene.k_pool, scene.v_pool), table, positions.astype(jnp.int32), scene.rotary,
+            scale=0.3, window=450,
         )
         for op in (paged_attention_by_row, paged_attention)
     ]  # fmt: skip
