@@ -16,6 +16,7 @@ _PRODUCT = 1 << 18  # multiply-adds above which BLAS starts threads of its own
 _SHORT = 64  # rows; shorter runs are gathered together
 _PICK = 8192  # scores from which on the best are looked for in two steps
 _GROUP = 64
+_FEW = 4  # offsets whose keys are scored one offset after the other
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -187,6 +188,9 @@ class Memory:
         if self._which is None:
             return self._scores(head, asked[0], rows)
         which = self._which[positions]
+        if len(self.offsets) > _FEW:  # one call for each would cost more than what it computes
+            keys = self._rows(self.layer.k[head], rows)
+            return np.einsum("nh,nh->n", keys, np.take(asked, which, axis=0))
         scores = np.empty(len(positions), np.float32)
         for offset in np.unique(which).tolist():
             there = which == offset
