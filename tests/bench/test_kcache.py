@@ -26,6 +26,7 @@ def quick():
     )
 
 
+@pytest.mark.slow
 def test_dense_is_out_of_pages_first(quick):
     config = QUICK.config()
     rows = {(row["rule"], row["batch"]): row for row in quick["throughput"]}
@@ -49,6 +50,7 @@ def test_dense_is_out_of_pages_first(quick):
     assert topn["host_bytes"] == topn["device_bytes"] // 3 and dense["host_bytes"] == 0
 
 
+@pytest.mark.slow
 def test_what_is_moved(quick):
     (row,) = quick["traffic"]
     config = QUICK.config()
@@ -117,6 +119,7 @@ def test_answers_of_the_shipped_weights():
     assert [row["same_as_dense"]["value"] for row in found["rows"]] == [1, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_the_table_says_who_has_no_pages(quick):
     lines = [line for line in report(quick) if line.strip().startswith("512 ")]
     assert [line.split()[1] for line in lines] == ["1", "3", "4"]

@@ -72,6 +72,7 @@ def served(model, requests):
     return found
 
 
+@pytest.mark.slow
 def test_every_rule_answers_as_after_a_prefill_of_its_own(model, requests_under, monkeypatch):
     wanted = {rule: served(model, requests_under(rule)) for rule in RULES}
     assert len({tuple(ids) for found in wanted.values() for ids, _ in found}) > 9  # rules differ
