@@ -67,9 +67,9 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Allocates nothing yet."""
-        self.runner = ModelRunner(model)
         several = len(processes_of(model.mesh)) > 1
         self.settings = settings or EngineSettings(lockstep=several)
+        self.runner = ModelRunner(model, self.settings.half_life)
         self.compiled = Counter[str]()
         self._clock = clock
         self._numbers = itertools.count()

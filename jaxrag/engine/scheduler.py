@@ -378,6 +378,7 @@ class Scheduler:
     def _grant(self, entry: Entry, need: Need) -> Admitted:
         allocator, why = self._allocator, f"request {entry.number}"
         self._queue.remove(entry)
+        allocator.tick()
         loads = tuple(key for key in need.chunks if not self._is_there(key))
         for key in need.chunks:  # before anything is allocated, which could evict them
             allocator.subscribe(key)
