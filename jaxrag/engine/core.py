@@ -18,6 +18,7 @@ from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.scheduler import Ending, Entry, Scheduler, Status
 from jaxrag.engine.state import Broken, EngineSettings, Post, State
 from jaxrag.engine.thread import result_of
+from jaxrag.engine.turns import leave_turn
 from jaxrag.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -178,6 +179,7 @@ class Core:
     ) -> None:
         """The answer is complete: its outcome, and everything it holds is given back."""
         outcome = self._outcome(live)
+        leave_turn(self.state.scheduler, live)
         self._end(live, "finished")
         self._tell(live, Progress(live.number, list(new), list(probability), reason, outcome))
 
