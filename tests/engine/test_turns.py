@@ -5,10 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrag.cache import PAGE
-from jaxrag.decode import Quest, StaticWindow
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.errors import RequestError
 from jaxrag.methods import METHODS
 
 FULL = dataclasses.replace(METHODS["full_attention"], prefix_cache=True)
