@@ -221,6 +221,7 @@ class Scheduler:
     def share(self, number: int, key: str, pages: tuple[int, ...], tokens: int) -> None:
         """Own pages of a request hold a part of its prompt that others may map from now on."""
         entry = self._live[number]
+        assert set(pages) <= set(entry.own), f"request {number} shares pages that are not its own"
         if key in self._allocator.chunks:  # another request was first
             return
         self._allocator.insert(key, pages, tokens)

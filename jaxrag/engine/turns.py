@@ -15,9 +15,12 @@ def leave_turn(scheduler: Scheduler, live: Live) -> None:
     """A request has all its tokens: its pages with question and answer are shared from now on.
 
     The answer's last token is not among them, as it may never have been run. Under a sparse decode
-    rule none of the answer is: its KV is not what prefill computes.
+    rule none of the answer is: its KV is not what prefill computes. Nothing stays of one that is
+    set aside, as its pages are others' now.
     """
-    if keeps_turns(live.request) and live.state is not None and live.read:
+    if live.state is None or live.swapped is not None or not live.read:
+        return
+    if keeps_turns(live.request):
         for key, page, tokens in _pages(live):
             scheduler.share(live.number, key, (page,), tokens)
 

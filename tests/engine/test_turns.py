@@ -2,7 +2,6 @@
 
 import dataclasses
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from jaxrag.cache import PAGE
 from jaxrag.decode import Quest, Retrieval, StaticWindow, TopN
 from jaxrag.engine.admission import SchedulerSettings
-from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.state import EngineSettings
 from jaxrag.errors import RequestError
@@ -300,33 +298,56 @@ def test_many_at_once_and_of_one_conversation(engine_on, rng, at_rest):
     at_rest(engine)
 
 
-def test_a_first_turn_that_was_set_aside_is_kept_where_it_lies_now(engine_on, rng, told, at_rest):
+@pytest.fixture
+def two_classes(engine_on, rng, told):
+    """A request that is being answered, and one of a better class that needs its pages.
+
+    ``two_classes(stop)``: its engine, its conversation, and what its client was told until it
+    ended; with ``stop``, which was while it was set aside.
+    """
+
+    def run(stop):
+        settings = EngineSettings(scheduler=SchedulerSettings(classes=2))
+        engine = engine_on(cache_tokens=256, settings=settings)
+        talk = Talk(engine, rng, PLAIN, chunks=(20,), priority=1, watched=True)
+        better = Talk(engine, rng, PLAIN, chunks=(130,), priority=0, keeps=False, watched=True)
+        client, begun, ended = told(), threading.Event(), threading.Event()
+
+        def sink(progress):
+            client(progress)
+            if len(client.ids[progress.number]) == 3:
+                begun.set()
+            if progress.last:
+                ended.set()
+
+        number = engine.add(talk.put(), sink)
+        assert begun.wait(60)
+        for progress in engine.iterate([better.put()]):
+            assert progress.error is None
+            if stop and progress.new:
+                engine.stop(number)
+        assert ended.wait(60) and client.last[number].error is None
+        assert engine._core.state.scheduler.preempted == 1
+        talk.heard(client.ids[number])
+        return engine, talk, client.last[number]
+
+    return run
+
+
+def test_a_first_turn_that_was_set_aside_is_kept_where_it_lies_now(engine_on, two_classes, at_rest):
     """Its pages are others when it goes on."""
-    engine = engine_on(
-        cache_tokens=256, settings=EngineSettings(scheduler=SchedulerSettings(classes=2))
-    )
-    talk = Talk(engine, rng, PLAIN, chunks=(20,), priority=1, watched=True)
-    better = Talk(engine, rng, PLAIN, chunks=(130,), priority=0, keeps=False)
-    client, begun = told(), threading.Event()
-
-    def sink(progress):
-        client(progress)
-        if len(client.ids[progress.number]) == 3:
-            begun.set()
-
-    number = engine.add(talk.put(), sink)
-    assert begun.wait(60)
-    answered(engine, better.put())
-    engine.call(lambda runner: None)
-    for _ in range(6000):
-        if number in client.last:
-            break
-        time.sleep(0.01)
-    assert client.last[number].error is None
-    assert engine._core.state.scheduler.preempted == 1
-    talk.heard(client.ids[number])
+    engine, talk, _ = two_classes(stop=False)
     ids, outcome, again = talk.ask()
     assert turns(outcome) == [(39, "prefix hit")]
     assert ids == recomputed(engine_on, dataclasses.replace(again, priority=0))
     at_rest(engine)
-    assert engine_of(engine.runner.model) is engine
+
+
+def test_of_one_that_is_stopped_while_it_is_set_aside_nothing_stays(two_classes, at_rest):
+    """Its pages are others' by then."""
+    engine, talk, last = two_classes(stop=True)
+    assert last.finish_reason == "stop" and len(talk.chunks[-1]) < QUESTION + TOKENS - 1
+    at_rest(engine)
+    _, outcome, _ = talk.ask()
+    assert {how for _, how in turns(outcome)} == {"computed"}
+    at_rest(engine)
