@@ -51,7 +51,10 @@ class Conversation:
 
 
 def conversation_of(messages: Any, earlier: Any = "exact", *, keeps: bool) -> Conversation:
-    """The conversation that messages of roles and contents are. Raises RequestError."""
+    """The conversation that messages of roles and contents are. Raises RequestError.
+
+    Turns that are read as blocks are chunks, and none of them is kept.
+    """
     if earlier not in get_args(EarlierTurns):
         raise RequestError(
             f"earlier_turns={reprlib.repr(earlier)}: expected one of "
@@ -87,7 +90,7 @@ def conversation_of(messages: Any, earlier: Any = "exact", *, keeps: bool) -> Co
     ):
         raise RequestError("messages: expected all of system and user as text, or all as token ids")
     answers = tuple(content for _, content in said[1::2])
-    return Conversation(questions, answers, system, earlier, keeps)
+    return Conversation(questions, answers, system, earlier, keeps and earlier == "exact")
 
 
 def _message(what: str, message: Any) -> tuple[str, Text]:
