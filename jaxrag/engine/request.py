@@ -102,9 +102,12 @@ def check_length(model: Model, prompt: Prompt, max_new_tokens: int) -> None:
     """RequestError when prompt and answer do not fit the model's context."""
     need, limit = prompt.num_tokens + max_new_tokens, model.config.max_positions
     if need > limit:
-        parts = f"{len(prompt.prefix)} prefix + {sum(map(len, prompt.chunks))} chunk"
+        chunks, said = sum(prompt.lengths), sum(len(prompt.chunks[turn]) for turn in prompt.turns)
+        parts = f"{len(prompt.prefix)} prefix + {chunks} chunk"
+        earlier = f" + {said} earlier turn" if prompt.turns else ""
+        fewer = "leave earlier turns out, " if prompt.turns else ""
         raise RequestError(
-            f"the prompt has {parts} + {len(prompt.final)} question tokens and {max_new_tokens} "
-            f"may be generated: {need} in all, the model's context is {limit}; ask a shorter "
-            f"question, use fewer or shorter chunks, or generate fewer tokens"
+            f"the prompt has {parts}{earlier} + {len(prompt.final)} question tokens and "
+            f"{max_new_tokens} may be generated: {need} in all, the model's context is {limit}; "
+            f"ask a shorter question, {fewer}use fewer or shorter chunks, or generate fewer tokens"
         )

@@ -52,6 +52,7 @@ def laid_out(
     found: Sequence[Sequence[FoundChunk]],
     wrap: Callable[[FoundChunk], HostArray],
     earlier: EarlierTurns,
+    shown: Callable[[HostArray], str],
 ) -> tuple[Prompt, list[FoundChunk]]:
     """The prompt of the last question, and of its chunks those that are no turns, in order.
 
@@ -66,6 +67,7 @@ def laid_out(
       found: the chunks of every question.
       wrap: gives a chunk the form that it has in a prompt.
       earlier: what answered turns are.
+      shown: the text of token ids.
     """
     chunks: list[HostArray] = []
     turns, members = list[int](), list[FoundChunk]()
@@ -75,8 +77,9 @@ def laid_out(
         if earlier == "exact":
             turns.append(len(chunks))
         else:
-            name = f"turn {number}"
-            members.append(FoundChunk(Source(name, 0, None, None, ""), "", ids, bare=True))
+            text = shown(ids)
+            source = Source(f"turn {number}", 0, None, None, text, end=len(text))
+            members.append(FoundChunk(source, "", ids, bare=True))
         chunks.append(ids)
 
     for number, (one, here) in enumerate(zip(asked, found, strict=True)):

@@ -278,7 +278,10 @@ def _laid_out(
             return chunk.ids
         return template.chunk_ids(tokenizer, chunk.ids, chunk.title)
 
-    return laid_out(asked, answers, found, wrap, talk.earlier)
+    def shown(ids: HostArray) -> str:
+        return tokenizer.decode(ids) if texts else ""
+
+    return laid_out(asked, answers, found, wrap, talk.earlier, shown)
 
 
 def _on_turns(method: Method, talk: Conversation) -> Iterator[str]:

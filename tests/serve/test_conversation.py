@@ -13,8 +13,10 @@ from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.errors import RequestError, TokenizerError
 from jaxrag.models.segments import lay_out
+from jaxrag.serve.answers import serve
 from jaxrag.serve.door import Conversation
 from jaxrag.serve.questions import prepare, resolve, shown_prompt
+from jaxrag.types import FINAL, FIRST_CHUNK
 
 DOCUMENTS = ["The salt wells of Yanjing are worked by hand.", "A bamboo bridge crosses the river."]
 QUESTIONS = ["Who works the salt wells?", "What crosses the river?", "Which river is it?"]
@@ -198,11 +200,36 @@ def logits_of(model, request):
 
 
 def packed(model, prompt):
-    """The same by one packed forward without a cache, prefix and chunks each for themselves."""
+    """The same by one packed forward without a cache, prefix and chunks each for themselves.
+
+    Turns see all that precedes them, as the final block does.
+    """
     lengths = [len(chunk) for chunk in prompt.chunks]
     layout = lay_out(len(prompt.prefix), lengths, len(prompt.final))
+    segments = layout.segments.copy()
+    for turn in prompt.turns:
+        segments[segments == FIRST_CHUNK + turn] = FINAL
     whole = np.concatenate((prompt.prefix, *prompt.chunks, prompt.final))[None]
-    return np.asarray(model.logits(whole, layout.positions[None], layout.segments[None])[0, -1])
+    return np.asarray(model.logits(whole, layout.positions[None], segments[None])[0, -1])
+
+
+def test_law_2_turns_in_the_pool_among_chunks_of_several_questions(kb):
+    """Kept piece by piece, and read over stored chunks: one packed forward gives the same."""
+    settings = resolve(
+        kb=kb, model=None, method="turborag", template=None, k=1, max_new_tokens=20, stop=()
+    )
+    questions, answers = ("salt wells", "tea bricks", "a bridge"), []
+    for turn in range(3):
+        talk = Conversation(questions[: turn + 1], tuple(answers), keeps=True)
+        request = prepare(settings, talk, None, Sampling()).request
+        found, parts = logits_of(kb.model, request)
+        kept = [part.kept for part in parts if part.turn]
+        assert sum(kept) > sum(len(it) // 16 for it in answers) or not turn
+        expected = packed(kb.model, request.prompt)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-5)
+        [answer] = serve(settings, [prepare(settings, talk, None, Sampling())], 1)
+        answers.append(answer[0].token_ids)
+    assert request.prompt.turns == (1, 2, 4, 5) and len(request.prompt.chunks) == 7
 
 
 def ready(model, asked, blocks=(), template="plain"):
@@ -260,7 +287,8 @@ def test_law_2_earlier_turns_as_blocks(text_model):
     messages = [user("Who?"), assistant("A brick."), user(QUESTIONS[1])]
     options = {"documents": DOCUMENTS, "model": text_model, "template": "plain", **BRIEF}
     result = generate(messages=messages, earlier_turns="blocks", **options)
-    assert [it.document_id for it in result.sources][-1] == "turn 0"
+    assert result.sources[-1].document_id == "turn 0"
+    assert result.sources[-1].text == "Question: Who?\nAnswer:A brick."
     assert "an approximation" in " ".join(result.notes)
     with pytest.raises(RequestError, match="earlier_turns='blocks': method 'full_attention'"):
         generate(messages=messages, earlier_turns="blocks", method="full_attention", **options)
@@ -298,6 +326,28 @@ def test_bad_messages_are_refused(text_model, messages, why):
     with pytest.raises(RequestError, match=why) as refused:
         generate(messages=messages, documents=DOCUMENTS, model=text_model)
     assert "\n" not in str(refused.value)
+
+
+def test_a_conversation_beyond_the_context_is_refused(text_model):
+    messages = [user("Who?"), assistant("Clay. " * 600), user("Why?")]
+    with pytest.raises(
+        RequestError, match=r"\d+ earlier turn \+ \d+ question .* leave earlier turns"
+    ):
+        generate(messages=messages, documents=DOCUMENTS, model=text_model)
+
+
+def test_a_stop_string_ends_the_answer_and_not_the_turn(text_model):
+    """What followed the cut is another text; what stands before it is found by pages."""
+    question = "Who works the salt wells, and who else, and since when? " * 2
+    options = {"documents": DOCUMENTS, "model": text_model, "template": "plain"}
+    whole = generate(messages=[user(question)], max_new_tokens=12, **options)
+    stop = next(piece for piece in whole.text[3:] if piece.strip())
+    engine_of(text_model).forget()
+    cut = generate(messages=[user(question)], max_new_tokens=12, stop=[stop], **options)
+    assert cut.finish_reason == "stop" and cut.text == whole.text[: whole.text.index(stop)]
+    messages = [user(question), assistant(cut.text or "none"), user("Why?")]
+    result = generate(messages=messages, max_new_tokens=3, **options)
+    assert reused(result, "turn")[0] == ("turn 0", "prefix hit")
 
 
 def test_what_does_not_go_together_is_refused(text_model):
