@@ -351,3 +351,36 @@ def test_of_one_that_is_stopped_while_it_is_set_aside_nothing_stays(two_classes,
     _, outcome, _ = talk.ask()
     assert {how for _, how in turns(outcome)} == {"computed"}
     at_rest(engine)
+
+
+def test_law_13_among_others_that_come_go_and_push_turns_out(engine_on, rng, told, at_rest):
+    """A pool of a few conversations, and more of them than it holds; some are aborted."""
+    engine = engine_on(cache_tokens=400)
+    talks = [Talk(engine, rng, PLAIN, rows=4) for _ in range(6)]
+    hits = computed = 0
+    for turn in range(3):
+        client, doomed = told(), told()
+        numbers = {}
+        for at in rng.permutation(len(talks)):
+            numbers[at] = engine.add(talks[at].put(), client)
+            if rng.random() < 0.6:
+                other = talks[rng.integers(len(talks))]
+                if hasattr(other, "final"):
+                    number = engine.add(other.request(), doomed)
+                    if rng.random() < 0.5:
+                        engine.abort(number)
+        for _ in range(6000):
+            if len(client.last) == len(talks):
+                break
+            threading.Event().wait(0.01)
+        for at, talk in enumerate(talks):
+            last = client.last[numbers[at]]
+            assert last.error is None
+            said = client.ids[numbers[at]]
+            assert said == recomputed(engine_on, talk.request(keeps=False)), (turn, at)
+            talk.heard(said)
+            for tokens, how in turns(last.outcome):
+                hits += tokens * (how == "prefix hit")
+                computed += tokens * (how == "computed")
+    assert hits and computed
+    at_rest(engine)
