@@ -199,10 +199,10 @@ def prepare(
     _check_said(talk, model)
     found: list[list[FoundChunk]] = [[] for _ in talk.questions]
     if documents is not None:
-        found[0] = [given(f"documents[{i}]", it, model) for i, it in enumerate(documents)]
+        found[0] = [_given(f"documents[{i}]", it, model) for i, it in enumerate(documents)]
     elif settings.kb is not None:
         found = _retrieve_all(settings, talk)
-    elif not (blocks or talk is question):
+    elif not (len(blocks) or talk is question):
         raise RequestError("no knowledge base and no documents to answer from; give one of them")
     retrieve_seconds = time.perf_counter() - start
     notes = list(settings.notes)
@@ -210,7 +210,7 @@ def prepare(
         notes.append("no chunk was found for the question; it was asked without any")
         if settings.where is not None and settings.kb is not None:
             notes += (f"where: {why}" for why in settings.kb.why_nothing(settings.where))
-    bare = [given(f"blocks[{i}]", it, model) for i, it in enumerate(blocks)]
+    bare = [_given(f"blocks[{i}]", it, model) for i, it in enumerate(blocks)]
     found[0] = [*(dataclasses.replace(it, bare=True) for it in bare), *found[0]]
     prompt, members = _laid_out(settings, talk, found)
     if isinstance(talk.questions[-1], str):
@@ -225,7 +225,7 @@ def prepare(
     request = Request(
         prompt,
         settings.store,
-        keeping(settings.method) if talk.keeps else settings.method,
+        _keeping(settings.method) if talk.keeps else settings.method,
         settings.max_new_tokens,
         sampling=sampling,
         eos_ids=_eos_ids(model),
@@ -238,7 +238,7 @@ def prepare(
     return ReadyQuestion(request, sources, retrieve_seconds, notes, retrieved)
 
 
-def keeping(method: Method) -> Method:
+def _keeping(method: Method) -> Method:
     """The method, with leading parts kept where that is exact whatever the pool holds."""
     return dataclasses.replace(method, prefix_cache=True) if method.encoder is None else method
 
@@ -269,9 +269,9 @@ def _laid_out(
         asked = template.conversation(tokenizer, texts, talk.system)
     else:  # token ids stand for themselves: no template, as there may be no tokenizer
         none = np.zeros(0, np.int32)
-        ids = [given("question", one, model).ids for one in talk.questions]
+        ids = [_given("question", one, model).ids for one in talk.questions]
         asked = [QuestionIds(none, one, (0, len(one))) for one in ids]
-    answers = [given("an answer", one, model).ids for one in talk.answers]
+    answers = [_given("an answer", one, model).ids for one in talk.answers]
 
     def wrap(chunk: FoundChunk) -> HostArray:
         if chunk.bare or not texts:
@@ -418,7 +418,7 @@ def _neighbours(
     )
 
 
-def given(what: str, document: Text, model: Model) -> FoundChunk:
+def _given(what: str, document: Text, model: Model) -> FoundChunk:
     """A text or token ids passed by the caller, as one chunk."""
     if isinstance(document, str):
         _check_text(what, document)
