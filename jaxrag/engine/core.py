@@ -65,9 +65,10 @@ class Core:
             self._fail(live, error)
 
     def abort(self, number: int) -> None:
-        """The client wants nothing more of a request."""
+        """The client wants nothing more of a request; a turn that it has read of stays."""
         live = self.state.live.get(number)
         if live is not None:
+            leave_turn(self.state.scheduler, live)
             self._fail(live, Cancelled(f"request {number} was aborted"), "cancelled")
 
     def stop(self, number: int) -> None:

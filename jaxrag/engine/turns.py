@@ -12,7 +12,7 @@ from jaxrag.types import HostArray
 
 
 def leave_turn(scheduler: Scheduler, live: Live) -> None:
-    """A request has all its tokens: its pages with question and answer are shared from now on.
+    """A request gets no more tokens: its pages with question and answer are shared from now on.
 
     The answer's last token is not among them, as it may never have been run. Under a sparse decode
     rule none of the answer is: its KV is not what prefill computes. Nothing stays of one that is

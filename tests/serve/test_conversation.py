@@ -154,6 +154,20 @@ def test_streams_and_tasks(text_model):
     assert result.token_ids == expected.token_ids and "".join(pieces) == expected.text
 
 
+def test_an_answer_that_was_left_is_a_turn_as_far_as_it_went(text_model):
+    """A reader who stops it half-way, and asks on."""
+    asked = user("Who works the salt wells, and since when, and for whom? " * 2)
+    options = {"documents": DOCUMENTS, "model": text_model, "template": "plain"}
+    stream = generate(messages=[asked], stream=True, max_new_tokens=40, **options)
+    seen = next(stream)
+    del stream
+    messages = [asked, assistant(seen if seen.strip() else "none"), user("Why?")]
+    result = generate(messages=messages, **options, **BRIEF)
+    [found, *rest] = [row for row in result.reuse if row.part == "turn 0"]
+    assert found.how == "prefix hit" and found.tokens > 0
+    assert sum(row.tokens for row in rest) < 16
+
+
 def test_a_system_message_changes_no_chunk(text_model):
     options = {"documents": DOCUMENTS, "model": text_model, "method": "full_reuse", **BRIEF}
     generate(messages=[user("Who?")], **options)
