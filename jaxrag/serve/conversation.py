@@ -59,7 +59,7 @@ def laid_out(
     A turn is all from the chunks of its question, or from the turn before it, to the token before
     the last of its answer: that one was never run when it was generated, so it goes with what
     follows. Chunks stand in the turn in which they were found. Earlier turns as "blocks" are chunks
-    themselves, each with the whole of its answer.
+    themselves, each with the whole of its answer, and with what leads to chunks behind it.
 
     Args:
       asked: the questions.
@@ -71,31 +71,38 @@ def laid_out(
     """
     chunks: list[HostArray] = []
     turns, members = list[int](), list[FoundChunk]()
-    said = _NOTHING
-
-    def close(ids: HostArray, number: int) -> None:
-        if earlier == "exact":
-            turns.append(len(chunks))
-        else:
-            text = shown(ids)
-            source = Source(f"turn {number}", 0, None, None, text, end=len(text))
-            members.append(FoundChunk(source, "", ids, bare=True))
-        chunks.append(ids)
+    said = _NOTHING  # since the last part
 
     for number, (one, here) in enumerate(zip(asked, found, strict=True)):
-        said = np.concatenate((said, one.before)) if number else _NOTHING
-        if here and len(said):
-            close(said, number)
-            said = _NOTHING
+        before = one.before if number else _NOTHING
+        if here and number:
+            if earlier == "exact":
+                turns.append(len(chunks))
+                chunks.append(_joined(said, before))
+            else:
+                chunks[-1] = _joined(chunks[-1], before)
+            said = before = _NOTHING
         chunks += map(wrap, here)
         members += here
-        said = np.concatenate((said, one.final)).astype(np.int32)
-        if number < len(answers):
-            whole = np.concatenate((said, answers[number])).astype(np.int32)
-            cut = len(whole) - (earlier == "exact")
-            close(whole[:cut], number)
-            said = whole[cut:]
+        said = _joined(said, before, one.final)
+        if number == len(answers):
+            break
+        said = _joined(said, answers[number])
+        if earlier == "exact":
+            turns.append(len(chunks))
+            chunks.append(said[:-1])
+            said = said[-1:]
+        else:
+            text = shown(said)
+            source = Source(f"turn {number}", 0, None, None, text, end=len(text))
+            members.append(FoundChunk(source, "", said, bare=True))
+            chunks.append(said)
+            said = _NOTHING
     shift = len(said) - len(asked[-1].final)
     first, last = asked[-1].question
     span = shift + first, shift + last
     return Prompt(asked[0].before, tuple(chunks), said, question=span, turns=tuple(turns)), members
+
+
+def _joined(*parts: HostArray) -> HostArray:
+    return np.concatenate(parts).astype(np.int32)

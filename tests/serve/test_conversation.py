@@ -14,8 +14,10 @@ from jaxrag.engine.engine import engine_of
 from jaxrag.errors import RequestError, TokenizerError
 from jaxrag.models.segments import lay_out
 from jaxrag.serve.answers import serve
+from jaxrag.serve.conversation import FoundChunk, Source, laid_out
 from jaxrag.serve.door import Conversation
 from jaxrag.serve.questions import prepare, resolve, shown_prompt
+from jaxrag.text.prompts import QuestionIds
 from jaxrag.types import FINAL, FIRST_CHUNK
 
 DOCUMENTS = ["The salt wells of Yanjing are worked by hand.", "A bamboo bridge crosses the river."]
@@ -198,6 +200,42 @@ def test_token_ids_need_no_tokenizer(text_model, alone):
     assert result.token_ids == alone(bare, messages=messages, **options).token_ids
     with pytest.raises(TokenizerError):
         generate(messages=[user("Who?")], model=bare, **options)
+
+
+def a_chunk(*ids):
+    return FoundChunk(Source("a", 0, None, None, ""), "", np.array(ids, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("before", "earlier", "chunks", "turns"),
+    [
+        ([1], "exact", [[50], [10, 11, 20], [21, 1], [51], [12, 22], [23, 1, 13]], (1, 2, 4)),
+        ([], "exact", [[50], [10, 11, 20], [21], [51], [12, 22], [23, 13]], (1, 2, 4)),
+        ([1], "blocks", [[50], [10, 11, 20, 21, 1], [51], [12, 22, 23], [1, 13]], ()),
+        ([], "blocks", [[50], [10, 11, 20, 21], [51], [12, 22, 23], [13]], ()),
+    ],
+)
+def test_every_token_stands_in_its_place(before, earlier, chunks, turns):
+    """Whatever a tokenizer makes of what stands between two turns, and be it nothing."""
+
+    def asked(*ids):
+        array = np.array(ids, np.int32)
+        return QuestionIds(np.array(before, np.int32), array, (0, len(array)))
+
+    prompt, members = laid_out(
+        [asked(10, 11), asked(12), asked(13)],
+        [np.array(ids, np.int32) for ids in ([20, 21], [22, 23])],
+        [[a_chunk(50)], [a_chunk(51)], []],
+        lambda chunk: chunk.ids,
+        earlier,
+        str,
+    )
+    *parts, final = chunks
+    assert [ids.tolist() for ids in prompt.chunks] == parts
+    assert prompt.final.tolist() == final and prompt.turns == turns
+    assert prompt.question == (len(final) - 1, len(final))
+    assert len(members) == len(parts) - len(turns)
+    assert {ids.dtype.name for ids in (*prompt.chunks, prompt.final)} == {"int32"}
 
 
 def logits_of(model, request):
