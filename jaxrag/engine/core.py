@@ -18,6 +18,7 @@ from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.scheduler import Ending, Entry, Scheduler, Status
 from jaxrag.engine.state import Broken, EngineSettings, Post, State
 from jaxrag.engine.thread import result_of
+from jaxrag.engine.turns import leave_turn
 from jaxrag.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -64,9 +65,10 @@ class Core:
             self._fail(live, error)
 
     def abort(self, number: int) -> None:
-        """The client wants nothing more of a request."""
+        """The client wants nothing more of a request; a turn that it has read of stays."""
         live = self.state.live.get(number)
         if live is not None:
+            leave_turn(self.state.scheduler, live)
             self._fail(live, Cancelled(f"request {number} was aborted"), "cancelled")
 
     def stop(self, number: int) -> None:
@@ -178,6 +180,7 @@ class Core:
     ) -> None:
         """The answer is complete: its outcome, and everything it holds is given back."""
         outcome = self._outcome(live)
+        leave_turn(self.state.scheduler, live)
         self._end(live, "finished")
         self._tell(live, Progress(live.number, list(new), list(probability), reason, outcome))
 

@@ -49,6 +49,7 @@ def _try(runner: ModelRunner, plan: RequestPlan, found: dict[str, Found]) -> Req
     held: dict[str, CachedChunk] = {}
     own: tuple[int, ...] = ()
     need = plan.need(allocator.__contains__)
+    allocator.tick()
     try:
         for key in need.chunks:  # what is there is held before anything is evicted
             resident = allocator.acquire(key)

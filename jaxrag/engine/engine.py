@@ -67,9 +67,9 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Allocates nothing yet."""
-        self.runner = ModelRunner(model)
         several = len(processes_of(model.mesh)) > 1
         self.settings = settings or EngineSettings(lockstep=several)
+        self.runner = ModelRunner(model, self.settings.half_life)
         self.compiled = Counter[str]()
         self._clock = clock
         self._numbers = itertools.count()
@@ -227,7 +227,7 @@ class Engine:
         lane = lane_of(request, need.pages, away)
         number, now = next(self._numbers), self._clock()
         prompt = request.prompt
-        reused = sum(len(part.ids) for part in plan.parts if part.load is not None)
+        reused = sum(len(it.ids) for it in plan.parts if it.load is not None or it.turn)
         entry = Entry(
             number=number,
             need=plan.need,
@@ -238,7 +238,7 @@ class Engine:
             priority=request.priority,
             tenant=request.tenant,
             deadline=None if request.timeout is None else now + request.timeout,
-            swappable=not (request.method.prefix_cache or model.value_layers is not None or away),
+            swappable=not (plan.looks or model.value_layers is not None or away),
         )
         return Live(number, request, plan, lane, sink, now), entry
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jaxrag.cache import PAGE, PagedCache, pages_for
+from jaxrag.cache.heat import HALF_LIFE
 from jaxrag.cache.host import StagingBlocks
 from jaxrag.cache.host_pool import default_host_tokens
 from jaxrag.decode import HostSearch
@@ -30,9 +31,10 @@ class ModelRunner:
         it holds nothing of the model, and is closed with the runner.
     """
 
-    def __init__(self, model: Model) -> None:
-        """Allocates nothing yet."""
+    def __init__(self, model: Model, half_life: float = HALF_LIFE) -> None:
+        """Allocates nothing yet; ``half_life`` is of the pool's chunks, in requests."""
         self.model = model
+        self._half_life = half_life
         self.host_search = HostSearch()
         self._cache: PagedCache | None = None
         self._making = threading.Lock()
@@ -51,6 +53,7 @@ class ModelRunner:
                     model.value_layers,
                     model.max_host_bytes,
                     away=model.kv == "host",
+                    half_life=self._half_life,
                 )
             return self._cache
 

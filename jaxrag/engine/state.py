@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from jaxrag.cache.heat import HALF_LIFE
 from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.live import Live
 from jaxrag.engine.runner import ModelRunner
@@ -22,6 +23,8 @@ class EngineSettings:
         many or not, where a piece of all of them takes no more operations than that: then it is
         the call that costs.
       load_threads: that read chunks and stage them.
+      half_life: requests after which a use of a chunk counts half as much; the coldest chunk leaves
+        the pool first.
       lockstep: nothing depends on time: loads and indexes are waited for where they are asked for.
         What several processes need that run one model together.
     """
@@ -30,6 +33,7 @@ class EngineSettings:
     prefill_tokens: int = 1024
     together_flops: float = 1e9
     load_threads: int = 2
+    half_life: float = HALF_LIFE
     lockstep: bool = False
 
 
