@@ -74,6 +74,8 @@ class HostArena:
 
     def asked(self, keys: Iterable[str]) -> None:
         """A request asks for these chunks, wherever they are."""
+        if not self.max_bytes:
+            return
         with self._lock:
             self._requests += 1
             now = self._requests / HALF_LIFE

@@ -199,17 +199,23 @@ class Links:
             trip.status = "over"
             return True
 
-    def give_up(self, trip: Trip) -> None:
-        """It takes too long: another may be read beside it, and that counts as a failure."""
+    def give_up(self, trip: Trip) -> bool:
+        """It takes too long: another may be read beside it, and that counts as a failure.
+
+        False where it is not being read.
+        """
         with self._changed:
             if trip.status != "reading" or trip.late:
-                return
+                return False
             trip.late = True
-            trip.link.late += 1
-            trip.link.running -= 1
+            link = trip.link
+            link.late += 1
+            link.running -= 1
+            self._read(trip, 0)
             self._release(trip)
             self._failed(trip)
             self._employ()
+            return True
 
     def done(self, trip: Trip) -> None:
         """What it brought is where it was to go, or was dropped."""
@@ -338,18 +344,21 @@ class Links:
         link.begin(self._clock())
         return True
 
+    def _read(self, trip: Trip, nbytes: int) -> None:
+        trip.link.ahead -= trip.nbytes
+        trip.link.end(self._clock(), nbytes)
+
     def _end(self, trip: Trip, answer: Any) -> None:
         """Count a read as ended."""
         link = trip.link
         trip.status = "over"
-        link.ahead -= trip.nbytes
-        failed = isinstance(answer, BaseException)
-        link.end(self._clock(), 0 if failed else trip.nbytes)
         if trip.late:
             link.late -= 1
-        elif failed:
+        elif isinstance(answer, BaseException):
+            self._read(trip, 0)
             self._failed(trip)
         else:
+            self._read(trip, trip.nbytes)
             link.worked(trip.nbytes)
             if trip.probe:
                 link.probing = trip.probe = False

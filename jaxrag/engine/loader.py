@@ -287,11 +287,11 @@ def keep(
     made: Encoded,
     runs: tuple[tuple[int, int], ...],
     pages: Mapping[str, Sequence[int]],
-) -> Staged:
+) -> tuple[Staged, HostArray]:
     """Store a chunk that was encoded, where its store takes it, and stage it; on any thread.
 
     What is staged is what the store would give back, so that an answer does not depend on who came
-    first. A full disk does not keep a question from its answer.
+    first. A full disk does not keep a question from its answer. Returns its KV [L, 2, T, K, H] too.
     """
     load = missed.load
     not_stored: str | None = "its store was not asked"
@@ -299,7 +299,7 @@ def keep(
         not_stored = load.encoding.offer(made)
     kv = as_stored(made.kv, load.encoding.store.layout)
     found = dataclasses.replace(missed.found, not_stored=not_stored, runs=runs)
-    return _stage(runner, [(load, found, 0)], _cut(runner, kv), pages)
+    return _stage(runner, [(load, found, 0)], _cut(runner, kv), pages), kv
 
 
 def _cut(runner: ModelRunner, kv: HostArray) -> list[HostArray]:

@@ -151,7 +151,7 @@ class Loads:
     def prefetch(self, loads: Iterable[ChunkLoad]) -> None:
         """Read into the arena what is neither there, nor in the pool, nor on its way."""
         state = self._state
-        if state.settings.lockstep or not state.arena.max_bytes:
+        if not state.arena.max_bytes:
             return
         wanted = [load for load in loads if self._is_far(load)]
         for group in groups(wanted):
@@ -240,31 +240,43 @@ class Loads:
 
     def _fetched(self, reading: _Reading, answer: Fetched | BaseException) -> bool:
         """Keep what was fetched, and stage what is waited for; on a thread of the link."""
-        if isinstance(answer, Fetched):
-            self._keep_in_arena(reading, answer)
-        with self._lock:
-            for load in reading.loads:
-                if self._readings.get(load.key) is reading:
-                    del self._readings[load.key]
-            ways, trip = dict(reading.ways), reading.trip
-        if isinstance(answer, BaseException):
-            self._post(lambda: self._not_read(list(ways.values()), answer))
+        runner, trip = self._state.runner, reading.trip
+        kept = result_of(lambda: self._keep_in_arena(reading, answer))
+        ways = self._close(reading)
+
+        def look() -> list[tuple[Way, Missed]]:
+            if isinstance(answer, BaseException):
+                raise answer
+            if isinstance(kept, BaseException):
+                raise kept
+            refused = [way for key, way in ways.items() if key in answer.refused and not way.late]
+            return [(it, missed(runner, it.load, answer.refused[it.load.key])) for it in refused]
+
+        lacking = result_of(look)
+        if isinstance(answer, BaseException) or isinstance(lacking, BaseException):
+            error = lacking
+            assert isinstance(error, BaseException)
+            self._post(lambda: self._not_read(list(ways.values()), error))
             return False
-        runner = self._state.runner
-        refused = [way for key, way in ways.items() if key in answer.refused and not way.late]
-        lacking = [(way, missed(runner, way.load, answer.refused[way.load.key])) for way in refused]
         mine = {key: way for key, way in ways.items() if key in answer.at and way.take()}
         pages = {key: way.pages for key, way in mine.items()}
         loads = [way.load for way in mine.values()]
         staged = result_of(lambda: stage(runner, answer, loads, pages))
-        if not mine and not lacking:  # read ahead, or late
-            return False
-        self._post(lambda: self._staged(staged, mine, lacking, trip))
+        if mine or lacking:  # else it was read ahead, or comes too late
+            self._post(lambda: self._staged(staged, mine, lacking, trip))
         return bool(mine)
 
-    def _keep_in_arena(self, reading: _Reading, fetched: Fetched) -> None:
+    def _close(self, reading: _Reading) -> dict[str, Way]:
+        """Nobody can wait for it any more; who does."""
+        with self._lock:
+            for load in reading.loads:
+                if self._readings.get(load.key) is reading:
+                    del self._readings[load.key]
+            return dict(reading.ways)
+
+    def _keep_in_arena(self, reading: _Reading, fetched: Fetched | BaseException) -> None:
         state = self._state
-        if fetched.how == "host" or state.settings.lockstep or not state.arena.max_bytes:
+        if isinstance(fetched, BaseException) or fetched.how == "host" or not state.arena.max_bytes:
             return
         for load in reading.loads:
             if load.key in fetched.at and not load.encoding.store.private:
@@ -304,6 +316,7 @@ class Loads:
         """A chunk is to be had nowhere."""
         if not self._is_on_way(way) or way.late or way.taken:
             return
+        way.deadline = None
         if one.load.misses == "encode":
             self._to_encode.append((way, one))
         else:
@@ -379,8 +392,11 @@ class Loads:
         if way.late or way.taken or not self._is_on_way(way):
             return
         way.late = True
-        if begun and way.trip is not None:
-            self._state.links.give_up(way.trip)
+        if begun and way.trip is not None and self._state.links.give_up(way.trip):
+            with self._lock:  # who asks for its chunks later does not wait for this one
+                same = [key for key, it in self._readings.items() if it.trip is way.trip]
+                for key in same:
+                    del self._readings[key]
         self._to_encode.append((way, Missed(way.load, Found("encoded", why), keeps=False)))
 
     def encode_one(self) -> bool:
@@ -417,7 +433,10 @@ class Loads:
         state, key, store = self._state, way.load.key, way.load.encoding.store
 
         def kept() -> Staged:
-            return keep(state.runner, one, made, runs, {key: way.pages})
+            staged, kv = keep(state.runner, one, made, runs, {key: way.pages})
+            if one.keeps and not store.private and state.arena.max_bytes:
+                state.arena.put(key, kv if kv.base is None else kv.copy())
+            return staged
 
         def then(staged: Staged | BaseException) -> bool:
             self._post(lambda: self._staged(staged, {key: way}, (), None))
@@ -439,7 +458,7 @@ class Loads:
                 return
             if self._state.links.cancel(reading.trip):
                 for load in reading.loads:
-                    self._readings.pop(load.key, None)
+                    del self._readings[load.key]
 
     def _in_place(self, one: Missed) -> None:
         """A chunk is nowhere: whoever computes it in place then asks for other pages."""

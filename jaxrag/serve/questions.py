@@ -198,7 +198,8 @@ def prepare(
 ) -> ReadyQuestion:
     """Retrieve the chunks, or take the documents, and turn every part into token ids.
 
-    Runs nothing on the device. Words that the tokenizer lacks are named in the notes. Raises
+    Runs nothing on the device; an engine that serves already begins to read the chunks into host
+    memory. Words that the tokenizer lacks are named in the notes. Raises
     RequestError for a question that cannot be served: empty, of words that the model cannot read
     (one of them, if its vocabulary is a list of words; all of them, if it is one of sub-words),
     longer than the model's context, larger than the cache, or with neither documents nor a
@@ -246,6 +247,7 @@ def prepare(
         encoders=None if documents is not None else _kept(settings),
     )
     engine_of(model).check_fits(request)
+    engine_of(model).prefetch([request])
     sources = [chunk.source for chunk in found]
     return ReadyQuestion(request, sources, retrieve_seconds, notes, documents is None)
 
