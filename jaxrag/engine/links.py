@@ -109,7 +109,7 @@ class Link:
     @property
     def rate(self) -> float | None:
         """Bytes a second; None before anything was read, and where no time passed."""
-        return self._bytes / self._seconds if self._seconds > 0 else None
+        return self._bytes / self._seconds if self._bytes and self._seconds else None
 
     @property
     def waiting(self) -> list[Trip]:
