@@ -56,6 +56,7 @@ class HostArena:
         self._lock = threading.Lock()
         self._kv: dict[str, HostArray] = {}
         self._heat: dict[str, float] = {}  # log2, relative to the first request
+        self._victims: list[tuple[str, float]] = []  # the next to leave, and their heat; last first
         self._nbytes = self._requests = self._evicted = 0
 
     @property
@@ -100,7 +101,7 @@ class HostArena:
                 return True
             self._heat.setdefault(key, self._requests / HALF_LIFE)
             while self._nbytes + kv.nbytes > self.max_bytes:
-                self._evict(self._nbytes + kv.nbytes - self.max_bytes)
+                self._evict()
             self._kv[key] = kv
             self._nbytes += kv.nbytes
             return True
@@ -109,6 +110,7 @@ class HostArena:
         """Let everything go."""
         with self._lock:
             self._kv.clear()
+            self._victims.clear()
             self._nbytes = 0
 
     def check(self) -> None:
@@ -117,17 +119,19 @@ class HostArena:
             assert self._nbytes == sum(kv.nbytes for kv in self._kv.values()) <= self.max_bytes
             assert self._kv.keys() <= self._heat.keys()
 
-    def _evict(self, nbytes: int) -> None:
-        """Let the first go, until so many bytes are free or a part of the coldest is looked at."""
-        count = max(1, len(self._kv) // _COLD)
-        coldest = heapq.nsmallest(count, self._kv, key=self._heat.__getitem__)
-        for key in sorted(coldest, key=lambda key: not self._in_pool(key)):
-            if nbytes <= 0:
-                return
-            size = self._kv.pop(key).nbytes
-            self._nbytes -= size
-            self._evicted += 1
-            nbytes -= size
+    def _evict(self) -> None:
+        """Let the next go: of the coldest as they were found, one that nobody asked for since."""
+        while True:
+            while self._victims:
+                key, heat = self._victims.pop()
+                if key in self._kv and self._heat[key] == heat:
+                    self._nbytes -= self._kv.pop(key).nbytes
+                    self._evicted += 1
+                    return
+            count = max(1, len(self._kv) // _COLD)
+            coldest = heapq.nsmallest(count, self._kv, key=self._heat.__getitem__)
+            coldest.sort(key=lambda key: not self._in_pool(key))
+            self._victims = [(key, self._heat[key]) for key in reversed(coldest)]
 
 
 def _add_log2(a: float, b: float) -> float:

@@ -151,10 +151,15 @@ class Core:
         self._run_jobs()
         admitted = [] if self._jobs else state.scheduler.admit(now)
         for one in admitted:
-            live = state.live[one.number]
+            live = state.live.get(one.number)
+            if live is None:  # a chunk that it shares with one before it was waited for, and failed
+                for key in one.loads:
+                    state.scheduler.refused(key)
+                continue
             live.admitted = now if live.admitted is None else live.admitted
             self._loads.start(live, one)
-            if state.scheduler.live[one.number].status is Status.READY:
+            entry = state.scheduler.live.get(one.number)
+            if entry is not None and entry.status is Status.READY:
                 live.ready = state.clock()
         for number in state.scheduler.outgrown():
             self._fail(state.live[number], self._too_large(state.live[number]))

@@ -168,13 +168,15 @@ class Engine:
         """
         if self._core is None or self.settings.lockstep:
             return
-        plans = [plan_request(self.runner.model, request, 0) for request in requests]
+        far = [request for request in requests if not request.store.private]
+        plans = [plan_request(self.runner.model, request, 0) for request in far]
 
         def event() -> None:
             for plan in plans:
                 self._at_work.prefetch(plan.loads.values())
 
-        self._mail.post(event)
+        if plans:
+            self._mail.post(event)
 
     def tiers(self) -> Tiers | None:
         """Where chunk KV came from, and lies now; None before the first request."""

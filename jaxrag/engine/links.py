@@ -24,7 +24,7 @@ OPEN_SECONDS = 10.0  # until a probe is let through
 _DECAY = 0.8  # of what was measured before, with every read
 _MOST_LATE = 8  # reads of a link that nobody waits for any more: no other is begun beside them
 _LINGER = 1.0  # seconds that an idle thread waits for work before it ends
-_EXIT = 5.0  # seconds that the interpreter waits at exit for what is being fetched
+_EXIT = 2.0  # seconds that the interpreter waits at exit for what is being fetched
 
 Order = tuple[int, int, int]  # the smallest goes first
 Circuit = Literal["closed", "open"]

@@ -4,8 +4,10 @@ import random
 import threading
 
 import numpy as np
+import pytest
 
-from jaxrag.engine.arena import HALF_LIFE, HostArena
+from jaxrag.engine import arena as arenas
+from jaxrag.engine.arena import HALF_LIFE, HostArena, default_arena_bytes
 
 
 def kv(value, nbytes=8):
@@ -83,3 +85,11 @@ def test_many_threads_leave_it_whole():
         thread.join()
     arena.check()
     assert not wrong and arena.state.chunks == 50
+
+
+@pytest.mark.parametrize(
+    ("free", "taken"), [(8 << 30, 2 << 30), (None, 1 << 30), (1 << 40, 64 << 30)]
+)
+def test_a_quarter_of_free_memory_is_taken(monkeypatch, free, taken):
+    monkeypatch.setattr(arenas, "available_bytes", lambda: free)
+    assert default_arena_bytes() == taken

@@ -10,11 +10,12 @@ import pytest
 import jaxrag
 from jaxrag.engine import loader, loads
 from jaxrag.engine import runner as running
+from jaxrag.engine.arena import ArenaState
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.links import LoadDeadline
+from jaxrag.engine.links import FAILURES, LoadDeadline
 from jaxrag.engine.mapping import plan_request
 from jaxrag.engine.state import EngineSettings
-from jaxrag.errors import ConfigError
+from jaxrag.errors import ConfigError, StoreError
 from jaxrag.methods import METHODS
 
 ARENA = 1 << 20
@@ -231,6 +232,28 @@ def test_a_long_chunk_is_placed_in_several_turns(serving, asked, alone, at_rest,
     steps = [step for step, _, _ in turns]
     assert len(set(steps)) == len(steps)  # a step between any two
     served.ended([long])
+    at_rest(served.engine)
+
+
+def test_in_lockstep_nothing_depends_on_time(serving, stored, asked, at_rest):
+    """Loads are waited for, nothing is read ahead or kept, no link is given up."""
+    [request], expected = stored()
+    served = serving(
+        lockstep=True, slow_load="compute", load_deadline=LoadDeadline(0.0, 1e-9), arena_bytes=ARENA
+    )
+    [bad] = served.moved(asked(served.engine, store=served.store))
+    served.store.error = StoreError("no route")
+    [also] = served.moved(asked(served.engine, chunks=3, store=served.store))
+    for _ in range(FAILURES + 1):
+        for error in served.ended(served.add(bad, also)):  # they share a prefix
+            assert isinstance(error, StoreError) and str(error) == "no route"
+    served.store.error = None
+    for how in ("store", "pool"):
+        served.engine.prefetch(served.moved(request))
+        [number] = served.add(*served.moved(request))
+        assert served.ended([number]) == expected and set(served.how(number)) == {how}
+    assert served.engine.tiers().host == ArenaState(0, 0, 0, 0)
+    assert not served.engine._core.state.links._workers
     at_rest(served.engine)
 
 
