@@ -311,10 +311,10 @@ class Links:
         if len(self._workers) >= self._most_workers():
             return
         worker = threading.Thread(target=self._work, name="jaxrag-load", daemon=True)
+        worker.start()
         if not self._workers:
             atexit.register(self.close)
         self._workers.add(worker)
-        worker.start()
 
     def _most_workers(self) -> int:
         return sum(self._threads + link.late for link in self._all())

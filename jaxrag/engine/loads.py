@@ -240,30 +240,28 @@ class Loads:
 
     def _fetched(self, reading: _Reading, answer: Fetched | BaseException) -> bool:
         """Keep what was fetched, and stage what is waited for; on a thread of the link."""
-        runner, trip = self._state.runner, reading.trip
+        runner = self._state.runner
         kept = result_of(lambda: self._keep_in_arena(reading, answer))
         ways = self._close(reading)
+        trip = reading.trip  # known once the lock was had
 
-        def look() -> list[tuple[Way, Missed]]:
-            if isinstance(answer, BaseException):
-                raise answer
+        def look(fetched: Fetched) -> list[tuple[Way, Missed]]:
             if isinstance(kept, BaseException):
                 raise kept
-            refused = [way for key, way in ways.items() if key in answer.refused and not way.late]
-            return [(it, missed(runner, it.load, answer.refused[it.load.key])) for it in refused]
+            refused = [it for key, it in ways.items() if key in fetched.refused and not it.late]
+            return [(it, missed(runner, it.load, fetched.refused[it.load.key])) for it in refused]
 
-        lacking = result_of(look)
-        if isinstance(answer, BaseException) or isinstance(lacking, BaseException):
-            error = lacking
-            assert isinstance(error, BaseException)
-            self._post(lambda: self._not_read(list(ways.values()), error))
+        found = answer if isinstance(answer, BaseException) else result_of(lambda: look(answer))
+        if isinstance(found, BaseException):
+            self._post(functools.partial(self._not_read, list(ways.values()), found))
+        if isinstance(answer, BaseException) or isinstance(found, BaseException):
             return False
         mine = {key: way for key, way in ways.items() if key in answer.at and way.take()}
         pages = {key: way.pages for key, way in mine.items()}
         loads = [way.load for way in mine.values()]
         staged = result_of(lambda: stage(runner, answer, loads, pages))
-        if mine or lacking:  # else it was read ahead, or comes too late
-            self._post(lambda: self._staged(staged, mine, lacking, trip))
+        if mine or found:  # else it was read ahead, or comes too late
+            self._post(functools.partial(self._staged, staged, mine, found, trip))
         return bool(mine)
 
     def _close(self, reading: _Reading) -> dict[str, Way]:

@@ -230,11 +230,12 @@ def serving(shared_models, tmp_path):
     """``serving(**settings)``: an engine over a store on disk, which lacks everything at first."""
     stores = []
 
-    def make(cache_tokens=1024, **settings):
+    def make(cache_tokens=1024, form="native", **settings):
         model = dataclasses.replace(shared_models(), cache_tokens=cache_tokens)
         now = [0.0]
         if not stores:
-            layout, at = model.kv_layout, tmp_path / "store"
+            layout = dataclasses.replace(model.kv_layout, stored=form)
+            at = tmp_path / "store"
             stores.append(ChunkStore.open(at, model.fingerprint, layout, mode="rw"))
         engine = model.engine = Engine(model, EngineSettings(**settings), clock=lambda: now[0])
         store = Odd(stores[0])

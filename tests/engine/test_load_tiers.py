@@ -37,9 +37,10 @@ class Jittery:
         return self._inner.get_many(*args, **kwargs)
 
 
-def test_tokens_are_equal_whichever_tier_a_chunk_came_from(serving, asked, alone, at_rest):
+@pytest.mark.parametrize("form", ["native", "int8"])
+def test_tokens_are_equal_whichever_tier_a_chunk_came_from(serving, asked, at_rest, form):
     """Law 13: in one engine the chunk is encoded, on the device, in host memory, in the store."""
-    served = serving(arena_bytes=ARENA)
+    served = serving(arena_bytes=ARENA, form=form)
     request = asked(served.engine, chunks=3, store=served.store)
     found, expected = [], None
     for tier in ("encoded", "pool", "host", "store", "encoded"):
