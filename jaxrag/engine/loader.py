@@ -17,7 +17,7 @@ from jax import lax
 from jax.stages import Lowered
 
 from jaxrag.attention_index import rotated
-from jaxrag.cache import PAGE, PagePool
+from jaxrag.cache import PAGE, PagedCache, PagePool
 from jaxrag.cache.host import arrived
 from jaxrag.config import ModelConfig
 from jaxrag.encode import (
@@ -190,18 +190,24 @@ def _block_for(runner: ModelRunner, group: Sequence[ChunkLoad]) -> HostArray | N
 
 def stage(
     runner: ModelRunner,
+    cache: PagedCache,
     fetched: Fetched,
     loads: Sequence[ChunkLoad],
     pages: Mapping[str, Sequence[int]],
 ) -> Staged:
-    """Bring chunks that were fetched, some or all, to the device; on any thread."""
-    if not loads:
-        if fetched.block is not None:
-            runner.staging.give(fetched.block)
-        return Staged([], [])
+    """Bring chunks that were fetched, some or all, to the device; on any thread.
+
+    ``cache`` is what the pages are of: the runner may have another one by now.
+    """
     there = [(load, Found(fetched.how), fetched.at[load.key]) for load in loads]
     blocks = _cut(runner, fetched.kv) if fetched.block is None else [fetched.block]
-    return _stage(runner, there, blocks, pages)
+    return _stage(runner, cache, there, blocks, pages)
+
+
+def drop(runner: ModelRunner, fetched: Fetched) -> None:
+    """Nobody wants what was fetched; on any thread."""
+    if fetched.block is not None:
+        runner.staging.give(fetched.block)
 
 
 def read(
@@ -212,9 +218,13 @@ def read(
     Those that the store has not are named beside it. Raises StoreError where the storage fails.
     """
     fetched = fetch(runner, group)
-    staged = stage(runner, fetched, [load for load in group if load.key in fetched.at], pages)
     refused = [load for load in group if load.key in fetched.refused]
-    return staged, [missed(runner, load, fetched.refused[load.key]) for load in refused]
+    lacking = [missed(runner, load, fetched.refused[load.key]) for load in refused]
+    there = [load for load in group if load.key in fetched.at]
+    if there:
+        return stage(runner, runner.cache, fetched, there, pages), lacking
+    drop(runner, fetched)
+    return Staged([], []), lacking
 
 
 def missed(runner: ModelRunner, load: ChunkLoad, reason: Refused) -> Missed:
@@ -283,6 +293,7 @@ class _Computed:
 
 def keep(
     runner: ModelRunner,
+    cache: PagedCache,
     missed: Missed,
     made: Encoded,
     runs: tuple[tuple[int, int], ...],
@@ -290,8 +301,9 @@ def keep(
 ) -> tuple[Staged, HostArray]:
     """Store a chunk that was encoded, where its store takes it, and stage it; on any thread.
 
-    What is staged is what the store would give back, so that an answer does not depend on who came
-    first. A full disk does not keep a question from its answer. Returns its KV [L, 2, T, K, H] too.
+    What is staged, for pages of ``cache``, is what the store would give back, so that an answer
+    does not depend on who came first. A full disk does not keep a question from its answer. Returns
+    its KV [L, 2, T, K, H] too.
     """
     load = missed.load
     not_stored: str | None = "its store was not asked"
@@ -299,7 +311,7 @@ def keep(
         not_stored = load.encoding.offer(made)
     kv = as_stored(made.kv, load.encoding.store.layout)
     found = dataclasses.replace(missed.found, not_stored=not_stored, runs=runs)
-    return _stage(runner, [(load, found, 0)], _cut(runner, kv), pages), kv
+    return _stage(runner, cache, [(load, found, 0)], _cut(runner, kv), pages), kv
 
 
 def _cut(runner: ModelRunner, kv: HostArray) -> list[HostArray]:
@@ -315,6 +327,7 @@ def _cut(runner: ModelRunner, kv: HostArray) -> list[HostArray]:
 
 def _stage(
     runner: ModelRunner,
+    cache: PagedCache,
     chunks: list[tuple[ChunkLoad, Found, int]],
     blocks: Sequence[HostArray],
     pages: Mapping[str, Sequence[int]],
@@ -323,7 +336,7 @@ def _stage(
 
     What lies in host memory is written there at once.
     """
-    host = runner.cache.host
+    host = cache.host
     if host is not None:
         page, local = _targets(runner, chunks, len(blocks), pages)
         for index, block in enumerate(blocks):
@@ -331,11 +344,11 @@ def _stage(
             inside = np.flatnonzero(page[at] < runner.num_pages)
             rows = page[at][inside].astype(np.int64) * PAGE + local[at][inside] % PAGE
             k = None
-            if runner.cache.away:  # [L, K, n, H], then as the store has it
+            if cache.away:  # [L, K, n, H], then as the store has it
                 keys = block[:, 0][:, inside].swapaxes(1, 2)
                 k = rotated(keys, local[at][inside], runner.model.config.rope).swapaxes(1, 2)
             host.put(rows, k, block[host.first_layer :, 1][:, inside])
-    if runner.cache.away:
+    if cache.away:
         for block in blocks:
             runner.staging.give(block)
         return Staged(chunks, [])

@@ -11,6 +11,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from jaxrag.cache import PagedCache
 from jaxrag.encode import Encoded
 from jaxrag.engine.links import Link, LinkOpen, Order, Trip
 from jaxrag.engine.live import Live
@@ -20,6 +21,7 @@ from jaxrag.engine.loader import (
     Found,
     Missed,
     Staged,
+    drop,
     encode,
     fetch,
     fetch_held,
@@ -43,15 +45,22 @@ class Way:
     Attributes:
       load: which.
       owner: who asked first.
-      pages: that it is to lie in.
+      cache: with the pool.
+      pages: of it that the chunk is to lie in.
       deadline: by the engine's clock, when it is computed instead; None: it is waited for.
       trip: that reads it; None where none is begun or it is over.
     """
 
     def __init__(
-        self, load: ChunkLoad, owner: Live, pages: tuple[int, ...], deadline: float | None
+        self,
+        load: ChunkLoad,
+        owner: Live,
+        cache: PagedCache,
+        pages: tuple[int, ...],
+        deadline: float | None,
     ) -> None:
-        self.load, self.owner, self.pages, self.deadline = load, owner, pages, deadline
+        self.load, self.owner, self.deadline = load, owner, deadline
+        self.cache, self.pages = cache, pages
         self.trip: Trip | None = None
         self.late = False  # it is read and computed, who is first takes it
         self._taken = False
@@ -122,12 +131,13 @@ class Loads:
         state.arena.asked(admitted.chunks)
         self._hits["pool"] += len(admitted.chunks) - len(loads)
         allowed = state.settings.load_deadline.of(sum(load.tokens for load in loads))
+        cache = state.runner.cache
         held: dict[str, HostArray] = {}
         absent: list[ChunkLoad] = []
         for load in loads:
             waits = load.misses != "encode" or not self._computes(load)
             deadline = None if waits else state.clock() + allowed
-            way = Way(load, live, admitted.chunks[load.key], deadline)
+            way = Way(load, live, cache, admitted.chunks[load.key], deadline)
             self._ways[load.key] = way
             state.note("admitted", load.key)
             if self._join(way, order):
@@ -257,12 +267,20 @@ class Loads:
         if isinstance(answer, BaseException) or isinstance(found, BaseException):
             return False
         mine = {key: way for key, way in ways.items() if key in answer.at and way.take()}
-        pages = {key: way.pages for key, way in mine.items()}
-        loads = [way.load for way in mine.values()]
-        staged = result_of(lambda: stage(runner, answer, loads, pages))
-        if mine or found:  # else it was read ahead, or comes too late
+        staged: Staged | BaseException | None = None
+        if mine:
+            staged = result_of(lambda: self._stage(mine, answer))
+        else:  # it was read ahead, or comes too late
+            drop(runner, answer)
+        if mine or found:
             self._post(functools.partial(self._staged, staged, mine, found, trip))
         return bool(mine)
+
+    def _stage(self, ways: Mapping[str, Way], fetched: Fetched) -> Staged:
+        loads = [way.load for way in ways.values()]
+        pages = {key: way.pages for key, way in ways.items()}
+        cache = next(iter(ways.values())).cache
+        return stage(self._state.runner, cache, fetched, loads, pages)
 
     def _close(self, reading: _Reading) -> dict[str, Way]:
         """Nobody can wait for it any more; who does."""
@@ -294,7 +312,7 @@ class Loads:
 
     def _staged(
         self,
-        staged: Staged | BaseException,
+        staged: Staged | BaseException | None,
         ways: Mapping[str, Way],
         lacking: Sequence[tuple[Way, Missed]],
         trip: Trip | None,
@@ -305,7 +323,7 @@ class Loads:
             self._lost(list(there.values()), staged)
         elif len(there) < len(ways):  # the pool was lost meanwhile: they are asked for again
             self._done(trip)
-        elif there:
+        elif staged is not None and there:
             self._landings.append(_Landing(staged, there, trip))
         for way, one in lacking:
             self._lack(way, one)
@@ -431,7 +449,7 @@ class Loads:
         state, key, store = self._state, way.load.key, way.load.encoding.store
 
         def kept() -> Staged:
-            staged, kv = keep(state.runner, one, made, runs, {key: way.pages})
+            staged, kv = keep(state.runner, way.cache, one, made, runs, {key: way.pages})
             if one.keeps and not store.private and state.arena.max_bytes:
                 state.arena.put(key, kv if kv.base is None else kv.copy())
             return staged
