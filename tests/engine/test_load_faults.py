@@ -4,6 +4,7 @@ Nothing waits in real time: gates say when a read ends, and the engine's clock i
 """
 
 import dataclasses
+import threading
 
 import numpy as np
 import pytest
@@ -49,30 +50,49 @@ def test_what_is_not_read_in_time_is_computed(serving, stored, asked, at_rest, c
     assert link.failures == 1 and link.circuit == "closed"
     assert len(served.store.reads) == 1
     assert (served.engine.tiers().host.chunks > 0) == comes_back
+    if not comes_back:  # who comes later does not wait for the read that hangs
+        hangs, served.store.gate = served.store.gate, threading.Event()
+        served.store.gate.set()
+        served.evict()
+        [number] = served.add(*served.moved(request))
+        assert served.ended([number]) == expected
+        assert set(served.how(number)) == {"store"} and len(served.store.reads) == 2
+        hangs.set()
+        served.until_idle()
+        at_rest(served.engine)
 
 
-def test_a_late_read_that_comes_before_its_encoding_is_used(serving, stored, asked, at_rest):
-    """First of the two wins: the engine is busy with another chunk when the read arrives."""
+@pytest.mark.parametrize("first", ["store", "encoded"])
+def test_of_a_late_read_and_its_encoding_the_first_is_placed_once(serving, stored, at_rest, first):
+    """The engine's thread is held until both are there, the one or the other before."""
     [request], expected = stored()
-    served = serving(**COMPUTE)
+    served = serving(**COMPUTE, keep_events=100)
     served.store.gate.clear()
     numbers = served.add(*served.moved(request))
     served.store.until_read()
 
     def late():
+        loads = served.engine._core._loads
         served.now[0] += 10.0
-        core = served.engine._core
-        core._loads.expire(served.now[0])
-        assert len(core._loads._to_encode) == 3
+        loads.expire(served.now[0])
+        assert len(loads._to_encode) == 3
+        if first == "encoded":
+            while loads.encode_one():
+                pass
         served.store.gate.set()
-        while not all(way.taken for way in core._loads._ways.values()):
+        while any(it.late or it.queued for it in served.engine.tiers().links):
+            pass
+        while not all(way.taken for way in loads._ways.values()):
             pass
 
     served.engine._mail.post(late)
     assert served.ended(numbers) == expected
-    assert set(served.how(numbers[0])) == {"store"}
+    assert set(served.how(numbers[0])) == {first}
     served.until_idle()
     at_rest(served.engine)
+    placed = [event.key for event in served.engine.events() if event.what == "placed"]
+    assert len(placed) == len(set(placed)) == 3
+    assert served.engine.tiers().hits == {first: 3, "pool": 0}
 
 
 def test_a_link_that_is_known_to_be_slow_is_not_waited_for(serving, stored, at_rest):
