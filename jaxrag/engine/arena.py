@@ -56,6 +56,7 @@ class HostArena:
         self._lock = threading.Lock()
         self._kv: dict[str, HostArray] = {}
         self._heat: dict[str, float] = {}  # log2, relative to the first request
+        self._ahead: set[str] = set()  # read, and not used yet
         self._victims: list[tuple[str, float]] = []  # the next to leave, and their heat; last first
         self._nbytes = self._requests = self._evicted = 0
 
@@ -92,6 +93,13 @@ class HostArena:
         with self._lock:
             return self._kv.get(key)
 
+    def use(self, key: str) -> bool:
+        """A request is given a chunk; True for the first, who is the one that it was read for."""
+        with self._lock:
+            first = key in self._ahead
+            self._ahead.discard(key)
+            return first
+
     def put(self, key: str, kv: HostArray) -> bool:
         """Hold ``kv``, which nobody changes any more; False where it is larger than the arena."""
         if kv.nbytes > self.max_bytes:
@@ -103,6 +111,7 @@ class HostArena:
             while self._nbytes + kv.nbytes > self.max_bytes:
                 self._evict()
             self._kv[key] = kv
+            self._ahead.add(key)
             self._nbytes += kv.nbytes
             return True
 
@@ -110,6 +119,7 @@ class HostArena:
         """Let everything go."""
         with self._lock:
             self._kv.clear()
+            self._ahead.clear()
             self._victims.clear()
             self._nbytes = 0
 
@@ -117,7 +127,7 @@ class HostArena:
         """AssertionError unless the bytes are those of the chunks, and within the bound."""
         with self._lock:
             assert self._nbytes == sum(kv.nbytes for kv in self._kv.values()) <= self.max_bytes
-            assert self._kv.keys() <= self._heat.keys()
+            assert self._ahead <= self._kv.keys() <= self._heat.keys()
 
     def _evict(self) -> None:
         """Let the next go: of the coldest as they were found, one that nobody asked for since."""
@@ -126,6 +136,7 @@ class HostArena:
                 key, heat = self._victims.pop()
                 if key in self._kv and self._heat[key] == heat:
                     self._nbytes -= self._kv.pop(key).nbytes
+                    self._ahead.discard(key)
                     self._evicted += 1
                     return
             count = max(1, len(self._kv) // _COLD)

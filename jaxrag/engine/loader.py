@@ -39,15 +39,17 @@ from jaxrag.models.rope import place as at_position
 from jaxrag.store import Refused, as_stored
 from jaxrag.types import Array, HostArray
 
+Near = Literal["host", "store"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Found:
     """Where the KV of one chunk came from, for the request that had it brought in.
 
     Attributes:
-      how: "pool": it lay on the device, or was on its way there; "host": in the arena; "store": it
-        was read; "encoded": it was computed and kept; "nowhere": it is not there, and whoever asked
-        for it computes it.
+      how: "pool": it lay on the device, or was on its way there; "host": in the arena, where it was
+        used before; "store": it was read; "encoded": it was computed and kept; "nowhere": it is not
+        there, and whoever asked for it computes it.
       why: why it had to be computed; "" where it was found.
       corrupt: was it there and damaged?
       not_stored: why it was not kept once it was computed; None where it was.
@@ -124,14 +126,14 @@ class Fetched:
     """The KV of some chunks in host memory.
 
     Attributes:
-      how: where it was.
+      how: where it was, by key.
       kv: one chunk behind the other, [L, 2, S, K, H].
       block: the staging block that ``kv`` is a part of; None where they are longer than one.
       at: by key the first token of every chunk.
       refused: by key why there is no KV.
     """
 
-    how: Literal["host", "store"]
+    how: Mapping[str, Near]
     kv: HostArray
     block: HostArray | None
     at: dict[str, int]
@@ -166,21 +168,27 @@ def fetch(runner: ModelRunner, group: Sequence[ChunkLoad]) -> Fetched:
         [load.key for load in group], out=block, on_missing="skip"
     )
     at = {key: first for key, (first, _) in answer.offsets.items()}
-    return Fetched("store", answer.kv, block, at, answer.refused)
+    return Fetched(dict.fromkeys(at, "store"), answer.kv, block, at, answer.refused)
 
 
 def fetch_held(
-    runner: ModelRunner, group: Sequence[ChunkLoad], held: Mapping[str, HostArray]
+    runner: ModelRunner,
+    group: Sequence[ChunkLoad],
+    held: Mapping[str, HostArray],
+    how: Mapping[str, Near],
 ) -> Fetched:
-    """The same for chunks whose KV [L, 2, T, K, H] is in host memory, by key."""
+    """The same for chunks whose KV [L, 2, T, K, H] is in host memory, by key.
+
+    ``how`` says "store" of those that were read ahead, for the one who now asks.
+    """
     ends = np.cumsum([load.tokens for load in group])
     at = {load.key: int(end) - load.tokens for load, end in zip(group, ends, strict=True)}
     block = _block_for(runner, group)
     if block is None:  # a single one
-        return Fetched("host", held[group[0].key], None, at)
+        return Fetched(how, held[group[0].key], None, at)
     for load in group:
         block[:, :, at[load.key] : at[load.key] + load.tokens] = held[load.key]
-    return Fetched("host", block[:, :, : ends[-1]], block, at)
+    return Fetched(how, block[:, :, : ends[-1]], block, at)
 
 
 def _block_for(runner: ModelRunner, group: Sequence[ChunkLoad]) -> HostArray | None:
@@ -199,7 +207,7 @@ def stage(
 
     ``cache`` is what the pages are of: the runner may have another one by now.
     """
-    there = [(load, Found(fetched.how), fetched.at[load.key]) for load in loads]
+    there = [(load, Found(fetched.how[load.key]), fetched.at[load.key]) for load in loads]
     blocks = _cut(runner, fetched.kv) if fetched.block is None else [fetched.block]
     return _stage(runner, cache, there, blocks, pages)
 

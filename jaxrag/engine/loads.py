@@ -20,6 +20,7 @@ from jaxrag.engine.loader import (
     Fetched,
     Found,
     Missed,
+    Near,
     Staged,
     drop,
     encode,
@@ -81,8 +82,10 @@ class Way:
 class _Reading:
     """Chunks that are fetched at once, and those of them that the pool waits for."""
 
-    def __init__(self, loads: Sequence[ChunkLoad], ways: Iterable[Way] = ()) -> None:
-        self.loads = loads
+    def __init__(
+        self, loads: Sequence[ChunkLoad], ways: Iterable[Way] = (), *, held: bool = False
+    ) -> None:
+        self.loads, self.held = loads, held
         self.ways = {way.load.key: way for way in ways}
         self.trip: Trip | None = None
 
@@ -133,6 +136,7 @@ class Loads:
         allowed = state.settings.load_deadline.of(sum(load.tokens for load in loads))
         cache = state.runner.cache
         held: dict[str, HostArray] = {}
+        how: dict[str, Near] = {}
         absent: list[ChunkLoad] = []
         for load in loads:
             waits = load.misses != "encode" or not self._computes(load)
@@ -147,8 +151,9 @@ class Loads:
                 absent.append(load)
             else:
                 held[load.key] = kv
+                how[load.key] = "store" if state.arena.use(load.key) else "host"
         for group in groups(load for load in loads if load.key in held):
-            self._fetch_held(group, held, order)
+            self._fetch_held(group, held, how, order)
         for group in groups(absent):
             self._fetch(group, [self._ways[load.key] for load in group], order)
         for load in loads:
@@ -227,11 +232,15 @@ class Loads:
         self._run(reading, self._link(group[0].encoding.store), order, read)
 
     def _fetch_held(
-        self, group: Sequence[ChunkLoad], held: Mapping[str, HostArray], order: Order
+        self,
+        group: Sequence[ChunkLoad],
+        held: Mapping[str, HostArray],
+        how: Mapping[str, Near],
+        order: Order,
     ) -> None:
         """Take a group from the arena."""
-        reading = _Reading(group, [self._ways[load.key] for load in group])
-        job = functools.partial(fetch_held, self._state.runner, group, held)
+        reading = _Reading(group, [self._ways[load.key] for load in group], held=True)
+        job = functools.partial(fetch_held, self._state.runner, group, held, how)
         self._run(reading, self._from_arena, order, job)
 
     def _run(self, reading: _Reading, link: Link, order: Order, job: Callable[[], Fetched]) -> None:
@@ -288,11 +297,14 @@ class Loads:
             for load in reading.loads:
                 if self._readings.get(load.key) is reading:
                     del self._readings[load.key]
-            return dict(reading.ways)
+            ways = dict(reading.ways)
+        for key in ways:
+            self._state.arena.use(key)
+        return ways
 
     def _keep_in_arena(self, reading: _Reading, fetched: Fetched | BaseException) -> None:
         state = self._state
-        if isinstance(fetched, BaseException) or fetched.how == "host" or not state.arena.max_bytes:
+        if isinstance(fetched, BaseException) or reading.held or not state.arena.max_bytes:
             return
         for load in reading.loads:
             if load.key in fetched.at and not load.encoding.store.private:
@@ -452,6 +464,7 @@ class Loads:
             staged, kv = keep(state.runner, way.cache, one, made, runs, {key: way.pages})
             if one.keeps and not store.private and state.arena.max_bytes:
                 state.arena.put(key, kv if kv.base is None else kv.copy())
+                state.arena.use(key)
             return staged
 
         def then(staged: Staged | BaseException) -> bool:

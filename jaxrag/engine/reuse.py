@@ -24,8 +24,8 @@ class PartReuse:
       how: "prefix hit": found, and exact behind what precedes it here; "chunk hit": found, whatever
         preceded it when it was encoded; "encoded": missed, its stored form was made; "in place":
         missed, computed where it stands; "computed": by a method that asks no store.
-      where: "pool" (the device already held it), "host" (the arena did) or "store", where it was
-        found; else None.
+      where: "pool" (the device already held it), "host" (the arena did, from before) or "store",
+        where it was found; else None.
       why: why nothing was found; "" where something was.
     """
 

@@ -24,6 +24,7 @@ def test_it_holds_what_fits_and_the_coldest_leaves():
     assert arena.get("a").tobytes() == kv(0).tobytes() and arena.get("b") is None
     assert arena.state.nbytes == 24 and arena.state.chunks == 3 and arena.state.evicted == 1
     arena.check()
+    assert [arena.use("a"), arena.use("a"), arena.use("b")] == [True, False, False]
     held = arena.get("a")
     arena.clear()
     assert not arena.nbytes and held.tobytes() == kv(0).tobytes()  # who reads it keeps it
