@@ -22,6 +22,7 @@ FAILURES = 5  # in a row that open a circuit
 OPEN_SECONDS = 10.0  # until a probe is let through
 
 _DECAY = 0.8  # of what was measured before, with every read
+_TRUSTED = 16  # times as many bytes as were measured are estimated from that
 _MOST_LATE = 8  # reads of a link that nobody waits for any more: no other is begun beside them
 _LINGER = 1.0  # seconds that an idle thread waits for work before it ends
 _EXIT = 2.0  # seconds that the interpreter waits at exit for what is being fetched
@@ -104,12 +105,13 @@ class Link:
         self.in_a_row = 0
         self.open_until: float | None = None
         self.probing = False
-        self._seconds = self._bytes = self._since = 0.0
+        self.measured = 0.0  # bytes behind the rate
+        self._seconds = self._since = 0.0
 
     @property
     def rate(self) -> float | None:
         """Bytes a second; None before anything was read, and where no time passed."""
-        return self._bytes / self._seconds if self._bytes and self._seconds else None
+        return self.measured / self._seconds if self.measured and self._seconds else None
 
     @property
     def waiting(self) -> list[Trip]:
@@ -126,7 +128,7 @@ class Link:
         """One has been read; the time in which several were counts once."""
         self.reading -= 1
         self._seconds = _DECAY * self._seconds + max(now - self._since, 0.0)
-        self._bytes = _DECAY * self._bytes + nbytes
+        self.measured = _DECAY * self.measured + nbytes
         self._since = now
 
     def failed(self, now: float) -> None:
@@ -234,13 +236,15 @@ class Links:
             return link.ahead + sum(trip.nbytes for trip in link.waiting)
 
     def seconds(self, link: Link, order: Order, nbytes: int) -> float:
-        """When so many bytes more would be read, by what goes before them; 0 where unknown."""
+        """When so many bytes more would be read, by what goes before them; 0 where unknown.
+
+        It is where much less was measured: that was latency, not the rate.
+        """
         with self._changed:
-            rate = link.rate
-            if rate is None:
-                return 0.0
             before = sum(trip.nbytes for trip in link.waiting if trip.order <= order)
-            return (link.ahead + before + nbytes) / rate
+            ahead = link.ahead + before + nbytes
+            known = link.rate is not None and ahead <= _TRUSTED * link.measured
+            return ahead / link.rate if known and link.rate else 0.0
 
     def states(self) -> tuple[LinkState, ...]:
         """Every link that is in use, by name."""
