@@ -467,15 +467,18 @@ class Loads:
                 state.arena.use(key)
             return staged
 
-        def then(staged: Staged | BaseException) -> bool:
-            self._post(lambda: self._staged(staged, {key: way}, (), None))
+        def then(answer: tuple[Staged | BaseException]) -> bool:
+            self._post(lambda: self._staged(answer[0], {key: way}, (), None))
             return False
 
+        def job() -> tuple[Staged | BaseException]:
+            return (result_of(kept),)  # what a chunk does wrong is no fault of the link
+
         if state.settings.lockstep:
-            then(result_of(kept))
+            then(job())
             return
         link = self._link(store, " (writes)") if one.keeps else self._from_arena
-        state.links.submit(link, (0, 0, 0), made.kv.nbytes, kept, then)
+        state.links.submit(link, (0, 0, 0), made.kv.nbytes, job, then)
 
     def _call_off(self, way: Way) -> None:
         """A chunk is read for nobody: not at all, if that has not begun."""

@@ -9,7 +9,9 @@ import threading
 import numpy as np
 import pytest
 
+from jaxrag.engine import loads
 from jaxrag.engine.links import FAILURES, OPEN_SECONDS
+from jaxrag.engine.loader import encode
 from jaxrag.engine.mapping import plan_request
 from jaxrag.errors import Cancelled, DeadlineExceeded, StoreError
 
@@ -269,6 +271,28 @@ def test_a_full_disk_costs_nobody_an_answer(serving, stored, asked, alone, at_re
     notes = " ".join(served.client.last[numbers[0]].outcome.notes)
     assert "not stored: disk: no space left" in notes
     assert not list(served.store.records())
+    served.until_idle()
+    at_rest(served.engine)
+
+
+def test_chunks_that_cannot_be_stored_are_no_fault_of_the_disk(
+    serving, asked, at_rest, monkeypatch, rng
+):
+    """Integers hold no NaN: whoever has such a chunk fails, however many of them there are."""
+    served = serving(arena_bytes=1 << 20, form="int8")
+
+    def poisoned(load, **options):
+        made, runs = encode(load, **options)
+        made.kv[:, 1, 0] = np.nan
+        return made, runs
+
+    monkeypatch.setattr(loads, "encode", poisoned)
+    for _ in range(FAILURES + 1):
+        [error] = served.ended(served.add(asked(served.engine, chunks=1, store=served.store)))
+        assert isinstance(error, StoreError) and "holds NaN" in str(error)
+    monkeypatch.undo()
+    [number] = served.add(asked(served.engine, chunks=1, store=served.store))
+    assert len(served.ended([number])[0]) == 8 and set(served.how(number)) == {"encoded"}
     served.until_idle()
     at_rest(served.engine)
 
