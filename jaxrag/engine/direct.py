@@ -83,7 +83,8 @@ def _bring_in(runner: ModelRunner, load: ChunkLoad, found: dict[str, Found]) -> 
             if load.misses == "in_place":
                 allocator.free(pages)
                 return None
-            staged = keep(runner, missed[0], *encode(load), {load.key: pages})
+            made = encode(load)
+            staged, _ = keep(runner, runner.cache, missed[0], *made, {load.key: pages})
         found[load.key] = staged.chunks[0][1]
         place(runner, staged, {load.key: pages})
     except BaseException:

@@ -10,6 +10,7 @@ from jaxrag.engine.mapping import PromptPart, RequestState
 from jaxrag.methods import Method
 
 How = Literal["prefix hit", "chunk hit", "encoded", "in place", "computed"]
+Where = Literal["pool", "host", "store"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,14 +26,15 @@ class PartReuse:
       how: "prefix hit": found, and exact behind what precedes it here; "chunk hit": found, whatever
         preceded it when it was encoded; "encoded": missed, its stored form was made; "in place":
         missed, computed where it stands; "computed": by a method that asks no store, or of a turn.
-      where: "pool" (the device already held it) or "store", where it was found; else None.
+      where: "pool" (the device already held it), "host" (the arena did, from before) or "store",
+        where it was found; else None.
       why: why nothing was found; "" where something was.
     """
 
     part: str
     tokens: int
     how: How
-    where: Literal["pool", "store"] | None
+    where: Where | None
     recomputed: int
     why: str
 
@@ -89,7 +91,7 @@ def _turn(method: Method, part: PromptPart) -> tuple[How, Literal["pool"] | None
     return "computed", None, f"{method.name} keeps no turns here"
 
 
-def _found(method: Method, part: PromptPart) -> tuple[How, Literal["pool", "store"] | None, str]:
+def _found(method: Method, part: PromptPart) -> tuple[How, Where | None, str]:
     if part.kept:
         return "prefix hit", "pool", ""
     found = part.found
@@ -98,7 +100,7 @@ def _found(method: Method, part: PromptPart) -> tuple[How, Literal["pool", "stor
         if method.prefix_cache:
             why += " but behind equal leading parts, and no earlier prompt left this one"
         return "computed", None, why
-    if found.how == "pool" or found.how == "store":
+    if found.how == "pool" or found.how == "host" or found.how == "store":
         return "prefix hit" if part.exact else "chunk hit", found.how, ""
     return "encoded" if found.how == "encoded" else "in place", None, found.why
 

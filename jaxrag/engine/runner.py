@@ -57,6 +57,11 @@ class ModelRunner:
                 )
             return self._cache
 
+    def has(self, key: str) -> bool:
+        """Does the pool have a chunk, or wait for it? On any thread, at some moment of late."""
+        cache = self._cache
+        return cache is not None and key in cache.allocator.chunks
+
     def forget_cache(self) -> None:
         """Drop the pool; the next request makes a new one and chunks are mapped again."""
         self._cache = None

@@ -180,7 +180,8 @@ def prepare(
 ) -> ReadyQuestion:
     """Retrieve the chunks, or take the documents, and turn every part into token ids.
 
-    Runs nothing on the device. Documents stand before the first question of a conversation; what
+    Runs nothing on the device; an engine that serves already begins to read the chunks into host
+    memory. Documents stand before the first question of a conversation; what
     is retrieved, before the question that it was found for, and once. Words that the tokenizer
     lacks are named in the notes. Raises RequestError for a question that cannot be served: empty,
     of words that the model cannot read (one of them, if its vocabulary is a list of words; all of
@@ -234,6 +235,7 @@ def prepare(
         keeps=talk.keeps,
     )
     engine_of(model).check_fits(request)
+    engine_of(model).prefetch([request])
     sources = [chunk.source for chunk in members]
     return ReadyQuestion(request, sources, retrieve_seconds, notes, retrieved)
 
