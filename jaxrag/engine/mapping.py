@@ -191,7 +191,7 @@ class RequestPlan:
         looking = True
         for part in self.parts:
             kept = (looking or part.turn) and bool(part.kept_key) and held(part.kept_key)
-            exact = kept or method.encoder is None or _stored_exact(method, self.parts, part)
+            exact = kept or _stored_exact(method, self.parts, part)
             looking = looking and (exact or not len(part.ids))
             if kept:
                 keys.append((part.kept_key, True))
