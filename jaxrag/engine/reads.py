@@ -40,7 +40,8 @@ class Way:
       cache: with the pool.
       pages: of it that the chunk is to lie in.
       deadline: by the engine's clock, when it is computed instead; None: it is waited for.
-      trip: that reads it; None where none is begun or it is over.
+      trip: that reads it; None where time does not count.
+      late: it is read and computed, and who is first takes it.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Way:
         self.load, self.owner, self.deadline = load, owner, deadline
         self.cache, self.pages = cache, pages
         self.trip: Trip | None = None
-        self.late = False  # it is read and computed, who is first takes it
+        self.late = False
         self._taken = False
         self._lock = threading.Lock()
 
