@@ -19,7 +19,6 @@ import gc
 import math
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +47,7 @@ from jaxrag.store import ChunkStore, KVStore
 
 PEER, REPEATED = "peer", "peer_repeated"
 _WARM = 3  # requests of every length of an answer
+_PROBE_REQUESTS = 10  # at least, at a rate that is tried
 _DOUBLINGS, _HALVINGS = 5, 3  # of the search for the highest rate
 
 # Random weights of a Llama that a small machine serves at some requests a second.
@@ -75,6 +75,7 @@ class Options:
       arms: what is compared.
       rates: requests a second; infinity sends all at once.
       rows: that decode together.
+      watched: each token is read as it comes; else an engine may run several at once.
       pool_chunks: size of the page pool, in chunks of the traffic's size.
       link: bytes a second of the store; None: as fast as it is.
       slo: what a good request meets.
@@ -92,6 +93,7 @@ class Options:
     arms: tuple[Arm, ...] = arms_of("static;inline;asynchronous;full")
     rates: tuple[float, ...] = (2.0, 4.0)
     rows: int = 8
+    watched: bool = True
     pool_chunks: int = 64
     link: float | None = None
     slo: Slo = dataclasses.field(default_factory=Slo)
@@ -165,6 +167,7 @@ def run(options: Options) -> dict[str, Any]:
         "traffic": dataclasses.asdict(options.traffic),
         "arms": {arm.name: dataclasses.asdict(arm) for arm in options.arms},
         "rows_that_decode": options.rows,
+        "watched": options.watched,
         "pool_chunks": options.pool_chunks,
         "link_bytes_per_second": options.link,
         "slo": dataclasses.asdict(options.slo),
@@ -199,7 +202,7 @@ class Bench:
             max_tokens=options.traffic.chunk_tokens,
             durable=False,
         )
-        self._prepared = Counter[Method]()  # requests whose chunks are stored, from the first on
+        self._prepared: set[tuple[str, bytes]] = set()  # encoder and ids of what is stored
         self._answers: dict[tuple[str, float], dict[int, list[int]]] = {}
         self._methods: dict[str, Method] = {}  # of the arms that answered
         for it in self._draw(options.traffic):
@@ -215,7 +218,7 @@ class Bench:
         before = engine.compiled.copy()
         request_of = functools.partial(self._request, store, arm.resolved)
         served = offer(engine, asked, rate, request_of, self.options.patience)
-        row = {"arm": arm.name, "rate": rate, **summary(served, self.options.slo)}
+        row = self._row(arm.name, rate, served)
         row["compiled"] = sorted((engine.compiled - before).elements())
         row["read_bytes"] = None if link is None else link.carried
         if traffic is None:
@@ -227,7 +230,7 @@ class Bench:
         options = self.options
 
         def good(rate: float) -> float:
-            count = max(math.ceil(rate * options.probe_seconds), 20)
+            count = max(math.ceil(rate * options.probe_seconds), _PROBE_REQUESTS)
             row = self.measure(arm, rate, dataclasses.replace(options.traffic, requests=count))
             return float(row["good"])
 
@@ -251,11 +254,13 @@ class Bench:
             served = offer_http(peer.url, asked, at, body_of, options.patience)
             if name is None:
                 if lost := [it.error for it in served if not it.complete]:
-                    raise RequestError(f"the peer answers none of {len(warm)} requests: {lost[0]}")
+                    raise RequestError(
+                        f"the peer answered {len(lost)} of {len(warm)} requests not at all or "
+                        f"not in full: {lost[0] or 'fewer tokens than were asked for'}"
+                    )
                 continue
             self._keep(name, rate, None, served)
-            row = {"arm": name, "rate": rate, **summary(served, options.slo)}
-            rows.append({**row, "compiled": None, "read_bytes": None})
+            rows.append(self._row(name, rate, served) | {"compiled": None, "read_bytes": None})
         return rows
 
     def equal(self) -> dict[str, Any]:
@@ -273,6 +278,11 @@ class Bench:
         theirs = _same([full[0], *peers]) if full and any(map(_told, peers)) else None
         return {"arms": min(ours, default=None), "peer_as_full": theirs}
 
+    def _row(self, name: str, rate: float, served: list[Served]) -> dict[str, Any]:
+        """A row of the result; its rate is None where all came at once."""
+        known = None if math.isinf(rate) else rate
+        return {"arm": name, "rate": known, **summary(served, self.options.slo)}
+
     def _keep(self, name: str, rate: float, method: Method | None, served: list[Served]) -> None:
         """Remember the answers, to compare them."""
         if method is not None:
@@ -285,7 +295,7 @@ class Bench:
     def _request(self, store: KVStore, method: Method, asked: Asked) -> Request:
         return Request(
             asked.prompt, store, method, asked.tokens,
-            rows=self.options.rows, watched=True, tenant=asked.tenant,
+            rows=self.options.rows, watched=self.options.watched, tenant=asked.tenant,
         )  # fmt: skip
 
     def _engine(self, settings: EngineSettings) -> Engine:
@@ -295,18 +305,20 @@ class Bench:
 
     def _prepare(self, method: Method, traffic: Traffic) -> None:
         """Have every chunk in the store that requests ask for, as the method wants it."""
-        new = self._draw(traffic)[self._prepared[method] :]
-        if method.encoder is None or not new:
+        if method.encoder is None:
             return
         engine = self._engine(EngineSettings())
-        requests = [
-            dataclasses.replace(self._request(self._store, method, it), max_new_tokens=1)
-            for it in new
-        ]
+        requests = []
+        for it in self._draw(traffic):
+            chunks = enumerate(it.prompt.chunks)
+            wanted = {(method.encoder_of(at), chunk.tobytes()) for at, chunk in chunks}
+            if not wanted <= self._prepared:
+                request = self._request(self._store, method, it)
+                requests.append(dataclasses.replace(request, max_new_tokens=1))
+                self._prepared |= wanted
         for progress in engine.iterate(requests):
             if progress.error is not None:
                 raise progress.error
-        self._prepared[method] += len(new)
 
     def _warm(self, arm: Arm) -> Engine:
         """An engine that has served requests of all shapes, with an empty pool."""

@@ -21,7 +21,7 @@ def cells(result: dict[str, Any]) -> list[list[str]]:
     head += ["tok/s", "good %", "lost", "fair", "compiled", *tiers]
     table = [head]
     for row in result["rows"]:
-        line = [row["arm"], f"{row['rate']:g}"]
+        line = [row["arm"], "at once" if row["rate"] is None else f"{row['rate']:g}/s"]
         for name, _ in _TIMES:
             digits = 2 if name == "end_to_end" else 0
             line.append("-" if row[name] is None else " / ".join(
@@ -83,7 +83,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axes.set_xscale("log")
         axes.set_ylim(0, 101)
         axes.set_xlabel("seconds to the first token")
-        axes.set_title(f"{rate:g} requests a second", loc="left", fontsize=10)
+        title = "all at once" if rate is None else f"{rate:g} requests a second"
+        axes.set_title(title, loc="left", fontsize=10)
         axes.grid(axis="y", color="0.9")
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
@@ -110,7 +111,8 @@ def _beside(result: dict[str, Any]) -> Iterator[str]:
     for it in result["ratios"]:
         named = [name for name, _ in _TIMES if name in it]
         texts = [f"{name} p50 {it[name]['p50']:.2f}, p95 {it[name]['p95']:.2f}" for name in named]
-        yield f"{it['arm']} over {it['over']} at {it['rate']:g}/s: {'; '.join(texts)}"
+        when = "at once" if it["rate"] is None else f"at {it['rate']:g}/s"
+        yield f"{it['arm']} over {it['over']}, {when}: {'; '.join(texts)}"
     share = f"{100 * result['slo']['share']:g} %"
     for arm, it in result["highest_rate"].items():
         yield f"highest rate with {share} good: {arm} {it['rate']:.2f}/s"

@@ -27,6 +27,12 @@ def add_serve(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         "(static;inline;asynchronous;full)",
     )
     parser.add_argument(
+        "--engine",
+        default="",
+        metavar="NAME=VALUE,...",
+        help="settings of the engine under all arms, such as load_threads=4 (its defaults)",
+    )
+    parser.add_argument(
         "--rates", default="2,4", metavar="N,N,...", help="requests a second; inf: at once (2,4)"
     )
     _add(parser, "requests", 60, "at every rate")
@@ -44,6 +50,11 @@ def add_serve(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     _add(parser, "topics", 8, "that the chunks of a request mostly share")
     _add(parser, "tenants", 4, "that requests are of")
     _add(parser, "rows", 8, "that decode together")
+    parser.add_argument(
+        "--unwatched",
+        action="store_true",
+        help="nobody reads tokens as they come: the engine may run several at once",
+    )
     _add(parser, "pool-chunks", 64, "that the page pool holds")
     parser.add_argument(
         "--link", metavar="BYTES/s", help="speed of the store, such as 40MB/s (what it is)"
@@ -95,9 +106,10 @@ def run_serve(args: argparse.Namespace) -> None:
     options = Options(
         model=args.model,
         traffic=Traffic(**{**given, "answers": tuple(map(int, answers))}),
-        arms=arms_of(args.arms),
+        arms=arms_of(args.arms, args.engine),
         rates=rates_of(args.rates),
         rows=args.rows,
+        watched=not args.unwatched,
         pool_chunks=args.pool_chunks,
         link=None if args.link is None else link_of(args.link),
         slo=Slo(first=args.first_within, per_token=args.per_token_within),
