@@ -172,7 +172,7 @@ def run(options: Options) -> dict[str, Any]:
         "link_bytes_per_second": options.link,
         "slo": dataclasses.asdict(options.slo),
         "rows": rows,
-        "ratios": [it for over in ("asynchronous", "inline") for it in ratios(rows, over)],
+        "ratios": ratios(rows, "asynchronous"),
         "highest_rate": highest,
         **extra,
         "equal": equal,

@@ -29,7 +29,7 @@ from jaxrag.models.export import export_hf
 from jaxrag.models.model import Model
 from jaxrag.text import byte_level
 
-FLAGS = ("--enforce-eager", "--enable-prefix-caching", "--no-enable-log-requests")
+FLAGS = ("--enforce-eager", "--enable-prefix-caching")
 _START_SECONDS = 240.0
 _STOP_SECONDS = 20.0
 _KV_GIB = 1  # of KV on a CPU

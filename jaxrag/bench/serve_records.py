@@ -174,26 +174,26 @@ def highest_rate(
     return low, tried
 
 
+def ratios(rows: Sequence[Mapping[str, Any]], of: str) -> list[dict[str, Any]]:
+    """The times of the arm ``of`` over those of every other row of the same rate, JSON-able."""
+    mine = {row["rate"]: row for row in rows if row["arm"] == of}
+    found = []
+    for row in rows:
+        one = mine.get(row["rate"])
+        if one is None or row is one:
+            continue
+        entry: dict[str, Any] = {"arm": of, "over": row["arm"], "rate": row["rate"]}
+        for name in ("first_token", "per_token", "end_to_end"):
+            a, b = one[name], row[name]
+            if a and b and all(b.values()):
+                entry[name] = {key: a[key] / b[key] for key in a}
+        found.append(entry)
+    return found
+
+
 def _by_tenant(served: Sequence[Served]) -> list[float]:
     rates: dict[str, list[float]] = {}
     for it in served:
         speed = it.tokens / it.to_last if it.complete and it.to_last > 0 else 0.0
         rates.setdefault(it.tenant, []).append(speed)
     return [float(np.mean(it)) for it in rates.values()]
-
-
-def ratios(rows: Sequence[Mapping[str, Any]], over: str) -> list[dict[str, Any]]:
-    """Of every row the times over those of the arm ``over`` at the same rate, JSON-able."""
-    base = {row["rate"]: row for row in rows if row["arm"] == over}
-    found = []
-    for row in rows:
-        other = base.get(row["rate"])
-        if other is None or row is other:
-            continue
-        entry: dict[str, Any] = {"arm": row["arm"], "over": over, "rate": row["rate"]}
-        for name in ("first_token", "per_token", "end_to_end"):
-            a, b = row[name], other[name]
-            if a and b and all(b.values()):
-                entry[name] = {key: a[key] / b[key] for key in a}
-        found.append(entry)
-    return found

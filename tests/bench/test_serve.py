@@ -216,8 +216,8 @@ def test_ratios_are_of_one_rate():
 
     rows = [row("a", 1, 2.0), row("b", 1, 3.0), row("a", 2, 5.0), row("b", 2, 5.0), row("c", 3, 1)]
     found = ratios(rows, "a")
-    assert [(it["arm"], it["rate"]) for it in found] == [("b", 1), ("b", 2)]
-    assert [it["first_token"]["p50"] for it in found] == [1.5, 1.0]
+    assert [(it["arm"], it["over"], it["rate"]) for it in found] == [("a", "b", 1), ("a", "b", 2)]
+    assert [it["first_token"]["p50"] for it in found] == [2 / 3, 1.0]
 
 
 # The link
