@@ -94,9 +94,9 @@ def summary(served: Sequence[Served], slo: Slo) -> dict[str, Any]:
 
     Times are those of the requests that were served in full; ``lost`` counts the others. ``good``
     is a share of all. ``tokens_per_second`` and ``good_per_second`` are over the time from the
-    first arrival to the last token. ``fairness`` is Jain's index of the tenants, each with the mean
-    of its requests' tokens a second end to end: 1 where all tenants are served alike, 1 / tenants
-    where one alone is served.
+    first arrival to the last token. ``fairness`` is Jain's index of the tenants, each with its
+    tokens over the seconds that it waited for them: 1 where all tenants are served alike,
+    1 / tenants where one alone is served.
     """
     whole = [it for it in served if it.complete]
     start = min(it.due for it in served)
@@ -192,8 +192,12 @@ def ratios(rows: Sequence[Mapping[str, Any]], of: str) -> list[dict[str, Any]]:
 
 
 def _by_tenant(served: Sequence[Served]) -> list[float]:
-    rates: dict[str, list[float]] = {}
+    """Of every tenant the tokens of its complete answers over the seconds that it waited."""
+    tokens: dict[str, int] = {}
+    seconds: dict[str, float] = {}
     for it in served:
-        speed = it.tokens / it.to_last if it.complete and it.to_last > 0 else 0.0
-        rates.setdefault(it.tenant, []).append(speed)
-    return [float(np.mean(it)) for it in rates.values()]
+        mine = it.tokens if it.complete else 0
+        tokens[it.tenant] = tokens.get(it.tenant, 0) + mine
+        waited = 0.0 if it.last is None else it.to_last
+        seconds[it.tenant] = seconds.get(it.tenant, 0.0) + waited
+    return [tokens[it] / seconds[it] if seconds[it] else 0.0 for it in tokens]

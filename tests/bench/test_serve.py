@@ -181,7 +181,7 @@ def test_summary_of_hand_made_records():
     assert found["seconds"] == pytest.approx(5.2)
     assert found["tokens_per_second"] == pytest.approx(9 / 5.2)
     assert found["good_per_second"] == pytest.approx(1 / 5.2)
-    a, b = 3 / 0.3, (5 / 4.2 + 0) / 2
+    a, b = 3 / 0.3, 5 / (4.2 + 0.5)
     assert found["fairness"] == pytest.approx((a + b) ** 2 / (2 * (a * a + b * b)))
     assert found["first_tokens"] == [0.1, 0.2, 0.5]
 
