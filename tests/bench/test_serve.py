@@ -16,6 +16,7 @@ from jaxrag.bench import serve
 from jaxrag.bench.serve import Options, run
 from jaxrag.bench.serve_arms import arms_of
 from jaxrag.bench.serve_client import offer_http
+from jaxrag.bench.serve_papers import figures
 from jaxrag.bench.serve_peer import HttpPeer, vllm, write_model
 from jaxrag.bench.serve_records import (
     Served,
@@ -344,6 +345,42 @@ def test_all_arms_give_the_same_tokens_and_lose_nothing(model_dir, tmp_path):
     plot(result, tmp_path / "first.png")
     assert (tmp_path / "first.png").stat().st_size > 0
     json.dumps(result, allow_nan=False)
+
+
+def test_arms_that_recompute_find_their_chunks_stored(model_dir):
+    """Under both of FusionRAG's encoders, with the same tokens whoever reads them."""
+    result = run(tiny(model_dir, arms=arms_of("fusionrag;fusionrag_inline")))
+    for row in result["rows"]:
+        assert (row["lost"], row["compiled"]) == (0, [])
+        assert set(row["found"]) <= {"pool", "store"} and row["found"]["store"]
+    assert result["equal"]["arms"] == 1.0
+
+
+def test_the_highest_rate_of_an_arm(model_dir):
+    """Every rate is sustained where any time is good: it is doubled as often as it may be."""
+    anyhow = Slo(first=math.inf, per_token=math.inf)
+    options = tiny(model_dir, arms=arms_of("inline"), slo=anyhow, probe_seconds=0.02)
+    [(arm, found)] = run(dataclasses.replace(options, highest_rate=True))["highest_rate"].items()
+    assert (arm, found["rate"]) == ("inline", 50 * 2**5)
+    assert found["tried"] == [{"rate": 50.0 * 2**n, "good": 1.0} for n in range(6)]
+
+
+def test_figures_of_fusionrag_are_ratios_of_two_arms():
+    asked, tried = [], []
+
+    def measure(arm, rate, traffic):
+        asked.append((arm.name.split(":")[0], arm.recompute_ratio, arm.engine.lockstep, rate))
+        assert (traffic.batch, traffic.requests, traffic.documents) == (10, 40, 160)
+        return {"first_token": {"mean": 4.0 if arm.engine.lockstep else 3.0}}
+
+    def highest(arm):
+        tried.append(arm.method)
+        return {"rate": 2.0 if arm.method == "full_attention" else 5.0, "tried": []}
+
+    found = figures(Traffic(), measure, highest)
+    assert asked == [("fusionrag_inline", 0.15, True, 2.0), ("fusionrag", 0.15, False, 2.0)]
+    assert tried == ["fusionrag", "full_attention"]
+    assert (found["figure_11"]["ratio"], found["figure_15"]["ratio"]) == (0.75, 2.5)
 
 
 def test_answers_that_differ_are_seen(model_dir):
