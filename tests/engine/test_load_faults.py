@@ -290,6 +290,7 @@ def test_chunks_that_cannot_be_stored_are_no_fault_of_the_disk(
     for _ in range(FAILURES + 1):
         [error] = served.ended(served.add(asked(served.engine, chunks=1, store=served.store)))
         assert isinstance(error, StoreError) and "holds NaN" in str(error)
+    at_rest(served.engine)  # its other chunk has failed too
     monkeypatch.undo()
     [number] = served.add(asked(served.engine, chunks=1, store=served.store))
     assert len(served.ended([number])[0]) == 8 and set(served.how(number)) == {"encoded"}
