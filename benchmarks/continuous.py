@@ -29,7 +29,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrag.bench.machine import describe
-from jaxrag.bench.ttft import LLAMA_100M
+from jaxrag.bench.serve import SMALL_LLAMA
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json, give_out
 from jaxrag.engine.admission import SchedulerSettings
@@ -73,26 +73,13 @@ class Options:
 
 def run(options: Options) -> dict[str, Any]:
     """All rounds, JSON-able."""
-    rope = dataclasses.replace(LLAMA_100M.rope, rotary_dim=32)
-    config = dataclasses.replace(
-        LLAMA_100M,
-        num_layers=6,
-        model_dim=256,
-        mlp_dim=688,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=32,
-        vocab_size=2000,
-        eos_ids=(),
-        rope=rope,
-    )
     pool = 2 * options.documents * options.chunk_tokens
-    model = random_model(config, seed=options.seed, cache_tokens=pool)
+    model = random_model(SMALL_LLAMA, seed=options.seed, cache_tokens=pool)
     engines = {
         arm: Engine(model, EngineSettings(scheduler=SchedulerSettings(static=arm == "static")))
         for arm in ARMS
     }
-    prompts, lengths = _workload(options, config.vocab_size)
+    prompts, lengths = _workload(options, SMALL_LLAMA.vocab_size)
     seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
     answers: dict[str, list[list[int]]] = {}
     before = Counter[str]()

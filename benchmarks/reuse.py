@@ -63,8 +63,9 @@ from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json, give_out, require_folder
 from jaxrag.config import ModelConfig
 from jaxrag.documents import Document
-from jaxrag.engine.engine import engine_of
+from jaxrag.engine.engine import Engine, engine_of
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.state import EngineSettings
 from jaxrag.errors import KnowledgeBaseError, RequestError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model, random_model
@@ -118,6 +119,7 @@ def run(
         path = Path(folder) / "kb"
         for size in (everything, *pool_tokens):
             model = random_model(small_config(), tokenizer=tokenizer, cache_tokens=size)
+            model.engine = Engine(model, EngineSettings(arena_bytes=0))  # a pool and a store
             with open_kb(path, model, work) as kb:
                 if not kb.stats()["documents"]:
                     fill(kb, work, texts)

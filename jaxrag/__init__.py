@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from jaxrag.methods import METHODS, Method
     from jaxrag.models.model import Model, load_model
     from jaxrag.serve.answers import AsyncStream, Result, Stream
+    from jaxrag.serve.conversation import Source
     from jaxrag.serve.generate import agenerate, generate
-    from jaxrag.serve.questions import Source
     from jaxrag.sharding import make_mesh
     from jaxrag.text.prompts import TEMPLATES, PromptTemplate
 
@@ -39,7 +39,7 @@ _MODULES = {
     "Result": "jaxrag.serve.answers",
     "Sampling": "jaxrag.engine.sampling",
     "SamplingParams": "jaxrag.engine.sampling",
-    "Source": "jaxrag.serve.questions",
+    "Source": "jaxrag.serve.conversation",
     "TEMPLATES": "jaxrag.text.prompts",
     "agenerate": "jaxrag.serve.generate",
     "generate": "jaxrag.serve.generate",

@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from jaxrag.attention_index.document import indexing_from
@@ -118,6 +119,11 @@ def run(options: Options) -> dict[str, Any]:
         for word in tqdm(question_words, desc="questions", disable=None):
             for kind, how in kinds.items():
                 answer, seconds = _jaxrag(["ask", f"What is said of {word}?", *ask, *how])
+                if len(answer["sources"]) != made["chunks"]:
+                    raise RequestError(
+                        f"{word!r} was found in {len(answer['sources'])} of {made['chunks']} "
+                        "chunks; take longer chunks, or another seed"
+                    )
                 rows[kind].append(_row(answer, seconds))
         commands = [ingest, *(["ask", "QUESTION", *ask, *how] for how in kinds.values())]
     return {
@@ -161,9 +167,12 @@ def _write(work: Path, options: Options) -> tuple[dict[str, Any], list[str]]:
     params = jax.jit(lambda key: init_params(config, key))(jax.random.key(options.seed))
     export_hf(work / "model", params, config)
     byte_level.save(tokenizer, work / "model")
-    words = sorted({word for word in text.split() if word.isalpha() and len(word) > 3})
+    words = _words_of_all(tokenizer.encode(text).ids, tokenizer, options.chunk_tokens or count)
     if not words:
-        raise RequestError(f"--text {options.text}: it has no words to ask about")
+        raise RequestError(
+            f"--text {options.text}: it has no word to ask about that stands in every chunk of "
+            f"{options.chunk_tokens or count} tokens; take longer chunks"
+        )
     chosen = rng.choice(words, options.questions + 1).tolist()
     about = {
         "model": f"random Llama, {num_params(config) / 1e6:.1f}M, {config.num_layers} layers",
@@ -173,6 +182,17 @@ def _write(work: Path, options: Options) -> tuple[dict[str, Any], list[str]]:
         "kv_bytes": count * config.kv_bytes_per_token,
     }
     return about, chosen
+
+
+def _words_of_all(ids: Sequence[int], tokenizer: Tokenizer, chunk_tokens: int) -> list[str]:
+    """Words that a search finds in every chunk, wherever between two sentences it is cut."""
+    starts = range(0, max(len(ids) - chunk_tokens // 2, 1), chunk_tokens)
+    middles = [
+        tokenizer.decode(ids[at + chunk_tokens // 4 : at + 3 * chunk_tokens // 4]).split()[1:-1]
+        for at in starts
+    ]
+    words = set[str].intersection(*map(set, middles))
+    return sorted(word for word in words if word.isalpha())
 
 
 def _jaxrag(arguments: Sequence[str]) -> tuple[dict[str, Any], float]:

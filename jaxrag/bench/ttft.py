@@ -38,10 +38,11 @@ from jaxrag.cache import PAGE
 from jaxrag.config import DType, ModelConfig, RopeConfig
 from jaxrag.encode import chunk_key, encoder_named
 from jaxrag.engine.direct import map_request, unmap
-from jaxrag.engine.engine import engine_of
+from jaxrag.engine.engine import Engine, engine_of
 from jaxrag.engine.prefill import prefill
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.state import EngineSettings
 from jaxrag.errors import RequestError
 from jaxrag.knowledge_base.neighbours import each_other
 from jaxrag.methods import METHODS, Method
@@ -165,6 +166,8 @@ def run(options: Options) -> dict[str, Any]:
         # Prompts under full attention and their chunks for reuse lie in the pool together.
         tokens = 2 * longest + 8 * PAGE * (longest // CHUNK_TOKENS + 8)
         model = load_model(path, dtype=options.dtype, cache_tokens=tokens)
+        # What left the pool comes from the disk: a copy in host memory would be found before.
+        model.engine = Engine(model, EngineSettings(arena_bytes=0))
         peer = None
         if options.peer_python:
             peer = Peer(options.peer_python, "peer_transformers.py", path, options.dtype)

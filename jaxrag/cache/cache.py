@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from jaxrag.cache.heat import HALF_LIFE
 from jaxrag.cache.host import HostValues, Moved
 from jaxrag.cache.host_pool import HostPool, host_pool_bytes
 from jaxrag.cache.pages import PageAllocator, pages_for
@@ -29,9 +30,10 @@ class PagedCache:
         pool: PagePool,
         num_pages: int,
         host: HostPool | None = None,
+        half_life: float = HALF_LIFE,
     ) -> None:
         """Over a pool of zeros, and host memory."""
-        self.allocator = PageAllocator(num_pages)
+        self.allocator = PageAllocator(num_pages, half_life)
         self.host = host
         self.values = None
         if host is not None and host.k is None:
@@ -78,9 +80,11 @@ class PagedCache:
         max_host_bytes: int | None = None,
         *,
         away: bool = False,
+        half_life: float = HALF_LIFE,
     ) -> "PagedCache":
         """A pool that holds this many tokens, rounded up to whole pages.
 
+        Uses of its chunks halve with every ``half_life`` requests; the coldest chunk leaves first.
         With ``away`` K and V lie in host memory, with ``value_layers`` V of later layers does.
         Raises RequestError, before anything is allocated, where that takes more than
         ``max_host_bytes`` or than there is, and for a pool that the device has no room for.
@@ -108,4 +112,4 @@ class PagedCache:
                 f"the pool of {num_pages * PAGE} tokens takes {need / 2**30:,.1f} GiB, more than "
                 "there is free on the device; lower cache_tokens"
             ) from None
-        return cls(pool, num_pages, host)
+        return cls(pool, num_pages, host, half_life)

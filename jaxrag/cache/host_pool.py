@@ -31,7 +31,7 @@ class HostPool:
         layers, dtype = config.num_layers, jnp.dtype(config.dtype)
         shape = (config.num_kv_heads, num_pages * PAGE, config.head_dim)
         need = host_pool_bytes(config, num_pages * PAGE, first_layer, keys)
-        free = _available_bytes()
+        free = available_bytes()
         if free is not None and need > free:
             raise RequestError(
                 f"{_named(config, first_layer, keys)} of {num_pages * PAGE} tokens takes {need} "
@@ -103,7 +103,7 @@ def host_pool_bytes(config: ModelConfig, tokens: int, first_layer: int, keys: bo
 
 def default_host_tokens(config: ModelConfig) -> int:
     """Tokens of K and V that fit into a quarter of the memory that is free."""
-    free = _available_bytes() or 4 << 30
+    free = available_bytes() or 4 << 30
     return free // 4 // config.kv_bytes_per_token
 
 
@@ -111,7 +111,7 @@ def _named(config: ModelConfig, first_layer: int, keys: bool) -> str:
     return "K and V" if keys else f"V of {config.num_layers - first_layer} layers"
 
 
-def _available_bytes() -> int | None:
+def available_bytes() -> int | None:
     """Of memory, that the system could give now; None where it does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -1,10 +1,10 @@
 """Who owns which page of the pool: free pages, and chunks that lie in it, shared by requests."""
 
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
+from jaxrag.cache.heat import HALF_LIFE, Coldest, DecayedHeat
 from jaxrag.cache.pool import PAGE
 from jaxrag.errors import RequestError
 
@@ -32,17 +32,20 @@ class CachedChunk:
 
 
 class PageAllocator:
-    """Host-side bookkeeping: free pages, and chunks (least recently used leaves first).
+    """Host-side bookkeeping: free pages, and chunks (the coldest leaves first).
 
     A chunk is loading (its pages are reserved, nothing takes them), then resident: pinned while a
-    request maps it, else unpinned, which is what leaves when space is needed.
+    request maps it, else unpinned, which is what leaves when space is needed. A request that maps
+    it is a use; half a use after ``half_life`` more requests. Of equally warm ones that leaves
+    which was not used for longer.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, half_life: float = HALF_LIFE) -> None:
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._chunks: dict[str, CachedChunk] = {}
-        self._unpinned: OrderedDict[str, CachedChunk] = OrderedDict()
+        self._heat = DecayedHeat[str](half_life)
+        self._unpinned = Coldest(self._heat)
         self._num_unpinned = 0
 
     @property
@@ -79,6 +82,10 @@ class PageAllocator:
         found = self._chunks.get(key)
         return found is not None and found.ready
 
+    def tick(self) -> None:
+        """One more request is served: uses of chunks before it count a little less."""
+        self._heat.tick()
+
     def allocate(self, count: int, why: str) -> tuple[int, ...]:
         """Reserve pages, evicting unused resident chunks; RequestError when they do not fit."""
         if count > self.num_available:
@@ -87,7 +94,7 @@ class PageAllocator:
                 f"{self.num_pages * PAGE} are free; raise cache_tokens or ask fewer at once"
             )
         while len(self._free) < count:
-            self.evict(next(iter(self._unpinned)))
+            self.evict(self._unpinned.first())
         return tuple(self._free.pop() for _ in range(count))
 
     def free(self, pages: Sequence[int]) -> None:
@@ -97,6 +104,7 @@ class PageAllocator:
     def insert(self, key: str, pages: tuple[int, ...], tokens: int) -> CachedChunk:
         """Record a chunk whose KV was written to these pages; it starts with one user."""
         assert key not in self._chunks, f"chunk {key} is in the pool already"
+        self._heat.use(key)
         self._chunks[key] = CachedChunk(pages, tokens, ref_count=1)
         return self._chunks[key]
 
@@ -108,8 +116,9 @@ class PageAllocator:
         """Map a resident chunk, or wait for a loading one; None when it is neither."""
         found = self._chunks.get(key)
         if found is not None:
-            if self._unpinned.pop(key, None) is not None:
+            if self._unpinned.discard(key):
                 self._num_unpinned -= len(found.pages)
+            self._heat.use(key)
             found.ref_count += 1
         return found
 
@@ -126,15 +135,16 @@ class PageAllocator:
 
     def evict(self, key: str) -> None:
         """Drop a resident chunk that no request maps."""
-        found = self._unpinned.pop(key, None)
-        if found is not None:
-            self._num_unpinned -= len(found.pages)
-            self._free.extend(reversed(self._chunks.pop(key).pages))
+        if self._unpinned.discard(key):
+            pages = self._chunks.pop(key).pages
+            self._num_unpinned -= len(pages)
+            self._free.extend(reversed(pages))
 
     def begin(self, key: str, count: int, why: str) -> CachedChunk:
         """Reserve pages for a chunk that is going to be loaded; it starts with one user."""
         assert key not in self._chunks, f"chunk {key} is in the pool already"
         self._chunks[key] = CachedChunk(self.allocate(count, why), 0, ref_count=1, ready=False)
+        self._heat.use(key)
         return self._chunks[key]
 
     def complete(self, key: str, tokens: int) -> None:
@@ -158,10 +168,11 @@ class PageAllocator:
             assert it.ref_count >= 0
         assert sorted(pages) == list(range(self.num_pages)), "a page is lost or held twice"
         unpinned = {k: it for k, it in self._chunks.items() if it.ready and not it.ref_count}
-        assert unpinned == self._unpinned
+        assert len(unpinned) == len(self._unpinned) and all(k in self._unpinned for k in unpinned)
+        self._unpinned.check()
         assert self._num_unpinned == sum(len(it.pages) for it in unpinned.values())
 
     def _unpin(self, key: str, chunk: CachedChunk) -> None:
         if chunk.ready and not chunk.ref_count:
-            self._unpinned[key] = chunk
+            self._unpinned.add(key)
             self._num_unpinned += len(chunk.pages)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from jaxrag.cli.bench_decode import add_decode
 from jaxrag.cli.bench_document import add_document
+from jaxrag.cli.bench_serve import add_serve
 from jaxrag.cli.options import (
     add_command,
     add_json,
@@ -156,6 +157,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     train.set_defaults(run=run_train_step)
     add_decode(kinds)
     add_document(kinds)
+    add_serve(kinds)
 
 
 def run_ttft(args: argparse.Namespace) -> None:

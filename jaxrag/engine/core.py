@@ -2,14 +2,17 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from jaxrag.cache import PAGE
 from jaxrag.cache.host import arrived
+from jaxrag.engine.arena import HostArena, default_arena_bytes
 from jaxrag.engine.lanes import Lanes
+from jaxrag.engine.links import Links
 from jaxrag.engine.live import Live
+from jaxrag.engine.loader import ChunkLoad
 from jaxrag.engine.loads import Loads
 from jaxrag.engine.progress import Outcome, Progress, outcome_of
 from jaxrag.engine.prompts import Prompts
@@ -18,6 +21,8 @@ from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.scheduler import Ending, Entry, Scheduler, Status
 from jaxrag.engine.state import Broken, EngineSettings, Post, State
 from jaxrag.engine.thread import result_of
+from jaxrag.engine.tiers import Tiers
+from jaxrag.engine.turns import leave_turn
 from jaxrag.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -46,8 +51,17 @@ class Core:
         clock: Callable[[], float],
     ) -> None:
         """Serves nobody yet."""
-        scheduler = Scheduler(runner.cache.allocator, settings.scheduler)
-        self.state = State(runner, settings, scheduler, post, clock)
+        self.state = State(
+            runner=runner,
+            settings=settings,
+            scheduler=Scheduler(runner.cache.allocator, settings.scheduler),
+            post=post,
+            clock=clock,
+            arena=HostArena(_arena_bytes(runner, settings), runner.has),
+            links=Links(clock, settings.load_threads, settings.max_loading_bytes),
+            events=deque(maxlen=settings.keep_events),
+        )
+        self._new: list[Live] = []
         self._loads = Loads(self.state, self._fail)
         self._lanes = Lanes(self.state, self._took, self._release)
         self._prompts = Prompts(self.state, self._lanes, self._release)
@@ -60,13 +74,15 @@ class Core:
         self.state.live[live.number] = live
         try:
             self.state.scheduler.submit(entry, self.state.clock())
+            self._new.append(live)
         except JaxragError as error:
             self._fail(live, error)
 
     def abort(self, number: int) -> None:
-        """The client wants nothing more of a request."""
+        """The client wants nothing more of a request; a turn that it has read of stays."""
         live = self.state.live.get(number)
         if live is not None:
+            leave_turn(self.state.scheduler, live)
             self._fail(live, Cancelled(f"request {number} was aborted"), "cancelled")
 
     def stop(self, number: int) -> None:
@@ -83,8 +99,27 @@ class Core:
         self._jobs.append((job, future))
 
     def forget(self) -> None:
-        """A new pool, with nothing in it; who is being served begins again."""
+        """A new pool, with nothing in it, nor in the arena; who is being served begins again."""
         self._rebuild()
+        self.state.arena.clear()
+
+    def prefetch(self, loads: Iterable[ChunkLoad]) -> None:
+        """Read chunks into the arena, for a request that is going to ask for them."""
+        self._loads.prefetch(loads)
+
+    def tiers(self) -> Tiers:
+        """Where chunk KV came from, and lies; on any thread."""
+        state, cache = self.state, self.state.runner.cache
+        per_page = PAGE * state.runner.model.config.kv_bytes_per_token
+        chunks = list(cache.allocator.chunks.values())
+        return Tiers(
+            hits=dict(self._loads.hits),
+            pool_chunks=len(chunks),
+            pool_bytes=sum(len(it.pages) for it in chunks) * per_page,
+            max_pool_bytes=cache.allocator.num_pages * per_page,
+            host=state.arena.state,
+            links=state.links.states(),
+        )
 
     # The loop.
 
@@ -114,26 +149,43 @@ class Core:
         now = state.clock()
         for number in state.scheduler.expired(now):
             self._expire(number)
+        self._loads.expire(now)
         self._run_jobs()
         admitted = [] if self._jobs else state.scheduler.admit(now)
         for one in admitted:
-            live = state.live[one.number]
+            live = state.live.get(one.number)
+            if live is None:  # a chunk that it shares with one before it was waited for, and failed
+                for key in one.loads:
+                    state.scheduler.refused(key)
+                continue
             live.admitted = now if live.admitted is None else live.admitted
             self._loads.start(live, one)
-            if state.scheduler.live[one.number].status is Status.READY:
+            entry = state.scheduler.live.get(one.number)
+            if entry is not None and entry.status is Status.READY:
                 live.ready = state.clock()
         for number in state.scheduler.outgrown():
             self._fail(state.live[number], self._too_large(state.live[number]))
+        self._prefetch_waiting()
+        placed = self._loads.place()
         encoded = self._loads.encode_one()
         self._make_room(now)
         prefilled = self._prompts.run()
         self._lanes.turn()
-        return bool(was or admitted or encoded or prefilled or self._lanes.busy)
+        return bool(was or admitted or placed or encoded or prefilled or self._lanes.busy)
 
     def patience(self) -> float | None:
         """Seconds until something is due without an event; None: nothing is."""
-        due = self.state.scheduler.next_deadline()
+        dues = (self.state.scheduler.next_deadline(), self._loads.next_deadline())
+        due = min((it for it in dues if it is not None), default=None)
         return None if due is None else max(due - self.state.clock(), 0.001)
+
+    def _prefetch_waiting(self) -> None:
+        """Those who came and found no room wait for it while their chunks are read."""
+        new, self._new = self._new, []
+        for live in new:
+            entry = self.state.scheduler.live.get(live.number)
+            if entry is not None and entry.status is Status.WAITING:
+                self._loads.prefetch(live.plan.loads.values())
 
     def rest(self) -> None:
         """There is nothing to do: what lanes hold on the device goes."""
@@ -178,6 +230,7 @@ class Core:
     ) -> None:
         """The answer is complete: its outcome, and everything it holds is given back."""
         outcome = self._outcome(live)
+        leave_turn(self.state.scheduler, live)
         self._end(live, "finished")
         self._tell(live, Progress(live.number, list(new), list(probability), reason, outcome))
 
@@ -322,3 +375,12 @@ class Core:
             state.scheduler.finish(live.number, live.why)
         state.ending.clear()
         state.scheduler.reset(state.runner.cache.allocator)
+
+
+def _arena_bytes(runner: ModelRunner, settings: EngineSettings) -> int:
+    """None beside a pool that lies in host memory itself, nor where time plays no part."""
+    if settings.lockstep:
+        return 0
+    if settings.arena_bytes is None:
+        return 0 if runner.model.kv == "host" else default_arena_bytes()
+    return settings.arena_bytes

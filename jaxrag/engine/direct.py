@@ -49,6 +49,7 @@ def _try(runner: ModelRunner, plan: RequestPlan, found: dict[str, Found]) -> Req
     held: dict[str, CachedChunk] = {}
     own: tuple[int, ...] = ()
     need = plan.need(allocator.__contains__)
+    allocator.tick()
     try:
         for key in need.chunks:  # what is there is held before anything is evicted
             resident = allocator.acquire(key)
@@ -82,7 +83,8 @@ def _bring_in(runner: ModelRunner, load: ChunkLoad, found: dict[str, Found]) -> 
             if load.misses == "in_place":
                 allocator.free(pages)
                 return None
-            staged = keep(runner, missed[0], *encode(load), {load.key: pages})
+            made = encode(load)
+            staged, _ = keep(runner, runner.cache, missed[0], *made, {load.key: pages})
         found[load.key] = staged.chunks[0][1]
         place(runner, staged, {load.key: pages})
     except BaseException:

@@ -24,7 +24,9 @@ from jaxrag.engine.progress import Progress, Sink
 from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.state import EngineSettings
-from jaxrag.engine.thread import Event, Mailbox, ask
+from jaxrag.engine.thread import Event as Posted
+from jaxrag.engine.thread import Mailbox, ask
+from jaxrag.engine.tiers import Event, Tiers
 from jaxrag.engine.warmup import compile_for
 from jaxrag.errors import EngineError, RequestError
 from jaxrag.models.compiled import counting
@@ -67,9 +69,9 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Allocates nothing yet."""
-        self.runner = ModelRunner(model)
         several = len(processes_of(model.mesh)) > 1
         self.settings = settings or EngineSettings(lockstep=several)
+        self.runner = ModelRunner(model, self.settings.half_life)
         self.compiled = Counter[str]()
         self._clock = clock
         self._numbers = itertools.count()
@@ -154,8 +156,37 @@ class Engine:
         return future.result()
 
     def forget(self) -> None:
-        """Make the pool anew: chunks are mapped again when they are next asked for."""
+        """Make the pool anew, and the arena: chunks are read when they are next asked for."""
         ask(self._mail.post, lambda: self._at_work.forget())
+
+    def prefetch(self, requests: Iterable[Request]) -> None:
+        """Read into host memory what these requests will ask for and is not near yet.
+
+        To be called as soon as their chunks are known: reading goes on while they are made ready,
+        and while they wait for room. Nothing of it reaches the device, and it may be in vain. An
+        engine that has served nobody yet does nothing.
+        """
+        if self._core is None or self.settings.lockstep:
+            return
+        far = [request for request in requests if not request.store.private]
+        plans = [plan_request(self.runner.model, request, 0) for request in far]
+
+        def event() -> None:
+            for plan in plans:
+                self._at_work.prefetch(plan.loads.values())
+
+        if plans:
+            self._mail.post(event)
+
+    def tiers(self) -> Tiers | None:
+        """Where chunk KV came from, and lies now; None before the first request."""
+        core = self._core
+        return None if core is None else core.tiers()
+
+    def events(self) -> list[Event]:
+        """What happened to chunks, the newest ``EngineSettings.keep_events`` of it, in order."""
+        core = self._core
+        return [] if core is None else list(core.state.events)
 
     def warm_up(self, requests: Sequence[Request]) -> int:
         """Compile what requests like these need, before others wait for it; how many programs.
@@ -227,7 +258,7 @@ class Engine:
         lane = lane_of(request, need.pages, away)
         number, now = next(self._numbers), self._clock()
         prompt = request.prompt
-        reused = sum(len(part.ids) for part in plan.parts if part.load is not None)
+        reused = sum(len(it.ids) for it in plan.parts if it.load is not None or it.turn)
         entry = Entry(
             number=number,
             need=plan.need,
@@ -238,7 +269,7 @@ class Engine:
             priority=request.priority,
             tenant=request.tenant,
             deadline=None if request.timeout is None else now + request.timeout,
-            swappable=not (request.method.prefix_cache or model.value_layers is not None or away),
+            swappable=not (plan.looks or model.value_layers is not None or away),
         )
         return Live(number, request, plan, lane, sink, now), entry
 
@@ -249,12 +280,12 @@ class Engine:
             self._core = Core(self.runner, self.settings, self._mail.post, self._clock)
         return self._core
 
-    def _work(self, events: list[Event]) -> None:
+    def _work(self, events: list[Posted]) -> None:
         """Serve until nothing is left to do; on the engine's thread."""
         with counting(self.compiled):
             self._loop(events)
 
-    def _loop(self, events: Iterable[Event]) -> None:
+    def _loop(self, events: Iterable[Posted]) -> None:
         mail, left = self._mail, deque(events)
         while True:
             try:

@@ -1,6 +1,6 @@
 """Chunk KV on its way into the paged pool: read from the store, or encoded now.
 
-A load belongs to a chunk, not to a request. Whoever is on any thread reads (``read``) or stores
+A load belongs to a chunk, not to a request. Whoever is on any thread reads (``fetch``) or stores
 (``keep``) and stages; the engine's thread alone encodes (``encode``) and writes to the pool
 (``place``).
 """
@@ -17,7 +17,7 @@ from jax import lax
 from jax.stages import Lowered
 
 from jaxrag.attention_index import rotated
-from jaxrag.cache import PAGE, PagePool
+from jaxrag.cache import PAGE, PagedCache, PagePool
 from jaxrag.cache.host import arrived
 from jaxrag.config import ModelConfig
 from jaxrag.encode import (
@@ -29,13 +29,17 @@ from jaxrag.encode import (
     encoder_named,
     seen_prefix,
 )
+from jaxrag.encode.neighbours import compute_own_kv
 from jaxrag.engine.runner import BLOCK_TOKENS, ModelRunner
 from jaxrag.errors import ChunkCorrupt
 from jaxrag.methods import Misses
+from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.rope import place as at_position
 from jaxrag.store import Refused, as_stored
 from jaxrag.types import Array, HostArray
+
+Near = Literal["host", "store"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,15 +47,16 @@ class Found:
     """Where the KV of one chunk came from, for the request that had it brought in.
 
     Attributes:
-      how: "pool": it lay on the device, or was on its way there; "store": it was read; "encoded":
-        it was computed and kept; "nowhere": it is not there, and whoever asked for it computes it.
+      how: "pool": it lay on the device, or was on its way there; "host": in the arena, where it was
+        used before; "store": it was read; "encoded": it was computed and kept; "nowhere": it is not
+        there, and whoever asked for it computes it.
       why: why it had to be computed; "" where it was found.
       corrupt: was it there and damaged?
       not_stored: why it was not kept once it was computed; None where it was.
       runs: (tokens, keys the last one sees) of every prefill that it took.
     """
 
-    how: Literal["pool", "store", "encoded", "nowhere"]
+    how: Literal["pool", "host", "store", "encoded", "nowhere"]
     why: str = ""
     corrupt: bool = False
     not_stored: str | None = None
@@ -60,7 +65,7 @@ class Found:
     @property
     def hit(self) -> bool:
         """Was nothing computed?"""
-        return self.how in ("pool", "store")
+        return self.how in ("pool", "host", "store")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,10 +108,41 @@ class Staged:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Missed:
-    """A chunk that its store has not, or has damaged; ``found`` says why."""
+    """A chunk that its store has not, has damaged, or does not give in time.
+
+    Attributes:
+      load: which.
+      found: says why.
+      keeps: whether its store is to have it once it is encoded.
+    """
 
     load: ChunkLoad
     found: Found
+    keeps: bool = True
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fetched:
+    """The KV of some chunks in host memory.
+
+    Attributes:
+      how: where it was, by key.
+      kv: one chunk behind the other, [L, 2, S, K, H].
+      block: the staging block that ``kv`` is a part of; None where they are longer than one.
+      at: by key the first token of every chunk.
+      refused: by key why there is no KV.
+    """
+
+    how: Mapping[str, Near]
+    kv: HostArray
+    block: HostArray | None
+    at: dict[str, int]
+    refused: dict[str, Refused] = dataclasses.field(default_factory=dict)
+
+    def of(self, load: ChunkLoad) -> HostArray:
+        """A copy of one chunk's KV [L, 2, T, K, H]."""
+        first = self.at[load.key]
+        return np.ascontiguousarray(self.kv[:, :, first : first + load.tokens])
 
 
 def groups(loads: Iterable[ChunkLoad]) -> Iterator[list[ChunkLoad]]:
@@ -122,6 +158,66 @@ def groups(loads: Iterable[ChunkLoad]) -> Iterator[list[ChunkLoad]]:
         yield group
 
 
+def fetch(runner: ModelRunner, group: Sequence[ChunkLoad]) -> Fetched:
+    """Read a group of chunks from their store into host memory; on any thread.
+
+    Raises StoreError where the storage fails.
+    """
+    block = _block_for(runner, group)
+    answer = group[0].encoding.store.get_many(
+        [load.key for load in group], out=block, on_missing="skip"
+    )
+    at = {key: first for key, (first, _) in answer.offsets.items()}
+    return Fetched(dict.fromkeys(at, "store"), answer.kv, block, at, answer.refused)
+
+
+def fetch_held(
+    runner: ModelRunner,
+    group: Sequence[ChunkLoad],
+    held: Mapping[str, HostArray],
+    how: Mapping[str, Near],
+) -> Fetched:
+    """The same for chunks whose KV [L, 2, T, K, H] is in host memory, by key.
+
+    ``how`` says "store" of those that were read ahead, for the one who now asks.
+    """
+    ends = np.cumsum([load.tokens for load in group])
+    at = {load.key: int(end) - load.tokens for load, end in zip(group, ends, strict=True)}
+    block = _block_for(runner, group)
+    if block is None:  # a single one
+        return Fetched(how, held[group[0].key], None, at)
+    for load in group:
+        block[:, :, at[load.key] : at[load.key] + load.tokens] = held[load.key]
+    return Fetched(how, block[:, :, : ends[-1]], block, at)
+
+
+def _block_for(runner: ModelRunner, group: Sequence[ChunkLoad]) -> HostArray | None:
+    short = sum(load.tokens for load in group) <= BLOCK_TOKENS
+    return runner.staging.take() if short else None
+
+
+def stage(
+    runner: ModelRunner,
+    cache: PagedCache,
+    fetched: Fetched,
+    loads: Sequence[ChunkLoad],
+    pages: Mapping[str, Sequence[int]],
+) -> Staged:
+    """Bring chunks that were fetched, some or all, to the device; on any thread.
+
+    ``cache`` is what the pages are of: the runner may have another one by now.
+    """
+    there = [(load, Found(fetched.how[load.key]), fetched.at[load.key]) for load in loads]
+    blocks = _cut(runner, fetched.kv) if fetched.block is None else [fetched.block]
+    return _stage(runner, cache, there, blocks, pages)
+
+
+def drop(runner: ModelRunner, fetched: Fetched) -> None:
+    """Nobody wants what was fetched; on any thread."""
+    if fetched.block is not None:
+        runner.staging.give(fetched.block)
+
+
 def read(
     runner: ModelRunner, group: Sequence[ChunkLoad], pages: Mapping[str, Sequence[int]]
 ) -> tuple[Staged, list[Missed]]:
@@ -129,22 +225,19 @@ def read(
 
     Those that the store has not are named beside it. Raises StoreError where the storage fails.
     """
-    store = group[0].encoding.store
-    short = sum(load.tokens for load in group) <= BLOCK_TOKENS
-    block = runner.staging.take() if short else None
-    answer = store.get_many([load.key for load in group], out=block, on_missing="skip")
-    missed = [
-        Missed(load, _why(runner, load, answer.refused[load.key]))
-        for load in group
-        if load.key in answer.refused
-    ]
-    there = [
-        (load, Found("store"), answer.offsets[load.key][0])
-        for load in group
-        if load.key in answer.offsets
-    ]
-    blocks = [] if not there else [block] if block is not None else _cut(runner, answer.kv)
-    return _stage(runner, there, blocks, pages), missed
+    fetched = fetch(runner, group)
+    refused = [load for load in group if load.key in fetched.refused]
+    lacking = [missed(runner, load, fetched.refused[load.key]) for load in refused]
+    there = [load for load in group if load.key in fetched.at]
+    if there:
+        return stage(runner, runner.cache, fetched, there, pages), lacking
+    drop(runner, fetched)
+    return Staged([], []), lacking
+
+
+def missed(runner: ModelRunner, load: ChunkLoad, reason: Refused) -> Missed:
+    """What becomes of a chunk that its store refused; on any thread."""
+    return Missed(load, _why(runner, load, reason))
 
 
 def _why(runner: ModelRunner, load: ChunkLoad, reason: Refused) -> Found:
@@ -169,39 +262,64 @@ def _why(runner: ModelRunner, load: ChunkLoad, reason: Refused) -> Found:
     return Found("nowhere" if load.misses == "in_place" else "encoded", why, corrupt)
 
 
-def encode(load: ChunkLoad) -> tuple[Encoded, tuple[tuple[int, int], ...]]:
+def encode(load: ChunkLoad, *, reads: bool = True) -> tuple[Encoded, tuple[tuple[int, int], ...]]:
     """Encode a chunk in a row of its own, so that its KV depends on nothing beside it.
 
+    ``reads``: the KV of its neighbours may be taken from the store; else that is computed too.
     Returns it with the prefills that it took, as ``Found.runs`` counts them.
     """
     encoding, chosen = load.encoding, encoder_named(load.encoder)
-    own_kv = StoredNeighbours(encoding)
+    prefix = seen_prefix(chosen, encoding.prefix)
+    own_kv = StoredNeighbours(encoding) if reads else _Computed(encoding.model, prefix)
     [made] = encoding.encode(load.encoder, {load.key: load.chunk}, own_kv)
-    num_prefix = len(seen_prefix(chosen, encoding.prefix))
-    num_before = num_prefix + sum(map(len, load.chunk.neighbours))
+    num_before = len(prefix) + sum(map(len, load.chunk.neighbours))
     joint = chosen.neighbours == "joint"
     runs = [(load.tokens + num_before * joint, num_before + load.tokens)]
-    runs += [(length, num_prefix + length) for length in own_kv.computed]
+    runs += [(length, len(prefix) + length) for length in own_kv.computed]
     return made, tuple(runs)
+
+
+@dataclasses.dataclass
+class _Computed:
+    """As ``StoredNeighbours``, of no store.
+
+    Attributes:
+      model: what encodes them.
+      prefix: that stands before them, [P] int32.
+      computed: lengths of the chunks that were computed so far.
+    """
+
+    model: Model
+    prefix: HostArray
+    computed: list[int] = dataclasses.field(default_factory=list)
+
+    def __call__(self, chunks: Sequence[HostArray]) -> list[HostArray]:
+        """The KV [L, 2, T, K, H] of distinct chunks, int32 [T] each."""
+        self.computed += map(len, chunks)
+        return compute_own_kv(self.model, self.prefix, chunks)
 
 
 def keep(
     runner: ModelRunner,
+    cache: PagedCache,
     missed: Missed,
     made: Encoded,
     runs: tuple[tuple[int, int], ...],
     pages: Mapping[str, Sequence[int]],
-) -> Staged:
+) -> tuple[Staged, HostArray]:
     """Store a chunk that was encoded, where its store takes it, and stage it; on any thread.
 
-    What is staged is what the store would give back, so that an answer does not depend on who came
-    first. A full disk does not keep a question from its answer.
+    What is staged, for pages of ``cache``, is what the store would give back, so that an answer
+    does not depend on who came first. A full disk does not keep a question from its answer. Returns
+    its KV [L, 2, T, K, H] too.
     """
     load = missed.load
-    not_stored = load.encoding.offer(made)
+    not_stored: str | None = "its store was not asked"
+    if missed.keeps:
+        not_stored = load.encoding.offer(made)
     kv = as_stored(made.kv, load.encoding.store.layout)
     found = dataclasses.replace(missed.found, not_stored=not_stored, runs=runs)
-    return _stage(runner, [(load, found, 0)], _cut(runner, kv), pages)
+    return _stage(runner, cache, [(load, found, 0)], _cut(runner, kv), pages), kv
 
 
 def _cut(runner: ModelRunner, kv: HostArray) -> list[HostArray]:
@@ -217,6 +335,7 @@ def _cut(runner: ModelRunner, kv: HostArray) -> list[HostArray]:
 
 def _stage(
     runner: ModelRunner,
+    cache: PagedCache,
     chunks: list[tuple[ChunkLoad, Found, int]],
     blocks: Sequence[HostArray],
     pages: Mapping[str, Sequence[int]],
@@ -225,7 +344,7 @@ def _stage(
 
     What lies in host memory is written there at once.
     """
-    host = runner.cache.host
+    host = cache.host
     if host is not None:
         page, local = _targets(runner, chunks, len(blocks), pages)
         for index, block in enumerate(blocks):
@@ -233,11 +352,11 @@ def _stage(
             inside = np.flatnonzero(page[at] < runner.num_pages)
             rows = page[at][inside].astype(np.int64) * PAGE + local[at][inside] % PAGE
             k = None
-            if runner.cache.away:  # [L, K, n, H], then as the store has it
+            if cache.away:  # [L, K, n, H], then as the store has it
                 keys = block[:, 0][:, inside].swapaxes(1, 2)
                 k = rotated(keys, local[at][inside], runner.model.config.rope).swapaxes(1, 2)
             host.put(rows, k, block[host.first_layer :, 1][:, inside])
-    if runner.cache.away:
+    if cache.away:
         for block in blocks:
             runner.staging.give(block)
         return Staged(chunks, [])
@@ -245,16 +364,24 @@ def _stage(
     return Staged(chunks, [(block, arrived(kv)) for block, kv in on_device])
 
 
-def place(runner: ModelRunner, staged: Staged, pages: Mapping[str, Sequence[int]]) -> None:
+def place(
+    runner: ModelRunner,
+    staged: Staged,
+    pages: Mapping[str, Sequence[int]],
+    first: int = 0,
+    end: int | None = None,
+) -> None:
     """Write chunks to their pages, block by block: one program, whatever their lengths.
 
-    Those whose KV is in host memory are there.
+    ``first`` and ``end`` choose some of the blocks; the chunks are there once all are written.
+    Those whose KV is in host memory are there before.
     """
     if runner.cache.away:
         return
     page, local = _targets(runner, staged.chunks, len(staged.blocks), pages)
     rope = runner.model.rope(int(local.max(initial=0)) + 1)
-    for index, (block, kv) in enumerate(staged.blocks):
+    for index in range(len(staged.blocks))[first:end]:
+        block, kv = staged.blocks[index]
         at = slice(index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS)
         placed = runner.cache.run(_place, runner.model.config, kv, page[at], local[at], rope)
         runner.staging.give(block, placed)

@@ -6,7 +6,6 @@ last the tokens that are chosen to be computed again (jaxrag.engine.prefill).
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -15,28 +14,29 @@ from jaxrag.cache import CachedChunk, TableBuilder, pages_for
 from jaxrag.decode import Carried
 from jaxrag.encode import PREFIX_ENCODER, ChunkEncoding, ChunkInContext, encoder_named
 from jaxrag.engine.admission import Need
+from jaxrag.engine.kept import Context, context_of, keeps_turns
 from jaxrag.engine.loader import ChunkLoad, Found
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.methods import Method, Misses
 from jaxrag.models.model import Model
-from jaxrag.models.segments import lay_out
+from jaxrag.models.segments import Layout, lay_out
 from jaxrag.select import Choice, SelectionInput, Selector
-from jaxrag.store import KVStore, chunk_key, content_id, context_id
+from jaxrag.store import KVStore
 from jaxrag.types import HostArray
-
-_KEPT = "in_place"  # the encoder that keys of kept leading parts name; no store holds such KV
 
 
 @dataclasses.dataclass
 class PromptPart:
-    """The prefix (which may be empty) or a chunk of one prompt, and where its KV lies.
+    """The prefix (which may be empty), a chunk or a page of a turn, and where its KV lies.
 
     Attributes:
       ids: [T] int32.
       position: of its first token.
+      chunk: which of the prompt's it is, or a part of; -1 for the prefix.
+      turn: it is of an earlier turn of the conversation.
       load: how its stored KV is brought in; None where no store is asked.
-      kept_key: under which the pool keeps it as an earlier prompt that began in the same way
-        computed it; "" where nobody looks.
+      kept_key: under which the pool keeps it as an earlier request computed it behind all that
+        precedes it here; "" where nobody looks.
       resident: what was found; None where it is computed in place.
       found: how the store answered; None where it was not asked.
       kept: it was found under ``kept_key``.
@@ -48,6 +48,8 @@ class PromptPart:
 
     ids: HostArray
     position: int
+    chunk: int = -1
+    turn: bool = False
     load: ChunkLoad | None = None
     kept_key: str = ""
     resident: CachedChunk | None = None
@@ -78,7 +80,7 @@ class RequestState:
     """
 
     table: TableBuilder
-    parts: list[PromptPart]  # the prefix, then the chunks
+    parts: list[PromptPart]  # the prefix, then the chunks, turns that may be kept page by page
     ids: HostArray  # [n] the tokens to run, by position
     positions: HostArray  # [n] int32 of ids
     slots: HostArray  # [n] int32 of ids
@@ -143,12 +145,14 @@ class RequestPlan:
     Attributes:
       request: the request.
       parts: the prefix and the chunks, each with how it is brought in.
+      context: of the final block.
       reserve: slots for generated tokens.
       gone: keys that the store does not have, of chunks that are computed in place then.
     """
 
     request: Request
     parts: list[PromptPart]
+    context: Context
     reserve: int
     gone: set[str] = dataclasses.field(default_factory=set)
 
@@ -157,37 +161,38 @@ class RequestPlan:
         """By key, all that may be asked for."""
         return {part.load.key: part.load for part in self.parts if part.load is not None}
 
+    @property
+    def looks(self) -> bool:
+        """May anything of it be found as another request left it?"""
+        return any(part.kept_key for part in self.parts)
+
     def need(self, held: Callable[[str], bool]) -> Need:
         """Pages of shared parts by key, and how many of its own, given which keys the pool has."""
         prompt, method = self.request.prompt, self.request.method
         if _one_run(method):
             return Need({}, pages_for(prompt.num_tokens + self.reserve))
-        room = method.room([len(chunk) for chunk in prompt.chunks])
+        room = method.room(prompt.lengths)
         own = pages_for(len(prompt.final) + room + self.reserve)
         chunks: dict[str, int] = {}
-        for index, (part, (key, _)) in enumerate(zip(self.parts, self.keys(held), strict=True)):
+        for part, (key, _) in zip(self.parts, self.keys(held), strict=True):
             if key:
                 chunks[key] = pages_for(len(part.ids))
-            if not key or (index and method.rewrites):
+            if not key or (part.chunk >= 0 and method.rewrites):
                 own += pages_for(len(part.ids))
         return Need(chunks, own)
 
     def keys(self, held: Callable[[str], bool]) -> list[tuple[str, bool]]:
         """Of every part the key under which it is shared, and whether it is a kept one's.
 
-        "" for a part that is empty or computed in place. Kept parts are looked for as long as
-        everything before them is exact.
+        "" for a part that is empty or computed in place. Kept leading parts are looked for as long
+        as everything before them is exact; what the key of a turn says of that is enough.
         """
-        keys = []
+        keys, method = [], self.request.method
         looking = True
-        for index, part in enumerate(self.parts):
-            kept = looking and bool(part.kept_key) and held(part.kept_key)
-            if (
-                len(part.ids)
-                and not kept
-                and not _stored_exact(self.request.method, self.parts, index)
-            ):
-                looking = False
+        for part in self.parts:
+            kept = (looking or part.turn) and bool(part.kept_key) and held(part.kept_key)
+            exact = kept or _stored_exact(method, self.parts, part)
+            looking = looking and (exact or not len(part.ids))
             if kept:
                 keys.append((part.kept_key, True))
             elif part.load is not None and part.load.key not in self.gone:
@@ -203,28 +208,35 @@ def plan_request(model: Model, request: Request, reserve: int) -> RequestPlan:
     ``reserve`` is room for generated tokens.
     """
     prompt, method = request.prompt, request.method
-    lengths = [len(chunk) for chunk in prompt.chunks]
-    layout = lay_out(len(prompt.prefix), lengths, len(prompt.final), method.positions)
-    parts = [PromptPart(prompt.prefix, 0), *map(PromptPart, prompt.chunks, layout.chunk_offsets)]
-    if method.prefix_cache:
-        for part, key in zip(parts, _kept_keys(model, request.store, prompt), strict=True):
-            part.kept_key = key
+    layout = _layout(prompt, method)
+    context, keep = context_of(model, request), keeps_turns(request)
+    leading = context.leading(prompt) if method.prefix_cache else []
+    encoding = alone = None
     if method.encoder is not None:
         store = model.held(request.store)
-        behind = ChunkEncoding(model, store, prompt.prefix, request.indexing)
-        alone = dataclasses.replace(behind, prefix=prompt.prefix[:0], indexing=None)
-        for index, part in enumerate(parts):
-            if not len(part.ids):
-                continue
-            if not index:  # its own context: nothing stands before it
-                part.load = _load(alone, PREFIX_ENCODER, part.ids, None, "encode")
-                continue
-            encoder = method.encoder_of(index - 1)
-            neighbours = None
-            if prompt.neighbours is not None and encoder_named(encoder).sees_neighbours:
-                neighbours = prompt.neighbours[index - 1]
-            part.load = _load(behind, encoder, part.ids, neighbours, method.misses)
-    return RequestPlan(request, parts, reserve)
+        encoding = ChunkEncoding(model, store, prompt.prefix, request.indexing)
+        alone = dataclasses.replace(encoding, prefix=prompt.prefix[:0], indexing=None)
+    parts = []
+    whole = zip((prompt.prefix, *prompt.chunks), (0, *layout.chunk_offsets), strict=True)
+    for chunk, (ids, position) in enumerate(whole, -1):
+        part = PromptPart(ids, position, chunk, chunk in prompt.turns)
+        if not len(ids):
+            parts.append(part)
+            continue
+        if part.turn and keep:
+            for key, piece in context.pieces(ids):
+                parts.append(PromptPart(piece, position, chunk, turn=True, kept_key=key))
+                position += len(piece)
+        else:
+            if chunk < 0 and alone is not None:  # its own context: nothing stands before it
+                part.load = _load(alone, PREFIX_ENCODER, ids, None, "encode")
+            elif encoding is not None and not part.turn:
+                part.load = _chunk_load(request, encoding, chunk)
+            if leading and not part.turn:
+                part.kept_key = leading[chunk + 1]
+            parts.append(part)
+        context = context.behind(part.load.key if part.load is not None else context.name(ids))
+    return RequestPlan(request, parts, context, reserve)
 
 
 def most_pages(request: Request) -> int:
@@ -232,12 +244,27 @@ def most_pages(request: Request) -> int:
     prompt, method = request.prompt, request.method
     if _one_run(method):
         return pages_for(prompt.num_tokens + request.room)
-    own = len(prompt.final) + method.room([len(chunk) for chunk in prompt.chunks]) + request.room
+    own = len(prompt.final) + method.room(prompt.lengths) + request.room
     parts = [prompt.prefix, *prompt.chunks]
-    if method.encoder is not None and method.misses == "encode":
+    if method.encoder is not None and method.misses == "encode" and not prompt.turns:
         parts = [prompt.prefix, *{ids.tobytes(): ids for ids in prompt.chunks}.values()]
     copies = prompt.chunks if method.rewrites else ()
     return pages_for(own) + sum(pages_for(len(ids)) for ids in (*parts, *copies))
+
+
+def _layout(prompt: Prompt, method: Method) -> Layout:
+    lengths = [len(chunk) for chunk in prompt.chunks]
+    return lay_out(len(prompt.prefix), lengths, len(prompt.final), method.positions)
+
+
+def _chunk_load(request: Request, encoding: ChunkEncoding, chunk: int) -> ChunkLoad:
+    """How a chunk of a request is brought in under the request's method."""
+    prompt, method = request.prompt, request.method
+    encoder = method.encoder_of(chunk)
+    neighbours = None
+    if prompt.neighbours is not None and encoder_named(encoder).sees_neighbours:
+        neighbours = prompt.neighbours[chunk]
+    return _load(encoding, encoder, prompt.chunks[chunk], neighbours, method.misses)
 
 
 def _load(
@@ -267,8 +294,7 @@ def map_planned(
     """
     request, pages = plan.request, list(own)
     prompt, method = request.prompt, request.method
-    lengths = [len(chunk) for chunk in prompt.chunks]
-    layout = lay_out(len(prompt.prefix), lengths, len(prompt.final), method.positions)
+    layout = _layout(prompt, method)
     parts = [dataclasses.replace(part) for part in plan.parts]
     for part, (key, kept) in zip(parts, plan.keys(chunks.__contains__), strict=True):
         part.kept = kept
@@ -324,44 +350,33 @@ def _one_run(method: Method) -> bool:
     return method.encoder is None and not method.prefix_cache
 
 
-def _kept_keys(model: Model, store: KVStore, prompt: Prompt) -> list[str]:
-    """Per part the key of its KV behind all that precedes it in this prompt; "" if it is empty."""
-    tokenizer = "" if model.tokenizer is None else model.tokenizer.digest
-    named = functools.partial(content_id, tokenizer)
-    before: list[str] = []
-    keys = []
-    for index, ids in enumerate((prompt.prefix, *prompt.chunks)):
-        if not len(ids):
-            keys.append("")
-            continue
-        context = context_id(_KEPT, prompt.prefix[: 0 if index == 0 else None], before)
-        keys.append(chunk_key(store.fingerprint, named(ids), context))
-        if index:
-            before.append(named(ids))
-    return keys
-
-
 def _to_keep(method: Method, store: KVStore, parts: Sequence[PromptPart]) -> dict[str, PromptPart]:
-    """The parts that are computed here and exact, by key; none behind KV that was rounded."""
-    if method.encoder is not None and store.layout.stored != "native":
-        return {}
-    return {part.kept_key: part for part in parts if part.kept_key and part.pages and part.exact}
+    """What is computed here and may be kept, by key: pages of turns, and leading parts.
+
+    Those only if they are exact, and not behind KV that was rounded.
+    """
+    rounded = method.encoder is not None and store.layout.stored != "native"
+    return {
+        part.kept_key: part
+        for part in parts
+        if part.kept_key and part.pages and (part.turn or (part.exact and not rounded))
+    }
 
 
-def _stored_exact(method: Method, parts: Sequence[PromptPart], index: int) -> bool:
+def _stored_exact(method: Method, parts: Sequence[PromptPart], part: PromptPart) -> bool:
     """Is the stored KV of a part what full attention computes, with what stands before it here?"""
-    if method.encoder is None:
+    if part.load is None:
         return False
-    if index == 0:
+    if part.chunk < 0:
         return True  # the prefix has nothing before it
-    return method.exact(len(parts[0].ids), len(parts) - 1)[index - 1]
+    return method.exact(len(parts[0].ids), part.chunk + 1)[part.chunk]
 
 
 def _mark_exact(method: Method, parts: Sequence[PromptPart]) -> None:
     """A part is exact if all before it are, and it is computed here or is stored as it is here."""
     exact = True
-    for index, part in enumerate(parts):
-        here = part.resident is None or part.kept or _stored_exact(method, parts, index)
+    for part in parts:
+        here = part.resident is None or part.kept or _stored_exact(method, parts, part)
         exact = part.exact = exact and here
 
 
@@ -407,6 +422,7 @@ def _scene(method: Method, prompt: Prompt, mapped: RequestState) -> SelectionInp
         in_place=tuple(part.resident is None for part in chunks),
         seen=_seen(method, prompt),
         ratio=method.recompute_ratio,
+        said=sum(len(prompt.chunks[turn]) for turn in prompt.turns),
     )
 
 

@@ -25,9 +25,11 @@ class Outcome:
       prefill_seconds: from there until the first token was on the host; waiting for a row is part
         of it.
       per_token: mean seconds of the other tokens; 0 where there are none.
+      computed: tokens of the prompt that were run: what was not found, and what was chosen to be
+        computed again.
       flops: to the first token, TurboRAG appendix C: prefill with what is recomputed, the
         selector's own passes, and encoding on the fly.
-      reuse: of the prefix and of every chunk: what was reused, how, and why not.
+      reuse: of the prefix, every chunk and every turn: what was reused, how, and why not.
       indexes: of a decode rule that searches some, summed over layers and KV heads: keys indexed,
         those of them in indexes that were stored with their chunks, and indexes that were trained
         for the question; empty for other rules.
@@ -38,6 +40,7 @@ class Outcome:
     load_seconds: float
     prefill_seconds: float
     per_token: float
+    computed: int
     flops: int
     reuse: list[PartReuse]
     indexes: dict[str, int]
@@ -95,6 +98,7 @@ def outcome_of(
         load_seconds=load,
         prefill_seconds=prefill,
         per_token=per_token,
+        computed=len(state.ids),
         flops=_flops(model, request, state),
         reuse=account(request.method, state, request.encoders),
         indexes={} if rule.searches is None else {n: getattr(searched, n) for n in INDEX_COUNTS},

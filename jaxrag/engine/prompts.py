@@ -100,9 +100,9 @@ class Prompts:
     def _take(self) -> None:
         """Take every request that is ready and has a row.
 
-        Not behind one that may leave its leading parts to those after it.
+        Not behind one that leaves parts of its prompt to those after it.
         """
-        while not any(it.request.method.prefix_cache for g in self._groups for it in g.members):
+        while not any(it.state and it.state.keep for g in self._groups for it in g.members):
             number = self._state.scheduler.next_prefill()
             if number is None:
                 return
@@ -114,8 +114,8 @@ class Prompts:
 
     def _begin(self, live: Live) -> None:
         """Map a request over its chunks, have its tokens selected, and put it in a group."""
-        state, method = self._state, live.request.method
-        if method.prefix_cache:
+        state = self._state
+        if live.plan.looks:
             state.scheduler.revise(live.number)
         entry = state.scheduler.live[live.number]
         chunks = {key: state.runner.cache.allocator.chunks[key] for key in entry.held}

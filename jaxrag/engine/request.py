@@ -23,7 +23,8 @@ class Prompt:
     ``neighbours`` holds for each chunk the chunks it was encoded behind, in their order; read by
     encoders that see them, None where that is not known. ``question`` is where the question's own
     tokens stand in the final block, the first and one past the last; None: all of it is the
-    question.
+    question. ``turns`` says which of the chunks are none but what was said before, in a
+    conversation: they see all that precedes them, and no store is asked for them.
     """
 
     prefix: HostArray
@@ -31,6 +32,12 @@ class Prompt:
     final: HostArray
     neighbours: tuple[tuple[HostArray, ...], ...] | None = None
     question: tuple[int, int] | None = None
+    turns: tuple[int, ...] = ()
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every chunk, without the turns."""
+        return [len(ids) for index, ids in enumerate(self.chunks) if index not in self.turns]
 
     @property
     def num_tokens(self) -> int:
@@ -54,6 +61,8 @@ class Request:
         whose KV is gone from one that never had any; None where nobody keeps them.
       rows: of the program that decodes it; requests share one in which their rows are as many. Its
         logits are bit-equal at equal ``rows``, whoever has the others.
+      keeps: turns of its prompt are looked for in the pool, and its final block and its answer
+        stay there as the next, for prompts that go on from here.
       watched: somebody reads its tokens as they come, so that they are not gathered into blocks.
       priority: class of its turn, 0 before 1 before 2.
       tenant: whose turn it is within a class.
@@ -69,10 +78,19 @@ class Request:
     indexing: Indexing | None = None
     encoders: tuple[str, ...] | None = None
     rows: int = 1
+    keeps: bool = False
     watched: bool = False
     priority: int = 0
     tenant: str = ""
     timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        """RequestError for turns where positions do not say what precedes them."""
+        if self.prompt.turns and self.method.positions == "composite":
+            raise RequestError(
+                f"method {self.method.name!r}: earlier turns see all that precedes them by "
+                "position, and composite positions overlap; use a method with reordered positions"
+            )
 
     @property
     def room(self) -> int:
@@ -84,9 +102,12 @@ def check_length(model: Model, prompt: Prompt, max_new_tokens: int) -> None:
     """RequestError when prompt and answer do not fit the model's context."""
     need, limit = prompt.num_tokens + max_new_tokens, model.config.max_positions
     if need > limit:
-        parts = f"{len(prompt.prefix)} prefix + {sum(map(len, prompt.chunks))} chunk"
+        chunks, said = sum(prompt.lengths), sum(len(prompt.chunks[turn]) for turn in prompt.turns)
+        parts = f"{len(prompt.prefix)} prefix + {chunks} chunk"
+        earlier = f" + {said} earlier turn" if prompt.turns else ""
+        fewer = "leave earlier turns out, " if prompt.turns else ""
         raise RequestError(
-            f"the prompt has {parts} + {len(prompt.final)} question tokens and {max_new_tokens} "
-            f"may be generated: {need} in all, the model's context is {limit}; ask a shorter "
-            f"question, use fewer or shorter chunks, or generate fewer tokens"
+            f"the prompt has {parts}{earlier} + {len(prompt.final)} question tokens and "
+            f"{max_new_tokens} may be generated: {need} in all, the model's context is {limit}; "
+            f"ask a shorter question, {fewer}use fewer or shorter chunks, or generate fewer tokens"
         )

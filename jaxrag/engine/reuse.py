@@ -1,7 +1,7 @@
 """What of a prompt was reused and what was not, and why: the account that a result gives."""
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -10,27 +10,31 @@ from jaxrag.engine.mapping import PromptPart, RequestState
 from jaxrag.methods import Method
 
 How = Literal["prefix hit", "chunk hit", "encoded", "in place", "computed"]
+Where = Literal["pool", "host", "store"]
 
 
 @dataclasses.dataclass(frozen=True)
 class PartReuse:
-    """The prefix or one chunk of a prompt.
+    """The prefix, one chunk or one earlier turn of a prompt.
 
     Attributes:
-      part: "prefix", or "chunk 0", "chunk 1", ... in the order of the sources.
+      part: "prefix", or "chunk 0", "chunk 1", ... in the order of the sources; "turn 0", "turn 1",
+        ... of what was said before. A turn of which a part was found and a part was not has a row
+        for each.
       tokens: its length.
       recomputed: how many of them were chosen and computed again.
       how: "prefix hit": found, and exact behind what precedes it here; "chunk hit": found, whatever
         preceded it when it was encoded; "encoded": missed, its stored form was made; "in place":
-        missed, computed where it stands; "computed": by a method that asks no store.
-      where: "pool" (the device already held it) or "store", where it was found; else None.
+        missed, computed where it stands; "computed": by a method that asks no store, or of a turn.
+      where: "pool" (the device already held it), "host" (the arena did, from before) or "store",
+        where it was found; else None.
       why: why nothing was found; "" where something was.
     """
 
     part: str
     tokens: int
     how: How
-    where: Literal["pool", "store"] | None
+    where: Where | None
     recomputed: int
     why: str
 
@@ -38,7 +42,7 @@ class PartReuse:
 def account(
     method: Method, mapped: RequestState, maintained: Collection[str] | None = None
 ) -> list[PartReuse]:
-    """What became of the prefix (unless it is empty) and of every chunk.
+    """What became of the prefix (unless it is empty), of every chunk and of every turn.
 
     ``maintained`` are the encoders under which a knowledge base keeps the chunks, where all of them
     were retrieved from one: it tells a chunk whose KV is gone from one that never had any.
@@ -49,19 +53,45 @@ def account(
         ends = np.cumsum([len(part.ids) for part in chunks])
         of = np.searchsorted(ends, mapped.choice.tokens, side="right")
         recomputed = np.bincount(of, minlength=len(chunks))
-    rows = []
-    for index, part in enumerate(mapped.parts):
+    rows: list[PartReuse] = []
+    names = _names(mapped.parts)
+    for name, part, again in zip(names, mapped.parts, (0, *recomputed), strict=True):
         if not len(part.ids):
             continue
-        how, where, why = _found(method, part)
-        if why and index and part.found is not None and maintained is not None:
-            why += _since_ingest(method.encoder_of(index - 1), maintained)
-        name, again = ("prefix", 0) if index == 0 else (f"chunk {index - 1}", recomputed[index - 1])
-        rows.append(PartReuse(name, len(part.ids), how, where, int(again), why))
+        how, where, why = _turn(method, part) if part.turn else _found(method, part)
+        if why and part.chunk >= 0 and part.found is not None and maintained is not None:
+            why += _since_ingest(method.encoder_of(part.chunk), maintained)
+        row = PartReuse(name, len(part.ids), how, where, int(again), why)
+        same = [at for at, it in enumerate(rows) if (it.part, it.how) == (name, how)]
+        if same:  # pages of one turn
+            row = dataclasses.replace(row, tokens=rows[same[0]].tokens + row.tokens)
+            rows[same[0]] = row
+        else:
+            rows.append(row)
     return rows
 
 
-def _found(method: Method, part: PromptPart) -> tuple[How, Literal["pool", "store"] | None, str]:
+def _names(parts: Sequence[PromptPart]) -> list[str]:
+    """Of every part, chunks and turns counted each on their own."""
+    numbers: dict[int, str] = {-1: "prefix"}
+    counts = {"chunk": 0, "turn": 0}
+    for part in parts:
+        if part.chunk not in numbers:
+            kind = "turn" if part.turn else "chunk"
+            numbers[part.chunk] = f"{kind} {counts[kind]}"
+            counts[kind] += 1
+    return [numbers[part.chunk] for part in parts]
+
+
+def _turn(method: Method, part: PromptPart) -> tuple[How, Literal["pool"] | None, str]:
+    if part.kept:
+        return "prefix hit", "pool", ""
+    if part.kept_key:
+        return "computed", None, "not in the pool: nothing left it behind all that precedes it here"
+    return "computed", None, f"{method.name} keeps no turns here"
+
+
+def _found(method: Method, part: PromptPart) -> tuple[How, Where | None, str]:
     if part.kept:
         return "prefix hit", "pool", ""
     found = part.found
@@ -70,7 +100,7 @@ def _found(method: Method, part: PromptPart) -> tuple[How, Literal["pool", "stor
         if method.prefix_cache:
             why += " but behind equal leading parts, and no earlier prompt left this one"
         return "computed", None, why
-    if found.how == "pool" or found.how == "store":
+    if found.how == "pool" or found.how == "host" or found.how == "store":
         return "prefix hit" if part.exact else "chunk hit", found.how, ""
     return "encoded" if found.how == "encoded" else "in place", None, found.why
 
@@ -83,7 +113,7 @@ def _since_ingest(encoder: str, maintained: Collection[str]) -> str:
 
 
 def token_counts(rows: Iterable[PartReuse]) -> dict[str, int]:
-    """Chunk tokens by where their KV came from; what was missed counts as encoded only."""
+    """Tokens of chunks and turns by where their KV came from; what was missed is encoded only."""
     counts = {"reused": 0, "recomputed": 0, "encoded": 0}
     for row in rows:
         if row.part == "prefix":

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jaxrag.cache import PAGE, PagedCache, pages_for
+from jaxrag.cache.heat import HALF_LIFE
 from jaxrag.cache.host import StagingBlocks
 from jaxrag.cache.host_pool import default_host_tokens
 from jaxrag.decode import HostSearch
@@ -30,9 +31,10 @@ class ModelRunner:
         it holds nothing of the model, and is closed with the runner.
     """
 
-    def __init__(self, model: Model) -> None:
-        """Allocates nothing yet."""
+    def __init__(self, model: Model, half_life: float = HALF_LIFE) -> None:
+        """Allocates nothing yet; ``half_life`` is of the pool's chunks, in requests."""
         self.model = model
+        self._half_life = half_life
         self.host_search = HostSearch()
         self._cache: PagedCache | None = None
         self._making = threading.Lock()
@@ -51,8 +53,14 @@ class ModelRunner:
                     model.value_layers,
                     model.max_host_bytes,
                     away=model.kv == "host",
+                    half_life=self._half_life,
                 )
             return self._cache
+
+    def has(self, key: str) -> bool:
+        """Does the pool have a chunk, or wait for it? On any thread, at some moment of late."""
+        cache = self._cache
+        return cache is not None and key in cache.allocator.chunks
 
     def forget_cache(self) -> None:
         """Drop the pool; the next request makes a new one and chunks are mapped again."""

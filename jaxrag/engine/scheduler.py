@@ -221,6 +221,7 @@ class Scheduler:
     def share(self, number: int, key: str, pages: tuple[int, ...], tokens: int) -> None:
         """Own pages of a request hold a part of its prompt that others may map from now on."""
         entry = self._live[number]
+        assert set(pages) <= set(entry.own), f"request {number} shares pages that are not its own"
         if key in self._allocator.chunks:  # another request was first
             return
         self._allocator.insert(key, pages, tokens)
@@ -378,6 +379,7 @@ class Scheduler:
     def _grant(self, entry: Entry, need: Need) -> Admitted:
         allocator, why = self._allocator, f"request {entry.number}"
         self._queue.remove(entry)
+        allocator.tick()
         loads = tuple(key for key in need.chunks if not self._is_there(key))
         for key in need.chunks:  # before anything is allocated, which could evict them
             allocator.subscribe(key)

@@ -1,13 +1,21 @@
 """What the parts of the engine's loop share, all of it for the engine's thread."""
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Literal, get_args
 
+from jaxrag.cache.heat import HALF_LIFE
 from jaxrag.engine.admission import SchedulerSettings
+from jaxrag.engine.arena import HostArena
+from jaxrag.engine.links import Links, LoadDeadline
 from jaxrag.engine.live import Live
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.scheduler import Scheduler
+from jaxrag.engine.tiers import Event, Happening
+from jaxrag.errors import ConfigError
 
+SlowLoad = Literal["wait", "compute"]
 Post = Callable[[Callable[[], None]], None]  # has a function called on the engine's thread
 
 
@@ -21,7 +29,18 @@ class EngineSettings:
       together_flops: prompts are run as many at once as their lane has rows, whether there are so
         many or not, where a piece of all of them takes no more operations than that: then it is
         the call that costs.
-      load_threads: that read chunks and stage them.
+      load_threads: that read chunks of one store and stage them.
+      half_life: requests after which a use of a chunk counts half as much; the coldest chunk leaves
+        the pool first.
+      arena_bytes: of chunk KV that is kept in host memory between stores and pool; None: a quarter
+        of what is free; 0: none. Chunks of a store that is in memory itself are not kept twice.
+      max_loading_bytes: of chunk KV on the way from one store: read, staged, not placed yet.
+      place_bytes: of chunk KV that are written to the pool between two decode steps, or one block.
+      slow_load: "wait": for the store, however long it takes; "compute": a chunk that was not read
+        by ``load_deadline``, or will not be by what its link measured, is encoded, and what comes
+        first is used. Answers then depend on time, by the rounding of one encoding and another.
+      load_deadline: for the chunks that a request has to load.
+      keep_events: how many events of chunks ``Engine.events`` gives.
       lockstep: nothing depends on time: loads and indexes are waited for where they are asked for.
         What several processes need that run one model together.
     """
@@ -30,7 +49,28 @@ class EngineSettings:
     prefill_tokens: int = 1024
     together_flops: float = 1e9
     load_threads: int = 2
+    half_life: float = HALF_LIFE
+    arena_bytes: int | None = None
+    max_loading_bytes: int = 1 << 30
+    place_bytes: int = 64 << 20
+    slow_load: SlowLoad = "wait"
+    load_deadline: LoadDeadline = dataclasses.field(default_factory=LoadDeadline)
+    keep_events: int = 0
     lockstep: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        for name in ("prefill_tokens", "load_threads", "max_loading_bytes", "place_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: expected at least 1")
+        for name in ("arena_bytes", "keep_events"):
+            if (getattr(self, name) or 0) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)}: expected 0 or more")
+        if self.slow_load not in get_args(SlowLoad):
+            known = ", ".join(get_args(SlowLoad))
+            raise ConfigError(f"slow_load={self.slow_load!r}: expected one of {known}")
+        if not self.load_deadline.sound:
+            raise ConfigError(f"load_deadline={self.load_deadline}: expected seconds of 0 or more")
 
 
 @dataclasses.dataclass(eq=False)
@@ -43,6 +83,9 @@ class State:
       scheduler: who is where, and who holds which pages.
       post: has a function called on the engine's thread, from any.
       clock: seconds.
+      arena: chunk KV in host memory.
+      links: from the stores, and from the arena.
+      events: of chunks, the newest.
       live: requests whose clients wait, by number.
       ending: those that were told the last, and still are in a step in flight.
       epoch: counts the pools; what was begun for an earlier one is void.
@@ -53,9 +96,17 @@ class State:
     scheduler: Scheduler
     post: Post
     clock: Callable[[], float]
+    arena: HostArena
+    links: Links
+    events: deque[Event]
     live: dict[int, Live] = dataclasses.field(default_factory=dict)
     ending: dict[int, Live] = dataclasses.field(default_factory=dict)
     epoch: int = 0
+
+    def note(self, what: Happening, key: str) -> None:
+        """Something happened to a chunk; on any thread."""
+        if self.settings.keep_events:
+            self.events.append(Event(self.clock(), what, key))
 
 
 class Broken(Exception):

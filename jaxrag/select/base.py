@@ -42,6 +42,8 @@ class SelectionInput:
       seen: for each chunk, which chunks of this prompt its KV saw when it was encoded, in the order
         in which they stood then.
       ratio: share of the chunk tokens to recompute; None leaves the number to the selector.
+      said: tokens of earlier turns of a conversation, which stand among the chunks, in place; the
+        ratio is not of these.
     """
 
     prefix: HostArray
@@ -56,6 +58,7 @@ class SelectionInput:
     in_place: tuple[bool, ...]
     seen: tuple[tuple[int, ...], ...]
     ratio: float | None
+    said: int = 0
 
     @property
     def lengths(self) -> list[int]:
@@ -91,7 +94,8 @@ class SelectionInput:
     def budget(self) -> int:
         """Tokens to choose where ``ratio`` says so."""
         assert self.ratio is not None
-        return min(budget_of(self.ratio, self.num_chunk_tokens), int(self.candidates.sum()))
+        share = budget_of(self.ratio, self.num_chunk_tokens - self.said)
+        return min(share, int(self.candidates.sum()))
 
     def first_page(self, chunk: int) -> int:
         """The table's page at which a chunk begins; its other pages follow."""

@@ -12,8 +12,9 @@ from jaxrag.engine.progress import Outcome, Progress
 from jaxrag.engine.request import FinishReason
 from jaxrag.engine.reuse import PartReuse, token_counts
 from jaxrag.errors import RequestError
+from jaxrag.serve.conversation import Source
 from jaxrag.serve.output import Answer
-from jaxrag.serve.questions import ReadyQuestion, Settings, Source, shown_prompt
+from jaxrag.serve.questions import ReadyQuestion, Settings, shown_prompt
 from jaxrag.serve.suits import explained
 
 _SHOWN = 60  # characters of an answer where a result is printed
@@ -28,11 +29,12 @@ class Result:
       timings: seconds: retrieve, wait (until the pool had room), load (storage and encoding to
         pool), prefill (and waiting for a row), ttft (all of them up to the first token on the
         host), per_token (mean of the others).
-      counts: chunk tokens: reused + recomputed + encoded; encoded were not in the store (whether
-        they were recomputed after that or not, and encoded for it or computed in place).
+      counts: tokens of chunks and earlier turns: reused + recomputed + encoded; encoded were not
+        in the store (whether they were recomputed after that or not, and encoded for it or computed
+        in place).
       flops: to the first token, TurboRAG appendix C: prefill with what is recomputed, the
         selector's own passes, and encoding on the fly.
-      reuse: of the prefix and of every chunk: what was reused, how, and why not.
+      reuse: of the prefix, every chunk and every turn: what was reused, how, and why not.
       indexes: of a decode rule that searches some, summed over layers and KV heads: keys indexed,
         those of them in indexes that were stored with their chunks, and indexes that were trained
         for the question; empty for other rules.

@@ -1,9 +1,10 @@
 """What callers of ``generate`` hand over, checked before anything is done with it."""
 
+import dataclasses
 import itertools
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from jaxrag.text.prompts import PromptTemplate
 from jaxrag.types import HostArray
 
 Text = str | Sequence[int] | HostArray  # text, or token ids where a model has no tokenizer
+EarlierTurns = Literal["exact", "blocks"]
+
+_ROLES = ("system", "user", "assistant")
 
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "kb": ((KnowledgeBase,), "a KnowledgeBase, as KnowledgeBase.open(DIR, model=...) gives it"),
@@ -24,6 +28,87 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "template": ((str, PromptTemplate), "a template's name, a .toml file or a PromptTemplate"),
     "recompute_ratio": ((int, float, np.number), "a number from 0 to 1"),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """What was asked and answered, and what is asked now. Make one with ``conversation_of``.
+
+    Attributes:
+      questions: of the user, the last one without an answer.
+      answers: of the assistant, one fewer.
+      system: what is to be said before all of it; "" for nothing.
+      earlier: how turns that were answered are read: "exact", over all that precedes them, or
+        "blocks", as chunks, each for itself.
+      keeps: turns are looked for in the pool, and this one is left there.
+    """
+
+    questions: tuple[Text, ...]
+    answers: tuple[Text, ...] = ()
+    system: str = ""
+    earlier: EarlierTurns = "exact"
+    keeps: bool = False
+
+
+def conversation_of(messages: Any, earlier: Any = "exact", *, keeps: bool) -> Conversation:
+    """The conversation that messages of roles and contents are. Raises RequestError.
+
+    Turns that are read as blocks are chunks, and none of them is kept.
+    """
+    if earlier not in get_args(EarlierTurns):
+        raise RequestError(
+            f"earlier_turns={reprlib.repr(earlier)}: expected one of "
+            f"{', '.join(get_args(EarlierTurns))}"
+        )
+    if not _is_list(messages) or not len(messages):
+        raise RequestError(
+            f"messages={reprlib.repr(messages)}: expected a list of objects with role and content, "
+            "the last one of the user"
+        )
+    said: list[tuple[str, Text]] = [_message(f"messages[{i}]", m) for i, m in enumerate(messages)]
+    system = ""
+    if said[0][0] == "system":
+        content = said.pop(0)[1]
+        if not isinstance(content, str):
+            raise RequestError("messages[0]: expected a text of the system")
+        system = content
+    for place, (role, _) in enumerate(said):
+        turn = ("user", "assistant")[place % 2]
+        if role != turn:
+            at = place + len(messages) - len(said)
+            raise RequestError(
+                f"messages[{at}] is of the {role}: expected one of the {turn}, as user and "
+                "assistant take turns and a system message comes first"
+            )
+    if not len(said) % 2:
+        raise RequestError(
+            "the last of messages is not of the user: expected what is to be answered now"
+        )
+    questions = tuple(content for _, content in said[::2])
+    if len({isinstance(question, str) for question in questions}) > 1 or (
+        system and not isinstance(questions[0], str)
+    ):
+        raise RequestError("messages: expected all of system and user as text, or all as token ids")
+    answers = tuple(content for _, content in said[1::2])
+    return Conversation(questions, answers, system, earlier, keeps and earlier == "exact")
+
+
+def _message(what: str, message: Any) -> tuple[str, Text]:
+    if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+        raise RequestError(
+            f"{what}={reprlib.repr(message)}: expected an object with role and content"
+        )
+    role, content = message["role"], message["content"]
+    if role not in _ROLES:
+        raise RequestError(
+            f"{what} has role={reprlib.repr(role)}: expected one of {', '.join(_ROLES)}"
+        )
+    if not (isinstance(content, str) and content.strip()) and not is_ids(content):
+        raise RequestError(
+            f"{what} has content={reprlib.repr(content)}: expected a text with words in it, or "
+            "token ids"
+        )
+    return role, content
 
 
 def check_kinds(**given: Any) -> None:
@@ -60,21 +145,21 @@ def questions_of(question: Any) -> tuple[list[Text], bool]:
     return list(question), False
 
 
-def check_documents(documents: Any) -> None:
+def check_documents(documents: Any, name: str = "documents") -> None:
     """Refuse what is no list of texts or of token ids: RequestError. None passes."""
     if documents is None:
         return
     if isinstance(documents, str):
         raise RequestError(
-            f"documents={reprlib.repr(documents)} is one text: expected a list; write "
-            "documents=[...], each entry is one chunk"
+            f"{name}={reprlib.repr(documents)} is one text: expected a list; write "
+            f"{name}=[...], each entry is one chunk"
         )
     if not _is_list(documents):
-        raise RequestError(f"documents={reprlib.repr(documents)}: expected a list of texts")
+        raise RequestError(f"{name}={reprlib.repr(documents)}: expected a list of texts")
     for i, document in enumerate(documents):
         if not isinstance(document, str) and not _is_list(document):
             raise RequestError(
-                f"documents[{i}]={reprlib.repr(document)}: expected a text or token ids"
+                f"{name}[{i}]={reprlib.repr(document)}: expected a text or token ids"
             )
 
 

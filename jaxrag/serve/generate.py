@@ -12,7 +12,16 @@ from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import Method, Misses
 from jaxrag.models.model import Model
 from jaxrag.serve.answers import AsyncStream, Result, Stream, answer, serve
-from jaxrag.serve.door import Text, check_counts, check_documents, questions_of, samplings_of
+from jaxrag.serve.door import (
+    Conversation,
+    EarlierTurns,
+    Text,
+    check_counts,
+    check_documents,
+    conversation_of,
+    questions_of,
+    samplings_of,
+)
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.shapes import bucket
 from jaxrag.text.prompts import PromptTemplate
@@ -20,11 +29,20 @@ from jaxrag.text.prompts import PromptTemplate
 _ROWS = 8  # of the program that serves several questions
 
 
+class Message(TypedDict):
+    """One message of a conversation: of "system" (first, or not at all), "user" or "assistant"."""
+
+    role: str
+    content: Text
+
+
 class Options(TypedDict, total=False):
     """What ``generate`` and ``agenerate`` take beside the question, for those who check types."""
 
     kb: KnowledgeBase | None
     documents: Sequence[Text] | None
+    blocks: Sequence[Text]
+    earlier_turns: EarlierTurns
     model: Model | None
     method: str | Method
     recompute_ratio: float | None
@@ -64,11 +82,25 @@ def generate(
 def generate(
     question: Sequence[Text], *, stream: Literal[False] = False, **options: Unpack[GenerateOptions]
 ) -> list[Result]: ...
+@overload
 def generate(
-    question: Text | Sequence[Text],
     *,
+    messages: Sequence[Message],
+    stream: Literal[False] = False,
+    **options: Unpack[GenerateOptions],
+) -> Result: ...
+@overload
+def generate(
+    *, messages: Sequence[Message], stream: Literal[True], **options: Unpack[GenerateOptions]
+) -> Stream: ...
+def generate(
+    question: Text | Sequence[Text] | None = None,
+    *,
+    messages: Sequence[Message] | None = None,
     kb: KnowledgeBase | None = None,
     documents: Sequence[Text] | None = None,
+    blocks: Sequence[Text] = (),
+    earlier_turns: EarlierTurns = "exact",
     model: Model | None = None,
     method: str | Method = "turborag",
     recompute_ratio: float | None = None,
@@ -88,17 +120,25 @@ def generate(
 
     Args:
       question: text or token ids; a list of texts (or of id sequences) is a batch.
+      messages: instead of a question a conversation, its last message the question; what was said
+        stays in the pool, and is not computed again for the next one.
       kb: a knowledge base; its ``k`` best chunks are used, of documents whose metadata ``where``
         allows, such as {"year": {"$gte": 2020}}.
       documents: each one chunk, its KV kept in memory by the model's engine; with ``kb`` as well
         they are used instead of retrieval, and kept in its store.
+      blocks: texts or token ids that stand as they are before all chunks, such as examples or
+        functions, each with KV of its own that is kept as that of ``documents`` is
+        (Block-Attention section 2.2).
+      earlier_turns: how answered turns of ``messages`` are read: "exact", over all that precedes
+        them; or "blocks", as chunks, each for itself, which is approximate.
       model: needed without ``kb``.
       method: a preset of methods.METHODS or a Method.
       recompute_ratio: share of the chunk tokens that are computed again, 0..1, for methods with a
         selector. None: for a method that is named, what the gate of the knowledge base found
         (`jaxrag kb gate`), else the method's own.
       misses: as in Method; the method's own when None.
-      prefix_cache: as in Method; the method's own when None.
+      prefix_cache: as in Method; the method's own when None. With ``messages``, False leaves no
+        turn in the pool and looks for none.
       decode: how generated tokens attend, a name of decode.DECODE_RULES or a DecodeRule; the
         method's own when None.
       template: a prompts.TEMPLATES name, TOML path or PromptTemplate; that of the knowledge base,
@@ -119,12 +159,11 @@ def generate(
         the cache; nothing is served then.
       TokenizerError: text for a model without a tokenizer.
     """
-    if kb is None and documents is None:
-        raise RequestError("generate needs kb= or documents=; pass one of them")
     if batch_size is not None:
         check_counts(batch_size=batch_size)
-    questions, single = questions_of(question)
-    check_documents(documents)
+    keeps = prefix_cache is not False
+    questions, single = _asked(question, messages, earlier_turns, keeps)
+    _check_given("generate", kb, documents, blocks, messages)
     samplings = samplings_of(sampling, len(questions))
     settings = resolve(
         kb=kb,
@@ -143,7 +182,7 @@ def generate(
     if stream and not single:
         raise RequestError("stream=True takes one question, got a list; call generate for each")
     ready = [
-        prepare(settings, text, documents, own)
+        prepare(settings, text, documents, own, blocks)
         for text, own in zip(questions, samplings, strict=True)
     ]
     if stream:
@@ -164,11 +203,25 @@ def agenerate(
 def agenerate(
     question: Text, *, stream: Literal[True], **options: Unpack[AgenerateOptions]
 ) -> AsyncStream: ...
+@overload
 def agenerate(
-    question: Text,
     *,
+    messages: Sequence[Message],
+    stream: Literal[False] = False,
+    **options: Unpack[AgenerateOptions],
+) -> Coroutine[Any, Any, Result]: ...
+@overload
+def agenerate(
+    *, messages: Sequence[Message], stream: Literal[True], **options: Unpack[AgenerateOptions]
+) -> AsyncStream: ...
+def agenerate(
+    question: Text | None = None,
+    *,
+    messages: Sequence[Message] | None = None,
     kb: KnowledgeBase | None = None,
     documents: Sequence[Text] | None = None,
+    blocks: Sequence[Text] = (),
+    earlier_turns: EarlierTurns = "exact",
     model: Model | None = None,
     method: str | Method = "turborag",
     recompute_ratio: float | None = None,
@@ -192,13 +245,12 @@ def agenerate(
     """
 
     def prepared() -> tuple[Settings, ReadyQuestion]:
-        if kb is None and documents is None:
-            raise RequestError("agenerate needs kb= or documents=; pass one of them")
         check_counts(batch_size=batch_size)
-        asked, single = questions_of(question)
+        keeps = prefix_cache is not False
+        asked, single = _asked(question, messages, earlier_turns, keeps)
         if not single:
             raise RequestError("agenerate takes one question, got a list; call it for each")
-        check_documents(documents)
+        _check_given("agenerate", kb, documents, blocks, messages)
         [own] = samplings_of(sampling, 1)
         settings = resolve(
             kb=kb,
@@ -214,10 +266,31 @@ def agenerate(
             stop=stop,
             where=where,
         )
-        ready = prepare(settings, asked[0], documents, own)
+        ready = prepare(settings, asked[0], documents, own, blocks)
         return settings, _in_rows(ready, batch_size)
 
     return AsyncStream(prepared) if stream else _answered(prepared)
+
+
+def _asked(
+    question: Any, messages: Any, earlier: Any, keeps: bool
+) -> tuple[list[Text] | list[Conversation], bool]:
+    """What is asked, and whether it is one thing. Raises RequestError."""
+    if messages is None:
+        if earlier != "exact":
+            raise RequestError(f"earlier_turns={earlier!r} is about messages=; pass them with it")
+        return questions_of(question)
+    if question is not None:
+        raise RequestError("a question and messages= were given; the question is the last message")
+    return [conversation_of(messages, earlier, keeps=keeps)], True
+
+
+def _check_given(caller: str, kb: Any, documents: Any, blocks: Any, messages: Any) -> None:
+    """Refuse a question with nothing to answer from, and what is no list: RequestError."""
+    check_documents(documents)
+    check_documents(blocks, "blocks")
+    if kb is None and documents is None and messages is None and not len(blocks):
+        raise RequestError(f"{caller} needs kb= or documents=; pass one of them")
 
 
 async def _answered(prepared: Callable[[], tuple[Settings, ReadyQuestion]]) -> Result:

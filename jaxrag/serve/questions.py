@@ -1,6 +1,7 @@
 """What is asked: the settings of a run, and one question with its chunks as token ids."""
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,29 +20,16 @@ from jaxrag.knowledge_base.neighbours import each_other
 from jaxrag.methods import Method, Misses, method_named
 from jaxrag.models.model import Model, as_token_ids
 from jaxrag.retrieve.filters import Filter
-from jaxrag.serve.door import Text, check_counts, check_kinds
+from jaxrag.serve.conversation import FoundChunk, Source, laid_out
+from jaxrag.serve.door import Conversation, Text, check_counts, check_kinds
 from jaxrag.serve.suits import gated, renamed, stored_otherwise, unplaced, untuned
 from jaxrag.store import KVStore
-from jaxrag.text.prompts import PromptTemplate, template_named
+from jaxrag.text.prompts import PromptTemplate, QuestionIds, template_named
 from jaxrag.text.tokenizer import Tokenizer
 from jaxrag.types import HostArray
 
 _SHOWN_WORDS = 5  # of those that a tokenizer lacks
 _SHOWN_CHARACTERS = 40  # of each
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """A chunk that stood in the prompt, in prompt order."""
-
-    document_id: str
-    chunk_index: int
-    file: str | None
-    score: float | None
-    text: str
-    page: int | None = None  # 1-based, of documents that have pages
-    start: int = 0  # first character in the document's text
-    end: int = 0  # one past the last character
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,16 +70,6 @@ class ReadyQuestion:
     retrieve_seconds: float
     notes: list[str]
     retrieved: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
-class _Chunk:
-    """A chunk that was retrieved or given, before the template wraps it."""
-
-    source: Source
-    title: str
-    ids: HostArray  # [T] int32
-    chunk_id: int | None = None  # in the knowledge base; None where it was given
 
 
 def resolve(
@@ -194,60 +172,137 @@ def _template(
 
 
 def prepare(
-    settings: Settings, question: Text, documents: Sequence[Text] | None, sampling: SamplingParams
+    settings: Settings,
+    question: Text | Conversation,
+    documents: Sequence[Text] | None,
+    sampling: SamplingParams,
+    blocks: Sequence[Text] = (),
 ) -> ReadyQuestion:
     """Retrieve the chunks, or take the documents, and turn every part into token ids.
 
-    Runs nothing on the device. Words that the tokenizer lacks are named in the notes. Raises
-    RequestError for a question that cannot be served: empty, of words that the model cannot read
-    (one of them, if its vocabulary is a list of words; all of them, if it is one of sub-words),
-    longer than the model's context, larger than the cache, or with neither documents nor a
-    knowledge base; TokenizerError for text that meets a model without a tokenizer.
+    Runs nothing on the device; an engine that serves already begins to read the chunks into host
+    memory. Documents stand before the first question of a conversation; what
+    is retrieved, before the question that it was found for, and once. Words that the tokenizer
+    lacks are named in the notes. Raises RequestError for a question that cannot be served: empty,
+    of words that the model cannot read (one of them, if its vocabulary is a list of words; all of
+    them, if it is one of sub-words), longer than the model's context, larger than the cache, or
+    with neither documents nor a knowledge base; TokenizerError for text that meets a model without
+    a tokenizer.
     """
-    model, template = settings.model, settings.template
+    model = settings.model
+    talk = question if isinstance(question, Conversation) else Conversation((question,))
+    if talk.earlier == "blocks" and settings.method.encoder is None:
+        raise RequestError(
+            f"earlier_turns='blocks': method {settings.method.name!r} computes the whole prompt "
+            "and reads no blocks; leave it out, or choose a method that reuses chunks"
+        )
     start = time.perf_counter()
-    if isinstance(question, str):
-        _check_text("the question", question)
-        _check_words(model.text_tokenizer(), question)
+    _check_said(talk, model)
+    found: list[list[FoundChunk]] = [[] for _ in talk.questions]
     if documents is not None:
-        found = [_given(i, document, model) for i, document in enumerate(documents)]
-    else:
-        found = _retrieve(settings, question)
+        found[0] = [_given(f"documents[{i}]", it, model) for i, it in enumerate(documents)]
+    elif settings.kb is not None:
+        found = _retrieve_all(settings, talk)
+    elif not (len(blocks) or talk is question):
+        raise RequestError("no knowledge base and no documents to answer from; give one of them")
     retrieve_seconds = time.perf_counter() - start
     notes = list(settings.notes)
-    if not found:
+    if not any(found) and (settings.kb is not None or documents is not None):
         notes.append("no chunk was found for the question; it was asked without any")
         if settings.where is not None and settings.kb is not None:
             notes += (f"where: {why}" for why in settings.kb.why_nothing(settings.where))
-    span = None
-    if isinstance(question, str):
+    bare = [_given(f"blocks[{i}]", it, model) for i, it in enumerate(blocks)]
+    found[0] = [*(dataclasses.replace(it, bare=True) for it in bare), *found[0]]
+    prompt, members = _laid_out(settings, talk, found)
+    if isinstance(talk.questions[-1], str):
+        texts = [it for it in (*blocks, *(documents or ())) if isinstance(it, str)]
+        around = np.concatenate((prompt.prefix, prompt.final))
         tokenizer = model.text_tokenizer()
-        span = template.question_span(tokenizer, question)
-        prefix = template.prefix_ids(tokenizer)
-        final = template.final_ids(tokenizer, question)
-        chunks = tuple(template.chunk_ids(tokenizer, chunk.ids, chunk.title) for chunk in found)
-        given = [document for document in documents or () if isinstance(document, str)]
-        notes += _unknown(tokenizer, template, question, given, np.concatenate((prefix, final)))
-    else:  # token ids stand for themselves: no template, as there may be no tokenizer
-        prefix = np.zeros(0, np.int32)
-        final = as_token_ids(question, model.config, "question")
-        chunks = tuple(chunk.ids for chunk in found)
-    prompt = Prompt(prefix, chunks, final, question=span)
+        notes += _unknown(tokenizer, settings.template, talk.questions[-1], texts, around)
+    notes += _on_turns(settings.method, talk)
     check_length(model, prompt, settings.max_new_tokens)
-    prompt = dataclasses.replace(prompt, neighbours=_neighbours(settings, found, prompt))
+    prompt = dataclasses.replace(prompt, neighbours=_neighbours(settings, members, prompt))
+    retrieved = documents is None and len(members) == sum(it.chunk_id is not None for it in members)
     request = Request(
         prompt,
         settings.store,
-        settings.method,
+        _keeping(settings.method) if talk.keeps else settings.method,
         settings.max_new_tokens,
         sampling=sampling,
         eos_ids=_eos_ids(model),
         indexing=settings.indexing,
-        encoders=None if documents is not None else _kept(settings),
+        encoders=_kept(settings) if retrieved else None,
+        keeps=talk.keeps,
     )
     engine_of(model).check_fits(request)
-    sources = [chunk.source for chunk in found]
-    return ReadyQuestion(request, sources, retrieve_seconds, notes, documents is None)
+    engine_of(model).prefetch([request])
+    sources = [chunk.source for chunk in members]
+    return ReadyQuestion(request, sources, retrieve_seconds, notes, retrieved)
+
+
+def _keeping(method: Method) -> Method:
+    """The method, with leading parts kept where that is exact whatever the pool holds."""
+    return dataclasses.replace(method, prefix_cache=True) if method.encoder is None else method
+
+
+def _check_said(talk: Conversation, model: Model) -> None:
+    """Refuse texts that cannot be read, and a question whose sense the tokenizer would lose."""
+    *earlier, question = talk.questions
+    for what, text in (
+        ("the system message", talk.system or "none"),
+        *(("an earlier question", it) for it in earlier),
+        *(("an earlier answer", it) for it in talk.answers),
+        ("the question", question),
+    ):
+        if isinstance(text, str):
+            _check_text(what, text)
+    if isinstance(question, str):
+        _check_words(model.text_tokenizer(), question)
+
+
+def _laid_out(
+    settings: Settings, talk: Conversation, found: Sequence[Sequence[FoundChunk]]
+) -> tuple[Prompt, list[FoundChunk]]:
+    """The prompt as token ids, and its chunks but for turns."""
+    model, template = settings.model, settings.template
+    texts = [text for text in talk.questions if isinstance(text, str)]
+    if texts:
+        tokenizer = model.text_tokenizer()
+        asked = template.conversation(tokenizer, texts, talk.system)
+    else:  # token ids stand for themselves: no template, as there may be no tokenizer
+        none = np.zeros(0, np.int32)
+        ids = [_given("question", one, model).ids for one in talk.questions]
+        asked = [QuestionIds(none, one, (0, len(one))) for one in ids]
+    answers = [_given("an answer", one, model).ids for one in talk.answers]
+
+    def wrap(chunk: FoundChunk) -> HostArray:
+        if chunk.bare or not texts:
+            return chunk.ids
+        return template.chunk_ids(tokenizer, chunk.ids, chunk.title)
+
+    def shown(ids: HostArray) -> str:
+        return tokenizer.decode(ids) if texts else ""
+
+    return laid_out(asked, answers, found, wrap, talk.earlier, shown)
+
+
+def _on_turns(method: Method, talk: Conversation) -> Iterator[str]:
+    """Notes on what a method makes of a conversation."""
+    if talk.system:
+        yield (
+            "the system message stands behind the chunks of the first question: before them it "
+            "would be part of what they are stored under"
+        )
+    if not talk.answers:
+        return
+    if talk.earlier == "blocks":
+        yield (
+            "earlier turns are read as blocks, each for itself: an approximation, which the model "
+            "has to be trained for"
+        )
+    elif talk.keeps and (method.recomputes or method.misses == "in_place"):
+        what = "chooses tokens by the question" if method.recomputes else "computes gaps in place"
+        yield f"earlier turns were computed again with this question: {method.name} {what}"
 
 
 def _kept(settings: Settings) -> tuple[str, ...] | None:
@@ -312,13 +367,22 @@ def _some(words: Sequence[str]) -> str:
     return shown + (f" and {more} more" if more > 0 else "")
 
 
-def _retrieve(settings: Settings, question: Text) -> list[_Chunk]:
-    if settings.kb is None:
-        raise RequestError("no knowledge base and no documents to answer from; give one of them")
+def _retrieve_all(settings: Settings, talk: Conversation) -> list[list[FoundChunk]]:
+    """Of every question the chunks that none before it has found."""
+    seen: set[int | None] = set()
+    found = []
+    for question in talk.questions:
+        found.append([it for it in _retrieve(settings, question) if it.chunk_id not in seen])
+        seen.update(it.chunk_id for it in found[-1])
+    return found
+
+
+def _retrieve(settings: Settings, question: Text) -> list[FoundChunk]:
+    assert settings.kb is not None
     if not isinstance(question, str):
         raise RequestError("retrieval needs the question as text; pass documents= with token ids")
     return [
-        _Chunk(
+        FoundChunk(
             Source(h.document_id, h.chunk_index, h.file, h.score, h.text, h.page, h.start, h.end),
             h.title,
             h.ids,
@@ -331,33 +395,39 @@ def _retrieve(settings: Settings, question: Text) -> list[_Chunk]:
 
 
 def _neighbours(
-    settings: Settings, found: Sequence[_Chunk], prompt: Prompt
+    settings: Settings, members: Sequence[FoundChunk], prompt: Prompt
 ) -> tuple[tuple[HostArray, ...], ...] | None:
     """What each chunk was, or is to be, encoded behind; None where the method's encoder sees none.
 
     Neighbours in the knowledge base of chunks that were retrieved. Chunks that were given are each
-    other's, in their order, as many as there may be.
+    other's, in their order, as many as there may be. Turns have none.
     """
     names = (settings.method.encoder, settings.method.first_encoder)
     seeing = [name for name in names if name is not None and encoder_named(name).sees_neighbours]
     if not seeing:
         return None
-    chunk_ids = [chunk.chunk_id for chunk in found if chunk.chunk_id is not None]
-    if settings.kb is not None and len(chunk_ids) == len(found):
-        return tuple(settings.kb.neighbours_of(chunk_ids, seeing[0], settings.template))
+    stored = [chunk.chunk_id for chunk in members if chunk.chunk_id is not None]
+    chunks = [ids for index, ids in enumerate(prompt.chunks) if index not in prompt.turns]
+    of_given = [ids for it, ids in zip(members, chunks, strict=True) if it.chunk_id is None]
     room = settings.model.config.max_positions - len(prompt.prefix)
-    return tuple(each_other(prompt.chunks, room))
+    others = iter(list(each_other(of_given, room)))
+    in_kb: Iterator[tuple[HostArray, ...]] = iter(())
+    if settings.kb is not None and stored:
+        in_kb = iter(settings.kb.neighbours_of(stored, seeing[0], settings.template))
+    of_members = iter([next(others if it.chunk_id is None else in_kb) for it in members])
+    return tuple(
+        () if index in prompt.turns else next(of_members) for index in range(len(prompt.chunks))
+    )
 
 
-def _given(index: int, document: Text, model: Model) -> _Chunk:
-    """A document passed by the caller, as one chunk."""
-    what = f"documents[{index}]"
+def _given(what: str, document: Text, model: Model) -> FoundChunk:
+    """A text or token ids passed by the caller, as one chunk."""
     if isinstance(document, str):
         _check_text(what, document)
         ids, text = model.text_tokenizer().encode(document), document
     else:
         ids, text = as_token_ids(document, model.config, what), ""
-    return _Chunk(Source(what, 0, None, None, text, end=len(text)), "", ids)
+    return FoundChunk(Source(what, 0, None, None, text, end=len(text)), "", ids)
 
 
 def shown_prompt(model: Model, prompt: Prompt) -> list[dict[str, Any]]:
@@ -366,7 +436,9 @@ def shown_prompt(model: Model, prompt: Prompt) -> list[dict[str, Any]]:
     Named as in ``Result.reuse``, and "final block" at last; text is "" without a tokenizer. Parts
     without a token are left out.
     """
-    names = ["prefix", *(f"chunk {i}" for i in range(len(prompt.chunks))), "final block"]
+    counts = {"chunk": itertools.count(), "turn": itertools.count()}
+    kinds = ["turn" if i in prompt.turns else "chunk" for i in range(len(prompt.chunks))]
+    names = ["prefix", *(f"{kind} {next(counts[kind])}" for kind in kinds), "final block"]
     parts = zip(names, (prompt.prefix, *prompt.chunks, prompt.final), strict=True)
     tokenizer = model.tokenizer
     return [

@@ -27,6 +27,9 @@ _FIELD = re.compile(r"\{(text|title|question)\}")
 _LIKE_A_FIELD = re.compile(r"\{[A-Za-z_]+\}")  # {0} and JSON are text
 _MARKER = re.compile(r"<\|[^<>|\s]+\|>")  # a special token, by its looks
 _CHUNKS_HERE = "\u241e"  # stands for the chunks while a chat template is rendered
+_ANSWER_HERE = "\u241f"  # for an answer
+_NEXT = "\n"  # between an answer and what follows it, without a chat template
+_SYSTEM_END = "\n\n"
 _DATE = datetime.datetime(2024, 7, 26)  # that Llama 3 prints where it is told none
 
 
@@ -42,6 +45,21 @@ class OfDocument(Protocol):
     def chunk_index(self) -> int:
         """Its place among the document's chunks."""
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class QuestionIds:
+    """One question of a conversation as it stands in the prompt; int32 ids.
+
+    Attributes:
+      before: from the answer before it to its chunks; of the first question the prefix.
+      final: from its chunks to its answer.
+      question: where its own tokens stand in ``final``: the first, and one past them.
+    """
+
+    before: HostArray
+    final: HostArray
+    question: tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,11 +123,7 @@ class PromptTemplate:
 
     def prefix_ids(self, tokenizer: Tokenizer) -> HostArray:
         """Token ids before the chunks, led by BOS or what else the model expects: int32 [P]."""
-        ids = tokenizer.encode(self._around_chunks(tokenizer)[0], special=True)
-        leading = tokenizer.leading_ids
-        if not np.array_equal(ids[: len(leading)], leading):
-            ids = np.concatenate((leading, ids))
-        return ids.astype(np.int32)
+        return _led(tokenizer, self._around_chunks(tokenizer)[0][0])
 
     def chunk_ids(self, tokenizer: Tokenizer, text_ids: HostArray, title: str = "") -> HostArray:
         """Token ids of one chunk as it stands in the prompt: int32 [T]."""
@@ -117,14 +131,34 @@ class PromptTemplate:
 
     def final_ids(self, tokenizer: Tokenizer, question: str) -> HostArray:
         """Token ids of the final block: int32 [T]."""
-        return _fill(self._around_chunks(tokenizer)[1], tokenizer, {"question": question})
+        return _fill(self._around_chunks(tokenizer)[0][1], tokenizer, {"question": question})
+
+    def conversation(
+        self, tokenizer: Tokenizer, questions: Sequence[str], system: str = ""
+    ) -> list[QuestionIds]:
+        """Token ids around the chunks of every question; answers stand between, as they are.
+
+        What the caller would have the system say stands behind the chunks of the first question:
+        before them it would be part of what they are stored under.
+        """
+        asked = []
+        around = self._around_chunks(tokenizer, len(questions))
+        for place, (question, (before, after)) in enumerate(zip(questions, around, strict=True)):
+            first = not place
+            opening = _led(tokenizer, before) if first else _fill(before, tokenizer, {})
+            said = tokenizer.encode(system + _SYSTEM_END if first and system else "")
+            start = len(said) + len(_fill(after.partition("{question}")[0], tokenizer, {}))
+            final = np.concatenate((said, _fill(after, tokenizer, {"question": question})))
+            span = start, start + len(tokenizer.encode(question))
+            asked.append(QuestionIds(opening, final.astype(np.int32), span))
+        return asked
 
     def split_marker(self, tokenizer: Tokenizer) -> str | None:
         """What is wrong where a marker of the prompt, ``<|...|>``, is no single token; else None.
 
         Spelled in pieces it marks nothing: its pieces are ordinary text, and many.
         """
-        before, after = self._around_chunks(tokenizer)
+        [(before, after)] = self._around_chunks(tokenizer)
         for marker in _MARKER.findall(before + self.chunk + after):
             pieces = len(tokenizer.encode(marker, special=True))
             if pieces != 1:
@@ -145,7 +179,7 @@ class PromptTemplate:
 
     def question_span(self, tokenizer: Tokenizer, question: str) -> tuple[int, int]:
         """Where the question's own tokens stand in ``final_ids``: the first, and one past them."""
-        before = self._around_chunks(tokenizer)[1].partition("{question}")[0]
+        before = self._around_chunks(tokenizer)[0][1].partition("{question}")[0]
         start = len(_fill(before, tokenizer, {}))
         return start, start + len(tokenizer.encode(question))
 
@@ -164,27 +198,48 @@ class PromptTemplate:
         """Plain form; ``template_from_dict`` is its inverse."""
         return dataclasses.asdict(self)
 
-    def _around_chunks(self, tokenizer: Tokenizer) -> tuple[str, str]:
+    def _around_chunks(self, tokenizer: Tokenizer, questions: int = 1) -> list[tuple[str, str]]:
+        """Of every question the text before its chunks, and the text from there to its answer."""
         if not self.chat:
-            return self.prefix, self.final
+            return [(self.prefix, self.final), *[(_NEXT, self.final)] * (questions - 1)]
         if not tokenizer.has_chat_template:
             raise TokenizerError(
                 f"template {self.name!r} has chat = true, but the tokenizer has no chat template; "
                 f"choose another template, such as plain, or add chat_template.jinja to the model "
                 f"directory"
             )
-        content = self.prefix + _CHUNKS_HERE + self.final
+        asked = {"role": "user", "content": _CHUNKS_HERE + self.final}
+        first = {"role": "user", "content": self.prefix + _CHUNKS_HERE + self.final}
+        answered = {"role": "assistant", "content": _ANSWER_HERE}
         try:
-            text = tokenizer.render_chat([{"role": "user", "content": content}], now=_DATE)
+            text = tokenizer.render_chat([first, *[answered, asked] * (questions - 1)], now=_DATE)
         except TokenizerError as error:
             raise TokenizerError(f"{error}; choose another template, such as plain") from None
-        if text.count(_CHUNKS_HERE) != 1 or text.count("{question}") != 1:
+        before, *pieces = text.split(_CHUNKS_HERE)
+        around = []
+        for piece in pieces:
+            after, _, following = piece.partition(_ANSWER_HERE)
+            around.append((before, after))
+            before = following
+        answers = [piece.count(_ANSWER_HERE) for piece in pieces]
+        if answers != [1] * (questions - 1) + [0] or any(
+            after.count("{question}") != 1 for _, after in around
+        ):
+            what = "the user's message once" if questions == 1 else "every message once, in order"
             raise TokenizerError(
-                f"the model's chat template does not repeat the user's message once, so template "
-                f"{self.name!r} cannot place its chunks; choose another, such as plain"
+                f"the model's chat template does not repeat {what}, so template {self.name!r} "
+                "cannot place its chunks; choose another, such as plain"
             )
-        before, after = text.split(_CHUNKS_HERE)
-        return before, after
+        return around
+
+
+def _led(tokenizer: Tokenizer, text: str) -> HostArray:
+    """Token ids of the beginning of a prompt, led by BOS or what else the model expects."""
+    ids = tokenizer.encode(text, special=True)
+    leading = tokenizer.leading_ids
+    if not np.array_equal(ids[: len(leading)], leading):
+        ids = np.concatenate((leading, ids))
+    return ids.astype(np.int32)
 
 
 def _fill(pattern: str, tokenizer: Tokenizer, values: dict[str, Any]) -> HostArray:

@@ -59,3 +59,20 @@ def test_refused(change, message):
 def test_the_command(capsys):
     assert main(["bench", "document", "--tokens", "100"]) != 0
     assert "makes no index of so few" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_every_chunk_is_asked():
+    options = Options(
+        tokens=1900,
+        chunk_tokens=600,
+        kinds=("retrieval, kv=host",),
+        attention_index=TINY,
+        layers=1,
+        questions=1,
+        max_new_tokens=3,
+    )
+    result = run(options)
+    assert result["chunks"] > 2
+    for row in result["rows"]["retrieval, kv=host"]:
+        assert row["counts"]["reused"] >= result["tokens"]

@@ -15,9 +15,11 @@ from jaxrag.cache import PAGE
 from jaxrag.decode import rule_from
 from jaxrag.engine.decoding import FAILED
 from jaxrag.engine.engine import engine_of
+from jaxrag.engine.kept import Context
 from jaxrag.engine.live import Live
-from jaxrag.engine.mapping import RequestPlan
+from jaxrag.engine.mapping import RequestPlan, plan_request
 from jaxrag.engine.request import Prompt, Request
+from jaxrag.engine.state import EngineSettings
 from jaxrag.errors import Cancelled, EngineError, RequestError
 from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
@@ -33,7 +35,9 @@ def request(ids, model=None, method="full_attention", tokens=4, **more):
 
 def a_live(tokens=4):
     asked = request([1], tokens=tokens)
-    return Live(0, asked, RequestPlan(asked, [], 0), None, lambda progress: None, 0.0)
+    return Live(
+        0, asked, RequestPlan(asked, [], Context("", "", ""), 0), None, lambda progress: None, 0.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -282,3 +286,24 @@ def test_the_pool_has_one_owner():
             if node.attr == "pool" or (node.attr == "_pool" and path.parent.name == "cache"):
                 binds.append((path.relative_to(root).as_posix(), node.attr))
     assert binds == [("cache/cache.py", "_pool")] * 2  # at the start, and in ``run``
+
+
+def test_heat_is_counted_in_requests_and_halves_as_the_settings_say(engine_on, asked, alone):
+    """A pool with room for four chunks of one page: the fifth takes the place of the coldest."""
+    chunks = [np.full(PAGE, 3 + number, np.int32) for number in range(5)]
+
+    def left(half_life):
+        engine = engine_on(cache_tokens=5 * PAGE, settings=EngineSettings(half_life=half_life))
+        requests = [
+            dataclasses.replace(
+                asked(engine, tokens=2), prompt=Prompt(chunk[:0], (chunk,), chunk[: PAGE // 2])
+            )
+            for chunk in chunks
+        ]
+        alone(engine, [requests[at] for at in (0, 0, 0, 1, 1, 2, 3, 2, 3, 4, 4)])
+        pool = engine.runner.cache.allocator
+        plans = [plan_request(engine.runner.model, request, 1) for request in requests]
+        return [at for at, plan in enumerate(plans) if plan.parts[1].load.key not in pool]
+
+    assert left(half_life=1000) == [1]  # two uses, and those are the oldest
+    assert left(half_life=0.5) == [0]

@@ -37,4 +37,10 @@ with KnowledgeBase.open(work["kb"], model=model) as kb:
             name: [[one.token_ids, one.counts, one.notes] for one in results]
             for name, results in sets.items()
         }
+found["talk"], messages = [], []
+for question in work["questions"][:3]:
+    messages.append({"role": "user", "content": question})
+    one = generate(messages=messages, model=model, documents=work["documents"], max_new_tokens=20)
+    found["talk"].append([one.token_ids, [row.how for row in one.reuse if row.part[0] == "t"]])
+    messages.append({"role": "assistant", "content": one.token_ids})
 path.with_suffix(f".{rank}.json").write_text(json.dumps(found))

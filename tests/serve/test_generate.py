@@ -14,7 +14,8 @@ from jaxrag.documents import Document
 from jaxrag.engine.engine import engine_of
 from jaxrag.errors import ConfigError, RequestError, TokenizerError
 from jaxrag.serve.answers import serve
-from jaxrag.serve.questions import Source, prepare, resolve
+from jaxrag.serve.conversation import Source
+from jaxrag.serve.questions import prepare, resolve
 
 DOCUMENTS = [
     Document("salt", "The salt wells of Yanjing are worked by hand.", title="Salt"),

@@ -116,6 +116,12 @@ def test_two_processes_answer_as_one(
             missed = [notes for _, _, notes in got if notes]
             assert all("and stored" in note for notes in missed for note in notes)
             assert (name == "retrieved") <= (not missed)
+    messages = []
+    for turn, (ids, hows) in enumerate(found[0]["talk"]):
+        messages.append({"role": "user", "content": QUESTIONS[turn]})
+        one = generate(messages=messages, model=model, documents=DOCUMENTS, max_new_tokens=20)
+        assert ids == one.token_ids and hows == ["prefix hit"] * turn
+        messages.append({"role": "assistant", "content": ids})
     with KnowledgeBase.open(tmp_path / "kb", model=model) as after:
         assert {record.ways for record in after.store.records()} == {1, 2}
         again = generate(QUESTIONS[:8], kb=after, documents=DOCUMENTS, **GIVEN)

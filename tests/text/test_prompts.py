@@ -169,6 +169,66 @@ def test_a_chat_template_that_refuses_the_message_is_told_with_what_helps(load_w
         template.prefix_ids(refusing)
 
 
+CHAT_ML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def joined(tokenizer, asked, answers):
+    """The text of a conversation without chunks."""
+    said = ""
+    for one, answer in zip(asked, [*answers, ""], strict=True):
+        said += shown(tokenizer, one.before) + shown(tokenizer, one.final) + answer
+    return said
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_conversation_of_one_question_is_the_prompt_of_a_question(chat_tokenizer, name):
+    template = TEMPLATES[name]
+    [one] = template.conversation(chat_tokenizer, ["Why?"])
+    np.testing.assert_array_equal(one.before, template.prefix_ids(chat_tokenizer))
+    np.testing.assert_array_equal(one.final, template.final_ids(chat_tokenizer, "Why?"))
+    assert one.question == template.question_span(chat_tokenizer, "Why?")
+
+
+def test_a_conversation_reads_as_the_chat_template_writes_it(load_with):
+    tokenizer = load_with(chat_template=CHAT_ML, add_bos_token=False)
+    template = PromptTemplate("t", "Read:\n", "[{text}]\n", "Question: {question}", chat=True)
+    asked = template.conversation(tokenizer, ["Who?", "Why?", "Where?"])
+    assert joined(tokenizer, asked, ["Clay.", "So."]) == (
+        "<|im_start|>user\nRead:\nQuestion: Who?<|im_end|>\n"
+        "<|im_start|>assistant\nClay.<|im_end|>\n"
+        "<|im_start|>user\nQuestion: Why?<|im_end|>\n<|im_start|>assistant\nSo.<|im_end|>\n"
+        "<|im_start|>user\nQuestion: Where?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    for one, question in zip(asked, ("Who?", "Why?", "Where?"), strict=True):
+        assert shown(tokenizer, one.final[slice(*one.question)]) == question
+    for count in (1, 2):  # what was said is not written otherwise once more has been said
+        for one, other in zip(template.conversation(tokenizer, ["x"] * count), asked, strict=False):
+            np.testing.assert_array_equal(one.before, other.before)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_conversation_without_a_chat_template(tokenizer, name):
+    template = TEMPLATES[name]
+    asked = template.conversation(tokenizer, ["Who?", "Why?"], system="Be brief.")
+    first, second = (template.final.format(question=question) for question in ("Who?", "Why?"))
+    expected = f"{template.prefix}Be brief.\n\n{first}Clay.\n{second}"
+    assert joined(tokenizer, asked, ["Clay."]).removeprefix("<s>") == expected
+    for one, question in zip(asked, ("Who?", "Why?"), strict=True):
+        assert shown(tokenizer, one.final[slice(*one.question)]) == question
+
+
+def test_a_chat_template_that_leaves_out_what_was_said_is_refused(load_with):
+    template = PromptTemplate("chat", "", "{text}", "{question}", chat=True)
+    last = load_with(chat_template="<|user|>{{ messages[-1].content }}<|assistant|>")
+    assert len(template.conversation(last, ["Who?"])) == 1
+    with pytest.raises(TokenizerError, match="does not repeat every message once, in order"):
+        template.conversation(last, ["Who?", "Why?"])
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

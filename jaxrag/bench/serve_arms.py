@@ -1,0 +1,84 @@
+"""What is compared under load: one engine with other settings, never another loop."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrag.engine.state import EngineSettings
+from jaxrag.errors import ConfigError
+from jaxrag.methods import Method, method_named
+from jaxrag.tables import build, table_from
+
+REUSE, FULL = "turborag", "full_attention"
+_INLINE: dict[str, Any] = {"lockstep": True}
+_STATIC: dict[str, Any] = {"lockstep": True, "scheduler": {"static": True}}
+
+# What each differs in from the engine's defaults. Inline: the engine's thread waits for every read.
+ARMS: dict[str, dict[str, Any]] = {
+    "static": {"engine": _STATIC},
+    "static_full": {"engine": _STATIC, "method": FULL},
+    "inline": {"engine": _INLINE},
+    "asynchronous": {},
+    "full": {"method": FULL},
+    "fusionrag_inline": {"engine": _INLINE, "method": "fusionrag"},
+    "fusionrag": {"method": "fusionrag"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One way to serve.
+
+    Attributes:
+      name: in results.
+      method: how stored KV is reused.
+      recompute_ratio: of the chunk tokens; None: the method's own.
+      engine: the engine's settings.
+    """
+
+    name: str
+    method: str = REUSE
+    recompute_ratio: float | None = None
+    engine: EngineSettings = dataclasses.field(default_factory=EngineSettings)
+
+    def __post_init__(self) -> None:
+        """Refuse a method that does not exist, or a ratio that it has not."""
+        _ = self.resolved
+
+    @property
+    def resolved(self) -> Method:
+        """The method at its ratio."""
+        method = method_named(self.method)
+        ratio = self.recompute_ratio
+        return method if ratio is None else method.with_ratio(ratio)
+
+
+def arms_of(text: str, engine: str = "") -> tuple[Arm, ...]:
+    """Arms such as "static;asynchronous:engine.load_threads=4", separated by semicolons.
+
+    Behind the colon stand fields of ``Arm``, and of the engine's settings as ``engine.NAME``;
+    ``engine`` are settings of all of them, such as "load_threads=1,prefill_tokens=256". Raises
+    ConfigError for an arm that is not among ARMS, an unknown field and one that is named twice.
+    """
+    arms = []
+    common = {"engine": table_from(f":{engine}", "--engine")}
+    del common["engine"]["name"]
+    for part in filter(None, text.split(";")):
+        given = table_from(part, "--arms")
+        kind = given.pop("name")
+        if kind not in ARMS:
+            raise ConfigError(f"--arms: {kind!r}: expected one of {', '.join(ARMS)}")
+        values = {"name": part, **_merged(_merged(common, ARMS[kind]), given)}
+        arms.append(build(Arm, values, f"--arms: {part}"))
+    if not arms or len({arm.name for arm in arms}) < len(arms):
+        raise ConfigError(f"--arms {text!r}: expected some of {', '.join(ARMS)}, each once")
+    return tuple(arms)
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """One table with the values of another, tables within tables likewise."""
+    merged = dict(base)
+    for key, value in changes.items():
+        held = merged.get(key)
+        merged[key] = _merged(held, value) if isinstance(held, dict) else value
+    return merged

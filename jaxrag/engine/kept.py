@@ -1,0 +1,89 @@
+"""Names of KV that stays in the pool after the request that computed it.
+
+What stays was computed behind all that precedes it, so its name says all of that: it is found again
+only where everything before it is equal, for the same tenant.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxrag.cache import PAGE
+from jaxrag.engine.request import Prompt, Request
+from jaxrag.models.model import Model
+from jaxrag.store import chunk_key, content_id, context_id
+from jaxrag.types import HostArray
+
+_LEADING = "in_place"  # the encoders that these keys name; no store holds such KV
+_TURN = "turn"
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """All that stands before some token of a prompt, by name.
+
+    Attributes:
+      fingerprint: of the store that the prompt's chunks are in.
+      tokenizer: its digest; "" where there is none.
+      tenant: who asks.
+      before: digest of what stands there, part by part.
+    """
+
+    fingerprint: str
+    tokenizer: str
+    tenant: str
+    before: tuple[str, ...] = ()
+
+    def name(self, ids: HostArray) -> str:
+        """Of tokens, int32 [T], T > 0, wherever they stand."""
+        return content_id(self.tokenizer, ids)
+
+    def behind(self, name: str) -> "Context":
+        """Of what follows another part."""
+        seen = context_id(self._encoder(_TURN), np.zeros(0, np.int32), (*self.before, name))
+        return dataclasses.replace(self, before=(seen,))
+
+    def pieces(self, ids: HostArray) -> Iterator[tuple[str, HostArray]]:
+        """A turn that stands here, page by page: the key and the ids of each."""
+        here = self
+        for at in range(0, len(ids), PAGE):
+            piece = ids[at : at + PAGE]
+            here = here.behind(here.name(piece))
+            yield chunk_key(self.fingerprint, here.name(piece), here.before[0]), piece
+
+    def leading(self, prompt: Prompt) -> list[str]:
+        """Of the prefix and of every chunk the key of its exact KV; "" if it is empty."""
+        before: list[str] = []
+        keys = []
+        for index, ids in enumerate((prompt.prefix, *prompt.chunks)):
+            if not len(ids):
+                keys.append("")
+                continue
+            prefix = prompt.prefix[: 0 if index == 0 else None]
+            context = context_id(self._encoder(_LEADING), prefix, before)
+            keys.append(chunk_key(self.fingerprint, self.name(ids), context))
+            if index:
+                before.append(self.name(ids))
+        return keys
+
+    def _encoder(self, kind: str) -> str:
+        return f"{kind} of {self.tenant}" if self.tenant else kind
+
+
+def context_of(model: Model, request: Request) -> Context:
+    """Before the first token of a request."""
+    tokenizer = "" if model.tokenizer is None else model.tokenizer.digest
+    return Context(request.store.fingerprint, tokenizer, request.tenant)
+
+
+def keeps_turns(request: Request) -> bool:
+    """Do earlier turns, and this one, stay in the pool?
+
+    Only where their KV depends on nothing but what stands before them: not on the tokens that a
+    question has computed again, nor on which chunks happened to be missing.
+    """
+    method = request.method
+    if not request.keeps or method.encoder is None:
+        return request.keeps and method.prefix_cache
+    return not (method.recomputes or method.prefix_cache or method.misses == "in_place")

@@ -1,0 +1,277 @@
+"""Where chunk KV comes from: law 13 whatever the tier, reads ahead, one read, bounded placing."""
+
+import dataclasses
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import jaxrag
+from jaxrag.engine import loader, loads
+from jaxrag.engine import runner as running
+from jaxrag.engine.arena import ArenaState
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.links import FAILURES, LoadDeadline
+from jaxrag.engine.mapping import plan_request
+from jaxrag.engine.state import EngineSettings
+from jaxrag.errors import ConfigError, StoreError
+from jaxrag.methods import METHODS
+
+ARENA = 1 << 20
+
+
+class Jittery:
+    """A store whose reads take as long as they like."""
+
+    def __init__(self, inner, rng):
+        self._inner, self._rng, self._lock = inner, rng, threading.Lock()
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def get_many(self, *args, **kwargs):
+        with self._lock:
+            wait = self._rng.random() * 0.004
+        time.sleep(wait)
+        return self._inner.get_many(*args, **kwargs)
+
+
+@pytest.mark.parametrize("form", ["native", "int8"])
+def test_tokens_are_equal_whichever_tier_a_chunk_came_from(serving, asked, at_rest, form):
+    """Law 13: in one engine the chunk is encoded, on the device, in host memory, in the store."""
+    served = serving(arena_bytes=ARENA, form=form)
+    request = asked(served.engine, chunks=3, store=served.store)
+    found, expected = [], None
+    for tier in ("encoded", "pool", "host", "store", "encoded"):
+        if tier in ("host", "store"):
+            served.evict()
+        if tier == "store":
+            served.engine._core.state.arena.clear()
+        if tier == "encoded" and found:
+            for record in list(served.store.records()):
+                served.store.delete([record.key])
+            served.engine.forget()
+        [number] = served.add(request)
+        [ids] = served.ended([number])
+        told = ids, served.client.logprobs[number]
+        expected = expected or told
+        assert told == expected
+        assert set(served.how(number)) == {tier}
+        found.append(tier)
+    tiers = served.engine.tiers()
+    assert tiers.hits == {"encoded": 8, "pool": 4, "host": 4, "store": 4}
+    assert tiers.host.chunks == tiers.pool_chunks == 4
+    assert 0 < tiers.pool_bytes < tiers.max_pool_bytes
+    served.until_idle()
+    at_rest(served.engine)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        (METHODS["turborag"], {}),
+        (METHODS["turborag"], {"slow_load": "compute", "load_deadline": LoadDeadline(0.002, 0)}),
+        pytest.param(METHODS["fusionrag"], {}, marks=pytest.mark.slow),
+        (dataclasses.replace(METHODS["turborag"], misses="in_place"), {}),
+    ],
+    ids=["wait", "compute", "fusionrag", "in place"],
+)
+def test_tokens_are_equal_in_any_order_of_loads(
+    serving, asked, alone, told, at_rest, rng, method, settings
+):
+    """Law 13, in a pool and an arena for a few chunks, with chunks asked for ahead at random."""
+    first = serving(arena_bytes=0)
+    requests = [
+        asked(first.engine, method, chunks=int(n), tokens=6, rows=4, store=first.store)
+        for n in rng.integers(1, 4, 8)
+    ]
+    expected = [ids for ids, _ in alone(first.engine, requests)]
+    if method.misses == "encode":
+        assert len(list(first.store.records())) >= 7
+    one = first.store.layout.nbytes(40)
+    served = serving(cache_tokens=176, arena_bytes=2 * one, place_bytes=1, **settings)
+    served.engine._clock = time.monotonic
+    served.store = Jittery(served.store, rng)
+    alone(served.engine, served.moved(requests[0]))  # there is an engine, that reads ahead
+    for _ in range(4):
+        numbers = []
+        for request in served.moved(*requests):
+            if rng.random() < 0.7:
+                served.engine.prefetch([request])
+            if rng.random() < 0.5:
+                time.sleep(rng.random() * 0.004)
+            numbers += served.add(request)
+        assert served.ended(numbers) == expected
+    served.until_idle()
+    at_rest(served.engine)
+    hits = served.engine.tiers().hits
+    if method.misses == "encode":
+        assert {"host", "store", "pool"} <= hits.keys()
+        assert served.engine.tiers().host.evicted
+
+
+def happened(served, what):
+    """Keys of the events of one kind, in order."""
+    return [it.key for it in served.engine.events() if it.what == what]
+
+
+def test_a_read_begins_before_admission_and_is_the_only_one(serving, stored, asked, alone, at_rest):
+    """Asked for ahead, the pool full; admitted while it is read; found in the arena after."""
+    [request, other], expected = stored(2, chunks=2)
+    served = serving(arena_bytes=ARENA, keep_events=100)
+    served.engine.prefetch(served.moved(request))
+    assert served.engine.tiers() is None and not served.engine.events()  # it serves nobody yet
+    alone(served.engine, [asked(served.engine, "full_attention", tokens=1)])
+    served.store.gate.clear()
+    for _ in range(2):
+        served.engine.prefetch(served.moved(request))
+    served.store.until_read()
+    keys = list(plan_request(served.engine.runner.model, *served.moved(request), 0).loads)
+    missing = [key for key in keys if key in happened(served, "prefetch")]
+    assert len(missing) >= 2 and set(happened(served, "read")) >= set(missing)
+    assert not set(happened(served, "admitted")) & set(missing)  # it began before admission
+    numbers = served.add(*served.moved(request, request))
+    while not set(missing) <= set(happened(served, "admitted")):
+        pass
+    served.store.gate.set()
+    assert served.ended(numbers) == expected[:1] * 2
+    assert len(served.store.reads) == 1
+    served.engine.prefetch(served.moved(request))  # it is in the pool
+    served.evict()
+    served.engine.prefetch(served.moved(request))  # and now in the arena
+    [number] = served.add(*served.moved(request))
+    assert served.ended([number]) == expected[:1]
+    assert len(served.store.reads) == 1 and "host" in served.how(number)
+    served.engine.prefetch(served.moved(other))
+    served.engine.call(lambda runner: None)
+    served.until_idle()
+    reads = len(served.store.reads)
+    [number] = served.add(*served.moved(other))
+    assert served.ended([number]) == expected[1:]
+    assert len(served.store.reads) == reads
+    assert "store" in served.how(number) and "host" not in served.how(number)  # read for it
+    at_rest(served.engine)
+
+
+def test_who_waits_for_room_is_read_for_meanwhile(serving, stored, asked, at_rest):
+    [request], expected = stored(chunks=3)
+    served = serving(cache_tokens=256, arena_bytes=ARENA, keep_events=100)
+    large = asked(served.engine, "full_attention", final=60, tokens=100, rows=1, watched=True)
+    [first] = served.add(large)
+    served.until(lambda: served.client.ids.get(first))
+    [number] = served.add(*served.moved(request, rows=1))
+    served.store.until_read()
+    assert not happened(served, "admitted") and first not in served.client.last
+    assert served.ended([number]) == expected
+    assert set(served.how(number)) == {"store"} and len(served.store.reads) == 1
+    served.until_idle()
+    at_rest(served.engine)
+
+
+def test_a_knowledge_bases_hits_are_read_ahead(tmp_path, text_model):
+    """``generate`` says what it found before anybody is admitted."""
+    model = dataclasses.replace(text_model)
+    engine = model.engine = jaxrag.engine.engine.Engine(model, EngineSettings(keep_events=100))
+    with jaxrag.KnowledgeBase.open(tmp_path / "kb", model, template="plain") as kb:
+        kb.add([jaxrag.documents.Document("tea", "Tea bricks were traded for salt.")])
+        jaxrag.generate("Who traded salt?", documents=["wool"], model=model, max_new_tokens=1)
+        before = len(engine.events())
+        result = jaxrag.generate("Who traded tea?", kb=kb, max_new_tokens=1)
+        assert engine_of(model) is engine
+    first = {}
+    for event in engine.events()[before:]:
+        first.setdefault((event.key, event.what), event.time)
+    chunks = [key for key, what in first if what == "prefetch"]
+    assert chunks and len(result.sources) == 1
+    for key in chunks:
+        assert first[key, "prefetch"] <= first[key, "read"]
+        assert first[key, "prefetch"] <= first[key, "admitted"] <= first[key, "placed"]
+
+
+def test_chunks_in_memory_are_not_held_twice(engine_on, asked, alone):
+    engine = engine_on(settings=EngineSettings(arena_bytes=ARENA))
+    request = asked(engine)
+
+    def evict(runner):
+        for key in list(runner.cache.allocator.chunks):
+            runner.cache.allocator.evict(key)
+
+    for where in ("encoded", "store"):
+        alone(engine, [request])
+        engine.call(evict)
+        engine.prefetch([request])
+        engine.call(evict)
+        assert engine.tiers().hits[where] == 3 and engine.tiers().host.chunks == 0
+
+
+def test_a_long_chunk_is_placed_in_several_turns(serving, asked, alone, at_rest, monkeypatch, rng):
+    """One block between two steps of those that answer."""
+    for module in (loader, running):
+        monkeypatch.setattr(module, "BLOCK_TOKENS", 16)
+    first = serving(arena_bytes=0)
+    request = asked(first.engine, chunks=1, tokens=3, store=first.store)
+    chunk = rng.integers(3, 101, 90).astype(np.int32)
+    request = dataclasses.replace(
+        request, prompt=dataclasses.replace(request.prompt, chunks=(chunk,))
+    )
+    expected = [ids for ids, _ in alone(first.engine, [request])]
+    served = serving(place_bytes=1)
+    long = asked(served.engine, "full_attention", tokens=200, rows=4, watched=True)
+    [long] = served.add(long)
+    served.until(lambda: served.client.ids.get(long))
+    turns, place = [], loads.place
+
+    def placed(runner, staged, pages, first, end):
+        turns.append((served.steps, first, end))
+        place(runner, staged, pages, first, end)
+
+    monkeypatch.setattr(loads, "place", placed)
+    [number] = served.add(*served.moved(request))
+    assert served.ended([number]) == expected
+    blocks = [(first, end) for _, first, end in turns if end - first == 1]
+    assert sorted(blocks) == sorted([(0, 1), *((n, n + 1) for n in range(6))])  # prefix, chunk
+    steps = [step for step, _, _ in turns]
+    assert len(set(steps)) == len(steps)  # a step between any two
+    served.ended([long])
+    at_rest(served.engine)
+
+
+def test_in_lockstep_nothing_depends_on_time(serving, stored, asked, at_rest):
+    """Loads are waited for, nothing is read ahead or kept, no link is given up."""
+    [request], expected = stored()
+    served = serving(
+        lockstep=True, slow_load="compute", load_deadline=LoadDeadline(0.0, 1e-9), arena_bytes=ARENA
+    )
+    [bad] = served.moved(asked(served.engine, store=served.store))
+    served.store.error = StoreError("no route")
+    [also] = served.moved(asked(served.engine, chunks=3, store=served.store))
+    for _ in range(FAILURES + 1):
+        for error in served.ended(served.add(bad, also)):  # they share a prefix
+            assert isinstance(error, StoreError) and str(error) == "no route"
+    served.store.error = None
+    for how in ("store", "pool"):
+        served.engine.prefetch(served.moved(request))
+        [number] = served.add(*served.moved(request))
+        assert served.ended([number]) == expected and set(served.how(number)) == {how}
+    assert served.engine.tiers().host == ArenaState(0, 0, 0, 0)
+    assert not served.engine._core.state.links._workers
+    at_rest(served.engine)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"arena_bytes": -1}, "arena_bytes=-1: expected 0 or more"),
+        ({"place_bytes": 0}, "place_bytes=0: expected at least 1"),
+        ({"max_loading_bytes": 0}, "max_loading_bytes=0: expected at least 1"),
+        ({"load_threads": 0}, "load_threads=0: expected at least 1"),
+        ({"slow_load": "never"}, "slow_load='never': expected one of wait, compute"),
+        ({"load_deadline": LoadDeadline(-1.0)}, "expected seconds of 0 or more"),
+        ({"keep_events": -1}, "keep_events=-1: expected 0 or more"),
+    ],
+)
+def test_settings_that_cannot_be_meant(setting, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        EngineSettings(**setting)
+    assert "\n" not in str(caught.value)

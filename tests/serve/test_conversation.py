@@ -1,0 +1,424 @@
+"""Conversations and blocks through ``generate``: what is reused, equal, and refused."""
+
+import asyncio
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxrag import KnowledgeBase, Sampling, agenerate, generate, load_model
+from jaxrag.documents import Document
+from jaxrag.engine import prefill
+from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.engine import engine_of
+from jaxrag.errors import RequestError, TokenizerError
+from jaxrag.models.segments import lay_out
+from jaxrag.serve.answers import serve
+from jaxrag.serve.conversation import FoundChunk, Source, laid_out
+from jaxrag.serve.door import Conversation
+from jaxrag.serve.questions import prepare, resolve, shown_prompt
+from jaxrag.text.prompts import QuestionIds
+from jaxrag.types import FINAL, FIRST_CHUNK
+
+DOCUMENTS = ["The salt wells of Yanjing are worked by hand.", "A bamboo bridge crosses the river."]
+QUESTIONS = ["Who works the salt wells?", "What crosses the river?", "Which river is it?"]
+EXAMPLES = [
+    "Question: Who sells tea?\nAnswer: A merchant.\n\n",
+    "Question: What is a brick?\nAnswer: Clay.\n\n",
+]
+BRIEF = {"max_new_tokens": 6}
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content):
+    return {"role": "assistant", "content": content}
+
+
+def reused(result, kind):
+    return [(row.part, row.how) for row in result.reuse if row.part.startswith(kind)]
+
+
+@pytest.fixture(scope="module")
+def chat_model(chat_model_dir):
+    return load_model(chat_model_dir, cache_tokens=8192, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def model_of(text_model, chat_model):
+    return {"plain": text_model, "chat": chat_model}
+
+
+@pytest.fixture
+def alone():
+    """``alone(model, ...)``: the answer where nothing is in the pool and nothing is kept."""
+
+    def ask(model, **asked):
+        fresh = dataclasses.replace(model)
+        assert engine_of(fresh) is not engine_of(model)
+        return generate(model=fresh, prefix_cache=False, **asked)
+
+    return ask
+
+
+@pytest.fixture(scope="module")
+def kb(tmp_path_factory, text_model):
+    path = tmp_path_factory.mktemp("kb")
+    with KnowledgeBase.open(path, text_model, template="plain", chunk_tokens=64) as opened:
+        opened.add(
+            [
+                Document("salt", "The salt wells of Yanjing are worked by hand."),
+                Document("bridge", "A bamboo bridge crosses the river at the wells."),
+                Document("tea", "Tea bricks were traded for wool."),
+            ]
+        )
+        yield opened
+
+
+@pytest.mark.parametrize("method", ["turborag", "full_attention"])
+@pytest.mark.parametrize("template", ["plain", "chat"])
+def test_three_turns_equal_recomputation(model_of, alone, template, method):
+    model, messages = model_of[template], []
+    options = {"documents": DOCUMENTS, "template": template, "method": method, **BRIEF}
+    for turn, question in enumerate(QUESTIONS):
+        messages.append(user(f"{question} {method}"))
+        result = generate(messages=messages, model=model, **options)
+        assert reused(result, "turn") == [(f"turn {i}", "prefix hit") for i in range(turn)]
+        assert not turn or result.counts["recomputed"] == result.counts["encoded"] == 0
+        assert result.token_ids == alone(model, messages=messages, **options).token_ids
+        messages.append(assistant(result.token_ids))
+
+
+def test_text_that_was_said_is_found_again(text_model):
+    """Answers as clients send them; here none that was generated."""
+    messages = [user("Who?"), assistant("A brick of clay."), user("Why?")]
+    options = {"documents": DOCUMENTS, "model": text_model, "template": "plain", **BRIEF}
+    assert reused(generate(messages=messages, **options), "turn") == [("turn 0", "computed")]
+    messages[-1] = user("What crosses it?")
+    assert reused(generate(messages=messages, **options), "turn") == [("turn 0", "prefix hit")]
+
+
+def test_one_message_is_a_question(text_model):
+    options = {"documents": DOCUMENTS, "model": text_model, **BRIEF}
+    for method in ("turborag", "full_attention", "fusionrag"):
+        said = generate(messages=[user(QUESTIONS[0])], method=method, **options)
+        assert said.token_ids == generate(QUESTIONS[0], method=method, **options).token_ids
+
+
+def test_nothing_to_read_is_a_conversation_as_well(chat_model, alone):
+    messages = [user("Who?"), assistant("Clay."), user("Why?")]
+    result = generate(messages=messages, model=chat_model, **BRIEF)
+    assert result.sources == [] and [row.part for row in result.reuse] == ["prefix", "turn 0"]
+    assert not any("no chunk was found" in note for note in result.notes)
+    assert result.token_ids == alone(chat_model, messages=messages, **BRIEF).token_ids
+
+
+def test_every_question_is_retrieved_for_and_no_chunk_stands_twice(kb, alone):
+    messages = [user("salt wells")]
+    first = generate(messages=messages, kb=kb, k=1, **BRIEF)
+    messages += [assistant(first.token_ids), user("tea bricks")]
+    second = generate(messages=messages, kb=kb, k=1, **BRIEF)
+    assert [it.document_id for it in second.sources] == ["salt", "tea"]
+    assert reused(second, "turn") == [("turn 0", "prefix hit"), ("turn 1", "computed")]
+    messages += [assistant(second.token_ids), user("salt wells")]
+    third = generate(messages=messages, kb=kb, k=1, **BRIEF)
+    assert [it.document_id for it in third.sources] == ["salt", "tea"]
+    assert {how for _, how in reused(third, "turn")} == {"prefix hit"}
+    again = generate(messages=messages, kb=kb, k=1, prefix_cache=False, **BRIEF)
+    assert {how for _, how in reused(again, "turn")} == {"computed"}
+    assert again.token_ids == third.token_ids
+
+
+def test_a_method_that_chooses_by_the_question_computes_turns_again_and_says_so(text_model):
+    messages = [user("Who?"), assistant("Clay."), user(QUESTIONS[1])]
+    options = {"documents": DOCUMENTS, "model": text_model, "method": "fusionrag", **BRIEF}
+    for _ in range(2):
+        result = generate(messages=messages, **options)
+        assert reused(result, "turn") == [("turn 0", "computed")]
+        assert "turns were computed again with this question: fusionrag" in " ".join(result.notes)
+
+
+def test_streams_and_tasks(text_model):
+    messages = [user("Who?"), assistant("A brick."), user("Why?")]
+    options = {"documents": DOCUMENTS, "model": text_model, "batch_size": 1, **BRIEF}
+    expected = generate(messages=messages, **options)
+    stream = generate(messages=messages, stream=True, **options)
+    assert "".join(stream) == expected.text
+    assert [part["part"] for part in stream.prompt][-2:] == ["turn 0", "final block"]
+
+    async def ask():
+        other = agenerate(messages=messages, stream=True, **options)
+        return await agenerate(messages=messages, **options), [piece async for piece in other]
+
+    result, pieces = asyncio.run(ask())
+    assert result.token_ids == expected.token_ids and "".join(pieces) == expected.text
+
+
+def test_an_answer_that_was_left_is_a_turn_as_far_as_it_went(text_model):
+    """A reader who stops it half-way, and asks on."""
+    asked = user("Who works the salt wells, and since when, and for whom? " * 2)
+    options = {"documents": DOCUMENTS, "model": text_model, "template": "plain"}
+    stream = generate(messages=[asked], stream=True, max_new_tokens=40, **options)
+    seen = next(stream)
+    del stream
+    messages = [asked, assistant(seen if seen.strip() else "none"), user("Why?")]
+    result = generate(messages=messages, **options, **BRIEF)
+    [found, *rest] = [row for row in result.reuse if row.part == "turn 0"]
+    assert found.how == "prefix hit" and found.tokens > 0
+    assert sum(row.tokens for row in rest) < 16
+
+
+def test_a_system_message_changes_no_chunk(text_model):
+    options = {"documents": DOCUMENTS, "model": text_model, "method": "full_reuse", **BRIEF}
+    generate(messages=[user("Who?")], **options)
+    said = [{"role": "system", "content": "Be brief."}, user("Who?")]
+    result = generate(messages=said, **options)
+    assert {how for _, how in reused(result, "chunk")} <= {"chunk hit", "prefix hit"}
+    assert "the system message stands behind the chunks" in result.notes[-1]
+    settings = resolve(
+        kb=None,
+        model=text_model,
+        method="full_reuse",
+        template="plain",
+        k=5,
+        max_new_tokens=2,
+        stop=(),
+    )
+    talk = Conversation(("Who?",), system="Be brief.")
+    shown = shown_prompt(text_model, prepare(settings, talk, DOCUMENTS, Sampling()).request.prompt)
+    assert shown[-1]["text"] == "Be brief.\n\nQuestion: Who?\nAnswer:"
+
+
+def test_token_ids_need_no_tokenizer(text_model, alone):
+    bare = dataclasses.replace(text_model, tokenizer=None)
+    messages = [user([5, 6, 7]), assistant([8, 9]), user([10, 11])]
+    options = {"documents": [[20, 21, 22]], **BRIEF}
+    result = generate(messages=messages, model=bare, **options)
+    assert [row.tokens for row in result.reuse if row.part == "turn 0"] == [4]
+    assert result.token_ids == alone(bare, messages=messages, **options).token_ids
+    with pytest.raises(TokenizerError):
+        generate(messages=[user("Who?")], model=bare, **options)
+
+
+def a_chunk(*ids):
+    return FoundChunk(Source("a", 0, None, None, ""), "", np.array(ids, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("before", "earlier", "chunks", "turns"),
+    [
+        ([1], "exact", [[50], [10, 11, 20], [21, 1], [51], [12, 22], [23, 1, 13]], (1, 2, 4)),
+        ([], "exact", [[50], [10, 11, 20], [21], [51], [12, 22], [23, 13]], (1, 2, 4)),
+        ([1], "blocks", [[50], [10, 11, 20, 21, 1], [51], [12, 22, 23], [1, 13]], ()),
+        ([], "blocks", [[50], [10, 11, 20, 21], [51], [12, 22, 23], [13]], ()),
+    ],
+)
+def test_every_token_stands_in_its_place(before, earlier, chunks, turns):
+    """Whatever a tokenizer makes of what stands between two turns, and be it nothing."""
+
+    def asked(*ids):
+        array = np.array(ids, np.int32)
+        return QuestionIds(np.array(before, np.int32), array, (0, len(array)))
+
+    prompt, members = laid_out(
+        [asked(10, 11), asked(12), asked(13)],
+        [np.array(ids, np.int32) for ids in ([20, 21], [22, 23])],
+        [[a_chunk(50)], [a_chunk(51)], []],
+        lambda chunk: chunk.ids,
+        earlier,
+        str,
+    )
+    *parts, final = chunks
+    assert [ids.tolist() for ids in prompt.chunks] == parts
+    assert prompt.final.tolist() == final and prompt.turns == turns
+    assert prompt.question == (len(final) - 1, len(final))
+    assert len(members) == len(parts) - len(turns)
+    assert {ids.dtype.name for ids in (*prompt.chunks, prompt.final)} == {"int32"}
+
+
+def logits_of(model, request):
+    """Logits of the last token of a prompt through the pool, and what became of its parts."""
+
+    def run(runner):
+        mapped = map_request(runner, request, 0)
+        try:
+            return np.asarray(prefill.prefill(runner, [mapped])[0][0]), mapped.parts
+        finally:
+            unmap(runner, mapped)
+
+    return engine_of(model).call(run)
+
+
+def packed(model, prompt):
+    """The same by one packed forward without a cache, prefix and chunks each for themselves.
+
+    Turns see all that precedes them, as the final block does.
+    """
+    lengths = [len(chunk) for chunk in prompt.chunks]
+    layout = lay_out(len(prompt.prefix), lengths, len(prompt.final))
+    segments = layout.segments.copy()
+    for turn in prompt.turns:
+        segments[segments == FIRST_CHUNK + turn] = FINAL
+    whole = np.concatenate((prompt.prefix, *prompt.chunks, prompt.final))[None]
+    return np.asarray(model.logits(whole, layout.positions[None], segments[None])[0, -1])
+
+
+def test_law_2_turns_in_the_pool_among_chunks_of_several_questions(kb):
+    """Kept piece by piece, and read over stored chunks: one packed forward gives the same."""
+    settings = resolve(
+        kb=kb, model=None, method="turborag", template=None, k=1, max_new_tokens=20, stop=()
+    )
+    questions, answers = ("salt wells", "tea bricks", "a bridge"), []
+    for turn in range(3):
+        talk = Conversation(questions[: turn + 1], tuple(answers), keeps=True)
+        request = prepare(settings, talk, None, Sampling()).request
+        found, parts = logits_of(kb.model, request)
+        kept = [part.kept for part in parts if part.turn]
+        assert sum(kept) > sum(len(it) // 16 for it in answers) or not turn
+        expected = packed(kb.model, request.prompt)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-5)
+        [answer] = serve(settings, [prepare(settings, talk, None, Sampling())], 1)
+        answers.append(answer[0].token_ids)
+    assert request.prompt.turns == (1, 2, 4, 5) and len(request.prompt.chunks) == 7
+
+
+def ready(model, asked, blocks=(), template="plain"):
+    settings = resolve(
+        kb=None,
+        model=model,
+        method="turborag",
+        template=template,
+        k=5,
+        max_new_tokens=1,
+        stop=(),
+    )
+    return prepare(settings, asked, DOCUMENTS, Sampling(), blocks)
+
+
+def test_law_2_blocks_are_chunks_of_their_own_whatever_the_question(text_model):
+    for question in QUESTIONS:
+        one = ready(text_model, question, EXAMPLES)
+        prompt = one.request.prompt
+        decode = text_model.tokenizer.decode
+        assert [decode(ids) for ids in prompt.chunks[:2]] == EXAMPLES
+        assert [it.document_id for it in one.sources] == [
+            *("blocks[0]", "blocks[1]"),
+            *("documents[0]", "documents[1]"),
+        ]
+        found, parts = logits_of(text_model, one.request)
+        np.testing.assert_allclose(found, packed(text_model, prompt), rtol=1e-4, atol=2e-5)
+        if question is not QUESTIONS[0]:
+            assert {part.found.how for part in parts} == {"pool"}
+
+
+def test_blocks_are_kept_in_the_repository(kb):
+    functions = ["def add(a, b):\n    return a + b\n", "def one():\n    return 1\n"]
+    first = generate("salt wells", kb=kb, k=1, blocks=functions, **BRIEF)
+    assert reused(first, "chunk")[:2] == [("chunk 0", "encoded"), ("chunk 1", "encoded")]
+    engine_of(kb.model).forget()
+    second = generate("tea bricks", kb=kb, k=1, blocks=functions, **BRIEF)
+    assert [(row.how, row.where) for row in second.reuse if row.part[0] == "c"] == [
+        ("chunk hit", "store")
+    ] * 3
+    assert [it.document_id for it in second.sources] == ["blocks[0]", "blocks[1]", "tea"]
+    alone = generate("Who?", model=kb.model, blocks=functions, **BRIEF)  # with nothing else
+    assert len(alone.sources) == 2
+
+
+def test_law_2_earlier_turns_as_blocks(text_model):
+    talk = Conversation(("Who?", QUESTIONS[1]), ("A brick.",), earlier="blocks", keeps=True)
+    one = ready(text_model, talk)
+    prompt = one.request.prompt
+    decode = text_model.tokenizer.decode
+    assert not prompt.turns
+    assert decode(prompt.chunks[-1]) == "Question: Who?\nAnswer:A brick."
+    found, _ = logits_of(text_model, one.request)
+    np.testing.assert_allclose(found, packed(text_model, prompt), rtol=1e-4, atol=2e-5)
+    messages = [user("Who?"), assistant("A brick."), user(QUESTIONS[1])]
+    options = {"documents": DOCUMENTS, "model": text_model, "template": "plain", **BRIEF}
+    result = generate(messages=messages, earlier_turns="blocks", **options)
+    assert result.sources[-1].document_id == "turn 0"
+    assert result.sources[-1].text == "Question: Who?\nAnswer:A brick."
+    assert "an approximation" in " ".join(result.notes)
+    with pytest.raises(RequestError, match="earlier_turns='blocks': method 'full_attention'"):
+        generate(messages=messages, earlier_turns="blocks", method="full_attention", **options)
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        ([], r"messages=\[\]: expected a list of objects with role and content"),
+        ("Who?", "messages='Who\\?': expected a list"),
+        (["Who?"], r"messages\[0\]='Who\?': expected an object with role and content"),
+        ([{"role": "user"}], r"messages\[0\]=.*: expected an object with role and content"),
+        ([{**user("Who?"), "name": "x"}], r"messages\[0\]=.*: expected an object with role and"),
+        ([{"role": "tool", "content": "x"}], r"messages\[0\] has role='tool': expected one of sys"),
+        ([user(" ")], r"messages\[0\] has content=' ': expected a text with words in it"),
+        ([user(None)], r"messages\[0\] has content=None: expected a text"),
+        ([user("Who?"), assistant("")], r"messages\[1\] has content='': expected a text"),
+        ([assistant("Clay.")], r"messages\[0\] is of the assistant: expected one of the user"),
+        ([user("Who?"), user("Why?")], r"messages\[1\] is of the user: expected one of the assi"),
+        ([user("Who?"), assistant("Clay.")], "the last of messages is not of the user"),
+        ([{"role": "system", "content": "x"}], "the last of messages is not of the user"),
+        (
+            [{"role": "system", "content": "x"}, assistant("y")],
+            r"messages\[1\] is of the assistant",
+        ),
+        (
+            [user("Who?"), {"role": "system", "content": "x"}],
+            r"messages\[1\] is of the system: expected one of the assistant",
+        ),
+        ([{"role": "system", "content": [5]}, user("Who?")], r"messages\[0\]: expected a text of"),
+        ([user([5]), assistant([6]), user("Who?")], "all of system and user as text, or all as"),
+    ],
+)
+def test_bad_messages_are_refused(text_model, messages, why):
+    with pytest.raises(RequestError, match=why) as refused:
+        generate(messages=messages, documents=DOCUMENTS, model=text_model)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_conversation_beyond_the_context_is_refused(text_model):
+    messages = [user("Who?"), assistant("Clay. " * 600), user("Why?")]
+    with pytest.raises(
+        RequestError, match=r"\d+ earlier turn \+ \d+ question .* leave earlier turns"
+    ):
+        generate(messages=messages, documents=DOCUMENTS, model=text_model)
+
+
+def test_a_stop_string_ends_the_answer_and_not_the_turn(text_model):
+    """What followed the cut is another text; what stands before it is found by pages."""
+    question = "Who works the salt wells, and who else, and since when? " * 2
+    options = {"documents": DOCUMENTS, "model": text_model, "template": "plain"}
+    whole = generate(messages=[user(question)], max_new_tokens=12, **options)
+    stop = next(piece for piece in whole.text[3:] if piece.strip())
+    engine_of(text_model).forget()
+    cut = generate(messages=[user(question)], max_new_tokens=12, stop=[stop], **options)
+    assert cut.finish_reason == "stop" and cut.text == whole.text[: whole.text.index(stop)]
+    messages = [user(question), assistant(cut.text or "none"), user("Why?")]
+    result = generate(messages=messages, max_new_tokens=3, **options)
+    assert reused(result, "turn")[0] == ("turn 0", "prefix hit")
+
+
+def test_what_does_not_go_together_is_refused(text_model):
+    messages, options = [user("Who?")], {"documents": DOCUMENTS, "model": text_model}
+    with pytest.raises(RequestError, match="a question and messages= were given"):
+        generate("Who?", messages=messages, **options)
+    with pytest.raises(RequestError, match="earlier_turns='near': expected one of exact, blocks"):
+        generate(messages=messages, earlier_turns="near", **options)
+    with pytest.raises(RequestError, match="earlier_turns='blocks' is about messages="):
+        generate("Who?", earlier_turns="blocks", **options)
+    with pytest.raises(RequestError, match="blocks='x' is one text: expected a list"):
+        generate("Who?", blocks="x", **options)
+    with pytest.raises(RequestError, match=r"blocks\[0\] is empty"):
+        generate("Who?", blocks=[" "], **options)
+    with pytest.raises(RequestError, match="composite positions overlap"):
+        generate(
+            messages=[user("Who?"), assistant("Clay."), user("Why?")],
+            method="turborag_composite",
+            **options,
+        )
+    with pytest.raises(RequestError, match="agenerate needs kb= or documents="):
+        asyncio.run(agenerate("Who?", model=text_model))
