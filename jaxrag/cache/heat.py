@@ -31,6 +31,9 @@ class DecayedHeat[Name: Hashable]:
         self._heat: dict[Name, tuple[float, int]] = {}
         self._most = _FEWEST
 
+    def __len__(self) -> int:
+        return len(self._heat)
+
     def tick(self) -> None:
         """One more request."""
         self._requests += 1

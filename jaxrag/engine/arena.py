@@ -2,20 +2,17 @@
 
 import dataclasses
 import heapq
-import math
 import threading
 from collections.abc import Callable, Iterable
 
+from jaxrag.cache.heat import HALF_LIFE, NEVER, DecayedHeat
 from jaxrag.cache.host_pool import available_bytes
 from jaxrag.types import HostArray
-
-HALF_LIFE = 1000  # requests after which having been asked for counts half as much
 
 _SHARE = 4  # of the memory that is free: one part in so many, where nobody says
 _MOST = 64 << 30  # bytes, where nobody says
 _UNKNOWN = 4 << 30  # bytes that are taken to be free where the system does not say
 _COLD = 8  # one part in so many, the coldest, in which the pool's chunks leave first
-_REMEMBERED = 1024  # chunks whose heat is kept although they are not here
 
 
 def default_arena_bytes() -> int:
@@ -43,22 +40,25 @@ class ArenaState:
 class HostArena:
     """Chunk KV [L, 2, T, K, H] as its store gives it, verified when it was read, up to a bound.
 
-    The coldest leaves first. Heat is how often a chunk was asked for, the half of it forgotten
-    every HALF_LIFE requests (forward decay, as in ``jaxrag.store.eviction``). In the coldest
-    eighth those go first that lie in the pool too; were it so everywhere, chunks that nobody asks
-    for any more would stay for good. Safe to share between threads.
+    The coldest leaves first. Heat is how often a chunk was asked for, each time counted half with
+    every ``half_life`` requests since. In the coldest eighth those go first that lie in the pool
+    too; were it so everywhere, chunks that nobody asks for any more would stay for good. Safe to
+    share between threads.
     """
 
-    def __init__(self, max_bytes: int, in_pool: Callable[[str], bool]) -> None:
+    def __init__(
+        self, max_bytes: int, in_pool: Callable[[str], bool], half_life: float = HALF_LIFE
+    ) -> None:
         """Empty. ``in_pool`` says, on any thread, whether the device has a chunk."""
         self.max_bytes = max_bytes
         self._in_pool = in_pool
         self._lock = threading.Lock()
         self._kv: dict[str, HostArray] = {}
-        self._heat: dict[str, float] = {}  # log2, relative to the first request
+        self._heat = DecayedHeat[str](half_life)
         self._ahead: set[str] = set()  # read, and not used yet
-        self._victims: list[tuple[str, float]] = []  # the next to leave, and their heat; last first
-        self._nbytes = self._requests = self._evicted = 0
+        # The next to leave, and their heat; last first.
+        self._victims: list[tuple[str, tuple[float, int]]] = []
+        self._nbytes = self._evicted = 0
 
     @property
     def nbytes(self) -> int:
@@ -79,14 +79,9 @@ class HostArena:
         if not self.max_bytes:
             return
         with self._lock:
-            self._requests += 1
-            now = self._requests / HALF_LIFE
+            self._heat.tick()
             for key in keys:
-                before = self._heat.get(key, -math.inf)
-                self._heat[key] = _add_log2(before, now)
-            if len(self._heat) > 4 * (len(self._kv) + _REMEMBERED):
-                keep = heapq.nlargest(len(self._heat) // 2, self._heat, key=self._heat.__getitem__)
-                self._heat = {key: self._heat[key] for key in (*keep, *self._kv)}
+                self._heat.use(key)
 
     def get(self, key: str) -> HostArray | None:
         """The KV of a chunk, not to be changed; it stays whole if the chunk leaves meanwhile."""
@@ -107,7 +102,8 @@ class HostArena:
         with self._lock:
             if key in self._kv:
                 return True
-            self._heat.setdefault(key, self._requests / HALF_LIFE)
+            if self._heat.of(key) == NEVER:  # read ahead of who asks for it
+                self._heat.use(key)
             while self._nbytes + kv.nbytes > self.max_bytes:
                 self._evict()
             self._kv[key] = kv
@@ -127,25 +123,19 @@ class HostArena:
         """AssertionError unless the bytes are those of the chunks, and within the bound."""
         with self._lock:
             assert self._nbytes == sum(kv.nbytes for kv in self._kv.values()) <= self.max_bytes
-            assert self._ahead <= self._kv.keys() <= self._heat.keys()
+            assert self._ahead <= self._kv.keys()
 
     def _evict(self) -> None:
         """Let the next go: of the coldest as they were found, one that nobody asked for since."""
         while True:
             while self._victims:
                 key, heat = self._victims.pop()
-                if key in self._kv and self._heat[key] == heat:
+                if key in self._kv and self._heat.of(key) == heat:
                     self._nbytes -= self._kv.pop(key).nbytes
                     self._ahead.discard(key)
                     self._evicted += 1
                     return
             count = max(1, len(self._kv) // _COLD)
-            coldest = heapq.nsmallest(count, self._kv, key=self._heat.__getitem__)
+            coldest = heapq.nsmallest(count, self._kv, key=self._heat.of)
             coldest.sort(key=lambda key: not self._in_pool(key))
-            self._victims = [(key, self._heat[key]) for key in reversed(coldest)]
-
-
-def _add_log2(a: float, b: float) -> float:
-    """log2(2^a + 2^b)."""
-    high, low = max(a, b), min(a, b)
-    return high + math.log2(1 + 2.0 ** (low - high))
+            self._victims = [(key, self._heat.of(key)) for key in reversed(coldest)]

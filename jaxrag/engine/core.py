@@ -57,7 +57,7 @@ class Core:
             scheduler=Scheduler(runner.cache.allocator, settings.scheduler),
             post=post,
             clock=clock,
-            arena=HostArena(_arena_bytes(runner, settings), runner.has),
+            arena=HostArena(_arena_bytes(runner, settings), runner.has, settings.half_life),
             links=Links(clock, settings.load_threads, settings.max_loading_bytes),
             events=deque(maxlen=settings.keep_events),
         )

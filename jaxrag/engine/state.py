@@ -31,7 +31,7 @@ class EngineSettings:
         the call that costs.
       load_threads: that read chunks of one store and stage them.
       half_life: requests after which a use of a chunk counts half as much; the coldest chunk leaves
-        the pool first.
+        pool and arena first.
       arena_bytes: of chunk KV that is kept in host memory between stores and pool; None: a quarter
         of what is free; 0: none. Chunks of a store that is in memory itself are not kept twice.
       max_loading_bytes: of chunk KV on the way from one store: read, staged, not placed yet.
