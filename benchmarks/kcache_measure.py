@@ -66,7 +66,7 @@ class Options:
     model: str = "checkpoints/synthetic-0.8m/long"
     suite: str = "ruler"
     flavour: str = "village"
-    tasks: tuple[str, ...] = ("niah_multiquery", "vt")
+    tasks: tuple[str, ...] = ("majority", "cwe")
     length: int = 2048
     questions: int = 100
     kept: tuple[int, ...] = (0, 1, 2, 3)
