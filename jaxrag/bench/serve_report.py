@@ -89,7 +89,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     several[0].set_ylabel("requests, %")
-    several[-1].legend(frameon=False, fontsize=8, loc="lower right")
+    handles = {  # an arm may lack a rate
+        label: line
+        for it in several
+        for line, label in zip(*it.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles, frameon=False, loc="outside right upper")
     figure.savefig(path)
 
 
