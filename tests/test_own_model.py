@@ -75,6 +75,7 @@ def test_the_prompt_is_printed_above_the_answer(jaxrag, kb):
     assert "<|im_start|>assistant" in out.split("--- answer")[0]
 
 
+@pytest.mark.slow
 def test_the_gate_needs_only_its_probes(jaxrag, kb, tmp_path):
     probes = tmp_path / "probes.jsonl"
     probes.write_text(json.dumps({"question": QUESTION}))

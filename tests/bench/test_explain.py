@@ -30,6 +30,8 @@ from jaxrag.models.segments import lay_out
 from jaxrag.select import KvDeviation, RandomTokens, layer_deviations
 from jaxrag.types import Tokens
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["harbour", "lantern", "river", "market", "bridge", "oven", "glass", "salt", "garden"]
 
 

@@ -352,10 +352,11 @@ def test_arms_that_recompute_find_their_chunks_stored(model_dir):
     result = run(tiny(model_dir, arms=arms_of("fusionrag;fusionrag_inline")))
     for row in result["rows"]:
         assert (row["lost"], row["compiled"]) == (0, [])
-        assert set(row["found"]) <= {"pool", "store"} and row["found"]["store"]
+        assert set(row["found"]) <= {"pool", "host", "store"} and row["found"]["store"]
     assert result["equal"]["arms"] == 1.0
 
 
+@pytest.mark.slow
 def test_the_highest_rate_of_an_arm(model_dir):
     """Every rate is sustained where any time is good: it is doubled as often as it may be."""
     anyhow = Slo(first=math.inf, per_token=math.inf)

@@ -94,7 +94,13 @@ def _same(ours, expected):
         np.testing.assert_allclose(chances, wanted, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("dense", "snapkv", "infllm") else ())
+        for name in EXACT
+    ],
+)
 def test_answers_are_those_of_the_device(pair, ids, rng, name):
     """Several rows of different length, chunks at several offsets, tokens leaving the window.
 
@@ -129,6 +135,7 @@ def test_methods(pair, ids, method):
     _same(_answers(away, questions, documents, RULES["flat"], method, **options), expected)
 
 
+@pytest.mark.slow
 def test_a_short_prompt_leaves_nothing_out(pair, ids):
     """All of it is in the static pattern, until the answer grows."""
     model, away = pair

@@ -73,6 +73,7 @@ def test_it_is_prefill(tiny_config, a_prompt, far, family, changes):
             np.testing.assert_allclose(mine, theirs, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("far", FAR, ids=str)
 def test_blocks_and_pieces(tiny_config, a_prompt, far, monkeypatch):
     """Prompts of several pieces, beside chunks of several blocks."""

@@ -73,7 +73,9 @@ def test_tokens_are_equal_whichever_tier_a_chunk_came_from(serving, asked, at_re
         (METHODS["turborag"], {}),
         (METHODS["turborag"], {"slow_load": "compute", "load_deadline": LoadDeadline(0.002, 0)}),
         pytest.param(METHODS["fusionrag"], {}, marks=pytest.mark.slow),
-        (dataclasses.replace(METHODS["turborag"], misses="in_place"), {}),
+        pytest.param(
+            dataclasses.replace(METHODS["turborag"], misses="in_place"), {}, marks=pytest.mark.slow
+        ),
     ],
     ids=["wait", "compute", "fusionrag", "in place"],
 )

@@ -224,7 +224,7 @@ def test_what_a_sparse_rule_generated_is_computed_as_the_prompt_is(engine_on, rn
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
-        ({"value_layers": 1}, TopN(n=12, device_layers=1)),
+        pytest.param({"value_layers": 1}, TopN(n=12, device_layers=1), marks=pytest.mark.slow),
         ({"kv": "host"}, Retrieval(k=6, sink=2, recent=12)),
     ],
     ids=["values", "host"],

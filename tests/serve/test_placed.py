@@ -82,7 +82,9 @@ def test_what_the_user_says_wins(loaded):
         generate(QUESTION, documents=TEXTS, model=model, method=method)
 
 
-@pytest.mark.parametrize("method", ["kcache", str(FUSIONRAG_KCACHE)])
+@pytest.mark.parametrize(
+    "method", ["kcache", pytest.param(str(FUSIONRAG_KCACHE), marks=pytest.mark.slow)]
+)
 def test_the_answer_is_that_of_values_on_the_device_and_needs_less_there(loaded, method):
     options = {"documents": TEXTS, "max_new_tokens": 8}
     far, resolved = loaded("--method", method)

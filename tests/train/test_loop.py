@@ -171,6 +171,7 @@ def test_resume_refuses_another_config(train_config, tmp_path):
     assert train(often, out, resume=True, stop_after=2, progress=False).step == 2
 
 
+@pytest.mark.slow
 def test_lora_trains_adapters_and_exports_the_merged_model(train_config, tmp_path, model_dir):
     config = train_config(**{
         "lora": {"rank": 4, "alpha": 8.0, "targets": ["q", "v", "down"]},
@@ -262,6 +263,7 @@ def test_tensorboard_events_are_written(train_config, tmp_path):
     assert list((tmp_path / "run" / "tensorboard").glob("events*"))
 
 
+@pytest.mark.slow
 def test_checkpoints_keep_the_last_and_the_best(train_config, tmp_path, caplog):
     """Most saves are of steps that were not measured, and a run that goes on knows the best."""
     config = train_config(**{

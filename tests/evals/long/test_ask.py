@@ -112,6 +112,7 @@ def test_steps_are_timed_once_they_are_compiled(model, requests_under):
     assert cold.seconds is None and warm.seconds > 0
 
 
+@pytest.mark.slow
 def test_a_rule_is_given_the_queries_that_it_would_ask_for(model, requests_under):
     rules = [rule for rule in RULES if rule_from(rule).observe is not None]
     assert len(rules) == 4

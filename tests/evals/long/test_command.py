@@ -170,6 +170,7 @@ def test_ruler_asks_a_model_of_any_words(jaxrag, model_dir, tmp_path):
     assert "by the fifth of the haystack" in printed and "paired" not in printed
 
 
+@pytest.mark.slow
 def test_ruler_in_the_village(jaxrag, village_dir, tmp_path):
     text = tmp_path / "x.md"
     code, printed, err = jaxrag(
