@@ -142,7 +142,7 @@ class Fetched:
     def of(self, load: ChunkLoad) -> HostArray:
         """A copy of one chunk's KV [L, 2, T, K, H]."""
         first = self.at[load.key]
-        return np.ascontiguousarray(self.kv[:, :, first : first + load.tokens])
+        return self.kv[:, :, first : first + load.tokens].copy()
 
 
 def groups(loads: Iterable[ChunkLoad]) -> Iterator[list[ChunkLoad]]:

@@ -67,6 +67,29 @@ def test_tokens_are_equal_whichever_tier_a_chunk_came_from(serving, asked, at_re
     at_rest(served.engine)
 
 
+def test_what_is_kept_of_a_whole_staging_block_is_a_copy(serving, asked, alone, rng, at_rest):
+    """Blocks are filled again by the next read; a chunk as long as one is all of it."""
+    served = serving(arena_bytes=1 << 24)
+    requests = []
+    for request in (asked(served.engine, chunks=1, store=served.store) for _ in range(4)):
+        chunk = rng.integers(3, 101, running.BLOCK_TOKENS).astype(np.int32)
+        prompt = dataclasses.replace(request.prompt, chunks=(chunk,), neighbours=None)
+        requests.append(dataclasses.replace(request, prompt=prompt))
+    expected = alone(served.engine, requests)
+    for where in ("store", "host"):
+        if where == "store":
+            served.engine.forget()
+        else:
+            served.evict()
+        numbers = [number for request in requests for number in served.add(request)]
+        assert served.ended(numbers) == [ids for ids, _ in expected]
+        for number, (_, logprobs) in zip(numbers, expected, strict=True):
+            assert served.client.logprobs[number] == logprobs
+            assert where in served.how(number)
+    served.until_idle()
+    at_rest(served.engine)
+
+
 @pytest.mark.parametrize(
     ("method", "settings"),
     [
