@@ -213,7 +213,8 @@ class Bench:
         asked = self._draw(traffic or self.options.traffic)
         self._prepare(arm.resolved, traffic or self.options.traffic)
         engine = self._warm(arm)
-        link = None if self.options.link is None else Link(self.options.link)
+        speed = self.options.link if arm.link is None else arm.link
+        link = Link(speed) if speed else None
         store = self._store if link is None else Throttled(self._store, link)
         before = engine.compiled.copy()
         request_of = functools.partial(self._request, store, arm.resolved)

@@ -1,6 +1,7 @@
 """What became of requests under load, and what that says of a server: percentiles and goodput."""
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -175,14 +176,18 @@ def highest_rate(
 
 
 def ratios(rows: Sequence[Mapping[str, Any]], of: str) -> list[dict[str, Any]]:
-    """The times of the arm ``of`` over those of every other row of the same rate, JSON-able."""
-    mine = {row["rate"]: row for row in rows if row["arm"] == of}
+    """The times of the arm ``of``, and of it under other settings, over those of the other rows.
+
+    At the same rate; one under other settings is not compared with its like. JSON-able.
+    """
+    like = {row["arm"] for row in rows if row["arm"].partition(":")[0] == of}
     found = []
-    for row in rows:
-        one = mine.get(row["rate"])
-        if one is None or row is one:
+    for one, row in itertools.product(rows, rows):
+        if one["arm"] not in like or row is one or row["rate"] != one["rate"]:
             continue
-        entry: dict[str, Any] = {"arm": of, "over": row["arm"], "rate": row["rate"]}
+        if one["arm"] != of and row["arm"] in like:
+            continue
+        entry: dict[str, Any] = {"arm": one["arm"], "over": row["arm"], "rate": row["rate"]}
         for name in ("first_token", "per_token", "end_to_end"):
             a, b = one[name], row[name]
             if a and b and all(b.values()):

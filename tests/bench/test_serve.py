@@ -219,6 +219,8 @@ def test_ratios_are_of_one_rate():
     found = ratios(rows, "a")
     assert [(it["arm"], it["over"], it["rate"]) for it in found] == [("a", "b", 1), ("a", "b", 2)]
     assert [it["first_token"]["p50"] for it in found] == [2 / 3, 1.0]
+    found = ratios([row("a:link=0", 1, 2.0), row("a", 1, 4.0), row("b", 1, 8.0)], "a")
+    assert [(it["arm"], it["over"]) for it in found] == [("a:link=0", "b"), ("a", "a:link=0"), ("a", "b")]
 
 
 # The link
@@ -301,6 +303,7 @@ def test_arms_are_settings():
         ("static;static", "each once"),
         ("", "expected some of"),
         ("static:engine.threads=3", "unknown key 'threads'"),
+        ("static:link=-1", "link=-1.0: expected bytes a second"),
         ("full:recompute_ratio=0.3", "computes the whole prompt"),
         ("inline:method=turbo", "method 'turbo': expected one of"),
     ],
@@ -394,7 +397,9 @@ def test_answers_that_differ_are_seen(model_dir):
 
 def test_requests_that_come_too_late_are_lost(model_dir):
     """A store that takes a third of a second a chunk, for a client that waits a twentieth."""
-    [row] = run(tiny(model_dir, arms=arms_of("asynchronous"), link=3e4, patience=0.05))["rows"]
+    both = arms_of("asynchronous;asynchronous:link=0")
+    row, free = run(tiny(model_dir, arms=both, link=3e4, patience=0.05))["rows"]
+    assert free["read_bytes"] is None  # behind no link at all
     assert (row["lost"], row["good"], row["first_token"]) == (6, 0.0, None)
 
 
