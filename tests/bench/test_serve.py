@@ -220,7 +220,11 @@ def test_ratios_are_of_one_rate():
     assert [(it["arm"], it["over"], it["rate"]) for it in found] == [("a", "b", 1), ("a", "b", 2)]
     assert [it["first_token"]["p50"] for it in found] == [2 / 3, 1.0]
     found = ratios([row("a:link=0", 1, 2.0), row("a", 1, 4.0), row("b", 1, 8.0)], "a")
-    assert [(it["arm"], it["over"]) for it in found] == [("a:link=0", "b"), ("a", "a:link=0"), ("a", "b")]
+    assert [(it["arm"], it["over"]) for it in found] == [
+        ("a:link=0", "b"),
+        ("a", "a:link=0"),
+        ("a", "b"),
+    ]
 
 
 # The link
