@@ -163,6 +163,8 @@ class Core:
             entry = state.scheduler.live.get(one.number)
             if entry is not None and entry.status is Status.READY:
                 live.ready = state.clock()
+            else:
+                self._prompts.expect(live)
         for number in state.scheduler.outgrown():
             self._fail(state.live[number], self._too_large(state.live[number]))
         self._prefetch_waiting()

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from jaxrag.decode import Decoding
 from jaxrag.engine.decoding import FAILED, LaneKey, LaneRows
@@ -46,6 +47,7 @@ class Live:
       left: tokens that are still to be run.
       row: its place in the lane.
       search: its number in the host's search.
+      ahead: what its selector made of the question before its chunks were there.
       flying: what was started for it and has not come back.
       ended: its client was told the last of it.
       why: it ended.
@@ -69,6 +71,7 @@ class Live:
     left: int = 0
     row: int | None = None
     search: int | None = None
+    ahead: Any = None
     flying: int = 0
     ended: bool = False
     why: Ending = "failed"

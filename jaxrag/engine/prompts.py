@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -72,6 +73,7 @@ class Prompts:
         """``release`` gets a request that ended while something was made for it."""
         self._state, self._lanes, self._release = state, lanes, release
         self._groups: list[_Group] = []
+        self._expected: deque[Live] = deque()
         self._indexers: ThreadPoolExecutor | None = None
 
     def run(self) -> bool:
@@ -91,11 +93,33 @@ class Prompts:
                     self._end(group, group.prefill)
             except Exception as error:
                 raise Broken(error, group.members) from error
-        return left < budget
+        return left < budget or self._look_ahead()
+
+    def expect(self, live: Live) -> None:
+        """The chunks of a request are on their way; its selector may begin with the question."""
+        method = live.request.method
+        if method.recomputes and method.recompute_ratio != 1:
+            self._expected.append(live)
+
+    def _look_ahead(self) -> bool:
+        """Have one selector begin, where nothing else is to be run before the next step."""
+        while self._expected:
+            live = self._expected.popleft()
+            if live.ended or live.state is not None:
+                continue
+            request, model = live.request, self._state.runner.model
+            try:
+                live.ahead = request.method.selector.ahead(model, request.prompt.final)
+            except Exception as error:
+                raise Broken(error, [live], shared=False) from error
+            if live.ahead is not None:
+                return True
+        return False
 
     def clear(self) -> None:
         """The pool was lost."""
         self._groups.clear()
+        self._expected.clear()
 
     def _take(self) -> None:
         """Take every request that is ready and has a row.
@@ -125,6 +149,9 @@ class Prompts:
             state.scheduler.prefilled(live.number)
             return
         live.state = mapped
+        if mapped.scene is not None:
+            mapped.scene = dataclasses.replace(mapped.scene, ahead=live.ahead)
+            live.ahead = None
         select_tokens(state.runner, [mapped])
         shape = self._shape(live, mapped, entry.alone)
         live.flying += 1

@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Sequence
 from decimal import Decimal
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +45,7 @@ class SelectionInput:
       ratio: share of the chunk tokens to recompute; None leaves the number to the selector.
       said: tokens of earlier turns of a conversation, which stand among the chunks, in place; the
         ratio is not of these.
+      ahead: what ``Selector.ahead`` made of the final block; None where it was not asked.
     """
 
     prefix: HostArray
@@ -59,6 +61,7 @@ class SelectionInput:
     seen: tuple[tuple[int, ...], ...]
     ratio: float | None
     said: int = 0
+    ahead: Any = None
 
     @property
     def lengths(self) -> list[int]:
@@ -162,6 +165,14 @@ class Selector(abc.ABC):
     def room(self, lengths: Sequence[int], ratio: float | None) -> int:
         """Most slots of its own that a request needs for chunks of these lengths."""
         return sum(lengths) if ratio is None else budget_of(ratio, sum(lengths))
+
+    def ahead(self, model: Model, final: HostArray) -> Any:
+        """What needs the final block alone, and can be computed while chunks are on their way.
+
+        None where there is nothing of the kind. ``select`` computes itself what it is not given,
+        with the same bits.
+        """
+        return None
 
     @abc.abstractmethod
     def select(

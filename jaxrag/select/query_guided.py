@@ -20,6 +20,7 @@ from jaxrag.models.attention import PackedAttend, PagedAttend, attention_receive
 from jaxrag.models.decoder import Decoder, forward
 from jaxrag.models.flops import score_flops, turborag_flops
 from jaxrag.models.model import Model
+from jaxrag.models.rope import RopeTable
 from jaxrag.models.taps import LastQueries
 from jaxrag.select.base import Choice, SelectionInput, Selector, best
 from jaxrag.shapes import bucket
@@ -72,6 +73,12 @@ class QueryGuided(Selector):
         """Over the cache the final block runs through the layers; alone it meets keys only."""
         return self.over == "cache"
 
+    def ahead(self, model: Model, final: HostArray) -> Array | None:
+        """The question's queries where it meets the chunks alone: [1, T', N, H]."""
+        if self.over != "question":
+            return None
+        return _question_queries(model, [final], 1, bucket(len(final)))
+
     def select(
         self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
     ) -> list[Choice]:
@@ -99,8 +106,12 @@ class QueryGuided(Selector):
         rows: int,
         width: int,
     ) -> Array:
-        ids, order = _final_rows(scenes, rows, width)
+        if len(scenes) == 1 and scenes[0].ahead is not None:
+            queries = scenes[0].ahead
+        else:
+            queries = _question_queries(model, [scene.final for scene in scenes], rows, width)
         votes = self._votes(scenes, rows, width)
+        voters = np.where(votes, np.arange(width), -1).astype(np.int32)
         table = batch_table([scene.table for scene in scenes], rows, model.put_batch)
         offsets = np.zeros(table.pages.shape, np.int32)
         groups = np.zeros(table.pages.shape, np.int32)
@@ -115,9 +126,11 @@ class QueryGuided(Selector):
                 offsets[row, pages], groups[row, pages] = at, first
         put = functools.partial(model.put_batch, batch=rows)
         table = PageTable(pages=table.pages, offsets=put(offsets), slot_position=put(seen))
-        decoder = model.decoder(table.slot_position.shape[1])
-        placed = (put(x) for x in (groups, ids, order, votes))
-        return _received_alone(cache.pool, decoder, table, *placed)
+        rope = model.rope(table.slot_position.shape[1])
+        received: Array = _received_alone(
+            cache.pool, model.config, rope, table, put(groups), queries, put(voters)
+        )
+        return received
 
     def _over_cache(
         self,
@@ -127,7 +140,7 @@ class QueryGuided(Selector):
         rows: int,
         width: int,
     ) -> Array:
-        ids, _ = _final_rows(scenes, rows, width)
+        ids, _ = _final_rows([scene.final for scene in scenes], rows, width)
         table = batch_table([scene.table for scene in scenes], rows, model.put_batch)
         num_slots = table.slot_position.shape[1]
         positions = np.full(ids.shape, -1, np.int32)
@@ -159,15 +172,13 @@ class QueryGuided(Selector):
         return turborag_flops(config, final, context) + score_flops(config, final, context)
 
 
-def _final_rows(
-    scenes: Sequence[SelectionInput], rows: int, width: int
-) -> tuple[HostArray, HostArray]:
+def _final_rows(finals: Sequence[HostArray], rows: int, width: int) -> tuple[HostArray, HostArray]:
     """Final blocks [rows, width] and their tokens' order in them, -1 in padding."""
     ids = np.zeros((rows, width), np.int32)
     order = np.full((rows, width), -1, np.int32)
-    for row, scene in enumerate(scenes):
-        ids[row, : len(scene.final)] = scene.final
-        order[row, : len(scene.final)] = np.arange(len(scene.final))
+    for row, final in enumerate(finals):
+        ids[row, : len(final)] = final
+        order[row, : len(final)] = np.arange(len(final))
     return ids, order
 
 
@@ -175,25 +186,35 @@ def _no_queries(config: ModelConfig, ids: Array) -> Array:
     return jnp.zeros((*ids.shape, config.num_heads, config.head_dim), config.dtype)
 
 
+def _question_queries(model: Model, finals: Sequence[HostArray], rows: int, width: int) -> Array:
+    """Last-layer queries, unrotated, of blocks that see nothing else: [rows, width, N, H]."""
+    placed = (model.put_batch(x, rows) for x in _final_rows(finals, rows, width))
+    queries: Array = _queries_alone(model.decoder(width), *placed)
+    return queries
+
+
 @jax.jit
-def _received_alone(
-    pool: PagePool,
-    decoder: Decoder,
-    table: PageTable,
-    groups: Array,
-    ids: Array,
-    order: Array,
-    votes: Array,
-) -> Array:
-    """Attention that slots get from what votes of blocks [B, T] that saw nothing else: [B, S]."""
-    config, rope = decoder.config, decoder.rope
+def _queries_alone(decoder: Decoder, ids: Array, order: Array) -> Array:
+    config = decoder.config
     segments = jnp.where(order >= 0, FINAL, EMPTY)
     tokens = Tokens(ids=ids, positions=jnp.maximum(order, 0), segments=segments)
-    attend = LastQueries(PackedAttend(config, rope, prefix_visible=True))
-    cache = (None, _no_queries(config, ids))
-    _, (_, q), _ = forward(decoder.params, config, tokens, cache, attend)
-    at = jnp.where(votes, order, -1)
-    return attention_received(config, rope, pool, table, groups, q, at, causal=False)
+    attend = LastQueries(PackedAttend(config, decoder.rope, prefix_visible=True))
+    _, (_, q), _ = forward(decoder.params, config, tokens, (None, _no_queries(config, ids)), attend)
+    return q
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def _received_alone(
+    pool: PagePool,
+    config: ModelConfig,
+    rope: RopeTable,
+    table: PageTable,
+    groups: Array,
+    queries: Array,
+    at: Array,
+) -> Array:
+    """Attention that slots get from the queries [B, T, N, H] that stand at ``at`` >= 0: [B, S]."""
+    return attention_received(config, rope, pool, table, groups, queries, at, causal=False)
 
 
 @functools.partial(jax.jit, donate_argnames=("pool",))

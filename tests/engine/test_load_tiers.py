@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxrag
-from jaxrag.engine import loader, loads
+from jaxrag.engine import loader, loads, prefill
 from jaxrag.engine import runner as running
 from jaxrag.engine.arena import ArenaState
 from jaxrag.engine.engine import engine_of
@@ -17,6 +17,7 @@ from jaxrag.engine.mapping import plan_request
 from jaxrag.engine.state import EngineSettings
 from jaxrag.errors import ConfigError, StoreError
 from jaxrag.methods import METHODS
+from jaxrag.select import QueryGuided
 
 ARENA = 1 << 20
 
@@ -300,3 +301,36 @@ def test_settings_that_cannot_be_meant(setting, said):
     with pytest.raises(ConfigError, match=said) as caught:
         EngineSettings(**setting)
     assert "\n" not in str(caught.value)
+
+
+def test_a_selector_begins_while_chunks_are_read(serving, asked, alone, at_rest, monkeypatch):
+    """FusionRAG's question is run alone before its chunks are there; its choice is the same."""
+    served = serving(arena_bytes=0)
+    request = asked(served.engine, "fusionrag", chunks=3, store=served.store)
+    [expected] = alone(served.engine, [request])
+    served.engine.forget()
+    begun, made, inner = threading.Event(), [], QueryGuided.ahead
+
+    def ahead(self, model, final):
+        made.append(inner(self, model, final))
+        begun.set()
+        return made[-1]
+
+    monkeypatch.setattr(QueryGuided, "ahead", ahead)
+    scenes, choose = [], prefill.choose
+
+    def choosing(model, cache, selector, these):
+        scenes.extend(these)
+        return choose(model, cache, selector, these)
+
+    monkeypatch.setattr(prefill, "choose", choosing)
+    served.store.gate.clear()
+    [number] = served.add(request)
+    assert begun.wait(60)
+    assert not scenes
+    served.store.gate.set()
+    assert served.ended([number]) == [expected[0]]
+    assert served.client.logprobs[number] == expected[1]
+    assert len(scenes) == len(made) == 1 and scenes[0].ahead is made[0]
+    served.until_idle()
+    at_rest(served.engine)
