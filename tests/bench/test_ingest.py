@@ -52,9 +52,8 @@ def test_result_counts_the_chunks_that_are_kept(model_dir):
     assert result["chunks"] * 64 >= result["tokens"] - 64 * 3
 
 
-@pytest.mark.parametrize(
-    "encoder", ["neighbours", pytest.param("neighbours_joint", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("encoder", ["neighbours", "neighbours_joint"])
 def test_chunks_behind_neighbours_are_timed_beside_their_flops(model_dir, encoder):
     sizes = {"tokens": 400, "chunk_tokens": 64, "repeats": 1, "neighbours": 2}
     result = run(Options(model=str(model_dir), encoder=encoder, **sizes))

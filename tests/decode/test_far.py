@@ -303,7 +303,7 @@ def test_where_half_a_head_turns_in_pairs_and_a_factor_is_on_it(tiny_config, rul
     same(case_of(config), rule, steps=6)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rule", some_slow({"dense", "flat", "quest", "infllm"}))
 def test_keys_and_values_of_16_bits(tiny_config, rule, dtype):
     # Dense attention on the device rounds weights to the model's dtype, the host does not.
@@ -311,7 +311,7 @@ def test_keys_and_values_of_16_bits(tiny_config, rule, dtype):
     same(case_of(tiny_config(dtype=dtype)), rule, steps=4, close=close)
 
 
-@pytest.mark.parametrize("rule", ONE_OF_EACH, ids=ids_of(ONE_OF_EACH))
+@pytest.mark.parametrize("rule", some_slow({"dense", "quest", "retrieval"}))
 def test_a_prompt_that_the_static_pattern_covers(tiny_config, rule):
     """Nothing is outside at first; generated tokens leave it, where it does not hold them all."""
     case = case_of(tiny_config(), chunks=(3,), prefix=2, final=2, recomputed=(3,))

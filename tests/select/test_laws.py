@@ -80,7 +80,7 @@ def test_sparse_recompute_is_full_attention_over_mixed_kv(rng, work, model_of, f
 
 @pytest.mark.parametrize("family", some(FAMILIES, "llama"))
 @pytest.mark.parametrize("encoder", some(("after_prefix", "isolated"), "isolated"))
-@pytest.mark.parametrize("layers", some(((1,), (2,), (1, 2), (1, 3)), (2,), (1, 3)))
+@pytest.mark.parametrize("layers", some(((1,), (2,), (1, 2), (1, 3)), (1, 3)))
 def test_cacheblend_keeps_what_its_checks_computed(rng, work, model_of, family, encoder, layers):
     """Up to the first check layer everything is fresh, then what each check kept, as it was run.
 
@@ -310,7 +310,8 @@ def test_unused_slots_may_hold_nan(rng, work, model_of, name):
     np.testing.assert_allclose(poisoned, clean, **CLOSE)
 
 
-@pytest.mark.parametrize("name", some(SELECTORS, "question"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SELECTORS)
 def test_law_11_sharded_equals_one_device(rng, work, tiny_config, name):
     config = tiny_config(vocab_size=104, model_dim=24, mlp_dim=40)
     one = random_model(config, cache_tokens=1024)

@@ -69,9 +69,9 @@ def test_sharded_equals_one_device(train_config, settings, usual):
 @pytest.mark.parametrize(
     "change",
     [
-        {"compute.remat": "full", "loss.logits_tokens": 100},
+        pytest.param({"compute.remat": "full", "compute.accumulate": 4}, marks=pytest.mark.slow),
         pytest.param({"compute.remat": "dots"}, marks=pytest.mark.slow),
-        {"compute.remat": "attention", "compute.accumulate": 4},
+        {"compute.remat": "attention", "compute.accumulate": 4, "loss.logits_tokens": 100},
     ],
 )
 def test_accumulation_and_remat_change_nothing(train_config, settings, usual, change):
