@@ -10,6 +10,7 @@ from jaxrag.cli import main
 from jaxrag.errors import RequestError
 
 
+@pytest.mark.slow
 def test_both_sides_run_the_same_tokens(model_dir, tmp_path, capsys):
     out = tmp_path / "result.json"
     sizes = ["--tokens", "700", "--chunk-tokens", "100", "--repeats", "1"]

@@ -72,9 +72,8 @@ def reads(monkeypatch):
     return counts
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param("fusionrag", marks=pytest.mark.slow), "cacheblend"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fusionrag", "cacheblend"])
 def test_a_method_that_recomputes_has_a_row_for_every_ratio(model_dir, reads, method):
     options = Options(
         model=model_dir, contexts=(1024,), question_tokens=7, method=method, repeats=(1,),

@@ -204,7 +204,7 @@ def _tokens_of(model, question, documents, rule):
     yield from engine.iterate([Request(prompt, engine.memory, method, 8, watched=True)])
 
 
-@pytest.mark.parametrize("kv", ["device", "host"])
+@pytest.mark.parametrize("kv", [pytest.param("device", marks=pytest.mark.slow), "host"])
 def test_bytes_are_those_of_the_formula(pair, ids, kv):
     """What is allocated for one request, by where it lies."""
     model = pair[kv == "host"]

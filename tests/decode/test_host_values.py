@@ -57,7 +57,8 @@ def test_answers_are_those_of_values_on_the_device(
     np.testing.assert_array_equal(ours.argmax(-1), expected.argmax(-1))
 
 
-@pytest.mark.parametrize("ratio", [0.3, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ratio", [0.3, 1.0])
 def test_fusionrag_recomputes_with_values_on_the_host(model_of, far_from, ids, ratio):
     """V of recomputed tokens goes to slots of the request's own, there as on the device."""
     documents = list(ids(60, 40, 50))

@@ -136,6 +136,7 @@ def test_answers_are_those_that_greedy_decoding_agrees_on(kb, probes):
     assert one.answers.value == pytest.approx(sum(same) / 3)
 
 
+@pytest.mark.slow
 def test_batching_changes_nothing(kb, probes):
     found = [
         gate(kb, METHODS["full_reuse"], probes, target=Target(0.0, 9.0), k=3, batch_size=size)

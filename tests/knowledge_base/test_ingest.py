@@ -269,6 +269,7 @@ def check_whole(reports, path):
         assert None not in kb.store.head(sorted(keys))
 
 
+@pytest.mark.slow
 def test_processes_with_shards_fill_one_knowledge_base(folder, model_dir, tmp_path):
     path = tmp_path / "kb"
     options = ("--kb", path, "--model", model_dir, "--template", "plain", "--chunk-tokens", 64)

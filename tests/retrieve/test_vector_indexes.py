@@ -161,7 +161,13 @@ index.close()
 """
 
 
-@pytest.mark.parametrize("name", sorted(VECTOR_INDEXES))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(it, marks=() if it == "lance" else pytest.mark.slow)
+        for it in sorted(VECTOR_INDEXES)
+    ],
+)
 def test_processes_write_while_one_reads(name, tmp_path):
     """Nothing acknowledged is lost, and a reader never sees a vector that nobody added."""
     if PACKAGES[name]:

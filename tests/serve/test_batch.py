@@ -375,6 +375,7 @@ def script(kb_dir, tmp_path, capsys):
     return call
 
 
+@pytest.mark.slow
 def test_script(script, text_model, model_dir, tmp_path):
     questions = write(tmp_path / "questions.jsonl", [*LINES, {"id": "none", "question": ""}])
     code, out, err = script("--questions", questions, "--json")

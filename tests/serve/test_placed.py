@@ -101,6 +101,7 @@ def test_the_answer_is_that_of_values_on_the_device_and_needs_less_there(loaded,
     )
 
 
+@pytest.mark.slow
 def test_a_knowledge_base_is_asked_by_a_model_that_is_placed(loaded, tmp_path):
     model, method = loaded("--method", FUSIONRAG_KCACHE)
     with KnowledgeBase.open(tmp_path / "kb", model) as kb:

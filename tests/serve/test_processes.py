@@ -73,11 +73,12 @@ def alone(wide_model_dir, tmp_path_factory):
     return model, path, answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "order", "shares"),
     [
         ((1, 1, 4), [0, 1, 2, 3], [[0, 2, True], [1, 2, True]]),
-        pytest.param((1, 2, 2), [0, 2, 1, 3], [[0, 2, True], [1, 2, True]], marks=pytest.mark.slow),
+        ((1, 2, 2), [0, 2, 1, 3], [[0, 2, True], [1, 2, True]]),
     ],
     ids=["tensor", "fsdp and tensor"],
 )

@@ -89,6 +89,7 @@ def test_every_rule_answers_as_after_a_prefill_of_its_own(model, requests_under,
     assert [one.token_ids for one in again] == [ids for ids, _ in wanted[RULES[2]]]
 
 
+@pytest.mark.slow
 def test_answers_end_where_they_end(model, requests_under):
     ((first, second),) = asked(model, [requests_under("dense")])
     assert first.finish_reason == "length" and len(first.token_ids) == TOKENS
