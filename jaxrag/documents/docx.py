@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from jaxrag.documents.document import BadDocument, Document
-from jaxrag.documents.files import File, one_line, read_bytes
+from jaxrag.documents.files import File, one_line, read_bytes, require_few_tags
 from jaxrag.errors import DocumentError
 
 MAX_PART_BYTES = 64 << 20  # of one XML part once it is unpacked
-MAX_UNPACKED_BYTES = 512 << 20  # of everything in the file
+MAX_UNPACKED_BYTES = 128 << 20  # of all of them
 
+_PIECE = 1 << 16  # bytes that are unpacked at a time
 _W = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
+_TEXT, _PARAGRAPH, _RUN, _TABLE = (f"{_W}{name}" for name in ("t", "p", "r", "tbl"))
 _FALLBACK = "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"
 _BREAKS = {f"{_W}tab": " ", f"{_W}br": "\n", f"{_W}cr": "\n", f"{_W}noBreakHyphen": "-"}
 _WRAPPERS = frozenset(
@@ -28,8 +30,7 @@ def read_docx(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     """
     data = read_bytes(stream)
     try:
-        _check_sizes(data)
-        title, body = _text(data)
+        title, body = _text(_unpacked(data))
     except DocumentError:
         raise
     except Exception as error:  # whatever the parser may raise
@@ -39,24 +40,41 @@ def read_docx(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     yield Document(file.name, body, title or file.path.stem, file.absolute)
 
 
-def _check_sizes(data: bytes) -> None:
-    """Refuse what the directory of the archive says is too large; reading never exceeds that."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        entries = archive.infolist()
-    if sum(entry.file_size for entry in entries) > MAX_UNPACKED_BYTES:
-        raise DocumentError(f"unpacks to more than {MAX_UNPACKED_BYTES >> 20} MiB; split it")
-    for entry in entries:
-        if entry.file_size > MAX_PART_BYTES and entry.filename.endswith((".xml", ".rels")):
-            raise DocumentError(
-                f"{entry.filename} unpacks to more than {MAX_PART_BYTES >> 20} MiB; split the file"
-            )
+def _unpacked(data: bytes) -> bytes:
+    """The archive with its XML parts unpacked and all others, such as pictures, emptied.
+
+    Bounded by what is unpacked in truth, whatever the directory of the archive says.
+    """
+    out = io.BytesIO()
+    left = MAX_UNPACKED_BYTES
+    with zipfile.ZipFile(io.BytesIO(data)) as archive, zipfile.ZipFile(out, "w") as plain:
+        for name, entry in {entry.filename: entry for entry in archive.infolist()}.items():
+            part = b""
+            if name.lower().endswith((".xml", ".rels")):
+                if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                    raise DocumentError(f"{name} is packed in a way that DOCX lacks; save it anew")
+                pieces, size, limit = [], 0, min(MAX_PART_BYTES, left)
+                with archive.open(entry) as stream:
+                    while size <= limit and (piece := stream.read(_PIECE)):
+                        pieces.append(piece)
+                        size += len(piece)
+                if size > limit:
+                    raise DocumentError(
+                        f"{name} unpacks to more than {MAX_PART_BYTES >> 20} MiB, or all parts to "
+                        f"more than {MAX_UNPACKED_BYTES >> 20} MiB; split the file"
+                    )
+                left -= size
+                part = b"".join(pieces)
+                require_few_tags(part)
+            plain.writestr(name, part)
+    return out.getvalue()
 
 
 def _text(data: bytes) -> tuple[str, str]:
     import docx  # only who reads DOCX waits for it
-    from docx.text.paragraph import Paragraph
 
     document = docx.Document(io.BytesIO(data))
+    styles = _style_names(document.styles.element)
     blocks: list[tuple[str, str]] = []  # (kind, text)
     heading = ""
     for kind, node in _blocks(document.element.body):
@@ -66,8 +84,8 @@ def _text(data: bytes) -> tuple[str, str]:
         text = _paragraph_text(node)
         if not text:
             continue
-        style = Paragraph(node, document).style
-        name = (style.name or "") if style is not None else ""
+        named = node.find(f"./{_W}pPr/{_W}pStyle")
+        name = styles.get(None if named is None else named.get(f"{_W}val"), styles[None])
         level = 1 if name == "Title" else _heading_level(name)
         if level:
             text = " ".join(text.split())
@@ -77,31 +95,45 @@ def _text(data: bytes) -> tuple[str, str]:
             blocks.append(("item", "- " + text))
         else:
             blocks.append(("", text))
-    body = ""
+    pieces: list[str] = []
     before = None
     for kind, text in blocks:
-        apart = "\n" if kind and kind == before else "\n\n"
-        body += (apart if body else "") + text
+        pieces += ["\n" if kind and kind == before else "\n\n"] if pieces else []
+        pieces.append(text)
         before = kind
     title = " ".join((document.core_properties.title or "").split())
-    return title or heading, body
+    return title or heading, "".join(pieces)
+
+
+def _style_names(styles: Any) -> dict[str | None, str]:
+    """Names of the styles of paragraphs by id; under None that of a paragraph that names none."""
+    names: dict[str | None, str] = {None: ""}
+    for style in styles.iterchildren(f"{_W}style"):
+        if style.get(f"{_W}type") == "paragraph":
+            named = style.find(f"./{_W}name")
+            name = "" if named is None else named.get(f"{_W}val") or ""
+            names.setdefault(style.get(f"{_W}styleId") or "", name)
+            if style.get(f"{_W}default") in ("1", "true", "on"):
+                names[None] = name
+    return names
 
 
 def _blocks(parent: Any) -> Iterator[tuple[str, Any]]:
     """The paragraphs and tables below a body or cell, those inside content controls too."""
     for node in parent.iterchildren():
-        if node.tag == f"{_W}p":
+        tag = node.tag
+        if tag == _PARAGRAPH:
             yield "paragraph", node
-        elif node.tag == f"{_W}tbl":
+        elif tag == _TABLE:
             yield "table", node
-        elif node.tag in _WRAPPERS:
+        elif tag in _WRAPPERS:
             yield from _blocks(node)
 
 
 def _rows(table: Any) -> Iterator[str]:
     """Each row's cells between bars; a table inside a cell is part of the cell."""
     for row in table.iterchildren(f"{_W}tr"):
-        cells = [" ".join(_cell_text(cell).split()) for cell in _cells(row)]
+        cells = [_cell_text(cell) for cell in _cells(row)]
         if any(cells):
             yield " | ".join(cells)
 
@@ -115,10 +147,14 @@ def _cells(row: Any) -> Iterator[Any]:
 
 
 def _cell_text(cell: Any) -> str:
-    parts = []
+    """On one line. What tables inside of tables hold is split into words once only, as text."""
+    parts: list[str] = []
     for kind, node in _blocks(cell):
-        parts += list(_rows(node)) if kind == "table" else [_paragraph_text(node)]
-    return "\n".join(parts)
+        if kind == "table":
+            parts += (row.replace("  ", " ") for row in _rows(node))  # where a cell is empty
+        else:
+            parts.append(_paragraph_text(node).replace("\n", " "))
+    return " ".join(filter(None, parts)).strip()
 
 
 def _paragraph_text(paragraph: Any) -> str:
@@ -127,15 +163,16 @@ def _paragraph_text(paragraph: Any) -> str:
     skipped = {
         node for fallback in paragraph.iter(_FALLBACK) for node in fallback.iterdescendants()
     }
-    for node in paragraph.iterdescendants():
+    for node in paragraph.iterdescendants(_TEXT, _PARAGRAPH, *_BREAKS):
         if node in skipped:
             continue
-        if node.tag == f"{_W}t":
+        tag = node.tag
+        if tag == _TEXT:
             parts.append(node.text or "")
-        elif node.tag == f"{_W}p":
+        elif tag == _PARAGRAPH:
             parts.append("\n")
-        elif node.tag in _BREAKS and node.getparent().tag == f"{_W}r":
-            parts.append(_BREAKS[node.tag])
+        elif node.getparent().tag == _RUN:
+            parts.append(_BREAKS[tag])
     lines = (" ".join(line.split()) for line in "".join(parts).split("\n"))
     return "\n".join(line for line in lines if line)
 

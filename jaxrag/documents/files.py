@@ -2,6 +2,7 @@
 
 import codecs
 import dataclasses
+import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -12,6 +13,7 @@ from jaxrag.errors import DocumentError
 MAX_FILE_BYTES = 256 << 20  # of a file that is read as a whole
 MAX_LINE_BYTES = 64 << 20  # of a file that is read line by line
 MAX_TEXT_CHARACTERS = 64 << 20  # of the text that a file is unpacked to
+MAX_TAGS = 4 << 20  # of markup that is parsed as a whole: its tree takes far more than its bytes
 
 _MARKS = {
     codecs.BOM_UTF8: "utf-8-sig",
@@ -80,11 +82,18 @@ def is_encoding(name: str) -> bool:
 
 
 def read_bytes(stream: BinaryIO, limit: int = MAX_FILE_BYTES) -> bytes:
-    """All bytes of a file; DocumentError when there are more than ``limit``."""
-    data = stream.read(limit + 1)
-    if len(data) > limit:
+    """All bytes of a file; DocumentError, before any is read, when there are more than ``limit``."""
+    size = stream.seek(0, io.SEEK_END)
+    if size > limit:
         raise DocumentError(f"is larger than {limit >> 20} MiB; split the file")
-    return data
+    stream.seek(0)
+    return stream.read(size)
+
+
+def require_few_tags(markup: bytes) -> None:
+    """DocumentError where XML or HTML holds more than MAX_TAGS tags."""
+    if markup.count(b"<") > MAX_TAGS:
+        raise DocumentError(f"holds more than {MAX_TAGS >> 20} Mi tags; split the file")
 
 
 def marked_encoding(data: bytes) -> str | None:

@@ -5,7 +5,15 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from jaxrag.documents.document import BadDocument, Document
-from jaxrag.documents.files import File, decode, is_encoding, marked_encoding, one_line, read_bytes
+from jaxrag.documents.files import (
+    File,
+    decode,
+    is_encoding,
+    marked_encoding,
+    one_line,
+    read_bytes,
+    require_few_tags,
+)
 from jaxrag.errors import DocumentError
 
 
@@ -50,6 +58,7 @@ def read_html(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     the page's own declaration or UTF-8, in this order.
     """
     data = read_bytes(stream)
+    require_few_tags(data)
     text = decode(data, file.options.encoding or declared_encoding(data))
     if not text.strip():
         raise DocumentError("the file is empty; leave it out")
@@ -138,13 +147,13 @@ class _Writer:
                 if node is not element:
                     self._add(node.tail)
         self._flush()
-        text = ""
+        pieces: list[str] = []
         before = None
         for kind, block in self._blocks:
-            apart = "\n" if kind and kind == before else "\n\n"
-            text += (apart if text else "") + block
+            pieces += ["\n" if kind and kind == before else "\n\n"] if pieces else []
+            pieces.append(block)
             before = kind
-        return text
+        return "".join(pieces)
 
     def _open(self, tag: str, node: Any) -> None:
         if tag == "pre":

@@ -7,7 +7,7 @@ from typing import BinaryIO
 from jaxrag.documents.document import BadDocument, Document
 from jaxrag.documents.files import File, decode, read_bytes
 
-_HEADING = re.compile(r"^# +(.+?)[ #]*$", re.MULTILINE)
+_HEADING = re.compile(r"^# (.*)$", re.MULTILINE)  # linear in the text: no part can share another's
 
 
 def read_text(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
@@ -18,6 +18,6 @@ def read_text(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
 
 
 def first_heading(text: str) -> str:
-    """The first level-1 heading of a Markdown text, or ''."""
-    found = _HEADING.search(text)
-    return found.group(1) if found else ""
+    """The first level-1 heading of a Markdown text that says something, or ''."""
+    headings = (found.group(1).lstrip(" ").rstrip(" #") for found in _HEADING.finditer(text))
+    return next(filter(None, headings), "")
