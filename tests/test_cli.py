@@ -14,8 +14,9 @@ from tokenizers import models, pre_tokenizers
 
 from jaxrag import KnowledgeBase
 from jaxrag.cli import COMMANDS, main
-from jaxrag.cli.options import parse_bytes, parse_seconds, shorten
+from jaxrag.cli.options import parse_bytes, parse_seconds, shorten, table
 from jaxrag.methods import METHODS
+from jaxrag.text.printable import printable
 
 QUESTION = "Who works the salt wells?"
 TEXTS = {
@@ -129,7 +130,7 @@ def test_ask_shows_what_json_says(jaxrag, kb):
     asked = ("ask", QUESTION, "--kb", kb, "--max-new-tokens", 9, "--temperature", 1, *POOL)
     _, shown, _ = jaxrag(*asked, "--seed", 4)
     _, out, _ = jaxrag(*asked, "--seed", 4, "--json")
-    assert shown.startswith(json.loads(out)["text"])
+    assert shown.startswith(printable(json.loads(out)["text"], keep="\n\t"))
     assert json.loads(jaxrag(*asked, "--seed", 5, "--json")[1])["text"] != json.loads(out)["text"]
 
 
@@ -600,3 +601,21 @@ def test_a_name_of_the_hub_says_how_to_fetch_it(refused, tmp_path):
     refused(*made, "Qwen/Qwen2.5-7B-Instruct", words=words)
     with pytest.raises(AssertionError, match="hf download"):
         refused(*made, tmp_path / "no" / "where", words="hf download")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[31mred\x1b]0;title\x07", r"\x1b[31mred\x1b]0;title\x07"),
+        ("two\nrows\r", r"two\nrows\r"),
+        ("\x9b31m\u202egnp.exe", r"\x9b31m\u202egnp.exe"),
+        ("盐\u3000👩\u200d🚀\xa0", "盐\u3000👩\u200d🚀"),
+    ],
+    ids=["escapes", "line ends", "C1 and direction", "text"],
+)
+def test_control_characters_are_shown_as_such(text, shown):
+    assert printable(text) == shown
+    lines = table([["id", "n"], [text, "1"]], right=(1,)).split("\n")
+    assert len(lines) == 2
+    assert lines[1].startswith(shown)
+    assert printable("a\n\tb\x1b", keep="\n\t") == "a\n\tb\\x1b"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from jaxrag.cli import ask, bench, convert, eval, ingest, kb, train
 from jaxrag.errors import JaxragError
+from jaxrag.text.printable import printable
 
 COMMANDS = (ingest, ask, kb, convert, train, eval, bench)
 
@@ -37,7 +38,7 @@ def run_command(run: Callable[[argparse.Namespace], int | None], args: argparse.
     try:
         return run(args) or 0
     except JaxragError as error:
-        print(f"jaxrag: error: {error}", file=sys.stderr)
+        print(f"jaxrag: error: {printable(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("jaxrag: interrupted", file=sys.stderr)

@@ -23,6 +23,7 @@ from jaxrag.cli.options import (
     where_of,
 )
 from jaxrag.errors import DocumentError, RequestError
+from jaxrag.text.printable import printable
 
 if TYPE_CHECKING:
     from jaxrag.documents import Document
@@ -93,10 +94,11 @@ def run(args: argparse.Namespace) -> int:
             return 0
         if args.show_prompt:
             for part in answer.prompt:
-                print(f"--- {part['part']}, {part['tokens']} tokens\n{part['text']}")
+                text = printable(part["text"], keep="\n\t")
+                print(f"--- {printable(part['part'])}, {part['tokens']} tokens\n{text}")
             print("--- answer")
         for piece in answer:
-            sys.stdout.write(piece)
+            sys.stdout.write(printable(piece, keep="\n\t"))
             sys.stdout.flush()
         print()
         assert isinstance(answer.result, Result)
@@ -147,11 +149,11 @@ def _print_account(result: "Result", given: bool) -> None:
     print(f"\n{result.method}: {result.finish_reason}; {times}")
     print(f"chunk tokens: {counts}; {human_count(result.flops)}FLOP to the first token")
     if result.reuse:
-        print(f"reuse: {_reuse_line(result.reuse)}")
+        print(f"reuse: {printable(_reuse_line(result.reuse))}")
     if result.indexes:
         print("indexes: " + "  ".join(f"{name} {n}" for name, n in result.indexes.items()))
     for note in result.notes:
-        print(f"note: {note}")
+        print(f"note: {printable(note)}")
 
 
 def _reuse_line(rows: Sequence[Any]) -> str:

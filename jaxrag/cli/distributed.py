@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator
 
 from jaxrag.errors import JaxragError, RequestError
+from jaxrag.text.printable import printable
 
 _LONGEST_RUN = 30 * 86_400  # seconds that the first process to end waits for the last
 
@@ -54,7 +55,7 @@ def ending_all() -> Iterator[None]:
         yield
     except BaseException as error:
         if isinstance(error, JaxragError):
-            print(f"jaxrag: error: {error}", file=sys.stderr)
+            print(f"jaxrag: error: {printable(str(error))}", file=sys.stderr)
         else:
             traceback.print_exc()
         sys.stdout.flush()

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 
 from jaxrag.cli.options import add_command, add_json, add_where, human_count, print_json, where_of
+from jaxrag.text.printable import printable
 
 FORMATS = ("safetensors", "lmcache", "zarr")
 UNFINISHED = 3  # exit code when some chunks could not be exported
@@ -100,5 +101,5 @@ def run(args: argparse.Namespace) -> int:
             f"{report.tokens} tokens, {human_count(report.nbytes)}B"
         )
         for name, reason in report.refused:
-            print(f"not exported: {name}: {reason}")
+            print(f"not exported: {printable(name)}: {printable(reason)}")
     return UNFINISHED if report.refused else 0

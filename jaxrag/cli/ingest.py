@@ -121,6 +121,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="key or column that holds the text of a record (text; in tables also content or body)",
     )
     parser.add_argument(
+        "--follow-links",
+        action="store_true",
+        help="read what links in a folder name outside of it, and linked folders (reported only)",
+    )
+    parser.add_argument(
         "--shard",
         metavar="I/N",
         help="only the documents that fall to part I of N by their id, so that N processes share "
@@ -155,7 +160,12 @@ def files_of(args: argparse.Namespace) -> "DocumentFiles":
     """The documents of the paths; DocumentError for one that does not exist."""
     from jaxrag.documents import read_paths
 
-    return read_paths(args.paths, encoding=args.encoding, text_field=args.text_field)
+    return read_paths(
+        args.paths,
+        encoding=args.encoding,
+        text_field=args.text_field,
+        follow_links=args.follow_links,
+    )
 
 
 def ingest(

@@ -19,6 +19,7 @@ from jaxrag.cli.options import (
     table,
     where_of,
 )
+from jaxrag.text.printable import printable
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -132,7 +133,7 @@ def run_list(args: argparse.Namespace) -> None:
         where = where_of(args)
         documents = kb.documents(where)
         for why in [] if documents or where is None else kb.why_nothing(where):
-            print(f"note: --where: {why}", file=sys.stderr)
+            print(f"note: --where: {printable(why)}", file=sys.stderr)
     if args.json:
         print_json({"documents": [dataclasses.asdict(document) for document in documents]})
         return
@@ -200,7 +201,7 @@ def run_verify(args: argparse.Namespace) -> int:
         )
         if report.dropped:
             print(f"{report.dropped} not stored, under the size limit")
-        print("".join(f"{line}\n" for line in named), end="")
+        print("".join(f"{printable(line)}\n" for line in named), end="")
     return 3 if report.damaged or report.unindexed else 0
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.errors import ConfigError, KnowledgeBaseError, RequestError
+from jaxrag.text.printable import printable
 
 if TYPE_CHECKING:
     from jaxrag.engine.sampling import SamplingParams
@@ -275,7 +276,11 @@ def print_json(value: Any) -> None:
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Rows of text in aligned columns; the columns in ``right`` are right-aligned."""
+    """Rows of text in aligned columns; the columns in ``right`` are right-aligned.
+
+    Control characters of a cell, the ends of its lines too, are shown as their escapes.
+    """
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(_width(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:

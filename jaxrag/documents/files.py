@@ -31,12 +31,14 @@ class ReadOptions:
         declares.
       text_field: the key or column that holds the text of a record; None is "text", and in tables
         the first of "text", "content" and "body" that is there.
+      follow_links: read what links inside a folder name outside of it, and links to folders.
 
     Raises DocumentError for an encoding that does not exist.
     """
 
     encoding: str | None = None
     text_field: str | None = None
+    follow_links: bool = False
 
     def __post_init__(self) -> None:
         """Refuse an unknown encoding before anything is read."""
@@ -82,7 +84,7 @@ def is_encoding(name: str) -> bool:
 
 
 def read_bytes(stream: BinaryIO, limit: int = MAX_FILE_BYTES) -> bytes:
-    """All bytes of a file; DocumentError, before any is read, when there are more than ``limit``."""
+    """All bytes of a file; DocumentError when there are more than ``limit``, which are not read."""
     size = stream.seek(0, io.SEEK_END)
     if size > limit:
         raise DocumentError(f"is larger than {limit >> 20} MiB; split the file")

@@ -54,7 +54,7 @@ class DocumentFiles:
     def __iter__(self) -> Iterator[Document | BadDocument]:
         """Read: documents, and BadDocuments in the place of those that cannot be read."""
         self._done = 0
-        for found in _files(self.paths):
+        for found in _files(self.paths, self.options.follow_links):
             yield from self._read(found)
 
     def only(self, wanted: Wanted) -> "DocumentFiles":
@@ -63,7 +63,11 @@ class DocumentFiles:
 
     def total_bytes(self) -> int:
         """Size of all files, from their directory entries."""
-        return sum(_size(found.path) for found in _files(self.paths))
+        return sum(
+            _size(found.path)
+            for found in _files(self.paths, self.options.follow_links)
+            if not found.refused
+        )
 
     def read_bytes(self) -> int:
         """How much of it the iteration under way has passed."""
@@ -83,7 +87,7 @@ class DocumentFiles:
             else:
                 documents = self._open(file, reader)
                 yield from filter(self._belongs(file), documents) if many else documents
-        self._done += _size(found.path)
+        self._done += 0 if found.refused else _size(found.path)
 
     def _open(self, file: File, reader: Reader) -> Iterator[Document | BadDocument]:
         try:
@@ -122,7 +126,11 @@ class _Found:
 
 
 def read_paths(
-    paths: Iterable[str | Path], *, encoding: str | None = None, text_field: str | None = None
+    paths: Iterable[str | Path],
+    *,
+    encoding: str | None = None,
+    text_field: str | None = None,
+    follow_links: bool = False,
 ) -> DocumentFiles:
     """Read files and folders (recursively, sorted, hidden entries left out), document by document.
 
@@ -136,12 +144,14 @@ def read_paths(
       paths: files and folders.
       encoding: of text files; see ReadOptions.
       text_field: of records; see ReadOptions.
+      follow_links: also read what links inside a folder name outside of it, and the folders that
+        links in it name, each folder once; else these are reported.
 
     Raises DocumentError at once for a path that does not exist and for an unknown encoding.
     """
     if isinstance(paths, str | Path):
         raise DocumentError(f"{str(paths)!r} is one path; expected a list of paths")
-    options = ReadOptions(encoding, text_field)
+    options = ReadOptions(encoding, text_field, follow_links)
     named = [Path(path) for path in paths]
     for path in named:
         if not os.path.exists(path):
@@ -149,31 +159,51 @@ def read_paths(
     return DocumentFiles(named, options)
 
 
-def _files(named: Iterable[Path]) -> Iterator[_Found]:
+def _files(named: Iterable[Path], follow_links: bool) -> Iterator[_Found]:
     for path in named:
         if os.path.isdir(path):
-            yield from _walk(path)
+            yield from _walk(path, follow_links)
         else:
             yield _Found(path, path.name, "" if path.is_file() else "is not a regular file")
 
 
-def _walk(folder: Path) -> Iterator[_Found]:
-    """The files under a folder, in sorted order; links to folders are reported, not followed."""
+def _walk(folder: Path, follow_links: bool) -> Iterator[_Found]:
+    """The files under a folder, in sorted order; links as ``read_paths`` says."""
+    root = os.path.realpath(folder)
+    followed = {root}  # folders, which links may name again, in a loop too
     waiting = [folder]
     while waiting:
         entry = waiting.pop()
         name = entry.relative_to(folder).as_posix()
-        if entry != folder and os.path.islink(entry) and os.path.isdir(entry):
-            yield _Found(entry, name, "is a link to a folder; name that folder instead")
-        elif os.path.isdir(entry):
+        linked = entry != folder and os.path.islink(entry)
+        if os.path.isdir(entry):
+            if linked and not follow_links:
+                yield _Found(entry, name, "is a link to a folder; name that folder instead")
+                continue
+            if follow_links and entry != folder:
+                real = os.path.realpath(entry)
+                if real in followed:
+                    yield _Found(entry, name, "is a folder that was read under another name")
+                    continue
+                followed.add(real)
             try:
                 inside = [child for child in entry.iterdir() if not child.name.startswith(".")]
             except OSError as error:
                 yield _Found(entry, name, f"cannot be listed ({error.strerror})")
             else:
                 waiting += sorted(inside, reverse=True)
+        elif not os.path.isfile(entry):
+            yield _Found(entry, name, "is not a regular file")
+        elif linked and not follow_links and not _is_below(os.path.realpath(entry), root):
+            yield _Found(
+                entry, name, "is a link out of its folder; name the file, or pass --follow-links"
+            )
         else:
-            yield _Found(entry, name, "" if os.path.isfile(entry) else "is not a regular file")
+            yield _Found(entry, name)
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return os.path.commonpath((path, folder)) == folder
 
 
 def _size(path: Path) -> int:

@@ -1,6 +1,7 @@
 """Files made to cost more than they hold: time, memory, or what lies outside of their folder."""
 
 import io
+import os
 import tracemalloc
 import zipfile
 
@@ -22,6 +23,24 @@ def refused(answer):
     assert good == []
     [reason] = bad
     return reason.reason
+
+
+@pytest.fixture
+def linked(tmp_path):
+    """A folder with links inside of it, out of it to a file and to a folder, and in a loop."""
+    outside = tmp_path / "outside"
+    inside = tmp_path / "inside"
+    (outside / "deep").mkdir(parents=True)
+    inside.mkdir()
+    (outside / "secret.txt").write_text("secret")
+    (outside / "deep" / "more.txt").write_text("more")
+    (inside / "a.txt").write_text("a")
+    (inside / "same.txt").symlink_to("a.txt")
+    (inside / "stolen.txt").symlink_to(outside / "secret.txt")
+    (inside / "twice.txt").symlink_to("stolen.txt")
+    (inside / "folder").symlink_to(outside / "deep")
+    (inside / "loop").symlink_to(inside)
+    return inside
 
 
 def edited(data, **parts):
@@ -70,10 +89,10 @@ def test_docx_parts_that_are_not_text_are_never_unpacked(tmp_path, read, make_do
 
 def test_docx_packed_as_none_is(tmp_path, read, make_docx):
     out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(make_docx(lambda d: None))) as old:
-        with zipfile.ZipFile(out, "w", zipfile.ZIP_BZIP2) as new:
-            for name in old.namelist():
-                new.writestr(name, old.read(name))
+    old = zipfile.ZipFile(io.BytesIO(make_docx(lambda d: None)))
+    with old, zipfile.ZipFile(out, "w", zipfile.ZIP_BZIP2) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
     (tmp_path / "a.docx").write_bytes(out.getvalue())
     assert "packed in a way" in refused(read(tmp_path))
 
@@ -131,3 +150,32 @@ def test_markup_of_too_many_tags_is_refused(tmp_path, read, make_docx, monkeypat
     read(tmp_path)
     monkeypatch.setattr(files_module, "MAX_TAGS", many - 1)
     assert "tags; split the file" in refused(read(tmp_path))
+
+
+def names(bad):
+    return [os.path.basename(one.source) for one in bad]
+
+
+def test_links_that_leave_their_folder_are_reported(linked, read):
+    good, bad = read(linked)
+    assert [document.id for document in good] == ["a.txt", "same.txt"]
+    assert names(bad) == ["folder", "loop", "stolen.txt", "twice.txt"]
+    assert "--follow-links" in bad[-1].reason
+
+
+def test_links_are_followed_on_demand_each_folder_once(linked, read):
+    good, bad = read(linked, follow_links=True)
+    assert {document.id: document.text for document in good} == {
+        "a.txt": "a",
+        "folder/more.txt": "more",
+        "same.txt": "a",
+        "stolen.txt": "secret",
+        "twice.txt": "secret",
+    }
+    assert names(bad) == ["loop"]
+
+
+def test_a_named_link_is_followed(linked, read):
+    good, bad = read(linked / "stolen.txt", linked / "folder")
+    assert [document.text for document in good] == ["secret", "more"]
+    assert bad == []
