@@ -609,7 +609,7 @@ def test_a_name_of_the_hub_says_how_to_fetch_it(refused, tmp_path):
         ("\x1b[31mred\x1b]0;title\x07", r"\x1b[31mred\x1b]0;title\x07"),
         ("two\nrows\r", r"two\nrows\r"),
         ("\x9b31m\u202egnp.exe", r"\x9b31m\u202egnp.exe"),
-        ("盐\u3000👩\u200d🚀\xa0", "盐\u3000👩\u200d🚀"),
+        ("盐\u3000👩\u200d🚀", "盐\u3000👩\u200d🚀"),
     ],
     ids=["escapes", "line ends", "C1 and direction", "text"],
 )
