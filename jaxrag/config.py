@@ -5,6 +5,7 @@ further down: no function of the model core repeats a constant that stands here.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -18,6 +19,19 @@ DType = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = get_args(DType)
 Kernels = Literal["xla", "pallas_triton", "pallas_interpret"]
 KERNELS: tuple[str, ...] = get_args(Kernels)
+
+
+# Of every size, far above any model's: beyond it a name list or a table would take all memory.
+_LARGEST = {
+    "vocab_size": 1 << 24,
+    "num_layers": 1 << 12,
+    "model_dim": 1 << 20,
+    "mlp_dim": 1 << 22,
+    "num_heads": 1 << 14,
+    "num_kv_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "max_positions": 1 << 28,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,10 +116,20 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot make a model; the message names the field and its value."""
-        for name in ("vocab_size", "num_layers", "model_dim", "mlp_dim", "num_heads",
-                     "num_kv_heads", "head_dim", "max_positions"):  # fmt: skip
+        for name in _LARGEST:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected a positive integer")
+        for name, most in _LARGEST.items():
+            if getattr(self, name) > most:
+                raise ConfigError(f"{name}={getattr(self, name)}: expected at most {most}")
+        if not 0 < self.norm_eps < 1:
+            raise ConfigError(f"norm_eps={self.norm_eps}: expected a number above 0 and below 1")
+        if not 0 < self.rope.theta < math.inf:
+            raise ConfigError(f"rope theta={self.rope.theta}: expected a finite positive number")
+        scaling = {} if self.rope.scaling is None else dataclasses.asdict(self.rope.scaling)
+        for name, value in scaling.items():
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"rope scaling {name}={value}: expected a finite number from 0")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"

@@ -8,6 +8,8 @@ one while the next are being encoded.
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import numpy as np
+
 from jaxrag.attention_index.document import Indexing, is_indexed
 from jaxrag.encode.chunks import encode_for_store, gets_indexes
 from jaxrag.encode.encoders import (
@@ -21,6 +23,13 @@ from jaxrag.errors import StoreError
 from jaxrag.models.model import Model
 from jaxrag.store import KVStore, Provenance
 from jaxrag.types import HostArray
+
+_AT_ONCE = 64  # tokens of one layer's K or V that are looked at together, within the cache
+_EXPONENTS = {
+    "float32": np.uint32(0x7F800000),
+    "bfloat16": np.uint16(0x7F80),
+    "float16": np.uint16(0x7C00),
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,6 +55,7 @@ class Encoded:
       kv: [L, 2, T, K, H] in the model's dtype, of the heads that this process holds.
       record: what the KV is made from.
       aux: its indexes by name, where it gets some.
+      finite: whether all of the KV, on every process, is numbers.
     """
 
     key: str
@@ -53,6 +63,7 @@ class Encoded:
     kv: HostArray
     record: Provenance
     aux: Mapping[str, HostArray] | None
+    finite: bool
 
     def put[T](self, put: Callable[..., T], *, replace: bool = False) -> T:
         """Put it into a store; returns what ``put`` returns.
@@ -60,7 +71,14 @@ class Encoded:
         Args:
           put: a store's ``put``, or ``submit`` of its writer.
           replace: also over what is committed under the key, as its read was refused.
+
+        Raises StoreError for KV that holds NaN or infinity; no answer could be made from it.
         """
+        if not self.finite:
+            raise StoreError(
+                f"chunk {self.key}: its KV holds NaN or infinity in {self.kv.dtype} and is not "
+                "kept; load the model in a wider dtype, such as bfloat16"
+            )
         # Indexes come with their chunk: one that was stored without them is put again.
         replace = replace or self.aux is not None
         return put(self.key, self.kv, record=self.record, aux=self.aux, replace=replace)
@@ -128,7 +146,8 @@ class ChunkEncoding:
         for index, kv, aux in made:
             it = chunks[index]
             record = provenance(self.model, encoder, self.prefix, it.ids, it.neighbours)
-            yield Encoded(keys[index], it, kv, record, aux)
+            finite = all(self.model.exchange(_is_finite(kv)))
+            yield Encoded(keys[index], it, kv, record, aux, finite)
 
     def encode_missing[C: ChunkInContext](
         self, encoder: str, wanted: Mapping[str, C]
@@ -164,6 +183,17 @@ class ChunkEncoding:
         except StoreError as error:
             return str(error)
         return None
+
+
+def _is_finite(kv: HostArray) -> bool:
+    """Whether no element of ``kv`` [L, 2, T, K, H] is NaN or infinite."""
+    exponent = _EXPONENTS[kv.dtype.name]  # all ones in both, and in nothing else
+    bits = kv.view(exponent.dtype)
+    return all(
+        (block & exponent).max() < exponent
+        for part in bits.reshape(-1, *bits.shape[2:])
+        for block in (part[start : start + _AT_ONCE] for start in range(0, len(part), _AT_ONCE))
+    )
 
 
 @dataclasses.dataclass

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from jaxrag.config import DType, ModelConfig
 from jaxrag.errors import ModelError
 from jaxrag.models.digest import params_digest
+from jaxrag.models.finite import require_finite
 from jaxrag.models.names import by_name, from_names
 from jaxrag.models.new_directory import new_directory
 from jaxrag.models.record import Record, is_checkpoint, read_record, write_record
@@ -63,13 +64,15 @@ def load_checkpoint(
     """Restore config, parameters and tokenizer (None when there is none), onto any mesh.
 
     ``mesh=None`` is the default device; ``dtype`` replaces that of the config. Raises ModelError
-    when the directory is not a checkpoint, or parameters are missing, foreign or unreadable.
+    when the directory is not a checkpoint, or parameters are missing, foreign, unreadable, NaN or
+    infinite.
     """
     directory = Path(directory).absolute()
     config = read_record(directory).config
     if dtype is not None:
         config = dataclasses.replace(config, dtype=cast(DType, dtype))
     params = restore_params(directory, config, mesh=mesh, dtype=config.dtype)
+    require_finite(directory, params, mesh)
     has_tokenizer = (directory / "tokenizer.json").is_file()
     return config, params, Tokenizer.load(directory) if has_tokenizer else None
 

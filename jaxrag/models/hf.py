@@ -21,6 +21,7 @@ from jaxrag.config import DType, ModelConfig
 from jaxrag.errors import ConfigError, ModelError
 from jaxrag.models import FAMILIES
 from jaxrag.models.family import Family, TensorRule
+from jaxrag.models.finite import require_finite
 from jaxrag.models.hf_config import read_token_ids
 from jaxrag.models.names import by_name, from_names
 from jaxrag.models.spec import Params, ParamSpec, param_shardings, param_specs
@@ -60,14 +61,18 @@ def is_hf_directory(directory: Path) -> bool:
 
 def find_family(hf: Mapping[str, Any], where: str) -> Family:
     """The family of a ``config.json``. Raises ModelError listing what is supported."""
-    architectures = hf.get("architectures") or []
+    architectures, model_type = hf.get("architectures") or [], hf.get("model_type")
+    if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
+        raise ModelError(f"{where}: architectures={architectures!r:.200}: expected a list of names")
+    if not (model_type is None or isinstance(model_type, str)):
+        raise ModelError(f"{where}: model_type={model_type!r:.200}: expected a name")
     for family in FAMILIES.values():
         if family.architecture in architectures:
             return family
-        if not architectures and family.model_type == hf.get("model_type"):
+        if not architectures and family.model_type == model_type:
             return family
     supported = ", ".join(family.architecture for family in FAMILIES.values())
-    found = ", ".join(architectures) or hf.get("model_type")
+    found = ", ".join(architectures) or model_type
     raise ModelError(f"{where}: architecture {found} is not supported; supported are {supported}")
 
 
@@ -100,6 +105,10 @@ def load_config(directory: Path) -> ModelConfig:
             config = _add_generation_ids(config, read_json(generation_path))
     except ConfigError as error:
         raise ConfigError(f"{directory}: {error}") from None
+    except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as error:
+        # a value of a type that no config has
+        kind = type(error).__name__
+        raise ConfigError(f"{directory}: config.json is malformed ({kind}: {error})") from None
     return config
 
 
@@ -109,13 +118,14 @@ def load_hf(
     """Load config, weights and tokenizer; the tokenizer is None when the directory has none.
 
     ``dtype`` replaces that of the config. Raises as ``load_config``, ``load_params`` and
-    ``Tokenizer.load`` do.
+    ``Tokenizer.load`` do, and ModelError for weights that hold NaN or infinity.
     """
     config = load_config(directory)
     if dtype is not None:
         config = dataclasses.replace(config, dtype=cast(DType, dtype))
     shardings = None if mesh is None else param_shardings(config, mesh)
     params = load_params(directory, config, shardings=shardings, dtype=config.dtype)
+    require_finite(directory, params, mesh)
     has_tokenizer = (Path(directory) / "tokenizer.json").is_file()
     return config, params, Tokenizer.load(directory) if has_tokenizer else None
 
@@ -213,12 +223,13 @@ def _read_slice(source: _Source, spec: ParamSpec, dtype: str | None, index: Inde
     """Copy one slice of a parameter, casting on the way; only its bytes are read."""
     sizes = [len(range(n)[part]) for n, part in zip(spec.shape, index, strict=True)]
     block = np.empty(sizes, source.dtype if dtype is None else jax.numpy.dtype(dtype))
-    if source.rule.per_layer:
-        layers = range(spec.shape[0])[index[0]]
-        for row, layer in zip(block, layers, strict=True):
-            row[...] = source.layer(layer, spec.shape[1:])[index[1:]]
-    else:
-        block[...] = source.layer(0, spec.shape)[index]
+    with np.errstate(over="ignore"):  # what a narrower dtype cannot hold is found when all is there
+        if source.rule.per_layer:
+            layers = range(spec.shape[0])[index[0]]
+            for row, layer in zip(block, layers, strict=True):
+                row[...] = source.layer(layer, spec.shape[1:])[index[1:]]
+        else:
+            block[...] = source.layer(0, spec.shape)[index]
     return block
 
 

@@ -81,7 +81,7 @@ def read_bool(hf: Mapping[str, Any], key: str, default: bool) -> bool:
 def read_token_ids(hf: Mapping[str, Any], key: str, default: tuple[int, ...]) -> tuple[int, ...]:
     """A token id, a list of them or null (none); absent means ``default``."""
     value = hf.get(key, default)
-    ids = () if value is None else (value,) if isinstance(value, int) else tuple(value)
+    ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
     if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
         raise ConfigError(f"config.json: {key}={value!r}: expected a token id or a list of them")
     return ids

@@ -6,6 +6,7 @@ depend on the length of the sequence, so a cached key could not be moved; they a
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxrag.config import LinearScaling, Llama3Scaling, RopeConfig, RopeScaling,
 from jaxrag.errors import ConfigError
 
 _DEFAULT_THETA = 10_000.0
+_LARGEST = sys.float_info.max
 _SHARED_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _SCALING_KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
@@ -53,7 +55,7 @@ def read_rope(
     if not isinstance(given, Mapping):
         raise ConfigError(f"config.json: rope_scaling={given!r}: expected an object")
     kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in _SCALING_KEYS:
+    if not isinstance(kind, str) or kind not in _SCALING_KEYS:
         raise ConfigError(
             f"config.json: rope type {kind!r} is not supported; the types are "
             f"{', '.join(_SCALING_KEYS)}"
@@ -155,6 +157,6 @@ def _required(given: Mapping[str, Any], key: str, kind: str) -> float:
 
 
 def _number(key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ConfigError(f"config.json: {key}={value!r}: expected a positive number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LARGEST:
+        raise ConfigError(f"config.json: {key}={value!r}: expected a finite positive number")
     return float(value)

@@ -28,6 +28,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 # Buffers such as BERT's position_ids; no parameter of a model has this type.
 _READABLE = {**DTYPES, "I64": np.dtype(np.int64)}
+MAX_HEADER_BYTES = 100_000_000  # as the reference library has it
+MAX_JSON_BYTES = 64 << 20  # of any other JSON file of a model directory
 _FIX = "download or copy it again"
 
 
@@ -71,8 +73,10 @@ def read_tensors(directory: Path) -> dict[str, StoredTensor]:
             "saved as safetensors first"
         )
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ModelError(f"{index}: no 'weight_map' object; {_FIX}")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) for name in weight_map.values()
+    ):
+        raise ModelError(f"{index}: no 'weight_map' object of file names; {_FIX}")
     tensors: dict[str, StoredTensor] = {}
     for file_name in sorted(set(weight_map.values())):
         path = directory / file_name
@@ -99,15 +103,16 @@ def read_file(path: Path) -> dict[str, StoredTensor]:
         header_size = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or header_size > size - 8:
             raise ModelError(f"{path}: truncated or not a safetensors file ({size} bytes); {_FIX}")
+        if header_size > MAX_HEADER_BYTES:
+            raise ModelError(
+                f"{path}: its header takes {header_size} bytes, expected at most "
+                f"{MAX_HEADER_BYTES}; {_FIX}"
+            )
         header_bytes = file.read(header_size)
     try:
         header = json.loads(header_bytes)
-        entries = {
-            name: (entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, KeyError, TypeError, AttributeError):
+        entries = {name: _entry(entry) for name, entry in header.items() if name != "__metadata__"}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ModelError(f"{path}: malformed safetensors header; {_FIX}") from None
     tensors = {}
     end_of_data = 0
@@ -128,6 +133,17 @@ def read_file(path: Path) -> dict[str, StoredTensor]:
             f"{8 + header_size + end_of_data}; {_FIX}"
         )
     return tensors
+
+
+def _entry(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """Dtype, shape, first and end byte of a header's entry; ValueError for other types."""
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or not isinstance(shape, list) or not isinstance(offsets, list):
+        raise ValueError(entry)
+    start, end = offsets
+    if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
+        raise ValueError(entry)
+    return dtype, tuple(shape), start, end
 
 
 def require_weight(tensor: StoredTensor, shape: tuple[int, ...], where: Path) -> None:
@@ -192,8 +208,11 @@ def file_header(tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> by
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of a model directory. Raises ModelError when it is not one."""
     try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise ModelError(f"{path}: {size} bytes, expected at most {MAX_JSON_BYTES}; {_FIX}")
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read as JSON ({error}); {_FIX}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path}: expected a JSON object, got {type(value).__name__}; {_FIX}")

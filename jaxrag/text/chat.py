@@ -1,23 +1,33 @@
-"""Chat templates: Jinja programs that ship with a tokenizer, rendered in a sandbox.
+"""Chat templates: Jinja programs that ship with a tokenizer, rendered in a sandbox with limits.
 
-A template comes from a downloaded directory, so it runs in Jinja's immutable sandbox. The
-environment offers what templates are written against: ``raise_exception``, ``strftime_now``, the
-loop controls, ``{% generation %}`` blocks and a ``tojson`` that does not escape HTML.
+A template comes from a downloaded directory, so it runs in Jinja's immutable sandbox, and in a
+process that may take so much time and memory and no more. The environment offers what templates are
+written against: ``raise_exception``, ``strftime_now``, the loop controls, ``{% generation %}``
+blocks and a ``tojson`` that does not escape HTML.
 """
 
+import atexit
+import contextlib
 import datetime
 import functools
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
-
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
+from pathlib import Path
+from typing import Any
 
 from jaxrag.errors import TokenizerError
+
+MAX_SECONDS = 2  # of processor time, to render once; templates of models take milliseconds
+MAX_BYTES = 1 << 30  # of address space of the process that renders
+MAX_CHARACTERS = 16 << 20  # of what is rendered
+
+_WORKER = Path(__file__).with_name("chat_worker.py")
+_KEPT = 64  # prompts: a knowledge base asks every question in the same one
 
 
 def render_template(
@@ -30,60 +40,94 @@ def render_template(
 ) -> str:
     """Render a chat template.
 
-    ``messages`` are mappings with "role" and "content". ``special_tokens`` are the names templates
-    use, such as ``bos_token``. ``now`` is what ``strftime_now`` prints, by default the present.
-    Raises TokenizerError when the template is malformed or refuses the messages.
+    ``messages`` are mappings with "role" and "content", plain values that survive JSON.
+    ``special_tokens`` are the names templates use, such as ``bos_token``. ``now`` is what
+    ``strftime_now`` prints, by default the present. Raises TokenizerError when the template is
+    malformed, refuses the messages, or passes a limit of this module.
     """
-    try:
-        return _compiled(source).render(
-            strftime_now=lambda form: (now or datetime.datetime.now()).strftime(form),
-            messages=[dict(message) for message in messages],
-            add_generation_prompt=add_generation_prompt,
-            tools=None,
-            documents=None,
-            **special_tokens,
-        )
-    except jinja2.TemplateError as error:
-        raise TokenizerError(f"the chat template cannot render these messages: {error}") from None
+    request = {
+        "source": source,
+        "messages": [dict(message) for message in messages],
+        "special_tokens": dict(special_tokens),
+        "add_generation_prompt": add_generation_prompt,
+        "now": None if now is None else now.isoformat(),
+        "seconds": MAX_SECONDS,
+        "bytes": MAX_BYTES,
+        "characters": MAX_CHARACTERS,
+    }
+    line = json.dumps(request) + "\n"
+    return _WORKER_PROCESS.render(line) if now is None else _kept(line)
 
 
-@functools.lru_cache(maxsize=8)  # compiling takes milliseconds, and every question renders some
-def _compiled(source: str) -> jinja2.Template:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[jinja2.ext.loopcontrols, _GenerationBlock],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    return environment.from_string(source)
+@functools.lru_cache(maxsize=_KEPT)
+def _kept(line: str) -> str:
+    return _WORKER_PROCESS.render(line)
 
 
-class _GenerationBlock(jinja2.ext.Extension):
-    """``{% generation %}...{% endgeneration %}`` marks an answer for training and prints it."""
+class _WorkerProcess:
+    """The process that renders; started by the first render, and again after one that ended it."""
 
-    tags = {"generation"}  # noqa: RUF012 (the attribute is declared by jinja2)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._owner = 0  # a child of fork() must not use its parent's pipes
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def render(self, line: str) -> str:
+        with self._lock:
+            process = self._running()
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                process.stdin.write(line)
+                process.stdin.flush()
+                answered = process.stdout.readline()
+            except BrokenPipeError:
+                answered = ""
+            except BaseException:  # interrupted: its answer would be taken for the next one's
+                self.stop()
+                raise
+            if not answered.endswith("\n"):
+                self.stop()
+                slow = process.returncode == -signal.SIGXCPU
+                limit = f"{MAX_SECONDS} s" if slow else f"{MAX_BYTES >> 20} MiB"
+                raise TokenizerError(
+                    f"the chat template cannot render these messages: it takes more than {limit}"
+                )
+        answer = json.loads(answered)
+        if "error" in answer:
+            why = " ".join(answer["error"].split())[:400]
+            raise TokenizerError(f"the chat template cannot render these messages: {why}")
+        text: str = answer["text"]
+        return text
+
+    def stop(self) -> None:
+        """End the process, if it is one of ours."""
+        process, self._process = self._process, None
+        if process is None or self._owner != os.getpid():
+            return
+        assert process.stdin is not None and process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        try:
+            process.wait(1)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+    def _running(self) -> "subprocess.Popen[str]":
+        if self._process is None or self._owner != os.getpid():
+            # Of a session of its own, so that an interrupt of the terminal is not for it.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(_WORKER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                encoding="utf-8",
+                start_new_session=True,
+            )
+            self._owner = os.getpid()
+        return self._process
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _refuse(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+_WORKER_PROCESS = _WorkerProcess()
+atexit.register(_WORKER_PROCESS.stop)

@@ -1,16 +1,19 @@
 """Text to token ids and back, from the ``tokenizer.json`` of a model directory.
 
-Text never gains tokens on its way: BOS, EOS and templates are the business of the prompt. A special
-token that is spelled inside a document stays ordinary text unless the caller asks otherwise.
+Text never gains tokens on its way: BOS, EOS and templates are the business of the prompt. An added
+token that is spelled inside a document, such as ``<|im_end|>`` or ``<think>``, stays ordinary text
+unless the caller asks otherwise, whether or not the tokenizer calls it special.
 """
 
+import contextlib
 import datetime
 import functools
 import hashlib
 import json
+import math
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,7 @@ TEMPLATE_DIRECTORY = "additional_chat_templates"
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _REPLACEMENT = "\ufffd"
+_MOST_GROWTH = 64
 
 
 class Tokenizer:
@@ -65,7 +69,7 @@ class Tokenizer:
     ) -> None:
         """Args: bytes of tokenizer.json, tokenizer_config.json, chat templates by name."""
         self._text = _parse(data, where)
-        self._text.encode_special_tokens = True
+        _switch_off(self._text)
         self._special = _parse(data, where)
         self._templates = dict(templates)
         self._special_tokens = _special_tokens(config)
@@ -126,14 +130,17 @@ class Tokenizer:
     def encode(self, text: str, special: bool = False) -> HostArray:
         """Ids of a text, int32 [T], without BOS or EOS.
 
-        ``special=True`` recognises special tokens spelled in the text, as a rendered chat needs.
+        ``special=True`` recognises added tokens spelled in the text, as a rendered chat needs.
+        Raises TokenizerError for a text that the tokenizer's own rules fail on.
         """
         tokenizer = self._special if special else self._text
-        return np.asarray(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        with _told():
+            return np.asarray(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def encode_with_offsets(self, text: str) -> tuple[HostArray, list[tuple[int, int]]]:
         """Ids int32 [T], and for each the (start, end) characters of the text it covers."""
-        encoding = self._text.encode(text, add_special_tokens=False)
+        with _told():
+            encoding = self._text.encode(text, add_special_tokens=False)
         return np.asarray(encoding.ids, np.int32), list(encoding.offsets)
 
     def unknown_words(self, text: str) -> list[str]:
@@ -169,12 +176,13 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[HostArray]:
         """``encode`` of many texts, in parallel."""
-        encodings = self._text.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _told():
+            encodings = self._text.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | HostArray, skip_special: bool = True) -> str:
         """Text of ids; bytes that are not UTF-8 become U+FFFD."""
-        return self._text.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+        return self._special.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def stream(self, skip_special: bool = True) -> "TextStream":
         """A detokenizer for one answer that is still being generated."""
@@ -218,7 +226,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _special_ids(self) -> frozenset[int]:
-        added = self._text.get_added_tokens_decoder()
+        added = self._special.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     def _token_id(self, name: str, where: str) -> int | None:
@@ -231,8 +239,9 @@ class Tokenizer:
         return token_id
 
     def _find_leading_ids(self, config: Mapping[str, Any]) -> HostArray:
-        plain = self._special.encode("a", add_special_tokens=False).ids
-        processed = self._special.encode("a", add_special_tokens=True).ids
+        with _told():
+            plain = self._special.encode("a", add_special_tokens=False).ids
+            processed = self._special.encode("a", add_special_tokens=True).ids
         starts = (i for i in range(len(processed)) if processed[i : i + len(plain)] == plain)
         leading = processed[: next(starts, 0)]
         stated = config.get("add_bos_token")
@@ -319,9 +328,57 @@ def _parse(data: bytes, where: str) -> tokenizers.Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises Exception itself
         raise TokenizerError(f"{where}: not a readable tokenizer ({error})") from None
+    for part in (tokenizer.normalizer, tokenizer.decoder):
+        if part is not None and (growth := _growth(json.loads(part.__getstate__()))) > _MOST_GROWTH:
+            raise TokenizerError(
+                f"{where}: its replacements make a text up to {growth} times as long, expected at "
+                f"most {_MOST_GROWTH}; use the tokenizer that belongs to the model"
+            )
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _growth(state: Any) -> int:
+    """How many times longer the replacements of a normalizer or decoder may make a text."""
+    if isinstance(state, list):
+        return math.prod(map(_growth, state))
+    if not isinstance(state, dict):
+        return 1
+    own = len(state["content"]) if state.get("type") == "Replace" else 1
+    return max(1, own) * math.prod(map(_growth, state.values()))
+
+
+def _switch_off(tokenizer: tokenizers.Tokenizer) -> None:
+    """Let no added token be found in a text, but for runs of white space, which mark nothing."""
+    marks = [
+        tokenizers.AddedToken(
+            token.content,
+            single_word=token.single_word,
+            lstrip=token.lstrip,
+            rstrip=token.rstrip,
+            normalized=token.normalized,
+            special=True,
+        )
+        for token in tokenizer.get_added_tokens_decoder().values()
+        if token.content.strip()
+    ]
+    tokenizer.add_special_tokens(marks)
+    tokenizer.encode_special_tokens = True
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """The panic of a library as a TokenizerError; it is none of Python's Exceptions."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(
+            f"the tokenizer fails on this text ({' '.join(str(error).split())[:200]}); use the "
+            "tokenizer that belongs to the model"
+        ) from None
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -337,17 +394,32 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Templates by name; a file of its own wins over an entry of ``tokenizer_config.json``."""
     given = config.get("chat_template") or {}
-    if isinstance(given, str):
-        given = {"default": given}
-    elif isinstance(given, list):
-        given = {entry["name"]: entry["template"] for entry in given}
-    templates = dict(given)
+    try:
+        if isinstance(given, str):
+            given = {"default": given}
+        elif isinstance(given, list):
+            given = {entry["name"]: entry["template"] for entry in given}
+        templates = dict(given)
+        if not all(isinstance(one, str) for pair in templates.items() for one in pair):
+            raise TypeError("a name or template is no text")
+    except (TypeError, ValueError, KeyError) as error:
+        raise TokenizerError(
+            f"{directory}: chat_template of tokenizer_config.json is malformed ({error}); expected "
+            "a text, or a list of objects with name and template"
+        ) from None
     for path in sorted((directory / TEMPLATE_DIRECTORY).glob("*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
+        templates[path.stem] = _read_file(path)
     default = directory / "chat_template.jinja"
     if default.is_file():
-        templates["default"] = default.read_text(encoding="utf-8")
+        templates["default"] = _read_file(default)
     return templates
+
+
+def _read_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{path}: cannot be read ({error})") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -355,7 +427,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise TokenizerError(f"{path}: expected a JSON object, got {type(value).__name__}")

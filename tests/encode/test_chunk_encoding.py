@@ -1,5 +1,7 @@
 """What a store lacks is found, encoded and put under the names that everybody asks for."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -88,3 +90,23 @@ def test_an_offer_says_why_a_chunk_is_not_kept(encoding, rng, monkeypatch):
         encoding.encode_missing("after_prefix", chunks(encoding, "after_prefix", rng))
     monkeypatch.setattr(MemoryStore, "writable", False)
     assert "for reading only" in encoding.offer(made)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"), [("float32", np.nan), ("bfloat16", np.inf), ("float16", -np.inf)]
+)
+def test_kv_that_is_no_number_is_not_kept(tiny_config, rng, dtype, value):
+    sound = random_model(tiny_config("llama", dtype=dtype), seed=1)
+    params = sound.params
+    layers = params.layers.replace(v=params.layers.v.at[-1, 0, 0, 0].set(value))
+    model = dataclasses.replace(sound, params=params.replace(layers=layers))
+    store = MemoryStore(model.fingerprint, model.kv_layout)
+    encoding = ChunkEncoding(model, store, ids(rng, 5))
+    wanted = chunks(encoding, "isolated", rng)
+    with pytest.raises(StoreError, match="its KV holds NaN or infinity in " + dtype):
+        encoding.encode_missing("isolated", wanted)
+    assert list(store.keys()) == []
+    made = next(encoding.encode("isolated", wanted))
+    assert "is not kept" in encoding.offer(made)
+    sound_encoding = dataclasses.replace(encoding, model=sound)
+    assert sound_encoding.encode_missing("isolated", wanted).keys() == wanted.keys()

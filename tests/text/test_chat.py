@@ -5,6 +5,7 @@ import datetime
 import pytest
 
 from jaxrag.errors import TokenizerError
+from jaxrag.text import chat
 from jaxrag.text.chat import render_template
 
 MESSAGES = [
@@ -75,3 +76,50 @@ def test_messages_are_not_changed():
     with pytest.raises(TokenizerError):
         render("{% set _ = messages[0].update({'role': 'x'}) %}")
     assert MESSAGES[0]["role"] == "system"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "1 s"),
+        ("{{ 'a' * 10 ** 10 }}", "MemoryError"),
+        ("{{ '%10000000000d' % 1 }}", "Error"),
+        ("{{ 'a' * 7000 }}", "characters"),
+        ("{{ range(10 ** 9) }}", "OverflowError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ 'a' + 1 }}", "TypeError"),
+        ("{% include 'x' %}", "chat template"),
+        ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "chat template"),
+    ],
+    ids=["time", "product", "format", "text", "range", "recursion", "zero", "types",
+         "include", "parentheses"],
+)  # fmt: skip
+def test_limits(source, words, monkeypatch):
+    monkeypatch.setattr(chat, "MAX_SECONDS", 1)
+    monkeypatch.setattr(chat, "MAX_CHARACTERS", 6999)
+    with pytest.raises(TokenizerError, match=words) as raised:
+        render(source)
+    assert "\n" not in str(raised.value)
+    assert render("{{ messages[0].content }}") == "Be brief."  # by the same process, or a new one
+
+
+def test_a_prompt_is_rendered_once_where_its_date_is_fixed(monkeypatch):
+    now = datetime.datetime(2024, 7, 26)
+    text = render("{{ strftime_now('%d') }} once", now=now)
+    monkeypatch.setattr(chat._WORKER_PROCESS, "render", lambda line: "again")
+    assert render("{{ strftime_now('%d') }} once", now=now) == text == "26 once"
+    assert render("{{ strftime_now('%d') }} once") == "again"
+
+
+def test_a_forked_child_has_a_process_of_its_own(monkeypatch):
+    render("{{ bos_token }}")
+    parents = chat._WORKER_PROCESS._process
+    monkeypatch.setattr(chat._WORKER_PROCESS, "_owner", -1)  # as a child finds it
+    assert render("{{ bos_token }}") == "<s>"
+    assert chat._WORKER_PROCESS._process is not parents
+    assert parents.poll() is None
+    chat._WORKER_PROCESS.stop()
+    with parents:
+        parents.stdin.close()
+    assert parents.returncode == 0

@@ -363,3 +363,75 @@ def test_byte_fallback_knows_every_word():
 )
 def test_whether_a_word_is_known(make, text, knows):
     assert wrapped(make()).knows_a_word(text) is knows
+
+
+@pytest.fixture
+def with_added_tokens(tmp_path):
+    """A tokenizer whose files call one added token special, and two others not."""
+    tokenizer = byte_level()
+    tokenizer.add_tokens(
+        [
+            tokenizers.AddedToken("<think>", special=False),
+            tokenizers.AddedToken("    ", special=False, normalized=False),
+        ]
+    )
+    return Tokenizer.load(write(tmp_path, tokenizer)), tokenizer
+
+
+@pytest.mark.parametrize("text", ["<think> a", "a<think>", "<|user|>\n<think>\n</s>"])
+def test_added_tokens_in_a_text_are_text_whatever_the_files_call_them(with_added_tokens, text):
+    tokenizer, library = with_added_tokens
+    live = {library.token_to_id(name) for name in ("<think>", *SPECIAL)}
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    for found in (tokenizer.encode(text), ids, *tokenizer.encode_batch([text])):
+        assert not live & set(found.tolist())
+        assert tokenizer.decode(found) == text
+    assert len(offsets) == len(ids)
+    assert live & set(tokenizer.encode(text, special=True).tolist())
+    assert tokenizer.vocab_size == library.get_vocab_size(with_added_tokens=True)
+
+
+def test_white_space_that_was_added_is_no_mark_and_an_answer_shows_what_is_not_special(
+    with_added_tokens,
+):
+    tokenizer, library = with_added_tokens
+    assert library.token_to_id("    ") in tokenizer.encode("if x:\n    y")
+    assert tokenizer.decode(tokenizer.encode("<s><think>a", special=True)) == "<think>a"
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+def test_a_tokenizer_that_multiplies_texts_is_refused(tmp_path, part):
+    tokenizer = byte_level()
+    module = {"normalizer": normalizers, "decoder": decoders}[part]
+    setattr(tokenizer, part, module.Sequence([module.Replace("a", "a" * 9)] * 2))
+    with pytest.raises(TokenizerError, match="81 times as long, expected at most 64"):
+        Tokenizer.load(write(tmp_path, tokenizer))
+
+
+def test_a_pattern_that_gives_up_is_an_error_of_one_line(tmp_path, capfd):
+    tokenizer = byte_level()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(x+x+)+y"), "isolated")
+    loaded = Tokenizer.load(write(tmp_path, tokenizer))
+    for encode in (
+        loaded.encode,
+        loaded.encode_with_offsets,
+        lambda text: loaded.encode_batch([text]),
+    ):
+        with pytest.raises(TokenizerError, match="the tokenizer fails on this text") as raised:
+            encode("x" * 40)
+        assert "\n" not in str(raised.value)
+    capfd.readouterr()  # the library told stderr
+
+
+@pytest.mark.parametrize("template", [5, [5], [{"name": "default"}], {"default": 5}, ["ab"]])
+def test_a_chat_template_that_is_none(tmp_path, template):
+    directory = write(tmp_path, byte_level(), chat_template=template)
+    with pytest.raises(TokenizerError, match="chat_template of tokenizer_config"):
+        Tokenizer.load(directory)
+
+
+def test_a_deep_file_is_refused(tmp_path):
+    directory = write(tmp_path, byte_level())
+    (directory / "tokenizer_config.json").write_text('{"a":' + "[" * 100_000)
+    with pytest.raises(TokenizerError, match="not valid JSON"):
+        Tokenizer.load(directory)

@@ -1,0 +1,176 @@
+"""Model directories that nobody should load: sizes, types, depth and numbers that are none."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxrag.errors import ConfigError, ModelError
+from jaxrag.models import tensor_files
+from jaxrag.models.checkpoint import load_checkpoint, save_checkpoint
+from jaxrag.models.hf import load_hf
+from jaxrag.models.spec import init_params
+from jaxrag.models.tensor_files import read_file, read_tensors
+from jaxrag.tables import read_toml
+
+GOLDENS = Path(__file__).parent.parent / "goldens"
+WEIGHTS = "model.safetensors"
+DEEP = '{"a":' + "[" * 100_000
+
+
+@pytest.fixture
+def llama(tmp_path):
+    return Path(shutil.copytree(GOLDENS / "llama", tmp_path / "llama"))
+
+
+def edit_json(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def refused(error, directory, words):
+    with pytest.raises(error, match=words) as raised:
+        load_hf(directory)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 10**9},
+        {"num_hidden_layers": 10**400},
+        {"vocab_size": 10**12},
+        {"intermediate_size": 10**12},
+        {"max_position_embeddings": 10**15},
+        {"hidden_size": 10**9, "head_dim": 8},
+        {"head_dim": 10**6},
+        {"num_attention_heads": 10**6, "num_key_value_heads": 10**6},
+        {"rms_norm_eps": -1},
+        {"rms_norm_eps": 0},
+        {"rms_norm_eps": float("nan")},
+        {"rms_norm_eps": float("inf")},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": float("inf")}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 10**400}},
+        {"rope_parameters": {"rope_type": ["linear"]}},
+        {"eos_token_id": 1.5},
+        {"eos_token_id": {"a": 1}},
+        {"rms_norm_eps": 10**400},
+        {"dtype": ["float32"]},
+    ],
+    ids=repr,
+)
+def test_numbers_of_a_config_that_make_no_model(llama, changes):
+    if "rope_parameters" in changes:
+        edit_json(llama / "config.json", rope_scaling=None, rope_theta=1e4)
+    edit_json(llama / "config.json", **changes)
+    refused(ConfigError, llama, "expected|malformed|not supported")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": 5},
+        {"architectures": [5]},
+        {"architectures": None, "model_type": ["llama"]},
+    ],
+    ids=repr,
+)
+def test_names_of_a_config_that_are_none(llama, changes):
+    edit_json(llama / "config.json", **changes)
+    refused(ModelError, llama, "expected a")
+
+
+def test_files_that_are_deep_or_huge(llama, tmp_path, monkeypatch):
+    config = (llama / "config.json").read_bytes()
+    (llama / "config.json").write_text(DEEP)
+    refused(ModelError, llama, "cannot be read as JSON")
+    (llama / "config.json").write_bytes(config)
+    monkeypatch.setattr(tensor_files, "MAX_JSON_BYTES", len(config) - 1)
+    refused(ModelError, llama, f"{len(config)} bytes, expected at most {len(config) - 1}")
+    (tmp_path / "prompt.toml").write_text("a = " + "[" * 100_000)
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        read_toml(tmp_path / "prompt.toml")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": "1", "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [0, 2, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": "04"},
+        5,
+        None,
+    ],
+    ids=repr,
+)
+def test_headers_of_other_types(tmp_path, entry):
+    header = DEEP if entry is None else json.dumps({"a": entry})
+    path = tmp_path / WEIGHTS
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(4))
+    with pytest.raises(ModelError, match="malformed safetensors header"):
+        read_file(path)
+
+
+def test_a_header_beyond_the_limit_is_not_read(tmp_path, monkeypatch):
+    path = tmp_path / WEIGHTS
+    save_file({"a": np.zeros(3, np.float32)}, path)
+    read_file(path)
+    monkeypatch.setattr(tensor_files, "MAX_HEADER_BYTES", 20)
+    with pytest.raises(ModelError, match="its header takes .* at most 20"):
+        read_file(path)
+
+
+def test_an_index_that_names_no_files(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": ["b"]}}')
+    with pytest.raises(ModelError, match="no 'weight_map' object of file names"):
+        read_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_no_numbers_are_refused(llama, value):
+    tensors = load_file(llama / WEIGHTS)
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = value
+    save_file(tensors, llama / WEIGHTS)
+    refused(ModelError, llama, r"'layers\.down' holds NaN or infinity in float32")
+
+
+def test_weights_that_a_dtype_cannot_hold_are_refused(llama):
+    tensors = load_file(llama / WEIGHTS)
+    tensors["model.norm.weight"][0] = 1e5
+    save_file(tensors, llama / WEIGHTS)
+    load_hf(llama, dtype="bfloat16")
+    with pytest.raises(ModelError, match="'final_norm' holds NaN or infinity in float16"):
+        load_hf(llama, dtype="float16")
+
+
+def test_a_checkpoint_of_no_numbers_is_refused(tiny_config, tmp_path):
+    config = tiny_config("llama")
+    params = init_params(config, jax.random.key(0))
+    save_checkpoint(
+        tmp_path / "bad", params.replace(embed=params.embed.at[2, 3].set(np.nan)), config
+    )
+    with pytest.raises(ModelError, match="bad: 'embed' holds NaN or infinity"):
+        load_checkpoint(tmp_path / "bad")
+
+
+def test_sizes_are_refused_wherever_a_config_comes_from(tiny_config):
+    with pytest.raises(ConfigError, match="num_layers=1000000000: expected at most"):
+        dataclasses.replace(tiny_config("llama"), num_layers=10**9)
+
+
+def test_the_largest_finite_numbers_are_loaded(llama):
+    tensors = load_file(llama / WEIGHTS)
+    tensors["model.norm.weight"][0] = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
+    save_file(tensors, llama / WEIGHTS)
+    load_hf(llama, dtype="bfloat16")
