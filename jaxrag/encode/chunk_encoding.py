@@ -25,7 +25,7 @@ from jaxrag.store import KVStore, Provenance
 from jaxrag.types import HostArray
 
 _AT_ONCE = 64  # tokens of one layer's K or V that are looked at together, within the cache
-_EXPONENTS = {
+_EXPONENTS: dict[str, np.uint16 | np.uint32] = {
     "float32": np.uint32(0x7F800000),
     "bfloat16": np.uint16(0x7F80),
     "float16": np.uint16(0x7C00),
@@ -190,9 +190,9 @@ def _is_finite(kv: HostArray) -> bool:
     exponent = _EXPONENTS[kv.dtype.name]  # all ones in both, and in nothing else
     bits = kv.view(exponent.dtype)
     return all(
-        (block & exponent).max() < exponent
+        bool((part[start : start + _AT_ONCE] & exponent).max() < exponent)
         for part in bits.reshape(-1, *bits.shape[2:])
-        for block in (part[start : start + _AT_ONCE] for start in range(0, len(part), _AT_ONCE))
+        for start in range(0, len(part), _AT_ONCE)
     )
 
 

@@ -186,7 +186,7 @@ def _prepare(folder: Path, settings: Mapping[str, Any]) -> None:
             return
         try:
             found = json.loads(path.read_bytes())
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
     if not isinstance(found, dict) or any(found.get(k) != v for k, v in settings.items()):
         raise StoreError(

@@ -30,6 +30,8 @@ from jaxrag.store.prefetch import Tier
 from jaxrag.text.prompts import PromptTemplate, template_named
 from jaxrag.text.tokenizer import Tokenizer
 
+_MOST = 1 << 31  # chunks that a search gives; no index counts further
+
 
 class KnowledgeBase(Maintained):
     """Documents and the cached KV of their chunks, for one model and one prompt template.
@@ -243,6 +245,7 @@ class KnowledgeBase(Maintained):
                 raise RequestError(f"question={text!r}: expected a text that is not empty")
         if type(k) is not int or k < 1:
             raise RequestError(f"k={k!r}: expected at least 1 chunk")
+        k = min(k, _MOST)
         complete = self._vectors is not None and bool(self._settings["vectors_complete"])
         given = self.retriever
         retriever = None if given is None else adopted(given, self.chunks)

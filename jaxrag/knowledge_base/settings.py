@@ -23,6 +23,7 @@ from jaxrag.text.prompts import PromptTemplate
 DEFAULT_CHUNK_TOKENS = 512
 DEFAULT_ENCODERS = ("isolated",)
 DEFAULT_INDEX = "lance"
+_SHOWN = 16  # digits of a digest in a message
 _OVERLAP_SHARE = 50  # the default overlap is a fiftieth of a chunk: 10 tokens of 512
 
 
@@ -201,11 +202,11 @@ def check_settings(
             f"{folder} was made with another salt; leave it out or ingest into another folder"
         )
     if wanted.embedder is not None and vectors is not None:
-        known, given = vectors["embedder"]["digest"], wanted.embedder.digest
+        known, given = _told_apart(vectors["embedder"]["digest"], wanted.embedder.digest)
         if given != known:
             raise KnowledgeBaseError(
                 f"{folder} holds vectors of the embedder {vectors['embedder']['path'] or known} "
-                f"with digest {known[:16]}, not of this one with {given[:16]}; use its embedder or "
+                f"with digest {known}, not of this one with {given}; use its embedder or "
                 "ingest into another folder"
             )
 
@@ -213,20 +214,29 @@ def check_settings(
 def _check_model(folder: Path, settings: Mapping[str, Any], model: Model) -> None:
     known = settings["model"]
     if model.digest != known["digest"]:
+        theirs, ours = _told_apart(known["digest"], model.digest)
         raise KnowledgeBaseError(
-            f"{folder} belongs to model {known['path']} with digest {known['digest'][:16]}, "
-            f"not to {model.path} with digest {model.digest[:16]}; use its model or ingest "
+            f"{folder} belongs to model {known['path']} with digest {theirs}, "
+            f"not to {model.path} with digest {ours}; use its model or ingest "
             "into another folder"
         )
     if model.fingerprint != known["fingerprint"]:
+        theirs, ours = _told_apart(known["fingerprint"], model.fingerprint)
         raise KnowledgeBaseError(
             f"{folder} was made in {settings['layout']['dtype']} under fingerprint "
-            f"{known['fingerprint'][:16]}, this model is {model.config.dtype} with fingerprint "
-            f"{model.fingerprint[:16]}; load it with the same dtype and config or ingest again"
+            f"{theirs}, this model is {model.config.dtype} with fingerprint "
+            f"{ours}; load it with the same dtype and config or ingest again"
         )
     digest = None if model.tokenizer is None else model.tokenizer.digest
     if digest != settings["tokenizer"]:
+        theirs, ours = _told_apart(settings["tokenizer"] or "none", digest or "none")
         raise KnowledgeBaseError(
-            f"{folder} was cut with tokenizer {settings['tokenizer'][:16]}, the model has "
-            f"{digest and digest[:16]}; restore the tokenizer or ingest into another folder"
+            f"{folder} was cut with tokenizer {theirs}, the model has "
+            f"{ours}; restore the tokenizer or ingest into another folder"
         )
+
+
+def _told_apart(one: str, other: str) -> tuple[str, str]:
+    """Two digests as they are shown: their first digits, or all where these are the same."""
+    length = max(len(one), len(other)) if one[:_SHOWN] == other[:_SHOWN] else _SHOWN
+    return one[:length], other[:length]

@@ -23,6 +23,7 @@ from jaxrag.errors import RequestError
 Scalar = str | int | float | bool | None
 
 _ORDERED = {"$gt": ">", "$gte": ">=", "$lt": "<", "$lte": "<="}
+MAX_VALUES = 1000  # of a filter: SQLite bounds the length of a statement
 OPERATORS = ("$eq", "$ne", "$in", *_ORDERED)
 _SHOWN_KINDS = {"integer": "a number", "real": "a number", "true": "true or false",
                 "false": "true or false", "text": "text", "array": "an empty list"}  # fmt: skip
@@ -77,7 +78,7 @@ class Condition:
             clause, more = self._equal_sql(column, operand)
             clauses.append(clause)
             parameters += more
-        return f"({' OR '.join(clauses)})", parameters
+        return _joined(clauses, "OR"), parameters
 
     def _equal_sql(self, column: str, operand: Scalar) -> tuple[str, list[Scalar]]:
         clause, parameters = self._exists_sql(column, "IS", operand)
@@ -142,6 +143,12 @@ class Filter:
             else:
                 operator = "$in" if isinstance(condition, list | tuple) else "$eq"
                 conditions.append(_condition(field, operator, condition))
+        values = sum(max(1, len(condition.operands)) for condition in conditions)
+        if values > MAX_VALUES:
+            raise RequestError(
+                f"where compares with {values} values; expected at most {MAX_VALUES}: give the "
+                "documents a field in common, or ask several times"
+            )
         return cls(tuple(conditions))
 
     def cannot_match(self, kinds: Mapping[str, Mapping[str, int]]) -> list[str]:
@@ -162,7 +169,15 @@ class Filter:
             clause, more = condition.sql(column)
             clauses.append(clause)
             parameters += more
-        return " AND ".join(clauses), parameters
+        return _joined(clauses, "AND"), parameters
+
+
+def _joined(clauses: Sequence[str], word: str) -> str:
+    """The clauses in parentheses that nest as little as can be: SQLite's depth is bounded."""
+    if len(clauses) == 1:
+        return clauses[0]
+    half = len(clauses) // 2
+    return f"({_joined(clauses[:half], word)} {word} {_joined(clauses[half:], word)})"
 
 
 def _condition(field: str, operator: object, operand: object) -> Condition:

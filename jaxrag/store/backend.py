@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -65,6 +66,7 @@ class Backend:
             store = ts.KvStore.open(kvstore_spec(self.location), context=self._context).result()
             self._kv = store + "/" if store.path and not store.path.endswith("/") else store
             self._spec: dict[str, Any] = self._kv.spec().to_json()
+        self._folder = self._spec["path"] if self._spec["driver"] == "file" else None
 
     @property
     def directory(self) -> Path | None:
@@ -79,12 +81,21 @@ class Backend:
             return bytes(self._kv.read(path).result().stamp.generation)
 
     def read_many(self, paths: Sequence[str], limit: int) -> list[bytes | None]:
-        """The values at ``paths``: None when absent, cut to ``limit + 1`` bytes when longer."""
+        """The values at ``paths``: None when absent, cut to ``limit + 1`` bytes when longer.
+
+        A pipe or device in place of a file, which would keep its reader waiting, is empty.
+        """
         # A range that ends behind the value is an error, so only a longer value answers a probe.
-        probes = [self._kv.read(path, byte_range=slice(0, limit + 1)) for path in paths]
+        probes = [
+            None if self._is_special(path) else self._kv.read(path, byte_range=slice(0, limit + 1))
+            for path in paths
+        ]
         values: list[bytes | None] = [None] * len(paths)
         whole = {}
         for index, probe in enumerate(probes):
+            if probe is None:
+                values[index] = b""
+                continue
             try:
                 if probe.result().state == "value":
                     values[index] = probe.result().value
@@ -97,6 +108,15 @@ class Backend:
                 if read.result().state == "value":
                     values[index] = read.result().value
         return values
+
+    def _is_special(self, path: str) -> bool:
+        if self._folder is None:
+            return False
+        try:
+            mode = os.stat(self._folder + path).st_mode
+        except OSError:
+            return False  # who reads it says what is wrong
+        return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
     def contents(self, paths: Sequence[str]) -> list[bytes | None]:
         """The whole values at ``paths``, however long; None when absent."""

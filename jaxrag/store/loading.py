@@ -170,7 +170,8 @@ def _load_layers(
         with contextlib.ExitStack() as stack:
             reads = []
             for rank in wanted.ranks:
-                fd = os.open(directory / grid.file(rank), os.O_RDONLY)
+                # A pipe in place of the file would keep who opens it waiting.
+                fd = os.open(directory / grid.file(rank), os.O_RDONLY | os.O_NONBLOCK)
                 stack.callback(os.close, fd)
                 offsets = _layer_offsets(fd, grid)
                 reads.append(_reader(fd, offsets, io_mode))

@@ -142,7 +142,7 @@ def read_through(paths: Sequence[Path]) -> int:
         files = []
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
-                fd = os.open(path, os.O_RDONLY)
+                fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe nobody writes to is empty
                 stack.callback(os.close, fd)
                 files.append(fd)
                 for offset in range(0, os.fstat(fd).st_size, _BLOCK):  # all, before any is awaited

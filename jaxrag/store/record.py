@@ -171,7 +171,8 @@ _HEX_FIELDS = {
 def new_attempt() -> str:
     """A name that no other attempt has, opening with the time of this moment."""
     random_digits = ATTEMPT_DIGITS - _TIME_DIGITS
-    return f"{int(time.time()):0{_TIME_DIGITS}x}{secrets.token_hex(random_digits // 2)}"
+    now = min(max(int(time.time()), 0), 16**_TIME_DIGITS - 1)  # however the clock is set
+    return f"{now:0{_TIME_DIGITS}x}{secrets.token_hex(random_digits // 2)}"
 
 
 def attempt_age(attempt: str) -> float:

@@ -273,3 +273,11 @@ def test_two_exports_to_one_folder_do_not_mix(fill, tmp_path, monkeypatch):
 
     monkeypatch.setattr(chunks.store, "get_many", another_begins)
     assert export_bundles(chunks.store, chunks.bundles, placement, out).files == len(second) == 3
+
+
+def test_a_deep_manifest_is_that_of_another_export(fill, tmp_path):
+    chunks, config = fill()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / MANIFEST).write_text('{"a":' + "[" * 100_000)
+    with pytest.raises(StoreError, match="belongs to another export"):
+        export_bundles(chunks.store, chunks.bundles, Placement(config, None), tmp_path / "out")

@@ -202,6 +202,7 @@ def test_everything_is_remembered_and_search_needs_no_model(tmp_path, model):
         assert (kb.chunking.chunk_tokens, kb.chunking.overlap) == (90, 7)
         assert kb.model is None
         assert kb.search("gneiss")[0].document_id == "a"
+        assert [hit.document_id for hit in kb.search("gneiss", k=2**70)] == ["a"]
         stats = kb.stats()
         assert json.loads(json.dumps(stats)) == stats
         assert (stats["documents"], stats["chunks"]) == (1, 1)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrag.errors import RequestError
-from jaxrag.retrieve.filters import OPERATORS, Filter
+from jaxrag.retrieve.filters import MAX_VALUES, OPERATORS, Filter
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=6)
 NUMBER = st.one_of(
@@ -175,3 +175,29 @@ def test_refusals_name_the_value_and_the_fix(where, message):
 def test_every_operator_is_accepted_with_a_number():
     for operator in OPERATORS:
         Filter.parse({"a": {operator: [1] if operator == "$in" else 1}})
+
+
+@pytest.mark.parametrize(
+    ("where", "found"),
+    [
+        ({"a": list(range(MAX_VALUES))}, True),
+        ({"a": [*range(1, MAX_VALUES), None]}, False),
+        ({"a": [-0.5 - n for n in range(MAX_VALUES - 1)] + ["x"]}, False),
+        ({f"f{n}": None for n in range(MAX_VALUES)}, True),
+        ({**{f"f{n}": None for n in range(MAX_VALUES - 1)}, "a": 1}, False),
+    ],
+    ids=["many values", "and null", "fractions", "many fields", "one that fails"],
+)
+def test_filters_of_the_most_values_are_searched(connection, where, found):
+    assert found_by_sql(connection, where, {"a": 0}) is found
+    assert Filter.parse(where).matches({"a": 0}) is found
+
+
+@pytest.mark.parametrize(
+    "where",
+    [{"a": list(range(MAX_VALUES + 1))}, {f"f{n}": n for n in range(MAX_VALUES + 1)}],
+    ids=["values", "fields"],
+)
+def test_filters_of_more_values_are_refused(where):
+    with pytest.raises(RequestError, match=f"compares with {MAX_VALUES + 1} values"):
+        Filter.parse(where)

@@ -1,5 +1,6 @@
 """The index at the end of a file decides where layers are, if it can be trusted."""
 
+import os
 import struct
 
 import google_crc32c
@@ -50,6 +51,22 @@ def test_an_index_that_points_elsewhere_is_refused(shard, open_store, io_mode, e
     path.write_bytes(c.kv.tobytes() + index((0, nbytes), wrong, (2 * nbytes, nbytes)))
     with pytest.raises(ChunkCorrupt, match="the index does not fit the record"):
         open_store("r", io_mode=io_mode).get(c.key)
+
+
+@pytest.mark.parametrize("io_mode", ["memmap", "default"])
+@pytest.mark.parametrize("name", ["data", "commit"])
+def test_a_pipe_in_place_of_a_file_is_damage_and_keeps_nobody(shard, open_store, io_mode, name):
+    _, c, path = shard
+    if name == "commit":
+        (path,) = path.parents[6].glob("commit.json")
+    path.unlink()
+    os.mkfifo(path)
+    store = open_store("r", io_mode=io_mode)
+    with pytest.raises(ChunkCorrupt, match="refused"):
+        store.get(c.key)
+    assert store.verify([c.key]).corrupt == (c.key,)
+    if name == "data":
+        store.prefetch([c.key]).result()
 
 
 def test_a_directory_in_place_of_the_file_is_damage(shard, open_store):

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import re
 import time
 
 import numpy as np
@@ -204,6 +205,12 @@ def test_attempts_tell_their_age():
     assert -1 <= attempt_age(new_attempt()) < 60
     hour_ago = f"{int(time.time()) - 3600:08x}{'0' * 16}"
     assert 3599 <= attempt_age(hour_ago) < 3660
+
+
+@pytest.mark.parametrize("clock", [-86_400.0, 2.0**32 + 5, 2.0**40])
+def test_attempts_have_one_length_however_the_clock_is_set(monkeypatch, clock):
+    monkeypatch.setattr(time, "time", lambda: clock)
+    assert re.fullmatch("[0-9a-f]{24}", new_attempt())
 
 
 def test_a_record_knows_its_age_and_bytes(record):
