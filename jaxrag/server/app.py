@@ -13,6 +13,7 @@ from jaxrag.server.chat import chat_completions
 from jaxrag.server.errors import Problem, answer_error, too_large
 from jaxrag.server.health import health, ready
 from jaxrag.server.models import get_model, list_models
+from jaxrag.server.page import icon, page
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state import ServerState
 
@@ -23,6 +24,9 @@ _UPLOADS = "/v1/files"
 def make_app(state: ServerState) -> Starlette:
     """The application over a state, which handlers find at ``request.app.state.server``."""
     routes = [
+        Route("/", page),
+        Route("/favicon.svg", icon),
+        Route("/favicon.ico", icon),
         Route("/health", health),
         Route("/ready", ready),
         Route("/v1/models", list_models),

@@ -65,10 +65,11 @@ def _no_model(state: ServerState, name: str) -> Exception:
 
 def _entries(state: ServerState, access: Access) -> list[dict[str, Any]]:
     names = [None, *state.readable(access)]
-    return [_entry(state, name) for name in names]
+    first = state.default_base(access)
+    return [_entry(state, name, name == first) for name in names]
 
 
-def _entry(state: ServerState, knowledge_base: str | None) -> dict[str, Any]:
+def _entry(state: ServerState, knowledge_base: str | None, first: bool) -> dict[str, Any]:
     at = "" if knowledge_base is None else f"@{knowledge_base}"
     return {
         "id": state.name + at,
@@ -82,4 +83,5 @@ def _entry(state: ServerState, knowledge_base: str | None) -> dict[str, Any]:
         "decode_rules": list(state.decode_rules),
         "k": state.settings.k,
         "max_tokens": state.settings.max_new_tokens,
+        "questions": list(state.settings.questions) if first else [],
     }

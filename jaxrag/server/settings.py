@@ -79,7 +79,7 @@ class ServerSettings:
       drain_seconds: what runs when the server is told to end has so long to complete.
       stall_seconds: an engine with work that does nothing for so long is not healthy.
       warm_up: compile what requests will need before the server is ready.
-      questions: examples that the page offers.
+      questions: examples that the page offers, about the first of the knowledge bases.
       engine: of the engine itself.
     """
 

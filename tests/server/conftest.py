@@ -107,5 +107,5 @@ def running(
 @pytest.fixture(scope="session")
 def server(served_model: Model, village: Path) -> Iterator[Running]:
     """One server for all tests that change nothing of it: the village is its knowledge base."""
-    with running(served_model, {"village": village}) as started:
+    with running(served_model, {"village": village}, questions=(QUESTION,)) as started:
         yield started
