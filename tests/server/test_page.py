@@ -45,8 +45,9 @@ for (const it of document.querySelectorAll("body *")) {
   const text = it.matches("input, textarea, select") ? it.value || it.placeholder || "" : words;
   if (!text.trim() || !it.checkVisibility() || it.disabled) continue;
   if (["SCRIPT", "STYLE", "OPTION"].includes(it.tagName)) continue;
-  const [a, b] = [light(parsed(getComputedStyle(it).color)), light(behind(it))].sort((x, y) => y - x);
-  if ((a + 0.05) / (b + 0.05) < 4.5) faint.push([text.trim().slice(0, 40), (a + 0.05) / (b + 0.05)]);
+  const both = [light(parsed(getComputedStyle(it).color)), light(behind(it))].map((v) => v + 0.05);
+  const contrast = Math.max(...both) / Math.min(...both);
+  if (contrast < 4.5) faint.push([text.trim().slice(0, 40), contrast]);
 }
 return faint;
 """
