@@ -20,11 +20,13 @@ class Ticket:
 
     Attributes:
       access: of its sender.
-      tokens: of its prompt, once they are known.
+      prompts: that it has.
+      tokens: of these, once they are known.
       waits: whether its first token is still to come.
     """
 
     access: Access
+    prompts: int = 1
     tokens: int = 0
     waits: bool = True
 
@@ -112,24 +114,27 @@ class Limits:
             return _SHORTEST
         return min(max(self._tokens / rate, _SHORTEST), _LONGEST)
 
-    def enter(self, access: Access) -> Ticket:
-        """Let a request in; Problem 429 where too many wait, or its tenant asks too often."""
+    def enter(self, access: Access, prompts: int = 1) -> Ticket:
+        """Let a request in; Problem 429 where too many wait, or its tenant asks too often.
+
+        One with several prompts counts as so many, and is let in alone whatever their number.
+        """
         self._check_rate(access)
         settings, waiting = self._settings, self.waiting
-        if waiting >= settings.max_waiting:
+        if waiting and waiting + prompts > settings.max_waiting:
             raise busy(
                 f"{waiting} requests wait and {settings.max_waiting} may; send it again later",
                 self.seconds_until_room(),
             )
         own, most = self._waiting[access.tenant], settings.max_waiting_per_tenant
-        if most is not None and own >= most:
+        if most is not None and own and own + prompts > most:
             raise busy(
                 f"{own} of your requests wait and {most} may; send it again later",
                 self.seconds_until_room(),
             )
-        ticket = Ticket(access)
+        ticket = Ticket(access, prompts)
         self._tickets.add(ticket)
-        self._waiting[access.tenant] += 1
+        self._waiting[access.tenant] += prompts
         return ticket
 
     def known(self, ticket: Ticket, tokens: int) -> None:
@@ -164,7 +169,7 @@ class Limits:
         if ticket.waits:
             ticket.waits = False
             self._tokens -= ticket.tokens
-            self._waiting[ticket.access.tenant] -= 1
+            self._waiting[ticket.access.tenant] -= ticket.prompts
 
     def _check_rate(self, access: Access) -> None:
         for what, most, buckets, amount in (
