@@ -8,7 +8,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from jaxrag.errors import DeadlineExceeded
-from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.serve.answers import Result
 from jaxrag.serve.questions import ReadyQuestion, Settings
 from jaxrag.server.asking import LATE, Asking, Inbox, Piece, account, usage
@@ -64,15 +63,19 @@ async def visited(
     return response
 
 
-def base_of(visit: Visit, fields: Generation, default: bool) -> KnowledgeBase | None:
-    """The knowledge base that is asked; with ``default`` one is, if nothing is named or given."""
+def base_of(visit: Visit, fields: Generation, default: bool) -> str | None:
+    """The knowledge base that is asked; with ``default`` one is, if nothing is named or given.
+
+    Whether it is there is seen when the prompt is made ready. Raises Problem 404 for a model that
+    is not served, 400 for two different knowledge bases.
+    """
     assert visit.access is not None
     state = visit.state
     name = chosen(state, fields.model, fields.knowledge_base, visit.request.headers.get(_HEADER))
     if name is None and default and fields.documents is None:
         name = state.default_base(visit.access)
     visit.knowledge_base = name
-    return None if name is None else state.knowledge_base(visit.access, name)
+    return name
 
 
 async def respond(

@@ -11,7 +11,6 @@ from typing import Any
 
 from jaxrag.engine.progress import Progress
 from jaxrag.errors import DeadlineExceeded
-from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import METHODS
 from jaxrag.serve.answers import Result, result_of
 from jaxrag.serve.door import Conversation, Text
@@ -54,13 +53,15 @@ def make_ready(
     access: Access,
     fields: Generation,
     asked: Text | Conversation,
-    base: KnowledgeBase | None,
+    knowledge_base: str | None,
 ) -> tuple[Settings, ReadyQuestion]:
     """What the engine is to be asked; on a thread, as it retrieves.
 
-    Raises Problem 400 for what this server does not offer, and what ``resolve`` and ``prepare`` do.
+    Raises Problem 404 for a knowledge base that is not there, 400 for what this server does not
+    offer, and what ``resolve`` and ``prepare`` do.
     """
     server = state.settings
+    base = None if knowledge_base is None else state.knowledge_base(access, knowledge_base)
     most = server.max_answer_tokens
     if fields.max_tokens is not None and fields.max_tokens > most:
         raise invalid(

@@ -49,7 +49,7 @@ async def _complete(visit: Visit, body: Body) -> Response:
 
 def prompts_of(body: Body) -> list[Text]:
     """A text, token ids, or a list of either. Raises Problem 400."""
-    given = body.values.get("prompt")
+    given: Any = body.values.get("prompt")
     if isinstance(given, str) or is_ids(given):
         return [given]
     if not isinstance(given, list) or not given:

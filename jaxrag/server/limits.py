@@ -32,17 +32,27 @@ class Ticket:
 
 
 class Rate:
-    """Something per second, by what was seen of it; older counts less."""
+    """Something per second while there was work, by what was seen of it; older counts less."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._amount = self._seconds = 0.0
-        self._last = clock()
+        self._last: float | None = None
+
+    def work(self) -> None:
+        """There is work from now on."""
+        if self._last is None:
+            self._last = self._clock()
+
+    def rest(self) -> None:
+        """There is none until there is again."""
+        self.add(0.0)
+        self._last = None
 
     def add(self, amount: float) -> None:
         """So much was done since the last time."""
         now = self._clock()
-        passed = now - self._last
+        passed = 0.0 if self._last is None else now - self._last
         kept = 0.5 ** (passed / _HALF_LIFE)
         self._amount = kept * self._amount + amount
         self._seconds = kept * self._seconds + passed
@@ -132,6 +142,7 @@ class Limits:
                 f"{own} of your requests wait and {most} may; send it again later",
                 self.seconds_until_room(),
             )
+        self._first.work()
         ticket = Ticket(access, prompts)
         self._tickets.add(ticket)
         self._waiting[access.tenant] += prompts
@@ -161,6 +172,8 @@ class Limits:
             return
         self._stop_waiting(ticket)
         self._tickets.remove(ticket)
+        if not self._tickets:
+            self._first.rest()
         bucket = self._spent.get(ticket.access.tenant)
         if bucket is not None:
             bucket.take(ticket.tokens + generated)

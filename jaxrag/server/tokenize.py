@@ -14,6 +14,7 @@ from jaxrag.server.errors import invalid
 from jaxrag.server.fields import Body, is_ids, messages_of, read_body
 from jaxrag.server.health import check_ready
 from jaxrag.server.state import ServerState, state_of
+from jaxrag.types import HostArray
 
 
 async def tokenize(request: Request) -> JSONResponse:
@@ -61,8 +62,8 @@ def _ids(state: ServerState, body: Body) -> list[int]:
     if text is None:
         raise invalid("prompt: expected a text, or messages in its place", "prompt")
     tokenizer = model.text_tokenizer()
-    ids = tokenizer.encode(text, special=True)
+    found: HostArray = tokenizer.encode(text, special=True)
     leading = tokenizer.leading_ids
-    if body.flag("add_special_tokens", True) and not np.array_equal(ids[: len(leading)], leading):
-        ids = np.concatenate((leading, ids))
-    return [int(it) for it in ids]
+    if body.flag("add_special_tokens", True) and not np.array_equal(found[: len(leading)], leading):
+        found = np.concatenate((leading, found))
+    return [int(it) for it in found]
