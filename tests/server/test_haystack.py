@@ -9,6 +9,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_the_pipeline_answers_from_the_server(server, monkeypatch, capsys):
+    monkeypatch.setenv("HAYSTACK_TELEMETRY_ENABLED", "False")
     pytest.importorskip("haystack")
     spec = importlib.util.spec_from_file_location("pipeline", EXAMPLES / "haystack_pipeline.py")
     module = importlib.util.module_from_spec(spec)

@@ -210,8 +210,8 @@ def test_full_attention_stands_beside_it(server, chromium):
     chromium.one(".card > button").click()
     said = chromium.until(lambda: chromium.texts(".verdict"))[0]
     assert chromium.texts(".card h3") == [
-        "turborag\nsynthetic@village",
-        "full_attention\nsynthetic@village",
+        "turborag\nvillage",
+        "full_attention\nvillage",
     ]
     assert chromium.texts(".answer") == ["falcon", "falcon"]
     assert "Both answers are the same." in said and "first token" in said
