@@ -97,6 +97,11 @@ class Parts:
         """
         return None if self._vectors is None else self._vectors.embedder
 
+    @property
+    def index(self) -> str | None:
+        """The kind of its vector index; None: it has none."""
+        return None if self._vectors is None else str(self._vectors.settings["index"])
+
     def close(self) -> None:
         """Close the catalog and the store; nothing else can be done with this object then."""
         if self._vectors is not None:

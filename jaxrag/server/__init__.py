@@ -1,0 +1,1 @@
+"""HTTP over the engine."""
