@@ -272,6 +272,10 @@ class KnowledgeBase(Maintained):
         """Every document, or those whose metadata matches, by id."""
         return self._catalog.documents(None if where is None else Filter.parse(where))
 
+    def counts(self) -> dict[str, Any]:
+        """How many "documents", "chunks" and "tokens" it holds, and "encoded" chunks by variant."""
+        return self._catalog.counts()
+
     def ids_beginning(self, prefix: str) -> list[str]:
         """Ids of the documents that begin with a text, which is not empty, in order."""
         return self._catalog.ids_beginning(prefix)

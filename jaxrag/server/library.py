@@ -11,6 +11,7 @@ import fcntl
 import logging
 import os
 import shutil
+import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -25,13 +26,14 @@ from jaxrag.engine.engine import Engine
 from jaxrag.errors import ConfigError, JaxragError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.knowledge_base.maintained import DEFAULT_GRACE_SECONDS
+from jaxrag.methods import Method
 from jaxrag.models.model import Model
 from jaxrag.server.durable import disk_errors, make_folder, sync_folder
 from jaxrag.server.errors import forbidden, invalid, not_found
 from jaxrag.server.indexing import Indexer
 from jaxrag.server.registry import FileRow, Member, Registry, StoreRow, new_id
 from jaxrag.server.tenants import Access, Tenants, folder_name
-from jaxrag.server.uploads import TENANTS, Uploads
+from jaxrag.server.uploads import TENANTS, Upload, Uploads
 from jaxrag.text.prompts import PromptTemplate
 
 STORES = "stores"  # folder of a tenant
@@ -73,6 +75,13 @@ class Recipe:
             base.index,
         )  # fmt: skip
 
+    @classmethod
+    def of(cls, methods: Mapping[str, Method]) -> "Recipe":
+        """For the first of the methods that reuses chunks: with the KV that it reads."""
+        encoders = (method.encoder for method in methods.values() if method.encoder is not None)
+        first = next(encoders, None)
+        return cls(encoders=None if first is None else (first,))
+
 
 @dataclasses.dataclass(frozen=True)
 class Shelf:
@@ -92,6 +101,14 @@ class Shelf:
 class Library:
     """Files and vector stores of all tenants in one data folder. Make one with ``open``.
 
+    Attributes:
+      data: the folder.
+      model: encodes documents.
+      created: when it was opened, seconds since 1970.
+      registry: what is known of files and vector stores.
+      uploads: bytes of files.
+      indexer: brings files into vector stores.
+
     Methods wait for the disk; they are for threads, any of them. They raise Problem for what the
     tenant may not do or has not, and JaxragErrors as the knowledge base does.
     """
@@ -108,9 +125,12 @@ class Library:
         threads: int,
         parse_seconds: float,
         grace_seconds: float,
+        keeps: bool,
     ) -> None:
         """Use ``open``."""
         self.data = data
+        self._keeps = keeps
+        self.created = int(time.time())
         self.model = model
         self._served, self._recipe, self._tenants = served, recipe, tenants
         self._grace = grace_seconds
@@ -134,7 +154,7 @@ class Library:
     @classmethod
     def open(
         cls,
-        data: str | os.PathLike[str],
+        data: str | os.PathLike[str] | None,
         model: Model,
         engine: Engine,
         served: Mapping[str, KnowledgeBase],
@@ -148,7 +168,7 @@ class Library:
         """Open a data folder, or make it; sweep what was never acknowledged, go on with the rest.
 
         Args:
-          data: the folder.
+          data: the folder; None: nothing can be uploaded, what is served can be searched.
           model: encodes documents.
           engine: of the model.
           served: knowledge bases that tenants share, by name.
@@ -161,9 +181,11 @@ class Library:
         Raises ConfigError for a folder that another server has open, StoreError for one that cannot
         be written.
         """
+        folder = tempfile.mkdtemp(prefix="jaxrag-") if data is None else data
         library = cls(
-            Path(data).absolute(), model, engine, served, recipe, tenants,
+            Path(folder).absolute(), model, engine, served, recipe, tenants,
             threads=threads, parse_seconds=parse_seconds, grace_seconds=grace_seconds,
+            keeps=data is not None,
         )  # fmt: skip
         library._sweep()
         library.indexer.submit(library.registry.unfinished())
@@ -182,8 +204,27 @@ class Library:
                 base.close()
         self.registry.close()
         os.close(self._lock_file)
+        if not self._keeps:
+            shutil.rmtree(self.data, ignore_errors=True)
+
+    def check_writes(self, access: Access) -> None:
+        """Problem 403 for a key that may not change documents, 400 where none are kept."""
+        if access.documents != "write":
+            raise forbidden("this key may not upload or change documents; ask for one that may")
+        if not self._keeps:
+            raise invalid("this server keeps no files; start it with --data DIR")
 
     # Files
+
+    def begin(self, access: Access) -> Upload:
+        """A new file of the tenant, to be written."""
+        self.check_writes(access)
+        return self.uploads.begin(access.tenant)
+
+    def files(self, access: Access) -> list[FileRow]:
+        """The files of the tenant, oldest first."""
+        _check_reads(access)
+        return self.registry.files(access.tenant)
 
     def file(self, access: Access, file_id: str) -> FileRow:
         """A file of the tenant."""
@@ -195,7 +236,7 @@ class Library:
 
     def remove_file(self, access: Access, file_id: str) -> None:
         """Remove a file, and its documents wherever it is a member."""
-        check_writes(access)
+        self.check_writes(access)
         found = self.file(access, file_id)
         for member in self.registry.members_of_file(file_id):
             with self._changing[member.store]:
@@ -263,7 +304,7 @@ class Library:
         overlap: int | None = None,
     ) -> Shelf:
         """Make an empty vector store."""
-        check_writes(access)
+        self.check_writes(access)
         recipe = self._recipe
         if chunk_tokens is not None:
             recipe = dataclasses.replace(recipe, chunk_tokens=chunk_tokens, overlap=overlap)
@@ -324,6 +365,7 @@ class Library:
         shelf = self.shelf(access, name, to_write=True)
         for file_id, _ in files:
             self.file(access, file_id)
+        self.check_writes(access)
         if self.base(shelf).mode != "rw":
             raise forbidden(f"the knowledge base {name!r} is served for reading only")
         with self._changing[name]:
@@ -370,7 +412,7 @@ class Library:
         return [hit for _, hit in ranked[:k]]
 
     def _take_out(self, member: Member) -> None:
-        """The store's lock is held. Documents go first: what the registry has can be asked again."""
+        """The store's lock is held. Documents go first, as what the registry has is known still."""
         self.indexer.drop(member.store, member.file)
         base = self._base_of(member.tenant, member.store)
         base.remove(base.ids_beginning(member.file))
@@ -439,12 +481,6 @@ class Library:
                 base = self._served.get(name) or self._bases.get(name)
                 if base is not None:
                     base.gc(grace_seconds=self._grace)
-
-
-def check_writes(access: Access) -> None:
-    """Problem 403 for a key that may not upload or make vector stores."""
-    if access.documents != "write":
-        raise forbidden("this key may not upload or change documents; ask for one that may")
 
 
 def _check_reads(access: Access) -> None:

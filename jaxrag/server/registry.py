@@ -131,21 +131,22 @@ class Registry:
         Raises StoreError for a file that is something else or cannot be written.
         """
         self.path = folder / NAME
-        self._lock = threading.RLock()
+        self._lock, self._read_lock = threading.RLock(), threading.Lock()
         with self._errors():
-            self._connection = sqlite3.connect(
-                self.path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
-            )
+            self._connection = _connect(self.path)
+            # Of its own, so that who reads does not wait for another's commit to reach the disk.
+            self._reading = _connect(self.path)
             try:
                 self._prepare()
             except BaseException:
-                self._connection.close()
+                self.close()
                 raise
 
     def close(self) -> None:
         """Close the file."""
-        with self._lock:
+        with self._lock, self._read_lock:
             self._connection.close()
+            self._reading.close()
 
     # Files
 
@@ -238,7 +239,7 @@ class Registry:
                     "(NULL, ?, ?, ?, ?, ?, 'in_progress', NULL, NULL, '{}', ?)",
                     (store, file, tenant, json.dumps(attributes), batch, now),
                 )
-            made = [self.member(store, file) for file, _ in files]
+        made = [self.member(store, file) for file, _ in files]
         return [member for member in made if member is not None]
 
     def member(self, store: str, file: str) -> Member | None:
@@ -300,6 +301,14 @@ class Registry:
         found = dict.fromkeys(STATUSES, 0) | dict(rows)
         return {**found, "total": sum(found.values())}
 
+    def bytes_of(self, store: str) -> int:
+        """Bytes of the files that are members of a store."""
+        rows = self._rows(
+            "SELECT TOTAL(bytes) FROM members JOIN files ON files.id = file WHERE store = ?",
+            (store,),
+        )
+        return int(rows[0][0])
+
     def _prepare(self) -> None:
         connection = self._connection
         connection.execute("PRAGMA synchronous = FULL")
@@ -319,8 +328,8 @@ class Registry:
             )
 
     def _rows(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        with self._lock, self._errors():
-            return self._connection.execute(statement, values).fetchall()
+        with self._read_lock, self._errors():
+            return self._reading.execute(statement, values).fetchall()
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
@@ -343,6 +352,12 @@ class Registry:
             raise StoreError(
                 f"{self.path}: {error}; check the disk, its free space and your permissions"
             ) from error
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(
+        path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
+    )
 
 
 def new_id(kind: str) -> str:

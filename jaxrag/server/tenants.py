@@ -266,9 +266,9 @@ def folder_name(tenant: str) -> str:
     return tenant or "_"
 
 
-def check_host(host: str, tenants: Tenants, open_to_all: bool) -> None:
+def check_host(host: str, has_keys: bool, open_to_all: bool) -> None:
     """ConfigError for a server that others can reach and that asks for no key, unless wanted."""
-    if not (tenants.has_keys or open_to_all or _is_loopback(host)):
+    if not (has_keys or open_to_all or _is_loopback(host)):
         raise ConfigError(
             f"host {host}: others could reach the server, and without keys anybody may ask and "
             "remove; pass --keys FILE, or --open to have it so"
