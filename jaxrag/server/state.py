@@ -81,6 +81,7 @@ class ServerState:
       created: when it began, in seconds since 1970.
       observers: told of every request to the model that ended, on the event loop's thread; they
         must not wait.
+      asking: prompts on their way (``asking.Asking``).
     """
 
     settings: ServerSettings
@@ -97,6 +98,7 @@ class ServerState:
     phase: Phase = "starting"
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     observers: list[Callable[[Served], None]] = dataclasses.field(default_factory=list)
+    asking: set[Any] = dataclasses.field(default_factory=set)
     metrics: Any = None
 
     @property
