@@ -43,6 +43,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--port", type=int, metavar="N", help="0 takes any that is free (8000)")
     parser.add_argument("--data", metavar="DIR", help="folder for uploads (none are taken)")
     parser.add_argument("--keys", metavar="FILE", help="TOML of the keys that are let in (anybody)")
+    parser.add_argument(
+        "--open",
+        action="store_true",
+        help="listen on an address that others can reach though no key is asked for",
+    )
     parser.add_argument("--method", help="where a request names none (turborag)")
     parser.add_argument("--decode", metavar="RULE", help="likewise (the method's own)")
     parser.add_argument("--k", type=int, metavar="N", help="chunks to retrieve (5)")
@@ -101,6 +106,8 @@ def settings_of(args: argparse.Namespace) -> "ServerSettings":
         values["model"] = {**values.get("model", {}), **named}
     if args.allow_history_dependent:
         values["allow_history_dependent"] = True
+    if args.open:
+        values["open_to_all"] = True
     if args.no_warm_up:
         values["warm_up"] = False
     if args.kb:

@@ -66,6 +66,8 @@ class Core:
         self._lanes = Lanes(self.state, self._took, self._release)
         self._prompts = Prompts(self.state, self._lanes, self._release)
         self._jobs: deque[tuple[Callable[[ModelRunner], Any], Future[Any]]] = deque()
+        self._spare: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._spare_due = 0.0
 
     # From clients.
 
@@ -98,6 +100,10 @@ class Core:
         """Run a job once no chunk is on its way; nobody is admitted before."""
         self._jobs.append((job, future))
 
+    def queue_spare(self, job: Callable[[], Any], future: "Future[Any]") -> None:
+        """Run a job that needs no pool when nobody is served, or others have had their share."""
+        self._spare.append((job, future))
+
     def forget(self) -> None:
         """A new pool, with nothing in it, nor in the arena; who is being served begins again."""
         self._rebuild()
@@ -126,7 +132,8 @@ class Core:
     @property
     def busy(self) -> bool:
         """Is there anything to wait for?"""
-        return bool(self.state.live or self._lanes.busy or self._loads.busy or self._jobs)
+        jobs = self._jobs or self._spare
+        return bool(self.state.live or self._lanes.busy or self._loads.busy or jobs)
 
     def handle(self, event: Callable[[], None]) -> None:
         """Do what was posted."""
@@ -171,7 +178,8 @@ class Core:
         self._make_room(now)
         prefilled = self._prompts.run()
         self._lanes.turn()
-        return bool(was or admitted or placed or encoded or prefilled or self._lanes.busy)
+        moved = bool(was or admitted or placed or encoded or prefilled or self._lanes.busy)
+        return self._run_spare(moved) or moved
 
     def patience(self) -> float | None:
         """Seconds until something is due without an event; None: nothing is."""
@@ -203,6 +211,25 @@ class Core:
                 future.set_exception(answer)
             else:
                 future.set_result(answer)
+
+    def _run_spare(self, others: bool) -> bool:
+        """Run one spare job if nothing else moved, or its kind waited long enough; did it?
+
+        A job may run when what is served has had ``spare_wait`` times as long as the one before
+        took, so that neither stops the other.
+        """
+        start = self.state.clock()
+        if not self._spare or (others and start < self._spare_due):
+            return False
+        job, future = self._spare.popleft()
+        answer = result_of(job)
+        now = self.state.clock()
+        self._spare_due = now + self.state.settings.spare_wait * (now - start)
+        if isinstance(answer, BaseException):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+        return True
 
     # Ends.
 
@@ -356,8 +383,9 @@ class Core:
         self._drop_jobs(error)
 
     def _drop_jobs(self, error: BaseException) -> None:
-        while self._jobs:
-            self._jobs.popleft()[1].set_exception(error)
+        for jobs in (self._jobs, self._spare):
+            while jobs:
+                jobs.popleft()[1].set_exception(error)
 
     def _rebuild(self) -> None:
         """A new pool; every request begins again, and its client hears only what is new."""

@@ -147,10 +147,23 @@ class Engine:
             return job(self.runner)
         _ = self.runner.cache
         future: Future[Result] = Future()
+        return self._queued(lambda: self._at_work.queue(job, future), future)
 
+    def spare[Result](self, job: Callable[[], Result]) -> Result:
+        """Run a job that needs no pool while others are served, and wait for its result.
+
+        It runs at once where nobody is served, else after ``EngineSettings.spare_wait`` times as
+        long as the one before took. Nothing else runs meanwhile: a job should be short.
+        """
+        if self._mail.mine():
+            return job()
+        future: Future[Result] = Future()
+        return self._queued(lambda: self._at_work.queue_spare(job, future), future)
+
+    def _queued[Result](self, queue: Callable[[], None], future: "Future[Result]") -> Result:
         def event() -> None:
             try:
-                self._at_work.queue(job, future)
+                queue()
             except Exception as error:
                 future.set_exception(error)
 

@@ -40,6 +40,8 @@ class EngineSettings:
         by ``load_deadline``, or will not be by what its link measured, is encoded, and what comes
         first is used. Answers then depend on time, by the rounding of one encoding and another.
       load_deadline: for the chunks that a request has to load.
+      spare_wait: while somebody is served, a spare job (``Engine.spare``) waits this many times as
+        long as the one before it took.
       keep_events: how many events of chunks ``Engine.events`` gives.
       lockstep: nothing depends on time: loads and indexes are waited for where they are asked for.
         What several processes need that run one model together.
@@ -55,6 +57,7 @@ class EngineSettings:
     place_bytes: int = 64 << 20
     slow_load: SlowLoad = "wait"
     load_deadline: LoadDeadline = dataclasses.field(default_factory=LoadDeadline)
+    spare_wait: float = 4.0
     keep_events: int = 0
     lockstep: bool = False
 
@@ -66,6 +69,8 @@ class EngineSettings:
         for name in ("arena_bytes", "keep_events"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected 0 or more")
+        if not self.spare_wait >= 0:
+            raise ConfigError(f"spare_wait={self.spare_wait}: expected 0 or more")
         if self.slow_load not in get_args(SlowLoad):
             known = ", ".join(get_args(SlowLoad))
             raise ConfigError(f"slow_load={self.slow_load!r}: expected one of {known}")

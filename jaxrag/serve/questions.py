@@ -86,8 +86,11 @@ def resolve(
     max_new_tokens: int,
     stop: Sequence[str],
     where: Mapping[str, Any] | None = None,
+    store: KVStore | None = None,
 ) -> Settings:
     """Check the arguments that all questions share; they are those of ``generate``.
+
+    Without a knowledge base, KV of documents is kept in ``store``; None: the engine's memory.
 
     A method that is named, with no ratio, runs at the ratio that the gate of the knowledge base
     found; a Method says its ratio itself.
@@ -136,7 +139,7 @@ def resolve(
     return Settings(
         model=model,
         kb=kb,
-        store=engine_of(model).memory if kb is None else kb.store,
+        store=kb.store if kb is not None else store or engine_of(model).memory,
         method=method,
         template=chosen,
         k=k,

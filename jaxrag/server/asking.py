@@ -83,6 +83,7 @@ def make_ready(
         max_new_tokens=fields.max_tokens or 1,
         stop=fields.stop,
         where=fields.where,
+        store=state.memory.store(access.tenant) if base is None else None,
     )
     ready = prepare(settings, asked, fields.documents, fields.sampling, fields.blocks)
     request = ready.request

@@ -12,6 +12,7 @@ from jaxrag.errors import ConfigError
 from jaxrag.server.app import make_app
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state import ServerState
+from jaxrag.server.tenants import check_host
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _TURN = 0.05  # seconds between two looks at what still runs
@@ -21,6 +22,7 @@ _GRACE = 5  # seconds for connections to close once everything was answered
 def bind(settings: ServerSettings) -> socket.socket:
     """A socket on the address of the settings. Raises ConfigError where it cannot be had."""
     host, port = settings.host, settings.port
+    check_host(host, settings.keys is not None, settings.open_to_all)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         bound = socket.socket(found[0][0], socket.SOCK_STREAM)
@@ -86,7 +88,7 @@ class Server:
             ready()
             await serving
         finally:
-            self.state.prepare.shutdown(wait=False, cancel_futures=True)
+            self.state.close()
 
     def end(self) -> None:
         """Take no more requests, let those that run complete, and end; the second time: now."""

@@ -9,6 +9,7 @@ from jaxrag.errors import ConfigError
 _COUNTS = (
     "k", "max_new_tokens", "max_answer_tokens", "rows", "classes", "max_body_bytes",
     "max_upload_bytes", "max_waiting", "max_waiting_tokens", "prepare_threads", "stream_events",
+    "index_threads", "memory_bytes",
 )  # fmt: skip
 _CLASSES = 3  # of priority: interactive, default, batch
 
@@ -52,6 +53,11 @@ class ServerSettings:
       port: port to listen on; 0: any that is free.
       data: folder for what clients upload; None: uploads are refused.
       keys: TOML file of the keys that are let in; None: anybody is.
+      open_to_all: listen on an address that others can reach without asking for keys.
+      index_threads: uploaded files that are indexed at once.
+      parse_seconds: that one document of an upload may take to parse.
+      grace_seconds: longer than any request takes; bytes of what was removed stay so long.
+      memory_bytes: of KV of documents that come with requests, all tenants together.
       method: a preset's name or a TOML file, where a request names none.
       decode: how generated tokens attend, where a request names no rule; None: the method's own.
       methods: presets that a request may name beside ``method``; None: all of them.
@@ -89,6 +95,7 @@ class ServerSettings:
     port: int = 8000
     data: str | None = None
     keys: str | None = None
+    open_to_all: bool = False
     method: str = "turborag"
     decode: str | None = None
     methods: tuple[str, ...] | None = None
@@ -113,6 +120,10 @@ class ServerSettings:
     stall_seconds: float = 60.0
     warm_up: bool = True
     questions: tuple[str, ...] = ()
+    index_threads: int = 2
+    parse_seconds: float = 120.0
+    grace_seconds: float = 3600.0
+    memory_bytes: int = 4 << 30
     engine: EngineSettings = dataclasses.field(default_factory=EngineSettings)
 
     def __post_init__(self) -> None:
@@ -120,10 +131,10 @@ class ServerSettings:
         for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected at least 1")
-        for name in ("max_seconds", "keepalive_seconds", "stall_seconds"):
+        for name in ("max_seconds", "keepalive_seconds", "stall_seconds", "parse_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected seconds above 0")
-        for name in ("hold_seconds", "drain_seconds"):
+        for name in ("hold_seconds", "drain_seconds", "grace_seconds"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected seconds, 0 or more")
         if not 0 <= self.port < 65536:

@@ -17,9 +17,10 @@ from jaxrag.methods import METHODS, Method, method_named
 from jaxrag.models.model import Model
 from jaxrag.serve.answers import Result
 from jaxrag.server.errors import not_found, unauthorized
+from jaxrag.server.library import Library, Recipe
 from jaxrag.server.limits import Limits
 from jaxrag.server.settings import ServerSettings
-from jaxrag.server.tenants import Access, Tenants, bearer
+from jaxrag.server.tenants import Access, TenantMemory, Tenants, bearer
 
 Phase = Literal["starting", "ready", "draining"]
 Ended = Literal["finished", "cancelled", "expired", "refused", "failed"]
@@ -72,6 +73,8 @@ class ServerState:
       methods: that requests may name, by name.
       decode_rules: that requests may name.
       tenants: who is let in.
+      memory: KV of documents that come with requests, a store for each tenant.
+      library: files and vector stores of the tenants.
       limits: how much is let in.
       prepare: threads that retrieve and tokenise.
       phase: whether it takes requests.
@@ -88,6 +91,8 @@ class ServerState:
     methods: Mapping[str, Method]
     decode_rules: tuple[str, ...]
     tenants: Tenants
+    memory: TenantMemory
+    library: Library
     limits: Limits
     prepare: ThreadPoolExecutor
     phase: Phase = "starting"
@@ -95,7 +100,6 @@ class ServerState:
     observers: list[Callable[[Served], None]] = dataclasses.field(default_factory=list)
     asking: set[Any] = dataclasses.field(default_factory=set)
     metrics: Any = None
-    uploads: Any = None
 
     @property
     def name(self) -> str:
@@ -110,12 +114,15 @@ class ServerState:
         return found
 
     def knowledge_base(self, access: Access, name: str) -> KnowledgeBase:
-        """A knowledge base that the sender may read.
+        """A knowledge base that the sender may read, or a vector store of its tenant.
 
-        Problem 404, the same for one that is not there and one that is another's.
+        Waits for the disk where it is opened. Problem 404, the same for one that is not there and
+        one that is another's.
         """
-        found = self.knowledge_bases.get(name)
-        if found is None or not access.may_read(name):
+        found = self.knowledge_bases.get(name) if access.may_read(name) else None
+        if found is None:
+            found = self.library.find(access, name)
+        if found is None:
             raise not_found(
                 f"there is no knowledge base {name!r}; GET /v1/models lists what there is",
                 "knowledge_base",
@@ -123,12 +130,20 @@ class ServerState:
         return found
 
     def readable(self, access: Access) -> list[str]:
-        """Names of the knowledge bases that the sender may read, the default first."""
-        return [name for name in self.knowledge_bases if access.may_read(name)]
+        """Names of the knowledge bases that the sender may read, the default first.
+
+        Behind those that are served stand the ids of its tenant's vector stores.
+        """
+        return [shelf.name for shelf in self.library.shelves(access)]
 
     def default_base(self, access: Access) -> str | None:
-        """The one that a chat is about that names none."""
-        return next(iter(self.readable(access)), None)
+        """The one that a chat is about that names none: the first that is served."""
+        return next((name for name in self.knowledge_bases if access.may_read(name)), None)
+
+    def close(self) -> None:
+        """Let go of everything but the model and the knowledge bases that it was given."""
+        self.prepare.shutdown(wait=False, cancel_futures=True)
+        self.library.close()
 
 
 def make_state(
@@ -140,17 +155,37 @@ def make_state(
 
     Raises ConfigError or RequestError for a method or rule that is unknown or does not serve.
     """
-    scheduler = dataclasses.replace(settings.engine.scheduler, classes=settings.classes)
+    data = None if settings.data is None else Path(settings.data)
+    tenants = Tenants.open(settings.keys, data)
+    given = settings.engine.scheduler
+    scheduler = dataclasses.replace(
+        given, classes=settings.classes, weights={**tenants.weights, **given.weights}
+    )
     model.engine = Engine(model, dataclasses.replace(settings.engine, scheduler=scheduler))
     rules = tuple(DECODE_RULES) if settings.decode_rules is None else settings.decode_rules
+    methods = offered_methods(settings)
+    bases = dict(knowledge_bases or {})
+    recipe = Recipe.like(next(iter(bases.values()))) if bases else Recipe.of(methods)
     return ServerState(
         settings=settings,
         model=model,
         engine=model.engine,
-        knowledge_bases=dict(knowledge_bases or {}),
-        methods=offered_methods(settings),
+        knowledge_bases=bases,
+        methods=methods,
         decode_rules=rules,
-        tenants=Tenants(),
+        tenants=tenants,
+        memory=TenantMemory(model, tenants, settings.memory_bytes),
+        library=Library.open(
+            data,
+            model,
+            model.engine,
+            bases,
+            recipe,
+            tenants,
+            threads=settings.index_threads,
+            parse_seconds=settings.parse_seconds,
+            grace_seconds=settings.grace_seconds,
+        ),
         limits=Limits(settings),
         prepare=ThreadPoolExecutor(settings.prepare_threads, "jaxrag-prepare"),
     )
