@@ -1,5 +1,6 @@
 """The page for people, in a real browser: asked by keyboard, seen, and read by a script."""
 
+import hashlib
 import itertools
 import os
 import re
@@ -293,3 +294,76 @@ def test_it_can_be_read_at_any_width_and_in_the_dark(server, chromium, scheme):
         assert chromium.script(UNNAMED) == []
     ground = chromium.script("return getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", ground))) < 3 * 128) == (scheme == "dark")
+
+
+@pytest.fixture(scope="module")
+def keeping(running, served_model, village, tmp_path_factory):
+    """A server that takes uploads."""
+    data = tmp_path_factory.mktemp("data")
+    with running(served_model, {"village": village}, data=str(data)) as started:
+        yield started
+
+
+@pytest.mark.slow
+def test_a_document_is_uploaded_asked_about_found_and_removed(keeping, chromium, tmp_path):
+    good, bad = tmp_path / "tilo.txt", tmp_path / "broken.pdf"
+    good.write_text("File 18: Giso Berow lives in Tondorf.", encoding="utf-8")
+    bad.write_bytes(b"%PDF-1.7 and nothing else")
+    chromium.open(keeping.url)
+    chromium.one("#documents summary").click()
+    chromium.until(lambda: len(chromium.all("#list li")) == 13)
+    assert "in village" in chromium.one("#documents summary").text
+    chromium.one("#name").send_keys("mine")
+    chromium.one("#make button").click()
+    chromium.until(lambda: "in mine" in chromium.one("#documents summary").text)
+    assert chromium.one("#none").is_displayed()
+    chromium.one("#files").send_keys(f"{good}\n{bad}")
+    chromium.until(
+        lambda: (
+            {it.get_attribute("data-status") for it in chromium.all("#list li")}
+            == {"completed", "failed"}
+        )
+    )
+    failed = chromium.one('[data-status="failed"]')
+    assert "broken.pdf" in failed.text and failed.find_element("css selector", ".failed").text
+
+    turn = chromium.ask("What is the home of Giso Berow?")
+    assert turn.find_element("css selector", ".answer").text == "Tondorf"
+    assert turn.find_element("css selector", ".sources b").text == "tilo.txt"
+    chromium.one("#query").send_keys("Giso Berow\n")
+    (found,) = chromium.until(lambda: chromium.texts("#found li"))
+    assert "tilo.txt" in found and "Tondorf" in found
+
+    for row in chromium.all("#list li"):
+        row.find_element("css selector", "button").click()
+        row.find_element(
+            "css selector", ".sure button"
+        ).click()  # the first of "Remove it", "Keep it"
+    chromium.until(lambda: chromium.one("#none").is_displayed())
+    chromium.one("#search button").click()
+    chromium.until(lambda: chromium.texts("#found") == ["Nothing was found."])
+    assert httpx.get(f"{keeping.url}/v1/files").json()["data"] == []
+    assert chromium.complaints() == []
+
+
+@pytest.mark.slow
+def test_a_key_is_asked_for_and_forgotten(running, served_model, village, chromium, tmp_path):
+    keys = tmp_path / "keys.toml"
+    digest = hashlib.sha256(b"open sesame").hexdigest()
+    keys.write_text(f'[[keys]]\nsha256 = "{digest}"\ntenant = "a"\nread = ["village"]\n')
+    with running(served_model, {"village": village}, keys=str(keys)) as keyed:
+        chromium.browser.get(keyed.url)
+        for key in ("wrong", "open sesame"):
+            chromium.until(lambda: chromium.one("#key-form").is_displayed())
+            assert chromium.all("#model option") == []
+            chromium.one("#key").send_keys(key, "\n")
+        chromium.until(lambda: chromium.all("#model option"))
+        assert not chromium.one("#key-form").is_displayed()
+        assert "falcon" in chromium.ask(QUESTION).text
+        chromium.one("#documents summary").click()
+        chromium.until(lambda: chromium.one("#read-only").is_displayed())
+        assert not chromium.one("#drop").is_displayed()
+        assert chromium.script("return localStorage.length") == 0
+        chromium.one("#forget").click()
+        chromium.until(lambda: chromium.one("#key-form").is_displayed())
+        assert chromium.script("return sessionStorage.length") == 0
