@@ -109,3 +109,9 @@ def server(served_model: Model, village: Path) -> Iterator[Running]:
     """One server for all tests that change nothing of it: the village is its knowledge base."""
     with running(served_model, {"village": village}) as started:
         yield started
+
+
+@pytest.fixture(scope="session", name="running")
+def running_fixture() -> Callable[..., contextlib.AbstractContextManager[Running]]:
+    """``running(model, bases, change, **settings)``: a server of its own."""
+    return running
