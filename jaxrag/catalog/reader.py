@@ -57,8 +57,8 @@ class Reader:
         """Ids of the documents that begin with a text, which is not empty, in order."""
         with self._database.use() as connection:
             rows = connection.execute(
-                "SELECT id FROM documents WHERE id >= ?1 AND id < ?1 || char(1114111) ORDER BY id",
-                (prefix,),
+                "SELECT id FROM documents WHERE id >= ? AND id < ? || char(1114111) ORDER BY id",
+                (prefix, prefix),
             ).fetchall()
         return [row[0] for row in rows]
 

@@ -169,8 +169,9 @@ def read_open(
         return
     try:
         for found in reader(stream, file):
-            known = isinstance(found, Document)
-            yield dataclasses.replace(found, file=None) if known else found  # type: ignore[type-var]
+            if isinstance(found, Document):
+                found = dataclasses.replace(found, file=None)
+            yield found
     except DocumentError as error:
         yield file.bad(error)
     except OSError as error:

@@ -33,7 +33,7 @@ _Future = concurrent.futures.Future
 class Turn(Protocol):
     """Runs a piece of encoding when others let it."""
 
-    def __call__[Result](self, job: Callable[[], Result]) -> Result:
+    def __call__[Result](self, job: Callable[[], Result], /) -> Result:
         """Run the job and return what it returns; raises what it raises."""
         ...
 

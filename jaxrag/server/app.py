@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxrag.server.chat import chat_completions
 from jaxrag.server.completions import completions
+from jaxrag.server.documents import ROUTES as DOCUMENTS
 from jaxrag.server.errors import Problem, answer_error, too_large
 from jaxrag.server.health import health, ready
 from jaxrag.server.models import get_model, list_models
@@ -37,6 +38,7 @@ def make_app(state: ServerState) -> Starlette:
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
+        *DOCUMENTS,
     ]
     app = Starlette(
         routes=routes,

@@ -266,7 +266,8 @@ class Library:
             found = self._shelf_of_served(access, name)
         elif access.documents != "none":
             row = self.registry.store(access.tenant, name)
-            found = row and Shelf(row.id, row, access.documents == "write")
+            if row is not None:
+                found = Shelf(row.id, row, access.documents == "write")
         if found is None:
             raise not_found(
                 f"there is no vector store {name!r}; GET /v1/vector_stores lists what there is"

@@ -169,7 +169,8 @@ class Registry:
     def files(self, tenant: str | None = None) -> list[FileRow]:
         """The files of a tenant, or of all, oldest first."""
         rows = self._rows(
-            "SELECT * FROM files WHERE ?1 IS NULL OR tenant = ?1 ORDER BY number", (tenant,)
+            "SELECT * FROM files WHERE :tenant IS NULL OR tenant = :tenant ORDER BY number",
+            {"tenant": tenant},
         )
         return [FileRow(*row) for row in rows]
 
@@ -200,7 +201,8 @@ class Registry:
     def stores(self, tenant: str | None = None) -> list[StoreRow]:
         """The vector stores of a tenant, or of all, oldest first."""
         rows = self._rows(
-            "SELECT * FROM stores WHERE ?1 IS NULL OR tenant = ?1 ORDER BY number", (tenant,)
+            "SELECT * FROM stores WHERE :tenant IS NULL OR tenant = :tenant ORDER BY number",
+            {"tenant": tenant},
         )
         return [_store(row) for row in rows]
 
@@ -252,9 +254,9 @@ class Registry:
     ) -> list[Member]:
         """The members of a store, of one batch or in one state, oldest first."""
         rows = self._rows(
-            "SELECT * FROM members WHERE store = ?1 AND (?2 IS NULL OR batch = ?2) "
-            "AND (?3 IS NULL OR status = ?3) ORDER BY number",
-            (store, batch, status),
+            "SELECT * FROM members WHERE store = :store AND (:batch IS NULL OR batch = :batch) "
+            "AND (:status IS NULL OR status = :status) ORDER BY number",
+            {"store": store, "batch": batch, "status": status},
         )
         return [_member(row) for row in rows]
 
@@ -294,11 +296,12 @@ class Registry:
     def counts(self, store: str, batch: str | None = None) -> dict[str, int]:
         """How many members a store has, by status and in all."""
         rows = self._rows(
-            "SELECT status, COUNT(*) FROM members WHERE store = ?1 AND (?2 IS NULL OR batch = ?2) "
-            "GROUP BY status",
-            (store, batch),
+            "SELECT status, COUNT(*) FROM members WHERE store = :store "
+            "AND (:batch IS NULL OR batch = :batch) GROUP BY status",
+            {"store": store, "batch": batch},
         )
-        found = dict.fromkeys(STATUSES, 0) | dict(rows)
+        found: dict[str, int] = dict.fromkeys(STATUSES, 0)
+        found |= dict(rows)
         return {**found, "total": sum(found.values())}
 
     def bytes_of(self, store: str) -> int:
@@ -327,7 +330,9 @@ class Registry:
                 f"{self.path} is no registry of format {FORMAT}; name another data folder"
             )
 
-    def _rows(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+    def _rows(
+        self, statement: str, values: Sequence[Any] | Mapping[str, Any] = ()
+    ) -> list[tuple[Any, ...]]:
         with self._read_lock, self._errors():
             return self._reading.execute(statement, values).fetchall()
 
@@ -366,8 +371,8 @@ def new_id(kind: str) -> str:
 
 
 def _store(row: tuple[Any, ...]) -> StoreRow:
-    *head, metadata, created = row
-    return StoreRow(*head, json.loads(metadata), created)
+    number, store_id, tenant, name, metadata, created = row
+    return StoreRow(number, store_id, tenant, name, json.loads(metadata), created)
 
 
 def _member(row: tuple[Any, ...]) -> Member:

@@ -102,10 +102,10 @@ class Upload:
 
 
 def plain_name(filename: str) -> str:
-    """A file name without the folders and control characters that a client may send."""
+    """A file name without folders and control characters; "" where nothing is left of it."""
     name = filename.replace("\\", "/").rsplit("/", 1)[-1]
     kept = "".join(it for it in name if it.isprintable()).strip()
     stem, dot, suffix = kept.rpartition(".")
     if len(kept) > _NAME_CHARACTERS and dot and len(suffix) < _NAME_CHARACTERS // 2:
         kept = f"{stem[: _NAME_CHARACTERS - len(suffix) - 1]}.{suffix}"
-    return kept[:_NAME_CHARACTERS]
+    return kept[:_NAME_CHARACTERS] if kept.strip(".") else ""

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 
@@ -61,6 +61,7 @@ class Worker:
         self._tokenizer = tokenizer
         self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
+        self._received = bytearray()  # of frames that are not taken yet
 
     @property
     def pid(self) -> int | None:
@@ -108,6 +109,7 @@ class Worker:
     def close(self) -> None:
         """End the process."""
         process, self._process = self._process, None
+        self._received.clear()
         if process is not None:
             process.kill()
             process.wait()
@@ -147,9 +149,8 @@ class Worker:
         """The next frame, in so many seconds."""
         assert process.stdout is not None
         deadline = time.monotonic() + seconds
-        data, size = bytearray(), _LENGTH.size
-        length: int | None = None
-        while length is None or len(data) < length:
+        data, start = self._received, _LENGTH.size
+        while len(data) < start or len(data) < start + _LENGTH.unpack_from(data)[0]:
             if not wanted():
                 raise InterruptedError
             left = deadline - time.monotonic()
@@ -163,10 +164,9 @@ class Worker:
             if not piece:
                 raise WorkerFailed(self._ended(process))
             data += piece
-            if length is None and len(data) >= size:
-                (length,) = _LENGTH.unpack(data[:size])
-                del data[:size]
-        told: dict[str, Any] = json.loads(bytes(data))
+        end = start + _LENGTH.unpack_from(data)[0]
+        told: dict[str, Any] = json.loads(data[start:end])
+        del data[:end]
         return told
 
     def _ended(self, process: "subprocess.Popen[bytes]") -> str:
@@ -186,7 +186,7 @@ def _parsed(told: dict[str, Any]) -> Parsed:
     return Parsed(document, tuple(chunks))
 
 
-def write_frame(stream: BinaryIO, message: dict[str, Any]) -> None:
+def write_frame(stream: IO[bytes], message: dict[str, Any]) -> None:
     """Send one message."""
     data = json.dumps(message, ensure_ascii=False).encode()
     left = memoryview(_LENGTH.pack(len(data)) + data)
@@ -194,7 +194,7 @@ def write_frame(stream: BinaryIO, message: dict[str, Any]) -> None:
         left = left[stream.write(left) :]
 
 
-def read_frame(stream: BinaryIO) -> dict[str, Any] | None:
+def read_frame(stream: IO[bytes]) -> dict[str, Any] | None:
     """Wait for one message; None where the other side is gone."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
