@@ -316,7 +316,7 @@ def test_a_document_is_uploaded_asked_about_found_and_removed(keeping, chromium,
     chromium.one("#name").send_keys("mine")
     chromium.one("#make button").click()
     chromium.until(lambda: "in mine" in chromium.one("#documents summary").text)
-    assert chromium.one("#none").is_displayed()
+    chromium.until(lambda: chromium.one("#none").is_displayed())
     chromium.one("#files").send_keys(f"{good}\n{bad}")
     chromium.until(
         lambda: (
