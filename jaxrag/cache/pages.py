@@ -1,7 +1,7 @@
 """Who owns which page of the pool: free pages, and chunks that lie in it, shared by requests."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 
 from jaxrag.cache.heat import HALF_LIFE, Coldest, DecayedHeat
@@ -79,7 +79,7 @@ class PageAllocator:
         return len(self._free) + self._num_unpinned
 
     @property
-    def chunks(self) -> Mapping[str, CachedChunk]:
+    def chunks(self) -> MappingProxyType[str, CachedChunk]:
         """Every chunk, resident or loading."""
         return MappingProxyType(self._chunks)
 

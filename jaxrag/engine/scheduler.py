@@ -88,12 +88,12 @@ class Scheduler:
         self._arrivals = self._admissions = 0
 
     @property
-    def live(self) -> Mapping[int, Entry]:
+    def live(self) -> MappingProxyType[int, Entry]:
         """Requests that have not ended, by number."""
         return MappingProxyType(self._live)
 
     @property
-    def counts(self) -> Mapping[Status, int]:
+    def counts(self) -> MappingProxyType[Status, int]:
         """Live requests of every status."""
         return MappingProxyType(self._counts)
 
