@@ -26,10 +26,10 @@ from jaxrag.engine.tiers import Tiers
 from jaxrag.engine.turns import leave_turn
 from jaxrag.errors import (
     Cancelled,
+    ContextExceeded,
     DeadlineExceeded,
     EngineError,
     JaxragError,
-    RequestError,
 )
 
 _LOG = logging.getLogger("jaxrag")
@@ -269,9 +269,9 @@ class Core:
             over = f"request {number} took longer than timeout={live.request.timeout} s"
             self._fail(live, DeadlineExceeded(f"{over}; allow more, or ask for less"), "expired")
 
-    def _too_large(self, live: Live) -> RequestError:
+    def _too_large(self, live: Live) -> ContextExceeded:
         tokens, pool = live.request.prompt.num_tokens, self.state.runner.num_pages * PAGE
-        return RequestError(
+        return ContextExceeded(
             f"the prompt of {tokens} tokens needs more than the {pool} tokens of the pool, now that"
             " chunks of it were not found; raise cache_tokens or use fewer chunks"
         )

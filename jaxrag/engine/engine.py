@@ -29,7 +29,7 @@ from jaxrag.engine.thread import Event as Posted
 from jaxrag.engine.thread import Mailbox, ask
 from jaxrag.engine.tiers import Event, Tiers
 from jaxrag.engine.warmup import compile_for
-from jaxrag.errors import EngineError, RequestError
+from jaxrag.errors import ContextExceeded, EngineError
 from jaxrag.models.compiled import counting
 from jaxrag.models.model import Model
 from jaxrag.sharding import processes_of
@@ -98,10 +98,10 @@ class Engine:
             return self._memory
 
     def check_fits(self, request: Request) -> None:
-        """RequestError for a request that the pool could not hold if it held nothing else."""
+        """ContextExceeded for a request that the pool could not hold if it held nothing else."""
         pages, there = most_pages(request), self.runner.num_pages
         if pages > there:
-            raise RequestError(
+            raise ContextExceeded(
                 f"the prompt of {request.prompt.num_tokens} tokens and its answer need "
                 f"{pages * PAGE} tokens of cache, the pool has {there * PAGE}; raise cache_tokens "
                 "or use fewer chunks"

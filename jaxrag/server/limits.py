@@ -1,0 +1,183 @@
+"""How much may wait, and how often a tenant may ask; and when to ask again."""
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from jaxrag.server.errors import busy
+from jaxrag.server.settings import ServerSettings
+from jaxrag.server.tenants import Access
+
+_HALF_LIFE = 30.0  # seconds after which what was served counts half in the measured rate
+_MINUTE = 60.0
+_SHORTEST, _LONGEST = 1.0, 120.0  # seconds that a client is told to wait
+
+
+@dataclasses.dataclass(eq=False)
+class Ticket:
+    """One request that was let in.
+
+    Attributes:
+      access: of its sender.
+      tokens: of its prompt, once they are known.
+      waits: whether its first token is still to come.
+    """
+
+    access: Access
+    tokens: int = 0
+    waits: bool = True
+
+
+class Rate:
+    """Something per second, by what was seen of it; older counts less."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._amount = self._seconds = 0.0
+        self._last = clock()
+
+    def add(self, amount: float) -> None:
+        """So much was done since the last time."""
+        now = self._clock()
+        passed = now - self._last
+        kept = 0.5 ** (passed / _HALF_LIFE)
+        self._amount = kept * self._amount + amount
+        self._seconds = kept * self._seconds + passed
+        self._last = now
+
+    @property
+    def per_second(self) -> float | None:
+        """The rate; None before anything was seen."""
+        return self._amount / self._seconds if self._amount and self._seconds else None
+
+
+class Bucket:
+    """So many a minute, all of them at once at most."""
+
+    def __init__(self, per_minute: float, clock: Callable[[], float]) -> None:
+        self._most = per_minute
+        self._clock = clock
+        self._left = per_minute
+        self._last = clock()
+
+    def take(self, amount: float) -> float:
+        """Take some where anything is left, and 0; else the seconds until something is.
+
+        More may be taken than is left: what comes next waits longer.
+        """
+        now = self._clock()
+        self._left = min(self._most, self._left + (now - self._last) * self._most / _MINUTE)
+        self._last = now
+        if self._left > 0:
+            self._left -= amount
+            return 0.0
+        return (1e-3 - self._left) * _MINUTE / self._most
+
+
+class Limits:
+    """What is let in. For the event loop's thread."""
+
+    def __init__(
+        self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._tickets: set[Ticket] = set()
+        self._waiting = Counter[str]()
+        self._tokens = 0
+        self._first = Rate(clock)  # tokens of prompts whose first token came
+        self._requests: dict[str, Bucket] = {}
+        self._spent: dict[str, Bucket] = {}
+
+    @property
+    def running(self) -> int:
+        """Requests that were let in and have not left."""
+        return len(self._tickets)
+
+    @property
+    def waiting(self) -> int:
+        """Those of them whose first token is still to come."""
+        return self._waiting.total()
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of these, as far as they are known."""
+        return self._tokens
+
+    def seconds_until_room(self) -> float:
+        """How long what waits now will take, by the measured rate; 1 to 120 seconds."""
+        rate = self._first.per_second
+        if rate is None:
+            return _SHORTEST
+        return min(max(self._tokens / rate, _SHORTEST), _LONGEST)
+
+    def enter(self, access: Access) -> Ticket:
+        """Let a request in; Problem 429 where too many wait, or its tenant asks too often."""
+        self._check_rate(access)
+        settings, waiting = self._settings, self.waiting
+        if waiting >= settings.max_waiting:
+            raise busy(
+                f"{waiting} requests wait and {settings.max_waiting} may; send it again later",
+                self.seconds_until_room(),
+            )
+        own, most = self._waiting[access.tenant], settings.max_waiting_per_tenant
+        if most is not None and own >= most:
+            raise busy(
+                f"{own} of your requests wait and {most} may; send it again later",
+                self.seconds_until_room(),
+            )
+        ticket = Ticket(access)
+        self._tickets.add(ticket)
+        self._waiting[access.tenant] += 1
+        return ticket
+
+    def known(self, ticket: Ticket, tokens: int) -> None:
+        """The length of its prompt is known; Problem 429 where too many tokens wait."""
+        most, others = self._settings.max_waiting_tokens, self._tokens
+        if others and others + tokens > most:
+            raise busy(
+                f"{others} prompt tokens wait, {tokens} more would be above {most}; send it again "
+                "later",
+                self.seconds_until_room(),
+            )
+        ticket.tokens = tokens
+        self._tokens += tokens
+
+    def started(self, ticket: Ticket) -> None:
+        """Its first token is there."""
+        if ticket.waits:
+            self._first.add(ticket.tokens)
+            self._stop_waiting(ticket)
+
+    def leave(self, ticket: Ticket, generated: int = 0) -> None:
+        """It is over, however it ended."""
+        if ticket not in self._tickets:
+            return
+        self._stop_waiting(ticket)
+        self._tickets.remove(ticket)
+        bucket = self._spent.get(ticket.access.tenant)
+        if bucket is not None:
+            bucket.take(ticket.tokens + generated)
+
+    def _stop_waiting(self, ticket: Ticket) -> None:
+        if ticket.waits:
+            ticket.waits = False
+            self._tokens -= ticket.tokens
+            self._waiting[ticket.access.tenant] -= 1
+
+    def _check_rate(self, access: Access) -> None:
+        for what, most, buckets, amount in (
+            ("requests", access.limits.requests_per_minute, self._requests, 1.0),
+            ("tokens", access.limits.tokens_per_minute, self._spent, 0.0),
+        ):
+            if most is None:
+                continue
+            bucket = buckets.setdefault(access.tenant, Bucket(most, self._clock))
+            seconds = bucket.take(amount)
+            if seconds:
+                raise busy(
+                    f"your limit of {most:g} {what} a minute is reached; send it again later",
+                    seconds,
+                    "rate_limit_exceeded",
+                )
