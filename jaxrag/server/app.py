@@ -12,9 +12,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxrag.server.chat import chat_completions
 from jaxrag.server.errors import Problem, answer_error, too_large
 from jaxrag.server.health import health, ready
+from jaxrag.server.logs import AccessLog
+from jaxrag.server.metrics import attach, metrics
 from jaxrag.server.models import get_model, list_models
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state import ServerState
+from jaxrag.server.state_view import engine_state
 
 _LONGEST_ID = 128  # characters of a request id that is taken over
 _UPLOADS = "/v1/files"
@@ -25,6 +28,8 @@ def make_app(state: ServerState) -> Starlette:
     routes = [
         Route("/health", health),
         Route("/ready", ready),
+        Route("/metrics", metrics),
+        Route("/v1/engine", engine_state),
         Route("/v1/models", list_models),
         Route("/v1/models/{name:path}", get_model),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
@@ -33,12 +38,14 @@ def make_app(state: ServerState) -> Starlette:
         routes=routes,
         middleware=[
             Middleware(RequestId),
+            Middleware(AccessLog),
             Middleware(Errors),
             Middleware(BodyLimit, settings=state.settings),
         ],
         exception_handlers={HTTPException: answer_error},
     )
     app.state.server = state
+    attach(state)
     return app
 
 

@@ -157,6 +157,7 @@ class Asking:
         self._number: int | None = None
         self._closed = False
         self._over = False  # nothing more will come
+        state.askings.add(self)
 
     async def ready(self, make: Callable[[], tuple[Settings, ReadyQuestion]]) -> None:
         """Make the prompt ready on a thread. Raises what ``make`` raises."""
@@ -191,6 +192,12 @@ class Asking:
         if number is not None and not self._over:
             self._state.engine.abort(number)
         self._over = True
+
+    def fail(self, error: BaseException) -> None:
+        """It ends with an error that the engine does not tell."""
+        if not self._over:
+            self.close()
+            self._end(error)
 
     @property
     def has_news(self) -> bool:

@@ -10,7 +10,9 @@ import uvicorn
 
 from jaxrag.errors import ConfigError
 from jaxrag.server.app import make_app
+from jaxrag.server.logs import logging_requests
 from jaxrag.server.settings import ServerSettings
+from jaxrag.server.stall import tell_stuck, watchdog
 from jaxrag.server.state import ServerState
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -69,7 +71,8 @@ class Server:
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Serve until SIGTERM or SIGINT; ``ready`` is called once requests are taken."""
-        asyncio.run(self.serve(ready, signals=True))
+        with logging_requests(self.state), watchdog(self.state):
+            asyncio.run(self.serve(ready, signals=True))
 
     async def serve(self, ready: Callable[[], None] = lambda: None, signals: bool = False) -> None:
         """As ``run``, in a loop that is there; ``signals``: in the main thread."""
@@ -78,14 +81,17 @@ class Server:
         if signals:
             for number in _SIGNALS:
                 loop.add_signal_handler(number, self.end)
+        watching = asyncio.ensure_future(tell_stuck(self.state))
         try:
             while not self._uvicorn.started and not serving.done():
                 await asyncio.sleep(_TURN)
             if self.state.phase == "starting":
                 self.state.phase = "ready"
+            self.state.metrics.started()
             ready()
             await serving
         finally:
+            watching.cancel()
             self.state.prepare.shutdown(wait=False, cancel_futures=True)
 
     def end(self) -> None:
