@@ -20,7 +20,7 @@ from jaxrag.engine.core import Core
 from jaxrag.engine.decoding import lane_of
 from jaxrag.engine.live import Live
 from jaxrag.engine.mapping import most_pages, plan_request
-from jaxrag.engine.progress import Progress, Sink
+from jaxrag.engine.progress import Progress, Sink, Where
 from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.standing import Standing
@@ -61,6 +61,7 @@ class Engine:
       runner: the model on its device, with the page pool; only for ``call``.
       settings: how it serves.
       compiled: how many programs its thread compiled, or read from the disk, by function.
+      turns: how often its thread went round and found something to do.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Engine:
         self.settings = settings or EngineSettings(lockstep=several)
         self.runner = ModelRunner(model, self.settings.half_life)
         self.compiled = Counter[str]()
+        self.turns = 0
         self._clock = clock
         self._numbers = itertools.count()
         self._making = threading.Lock()
@@ -207,6 +209,14 @@ class Engine:
         """
         return self._mail.silence
 
+    def where(self, number: int) -> Where | None:
+        """Where a request stands; None for one that is over, or not begun."""
+        core = self._core
+        entry = None if core is None else core.state.scheduler.live.get(number)
+        if entry is None:
+            return None
+        return Where(entry.status.value, len(entry.held) - len(entry.missing), len(entry.held))
+
     def events(self) -> list[Event]:
         """What happened to chunks, the newest ``EngineSettings.keep_events`` of it, in order."""
         core = self._core
@@ -324,6 +334,7 @@ class Engine:
                 while left:
                     core.handle(left.popleft())
                 moved = core.run_once()
+                self.turns += moved
             except Exception as error:
                 self._rescue(core, error)
                 continue

@@ -10,6 +10,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxrag.server.chat import chat_completions
+from jaxrag.server.completions import completions
 from jaxrag.server.errors import Problem, answer_error, too_large
 from jaxrag.server.health import health, ready
 from jaxrag.server.logs import AccessLog
@@ -18,6 +19,7 @@ from jaxrag.server.models import get_model, list_models
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state import ServerState
 from jaxrag.server.state_view import engine_state
+from jaxrag.server.tokenize import detokenize, tokenize
 
 _LONGEST_ID = 128  # characters of a request id that is taken over
 _UPLOADS = "/v1/files"
@@ -33,6 +35,9 @@ def make_app(state: ServerState) -> Starlette:
         Route("/v1/models", list_models),
         Route("/v1/models/{name:path}", get_model),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
     ]
     app = Starlette(
         routes=routes,

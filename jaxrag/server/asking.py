@@ -11,7 +11,6 @@ from typing import Any
 
 from jaxrag.engine.progress import Progress
 from jaxrag.errors import DeadlineExceeded
-from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import METHODS
 from jaxrag.serve.answers import Result, result_of
 from jaxrag.serve.door import Conversation, Text
@@ -22,6 +21,7 @@ from jaxrag.server.fields import Generation
 from jaxrag.server.state import ServerState
 from jaxrag.server.tenants import Access
 
+LATE = "time was over before the prompt was ready; allow more, or ask later"
 DEFAULT_CLASS = 1  # of priority, where there are several
 
 
@@ -53,13 +53,15 @@ def make_ready(
     access: Access,
     fields: Generation,
     asked: Text | Conversation,
-    base: KnowledgeBase | None,
+    knowledge_base: str | None,
 ) -> tuple[Settings, ReadyQuestion]:
     """What the engine is to be asked; on a thread, as it retrieves.
 
-    Raises Problem 400 for what this server does not offer, and what ``resolve`` and ``prepare`` do.
+    Raises Problem 404 for a knowledge base that is not there, 400 for what this server does not
+    offer, and what ``resolve`` and ``prepare`` do.
     """
     server = state.settings
+    base = None if knowledge_base is None else state.knowledge_base(access, knowledge_base)
     most = server.max_answer_tokens
     if fields.max_tokens is not None and fields.max_tokens > most:
         raise invalid(
@@ -130,34 +132,69 @@ def _check_offered(state: ServerState, fields: Generation) -> None:
             )
 
 
+class Inbox:
+    """What is new of the prompts of one request, in the order it comes. For the event loop.
+
+    Attributes:
+      cut: set when the reader is too far behind; nothing more comes then.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        """``most``: news that a reader may be behind; None: any number."""
+        self.cut = asyncio.Event()
+        self._most = most
+        self._news: deque[tuple[int, Piece | Result | BaseException]] = deque()
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._news)
+
+    def put(self, place: int, item: Piece | Result | BaseException) -> None:
+        """There is something new of the prompt at this place."""
+        if self.cut.is_set():
+            return
+        self._news.append((place, item))
+        if self._most is not None and len(self._news) > self._most:
+            self._news.clear()
+            self.cut.set()
+        self._changed.set()
+
+    async def next(self) -> tuple[int, Piece | Result]:
+        """The place of a prompt, and what is new of it; its Result is the last.
+
+        Raises what a prompt failed with.
+        """
+        while not self._news:
+            self._changed.clear()
+            await self._changed.wait()
+        place, item = self._news.popleft()
+        if isinstance(item, BaseException):
+            raise item
+        return place, item
+
+
 class Asking:
     """One prompt, from when it is made ready to its last token. For the event loop.
 
     Attributes:
-      result: the answer and its account, once ``news`` has given it.
-      prompt_tokens: length of the prompt, once ``begin`` is over.
+      prompt_tokens: length of the prompt, once it is ready.
       logprobs: of all tokens of the answer so far.
-      cut: set when its reader is too far behind; nothing more comes then.
     """
 
-    def __init__(self, state: ServerState, most_events: int | None = None) -> None:
-        """``most_events``: that a reader may be behind; None: any number."""
-        self.result: Result | None = None
+    def __init__(self, state: ServerState, inbox: Inbox, place: int = 0) -> None:
+        """Its news go to the inbox, under its place."""
         self.prompt_tokens = 0
         self.logprobs: list[float] = []
-        self.cut = asyncio.Event()
-        self._state = state
-        self._most_events = most_events
+        self._state, self._inbox, self._place = state, inbox, place
         self._loop = asyncio.get_running_loop()
-        self._news: deque[Piece | Result | BaseException] = deque()
-        self._changed = asyncio.Event()
         self._asked: tuple[Settings, ReadyQuestion] | None = None
         self._answer: Answer | None = None
         self._lock = threading.Lock()  # of the two below
         self._number: int | None = None
         self._closed = False
+        self._failed: BaseException | None = None
         self._over = False  # nothing more will come
-        state.askings.add(self)
+        state.asking.add(self)
 
     async def ready(self, make: Callable[[], tuple[Settings, ReadyQuestion]]) -> None:
         """Make the prompt ready on a thread. Raises what ``make`` raises."""
@@ -171,9 +208,11 @@ class Asking:
         """Hand it to the engine; it fails at ``deadline``, by ``time.monotonic``."""
         assert self._asked is not None
         _, question = self._asked
+        if self._failed is not None:
+            raise self._failed
         left = deadline - time.monotonic()
         if left <= 0:
-            raise DeadlineExceeded("time was over before the prompt was ready; allow more")
+            raise DeadlineExceeded(LATE)
         request = dataclasses.replace(question.request, timeout=left)
 
         def add() -> None:
@@ -192,29 +231,23 @@ class Asking:
         if number is not None and not self._over:
             self._state.engine.abort(number)
         self._over = True
+        self._state.asking.discard(self)
 
     def fail(self, error: BaseException) -> None:
-        """It ends with an error that the engine does not tell."""
+        """It ends with an error, wherever it stands."""
         if not self._over:
+            self._failed = error
             self.close()
-            self._end(error)
+            self._inbox.put(self._place, error)
 
     @property
-    def has_news(self) -> bool:
-        """Would ``news`` give something at once?"""
-        return bool(self._news)
-
-    async def news(self) -> Piece | Result:
-        """What is new, in order; the Result is the last. Raises what the request failed with."""
-        while not self._news:
-            self._changed.clear()
-            await self._changed.wait()
-        item = self._news.popleft()
-        if isinstance(item, BaseException):
-            raise item
-        if isinstance(item, Result):
-            self.result = item
-        return item
+    def where(self) -> str:
+        """Where it stands, in words."""
+        found = None if self._number is None else self._state.engine.where(self._number)
+        if found is None:
+            return "preparing" if self._number is None else "ending"
+        of = f" {found.there}/{found.chunks}" if found.status == "loading" else ""
+        return found.status + of
 
     def _sink(self, progress: Progress) -> None:
         """Told on the engine's thread."""
@@ -232,38 +265,22 @@ class Asking:
         try:
             text = self._answer.push(progress.new, progress.finish_reason)
         except Exception as error:  # a tokenizer that fails is this request's affair
-            self.close()
-            self._end(error)
+            self.fail(error)
             return
         ids = self._answer.token_ids[before:]
         if text or ids:
             logprobs = progress.logprobs[: len(ids)]
             self.logprobs += logprobs
-            self._tell(Piece(text, ids, logprobs))
+            self._inbox.put(self._place, Piece(text, ids, logprobs))
         if progress.outcome is not None:
             self._end(result_of(*self._asked, self._answer, progress.outcome))
         elif was is None and self._answer.finish_reason is not None:  # a stop string
             self._state.engine.stop(progress.number)
-        elif self._most_events is not None and len(self._news) > self._most_events:
-            self.close()
-            self._news.clear()
-            self.cut.set()
 
     def _end(self, item: Result | BaseException) -> None:
         self._over = True
-        self._tell(item)
-
-    def _tell(self, item: Piece | Result | BaseException) -> None:
-        self._news.append(item)
-        self._changed.set()
-
-
-async def whole(asking: Asking) -> Result:
-    """Wait for the whole answer."""
-    while True:
-        item = await asking.news()
-        if isinstance(item, Result):
-            return item
+        self._state.asking.discard(self)
+        self._inbox.put(self._place, item)
 
 
 def account(result: Result, return_text: bool) -> dict[str, Any]:

@@ -1,27 +1,23 @@
 """POST /v1/chat/completions: a conversation over retrieved or given chunks."""
 
-import asyncio
+import dataclasses
 import functools
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model
 from jaxrag.serve.answers import Result
-from jaxrag.serve.door import Conversation, Text, conversation_of
-from jaxrag.server.asking import Asking, Piece, account, make_ready, usage, whole
-from jaxrag.server.fields import Body, Generation, generation_of, messages_of, read_body
+from jaxrag.serve.door import conversation_of
+from jaxrag.server.answering import base_of, respond, visited
+from jaxrag.server.asking import Piece, make_ready
+from jaxrag.server.fields import Body, generation_of, messages_of
 from jaxrag.server.logprobs import chat_logprobs
-from jaxrag.server.models import chosen
-from jaxrag.server.sse import EventStream, event
-from jaxrag.server.visit import Visit, unless_left
-
-_HEADER = "x-knowledge-base"
+from jaxrag.server.visit import Visit
 
 
 async def chat_completions(request: Request) -> Response:
@@ -29,151 +25,63 @@ async def chat_completions(request: Request) -> Response:
     return await visited(request, _chat)
 
 
-async def visited(request: Request, handle: Callable[[Visit, Body], Any]) -> Response:
-    """Have a request to the model handled, and the server told how it ended."""
-    visit = Visit(request)
-    try:
-        visit.knock()
-        body = await read_body(request)
-        visit.enter()
-        response: Response = await unless_left(request, handle(visit, body))
-    except BaseException as error:
-        visit.end(error)
-        raise
-    if not isinstance(response, EventStream):
-        visit.end()
-    return response
-
-
 async def _chat(visit: Visit, body: Body) -> Response:
+    assert visit.access is not None
     fields = generation_of(body)
-    visit.stream = fields.stream
     keeps = fields.prefix_cache is not False
     talk = conversation_of(messages_of(body), body.text("earlier_turns") or "exact", keeps=keeps)
-    base = _base(visit, fields)
-    head = _head(visit, "chat.completion.chunk" if fields.stream else "chat.completion")
-    asking = await opened(visit, fields, talk, base)
-    try:
-        if fields.stream:
-            first = await _first(visit, asking)
-            events = _events(visit, asking, fields, head, first)
-            return EventStream(events, visit.end, asking.cut)
-        result = await whole(asking)
-        visit.saw_tokens()
-        visit.results.append(result)
-    except BaseException:
-        asking.close()
-        raise
-    return JSONResponse(_whole(visit.state.model, head, asking, fields, result))
+    talk = dataclasses.replace(talk, query=body.text("query"))
+    base = base_of(visit, fields, default=True)
+    make = functools.partial(make_ready, visit.state, visit.access, fields, talk, base)
+    return await respond(visit, fields, [make], ChatForm(visit, fields.stream, fields.logprobs))
 
 
-def _base(visit: Visit, fields: Generation) -> KnowledgeBase | None:
-    """The knowledge base that a chat is about; without documents the default one."""
-    assert visit.access is not None
-    state = visit.state
-    name = chosen(state, fields.model, fields.knowledge_base, visit.request.headers.get(_HEADER))
-    if name is None and fields.documents is None:
-        name = state.default_base(visit.access)
-    visit.knowledge_base = name
-    return None if name is None else state.knowledge_base(visit.access, name)
+class ChatForm:
+    """A chat's form."""
 
+    def __init__(self, visit: Visit, stream: bool, logprobs: bool) -> None:
+        self._model: Model = visit.state.model
+        self._logprobs = logprobs
+        self._head = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion.chunk" if stream else "chat.completion",
+            "created": int(time.time()),
+            "model": visit.named,
+        }
 
-def _head(visit: Visit, kind: str) -> dict[str, Any]:
-    at = "" if visit.knowledge_base is None else f"@{visit.knowledge_base}"
-    return {
-        "id": f"chatcmpl-{uuid.uuid4().hex}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": visit.state.name + at,
-    }
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """Who speaks."""
+        yield self._event({"role": "assistant", "content": ""})
 
+    def piece(self, place: int, piece: Piece) -> dict[str, Any] | None:
+        """New text."""
+        logprobs = chat_logprobs(self._model, piece) if self._logprobs else None
+        if not piece.text and logprobs is None:
+            return None
+        return self._event({"content": piece.text}, logprobs)
 
-async def opened(
-    visit: Visit,
-    fields: Generation,
-    asked: Text | Conversation,
-    base: KnowledgeBase | None,
-) -> Asking:
-    """Hand a prompt to the engine."""
-    assert visit.access is not None and visit.ticket is not None
-    state = visit.state
-    seconds = min(fields.timeout or state.settings.max_seconds, state.settings.max_seconds)
-    asking = Asking(state, state.settings.stream_events if fields.stream else None)
-    try:
-        await asking.ready(functools.partial(make_ready, state, visit.access, fields, asked, base))
-        state.limits.known(visit.ticket, asking.prompt_tokens)
-        await asking.begin(visit.arrived + seconds)
-    except BaseException:
-        asking.close()
-        raise
-    return asking
+    def finish(self, place: int, result: Result) -> dict[str, Any]:
+        """Why it ended."""
+        return self._event({}, finish=result.finish_reason)
 
+    def closing(self) -> dict[str, Any]:
+        """No choice."""
+        return self._head | {"choices": []}
 
-async def _first(visit: Visit, asking: Asking) -> Piece | Result | None:
-    """The first news, or None where there are none for a while. Raises what it failed with."""
-    try:
-        async with asyncio.timeout(visit.state.settings.hold_seconds):
-            return await asking.news()
-    except TimeoutError:
-        return None
+    def whole(self, results: Sequence[Result], logprobs: Sequence[list[float]]) -> dict[str, Any]:
+        """The message."""
+        [result], [of_tokens] = results, logprobs
+        piece = Piece(result.text, result.token_ids, of_tokens)
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": result.text, "refusal": None},
+            "logprobs": chat_logprobs(self._model, piece) if self._logprobs else None,
+            "finish_reason": result.finish_reason,
+        }
+        return self._head | {"choices": [choice]}
 
-
-async def _events(
-    visit: Visit,
-    asking: Asking,
-    fields: Generation,
-    head: dict[str, Any],
-    first: Piece | Result | None,
-) -> AsyncGenerator[bytes, None]:
-    """Everything from the role to the account, as it comes."""
-    try:
-        yield event(head | _choice({"role": "assistant", "content": ""}))
-        item = first
-        while True:
-            if item is None:
-                item = await asking.news()
-            if isinstance(item, Result):
-                break
-            visit.saw_tokens()
-            logprobs = chat_logprobs(visit.state.model, item) if fields.logprobs else None
-            if item.text or logprobs is not None:
-                yield event(head | _choice({"content": item.text}, logprobs))
-            item = None
-        visit.results.append(item)
-        told = {"jaxrag": account(item, fields.return_text)}
-        last = head | _choice({}, finish=item.finish_reason)
-        if not fields.include_usage:
-            yield event(last | told)
-            return
-        yield event(last)
-        spent = usage([(asking.prompt_tokens, item)])
-        yield event(head | {"choices": [], "usage": spent} | told)
-    finally:
-        asking.close()
-
-
-def _choice(
-    delta: dict[str, Any], logprobs: Any = None, finish: str | None = None
-) -> dict[str, Any]:
-    choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-    return {"choices": [choice]}
-
-
-def _whole(
-    model: Model, head: dict[str, Any], asking: Asking, fields: Generation, result: Result
-) -> dict[str, Any]:
-    logprobs = None
-    if fields.logprobs:
-        piece = Piece(result.text, result.token_ids, asking.logprobs)
-        logprobs = chat_logprobs(model, piece)
-    choice = {
-        "index": 0,
-        "message": {"role": "assistant", "content": result.text, "refusal": None},
-        "logprobs": logprobs,
-        "finish_reason": result.finish_reason,
-    }
-    return head | {
-        "choices": [choice],
-        "usage": usage([(asking.prompt_tokens, result)]),
-        "jaxrag": account(result, fields.return_text),
-    }
+    def _event(
+        self, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return self._head | {"choices": [choice]}

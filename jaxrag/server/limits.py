@@ -20,27 +20,39 @@ class Ticket:
 
     Attributes:
       access: of its sender.
-      tokens: of its prompt, once they are known.
+      prompts: that it has.
+      tokens: of these, once they are known.
       waits: whether its first token is still to come.
     """
 
     access: Access
+    prompts: int = 1
     tokens: int = 0
     waits: bool = True
 
 
 class Rate:
-    """Something per second, by what was seen of it; older counts less."""
+    """Something per second while there was work, by what was seen of it; older counts less."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._amount = self._seconds = 0.0
-        self._last = clock()
+        self._last: float | None = None
+
+    def work(self) -> None:
+        """There is work from now on."""
+        if self._last is None:
+            self._last = self._clock()
+
+    def rest(self) -> None:
+        """There is none until there is again."""
+        self.add(0.0)
+        self._last = None
 
     def add(self, amount: float) -> None:
         """So much was done since the last time."""
         now = self._clock()
-        passed = now - self._last
+        passed = 0.0 if self._last is None else now - self._last
         kept = 0.5 ** (passed / _HALF_LIFE)
         self._amount = kept * self._amount + amount
         self._seconds = kept * self._seconds + passed
@@ -112,24 +124,28 @@ class Limits:
             return _SHORTEST
         return min(max(self._tokens / rate, _SHORTEST), _LONGEST)
 
-    def enter(self, access: Access) -> Ticket:
-        """Let a request in; Problem 429 where too many wait, or its tenant asks too often."""
+    def enter(self, access: Access, prompts: int = 1) -> Ticket:
+        """Let a request in; Problem 429 where too many wait, or its tenant asks too often.
+
+        One with several prompts counts as so many, and is let in alone whatever their number.
+        """
         self._check_rate(access)
         settings, waiting = self._settings, self.waiting
-        if waiting >= settings.max_waiting:
+        if waiting and waiting + prompts > settings.max_waiting:
             raise busy(
                 f"{waiting} requests wait and {settings.max_waiting} may; send it again later",
                 self.seconds_until_room(),
             )
         own, most = self._waiting[access.tenant], settings.max_waiting_per_tenant
-        if most is not None and own >= most:
+        if most is not None and own and own + prompts > most:
             raise busy(
                 f"{own} of your requests wait and {most} may; send it again later",
                 self.seconds_until_room(),
             )
-        ticket = Ticket(access)
+        self._first.work()
+        ticket = Ticket(access, prompts)
         self._tickets.add(ticket)
-        self._waiting[access.tenant] += 1
+        self._waiting[access.tenant] += prompts
         return ticket
 
     def known(self, ticket: Ticket, tokens: int) -> None:
@@ -156,6 +172,8 @@ class Limits:
             return
         self._stop_waiting(ticket)
         self._tickets.remove(ticket)
+        if not self._tickets:
+            self._first.rest()
         bucket = self._spent.get(ticket.access.tenant)
         if bucket is not None:
             bucket.take(ticket.tokens + generated)
@@ -164,7 +182,7 @@ class Limits:
         if ticket.waits:
             ticket.waits = False
             self._tokens -= ticket.tokens
-            self._waiting[ticket.access.tenant] -= 1
+            self._waiting[ticket.access.tenant] -= ticket.prompts
 
     def _check_rate(self, access: Access) -> None:
         for what, most, buckets, amount in (

@@ -34,7 +34,7 @@ async def tell_stuck(state: "ServerState") -> None:
         await asyncio.sleep(state.settings.stall_seconds / _LOOKS)
         if not is_stuck(state):
             continue
-        waiting = list(state.askings)
+        waiting = list(state.asking)
         if waiting:
             _LOG.error("the engine is stuck: %d requests that wait for it fail", len(waiting))
         for asking in waiting:

@@ -3,11 +3,10 @@
 import asyncio
 import dataclasses
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from starlette.requests import Request
 
@@ -22,9 +21,6 @@ from jaxrag.server.errors import not_found, unauthorized
 from jaxrag.server.limits import Limits
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.tenants import Access, Tenants, bearer
-
-if TYPE_CHECKING:
-    from jaxrag.server.asking import Asking
 
 Phase = Literal["starting", "ready", "draining"]
 Ended = Literal["finished", "cancelled", "expired", "refused", "failed"]
@@ -83,7 +79,7 @@ class ServerState:
       created: when it began, in seconds since 1970.
       observers: told of every request to the model that ended, on the event loop's thread; they
         must not wait.
-      askings: prompts that are with the engine, or were.
+      asking: prompts on their way (``asking.Asking``).
       scoring: is held by who has texts scored, one at a time.
       metrics: what is counted.
     """
@@ -100,7 +96,7 @@ class ServerState:
     phase: Phase = "starting"
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     observers: list[Callable[[Served], None]] = dataclasses.field(default_factory=list)
-    askings: "weakref.WeakSet[Asking]" = dataclasses.field(default_factory=weakref.WeakSet)
+    asking: set[Any] = dataclasses.field(default_factory=set)
     scoring: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     metrics: Any = None
     uploads: Any = None

@@ -59,11 +59,20 @@ class Visit:
         check_ready(self.state)
         return self.access
 
-    def enter(self) -> Ticket:
+    def enter(self, prompts: int) -> None:
         """Let it in, to wait for its first token. Raises Problem 429."""
         assert self.access is not None
-        self.ticket = self.state.limits.enter(self.access)
-        return self.ticket
+        self.ticket = self.state.limits.enter(self.access, prompts)
+
+    @property
+    def named(self) -> str:
+        """The model as it answers, with its knowledge base."""
+        at = "" if self.knowledge_base is None else f"@{self.knowledge_base}"
+        return self.state.name + at
+
+    def seconds_left(self, deadline: float) -> float:
+        """Until a moment by ``time.monotonic``."""
+        return deadline - time.monotonic()
 
     def saw_tokens(self) -> None:
         """Tokens are there that the client is told of."""

@@ -149,6 +149,4 @@ def test_the_state_of_the_engine(server):
     assert told["phase"] == "ready"
     assert sum(told["standing"]["pages"].values()) == server.state.engine.runner.num_pages
     assert {it["name"] for it in told["tiers"]["links"]} >= {"village"}
-    assert told["programs"] and sum(told["programs"].values()) == sum(
-        told["compilations"].values()
-    )
+    assert told["programs"] and sum(told["programs"].values()) == sum(told["compilations"].values())

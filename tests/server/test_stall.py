@@ -9,112 +9,107 @@ from jaxrag.server.settings import ServerSettings
 from jaxrag.server.stall import STUCK, watchdog
 
 QUESTION = "Which animal does Kora Felell keep?"
+STALL = 0.2  # seconds by the engine's clock, which stands until it is moved
+
+
+class Stuck:
+    """A server, and its engine's thread in somebody's hand."""
+
+    def __init__(self, server):
+        self.server, self.now = server, [0.0]
+        self.go, self._began = threading.Event(), threading.Event()
+        server.state.engine._mail._clock = lambda: self.now[0]
+        self._thread = threading.Thread(target=server.state.engine.call, args=(self._job,))
+
+    def _job(self, runner):
+        self._began.set()
+        assert self.go.wait(120)
+
+    def hold(self):
+        self._thread.start()
+        assert self._began.wait(120)
+
+    def release(self):
+        self.go.set()
+        self._thread.join(120)
+
+
+@pytest.fixture(scope="module")
+def patient(running_server, served_model, village):
+    settings = {"stall_seconds": STALL, "watchdog_seconds": STALL, "hold_seconds": 0.01}
+    with running_server(served_model, {"village": village}, **settings) as server:
+        server.chat(QUESTION)
+        yield server
 
 
 @pytest.fixture
-def held(server):
-    """``held()`` keeps the engine's thread busy until the test is over."""
-    go, began = threading.Event(), threading.Event()
-
-    def job(runner):
-        began.set()
-        assert go.wait(60)
-
-    threads = []
-
-    def hold():
-        threads.append(threading.Thread(target=server.state.engine.call, args=(job,)))
-        threads[0].start()
-        assert began.wait(60)
-
-    was = server.state.settings
-    yield hold
-    go.set()
-    for thread in threads:
-        thread.join(60)
-    server.state.settings = was
-    server.state.phase = "ready"
+def stuck(patient):
+    held = Stuck(patient)
+    yield held
+    if held._thread.ident is not None:
+        held.release()
+    while patient.client.get("/health").status_code != 200:
+        pass
+    patient.state.phase = "ready"
+    assert patient.chat(QUESTION).json()["choices"][0]["message"]["content"] == "falcon"
 
 
-def impatient(server, stall, **settings):
-    server.state.settings = ServerSettings(
-        stall_seconds=stall, **{"max_new_tokens": 8, "k": 3, "hold_seconds": 0.01, **settings}
-    )
-
-
-def test_health_is_503_while_the_engine_is_stuck_and_well_afterwards(server, held):
-    assert server.client.get("/health").json() == {"status": "ok", "phase": "ready"}
-    held()
-    impatient(server, 1e-6)
+def test_health_is_503_while_the_engine_is_stuck(stuck, patient):
+    assert patient.client.get("/health").json() == {"status": "ok", "phase": "ready"}
+    stuck.hold()
+    assert patient.client.get("/health").status_code == 200  # not for long enough
+    stuck.now[0] = 90.0
     for path in ("/health", "/ready"):
-        answer = server.client.get(path)
+        answer = patient.client.get(path)
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "engine_stuck"
+        assert "90 s" in answer.json()["error"]["message"]
         assert "retry-after" in answer.headers
-    assert server.chat(QUESTION).status_code == 503
-    samples = server.client.get("/metrics").text  # is answered whatever the engine does
-    assert "jaxrag_engine_silence_seconds" in samples
-    assert server.client.get("/v1/engine").json()["silence_seconds"] > 0
-    server.state.phase = "starting"  # it compiles
-    assert server.client.get("/health").status_code == 200
+    assert patient.chat(QUESTION).status_code == 503
+    # These are answered whatever the engine does.
+    assert "jaxrag_engine_silence_seconds 90.0" in patient.client.get("/metrics").text
+    assert patient.client.get("/v1/engine").json()["silence_seconds"] == 90.0
+    patient.state.phase = "starting"  # it compiles
+    assert patient.client.get("/health").status_code == 200
 
 
-def test_an_engine_that_waits_is_not_stuck(server):
-    server.chat(QUESTION)
-    impatient(server, 1e-9)
-    try:
-        while server.client.get("/health").status_code != 200:  # its last turn
-            pass
-    finally:
-        server.state.settings = ServerSettings(max_new_tokens=8, k=3)
+def test_who_waits_for_a_stuck_engine_is_told(stuck, patient):
+    stuck.hold()
+    answers = []
 
+    def ask(stream):
+        answers.append(patient.chat(QUESTION, stream=stream))
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_who_waits_for_a_stuck_engine_is_told(model_server, stream):
-    """``stall_seconds`` is 0.2 there; a stream has begun when the engine gets stuck."""
-    go, server = threading.Event(), model_server
-    began = threading.Event()
-
-    def job(runner):
-        began.set()
-        assert go.wait(60)
-
-    thread = threading.Thread(target=server.state.engine.call, args=(job,))
-    try:
+    asking = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+    for thread in asking:
         thread.start()
-        assert began.wait(60)
-        server.state.phase = "starting"  # not stuck by what it says
-        while not server.state.engine.silence:
-            pass
-        server.state.phase = "ready"
-        answer = server.chat(QUESTION, stream=stream)
-    finally:
-        go.set()
-        thread.join(60)
-    if answer.status_code == 200:  # the status was sent before
-        last = answer.text.strip().split("\n\n")[-1]
-        assert '"engine_error"' in last and "stuck" in last
-    else:
-        assert answer.status_code in (500, 503)
-        assert answer.json()["error"]["code"] in ("engine_error", "engine_stuck")
-    while server.client.get("/health").status_code != 200:
+    while sum(it._number is not None and not it._over for it in list(patient.state.asking)) < 2:
         pass
-    assert server.chat(QUESTION).status_code == 200
-    while any(server.state.engine.standing().requests.values()):
+    stuck.now[0] = 90.0
+    for thread in asking:
+        thread.join(120)
+    whole, streamed = sorted(answers, key=lambda it: it.status_code, reverse=True)
+    assert whole.status_code == 500 and whole.json()["error"]["code"] == "engine_error"
+    if streamed.status_code == 200:  # its head was sent before
+        assert "stuck" in streamed.text.strip().split("\n\n")[-1]
+        assert "[DONE]" not in streamed.text
+    stuck.release()
+    while any(patient.state.engine.standing().requests.values()):
         pass
+    assert patient.state.limits.running == 0
 
 
-def test_the_watchdog_ends_the_process(server, held):
+def test_the_watchdog_ends_the_process(stuck, patient):
     left, over = [], threading.Event()
 
     def leave(status):
         left.append(status)
         over.set()
 
-    impatient(server, 1e-3, watchdog_seconds=2e-3)
-    with watchdog(server.state, leave):
-        held()
-        assert over.wait(60)
+    with watchdog(patient.state, leave):
+        stuck.hold()
+        stuck.now[0] = 90.0
+        assert over.wait(120)
     assert left == [STUCK]
 
 
