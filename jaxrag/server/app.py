@@ -16,6 +16,7 @@ from jaxrag.server.health import health, ready
 from jaxrag.server.logs import AccessLog
 from jaxrag.server.metrics import attach, metrics
 from jaxrag.server.models import get_model, list_models
+from jaxrag.server.scoring import get_tokenizer_info
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state import ServerState
 from jaxrag.server.state_view import engine_state
@@ -32,6 +33,7 @@ def make_app(state: ServerState) -> Starlette:
         Route("/ready", ready),
         Route("/metrics", metrics),
         Route("/v1/engine", engine_state),
+        Route("/tokenizer_info", get_tokenizer_info),
         Route("/v1/models", list_models),
         Route("/v1/models/{name:path}", get_model),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),

@@ -180,7 +180,8 @@ class _Now(Collector):
 def _of_standing(standing: Standing, metrics: Metrics) -> Iterator[Metric]:
     requests = {name: n for name, n in standing.requests.items() if name != "done"}
     yield _gauges("engine_requests", "With the engine, by where they stand.", "state", requests)
-    yield _gauges("pages", "Of the pool.", "state", {**standing.pages})
+    yield _gauges("pages", "Of the pool.", "state",
+                  {str(name): n for name, n in standing.pages.items()})  # fmt: skip
     held = sum(held for held, _ in standing.rows.values())
     there = sum(there for _, there in standing.rows.values())
     rows = {"held": held, "free": there - held}
