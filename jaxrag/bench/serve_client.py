@@ -112,6 +112,7 @@ def _take(one: Served, event: Mapping[str, Any], now: float) -> None:
     for choice in event.get("choices", ()):
         ids = choice.get("token_ids") or []
         one.came(now, len(ids) or bool(choice.get("text")), ids)
+        one.text += choice.get("text") or ""
         one.done = one.done or choice.get("finish_reason") is not None
     usage = event.get("usage")
     if usage:  # exact, where one event brought several tokens and no ids

@@ -38,6 +38,7 @@ class Served:
       last: when its last token came.
       ids: its answer, where the server tells ids.
       tokens: how many came.
+      text: of its answer, over HTTP.
       done: whether the server said that the answer is complete.
       found: of its chunks, how many came from where.
       error: what the server said instead of an answer.
@@ -50,6 +51,7 @@ class Served:
     last: float | None = None
     ids: list[int] = dataclasses.field(default_factory=list)
     tokens: int = 0
+    text: str = ""
     done: bool = False
     found: Counter[str] = dataclasses.field(default_factory=Counter)
     error: str | None = None

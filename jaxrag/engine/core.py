@@ -19,6 +19,7 @@ from jaxrag.engine.prompts import Prompts
 from jaxrag.engine.request import FinishReason
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.scheduler import Ending, Entry, Scheduler, Status
+from jaxrag.engine.standing import Standing, standing_of
 from jaxrag.engine.state import Broken, EngineSettings, Post, State
 from jaxrag.engine.thread import result_of
 from jaxrag.engine.tiers import Tiers
@@ -127,6 +128,18 @@ class Core:
             links=state.links.states(),
         )
 
+    def standing(self) -> Standing:
+        """Where requests stand and what they hold; on any thread."""
+        state = self.state
+        return standing_of(
+            state.scheduler,
+            state.runner.cache.allocator,
+            state.live,
+            state.pace,
+            restarts=state.restarts,
+            now=state.clock(),
+        )
+
     # The loop.
 
     @property
@@ -154,6 +167,7 @@ class Core:
         state, was = self.state, self._lanes.busy
         self._lanes.deliver_blocks()
         now = state.clock()
+        state.pace.turn(now, state.scheduler.given)
         for number in state.scheduler.expired(now):
             self._expire(number)
         self._loads.expire(now)
@@ -197,6 +211,7 @@ class Core:
 
     def rest(self) -> None:
         """There is nothing to do: what lanes hold on the device goes."""
+        self.state.pace.rest()
         self._lanes.clear()
 
     def _run_jobs(self) -> None:
@@ -357,6 +372,7 @@ class Core:
                 self._fail(live, error)
             return
         _LOG.error("a step of the engine failed, its pool is made anew", exc_info=error)
+        self.state.restarts += 1
         for live in suspects:
             live.strikes += 1
             self.state.scheduler.live[live.number].alone = True

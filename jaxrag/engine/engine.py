@@ -23,6 +23,7 @@ from jaxrag.engine.mapping import most_pages, plan_request
 from jaxrag.engine.progress import Progress, Sink, Where
 from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.standing import Standing
 from jaxrag.engine.state import EngineSettings
 from jaxrag.engine.thread import Event as Posted
 from jaxrag.engine.thread import Mailbox, ask
@@ -80,7 +81,9 @@ class Engine:
         self._making = threading.Lock()
         self._memory: MemoryStore | None = None
         self._core: Core | None = None
-        self._mail = Mailbox("jaxrag-engine", functools.partial(_serve, weakref.ref(self)))
+        self._lost = 0  # pools, of cores that are gone
+        served = functools.partial(_serve, weakref.ref(self))
+        self._mail = Mailbox("jaxrag-engine", served, clock)
 
     @property
     def memory(self) -> MemoryStore:
@@ -197,6 +200,27 @@ class Engine:
         """Where chunk KV came from, and lies now; None before the first request."""
         core = self._core
         return None if core is None else core.tiers()
+
+    def standing(self) -> Standing | None:
+        """Where requests stand, what they hold and how fast they go; None before the first."""
+        core = self._core
+        if core is None:
+            return None
+        standing = core.standing()
+        return dataclasses.replace(standing, restarts=standing.restarts + self._lost)
+
+    @property
+    def looked(self) -> float | None:
+        """When its thread last turned its loop, by its clock; None before the first request."""
+        return self._mail.looked
+
+    @property
+    def silence(self) -> float:
+        """Seconds for which its thread has been at one turn of its loop; 0 while it waits.
+
+        Compiling and a long job count. One that never ends is a thread that is stuck.
+        """
+        return self._mail.silence
 
     def where(self, number: int) -> Where | None:
         """Where a request stands; None for one that is over, or not begun."""
@@ -342,11 +366,13 @@ class Engine:
         """The loop itself failed: everybody is told, and what comes next finds it anew."""
         _LOG.exception("the engine failed; everything that it served is told")
         told = EngineError(f"the engine failed with {type(error).__name__}: {error}; ask again")
+        core.state.restarts += 1
         try:
             core.fail_all(told)
         except Exception:
             _LOG.exception("the engine's pool cannot be made anew now")
             core.abandon(told)
+            self._lost += core.state.restarts
             self._core = None
             self.runner.forget_cache()
 

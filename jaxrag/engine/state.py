@@ -12,6 +12,7 @@ from jaxrag.engine.links import Links, LoadDeadline
 from jaxrag.engine.live import Live
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.scheduler import Scheduler
+from jaxrag.engine.standing import Pace
 from jaxrag.engine.tiers import Event, Happening
 from jaxrag.errors import ConfigError
 
@@ -94,6 +95,8 @@ class State:
       live: requests whose clients wait, by number.
       ending: those that were told the last, and still are in a step in flight.
       epoch: counts the pools; what was begun for an earlier one is void.
+      restarts: pools that were lost in a step that failed.
+      pace: at which requests are served.
     """
 
     runner: ModelRunner
@@ -107,6 +110,8 @@ class State:
     live: dict[int, Live] = dataclasses.field(default_factory=dict)
     ending: dict[int, Live] = dataclasses.field(default_factory=dict)
     epoch: int = 0
+    restarts: int = 0
+    pace: Pace = dataclasses.field(default_factory=Pace)
 
     def note(self, what: Happening, key: str) -> None:
         """Something happened to a chunk; on any thread."""

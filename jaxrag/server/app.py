@@ -14,10 +14,14 @@ from jaxrag.server.completions import completions
 from jaxrag.server.documents import ROUTES as DOCUMENTS
 from jaxrag.server.errors import Problem, answer_error, too_large
 from jaxrag.server.health import health, ready
+from jaxrag.server.logs import AccessLog
+from jaxrag.server.metrics import attach, metrics
 from jaxrag.server.models import get_model, list_models
 from jaxrag.server.page import icon, page
+from jaxrag.server.scoring import get_tokenizer_info
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state import ServerState
+from jaxrag.server.state_view import engine_state
 from jaxrag.server.tokenize import detokenize, tokenize
 
 _LONGEST_ID = 128  # characters of a request id that is taken over
@@ -32,6 +36,9 @@ def make_app(state: ServerState) -> Starlette:
         Route("/favicon.ico", icon),
         Route("/health", health),
         Route("/ready", ready),
+        Route("/metrics", metrics),
+        Route("/v1/engine", engine_state),
+        Route("/tokenizer_info", get_tokenizer_info),
         Route("/v1/models", list_models),
         Route("/v1/models/{name:path}", get_model),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
@@ -44,12 +51,14 @@ def make_app(state: ServerState) -> Starlette:
         routes=routes,
         middleware=[
             Middleware(RequestId),
+            Middleware(AccessLog),
             Middleware(Errors),
             Middleware(BodyLimit, settings=state.settings),
         ],
         exception_handlers={HTTPException: answer_error},
     )
     app.state.server = state
+    attach(state)
     return app
 
 

@@ -1,16 +1,17 @@
 """POST /v1/completions: prompts to go on from, with chunks before them or without any."""
 
+import asyncio
 import functools
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxrag.models.model import Model
+from jaxrag.models.model import Model, as_token_ids
 from jaxrag.serve.answers import Result
 from jaxrag.serve.door import Conversation, Text
 from jaxrag.server.answering import base_of, respond, visited
@@ -18,7 +19,9 @@ from jaxrag.server.asking import Piece, make_ready
 from jaxrag.server.errors import invalid
 from jaxrag.server.fields import Body, generation_of, is_ids
 from jaxrag.server.logprobs import CompletionLogprobs
+from jaxrag.server.scoring import scored, scoring_of
 from jaxrag.server.visit import Visit
+from jaxrag.types import HostArray
 
 _MOST_PROMPTS = 64
 
@@ -31,9 +34,11 @@ async def completions(request: Request) -> Response:
 async def _complete(visit: Visit, body: Body) -> Response:
     assert visit.access is not None
     state = visit.state
-    if body.flag("echo"):
-        raise invalid("echo: this server tells no prompts; leave it out", "echo")
     prompts = prompts_of(body)
+    if body.flag("echo"):
+        scoring_of(body)
+        told = [functools.partial(_ids, state.model, it) for it in prompts]
+        return await scored(visit, body, await _together(visit, told))
     fields = generation_of(body)
     base = base_of(visit, fields, default=False)
     alone = base is None and not fields.documents and not fields.blocks
@@ -63,10 +68,16 @@ def prompts_of(body: Body) -> list[Text]:
     return given
 
 
-def _ids(model: Model, prompt: Text) -> Text:
+async def _together(visit: Visit, jobs: Sequence[Callable[[], HostArray]]) -> list[HostArray]:
+    """What some jobs give, done on a thread."""
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(visit.state.prepare, lambda: [job() for job in jobs])
+
+
+def _ids(model: Model, prompt: Text) -> HostArray:
     """A prompt that stands alone as token ids; a text is led by what the model expects first."""
     if not isinstance(prompt, str):
-        return prompt
+        return as_token_ids(prompt, model.config, "prompt")
     tokenizer = model.text_tokenizer()
     ids = tokenizer.encode(prompt, special=True)
     leading = tokenizer.leading_ids

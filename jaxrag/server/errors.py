@@ -34,8 +34,8 @@ _PARAM = re.compile(r"([a-z_]+)(?:\[\d+\])?[=:. ]")
 _NAMES = {"max_new_tokens": "max_tokens", "question": "messages"}  # of generate: of the request
 _PARAMS = frozenset({
     "blocks", "decode", "documents", "earlier_turns", "k", "max_new_tokens", "messages", "method",
-    "misses", "priority", "question", "recompute_ratio", "seed", "stop", "temperature", "timeout",
-    "top_k", "top_p", "where",
+    "misses", "priority", "prompt", "question", "recompute_ratio", "seed", "stop", "temperature",
+    "timeout", "top_k", "top_p", "where",
 })  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Literal
 
 from jaxrag.engine.state import EngineSettings
 from jaxrag.errors import ConfigError
@@ -84,6 +85,8 @@ class ServerSettings:
       stream_events: most events of a stream that its reader is behind; then it is cut off.
       drain_seconds: what runs when the server is told to end has so long to complete.
       stall_seconds: an engine with work that does nothing for so long is not healthy.
+      watchdog_seconds: after which the process of such an engine ends itself; None: never.
+      log_format: "text" or "json", one line an event.
       warm_up: compile what requests will need before the server is ready.
       questions: examples that the page offers, about the first of the knowledge bases.
       engine: of the engine itself.
@@ -118,6 +121,8 @@ class ServerSettings:
     stream_events: int = 1024
     drain_seconds: float = 30.0
     stall_seconds: float = 60.0
+    watchdog_seconds: float | None = None
+    log_format: Literal["text", "json"] = "text"
     warm_up: bool = True
     questions: tuple[str, ...] = ()
     index_threads: int = 2
@@ -137,6 +142,11 @@ class ServerSettings:
         for name in ("hold_seconds", "drain_seconds", "grace_seconds"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected seconds, 0 or more")
+        if self.watchdog_seconds is not None and self.watchdog_seconds < self.stall_seconds:
+            raise ConfigError(
+                f"watchdog_seconds={self.watchdog_seconds}: expected no less than stall_seconds, "
+                f"{self.stall_seconds:g}"
+            )
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port={self.port}: expected 0 to 65535")
         for name in self.knowledge_bases:

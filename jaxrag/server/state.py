@@ -1,5 +1,6 @@
 """What every handler of a server needs, found at ``request.app.state.server``."""
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
@@ -82,6 +83,8 @@ class ServerState:
       observers: told of every request to the model that ended, on the event loop's thread; they
         must not wait.
       asking: prompts on their way (``asking.Asking``).
+      scoring: is held by who has texts scored, one at a time.
+      metrics: what is counted.
     """
 
     settings: ServerSettings
@@ -99,6 +102,7 @@ class ServerState:
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     observers: list[Callable[[Served], None]] = dataclasses.field(default_factory=list)
     asking: set[Any] = dataclasses.field(default_factory=set)
+    scoring: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     metrics: Any = None
 
     @property

@@ -297,10 +297,10 @@ def test_it_can_be_read_at_any_width_and_in_the_dark(server, chromium, scheme):
 
 
 @pytest.fixture(scope="module")
-def keeping(running, served_model, village, tmp_path_factory):
+def keeping(running_server, served_model, village, tmp_path_factory):
     """A server that takes uploads."""
     data = tmp_path_factory.mktemp("data")
-    with running(served_model, {"village": village}, data=str(data)) as started:
+    with running_server(served_model, {"village": village}, data=str(data)) as started:
         yield started
 
 
@@ -347,11 +347,13 @@ def test_a_document_is_uploaded_asked_about_found_and_removed(keeping, chromium,
 
 
 @pytest.mark.slow
-def test_a_key_is_asked_for_and_forgotten(running, served_model, village, chromium, tmp_path):
+def test_a_key_is_asked_for_and_forgotten(
+    running_server, served_model, village, chromium, tmp_path
+):
     keys = tmp_path / "keys.toml"
     digest = hashlib.sha256(b"open sesame").hexdigest()
     keys.write_text(f'[[keys]]\nsha256 = "{digest}"\ntenant = "a"\nread = ["village"]\n')
-    with running(served_model, {"village": village}, keys=str(keys)) as keyed:
+    with running_server(served_model, {"village": village}, keys=str(keys)) as keyed:
         chromium.browser.get(keyed.url)
         for key in ("wrong", "open sesame"):
             chromium.until(lambda: chromium.one("#key-form").is_displayed())
