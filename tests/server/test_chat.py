@@ -73,7 +73,11 @@ def test_the_answer_is_that_of_generate(server, village):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"method": "full_attention", "prefix_cache": False}, {"method": "fusionrag", "recompute_ratio": 0.5}],
+    [
+        {},
+        {"method": "full_attention", "prefix_cache": False},
+        {"method": "fusionrag", "recompute_ratio": 0.5},
+    ],
     ids=["reused", "computed", "both"],
 )
 def test_usage_adds_up_and_is_equal_in_a_stream(server, options):
