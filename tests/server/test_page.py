@@ -245,6 +245,33 @@ def test_settings_are_asked_with(server, chromium):
 
 
 @pytest.mark.slow
+def test_keys_write_lines_and_examples_are_asked(server, chromium):
+    from selenium.webdriver.common.keys import Keys
+
+    chromium.open(server.url)
+    chromium.typed("one", Keys.SHIFT, Keys.ENTER, Keys.NULL, "two")
+    assert chromium.one("#question").get_attribute("value") == "one\ntwo"
+    assert chromium.all(".turn") == []
+    chromium.one("#examples button").click()
+    turn = chromium.until(lambda: chromium.all(".turn"))[0]
+    chromium.until(lambda: turn.find_elements("css selector", ".of-account"))
+    assert "falcon" in turn.text
+
+
+@pytest.mark.slow
+def test_a_page_that_comes_early_waits(server, chromium):
+    server.state.phase = "starting"
+    try:
+        chromium.browser.get(server.url)
+        chromium.until(lambda: chromium.one("#state").text == "not ready yet")
+        assert chromium.all("#model option") == []
+    finally:
+        server.state.phase = "ready"
+    chromium.until(lambda: chromium.all("#model option"))
+    assert chromium.one("#state").text == "ready"
+
+
+@pytest.mark.slow
 def test_an_error_is_told_as_the_server_says_it(server, chromium):
     chromium.open(server.url)
     turn = chromium.ask("Which gizmo?")
@@ -327,11 +354,18 @@ def test_a_document_is_uploaded_asked_about_found_and_removed(keeping, chromium,
     failed = chromium.one('[data-status="failed"]')
     assert "broken.pdf" in failed.text and failed.find_element("css selector", ".failed").text
 
+    chromium.script("""
+        const given = new DataTransfer();
+        given.items.add(new File(["File 23: Mela Forow works as a judge."], "mela.txt"));
+        document.querySelector("#drop").dispatchEvent(new DragEvent("drop", {dataTransfer: given}));
+    """)
+    chromium.until(lambda: len(chromium.all('[data-status="completed"]')) == 2)
+
     turn = chromium.ask("What is the home of Giso Berow?")
     assert turn.find_element("css selector", ".answer").text == "Tondorf"
     assert turn.find_element("css selector", ".sources b").text == "tilo.txt"
     chromium.one("#query").send_keys("Giso Berow\n")
-    (found,) = chromium.until(lambda: chromium.texts("#found li"))
+    found = chromium.until(lambda: chromium.texts("#found li"))[0]
     assert "tilo.txt" in found and "Tondorf" in found
 
     for row in chromium.all("#list li"):
