@@ -244,9 +244,11 @@ class Asking:
     @property
     def where(self) -> str:
         """Where it stands, in words."""
-        found = None if self._number is None else self._state.engine.where(self._number)
+        if self._number is None:
+            return "preparing"
+        found = self._state.engine.where(self._number)
         if found is None:
-            return "preparing" if self._number is None else "ending"
+            return "waiting"
         of = f" {found.there}/{found.chunks}" if found.status == "loading" else ""
         return found.status + of
 

@@ -2,21 +2,29 @@
 
 import asyncio
 import contextlib
+import logging
+import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 
 import uvicorn
 
 from jaxrag.errors import ConfigError
 from jaxrag.server.app import make_app
+from jaxrag.server.errors import unavailable
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state import ServerState
 from jaxrag.server.tenants import check_host
+from jaxrag.server.warm import warm_up
+
+_LOG = logging.getLogger("jaxrag.server")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _TURN = 0.05  # seconds between two looks at what still runs
-_GRACE = 5  # seconds for connections to close once everything was answered
+_GRACE = 2  # seconds for what was said last to reach its readers
+_SHOWN = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where everybody is listened to
 
 
 def bind(settings: ServerSettings) -> socket.socket:
@@ -27,9 +35,8 @@ def bind(settings: ServerSettings) -> socket.socket:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         bound = socket.socket(found[0][0], socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(
-            f"host {host!r}: {error.strerror}; name an address of this machine"
-        ) from None
+        why = f"host {host!r}: {error.strerror}; name an address of this machine"
+        raise ConfigError(why) from None
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(found[0][4])
@@ -42,10 +49,10 @@ def bind(settings: ServerSettings) -> socket.socket:
 
 
 def url_of(bound: socket.socket) -> str:
-    """Where clients find it."""
+    """Where clients on this machine find it."""
     host, port = bound.getsockname()[:2]
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{shown}:{port}"
+    host = _SHOWN.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Server:
@@ -56,6 +63,7 @@ class Server:
     """
 
     def __init__(self, state: ServerState, bound: socket.socket) -> None:
+        """Serves nobody yet."""
         self.state = state
         self._bound = bound
         config = uvicorn.Config(
@@ -68,43 +76,94 @@ class Server:
         )
         self._uvicorn = _Uvicorn(config)
         self._told = 0  # how often it was told to end
+        self._ending: asyncio.Task[None] | None = None
+        self._warming: threading.Thread | None = None
 
-    def run(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Serve until SIGTERM or SIGINT; ``ready`` is called once requests are taken."""
+    def run(self, ready: Callable[[], None]) -> None:
+        """Serve until SIGTERM or SIGINT; ``ready`` is called once requests are taken.
+
+        Raises what warm-up raises. A process that is told to end twice, or while it warms up, ends
+        here: what its threads wait for is not waited for.
+        """
         asyncio.run(self.serve(ready, signals=True))
+        if self._told > 1 or (self._warming is not None and self._warming.is_alive()):
+            logging.shutdown()
+            os._exit(0)
 
-    async def serve(self, ready: Callable[[], None] = lambda: None, signals: bool = False) -> None:
+    async def serve(self, ready: Callable[[], None], *, signals: bool = False) -> None:
         """As ``run``, in a loop that is there; ``signals``: in the main thread."""
         loop = asyncio.get_running_loop()
-        serving = asyncio.ensure_future(self._uvicorn.serve([self._bound]))
         if signals:
             for number in _SIGNALS:
                 loop.add_signal_handler(number, self.end)
+        serving = asyncio.ensure_future(self._uvicorn.serve([self._bound]))
+        warming: asyncio.Future[None] | None = None
         try:
             while not self._uvicorn.started and not serving.done():
                 await asyncio.sleep(_TURN)
+            if self.state.settings.warm_up:
+                warming = self._warm()
+                await asyncio.wait((warming, serving), return_when=asyncio.FIRST_COMPLETED)
+                if warming.done():
+                    warming.result()
             if self.state.phase == "starting":
                 self.state.phase = "ready"
-            ready()
+                ready()
             await serving
         finally:
-            self.state.close()
+            self._uvicorn.should_exit = True
+            await serving
+            await self._close()
+
+    async def _close(self) -> None:
+        """Let go of the state; what is being indexed is waited for unless it is told twice."""
+        closing = threading.Thread(target=self.state.close, name="jaxrag-close", daemon=True)
+        closing.start()
+        while closing.is_alive() and self._told < 2:
+            await asyncio.sleep(_TURN)
 
     def end(self) -> None:
         """Take no more requests, let those that run complete, and end; the second time: now."""
         self._told += 1
         self.state.phase = "draining"
-        if self._told == 1:
-            self._draining = asyncio.ensure_future(self._drain())
-        else:
-            self._uvicorn.should_exit = self._uvicorn.force_exit = True
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
+        """Wait for what runs, as long as it may take; the rest is told that the server ends."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self.state.settings.drain_seconds
-        while self.state.limits.running and loop.time() < until:
+        while self.state.limits.running and self._told == 1 and loop.time() < until:
             await asyncio.sleep(_TURN)
+        for asking in list(self.state.asking):
+            asking.fail(unavailable("the server is ending; ask another, or again later"))
         self._uvicorn.should_exit = True
+
+    def _warm(self) -> "asyncio.Future[None]":
+        """Warm up on a thread that no exit waits for."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def settle(error: BaseException | None) -> None:
+            if done.done():
+                return
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+
+        def work() -> None:
+            error: BaseException | None = None
+            try:
+                _LOG.info("%d programs compiled", warm_up(self.state))
+            except BaseException as raised:
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the loop is over
+                loop.call_soon_threadsafe(settle, error)
+
+        self._warming = threading.Thread(target=work, name="jaxrag-warm-up", daemon=True)
+        self._warming.start()
+        return done
 
 
 class _Uvicorn(uvicorn.Server):

@@ -42,7 +42,7 @@ async def detokenize(request: Request) -> JSONResponse:
     if given != [] and not is_ids(given):
         raise body.wrong("tokens", "a list of token ids")
     model = state.model
-    ids = as_token_ids(given, model.config, "tokens") if given else []
+    ids: HostArray | list[int] = as_token_ids(given, model.config, "tokens") if given else []
     text = model.text_tokenizer().decode(ids, skip_special=False)
     return JSONResponse({"prompt": text, "content": text})
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,6 @@ from jaxrag.server.state import ServerState, make_state
 ROOT = Path(__file__).parents[2]
 NAME = "synthetic"
 QUESTION = "Which animal does Kora Felell keep?"  # falcon, with k=3
-FILES = ["File 18: Giso Berow lives in Tondorf.", "File 23: Mela Forow works as a judge."]
-HOME = "What is the home of Giso Berow?"  # Tondorf, by FILES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +62,59 @@ def village(served_model: Model, tmp_path_factory: pytest.TempPathFactory) -> It
     with KnowledgeBase.open(folder, model=served_model, **settings) as kb:
         kb.add(read_paths([str(ROOT / "examples/village")]))
     yield folder
+
+
+@pytest.fixture(scope="session")
+def start() -> Callable[..., contextlib.AbstractContextManager[Running]]:
+    """``start(model, {"name": folder}, change, **settings)``; see ``running``."""
+    return running
+
+
+@pytest.fixture(scope="session")
+def held() -> Callable[[ServerState], contextlib.AbstractContextManager[None]]:
+    """``held(state)``: while the block runs the engine's thread does nothing."""
+    return _held
+
+
+@contextlib.contextmanager
+def _held(state: ServerState) -> Iterator[None]:
+    there, go = threading.Event(), threading.Event()
+
+    def job(runner: object) -> None:
+        there.set()
+        assert go.wait(60)
+
+    thread = threading.Thread(target=state.engine.call, args=(job,))
+    thread.start()
+    try:
+        assert there.wait(60)
+        yield
+    finally:
+        go.set()
+        thread.join(60)
+
+
+@pytest.fixture(scope="session")
+def idle() -> Callable[[ServerState], None]:
+    """``idle(state)``: waits until nobody is served; AssertionError where something is left."""
+    return _idle
+
+
+def _idle(state: ServerState) -> None:
+    core, deadline = state.engine._core, time.monotonic() + 20
+    assert core is not None
+    while core.busy or state.limits.running or state.asking:
+        assert time.monotonic() < deadline, (core.state.scheduler.live, state.asking)
+        time.sleep(0.01)
+
+    def look(runner: Any) -> None:
+        scheduler, allocator = core.state.scheduler, runner.cache.allocator
+        scheduler.check()
+        assert not scheduler.live and not scheduler.occupancy
+        assert allocator.num_free + allocator.num_unpinned == allocator.num_pages
+
+    state.engine.call(look)
+    assert (state.limits.waiting, state.limits.waiting_tokens) == (0, 0)
 
 
 @contextlib.contextmanager
