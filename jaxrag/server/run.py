@@ -121,7 +121,14 @@ class Server:
             self._uvicorn.should_exit = True
             await serving
             watching.cancel()
-            self.state.close()
+            await self._close()
+
+    async def _close(self) -> None:
+        """Let go of the state; what is being indexed is waited for unless it is told twice."""
+        closing = threading.Thread(target=self.state.close, name="jaxrag-close", daemon=True)
+        closing.start()
+        while closing.is_alive() and self._told < 2:
+            await asyncio.sleep(_TURN)
 
     def end(self) -> None:
         """Take no more requests, let those that run complete, and end; the second time: now."""

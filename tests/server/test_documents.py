@@ -268,8 +268,12 @@ def test_embeddings_are_those_of_the_knowledge_base(
             assert np.array_equal(np.frombuffer(data, "<f4"), bag_of_letters(["abc"])[0])
             numbers = started.post("/v1/embeddings", **asked, dimensions=16).json()
             assert numbers["data"][0]["embedding"][:3] == [1.0, 1.0, 1.0]
-            for wrong, param in (({"dimensions": 8}, "dimensions"), ({"input": [[1, 2]]}, "input"),
-                                 ({"input": []}, "input"), ({"model": "synthetic@village"}, "model")):  # fmt: skip
+            for wrong, param in (
+                ({"dimensions": 8}, "dimensions"),
+                ({"input": [[1, 2]]}, "input"),
+                ({"input": []}, "input"),
+                ({"model": "synthetic@village"}, "model"),
+            ):
                 answer = started.post("/v1/embeddings", **{**asked, **wrong})
                 assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     none = server.post("/v1/embeddings", input="abc")
