@@ -161,9 +161,3 @@ def server(served_model: Model, village: Path) -> Iterator[Running]:
     """One server for all tests that change nothing of it: the village is its knowledge base."""
     with running(served_model, {"village": village}) as started:
         yield started
-
-
-@pytest.fixture(scope="session")
-def running_server() -> Callable[..., contextlib.AbstractContextManager[Running]]:
-    """``running_server(model, bases, **settings)``: ``running``, for a server of one's own."""
-    return running
