@@ -47,17 +47,26 @@ class Form(Protocol):
 
 
 async def visited(
-    request: Request, handle: Callable[[Visit, Body], Coroutine[Any, Any, Response]]
+    request: Request, handle: Callable[[Visit, Body], Coroutine[Any, Any, Response]], asked: str
 ) -> Response:
-    """Have a request to the model handled, and the server told how it ended."""
+    """Have a request to the model handled, and the server told how it ended.
+
+    ``asked`` is the field of what is asked, in errors.
+    """
     visit = Visit(request)
     try:
         visit.knock()
         body = await read_body(request)
         response = await unless_left(request, handle(visit, body))
-    except BaseException as error:
+    except asyncio.CancelledError as error:
         visit.end(error)
         raise
+    except Exception as error:
+        problem = visit.end(error)
+        assert problem is not None
+        if problem.param == "messages":
+            problem.param = asked
+        raise problem from error
     if not isinstance(response, EventStream):
         visit.end()
     return response

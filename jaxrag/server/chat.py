@@ -22,7 +22,7 @@ from jaxrag.server.visit import Visit
 
 async def chat_completions(request: Request) -> Response:
     """Answer the last message."""
-    return await visited(request, _chat)
+    return await visited(request, _chat, "messages")
 
 
 async def _chat(visit: Visit, body: Body) -> Response:

@@ -28,7 +28,7 @@ _MOST_PROMPTS = 64
 
 async def completions(request: Request) -> Response:
     """Go on from every prompt."""
-    return await visited(request, _complete)
+    return await visited(request, _complete, "prompt")
 
 
 async def _complete(visit: Visit, body: Body) -> Response:

@@ -1,12 +1,13 @@
 """What goes wrong, as HTTP says it: a status, and OpenAI's object with one line of text."""
 
+import asyncio
 import logging
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
 from jaxrag.errors import (
@@ -25,17 +26,22 @@ from jaxrag.errors import (
     TokenizerError,
 )
 
+LEFT = 499  # the status of a client that left before its answer
+
 _LOG = logging.getLogger("jaxrag.server")
 
 _INVALID = "invalid_request_error"
 _NO_RETRY = {"x-should-retry": "false"}
 _AGAIN = 5  # seconds after which to ask again where nothing tells better
 _PARAM = re.compile(r"([a-z_]+)(?:\[\d+\])?[=:. ]")
+_ASKED = (
+    "the question", "the last of messages", "the system message", "an earlier", "messages"
+)  # fmt: skip
 _NAMES = {"max_new_tokens": "max_tokens", "question": "messages"}  # of generate: of the request
 _PARAMS = frozenset({
     "blocks", "decode", "documents", "earlier_turns", "k", "max_new_tokens", "messages", "method",
-    "misses", "priority", "prompt", "question", "recompute_ratio", "seed", "stop", "temperature",
-    "timeout", "top_k", "top_p", "where",
+    "misses", "priority", "question", "recompute_ratio", "seed", "stop", "temperature", "timeout",
+    "tokens", "top_k", "top_p", "where",
 })  # fmt: skip
 
 
@@ -73,6 +79,13 @@ class Problem(Exception):
         """The object that is answered with."""
         shown = {n: getattr(self, n) for n in ("message", "type", "param", "code")}
         return {"error": shown}
+
+
+class ClientLeft(Problem):
+    """The client closed its connection; nobody reads what is said of it."""
+
+    def __init__(self) -> None:
+        super().__init__(LEFT, "the client left", type="client_error", code="client_left")
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> Problem:
@@ -122,6 +135,8 @@ def problem_of(error: BaseException) -> Problem:
         return error
     if isinstance(error, HTTPException):
         return _of_http(error)
+    if isinstance(error, ClientDisconnect | asyncio.CancelledError):
+        return ClientLeft()
     if not isinstance(error, JaxragError):
         _LOG.error("a request failed", exc_info=error)
         what = "the server failed on this request; its log says why"
@@ -148,6 +163,8 @@ def problem_of(error: BaseException) -> Problem:
 
 def _param(text: str) -> str | None:
     """The field that a message begins with, as the project's messages do."""
+    if text.startswith(_ASKED):
+        return "messages"
     found = _PARAM.match(text)
     name = found[1] if found else None
     return _NAMES.get(name, name) if name in _PARAMS else None

@@ -11,6 +11,7 @@ from jaxrag.server.tenants import Access
 
 _HALF_LIFE = 30.0  # seconds after which what was served counts half in the measured rate
 _MINUTE = 60.0
+_LEAST = 1e-3  # tokens that are left of a minute's where a tenant may ask
 _SHORTEST, _LONGEST = 1.0, 120.0  # seconds that a client is told to wait
 
 
@@ -68,23 +69,26 @@ class Bucket:
     """So many a minute, all of them at once at most."""
 
     def __init__(self, per_minute: float, clock: Callable[[], float]) -> None:
-        self._most = per_minute
+        self._rate = per_minute / _MINUTE
+        self._most = max(per_minute, 1.0)
         self._clock = clock
-        self._left = per_minute
+        self._left = self._most
         self._last = clock()
 
-    def take(self, amount: float) -> float:
-        """Take some where anything is left, and 0; else the seconds until something is.
+    def take(self, amount: float) -> None:
+        """Take some, there or not: what is not there comes off what comes next."""
+        self._fill()
+        self._left -= amount
 
-        More may be taken than is left: what comes next waits longer.
-        """
+    def seconds_until(self, amount: float) -> float:
+        """How long until so much is there; 0 where it is."""
+        self._fill()
+        return max(amount - self._left, 0.0) / self._rate
+
+    def _fill(self) -> None:
         now = self._clock()
-        self._left = min(self._most, self._left + (now - self._last) * self._most / _MINUTE)
+        self._left = min(self._most, self._left + (now - self._last) * self._rate)
         self._last = now
-        if self._left > 0:
-            self._left -= amount
-            return 0.0
-        return (1e-3 - self._left) * _MINUTE / self._most
 
 
 class Limits:
@@ -185,17 +189,20 @@ class Limits:
             self._waiting[ticket.access.tenant] -= ticket.prompts
 
     def _check_rate(self, access: Access) -> None:
+        limits = access.limits
         for what, most, buckets, amount in (
-            ("requests", access.limits.requests_per_minute, self._requests, 1.0),
-            ("tokens", access.limits.tokens_per_minute, self._spent, 0.0),
+            ("requests", limits.requests_per_minute, self._requests, 1.0),
+            ("tokens", limits.tokens_per_minute, self._spent, _LEAST),
         ):
             if most is None:
                 continue
             bucket = buckets.setdefault(access.tenant, Bucket(most, self._clock))
-            seconds = bucket.take(amount)
+            seconds = bucket.seconds_until(amount)
             if seconds:
                 raise busy(
                     f"your limit of {most:g} {what} a minute is reached; send it again later",
                     seconds,
                     "rate_limit_exceeded",
                 )
+            if buckets is self._requests:
+                bucket.take(amount)

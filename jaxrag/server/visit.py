@@ -8,20 +8,11 @@ from typing import Any
 from starlette.requests import Request
 
 from jaxrag.serve.answers import Result
-from jaxrag.server.errors import Problem, problem_of
+from jaxrag.server.errors import LEFT, ClientLeft, Problem, problem_of
 from jaxrag.server.health import check_ready
 from jaxrag.server.limits import Ticket
 from jaxrag.server.state import Ended, Served, ServerState, state_of
 from jaxrag.server.tenants import Access
-
-LEFT = 499  # the status of a client that left before its answer
-
-
-class ClientLeft(Problem):
-    """The client closed its connection; nobody reads what is said of it."""
-
-    def __init__(self) -> None:
-        super().__init__(LEFT, "the client left", type="client_error", code="client_left")
 
 
 class Visit:
@@ -87,11 +78,7 @@ class Visit:
 
     def end(self, error: BaseException | None = None) -> Problem | None:
         """It is over; what its client is told of an error. Counts once."""
-        problem: Problem | None = None
-        if isinstance(error, asyncio.CancelledError):
-            problem = ClientLeft()
-        elif error is not None:
-            problem = problem_of(error)
+        problem = None if error is None else problem_of(error)
         if self._told:
             return problem
         self._told = True
