@@ -176,9 +176,3 @@ def server(served_model: Model, village: Path) -> Iterator[Running]:
 def running_fixture() -> Callable[..., contextlib.AbstractContextManager[Running]]:
     """``running(model, bases, change, **settings)``: a server of its own."""
     return running
-
-
-@pytest.fixture(scope="session")
-def running_server() -> Callable[..., contextlib.AbstractContextManager[Running]]:
-    """``running_server(model, bases, **settings)``: ``running``, for a server of one's own."""
-    return running

@@ -324,10 +324,10 @@ def test_it_can_be_read_at_any_width_and_in_the_dark(server, chromium, scheme):
 
 
 @pytest.fixture(scope="module")
-def keeping(running_server, served_model, village, tmp_path_factory):
+def keeping(running, served_model, village, tmp_path_factory):
     """A server that takes uploads."""
     data = tmp_path_factory.mktemp("data")
-    with running_server(served_model, {"village": village}, data=str(data)) as started:
+    with running(served_model, {"village": village}, data=str(data)) as started:
         yield started
 
 
@@ -387,7 +387,7 @@ def test_a_key_is_asked_for_and_forgotten(
     keys = tmp_path / "keys.toml"
     digest = hashlib.sha256(b"open sesame").hexdigest()
     keys.write_text(f'[[keys]]\nsha256 = "{digest}"\ntenant = "a"\nread = ["village"]\n')
-    with running_server(served_model, {"village": village}, keys=str(keys)) as keyed:
+    with running(served_model, {"village": village}, keys=str(keys)) as keyed:
         chromium.browser.get(keyed.url)
         for key in ("wrong", "open sesame"):
             chromium.until(lambda: chromium.one("#key-form").is_displayed())

@@ -35,9 +35,9 @@ class Stuck:
 
 
 @pytest.fixture(scope="module")
-def patient(running_server, served_model, village):
+def patient(start, served_model, village):
     settings = {"stall_seconds": STALL, "watchdog_seconds": STALL, "hold_seconds": 0.01}
-    with running_server(served_model, {"village": village}, **settings) as server:
+    with start(served_model, {"village": village}, **settings) as server:
         server.chat(QUESTION)
         yield server
 
