@@ -381,9 +381,7 @@ def test_a_document_is_uploaded_asked_about_found_and_removed(keeping, chromium,
 
 
 @pytest.mark.slow
-def test_a_key_is_asked_for_and_forgotten(
-    running_server, served_model, village, chromium, tmp_path
-):
+def test_a_key_is_asked_for_and_forgotten(running, served_model, village, chromium, tmp_path):
     keys = tmp_path / "keys.toml"
     digest = hashlib.sha256(b"open sesame").hexdigest()
     keys.write_text(f'[[keys]]\nsha256 = "{digest}"\ntenant = "a"\nread = ["village"]\n')
