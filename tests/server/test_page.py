@@ -215,6 +215,7 @@ def test_full_attention_stands_beside_it(server, chromium):
         "full_attention\nvillage",
     ]
     assert chromium.texts(".answer") == ["falcon", "falcon"]
+    assert chromium.script(FAINT) == []
     assert "Both answers are the same." in said and "first token" in said
     ours, theirs = (chromium.parts("tokens", card)[0] for card in (0, 1))
     assert ours["sum"] == theirs["sum"] == ours["reused"] == theirs["recomputed"]
@@ -354,9 +355,10 @@ def test_a_document_is_uploaded_asked_about_found_and_removed(keeping, chromium,
     failed = chromium.one('[data-status="failed"]')
     assert "broken.pdf" in failed.text and failed.find_element("css selector", ".failed").text
 
+    assert chromium.script(FAINT) == chromium.script(UNNAMED) == chromium.script(SAME_IDS) == []
     chromium.script("""
         const given = new DataTransfer();
-        given.items.add(new File(["File 23: Mela Forow works as a judge."], "mela.txt"));
+        given.items.add(new File(["File 23: <img src=x onerror='window.hurt=1'>"], "<i>mela.txt"));
         document.querySelector("#drop").dispatchEvent(new DragEvent("drop", {dataTransfer: given}));
     """)
     chromium.until(lambda: len(chromium.all('[data-status="completed"]')) == 2)
@@ -367,6 +369,12 @@ def test_a_document_is_uploaded_asked_about_found_and_removed(keeping, chromium,
     chromium.one("#query").send_keys("Giso Berow\n")
     found = chromium.until(lambda: chromium.texts("#found li"))[0]
     assert "tilo.txt" in found and "Tondorf" in found
+
+    chromium.one("#query").clear()
+    chromium.one("#query").send_keys("img\n")
+    (found,) = chromium.until(lambda: [it for it in chromium.texts("#found li") if "img" in it])
+    assert "<i>mela.txt" in found and "<img src=x onerror='window.hurt=1'>" in found
+    assert chromium.script("return [window.hurt, document.images.length]") == [None, 0]
 
     for row in chromium.all("#list li"):
         row.find_element("css selector", "button").click()
