@@ -113,8 +113,8 @@ class Page:
     def run(self, command, **options):
         self.browser.execute_cdp_cmd(command, options)
 
-    def script(self, text):
-        return self.browser.execute_script(text)
+    def script(self, text, *given):
+        return self.browser.execute_script(text, *given)
 
     def all(self, selector):
         return self.browser.find_elements("css selector", selector)
@@ -124,7 +124,9 @@ class Page:
         return found
 
     def texts(self, selector):
-        return [it.text for it in self.all(selector)]
+        """Of all that fit, in one look: they may be replaced meanwhile."""
+        words = "return [...document.querySelectorAll(arguments[0])].map((it) => it.innerText)"
+        return [it.strip() for it in self.script(words, selector)]
 
     def until(self, true):
         """Wait for something; returns it."""
@@ -346,12 +348,8 @@ def test_a_document_is_uploaded_asked_about_found_and_removed(keeping, chromium,
     chromium.until(lambda: "in mine" in chromium.one("#documents summary").text)
     chromium.until(lambda: chromium.one("#none").is_displayed())
     chromium.one("#files").send_keys(f"{good}\n{bad}")
-    chromium.until(
-        lambda: (
-            {it.get_attribute("data-status") for it in chromium.all("#list li")}
-            == {"completed", "failed"}
-        )
-    )
+    statuses = "return [...document.querySelectorAll('#list li')].map((it) => it.dataset.status)"
+    chromium.until(lambda: sorted(map(str, chromium.script(statuses))) == ["completed", "failed"])
     failed = chromium.one('[data-status="failed"]')
     assert "broken.pdf" in failed.text and failed.find_element("css selector", ".failed").text
 
