@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from starlette.requests import Request
 
@@ -24,6 +24,19 @@ from jaxrag.server.tenants import Access, Tenants, bearer
 
 Phase = Literal["starting", "ready", "draining"]
 Ended = Literal["finished", "cancelled", "expired", "refused", "failed"]
+
+
+class OnItsWay(Protocol):
+    """A prompt that was let in and whose answer is not complete."""
+
+    @property
+    def where(self) -> str:
+        """Where it stands, in words."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """It ends with an error, wherever it stands."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +92,7 @@ class ServerState:
       created: when it began, in seconds since 1970.
       observers: told of every request to the model that ended, on the event loop's thread; they
         must not wait.
-      asking: prompts on their way (``asking.Asking``).
+      asking: prompts on their way.
       scoring: is held by who has texts scored, one at a time.
       metrics: what is counted.
     """
@@ -96,7 +109,7 @@ class ServerState:
     phase: Phase = "starting"
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     observers: list[Callable[[Served], None]] = dataclasses.field(default_factory=list)
-    asking: set[Any] = dataclasses.field(default_factory=set)
+    asking: set[OnItsWay] = dataclasses.field(default_factory=set)
     scoring: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     metrics: Any = None
     uploads: Any = None
