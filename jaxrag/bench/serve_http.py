@@ -24,7 +24,19 @@ _NAME = "model"
 
 
 class OwnServer(HttpPeer):
-    """A server of this package."""
+    """A server of this package.
+
+    Attributes:
+      pid: of its process; None: not of this machine.
+    """
+
+    pid: int | None = None
+
+    def peak_bytes(self) -> int:
+        """The most memory that its process has held so far."""
+        status = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8")
+        [line] = [it for it in status.splitlines() if it.startswith("VmHWM:")]
+        return int(line.split()[1]) << 10
 
     def body(self, asked: Asked, salt: str) -> dict[str, Any]:
         """The request for exactly so many greedy tokens, streamed; chunks as documents."""
@@ -88,6 +100,8 @@ def own_server(
     try:
         url = f"http://127.0.0.1:{port}"
         until_ready(process, url, log, "/ready")
-        yield OwnServer(url, {"name": "jaxrag serve, in a process of its own"})
+        server = OwnServer(url, {"name": "jaxrag serve, in a process of its own"})
+        server.pid = process.pid
+        yield server
     finally:
         end(process)

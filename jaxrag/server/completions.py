@@ -77,7 +77,7 @@ async def _together(visit: Visit, jobs: Sequence[Callable[[], HostArray]]) -> li
 def _ids(model: Model, prompt: Text) -> HostArray:
     """A prompt that stands alone as token ids; a text is led by what the model expects first."""
     if not isinstance(prompt, str):
-        return as_token_ids(prompt, model.config, "prompt")
+        return as_token_ids(prompt, model.config, "question")
     tokenizer = model.text_tokenizer()
     ids = tokenizer.encode(prompt, special=True)
     leading = tokenizer.leading_ids

@@ -8,7 +8,7 @@ import json
 import random
 import resource
 import socket
-import time
+import threading
 
 import httpx
 import jax
@@ -103,8 +103,8 @@ def test_a_nan_in_one_row_fails_that_row_alone(server, idle, monkeypatch):
 
 
 def test_a_step_that_takes_the_pool_with_it_costs_nobody_an_answer(server, idle, monkeypatch):
-    restarts = server.state.engine.standing().restarts
     expected = text_of(server.post(CHAT, **LONG))
+    restarts = server.state.engine.standing().restarts
     step, steps = lanes.Lane.step, iter(range(10**6))
 
     def broken(lane, block):
@@ -147,33 +147,39 @@ def test_storage_that_fails_is_503_and_others_do_not_notice(own, idle, monkeypat
         assert "cannot be read" in answer.json()["error"]["message"]
         assert text_of(own.post(CHAT, **beside)) == "Tondorf"
     assert text_of(own.post(CHAT, **BODY)) == "falcon"
-    failed = own.client.get("/metrics").text
-    assert 'jaxrag_loads_total{link="village",result="failed"} 1.0' in failed
+    failed = 'jaxrag_loads_total{link="village",result="failed"} '
+    assert float(own.client.get("/metrics").text.split(failed)[1].split()[0]) >= 1
     idle(own.state)
 
 
 def test_storage_that_hangs_is_504_in_time_and_others_do_not_notice(own, idle, monkeypatch):
-    store, go = own.state.knowledge_bases["village"].store, asyncio.Event()
+    store, go = own.state.knowledge_bases["village"].store, threading.Event()
     get_many = type(store).get_many
 
     def hangs(*args, **kwargs):
-        while not go.is_set():
-            time.sleep(0.01)
+        assert go.wait(60)
         return get_many(*args, **kwargs)
 
-    beside = {"messages": [{"role": "user", "content": "What is the home of Giso Berow?"}],
-              "documents": FILES}  # fmt: skip
-    text_of(own.post(CHAT, **beside))
+    def beside():
+        """Shares no chunk with the other, not even a prefix: who shares one waits for it."""
+        ids = {"prompt": [9, 8, 7], "documents": [list(range(20, 40)), list(range(50, 60))]}
+        answer = own.post("/v1/completions", **ids, max_tokens=4, ignore_eos=True)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
+    expected = beside()
     own.state.engine.forget()
     monkeypatch.setattr(type(store), "get_many", hangs)
-    with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        late = threads.submit(own.post, CHAT, **BODY, timeout=1.0)
-        assert text_of(own.post(CHAT, **beside)) == "Tondorf"
-        answer = late.result()
-    assert answer.status_code == 504
-    assert answer.headers["x-should-retry"] == "false"
-    assert own.client.get("/health").status_code == 200  # it waits, and is not stuck
-    go.set()
+    try:
+        with concurrent.futures.ThreadPoolExecutor(1) as threads:
+            late = threads.submit(own.post, CHAT, **BODY, timeout=1.0)
+            assert beside() == expected
+            answer = late.result()
+        assert answer.status_code == 504
+        assert answer.headers["x-should-retry"] == "false"
+        assert own.client.get("/health").status_code == 200  # it waits, and is not stuck
+    finally:
+        go.set()
     idle(own.state)
 
 
@@ -211,9 +217,17 @@ def test_idle_connections_keep_nobody_out(server, count):
             one.close()
 
 
-@pytest.mark.parametrize("framing", ["content-length", "transfer-encoding"])
-def test_a_body_of_100_mb_is_413_and_is_not_kept(server, framing):
-    """Whether it says how long it is or not; its sender may be cut off before it reads that."""
+def test_a_body_of_100_mb_is_413_before_it_is_sent(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as one:
+        one.sendall(
+            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {100 << 20}\r\n\r\n".encode()
+        )
+        assert one.recv(1 << 12).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_body_without_an_end_is_413_and_is_not_kept(server):
+    """No length is given; the sender may be cut off before it reads the answer."""
     refused = 'jaxrag_refused_total{reason="request_too_large"} '
 
     def count():
@@ -222,9 +236,8 @@ def test_a_body_of_100_mb_is_413_and_is_not_kept(server, framing):
 
     before, was = count(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     pieces = (b" " * (1 << 20) for _ in range(100))
-    headers = {"content-length": str(100 << 20)} if framing == "content-length" else {}
     with contextlib.suppress(httpx.WriteError, httpx.ReadError):
-        answer = httpx.post(server.url + CHAT, content=pieces, headers=headers)
+        answer = httpx.post(server.url + CHAT, content=pieces)
         assert answer.status_code == 413
         assert answer.json()["error"]["code"] == "request_too_large"
     grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - was)

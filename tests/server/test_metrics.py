@@ -1,6 +1,9 @@
 """GET /metrics: what is counted adds up, and no label is made up by a client."""
 
 import dataclasses
+import json
+import re
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -108,7 +111,9 @@ def test_what_the_engine_holds(server):
     assert value(samples, "ready") == 1
     assert total(samples, "engine_requests") == 0 == value(samples, "http_requests")
     assert value(samples, "waiting_seconds", of="longest") == 0
-    assert value(samples, "engine_restarts_total") == value(samples, "preemptions_total") == 0
+    standing = server.state.engine.standing()
+    assert value(samples, "engine_restarts_total") == standing.restarts
+    assert value(samples, "preemptions_total") == 0
     assert value(samples, "link_bytes_total", link="village") > 0
     assert value(samples, "loads_total", link="village", result="ok") > 0
     assert value(samples, "last_step_timestamp_seconds") > 1.6e9
@@ -150,3 +155,32 @@ def test_the_state_of_the_engine(server):
     assert sum(told["standing"]["pages"].values()) == server.state.engine.runner.num_pages
     assert {it["name"] for it in told["tiers"]["links"]} >= {"village"}
     assert told["programs"] and sum(told["programs"].values()) == sum(told["compilations"].values())
+
+
+DASHBOARD = Path(__file__).parents[2] / "configs/grafana/jaxrag.json"
+SELECTOR = re.compile(r"\b(jaxrag_\w+)(?:\{([^}]*)\})?")
+BY = re.compile(r"by \(([^)]*)\) \(rate\((jaxrag_\w+)")
+
+
+def test_every_metric_of_the_dashboard_is_there_with_its_labels(server):
+    server.chat(QUESTION, stream=True)
+    assert server.chat(QUESTION, temperature=-1).status_code == 400
+    there = {}
+    for name, labels in scrape(server):
+        there.setdefault(name, set()).update(dict(labels))
+    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    asked = [target["expr"] for panel in panels for target in panel["targets"]]
+    used = {name for expr in asked for name, _ in SELECTOR.findall(expr)}
+    assert used <= there.keys()
+    for expr in asked:
+        for name, selector in SELECTOR.findall(expr):
+            wanted = {part.split("=")[0].rstrip("!~") for part in selector.split(",") if part}
+            assert wanted <= there[name], expr
+        for labels, name in BY.findall(expr):
+            assert set(labels.split(", ")) <= there[name], expr
+    families = {it.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count")
+                for it in used}  # fmt: skip
+    told = {it.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for it in there}
+    assert told - families <= {"jaxrag_pool_chunks"}  # what is counted is shown
+    places = [(it["gridPos"]["x"], it["gridPos"]["y"]) for it in panels]
+    assert len(set(places)) == len(places) == len({it["id"] for it in panels})

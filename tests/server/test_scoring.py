@@ -119,7 +119,7 @@ def test_scoring_goes_on_beside_chats(server):
         ({"temperature": 0.5}, "temperature"),
         ({"stream": True}, "stream"),
         ({"prompt": [[1, 10**6]]}, "prompt"),
-        ({"prompt": [5] * 9000}, "messages"),
+        ({"prompt": [5] * 9000}, "prompt"),
     ],
 )
 def test_what_cannot_be_scored(server, body, param):
