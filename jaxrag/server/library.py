@@ -194,6 +194,8 @@ class Library:
 
     def close(self) -> None:
         """Stop indexing and close everything; what is in progress is taken up at the next open."""
+        if self._closed.is_set():
+            return
         self._closed.set()
         self.indexer.close()
         self._keeper.join()
