@@ -60,14 +60,16 @@ class Server:
 
     Attributes:
       state: what it serves.
+      app: how.
     """
 
     def __init__(self, state: ServerState, bound: socket.socket) -> None:
         """Serves nobody yet."""
         self.state = state
         self._bound = bound
+        self.app = make_app(state)
         config = uvicorn.Config(
-            make_app(state),
+            self.app,
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -197,6 +197,13 @@ def offered_methods(settings: ServerSettings) -> dict[str, Method]:
     if unknown := [name for name in names if name not in METHODS]:
         raise ConfigError(f"methods: {unknown[0]!r}: expected some of {', '.join(METHODS)}")
     default = method_named(settings.method)
+    if not settings.allow_history_dependent and (
+        default.prefix_cache or default.misses == "in_place"
+    ):
+        raise ConfigError(
+            f"method {default.name!r}: prefix_cache and misses='in_place' make answers depend on "
+            "what was asked before; pass --allow-history-dependent to have it so"
+        )
     return {default.name: default} | {name: METHODS[name] for name in names}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
 
 from jaxrag.documents import read_paths
 from jaxrag.knowledge_base import KnowledgeBase
@@ -31,12 +32,16 @@ class Running:
     Attributes:
       url: where.
       state: of it.
+      app: with its routes.
       client: asks it, without retries.
+      end: tells it to end.
     """
 
     url: str
     state: ServerState
+    app: Starlette
     client: httpx.Client
+    end: Callable[[], None]
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         """Send a JSON body."""
@@ -141,14 +146,18 @@ def running(
             loops.append(asyncio.get_running_loop())
             await server.serve(ready.set)
 
+        def end() -> None:
+            with contextlib.suppress(RuntimeError):  # it has ended
+                loops[0].call_soon_threadsafe(server.end)
+
         thread = threading.Thread(target=asyncio.run, args=(serve(),), name="server")
         thread.start()
         try:
             assert ready.wait(30)
             with httpx.Client(base_url=url, timeout=60) as client:
-                yield Running(url, state, client)
+                yield Running(url, state, server.app, client, end)
         finally:
-            loops[0].call_soon_threadsafe(server.end)
+            end()
             thread.join(30)
             model.engine = was
             for kb in opened.values():
