@@ -2,7 +2,9 @@
 
 import argparse
 import dataclasses
+import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,9 +83,9 @@ def run(args: argparse.Namespace) -> int:
         bases = open_bases(settings, model)
         try:
             server = Server(make_state(settings, model, bases), bound)
-            server.run(
-                lambda: print(banner(url_of(bound), server.state.name, list(bases)), flush=True)
-            )
+            question = next(iter(settings.questions), "Who are you?")
+            told = banner(url_of(bound), server.state.name, list(bases), question)
+            server.run(lambda: print(told, flush=True))
         finally:
             for base in bases.values():
                 base.close()
@@ -161,11 +163,13 @@ def open_bases(settings: "ServerSettings", model: "Model") -> "dict[str, Knowled
     return opened
 
 
-def banner(url: str, name: str, bases: "list[str]") -> str:
+def banner(url: str, name: str, bases: "Sequence[str]", question: str) -> str:
     """What is served where, and a command to try it."""
     shown = ", ".join(f"{name}@{base}" for base in bases) or "none"
-    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "..."}}]}}'
+    model = f"{name}@{bases[0]}" if bases else name
+    asked = {"model": model, "messages": [{"role": "user", "content": question}]}
+    body = json.dumps(asked, ensure_ascii=False).replace("'", "\\u0027")
     return (
-        f"jaxrag serves {name} at {url} (knowledge bases: {shown})\n"
+        f"jaxrag serves {name} at {url} (with knowledge bases: {shown}); try\n"
         f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
     )

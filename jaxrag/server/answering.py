@@ -7,10 +7,11 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from jaxrag.errors import DeadlineExceeded
+from jaxrag.errors import DeadlineExceeded, Overloaded
 from jaxrag.serve.answers import Result
 from jaxrag.serve.questions import ReadyQuestion, Settings
 from jaxrag.server.asking import LATE, Asking, Inbox, Piece, account, usage
+from jaxrag.server.errors import busy
 from jaxrag.server.fields import Body, Generation, read_body
 from jaxrag.server.models import chosen
 from jaxrag.server.sse import EventStream, comment, event
@@ -62,7 +63,10 @@ async def visited(
         visit.end(error)
         raise
     except Exception as error:
-        problem = visit.end(error)
+        told: Exception = error
+        if isinstance(error, Overloaded):  # by the engine's own bounds
+            told = busy(str(error), visit.state.limits.seconds_until_room())
+        problem = visit.end(told)
         assert problem is not None
         if problem.param == "messages":
             problem.param = asked

@@ -10,6 +10,8 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from jaxrag import errors
+from jaxrag.engine.admission import SchedulerSettings
+from jaxrag.engine.state import EngineSettings
 from jaxrag.server.errors import problem_of
 
 CHAT = "/v1/chat/completions"
@@ -235,6 +237,39 @@ def test_time_that_is_over_in_a_stream_is_an_error_event(served_model, village, 
     assert waiting[0].status_code == 200
     last = waiting[0].text.strip().split("\n\n")[-1]
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+
+
+def test_storage_that_does_not_answer_is_503(server, monkeypatch):
+    def down(*_, **__):
+        raise errors.StoreError("s3://bucket: cannot be read; try again")
+
+    monkeypatch.setattr(server.state.knowledge_bases["village"], "search", down)
+    answer = server.chat()
+    assert (answer.status_code, told(answer)["code"]) == (503, "unavailable")
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+def test_the_bounds_of_the_engine_itself_are_429_too(served_model, village, start, held, idle):
+    engine = EngineSettings(scheduler=SchedulerSettings(max_waiting=1))
+    with start(served_model, {"village": village}, engine=engine) as server:
+        server.chat()
+        answers = []
+        with held(server.state):
+            asking = [
+                threading.Thread(target=lambda: answers.append(server.chat())) for _ in range(3)
+            ]
+            for one in asking:
+                one.start()
+            until = time.monotonic() + 20
+            while sum(it.where == "waiting" for it in list(server.state.asking)) < 3:
+                assert time.monotonic() < until
+                time.sleep(0.005)
+        for one in asking:
+            one.join(20)
+        refused = [it for it in answers if it.status_code == 429]
+        assert sorted(it.status_code for it in answers) == [200, 429, 429]
+        assert all(1 <= int(it.headers["retry-after"]) <= 120 for it in refused)
+        idle(server.state)
 
 
 @pytest.mark.parametrize("phase", ["starting", "draining"])
