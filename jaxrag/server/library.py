@@ -28,7 +28,7 @@ from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.knowledge_base.maintained import DEFAULT_GRACE_SECONDS
 from jaxrag.methods import Method
 from jaxrag.models.model import Model
-from jaxrag.server.durable import disk_errors, make_folder, sync_folder
+from jaxrag.server.durable import PRIVATE, disk_errors, make_folder, sync_folder
 from jaxrag.server.errors import forbidden, invalid, not_found
 from jaxrag.server.indexing import Indexer
 from jaxrag.server.registry import FileRow, Member, Registry, StoreRow, new_id
@@ -135,7 +135,7 @@ class Library:
         self._served, self._recipe, self._tenants = served, recipe, tenants
         self._grace = grace_seconds
         with disk_errors(data):
-            make_folder(data)
+            make_folder(data, PRIVATE)
             self._lock_file = _lock(data)
         self.registry = Registry(data)
         self.uploads = Uploads(data, self.registry)

@@ -2,7 +2,9 @@
 
 import hashlib
 import io
+import re
 import threading
+from pathlib import Path
 
 import openai
 import pytest
@@ -77,10 +79,20 @@ def test_a_salt_lasts_as_long_as_the_data_folder(keys, tmp_path):
     assert Tenants.open(None, tmp_path / "a").salt("acme") == first
     assert Tenants.open(keys, tmp_path / "b").salt("acme") != first
     assert Tenants.open(keys, None).salt("acme") != Tenants.open(keys, None).salt("acme")
-    assert (tmp_path / "a" / "secret").stat().st_mode & 0o077 == 0
+    for private in (tmp_path / "a", tmp_path / "a" / "secret"):
+        assert private.stat().st_mode & 0o077 == 0
     (tmp_path / "a" / "secret").write_bytes(b"short")
     with pytest.raises(ConfigError, match="holds 5 bytes: expected 32"):
         Tenants.open(keys, tmp_path / "a")
+
+
+def test_the_example_of_the_page_is_a_file_of_keys(tmp_path):
+    page = (Path(__file__).parents[2] / "docs/server.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"```text\n(\[tenants.*?)```", page, re.S)
+    path = tmp_path / "keys.toml"
+    path.write_text(example, encoding="utf-8")
+    tenants = Tenants.open(path, None)
+    assert tenants.weights == {"acme": 2.0, "operators": 1.0}
 
 
 def test_without_keys_everybody_is_one_tenant():
