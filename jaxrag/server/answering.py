@@ -1,6 +1,7 @@
 """Requests to the model: prompts handed to the engine, and their answers whole or as a stream."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -11,7 +12,7 @@ from jaxrag.errors import DeadlineExceeded, Overloaded
 from jaxrag.serve.answers import Result
 from jaxrag.serve.questions import ReadyQuestion, Settings
 from jaxrag.server.asking import LATE, Asking, Inbox, Piece, account, usage
-from jaxrag.server.errors import busy
+from jaxrag.server.errors import busy, invalid
 from jaxrag.server.fields import Body, Generation, read_body
 from jaxrag.server.models import chosen
 from jaxrag.server.sse import EventStream, comment, event
@@ -85,7 +86,15 @@ def base_of(visit: Visit, fields: Generation, default: bool) -> str | None:
     assert visit.access is not None
     state = visit.state
     name = chosen(state, fields.model, fields.knowledge_base, visit.request.headers.get(_HEADER))
-    if name is None and default and fields.documents is None:
+    if name is not None and (fields.documents or fields.blocks):
+        what = "documents" if fields.documents else "blocks"
+        raise invalid(
+            f"{what} and the knowledge base {name!r}: what requests bring is not kept there; name "
+            "one of them",
+            what,
+        )
+    given = fields.documents is not None or fields.blocks
+    if name is None and default and not given:
         name = state.default_base(visit.access)
     visit.knowledge_base = name
     return name
@@ -102,31 +111,20 @@ async def respond(
     visit.stream = fields.stream
     visit.enter(len(prompts))
     inbox = Inbox(settings.stream_events * len(prompts) if fields.stream else None)
-    askings = [Asking(visit.state, inbox, place) for place in range(len(prompts))]
-    try:
-        await _open(visit, fields, askings, prompts)
-        if not fields.stream:
-            results = await _whole(visit, inbox, len(askings))
-            told = _told(askings, results, fields)
-            shown = form.whole(results, [asking.logprobs for asking in askings])
-            return JSONResponse(shown | told)
-        first = None
-        try:
-            async with asyncio.timeout(settings.hold_seconds):
-                first = await inbox.next()
-        except TimeoutError:
-            pass
-        events = _events(visit, fields, askings, inbox, form, first)
-        return EventStream(events, visit.end, inbox.cut)
-    except BaseException:
-        for asking in askings:
-            asking.close()
-        raise
+    visit.askings = [Asking(visit.state, inbox, place) for place in range(len(prompts))]
+    await _open(visit, fields, prompts)
+    if not fields.stream:
+        results = await _whole(visit, inbox)
+        shown = form.whole(results, [asking.logprobs for asking in visit.askings])
+        return JSONResponse(shown | _told(visit, fields, results))
+    first = None
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(settings.hold_seconds):
+            first = await inbox.next()
+    return EventStream(_events(visit, fields, inbox, form, first), visit.end, inbox.cut)
 
 
-async def _open(
-    visit: Visit, fields: Generation, askings: Sequence[Asking], prompts: Sequence[Make]
-) -> None:
+async def _open(visit: Visit, fields: Generation, prompts: Sequence[Make]) -> None:
     """Make all prompts ready, then hand them to the engine."""
     assert visit.ticket is not None
     most = visit.state.settings.max_seconds
@@ -134,82 +132,74 @@ async def _open(
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout_at(loop.time() + visit.seconds_left(deadline)):
-            for asking, make in zip(askings, prompts, strict=True):
+            for asking, make in zip(visit.askings, prompts, strict=True):
                 await asking.ready(make)
+            tokens = sum(asking.prompt_tokens for asking in visit.askings)
+            visit.state.limits.known(visit.ticket, tokens)
+            for asking in visit.askings:
+                await asking.begin(deadline)
     except TimeoutError:
         raise DeadlineExceeded(LATE) from None
-    visit.state.limits.known(visit.ticket, sum(asking.prompt_tokens for asking in askings))
-    for asking in askings:
-        await asking.begin(deadline)
 
 
-async def _whole(visit: Visit, inbox: Inbox, count: int) -> list[Result]:
+async def _whole(visit: Visit, inbox: Inbox) -> list[Result]:
     found: dict[int, Result] = {}
-    while len(found) < count:
+    while len(found) < len(visit.askings):
         place, item = await inbox.next()
         if isinstance(item, Result):
             found[place] = item
         else:
             visit.saw_tokens()
-    visit.results += (found[place] for place in range(count))
+    visit.results += (found[place] for place in range(len(found)))
     return visit.results
 
 
 async def _events(
     visit: Visit,
     fields: Generation,
-    askings: Sequence[Asking],
     inbox: Inbox,
     form: Form,
     first: tuple[int, Piece | Result] | None,
 ) -> AsyncGenerator[bytes, None]:
     """Everything from the first event to the account, as it comes."""
+    count = len(visit.askings)
     found: dict[int, Result] = {}
     out = [event(it) for it in form.opening()]
     seen = None
-    try:
-        while len(found) < len(askings):
-            if first is None and not len(inbox) and out:
-                yield b"".join(out)
-                out.clear()
-            try:
-                async with asyncio.timeout(visit.state.settings.keepalive_seconds):
-                    place, item = first or await inbox.next()
-            except TimeoutError:
-                now = visit.state.engine.turns, [asking.where for asking in askings]
-                if now != seen:  # one that stands still is to look so
-                    yield comment(", ".join(now[1]))
-                seen = now
-                continue
-            first = None
-            if not isinstance(item, Result):
-                visit.saw_tokens()
-                told = form.piece(place, item)
-                out += [] if told is None else [event(told)]
-            else:
-                found[place] = item
-                visit.results.append(item)
-                if len(found) < len(askings) or fields.include_usage:
-                    out.append(event(form.finish(place, item)))
-            if len(out) >= _TOGETHER:
-                yield b"".join(out)
-                out.clear()
-        told = _told(askings, [found[it] for it in range(len(askings))], fields)
-        if fields.include_usage:
-            out.append(event(form.closing() | told))
+    while len(found) < count:
+        if out and first is None and (not len(inbox) or len(out) >= _TOGETHER):
+            yield b"".join(out)
+            out.clear()
+        try:
+            async with asyncio.timeout(visit.state.settings.keepalive_seconds):
+                place, item = first or await inbox.next()
+        except TimeoutError:
+            now = visit.state.engine.turns, [asking.where for asking in visit.askings]
+            if now != seen:  # one that stands still is to look so
+                yield comment(", ".join(now[1]))
+            seen = now
+            continue
+        first = None
+        if isinstance(item, Result):
+            found[place] = item
+            visit.results.append(item)
+            if len(found) < count or fields.include_usage:
+                out.append(event(form.finish(place, item)))
         else:
-            out.append(event(form.finish(place, found[place]) | {"jaxrag": told["jaxrag"]}))
-        yield b"".join(out)
-    finally:
-        for asking in askings:
-            asking.close()
+            visit.saw_tokens()
+            told = form.piece(place, item)
+            out += [] if told is None else [event(told)]
+    told = _told(visit, fields, [found[it] for it in range(count)])
+    if fields.include_usage:
+        out.append(event(form.closing() | told))
+    else:
+        out.append(event(form.finish(place, found[place]) | {"jaxrag": told["jaxrag"]}))
+    yield b"".join(out)
 
 
-def _told(
-    askings: Sequence[Asking], results: Sequence[Result], fields: Generation
-) -> dict[str, Any]:
+def _told(visit: Visit, fields: Generation, results: Sequence[Result]) -> dict[str, Any]:
     """Usage and account of an answer; of several prompts a list of accounts."""
-    lengths = [asking.prompt_tokens for asking in askings]
+    lengths = [asking.prompt_tokens for asking in visit.askings]
     accounts = [account(result, fields.return_text) for result in results]
     return {
         "usage": usage(list(zip(lengths, results, strict=True))),

@@ -15,6 +15,7 @@ from jaxrag.serve.door import Passage, Text
 from jaxrag.server.errors import invalid
 
 _MOST_STOPS = 16
+_MOST_CHUNKS = 1000
 _SEEDS = 2**32
 _UNSUPPORTED = {  # field: what it may be all the same
     "tools": ([],),
@@ -211,7 +212,7 @@ def generation_of(body: Body) -> Generation:
         knowledge_base=body.text("knowledge_base"),
         documents=_documents(body),
         blocks=body.texts("blocks"),
-        k=body.integer("k", 1),
+        k=body.integer("k", 1, _MOST_CHUNKS),
         where=body.table("where"),
         method=body.text("method"),
         recompute_ratio=body.number("recompute_ratio"),

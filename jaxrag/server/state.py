@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from starlette.requests import Request
 
@@ -21,6 +21,9 @@ from jaxrag.server.library import Library, Recipe
 from jaxrag.server.limits import Limits
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.tenants import Access, TenantMemory, Tenants, bearer
+
+if TYPE_CHECKING:
+    from jaxrag.server.asking import Asking
 
 Phase = Literal["starting", "ready", "draining"]
 Ended = Literal["finished", "cancelled", "expired", "refused", "failed"]
@@ -98,7 +101,7 @@ class ServerState:
     phase: Phase = "starting"
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     observers: list[Callable[[Served], None]] = dataclasses.field(default_factory=list)
-    asking: set[Any] = dataclasses.field(default_factory=set)
+    asking: "set[Asking]" = dataclasses.field(default_factory=set)
     metrics: Any = None
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request
 
 from jaxrag.serve.answers import Result
+from jaxrag.server.asking import Asking
 from jaxrag.server.errors import LEFT, ClientLeft, Problem, problem_of
 from jaxrag.server.health import check_ready
 from jaxrag.server.limits import Ticket
@@ -26,7 +27,8 @@ class Visit:
       ticket: its place among those that were let in.
       knowledge_base: that it asks.
       stream: whether its answer comes piece by piece.
-      results: of its prompts that have an answer.
+      askings: its prompts, which end with it.
+      results: of those that have an answer.
     """
 
     def __init__(self, request: Request) -> None:
@@ -38,6 +40,7 @@ class Visit:
         self.ticket: Ticket | None = None
         self.knowledge_base: str | None = None
         self.stream = False
+        self.askings: list[Asking] = []
         self.results: list[Result] = []
         self._first: float | None = None
         self._last = self.arrived
@@ -77,8 +80,10 @@ class Visit:
         self._last = now
 
     def end(self, error: BaseException | None = None) -> Problem | None:
-        """It is over; what its client is told of an error. Counts once."""
+        """It is over, and its prompts with it; what its client is told of an error. Counts once."""
         problem = None if error is None else problem_of(error)
+        for asking in self.askings:
+            asking.close()
         if self._told:
             return problem
         self._told = True

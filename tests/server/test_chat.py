@@ -265,6 +265,31 @@ def test_logprobs_are_those_of_the_chosen_tokens(server):
     assert server.chat().json()["choices"][0]["logprobs"] is None
 
 
+def test_the_engine_is_asked_as_the_request_says(server, monkeypatch):
+    """Rows, class, tenant, time and who reads: seen where the engine is handed the prompt."""
+    engine, asked = server.state.engine, []
+    add = engine.add
+
+    def seen(request, sink):
+        asked.append(request)
+        return add(request, sink)
+
+    monkeypatch.setattr(engine, "add", seen)
+    for body in (
+        {},
+        {"stream": True, "priority": 2, "timeout": 7.5},
+        {"priority": 0, "timeout": 1e9},
+    ):
+        assert server.chat(**body).status_code == 200
+    assert [it.watched for it in asked] == [False, True, False]
+    assert [it.priority for it in asked] == [1, 2, 0]
+    assert {it.rows for it in asked} == {server.state.settings.rows}
+    assert {it.tenant for it in asked} == {""}
+    longest = server.state.settings.max_seconds
+    for request, seconds in zip(asked, (longest, 7.5, longest), strict=True):
+        assert 0 < request.timeout <= seconds
+
+
 def test_models_are_listed_with_their_knowledge_bases(server):
     told = server.client.get("/v1/models").json()
     assert [it["id"] for it in told["data"]] == ["synthetic", "synthetic@village"]

@@ -135,8 +135,10 @@ def test_langchain_invokes_and_streams(server, http):
     assert told.usage_metadata["input_token_details"]["cache_read"] > 0
     pieces = list(made.stream([("system", "Answer the question."), ("user", ANIMAL)]))
     assert "".join(it.content for it in pieces) == "falcon"
-    given = made.bind(extra_body={"documents": FILES}, max_completion_tokens=4)
-    assert given.invoke(HOME).content == "Tondorf"
+    over = ChatOpenAI(
+        model="synthetic", http_client=http, extra_body={"documents": FILES}, **settings
+    )
+    assert over.invoke(HOME, max_completion_tokens=4).content == "Tondorf"
 
 
 def test_llama_index_chats_completes_and_streams(server, http):

@@ -85,6 +85,9 @@ def told(answer):
         ({"timeout": 0}, "timeout", "above 0"),
         ({"stream": "yes"}, "stream", "true or false"),
         ({"model": 5}, "model", "a text"),
+        ({"k": 10**30}, "k", "1 to 1000"),
+        ({"knowledge_base": "village", "documents": ["x"]}, "documents", "not kept there"),
+        ({"model": "synthetic@village", "blocks": ["x"]}, "blocks", "not kept there"),
         (
             {"model": "synthetic@village", "knowledge_base": "x"},
             "knowledge_base",

@@ -1,15 +1,22 @@
 """Clients that leave, read slowly or wait: requests end with them, and pages come back."""
 
 import asyncio
+import functools
 import json
 import time
 
 import httpx
 import pytest
+from starlette.requests import Request
 
-from jaxrag.server.asking import Inbox, Piece, SlowReader
+from jaxrag.serve.door import conversation_of
+from jaxrag.server.answering import respond
+from jaxrag.server.asking import Inbox, Piece, SlowReader, make_ready
+from jaxrag.server.chat import ChatForm
 from jaxrag.server.errors import Problem
+from jaxrag.server.fields import Body, generation_of, messages_of
 from jaxrag.server.sse import EventStream
+from jaxrag.server.visit import Visit
 
 CHAT = "/v1/chat/completions"
 BODY = {
@@ -132,6 +139,32 @@ def test_a_reader_that_is_too_far_behind_is_cut_off():
 
     asyncio.run(stuck())
     assert isinstance(told[0], SlowReader)
+
+
+def test_a_prompt_ends_with_its_request_though_nobody_began_to_read(server, held, idle):
+    """The generator of a stream that was never begun does not clean up; its visit does."""
+
+    async def never_read():
+        scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "app": server.app}
+        visit = Visit(Request(scope))
+        visit.knock()
+        fields = generation_of(Body(BODY | {"stream": True}))
+        talk = conversation_of(messages_of(Body(BODY)), keeps=True)
+        make = functools.partial(make_ready, server.state, visit.access, fields, talk, "village")
+        response = await respond(visit, fields, [make], ChatForm(visit, True, False))
+        assert isinstance(response, EventStream) and len(server.state.asking) == 1
+
+        async def receive():
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            await asyncio.Event().wait()
+
+        await response(scope, receive, send)
+        assert not server.state.asking
+
+    asyncio.run(never_read())
+    idle(server.state)
 
 
 @pytest.mark.parametrize("begun", [True, False])
