@@ -321,6 +321,7 @@ class Library:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         with disk_errors(folder):
+            sync_folder(folder)
             sync_folder(folder.parent)
         with self._opening:
             self._bases[store_id] = base
@@ -413,6 +414,20 @@ class Library:
                     places[hit.chunk_id] = (place, hit)
         ranked = sorted(places.values(), key=lambda it: (it[0], -it[1].score))
         return [hit for _, hit in ranked[:k]]
+
+    def texts(self, access: Access, name: str, file_id: str) -> list[str]:
+        """The chunks of a file in a vector store as texts, in order."""
+        shelf = self.shelf(access, name)
+        base, chunks = self.base(shelf), self.base(shelf).chunks
+        if self.registry.member(name, file_id) is not None:
+            documents = base.ids_beginning(file_id)
+        else:
+            documents = [file_id] if shelf.row is None else []
+        ids = [it for document in documents for it in chunks.of_document(document)]
+        if not ids and self.registry.member(name, file_id) is None:
+            raise no_member(name, file_id)
+        found = chunks.texts(ids)
+        return [found[it] for it in ids if it in found]
 
     def _take_out(self, member: Member) -> None:
         """The store's lock is held. Documents go first, as what the registry has is known still."""

@@ -58,6 +58,8 @@ def test_a_document_is_found_once_its_file_is_completed(client, kept):
     assert found.data[0].filename == "story.txt"
     assert "Tondorf" in found.data[0].content[0].text
     asked = {"question": HOME, "method": "turborag"}
+    texts = client.vector_stores.files.content(file.id, vector_store_id=store.id)
+    assert next(it.text for it in texts) == found.data[0].content[0].text
     answer = kept.chat(**asked, knowledge_base=store.id, return_text=True).json()
     assert answer["choices"][0]["message"]["content"] == "Tondorf"
     assert answer["jaxrag"]["sources"][0]["file"] == "story.txt"
@@ -153,6 +155,9 @@ def test_what_is_served_is_a_vector_store_by_its_name(client, kept):
     listed = [member.id for member in client.vector_stores.files.list("village", limit=100)]
     assert file.id in listed and len(listed) == before + 1
     assert client.vector_stores.files.retrieve(listed[-1], vector_store_id="village").status
+    assert len(client.vector_stores.files.content(listed[-1], vector_store_id="village").data) > 0
+    with pytest.raises(openai.NotFoundError):
+        client.vector_stores.files.content("no.txt", vector_store_id="village")
     client.vector_stores.files.delete(file.id, vector_store_id="village")
     assert all(
         hit.file_id != file.id for hit in client.vector_stores.search("village", query="Sella Vorn")
