@@ -23,6 +23,7 @@ ROUTES = [
     Route(f"{_STORE}/search", vector_stores.search_store, methods=["POST"]),
     Route(f"{_STORE}/files", vector_stores.list_members),
     Route(f"{_STORE}/files", vector_stores.add_member, methods=["POST"]),
+    Route(f"{_STORE}/files/{{file:path}}/content", vector_stores.member_content),
     Route(f"{_STORE}/files/{{file:path}}", vector_stores.get_member),
     Route(f"{_STORE}/files/{{file:path}}", vector_stores.change_member, methods=["POST"]),
     Route(f"{_STORE}/files/{{file:path}}", vector_stores.delete_member, methods=["DELETE"]),

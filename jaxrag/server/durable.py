@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jaxrag.errors import StoreError
 
+PRIVATE = 0o700  # of the data folder: nobody else reads what was uploaded
 UNFINISHED = ".new-"  # begins the name of a file that is being written
 
 
@@ -28,12 +29,12 @@ def write_durably(path: Path, data: bytes, mode: int = 0o644) -> None:
         sync_folder(path.parent)
 
 
-def make_folder(path: Path) -> None:
-    """Make a folder and those above it; durable when this returns."""
+def make_folder(path: Path, mode: int = 0o777) -> None:
+    """Make a folder, with this mode, and those above it; durable when this returns."""
     if path.is_dir():
         return
     make_folder(path.parent)
-    path.mkdir(exist_ok=True)
+    path.mkdir(mode, exist_ok=True)
     sync_folder(path.parent)
 
 

@@ -17,10 +17,16 @@ _MOST_LISTED = 10_000
 
 
 def entered(request: Request) -> tuple[ServerState, Access]:
-    """The server, and what the sender may do. Raises Problem 401 and 503."""
+    """The server, and what the sender may do; what it sends counts among its requests.
+
+    Raises Problem 401, 429 and 503.
+    """
     state = state_of(request)
     access = state.access(request)
     check_ready(state)
+    if request.method == "POST" and "entered" not in request.scope:
+        request.scope["entered"] = True
+        state.limits.check_rate(access)
     return state, access
 
 

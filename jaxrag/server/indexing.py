@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from jaxrag.documents import BadDocument, Document
 from jaxrag.documents.chunking import Chunk
 from jaxrag.engine.engine import Engine
-from jaxrag.errors import DocumentError, JaxragError
+from jaxrag.errors import DocumentError, EngineError, JaxragError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.knowledge_base.ingest import AddReport
 from jaxrag.models.model import Model
@@ -25,6 +25,7 @@ from jaxrag.server.worker import Worker
 
 _LOG = logging.getLogger("jaxrag.server")
 
+_TRIES = 3  # of a piece, where the engine fails under it
 _SHOWN = 20  # of what was left out of a file
 
 Open = Callable[[str, str], KnowledgeBase]  # of (tenant, name of the store)
@@ -195,9 +196,15 @@ class Indexer:
             return job.wanted and not self._closed
 
         def turn[Result](piece: Callable[[], Result]) -> Result:
-            if not wanted():
-                raise InterruptedError
-            return self._engine.spare(piece)
+            for left in reversed(range(_TRIES)):
+                if not wanted():
+                    raise InterruptedError
+                try:
+                    return self._engine.spare(piece)
+                except EngineError:  # of others: a piece can be encoded again
+                    if not left:
+                        raise
+            raise AssertionError
 
         def documents() -> Iterator[Document | BadDocument]:
             for found in worker.parse(path, name, file.id, base.chunking, wanted):

@@ -28,7 +28,7 @@ from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.knowledge_base.maintained import DEFAULT_GRACE_SECONDS
 from jaxrag.methods import Method
 from jaxrag.models.model import Model
-from jaxrag.server.durable import disk_errors, make_folder, sync_folder
+from jaxrag.server.durable import PRIVATE, disk_errors, make_folder, sync_folder
 from jaxrag.server.errors import forbidden, invalid, not_found
 from jaxrag.server.indexing import Indexer
 from jaxrag.server.registry import FileRow, Member, Registry, StoreRow, new_id
@@ -135,7 +135,7 @@ class Library:
         self._served, self._recipe, self._tenants = served, recipe, tenants
         self._grace = grace_seconds
         with disk_errors(data):
-            make_folder(data)
+            make_folder(data, PRIVATE)
             self._lock_file = _lock(data)
         self.registry = Registry(data)
         self.uploads = Uploads(data, self.registry)
@@ -194,6 +194,8 @@ class Library:
 
     def close(self) -> None:
         """Stop indexing and close everything; what is in progress is taken up at the next open."""
+        if self._closed.is_set():
+            return
         self._closed.set()
         self.indexer.close()
         self._keeper.join()
@@ -319,6 +321,7 @@ class Library:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         with disk_errors(folder):
+            sync_folder(folder)
             sync_folder(folder.parent)
         with self._opening:
             self._bases[store_id] = base
@@ -411,6 +414,20 @@ class Library:
                     places[hit.chunk_id] = (place, hit)
         ranked = sorted(places.values(), key=lambda it: (it[0], -it[1].score))
         return [hit for _, hit in ranked[:k]]
+
+    def texts(self, access: Access, name: str, file_id: str) -> list[str]:
+        """The chunks of a file in a vector store as texts, in order."""
+        shelf = self.shelf(access, name)
+        base, chunks = self.base(shelf), self.base(shelf).chunks
+        if self.registry.member(name, file_id) is not None:
+            documents = base.ids_beginning(file_id)
+        else:
+            documents = [file_id] if shelf.row is None else []
+        ids = [it for document in documents for it in chunks.of_document(document)]
+        if not ids and self.registry.member(name, file_id) is None:
+            raise no_member(name, file_id)
+        found = chunks.texts(ids)
+        return [found[it] for it in ids if it in found]
 
     def _take_out(self, member: Member) -> None:
         """The store's lock is held. Documents go first, as what the registry has is known still."""

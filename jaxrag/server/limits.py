@@ -133,7 +133,7 @@ class Limits:
 
         One with several prompts counts as so many, and is let in alone whatever their number.
         """
-        self._check_rate(access)
+        self.check_rate(access)
         settings, waiting = self._settings, self.waiting
         if waiting and waiting + prompts > settings.max_waiting:
             raise busy(
@@ -188,7 +188,8 @@ class Limits:
             self._tokens -= ticket.tokens
             self._waiting[ticket.access.tenant] -= ticket.prompts
 
-    def _check_rate(self, access: Access) -> None:
+    def check_rate(self, access: Access) -> None:
+        """Count a request; Problem 429 where its tenant asks too often."""
         limits = access.limits
         for what, most, buckets, amount in (
             ("requests", limits.requests_per_minute, self._requests, 1.0),

@@ -30,7 +30,8 @@ from typing import Literal
 
 from jaxrag.errors import ConfigError
 from jaxrag.models.model import Model
-from jaxrag.server.durable import write_durably
+from jaxrag.server.durable import PRIVATE, disk_errors, make_folder, write_durably
+from jaxrag.server.registry import NAME as REGISTRY
 from jaxrag.store import MemoryStore
 from jaxrag.store.keys import derive, is_hex
 from jaxrag.tables import build, read_toml
@@ -291,7 +292,14 @@ def _holds(names: tuple[str, ...], name: str) -> bool:
 
 def _secret(data: Path) -> bytes:
     path = data / SECRET
+    if not path.exists() and (data / REGISTRY).exists():
+        raise ConfigError(
+            f"{path} is missing, without which the vector stores in {data} cannot be opened; "
+            "restore it, or name another data folder"
+        )
     if not path.exists():
+        with disk_errors(data):
+            make_folder(data, PRIVATE)
         write_durably(path, secrets.token_bytes(_SECRET_BYTES), mode=0o600)
     found = path.read_bytes()
     if len(found) != _SECRET_BYTES:

@@ -181,6 +181,22 @@ async def delete_member(request: Request) -> JSONResponse:
     return await _answered(request, remove)
 
 
+async def member_content(request: Request) -> JSONResponse:
+    """The texts of its chunks, in order."""
+    file_id = request.path_params["file"]
+
+    def texts(library: Library, access: Access, name: str) -> dict[str, Any]:
+        found = library.texts(access, name, file_id)
+        return {
+            "object": "vector_store.file_content.page",
+            "data": [{"type": "text", "text": text} for text in found],
+            "has_more": False,
+            "next_page": None,
+        }
+
+    return await _answered(request, texts)
+
+
 # Files that come together
 
 

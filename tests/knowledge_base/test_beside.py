@@ -48,7 +48,7 @@ def test_chunks_that_were_cut_elsewhere_are_taken_as_they_are(make_kb, text_of):
     assert kb._catalog.keys("d") == other._catalog.keys("d")
 
 
-@pytest.mark.parametrize("index", ["lance", "exact"])
+@pytest.mark.parametrize("index", [pytest.param("lance", marks=pytest.mark.slow), "exact"])
 def test_threads_add_remove_and_search_one_knowledge_base(make_kb, text_of, embedder, index):
     """What one thread removed no other finds, and nothing that was added is lost."""
     kb = make_kb(embedder=embedder, index=index)

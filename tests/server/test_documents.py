@@ -3,6 +3,7 @@
 import base64
 import io
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -57,6 +58,8 @@ def test_a_document_is_found_once_its_file_is_completed(client, kept):
     assert found.data[0].filename == "story.txt"
     assert "Tondorf" in found.data[0].content[0].text
     asked = {"question": HOME, "method": "turborag"}
+    texts = client.vector_stores.files.content(file.id, vector_store_id=store.id)
+    assert next(it.text for it in texts) == found.data[0].content[0].text
     answer = kept.chat(**asked, knowledge_base=store.id, return_text=True).json()
     assert answer["choices"][0]["message"]["content"] == "Tondorf"
     assert answer["jaxrag"]["sources"][0]["file"] == "story.txt"
@@ -152,6 +155,9 @@ def test_what_is_served_is_a_vector_store_by_its_name(client, kept):
     listed = [member.id for member in client.vector_stores.files.list("village", limit=100)]
     assert file.id in listed and len(listed) == before + 1
     assert client.vector_stores.files.retrieve(listed[-1], vector_store_id="village").status
+    assert len(client.vector_stores.files.content(listed[-1], vector_store_id="village").data) > 0
+    with pytest.raises(openai.NotFoundError):
+        client.vector_stores.files.content("no.txt", vector_store_id="village")
     client.vector_stores.files.delete(file.id, vector_store_id="village")
     assert all(
         hit.file_id != file.id for hit in client.vector_stores.search("village", query="Sella Vorn")
@@ -246,6 +252,22 @@ def bag_of_letters(texts):
     return np.array([[text.lower().count(it) for it in "abcdefghijklmnop"] for text in texts], "f4")
 
 
+def stock(url, texts, http):
+    """LangChain's and LlamaIndex's embeddings, as they are."""
+    from langchain_openai import OpenAIEmbeddings
+    from llama_index.embeddings.openai_like import OpenAILikeEmbedding
+
+    wanted = bag_of_letters(texts)
+    given = {"model": "synthetic@letters", "api_key": "none", "http_client": http}
+    langchain = OpenAIEmbeddings(base_url=url, check_embedding_ctx_length=False, **given)
+    assert np.allclose(langchain.embed_documents(texts), wanted)
+    assert np.allclose(langchain.embed_query(texts[0]), wanted[0])
+    given["model_name"] = given.pop("model")
+    llama = OpenAILikeEmbedding(api_base=url, **given)
+    assert np.allclose(llama.get_text_embedding_batch(texts), wanted)
+    assert np.allclose(llama.get_query_embedding(texts[0]), wanted[0])
+
+
 def test_embeddings_are_those_of_the_knowledge_base(
     running, served_model, village, server, tmp_path
 ):
@@ -268,6 +290,8 @@ def test_embeddings_are_those_of_the_knowledge_base(
             assert np.array_equal(np.frombuffer(data, "<f4"), bag_of_letters(["abc"])[0])
             numbers = started.post("/v1/embeddings", **asked, dimensions=16).json()
             assert numbers["data"][0]["embedding"][:3] == [1.0, 1.0, 1.0]
+            with httpx.Client() as http:
+                stock(f"{started.url}/v1", texts, http)
             for wrong, param in (
                 ({"dimensions": 8}, "dimensions"),
                 ({"input": [[1, 2]]}, "input"),

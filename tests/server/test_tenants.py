@@ -2,7 +2,9 @@
 
 import hashlib
 import io
+import re
 import threading
+from pathlib import Path
 
 import openai
 import pytest
@@ -31,12 +33,20 @@ sha256 = "{blue}"
 tenant = "blue"
 write = ["*"]
 
+[tenants.slow]
+requests_per_minute = 3
+
+[[keys]]
+sha256 = "{slow}"
+tenant = "slow"
+read = ["*"]
+
 [[keys]]
 sha256 = "{nothing}"
 tenant = "blue"
 documents = "none"
 """
-NAMES = ("acme", "reader", "blue", "nothing")
+NAMES = ("acme", "reader", "blue", "slow", "nothing")
 STORY = b"File 23: Giso Berow lives in Tondorf.\n"
 
 
@@ -69,7 +79,7 @@ def test_a_key_says_whose_it_is_and_what_it_may(tenants):
     assert key_of("acme") not in repr(acme) and acme.salt not in repr(acme)
     for unknown in (None, "", "sk", key_of("acme") + " ", "\ud800"):
         assert tenants.access(unknown) is None
-    assert tenants.weights == {"acme": 2.0, "blue": 1.0}
+    assert tenants.weights == {"acme": 2.0, "blue": 1.0, "slow": 1.0}
 
 
 def test_a_salt_lasts_as_long_as_the_data_folder(keys, tmp_path):
@@ -77,10 +87,24 @@ def test_a_salt_lasts_as_long_as_the_data_folder(keys, tmp_path):
     assert Tenants.open(None, tmp_path / "a").salt("acme") == first
     assert Tenants.open(keys, tmp_path / "b").salt("acme") != first
     assert Tenants.open(keys, None).salt("acme") != Tenants.open(keys, None).salt("acme")
-    assert (tmp_path / "a" / "secret").stat().st_mode & 0o077 == 0
+    for private in (tmp_path / "a", tmp_path / "a" / "secret"):
+        assert private.stat().st_mode & 0o077 == 0
+    (tmp_path / "b" / "secret").unlink()
+    (tmp_path / "b" / "server.sqlite").touch()
+    with pytest.raises(ConfigError, match="secret is missing"):
+        Tenants.open(keys, tmp_path / "b")
     (tmp_path / "a" / "secret").write_bytes(b"short")
     with pytest.raises(ConfigError, match="holds 5 bytes: expected 32"):
         Tenants.open(keys, tmp_path / "a")
+
+
+def test_the_example_of_the_page_is_a_file_of_keys(tmp_path):
+    page = (Path(__file__).parents[2] / "docs/server.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"```text\n(\[tenants.*?)```", page, re.S)
+    path = tmp_path / "keys.toml"
+    path.write_text(example, encoding="utf-8")
+    tenants = Tenants.open(path, None)
+    assert tenants.weights == {"acme": 2.0, "operators": 1.0}
 
 
 def test_without_keys_everybody_is_one_tenant():
@@ -244,7 +268,17 @@ def test_documents_of_two_tenants_share_no_key(keyed, clients):
     key = next(stores[0].keys())
     with pytest.raises(ChunkMissing):
         stores[1].get(key)
-    assert stores[0].max_bytes == keyed.state.settings.memory_bytes // 2
+    assert stores[0].max_bytes == keyed.state.settings.memory_bytes // 3
+
+
+def test_what_a_tenant_may_have_reaches_those_who_give_it(keyed, clients):
+    assert keyed.state.engine.settings.scheduler.weights == {"acme": 2.0, "blue": 1.0, "slow": 1.0}
+    for _ in range(3):
+        clients["slow"].vector_stores.search("village", query="Giso")
+    assert clients["slow"].vector_stores.retrieve("village").id == "village"
+    with pytest.raises(openai.RateLimitError, match="3 requests a minute"):
+        clients["slow"].vector_stores.search("village", query="Giso")
+    clients["acme"].vector_stores.search("village", query="Giso")
 
 
 def test_one_store_a_tenant_though_many_ask_at_once(keyed):

@@ -35,12 +35,12 @@ def worker(tokenizer):
 
 @pytest.fixture
 def parsed(worker, tmp_path):
-    """``parsed(data, filename, worker)``: what a file of these bytes gives."""
+    """``parsed(data, filename)``: what a file of these bytes gives."""
 
-    def parse(data, filename, by=worker):
+    def parse(data, filename):
         path = tmp_path / "content"
         path.write_bytes(data)
-        return list(by.parse(path, filename, NAME, CUT, always))
+        return list(worker.parse(path, filename, NAME, CUT, always))
 
     return parse
 
@@ -91,16 +91,11 @@ def endless(tmp_path):
     return path
 
 
-def test_a_file_that_takes_too_long_fails_and_the_next_is_read(tokenizer, endless, parsed):
+def test_a_file_that_takes_too_long_fails(tokenizer, endless):
     with pytest.raises(WorkerFailed, match=r"took longer than 0\.5 s to parse; split the file"):
         hasty = Worker(tokenizer, 0.5)
         list(hasty.parse(endless, "a.txt", NAME, CUT, always))
     assert hasty.pid is None
-    patient = Worker(tokenizer, LONG)
-    try:
-        assert parsed(b"Giso", "a.txt", patient)[0].document.text == "Giso"
-    finally:
-        patient.close()
 
 
 def test_a_process_that_dies_fails_its_file_alone(worker, endless, parsed):
