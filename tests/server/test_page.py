@@ -403,6 +403,7 @@ def test_a_key_is_asked_for_and_forgotten(running, served_model, village, chromi
         chromium.one("#documents summary").click()
         chromium.until(lambda: chromium.one("#read-only").is_displayed())
         assert not chromium.one("#drop").is_displayed()
+        assert not chromium.one("#engine").is_displayed()  # it is no admin's key
         assert chromium.script("return localStorage.length") == 0
         chromium.one("#forget").click()
         chromium.until(lambda: chromium.one("#key-form").is_displayed())
