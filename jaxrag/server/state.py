@@ -20,6 +20,7 @@ from jaxrag.server.errors import not_found, unauthorized
 from jaxrag.server.limits import Limits
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.tenants import Access, Tenants, bearer
+from jaxrag.sharding import processes_of
 
 Phase = Literal["starting", "ready", "draining"]
 Ended = Literal["finished", "cancelled", "expired", "refused", "failed"]
@@ -153,6 +154,11 @@ def make_state(
 
     Raises ConfigError or RequestError for a method or rule that is unknown or does not serve.
     """
+    if len(processes_of(model.mesh)) > 1:
+        raise ConfigError(
+            f"mesh {model.mesh}: several processes hold the model, and a server is one; name a "
+            "mesh of this process's devices"
+        )
     scheduler = dataclasses.replace(settings.engine.scheduler, classes=settings.classes)
     model.engine = Engine(model, dataclasses.replace(settings.engine, scheduler=scheduler))
     rules = tuple(DECODE_RULES) if settings.decode_rules is None else settings.decode_rules
