@@ -22,6 +22,7 @@ from jaxrag.server.library import Library, Recipe
 from jaxrag.server.limits import Limits
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.tenants import Access, TenantMemory, Tenants, bearer
+from jaxrag.sharding import processes_of
 
 Phase = Literal["starting", "ready", "draining"]
 Ended = Literal["finished", "cancelled", "expired", "refused", "failed"]
@@ -172,12 +173,21 @@ def make_state(
 
     Raises ConfigError or RequestError for a method or rule that is unknown or does not serve.
     """
+<<<<<<< HEAD
     data = None if settings.data is None else Path(settings.data)
     tenants = Tenants.open(settings.keys, data)
     given = settings.engine.scheduler
     scheduler = dataclasses.replace(
         given, classes=settings.classes, weights={**tenants.weights, **given.weights}
     )
+=======
+    if len(processes_of(model.mesh)) > 1:
+        raise ConfigError(
+            f"mesh {model.mesh}: several processes hold the model, and a server is one; name a "
+            "mesh of this process's devices"
+        )
+    scheduler = dataclasses.replace(settings.engine.scheduler, classes=settings.classes)
+>>>>>>> http
     model.engine = Engine(model, dataclasses.replace(settings.engine, scheduler=scheduler))
     rules = tuple(DECODE_RULES) if settings.decode_rules is None else settings.decode_rules
     methods = offered_methods(settings)
