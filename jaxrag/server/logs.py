@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("jaxrag.server")
 _FIELDS = "fields"  # of a record, beside its message
 _QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds by machines
+_READY = "/ready"  # is 503 whenever a server starts or ends
 _NOWHERE = "(none)"
 
 
@@ -143,7 +144,7 @@ class AccessLog:
         try:
             await self._app(scope, receive, watched)
         finally:
-            quiet = scope["path"] in _QUIET and status < 500
+            quiet = scope["path"] in _QUIET and (status < 500 or scope["path"] == _READY)
             fields = {
                 "request_id": scope.get("request_id", ""),
                 "http_method": scope["method"],

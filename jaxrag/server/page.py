@@ -30,7 +30,7 @@ async def page(request: Request) -> Response:
     headers = {
         "content-security-policy": _POLICY.format(nonce=nonce),
         "cache-control": "no-store",
-        "referrer-policy": "no-referrer",
+        "referrer-policy": "same-origin",
         "x-content-type-options": "nosniff",
     }
     return HTMLResponse(_text().replace(_MARK, nonce), headers=headers)

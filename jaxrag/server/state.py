@@ -173,21 +173,17 @@ def make_state(
 
     Raises ConfigError or RequestError for a method or rule that is unknown or does not serve.
     """
-<<<<<<< HEAD
+    if len(processes_of(model.mesh)) > 1:
+        raise ConfigError(
+            f"mesh {model.mesh}: several processes hold the model, and a server is one; name a "
+            "mesh of this process's devices"
+        )
     data = None if settings.data is None else Path(settings.data)
     tenants = Tenants.open(settings.keys, data)
     given = settings.engine.scheduler
     scheduler = dataclasses.replace(
         given, classes=settings.classes, weights={**tenants.weights, **given.weights}
     )
-=======
-    if len(processes_of(model.mesh)) > 1:
-        raise ConfigError(
-            f"mesh {model.mesh}: several processes hold the model, and a server is one; name a "
-            "mesh of this process's devices"
-        )
-    scheduler = dataclasses.replace(settings.engine.scheduler, classes=settings.classes)
->>>>>>> http
     model.engine = Engine(model, dataclasses.replace(settings.engine, scheduler=scheduler))
     rules = tuple(DECODE_RULES) if settings.decode_rules is None else settings.decode_rules
     methods = offered_methods(settings)
