@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 from starlette.requests import Request
 
@@ -22,11 +22,21 @@ from jaxrag.server.limits import Limits
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.tenants import Access, TenantMemory, Tenants, bearer
 
-if TYPE_CHECKING:
-    from jaxrag.server.asking import Asking
-
 Phase = Literal["starting", "ready", "draining"]
 Ended = Literal["finished", "cancelled", "expired", "refused", "failed"]
+
+
+class OnItsWay(Protocol):
+    """A prompt that was let in and whose answer is not complete."""
+
+    @property
+    def where(self) -> str:
+        """Where it stands, in words."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """It ends with an error, wherever it stands."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +94,7 @@ class ServerState:
       created: when it began, in seconds since 1970.
       observers: told of every request to the model that ended, on the event loop's thread; they
         must not wait.
-      asking: prompts on their way (``asking.Asking``).
+      asking: prompts on their way.
     """
 
     settings: ServerSettings
@@ -101,7 +111,7 @@ class ServerState:
     phase: Phase = "starting"
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     observers: list[Callable[[Served], None]] = dataclasses.field(default_factory=list)
-    asking: "set[Asking]" = dataclasses.field(default_factory=set)
+    asking: set[OnItsWay] = dataclasses.field(default_factory=set)
     metrics: Any = None
 
     @property
