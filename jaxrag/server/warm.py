@@ -22,9 +22,11 @@ def warm_up(state: ServerState) -> int:
     """Compile what the default method needs; how many programs.
 
     Questions of usual lengths over as many chunks as are retrieved, and prompts without any, in
-    all widths. Other methods and rules are compiled when they are first asked for.
+    all widths; where files are uploaded, their encoding. Other methods and rules are compiled when
+    they are first asked for.
     """
     programs = state.engine.warm_up(list(_requests(state)))
+    state.library.warm_up()
     state.engine.forget()
     return programs
 
