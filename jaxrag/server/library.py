@@ -8,6 +8,7 @@ it, not there.
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import logging
 import os
 import shutil
@@ -19,13 +20,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxrag.catalog import Hit
 from jaxrag.documents.chunking import ChunkBy
 from jaxrag.embed import Embedder
+from jaxrag.encode import encode_chunks, encoder_named
+from jaxrag.encode.packed import ROW_TOKENS
 from jaxrag.engine.engine import Engine
-from jaxrag.errors import ConfigError, JaxragError
+from jaxrag.errors import ConfigError, JaxragError, KnowledgeBaseError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.knowledge_base.maintained import DEFAULT_GRACE_SECONDS
+from jaxrag.knowledge_base.settings import DEFAULT_CHUNK_TOKENS, DEFAULT_ENCODERS
 from jaxrag.methods import Method
 from jaxrag.models.model import Model
 from jaxrag.server.durable import PRIVATE, disk_errors, make_folder, sync_folder
@@ -34,6 +40,7 @@ from jaxrag.server.indexing import Indexer
 from jaxrag.server.registry import FileRow, Member, Registry, StoreRow, new_id
 from jaxrag.server.tenants import Access, Tenants, folder_name
 from jaxrag.server.uploads import TENANTS, Upload, Uploads
+from jaxrag.shapes import row_length
 from jaxrag.text.prompts import PromptTemplate
 
 STORES = "stores"  # folder of a tenant
@@ -69,11 +76,13 @@ class Recipe:
     @classmethod
     def like(cls, base: KnowledgeBase) -> "Recipe":
         """As a knowledge base was made."""
-        cut = base.chunking
+        cut, embedder = base.chunking, None
+        with contextlib.suppress(KnowledgeBaseError):  # it is not at hand, and none is made with it
+            embedder = base.embedder
+        index = None if embedder is None else base.index
         return cls(
-            base.template, cut.chunk_tokens, cut.overlap, cut.by, base.encoders, base.embedder,
-            base.index,
-        )  # fmt: skip
+            base.template, cut.chunk_tokens, cut.overlap, cut.by, base.encoders, embedder, index
+        )
 
     @classmethod
     def of(cls, methods: Mapping[str, Method]) -> "Recipe":
@@ -132,6 +141,7 @@ class Library:
         self._keeps = keeps
         self.created = int(time.time())
         self.model = model
+        self._engine = engine
         self._served, self._recipe, self._tenants = served, recipe, tenants
         self._grace = grace_seconds
         with disk_errors(data):
@@ -191,6 +201,33 @@ class Library:
         library.indexer.submit(library.registry.unfinished())
         library._keeper.start()
         return library
+
+    def warm_up(self) -> int:
+        """Compile the encoding of chunks of a new vector store; how many widths of rows.
+
+        Rows of every width that its chunks may fill, run by the engine, as indexing does. Variants
+        that see neighbours are compiled when they are first needed. Nothing is kept.
+        """
+        model, recipe = self.model, self._recipe
+        if not self._keeps or model.tokenizer is None:
+            return 0
+        template = recipe.template or model.prompt_format()
+        prefix = template.prefix_ids(model.tokenizer)
+        marked = len(template.chunk_ids(model.tokenizer, np.zeros(0, np.int32)))
+        room = min(model.config.max_positions, ROW_TOKENS) - len(prefix)
+        size = min(marked + (recipe.chunk_tokens or DEFAULT_CHUNK_TOKENS), room)
+        counts = {
+            row_length(len(prefix) + count * size): count
+            for count in range(1, max(2, ROW_TOKENS // size))
+        }
+        for encoder in recipe.encoders or DEFAULT_ENCODERS:
+            if encoder_named(encoder).sees_neighbours:
+                continue
+            for count in counts.values():
+                chunks = [np.zeros(size, np.int32)] * count
+                rows = functools.partial(encode_chunks, model, encoder, prefix, chunks)
+                self._engine.spare(lambda rows=rows: sum(1 for _ in rows()))  # type: ignore[misc]
+        return len(counts)
 
     def close(self) -> None:
         """Stop indexing and close everything; what is in progress is taken up at the next open."""
@@ -485,7 +522,7 @@ class Library:
             try:
                 self._keep_once(time.monotonic())
             except Exception:
-                _LOG.exception("what was removed could not be collected; it is tried again")
+                _LOG.exception("the bytes of what was removed could not be freed")
 
     def _keep_once(self, now: float) -> None:
         """Close and remove what nobody can be using any more."""

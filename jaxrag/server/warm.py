@@ -23,11 +23,13 @@ def warm_up(state: ServerState) -> int:
     """Search every knowledge base once, and compile what the default method needs; how many.
 
     Questions of usual lengths over as many chunks as are retrieved, and prompts without any, in
-    all widths. Other methods and rules are compiled when they are first asked for.
+    all widths; where files are uploaded, their encoding. Other methods and rules are compiled when
+    they are first asked for.
     """
     for base in state.knowledge_bases.values():
         base.search(_ASKED, 1)
     programs = state.engine.warm_up(list(_requests(state)))
+    state.library.warm_up()
     state.engine.forget()
     return programs
 
