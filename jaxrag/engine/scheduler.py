@@ -67,11 +67,15 @@ class Scheduler:
     Attributes:
       ended: how many requests ended in which way.
       preempted: how often one was set aside for another.
+      given: virtual service of all tenants, by no weight.
+      new_tokens: that were generated.
     """
 
     def __init__(self, allocator: PageAllocator, settings: SchedulerSettings | None = None) -> None:
         self.ended = Counter[Ending]()
         self.preempted = 0
+        self.given = 0.0
+        self.new_tokens = 0
         self._allocator = allocator
         self._settings = settings or SchedulerSettings()
         self._queue = Queue(self._settings)
@@ -84,12 +88,12 @@ class Scheduler:
         self._arrivals = self._admissions = 0
 
     @property
-    def live(self) -> Mapping[int, Entry]:
+    def live(self) -> MappingProxyType[int, Entry]:
         """Requests that have not ended, by number."""
         return MappingProxyType(self._live)
 
     @property
-    def counts(self) -> Mapping[Status, int]:
+    def counts(self) -> MappingProxyType[Status, int]:
         """Live requests of every status."""
         return MappingProxyType(self._counts)
 
@@ -105,8 +109,9 @@ class Scheduler:
 
     @property
     def occupancy(self) -> dict[Hashable, int]:
-        """Rows held in every lane that has live requests."""
-        return {name: len(it.held) for name, it in self._lanes.items() if it.rows is not None}
+        """Rows held in every lane that has live requests; on any thread."""
+        lanes = list(self._lanes.items())
+        return {name: len(it.held) for name, it in lanes if it.rows is not None}
 
     def full(self, lane: Hashable | None) -> bool:
         """Whether no row of the lane can be given now."""
@@ -240,7 +245,8 @@ class Scheduler:
         """Charge new tokens to its tenant."""
         entry = self._live.get(number)
         if entry is not None:
-            self._queue.charge(entry.tenant, GENERATED * count)
+            self.new_tokens += count
+            self._charge(entry, GENERATED * count)
 
     def victims(self, now: float) -> list[int]:
         """Requests that make room for better classes: their own pages are to be copied to the host.
@@ -392,13 +398,17 @@ class Scheduler:
         if entry.order is None:
             entry.order = self._admissions
             self._admissions += 1
-            self._queue.charge(entry.tenant, entry.cost)
+            self._charge(entry, entry.cost)
         if entry.missing:
             self._move(entry, Status.LOADING)
         else:
             self._make_ready(entry)
         chunks = {key: allocator.chunks[key].pages for key in entry.held}
         return Admitted(entry.number, entry.own, chunks, loads)
+
+    def _charge(self, entry: Entry, service: float) -> None:
+        self.given += service
+        self._queue.charge(entry.tenant, service)
 
     def _is_there(self, key: str) -> bool:
         return key in self._allocator.chunks
