@@ -18,8 +18,9 @@ from jaxrag.methods import METHODS, Method, method_named
 from jaxrag.models.model import Model
 from jaxrag.serve.answers import Result
 from jaxrag.server.errors import not_found, unauthorized
-from jaxrag.server.library import Library, Recipe
+from jaxrag.server.library import Library
 from jaxrag.server.limits import Limits
+from jaxrag.server.recipe import Recipe
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.tenants import Access, TenantMemory, Tenants, bearer
 from jaxrag.sharding import processes_of

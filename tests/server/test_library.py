@@ -14,7 +14,8 @@ from jaxrag.errors import ConfigError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.server import indexing, worker
 from jaxrag.server.errors import Problem
-from jaxrag.server.library import Library, Recipe
+from jaxrag.server.library import Library
+from jaxrag.server.recipe import Recipe
 from jaxrag.server.tenants import Tenants
 
 LONG = 120.0  # seconds in which what must happen happens
