@@ -31,7 +31,9 @@ def bind(settings: ServerSettings) -> socket.socket:
     host, port = settings.host, settings.port
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        bound = socket.socket(found[0][0], socket.SOCK_STREAM)
+        # With its protocol, by which asyncio knows TCP and turns Nagle's algorithm off: a body in a
+        # second write would wait 40 ms for the acknowledgement of the head.
+        bound = socket.socket(*found[0][:3])
     except OSError as error:
         why = f"host {host!r}: {error.strerror}; name an address of this machine"
         raise ConfigError(why) from None

@@ -14,6 +14,8 @@ import httpx
 import pytest
 
 from jaxrag.cli import main
+from jaxrag.server.run import bind
+from jaxrag.server.settings import ServerSettings
 from jaxrag.server.warm import warm_up
 
 ROOT = Path(__file__).parents[2]
@@ -107,6 +109,12 @@ def test_after_warm_up_nothing_is_compiled(served_model, village, start):
         prompt = "Question: What is the home of Giso Berow? Answer:"
         assert server.post("/v1/completions", prompt=prompt).status_code == 200
         assert dict(server.state.engine.compiled) == compiled
+
+
+def test_answers_do_not_wait_for_acknowledgements():
+    """asyncio turns Nagle's algorithm off for sockets that it knows as TCP by their protocol."""
+    with bind(ServerSettings(port=0)) as bound:
+        assert bound.proto == socket.IPPROTO_TCP
 
 
 def refusal(capsys, *words):
