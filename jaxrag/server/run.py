@@ -115,7 +115,7 @@ class Server:
         finally:
             self._uvicorn.should_exit = True
             await serving
-            self.state.prepare.shutdown(wait=False, cancel_futures=True)
+            self.state.close()
 
     def end(self) -> None:
         """Take no more requests, let those that run complete, and end; the second time: now."""
@@ -128,7 +128,7 @@ class Server:
         """Wait for what runs, as long as it may take; the rest is told that the server ends."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self.state.settings.drain_seconds
-        while self.state.limits.running and self._told == 1 and loop.time() < until:
+        while self.state.requests and self._told == 1 and loop.time() < until:
             await asyncio.sleep(_TURN)
         for asking in list(self.state.asking):
             asking.fail(unavailable("the server is ending; ask another, or again later"))

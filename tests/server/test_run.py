@@ -68,6 +68,25 @@ def test_what_runs_completes_while_nothing_new_is_taken(served_model, village, s
     assert len(told) > 50
 
 
+def test_any_request_that_runs_is_waited_for(served_model, village, start):
+    """One of another endpoint, whose body is still on its way."""
+    with start(served_model, {"village": village}, drain_seconds=30.0) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        body = b'{"prompt": "Tondorf"}'
+        head = f"POST /tokenize HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n\r\n"
+        with socket.create_connection((host, int(port)), 20) as client:
+            client.sendall(head.encode() + body[:5])
+            while not server.state.requests:
+                time.sleep(0.005)
+            server.end()
+            while server.state.phase != "draining":
+                time.sleep(0.005)
+            time.sleep(0.2)
+            client.sendall(body[5:])
+            answer = client.recv(1000)
+    assert answer.startswith(b"HTTP/1.1 200")
+
+
 def test_what_runs_for_too_long_is_told_that_the_server_ends(served_model, village, start, held):
     settings = {"drain_seconds": 0.2, "hold_seconds": 0.0}
     with start(served_model, {"village": village}, **settings) as server:
