@@ -21,6 +21,9 @@ from jaxrag.server.errors import not_found, unauthorized
 from jaxrag.server.limits import Limits
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.tenants import Access, Tenants, bearer
+from jaxrag.sharding import processes_of
+
+_HANDS = 2  # threads that give prompts to the engine
 
 Phase = Literal["starting", "ready", "draining"]
 Ended = Literal["finished", "cancelled", "expired", "refused", "failed"]
@@ -88,11 +91,13 @@ class ServerState:
       tenants: who is let in.
       limits: how much is let in.
       prepare: threads that retrieve and tokenise.
+      hand_over: threads that give prompts to the engine, which is not to wait for retrieval.
       phase: whether it takes requests.
       created: when it began, in seconds since 1970.
       observers: told of every request to the model that ended, on the event loop's thread; they
         must not wait.
       asking: prompts on their way.
+      requests: of HTTP that are being answered.
       scoring: is held by who has texts scored, one at a time.
       metrics: what is counted.
     """
@@ -106,10 +111,12 @@ class ServerState:
     tenants: Tenants
     limits: Limits
     prepare: ThreadPoolExecutor
+    hand_over: ThreadPoolExecutor
     phase: Phase = "starting"
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     observers: list[Callable[[Served], None]] = dataclasses.field(default_factory=list)
     asking: set[OnItsWay] = dataclasses.field(default_factory=set)
+    requests: int = 0
     scoring: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     metrics: Any = None
     uploads: Any = None
@@ -147,6 +154,11 @@ class ServerState:
         """The one that a chat is about that names none."""
         return next(iter(self.readable(access)), None)
 
+    def close(self) -> None:
+        """Let go of everything but the model and the knowledge bases that it was given."""
+        for threads in (self.prepare, self.hand_over):
+            threads.shutdown(wait=False, cancel_futures=True)
+
 
 def make_state(
     settings: ServerSettings,
@@ -157,6 +169,11 @@ def make_state(
 
     Raises ConfigError or RequestError for a method or rule that is unknown or does not serve.
     """
+    if len(processes_of(model.mesh)) > 1:
+        raise ConfigError(
+            f"mesh {model.mesh}: several processes hold the model, and a server is one; name a "
+            "mesh of this process's devices"
+        )
     scheduler = dataclasses.replace(settings.engine.scheduler, classes=settings.classes)
     model.engine = Engine(model, dataclasses.replace(settings.engine, scheduler=scheduler))
     rules = tuple(DECODE_RULES) if settings.decode_rules is None else settings.decode_rules
@@ -170,6 +187,7 @@ def make_state(
         tenants=Tenants(),
         limits=Limits(settings),
         prepare=ThreadPoolExecutor(settings.prepare_threads, "jaxrag-prepare"),
+        hand_over=ThreadPoolExecutor(_HANDS, "jaxrag-hand-over"),
     )
 
 
