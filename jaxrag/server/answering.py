@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from jaxrag.errors import DeadlineExceeded, Overloaded
 from jaxrag.serve.answers import Result
 from jaxrag.serve.questions import ReadyQuestion, Settings
-from jaxrag.server.asking import LATE, Asking, Inbox, Piece, account, usage
+from jaxrag.server.asking import LATE, Asking, Inbox, Piece, usage
 from jaxrag.server.errors import busy, invalid
 from jaxrag.server.fields import Body, Generation, read_body
 from jaxrag.server.models import chosen
@@ -200,7 +200,10 @@ async def _events(
 def _told(visit: Visit, fields: Generation, results: Sequence[Result]) -> dict[str, Any]:
     """Usage and account of an answer; of several prompts a list of accounts."""
     lengths = [asking.prompt_tokens for asking in visit.askings]
-    accounts = [account(result, fields.return_text) for result in results]
+    accounts = [
+        asking.account(result, fields.return_text)
+        for asking, result in zip(visit.askings, results, strict=True)
+    ]
     return {
         "usage": usage(list(zip(lengths, results, strict=True))),
         "jaxrag": accounts[0] if len(accounts) == 1 else accounts,

@@ -1,10 +1,12 @@
 """The table of routes, and what stands around all of them."""
 
 import uuid
+from collections.abc import Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -12,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxrag.server.chat import chat_completions
 from jaxrag.server.completions import completions
 from jaxrag.server.documents import ROUTES as DOCUMENTS
-from jaxrag.server.errors import Problem, answer_error, too_large
+from jaxrag.server.errors import Problem, answer_error, forbidden, too_large
 from jaxrag.server.health import health, ready
 from jaxrag.server.models import get_model, list_models
 from jaxrag.server.settings import ServerSettings
@@ -40,13 +42,49 @@ def make_app(state: ServerState) -> Starlette:
         routes=routes,
         middleware=[
             Middleware(RequestId),
+            *_cors(state.settings),
             Middleware(Errors),
+            Middleware(SameOrigin, allowed=state.settings.origins),
             Middleware(BodyLimit, settings=state.settings),
         ],
         exception_handlers={HTTPException: answer_error},
     )
     app.state.server = state
     return app
+
+
+def _cors(settings: ServerSettings) -> list[Middleware]:
+    """What lets browsers ask from the pages that may."""
+    if not settings.origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware, allow_origins=settings.origins, allow_methods="*", allow_headers="*"
+        )
+    ]
+
+
+class SameOrigin:
+    """Refuses what a page of another origin has a browser send: its user did not ask for it.
+
+    A browser sends a plain POST to any server, this machine's own included, and says whence.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
+        self._app = app
+        self._allowed = frozenset(allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or raise Problem 403."""
+        if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+            headers = dict(scope["headers"])
+            origin = headers.get(b"origin", b"").decode("latin-1")
+            host = headers.get(b"host", b"").decode("latin-1")
+            if origin and origin not in self._allowed and origin.partition("://")[2] != host:
+                raise forbidden(
+                    f"pages of {origin[:100]} may not ask here; the server's `origins` lets them"
+                )
+        await self._app(scope, receive, send)
 
 
 class RequestId:

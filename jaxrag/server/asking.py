@@ -252,6 +252,15 @@ class Asking:
         of = f" {found.there}/{found.chunks}" if found.status == "loading" else ""
         return found.status + of
 
+    def account(self, result: Result, return_text: bool) -> dict[str, Any]:
+        """What a Result says beside the answer; folders of the server are not shown."""
+        told = account(result, return_text)
+        base = None if self._asked is None else self._asked[0].kb
+        if base is not None:
+            parent = f"{base.path.parent}/"
+            told["notes"] = [note.replace(parent, "") for note in told["notes"]]
+        return told
+
     def _sink(self, progress: Progress) -> None:
         """Told on the engine's thread."""
         self._loop.call_soon_threadsafe(self._arrive, progress)

@@ -51,6 +51,7 @@ class ServerSettings:
         none.
       host: address to listen on.
       port: port to listen on; 0: any that is free.
+      origins: of pages elsewhere that may ask from a browser, such as "https://chat.example".
       data: folder for what clients upload; None: uploads are refused.
       keys: TOML file of the keys that are let in; None: anybody is.
       open_to_all: listen on an address that others can reach without asking for keys.
@@ -94,6 +95,7 @@ class ServerSettings:
     knowledge_bases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     host: str = "127.0.0.1"
     port: int = 8000
+    origins: tuple[str, ...] = ()
     data: str | None = None
     keys: str | None = None
     open_to_all: bool = False
@@ -140,6 +142,8 @@ class ServerSettings:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected seconds, 0 or more")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port={self.port}: expected 0 to 65535")
+        if self.model.name is not None and (not self.model.name or "@" in self.model.name):
+            raise ConfigError(f"model.name={self.model.name!r}: expected a name without @")
         for name in self.knowledge_bases:
             if not name or "@" in name or "/" in name:
                 raise ConfigError(

@@ -22,6 +22,7 @@ from jaxrag.server.limits import Limits
 from jaxrag.server.recipe import Recipe
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.tenants import Access, TenantMemory, Tenants, bearer
+from jaxrag.sharding import processes_of
 
 Phase = Literal["starting", "ready", "draining"]
 Ended = Literal["finished", "cancelled", "expired", "refused", "failed"]
@@ -169,6 +170,11 @@ def make_state(
 
     Raises ConfigError or RequestError for a method or rule that is unknown or does not serve.
     """
+    if len(processes_of(model.mesh)) > 1:
+        raise ConfigError(
+            f"mesh {model.mesh}: several processes hold the model, and a server is one; name a "
+            "mesh of this process's devices"
+        )
     data = None if settings.data is None else Path(settings.data)
     tenants = Tenants.open(settings.keys, data)
     given = settings.engine.scheduler

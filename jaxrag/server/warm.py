@@ -13,18 +13,21 @@ from jaxrag.store import MemoryStore
 from jaxrag.types import HostArray
 
 _QUESTIONS = (16, 32, 64, 128)  # tokens of final blocks, one a width
+_ASKED = "What?"
 _CHUNK_TOKENS = 512  # where there is no knowledge base
 _BYTES = 1 << 30  # of the chunks, which nobody keeps
 _NOTHING = np.zeros(0, np.int32)
 
 
 def warm_up(state: ServerState) -> int:
-    """Compile what the default method needs; how many programs.
+    """Search every knowledge base once, and compile what the default method needs; how many.
 
     Questions of usual lengths over as many chunks as are retrieved, and prompts without any, in
     all widths; where files are uploaded, their encoding. Other methods and rules are compiled when
     they are first asked for.
     """
+    for base in state.knowledge_bases.values():
+        base.search(_ASKED, 1)
     programs = state.engine.warm_up(list(_requests(state)))
     state.library.warm_up()
     state.engine.forget()

@@ -67,7 +67,7 @@ def send(server, path, content):
         assert last == "data: [DONE]" or "deadline_exceeded" in last
 
 
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=16)
 @hypothesis.given(st.data())
 def test_no_body_makes_the_server_fail(server, paths, data):
     send(server, data.draw(st.sampled_from(paths)), data.draw(bodies()))

@@ -202,6 +202,13 @@ def test_another_query_finds_other_chunks(server):
     assert server.chat(HOME).json()["jaxrag"]["sources"][0]["document_id"] == "giso-berow.md"
 
 
+def test_no_folder_of_the_server_is_told(server, village):
+    # Of all chunks some were not encoded so before, which a note tells.
+    told = server.chat(k=20, method="fusionrag", recompute_ratio=0.5, return_text=True)
+    assert any("jaxrag ingest" in note for note in told.json()["jaxrag"]["notes"])
+    assert str(village.parent) not in told.text and "/examples/" not in told.text
+
+
 def test_where_narrows_and_k_counts(server):
     assert len(server.chat(k=1).json()["jaxrag"]["sources"]) == 1
     told = server.chat(where={"nothing": "has this"}).json()

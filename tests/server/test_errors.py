@@ -130,6 +130,26 @@ def test_a_prompt_beyond_the_context_is_400_with_openais_code(server, stream):
         assert "the model's context is 1024" in error["message"]
 
 
+def test_a_page_of_another_origin_may_not_ask(served_model, village, start):
+    allowed = "https://chat.example"
+    with start(served_model, {"village": village}, origins=(allowed,)) as server:
+        for origin, status in (
+            (None, 200),
+            (server.url, 200),
+            (allowed, 200),
+            ("https://other.example", 403),
+            ("http://127.0.0.1:1", 403),
+            ("null", 403),
+        ):
+            headers = {} if origin is None else {"origin": origin}
+            answer = server.client.post("/tokenize", content=b'{"prompt": "x"}', headers=headers)
+            assert answer.status_code == status, origin
+            if status == 403:
+                assert told(answer)["code"] == "permission_denied"
+            shared = answer.headers.get("access-control-allow-origin")
+            assert shared == (allowed if origin == allowed else None)
+
+
 @pytest.mark.parametrize(
     ("model", "code"),
     [

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import json
+import socket
 import time
 
 import httpx
@@ -139,6 +140,24 @@ def test_a_reader_that_is_too_far_behind_is_cut_off():
 
     asyncio.run(stuck())
     assert isinstance(told[0], SlowReader)
+
+
+@pytest.mark.slow
+def test_a_client_that_reads_nothing_is_cut_off(served_model, village, start, idle):
+    with start(served_model, {"village": village}, stream_events=16) as server:
+        seen = ended(server.state)
+        body = json.dumps(BODY | {"stream": True, "logprobs": True}).encode()
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)  # small buffers there
+            client.connect((host, int(port)))
+            head = f"POST {CHAT} HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n\r\n"
+            client.sendall(head.encode() + body)
+            wait_for(lambda: seen)
+        assert (seen[0].ended, seen[0].code) == ("failed", "slow_reader")
+        assert seen[0].first_seconds is not None and not seen[0].results
+        idle(server.state)
 
 
 def test_a_prompt_ends_with_its_request_though_nobody_began_to_read(server, held, idle):

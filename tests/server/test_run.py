@@ -97,6 +97,7 @@ def test_told_twice_it_waits_for_nobody(served_model, village, start, held):
     assert "error" in told[-1]
 
 
+@pytest.mark.slow
 def test_after_warm_up_nothing_is_compiled(served_model, village, start):
     with start(served_model, {"village": village}, k=2) as server:
         assert warm_up(server.state) > 0
