@@ -338,8 +338,7 @@ class Library:
         with self._changing[name]:
             if shelf.row is not None:
                 self.shelf(access, name)  # it may have been removed meanwhile
-            for file_id, _ in files:
-                self.indexer.drop(name, file_id)
+            self.indexer.drop(name, [file_id for file_id, _ in files])
             members = self.registry.put_members(name, files, access.tenant, batch)
             self.indexer.submit(members)
         return members
@@ -360,8 +359,9 @@ class Library:
         """Do no more for the files of a batch that are in progress."""
         self.shelf(access, name, to_write=True)
         with self._changing[name]:
-            for member in self.registry.members(name, batch=batch, status="in_progress"):
-                self.indexer.drop(name, member.file)
+            waiting = self.registry.members(name, batch=batch, status="in_progress")
+            self.indexer.drop(name, [member.file for member in waiting])
+            for member in waiting:
                 self.registry.settle_member(member.number, "cancelled")
 
     def search(
@@ -394,7 +394,7 @@ class Library:
 
     def _take_out(self, member: Member) -> None:
         """The store's lock is held. Documents go first, as what the registry has is known still."""
-        self.indexer.drop(member.store, member.file)
+        self.indexer.drop(member.store, [member.file])
         base = self._base_of(member.tenant, member.store)
         base.remove(base.ids_beginning(member.file))
         self.registry.remove_member(member.store, member.file)
