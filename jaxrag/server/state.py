@@ -167,13 +167,9 @@ class ServerState:
 
     def close(self) -> None:
         """Let go of everything but the model and the knowledge bases that it was given."""
-        self.prepare.shutdown(wait=False, cancel_futures=True)
-        self.library.close()
-
-    def close(self) -> None:
-        """Let go of everything but the model and the knowledge bases that it was given."""
         for threads in (self.prepare, self.hand_over):
             threads.shutdown(wait=False, cancel_futures=True)
+        self.library.close()
 
 
 def make_state(
