@@ -78,7 +78,11 @@ class HttpPeer:
         }
 
     def _get(self, path: str) -> Any:
-        """What it answers to a GET, read as JSON; LookupError for any status but 200."""
+        """What it answers to a GET, read as JSON."""
+        return json.loads(self.read(path))
+
+    def read(self, path: str) -> bytes:
+        """What it answers to a GET; LookupError for any status but 200."""
         parts = urlsplit(self.url)
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=10)
         try:
@@ -86,7 +90,7 @@ class HttpPeer:
             answer = connection.getresponse()
             if answer.status != 200:
                 raise LookupError(f"status {answer.status}")
-            return json.loads(answer.read())
+            return answer.read()
         finally:
             connection.close()
 

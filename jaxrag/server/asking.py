@@ -223,7 +223,7 @@ class Asking:
             if closed:
                 self._state.engine.abort(number)
 
-        await self._loop.run_in_executor(self._state.prepare, add)
+        await self._loop.run_in_executor(self._state.hand_over, add)
 
     def close(self) -> None:
         """Nothing more is wanted of it."""

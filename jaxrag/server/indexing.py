@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from jaxrag.documents import BadDocument, Document
 from jaxrag.documents.chunking import Chunk
@@ -85,14 +85,14 @@ class Indexer:
                 thread.start()
             self._changed.notify_all()
 
-    def drop(self, store: str, file: str | None = None) -> None:
-        """Do no more for a member of a store, or for all; returns when nothing is done any more.
+    def drop(self, store: str, files: Collection[str] | None = None) -> None:
+        """Do no more for members of a store, or for all; returns when nothing is done any more.
 
         What was found of it by then is not found any more.
         """
 
         def meant(job: _Job) -> bool:
-            return job.member.store == store and file in (None, job.member.file)
+            return job.member.store == store and (files is None or job.member.file in files)
 
         with self._changed:
             for tenant, jobs in list(self._waiting.items()):
@@ -225,7 +225,7 @@ class Indexer:
             _LOG.exception("what was indexed of file %s could not be removed", member.file)
 
     def _fail(self, member: Member, code: str, error: Exception) -> None:
-        text = " ".join(str(error).split())
+        text = self._uploads.without_folder(" ".join(str(error).split()))
         self._registry.settle_member(member.number, "failed", code=code, message=text)
 
 

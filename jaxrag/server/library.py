@@ -8,7 +8,6 @@ it, not there.
 import contextlib
 import dataclasses
 import fcntl
-import functools
 import logging
 import os
 import shutil
@@ -20,28 +19,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxrag.catalog import Hit
-from jaxrag.documents.chunking import ChunkBy
-from jaxrag.embed import Embedder
-from jaxrag.encode import encode_chunks, encoder_named
-from jaxrag.encode.packed import ROW_TOKENS
 from jaxrag.engine.engine import Engine
-from jaxrag.errors import ConfigError, JaxragError, KnowledgeBaseError
+from jaxrag.errors import ConfigError, JaxragError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.knowledge_base.maintained import DEFAULT_GRACE_SECONDS
-from jaxrag.knowledge_base.settings import DEFAULT_CHUNK_TOKENS, DEFAULT_ENCODERS
-from jaxrag.methods import Method
 from jaxrag.models.model import Model
 from jaxrag.server.durable import PRIVATE, disk_errors, make_folder, sync_folder
 from jaxrag.server.errors import forbidden, invalid, not_found
 from jaxrag.server.indexing import Indexer
+from jaxrag.server.recipe import Recipe
 from jaxrag.server.registry import FileRow, Member, Registry, StoreRow, new_id
 from jaxrag.server.tenants import Access, Tenants, folder_name
 from jaxrag.server.uploads import TENANTS, Upload, Uploads
-from jaxrag.shapes import row_length
-from jaxrag.text.prompts import PromptTemplate
 
 STORES = "stores"  # folder of a tenant
 STORE_ID = "vs_"
@@ -49,47 +39,6 @@ _LOCK = "lock"  # file in the data folder
 _LOOK_SECONDS = 30.0  # between two looks at what may be closed or collected
 
 _LOG = logging.getLogger("jaxrag.server")
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """What a new vector store is made with; None leaves it to ``KnowledgeBase.open``.
-
-    Attributes:
-      template: wraps chunks.
-      chunk_tokens: largest chunk.
-      overlap: tokens that consecutive chunks share.
-      chunk_by: what a chunk is made of.
-      encoders: the KV variants that are kept.
-      embedder: makes vectors of chunks and questions.
-      index: kind of vector index.
-    """
-
-    template: PromptTemplate | None = None
-    chunk_tokens: int | None = None
-    overlap: int | None = None
-    chunk_by: ChunkBy | None = None
-    encoders: tuple[str, ...] | None = None
-    embedder: Embedder | None = None
-    index: str | None = None
-
-    @classmethod
-    def like(cls, base: KnowledgeBase) -> "Recipe":
-        """As a knowledge base was made."""
-        cut, embedder = base.chunking, None
-        with contextlib.suppress(KnowledgeBaseError):  # it is not at hand, and none is made with it
-            embedder = base.embedder
-        index = None if embedder is None else base.index
-        return cls(
-            base.template, cut.chunk_tokens, cut.overlap, cut.by, base.encoders, embedder, index
-        )
-
-    @classmethod
-    def of(cls, methods: Mapping[str, Method]) -> "Recipe":
-        """For the first of the methods that reuses chunks: with the KV that it reads."""
-        encoders = (method.encoder for method in methods.values() if method.encoder is not None)
-        first = next(encoders, None)
-        return cls(encoders=None if first is None else (first,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,31 +152,8 @@ class Library:
         return library
 
     def warm_up(self) -> int:
-        """Compile the encoding of chunks of a new vector store; how many widths of rows.
-
-        Rows of every width that its chunks may fill, run by the engine, as indexing does. Variants
-        that see neighbours are compiled when they are first needed. Nothing is kept.
-        """
-        model, recipe = self.model, self._recipe
-        if not self._keeps or model.tokenizer is None:
-            return 0
-        template = recipe.template or model.prompt_format()
-        prefix = template.prefix_ids(model.tokenizer)
-        marked = len(template.chunk_ids(model.tokenizer, np.zeros(0, np.int32)))
-        room = min(model.config.max_positions, ROW_TOKENS) - len(prefix)
-        size = min(marked + (recipe.chunk_tokens or DEFAULT_CHUNK_TOKENS), room)
-        counts = {
-            row_length(len(prefix) + count * size): count
-            for count in range(1, max(2, ROW_TOKENS // size))
-        }
-        for encoder in recipe.encoders or DEFAULT_ENCODERS:
-            if encoder_named(encoder).sees_neighbours:
-                continue
-            for count in counts.values():
-                chunks = [np.zeros(size, np.int32)] * count
-                rows = functools.partial(encode_chunks, model, encoder, prefix, chunks)
-                self._engine.spare(lambda rows=rows: sum(1 for _ in rows()))  # type: ignore[misc]
-        return len(counts)
+        """Compile the encoding of chunks of a new vector store; see ``Recipe.warm_up``."""
+        return self._recipe.warm_up(self.model, self._engine) if self._keeps else 0
 
     def close(self) -> None:
         """Stop indexing and close everything; what is in progress is taken up at the next open."""
@@ -412,8 +338,7 @@ class Library:
         with self._changing[name]:
             if shelf.row is not None:
                 self.shelf(access, name)  # it may have been removed meanwhile
-            for file_id, _ in files:
-                self.indexer.drop(name, file_id)
+            self.indexer.drop(name, [file_id for file_id, _ in files])
             members = self.registry.put_members(name, files, access.tenant, batch)
             self.indexer.submit(members)
         return members
@@ -434,8 +359,9 @@ class Library:
         """Do no more for the files of a batch that are in progress."""
         self.shelf(access, name, to_write=True)
         with self._changing[name]:
-            for member in self.registry.members(name, batch=batch, status="in_progress"):
-                self.indexer.drop(name, member.file)
+            waiting = self.registry.members(name, batch=batch, status="in_progress")
+            self.indexer.drop(name, [member.file for member in waiting])
+            for member in waiting:
                 self.registry.settle_member(member.number, "cancelled")
 
     def search(
@@ -468,7 +394,7 @@ class Library:
 
     def _take_out(self, member: Member) -> None:
         """The store's lock is held. Documents go first, as what the registry has is known still."""
-        self.indexer.drop(member.store, member.file)
+        self.indexer.drop(member.store, [member.file])
         base = self._base_of(member.tenant, member.store)
         base.remove(base.ids_beginning(member.file))
         self.registry.remove_member(member.store, member.file)
@@ -493,19 +419,7 @@ class Library:
             return self._bases[name]
 
     def _open(self, folder: Path, tenant: str, recipe: Recipe) -> KnowledgeBase:
-        return KnowledgeBase.open(
-            folder,
-            self.model,
-            template=recipe.template,
-            chunk_tokens=recipe.chunk_tokens,
-            overlap=recipe.overlap,
-            chunk_by=recipe.chunk_by,
-            encoders=recipe.encoders,
-            embedder=recipe.embedder,
-            index=recipe.index,
-            salt=self._tenants.salt(tenant),
-            mode="rw",
-        )
+        return recipe.open(folder, self.model, self._tenants.salt(tenant))
 
     # Upkeep
 

@@ -18,11 +18,14 @@ from jaxrag.methods import METHODS, Method, method_named
 from jaxrag.models.model import Model
 from jaxrag.serve.answers import Result
 from jaxrag.server.errors import not_found, unauthorized
-from jaxrag.server.library import Library, Recipe
+from jaxrag.server.library import Library
 from jaxrag.server.limits import Limits
+from jaxrag.server.recipe import Recipe
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.tenants import Access, TenantMemory, Tenants, bearer
 from jaxrag.sharding import processes_of
+
+_HANDS = 2  # threads that give prompts to the engine
 
 Phase = Literal["starting", "ready", "draining"]
 Ended = Literal["finished", "cancelled", "expired", "refused", "failed"]
@@ -92,11 +95,13 @@ class ServerState:
       library: files and vector stores of the tenants.
       limits: how much is let in.
       prepare: threads that retrieve and tokenise.
+      hand_over: threads that give prompts to the engine, which is not to wait for retrieval.
       phase: whether it takes requests.
       created: when it began, in seconds since 1970.
       observers: told of every request to the model that ended, on the event loop's thread; they
         must not wait.
       asking: prompts on their way.
+      requests: of HTTP that are being answered.
       scoring: is held by who has texts scored, one at a time.
       metrics: what is counted.
     """
@@ -112,10 +117,12 @@ class ServerState:
     library: Library
     limits: Limits
     prepare: ThreadPoolExecutor
+    hand_over: ThreadPoolExecutor
     phase: Phase = "starting"
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     observers: list[Callable[[Served], None]] = dataclasses.field(default_factory=list)
     asking: set[OnItsWay] = dataclasses.field(default_factory=set)
+    requests: int = 0
     scoring: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     metrics: Any = None
 
@@ -160,7 +167,8 @@ class ServerState:
 
     def close(self) -> None:
         """Let go of everything but the model and the knowledge bases that it was given."""
-        self.prepare.shutdown(wait=False, cancel_futures=True)
+        for threads in (self.prepare, self.hand_over):
+            threads.shutdown(wait=False, cancel_futures=True)
         self.library.close()
 
 
@@ -211,6 +219,7 @@ def make_state(
         ),
         limits=Limits(settings),
         prepare=ThreadPoolExecutor(settings.prepare_threads, "jaxrag-prepare"),
+        hand_over=ThreadPoolExecutor(_HANDS, "jaxrag-hand-over"),
     )
 
 

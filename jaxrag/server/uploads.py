@@ -35,6 +35,10 @@ class Uploads:
         """Where the bytes of a file lie."""
         return self.folder(file.tenant) / file.id
 
+    def without_folder(self, text: str) -> str:
+        """A message without the data folder, of which clients are told nothing."""
+        return text.replace(f"{self._data}/", "")
+
     def begin(self, tenant: str) -> "Upload":
         """A new file, to be written. Raises StoreError."""
         folder = self.folder(tenant)

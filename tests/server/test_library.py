@@ -14,7 +14,8 @@ from jaxrag.errors import ConfigError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.server import indexing, worker
 from jaxrag.server.errors import Problem
-from jaxrag.server.library import Library, Recipe
+from jaxrag.server.library import Library
+from jaxrag.server.recipe import Recipe
 from jaxrag.server.tenants import Tenants
 
 LONG = 120.0  # seconds in which what must happen happens
@@ -105,6 +106,11 @@ def held(engine):
         thread.join()
 
 
+def dropped(library):
+    """Nothing that is worked on is wanted."""
+    return not any(job.wanted for job in library.indexer._running)
+
+
 def found(library, access, store):
     return {hit.document_id[:29] for hit in library.search(access, store, ["Giso Berow"], 50, None)}
 
@@ -134,6 +140,7 @@ def test_a_file_that_is_taken_out_while_it_is_indexed_is_not_found(open_library,
         library.remove_file(access, files[1])  # it waits for its turn, and is not begun
         gone = threading.Thread(target=library.take_out, args=(access, store, files[0]))
         gone.start()
+        until(lambda: dropped(library))
     gone.join()
     assert settled(library, store) == {files[2]: "completed"}
     assert found(library, access, store) == {files[2]}
@@ -148,6 +155,7 @@ def test_a_batch_that_is_cancelled_leaves_nothing_to_be_found(open_library, mode
         until(lambda: library.indexer._running)
         cancel = threading.Thread(target=library.cancel_batch, args=(access, store, "vsfb_1"))
         cancel.start()
+        until(lambda: dropped(library))
     cancel.join()
     assert set(settled(library, store).values()) == {"cancelled"}
     assert found(library, access, store) == set()
@@ -163,6 +171,7 @@ def test_a_vector_store_that_is_removed_while_it_is_filled_goes_from_the_disk(op
         until(lambda: library.indexer._running)
         gone = threading.Thread(target=library.remove, args=(access, store))
         gone.start()
+        until(lambda: dropped(library))
     gone.join()
     with pytest.raises(Problem) as caught:
         library.search(access, store, ["Giso"], 1, None)
