@@ -351,6 +351,19 @@ def test_an_error_that_nobody_foresaw_is_logged_and_not_told(server, caplog, mon
     assert not server.state.asking and not server.state.limits.running
 
 
+@pytest.mark.parametrize("broken", ["result_of", "Answer.push"])
+def test_what_fails_when_tokens_come_ends_the_request(server, idle, monkeypatch, broken):
+    def fail(*_):
+        raise ZeroDivisionError("of a tokenizer")
+
+    monkeypatch.setattr(f"jaxrag.server.asking.{broken}", fail)
+    answer = server.chat()
+    assert (answer.status_code, told(answer)["code"]) == (500, "internal_error")
+    streamed = server.chat(stream=True)
+    assert "internal_error" in streamed.text
+    idle(server.state)
+
+
 def test_who_left_is_no_error_of_the_server(caplog):
     assert problem_of(asyncio.CancelledError()).status == 499
     assert not caplog.records
