@@ -86,8 +86,9 @@ class Mailbox:
     @property
     def silence(self) -> float:
         """Seconds since the thread began what it is at; 0 while it waits for events, or is not."""
-        looked = self.looked
-        return self._clock() - looked if self._works and looked is not None else 0.0
+        if not self._works:  # asked first: it is set after the time that it goes with
+            return 0.0
+        return 0.0 if self.looked is None else max(self._clock() - self.looked, 0.0)
 
     def _drain(self) -> list[Event]:
         events = list(self._events)

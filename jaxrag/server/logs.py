@@ -27,6 +27,7 @@ _FIELDS = "fields"  # of a record, beside its message
 _QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds by machines
 _READY = "/ready"  # is 503 whenever a server starts or ends
 _NOWHERE = "(none)"
+_LEFT = 499  # where no answer was begun: nobody was there to read it
 
 
 class Lines(logging.Formatter):
@@ -133,7 +134,7 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begun, status = time.monotonic(), 500
+        begun, status = time.monotonic(), _LEFT
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -143,6 +144,9 @@ class AccessLog:
 
         try:
             await self._app(scope, receive, watched)
+        except Exception:
+            status = 500
+            raise
         finally:
             quiet = scope["path"] in _QUIET and (status < 500 or scope["path"] == _READY)
             fields = {

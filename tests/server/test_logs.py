@@ -1,5 +1,6 @@
 """Lines of a log: what is in them, and what must never be."""
 
+import asyncio
 import io
 import json
 import logging
@@ -8,7 +9,7 @@ import sys
 import pytest
 
 from jaxrag.errors import RequestError
-from jaxrag.server.logs import Lines, logging_requests, note, pattern_of
+from jaxrag.server.logs import AccessLog, Lines, logging_requests, note, pattern_of
 from jaxrag.server.settings import ServerSettings
 
 SECRET = "Giso-Berow-keeps-a-secret"
@@ -98,3 +99,27 @@ def test_the_pattern_of_a_path():
     scope = {"path": "/v1/files/a/content", "path_params": {"file": "a"}, "endpoint": None}
     assert pattern_of(scope) == "/v1/files/{file}/content"
     assert pattern_of({"path": "/v1/files/a/content"}) == "(none)"
+
+
+def test_what_was_answered_to_nobody_and_what_failed(caplog):
+    async def nothing(scope, receive, send):
+        pass
+
+    async def fails(scope, receive, send):
+        raise RuntimeError(SECRET)
+
+    async def answers(scope, receive, send):
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+
+    scope = {"type": "http", "path": "/x", "method": "GET", "request_id": "r"}
+    with caplog.at_level(logging.INFO, logger="jaxrag.server"):
+        for app in (nothing, answers):
+            asyncio.run(AccessLog(app)(dict(scope), None, sent))
+        with pytest.raises(RuntimeError):
+            asyncio.run(AccessLog(fails)(dict(scope), None, sent))
+    assert [record.fields["status"] for record in caplog.records] == [499, 204, 500]
+    assert SECRET not in "".join(Lines("text").format(record) for record in caplog.records)
+
+
+async def sent(message):
+    pass
