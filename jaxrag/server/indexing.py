@@ -7,6 +7,7 @@ starts takes it up again.
 """
 
 import dataclasses
+import itertools
 import logging
 import threading
 from collections import deque
@@ -103,11 +104,11 @@ class Indexer:
         for job in stopped:
             job.done.wait()
 
-    @property
-    def waiting(self) -> int:
-        """Members that wait or are worked on."""
+    def works_on(self, store: str) -> bool:
+        """Whether members of a store wait or are worked on."""
         with self._changed:
-            return len(self._running) + sum(map(len, self._waiting.values()))
+            jobs = [*self._running, *itertools.chain.from_iterable(self._waiting.values())]
+            return any(job.member.store == store for job in jobs)
 
     def close(self) -> None:
         """Stop; what is in progress is taken up by the next server."""

@@ -446,10 +446,17 @@ class Library:
             _let_go(*item[1:])
         for name, left in list(self._littered.items()):
             if left + self._grace <= now:
-                del self._littered[name]
-                base = self._served.get(name) or self._bases.get(name)
-                if base is not None:
-                    base.gc(grace_seconds=self._grace)
+                self._collect(name)
+
+    def _collect(self, name: str) -> None:
+        """Free what left a store, while nothing comes into it: later, if something does."""
+        with self._changing[name]:
+            if self.indexer.works_on(name):
+                return
+            del self._littered[name]
+            base = self._served.get(name) or self._bases.get(name)
+            if base is not None:
+                base.gc(grace_seconds=self._grace)
 
 
 def _check_reads(access: Access) -> None:

@@ -58,8 +58,7 @@ class ServerSettings:
       open_to_all: listen on an address that others can reach without asking for keys.
       index_threads: uploaded files that are indexed at once.
       parse_seconds: that one document of an upload may take to parse.
-      grace_seconds: longer than any request takes, and than a file takes to be indexed; bytes of
-        what was removed stay so long.
+      grace_seconds: longer than any request takes; bytes of what was removed stay so long.
       memory_bytes: of KV of documents that come with requests, all tenants together.
       method: a preset's name or a TOML file, where a request names none.
       decode: how generated tokens attend, where a request names no rule; None: the method's own.

@@ -84,7 +84,8 @@ def until(true):
 
 def settled(library, store):
     until(lambda: not library.registry.counts(store)["in_progress"])
-    return {member.file: member.status for member in library.registry.members(store)}
+    members = library.registry.members(store)
+    return {member.file: member.message or member.status for member in members}
 
 
 @contextlib.contextmanager
@@ -106,9 +107,10 @@ def held(engine):
         thread.join()
 
 
-def dropped(library):
-    """Nothing that is worked on is wanted."""
-    return not any(job.wanted for job in library.indexer._running)
+def dropped(library, *files):
+    """None of these is worked on and wanted."""
+    running = list(library.indexer._running)
+    return not any(job.wanted and job.member.file in files for job in running)
 
 
 def found(library, access, store):
@@ -140,7 +142,7 @@ def test_a_file_that_is_taken_out_while_it_is_indexed_is_not_found(open_library,
         library.remove_file(access, files[1])  # it waits for its turn, and is not begun
         gone = threading.Thread(target=library.take_out, args=(access, store, files[0]))
         gone.start()
-        until(lambda: dropped(library))
+        until(lambda: dropped(library, files[0]))
     gone.join()
     assert settled(library, store) == {files[2]: "completed"}
     assert found(library, access, store) == {files[2]}
@@ -155,7 +157,7 @@ def test_a_batch_that_is_cancelled_leaves_nothing_to_be_found(open_library, mode
         until(lambda: library.indexer._running)
         cancel = threading.Thread(target=library.cancel_batch, args=(access, store, "vsfb_1"))
         cancel.start()
-        until(lambda: dropped(library))
+        until(lambda: dropped(library, *files))
     cancel.join()
     assert set(settled(library, store).values()) == {"cancelled"}
     assert found(library, access, store) == set()
@@ -171,7 +173,7 @@ def test_a_vector_store_that_is_removed_while_it_is_filled_goes_from_the_disk(op
         until(lambda: library.indexer._running)
         gone = threading.Thread(target=library.remove, args=(access, store))
         gone.start()
-        until(lambda: dropped(library))
+        until(lambda: dropped(library, file))
     gone.join()
     with pytest.raises(Problem) as caught:
         library.search(access, store, ["Giso"], 1, None)
@@ -278,5 +280,5 @@ def test_a_file_whose_bytes_are_gone_fails_and_says_so(open_library):
     file = uploaded(library, access)
     os.unlink(library.uploads.path(library.file(access, file)))
     library.put(access, store, [(file, {})])
-    assert settled(library, store) == {file: "failed"}
-    assert library.registry.member(store, file).message
+    assert "cannot be read" in settled(library, store)[file]
+    assert library.registry.member(store, file).status == "failed"
