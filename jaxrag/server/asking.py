@@ -271,13 +271,15 @@ class Asking:
         if progress.error is not None:
             self._end(progress.error)
             return
+        try:
+            self._take(progress)
+        except Exception as error:  # whoever waits is told, and the event loop is not
+            self.fail(error)
+
+    def _take(self, progress: Progress) -> None:
         assert self._answer is not None and self._asked is not None
         before, was = len(self._answer.token_ids), self._answer.finish_reason
-        try:
-            text = self._answer.push(progress.new, progress.finish_reason)
-        except Exception as error:  # a tokenizer that fails is this request's affair
-            self.fail(error)
-            return
+        text = self._answer.push(progress.new, progress.finish_reason)
         ids = self._answer.token_ids[before:]
         if text or ids:
             logprobs = progress.logprobs[: len(ids)]
