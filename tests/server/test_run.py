@@ -63,7 +63,7 @@ def in_background(server, body):
 def test_what_runs_completes_while_nothing_new_is_taken(served_model, village, start, held):
     with start(served_model, {"village": village}, drain_seconds=30.0) as server:
         server.chat()
-        thread, told = in_background(server, BODY | {"max_tokens": 400})
+        thread, told = in_background(server, BODY | {"max_tokens": 100})
         with held(server.state):  # in the middle of it
             assert told[-1] != "data: [DONE]"
             server.end()
