@@ -25,7 +25,12 @@ def test_what_became_of_a_flood():
 @pytest.mark.slow
 def test_a_flood_refuses_what_it_cannot_take_and_serves_the_rest(tiny_config):
     options = Options(
-        seconds=3.0, rows=4, waiting=4, config=tiny_config(eos_ids=(), vocab_size=512)
+        seconds=3.0,
+        rows=4,
+        waiting=4,
+        answer=16,
+        chunk_tokens=64,
+        config=tiny_config(eos_ids=(), vocab_size=512),
     )
     result = run(options)
     assert result["admitted"] + result["refused"] == result["requests"] and not result["others"]
