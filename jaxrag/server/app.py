@@ -41,7 +41,7 @@ def make_app(state: ServerState) -> Starlette:
     app = Starlette(
         routes=routes,
         middleware=[
-            Middleware(RequestId),
+            Middleware(RequestId, state=state),
             *_cors(state.settings),
             Middleware(Errors),
             Middleware(SameOrigin, allowed=state.settings.origins),
@@ -88,10 +88,14 @@ class SameOrigin:
 
 
 class RequestId:
-    """Gives every request an id, the client's own where it sends one, and answers with it."""
+    """Gives every request an id, the client's own where it sends one, and answers with it.
 
-    def __init__(self, app: ASGIApp) -> None:
+    Counts those that are being answered, too.
+    """
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
+        self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, with ``scope["request_id"]``."""
@@ -107,7 +111,11 @@ class RequestId:
                 message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
             await send(message)
 
-        await self._app(scope, receive, told)
+        self._state.requests += 1
+        try:
+            await self._app(scope, receive, told)
+        finally:
+            self._state.requests -= 1
 
 
 class Errors:

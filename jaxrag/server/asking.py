@@ -223,7 +223,7 @@ class Asking:
             if closed:
                 self._state.engine.abort(number)
 
-        await self._loop.run_in_executor(self._state.prepare, add)
+        await self._loop.run_in_executor(self._state.hand_over, add)
 
     def close(self) -> None:
         """Nothing more is wanted of it."""
@@ -272,13 +272,15 @@ class Asking:
         if progress.error is not None:
             self._end(progress.error)
             return
+        try:
+            self._take(progress)
+        except Exception as error:  # whoever waits is told, and the event loop is not
+            self.fail(error)
+
+    def _take(self, progress: Progress) -> None:
         assert self._answer is not None and self._asked is not None
         before, was = len(self._answer.token_ids), self._answer.finish_reason
-        try:
-            text = self._answer.push(progress.new, progress.finish_reason)
-        except Exception as error:  # a tokenizer that fails is this request's affair
-            self.fail(error)
-            return
+        text = self._answer.push(progress.new, progress.finish_reason)
         ids = self._answer.token_ids[before:]
         if text or ids:
             logprobs = progress.logprobs[: len(ids)]

@@ -24,6 +24,8 @@ from jaxrag.server.settings import ServerSettings
 from jaxrag.server.tenants import Access, TenantMemory, Tenants, bearer
 from jaxrag.sharding import processes_of
 
+_HANDS = 2  # threads that give prompts to the engine
+
 Phase = Literal["starting", "ready", "draining"]
 Ended = Literal["finished", "cancelled", "expired", "refused", "failed"]
 
@@ -92,11 +94,13 @@ class ServerState:
       library: files and vector stores of the tenants.
       limits: how much is let in.
       prepare: threads that retrieve and tokenise.
+      hand_over: threads that give prompts to the engine, which is not to wait for retrieval.
       phase: whether it takes requests.
       created: when it began, in seconds since 1970.
       observers: told of every request to the model that ended, on the event loop's thread; they
         must not wait.
       asking: prompts on their way.
+      requests: of HTTP that are being answered.
     """
 
     settings: ServerSettings
@@ -110,10 +114,12 @@ class ServerState:
     library: Library
     limits: Limits
     prepare: ThreadPoolExecutor
+    hand_over: ThreadPoolExecutor
     phase: Phase = "starting"
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     observers: list[Callable[[Served], None]] = dataclasses.field(default_factory=list)
     asking: set[OnItsWay] = dataclasses.field(default_factory=set)
+    requests: int = 0
     metrics: Any = None
 
     @property
@@ -157,7 +163,8 @@ class ServerState:
 
     def close(self) -> None:
         """Let go of everything but the model and the knowledge bases that it was given."""
-        self.prepare.shutdown(wait=False, cancel_futures=True)
+        for threads in (self.prepare, self.hand_over):
+            threads.shutdown(wait=False, cancel_futures=True)
         self.library.close()
 
 
@@ -208,6 +215,7 @@ def make_state(
         ),
         limits=Limits(settings),
         prepare=ThreadPoolExecutor(settings.prepare_threads, "jaxrag-prepare"),
+        hand_over=ThreadPoolExecutor(_HANDS, "jaxrag-hand-over"),
     )
 
 

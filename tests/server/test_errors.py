@@ -29,6 +29,13 @@ def told(answer):
     return body["error"]
 
 
+def wait_until(there):
+    until = time.monotonic() + 20
+    while not there():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(
     ("body", "param", "words"),
@@ -217,10 +224,7 @@ def test_too_many_that_wait_are_429_with_a_time(served_model, village, start, he
         with held(server.state):
             waiting = threading.Thread(target=server.chat)
             waiting.start()
-            until = time.monotonic() + 20
-            while server.state.limits.waiting < 1:
-                assert time.monotonic() < until
-                time.sleep(0.005)
+            wait_until(lambda: server.state.limits.waiting)
             for stream in (False, True):
                 answer = server.chat(stream=stream)
                 error = told(answer)
@@ -239,6 +243,7 @@ def test_time_that_is_over_is_504_and_not_tried_again(server, held, idle, stream
         ask = {"timeout": 0.2, "stream": stream}
         thread = threading.Thread(target=lambda: waiting.append(server.chat(**ask)))
         thread.start()
+        wait_until(lambda: server.state.limits.waiting)
         time.sleep(0.3)
     thread.join(20)
     [answer] = waiting
@@ -255,6 +260,7 @@ def test_time_that_is_over_in_a_stream_is_an_error_event(served_model, village, 
             ask = {"timeout": 0.2, "stream": True}
             thread = threading.Thread(target=lambda: waiting.append(server.chat(**ask)))
             thread.start()
+            wait_until(lambda: server.state.limits.waiting)
             time.sleep(0.3)
         thread.join(20)
     assert waiting[0].status_code == 200
@@ -283,10 +289,7 @@ def test_the_bounds_of_the_engine_itself_are_429_too(served_model, village, star
             ]
             for one in asking:
                 one.start()
-            until = time.monotonic() + 20
-            while sum(it.where == "waiting" for it in list(server.state.asking)) < 3:
-                assert time.monotonic() < until
-                time.sleep(0.005)
+            wait_until(lambda: sum(it.where == "waiting" for it in list(server.state.asking)) == 3)
         for one in asking:
             one.join(20)
         refused = [it for it in answers if it.status_code == 429]
@@ -346,6 +349,19 @@ def test_an_error_that_nobody_foresaw_is_logged_and_not_told(server, caplog, mon
     assert "inner part" not in answer.text
     assert [it.exc_info[0] for it in caplog.records if it.exc_info] == [ZeroDivisionError]
     assert not server.state.asking and not server.state.limits.running
+
+
+@pytest.mark.parametrize("broken", ["result_of", "Answer.push"])
+def test_what_fails_when_tokens_come_ends_the_request(server, idle, monkeypatch, broken):
+    def fail(*_):
+        raise ZeroDivisionError("of a tokenizer")
+
+    monkeypatch.setattr(f"jaxrag.server.asking.{broken}", fail)
+    answer = server.chat()
+    assert (answer.status_code, told(answer)["code"]) == (500, "internal_error")
+    streamed = server.chat(stream=True)
+    assert "internal_error" in streamed.text
+    idle(server.state)
 
 
 def test_who_left_is_no_error_of_the_server(caplog):

@@ -14,6 +14,8 @@ import httpx
 import pytest
 
 from jaxrag.cli import main
+from jaxrag.server.run import bind
+from jaxrag.server.settings import ServerSettings
 from jaxrag.server.warm import warm_up
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +39,13 @@ def read(client, body, first, told):
                 first.set()
 
 
+def wait_until(there):
+    until = time.monotonic() + 20
+    while not there():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
 def in_background(server, body):
     """A stream that is being read: its thread and its lines."""
     first, told = threading.Event(), []
@@ -51,19 +60,37 @@ def in_background(server, body):
     return thread, told
 
 
-def test_what_runs_completes_while_nothing_new_is_taken(served_model, village, start):
+def test_what_runs_completes_while_nothing_new_is_taken(served_model, village, start, held):
     with start(served_model, {"village": village}, drain_seconds=30.0) as server:
         server.chat()
-        thread, told = in_background(server, BODY | {"max_tokens": 150})
-        server.end()
-        while server.state.phase != "draining":
-            time.sleep(0.005)
-        refused = server.chat()
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
-        assert server.client.get("/ready").status_code == 503
+        thread, told = in_background(server, BODY | {"max_tokens": 100})
+        with held(server.state):  # in the middle of it
+            assert told[-1] != "data: [DONE]"
+            server.end()
+            wait_until(lambda: server.state.phase == "draining")
+            refused = server.chat()
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            assert server.client.get("/ready").status_code == 503
         thread.join(30)
     assert told[-1] == "data: [DONE]"
     assert len(told) > 50
+
+
+def test_any_request_that_runs_is_waited_for(served_model, village, start):
+    """One of another endpoint, whose body is still on its way."""
+    with start(served_model, {"village": village}, drain_seconds=30.0) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        body = b'{"prompt": "Tondorf"}'
+        head = f"POST /tokenize HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n\r\n"
+        with socket.create_connection((host, int(port)), 20) as client:
+            client.sendall(head.encode() + body[:5])
+            wait_until(lambda: server.state.requests)
+            server.end()
+            wait_until(lambda: server.state.phase == "draining")
+            time.sleep(0.2)
+            client.sendall(body[5:])
+            answer = client.recv(1000)
+    assert answer.startswith(b"HTTP/1.1 200")
 
 
 def test_what_runs_for_too_long_is_told_that_the_server_ends(served_model, village, start, held):
@@ -75,8 +102,7 @@ def test_what_runs_for_too_long_is_told_that_the_server_ends(served_model, villa
             stream, told = in_background(server, BODY)
             waiting = threading.Thread(target=lambda: whole.append(server.chat()))
             waiting.start()
-            while server.state.limits.waiting < 2:
-                time.sleep(0.005)
+            wait_until(lambda: server.state.limits.waiting == 2)
             server.end()
             stream.join(20)
             waiting.join(20)
@@ -107,6 +133,12 @@ def test_after_warm_up_nothing_is_compiled(served_model, village, start):
         prompt = "Question: What is the home of Giso Berow? Answer:"
         assert server.post("/v1/completions", prompt=prompt).status_code == 200
         assert dict(server.state.engine.compiled) == compiled
+
+
+def test_answers_do_not_wait_for_acknowledgements():
+    """asyncio turns Nagle's algorithm off for sockets that it knows as TCP by their protocol."""
+    with bind(ServerSettings(port=0)) as bound:
+        assert bound.proto == socket.IPPROTO_TCP
 
 
 def refusal(capsys, *words):
