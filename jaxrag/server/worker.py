@@ -245,6 +245,9 @@ def _messages(job: dict[str, Any], tokenizer: Tokenizer) -> Iterator[dict[str, A
                     yield {"bad": {"source": filename, "reason": str(error)}}
     except DocumentError as error:
         yield {"bad": {"source": filename, "reason": str(error)}}
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror or error}); upload it again"
+        yield {"bad": {"source": filename, "reason": reason}}
 
 
 def _cut(
