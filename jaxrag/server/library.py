@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -88,6 +89,8 @@ class Library:
         """Use ``open``."""
         self.data = data
         self._keeps = keeps
+        # Called by ``close``, or when the interpreter ends.
+        self._scratch = None if keeps else weakref.finalize(self, shutil.rmtree, data, True)
         self.created = int(time.time())
         self.model = model
         self._engine = engine
@@ -169,8 +172,8 @@ class Library:
                 base.close()
         self.registry.close()
         os.close(self._lock_file)
-        if not self._keeps:
-            shutil.rmtree(self.data, ignore_errors=True)
+        if self._scratch is not None:
+            self._scratch()
 
     def check_writes(self, access: Access) -> None:
         """Problem 403 for a key that may not change documents, 400 where none are kept."""
