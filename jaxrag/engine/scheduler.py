@@ -23,7 +23,9 @@ from jaxrag.engine.admission import (
     Queue,
     SchedulerSettings,
     Status,
+    Turns,
     admission,
+    turn,
 )
 from jaxrag.engine.rows import Lane
 from jaxrag.errors import RequestError
@@ -79,6 +81,7 @@ class Scheduler:
         self._allocator = allocator
         self._settings = settings or SchedulerSettings()
         self._queue = Queue(self._settings)
+        self._turns = Turns(self._settings.weights)
         self._live: dict[int, Entry] = {}
         self._lanes: dict[Hashable | None, Lane] = {}
         self._subscribers: dict[str, dict[int, Entry]] = {}  # of loading chunks
@@ -194,15 +197,19 @@ class Scheduler:
         return [entry.number for entry in back]
 
     def next_prefill(self) -> int | None:
-        """Give a row to the first ready request whose lane has one; it is prefilled now.
+        """Give a row to a ready request whose lane has one; it is prefilled now.
+
+        Better classes go first, then whose turn it is by the service of their tenants (``Turns``);
+        of one tenant as they were admitted.
 
         In static mode a lane is filled until it is full or nobody is ready for it, and then again
         when it is empty.
         """
         firsts = [lane.first(self._settings.static) for lane in self._lanes.values()]
-        entry = min((it for it in firsts if it is not None), key=admission, default=None)
+        entry = min((it for it in firsts if it is not None), key=turn, default=None)
         if entry is None:
             return None
+        self._turns.begin(entry)
         self._lanes[entry.lane].take(entry)
         self._move(entry, Status.PREFILL)
         return entry.number
@@ -246,6 +253,7 @@ class Scheduler:
         entry = self._live.get(number)
         if entry is not None:
             self.new_tokens += count
+            self._turns.charge(entry.tenant, GENERATED * count)
             self._charge(entry, GENERATED * count)
 
     def victims(self, now: float) -> list[int]:
@@ -354,7 +362,7 @@ class Scheduler:
             assert lane.members == len(members)
             assert lane.hungry == sum(it.status in HUNGRY for it in members)
             assert len(lane.held) == sum(it.row is not None for it in members)
-            assert lane.ready == sorted(lane.ready, key=admission)
+            assert lane.ready == sorted(lane.ready, key=turn)
             assert len(lane.held) < 2 or not any(it.alone for it in lane.held.values())
 
     def _fitting(self, now: float) -> tuple[tuple[Entry, Need] | None, list[Entry]]:
@@ -398,6 +406,7 @@ class Scheduler:
         if entry.order is None:
             entry.order = self._admissions
             self._admissions += 1
+            self._turns.admit(entry)
             self._charge(entry, entry.cost)
         if entry.missing:
             self._move(entry, Status.LOADING)
@@ -495,7 +504,7 @@ class Scheduler:
 
     def _make_ready(self, entry: Entry) -> None:
         self._move(entry, Status.READY)
-        insort(self._lanes[entry.lane].ready, entry, key=admission)
+        insort(self._lanes[entry.lane].ready, entry, key=turn)
 
     def _requeue(self, entry: Entry, status: Status) -> None:
         self._let_go(entry)

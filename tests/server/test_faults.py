@@ -7,8 +7,10 @@ import dataclasses
 import json
 import random
 import resource
+import shutil
 import socket
 import threading
+import time
 
 import httpx
 import jax
@@ -269,3 +271,35 @@ def test_a_flood_is_refused_with_a_time_to_come_back(start, served_model, villag
         told = server.client.get("/metrics").text
         assert 'jaxrag_refused_total{reason="overloaded"} 36.0' in told
         idle(server.state)
+
+
+def test_what_is_removed_and_swept_while_it_is_asked_about(
+    start, served_model, village, held, idle, tmp_path
+):
+    """Who had found it gets the answer, computed anew; nobody finds it again."""
+    folder = shutil.copytree(village, tmp_path / "village")
+    with start(served_model, {"village": folder}) as server:
+        assert text_of(server.chat()) == "falcon"
+        server.state.engine.forget()  # nothing of it is left in memory
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            with held(server.state):
+                asked = threads.submit(server.chat)
+                until(lambda: any(it.prompt_tokens for it in list(server.state.asking)))
+                gone = server.client.delete("/v1/vector_stores/village/files/kora-felell.md")
+                assert gone.status_code == 200, gone.text
+                base = server.state.knowledge_bases["village"]
+                assert base.gc(grace_seconds=0).chunks == 2
+            answer = asked.result()
+        assert text_of(answer) == "falcon"
+        assert answer.json()["jaxrag"]["counts"]["encoded"] > 0
+        sources = server.chat().json()["jaxrag"]["sources"]
+        assert sources and not any(it["document_id"] == "kora-felell.md" for it in sources)
+        idle(server.state)
+
+
+def until(condition):
+    for _ in range(2000):
+        if condition():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it did not happen")
