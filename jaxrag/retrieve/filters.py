@@ -10,6 +10,9 @@ item: one item that fits is enough, and ``$ne`` asks that none is equal. Numbers
 numbers and text with text, by code point; true and false are no numbers. None stands for a field
 that is absent or null. Fields are those at the top of a document's metadata; one that holds an
 object equals nothing. Metadata with NUL characters is compared up to the first of them in SQL only.
+
+In place of a field may stand ``$and`` or ``$or`` with a list of filters, of which all or at least
+one must hold: ``{"$or": [{"year": 2020}, {"draft": True}]}``.
 """
 
 import dataclasses
@@ -24,6 +27,8 @@ Scalar = str | int | float | bool | None
 
 _ORDERED = {"$gt": ">", "$gte": ">=", "$lt": "<", "$lte": "<="}
 MAX_VALUES = 1000  # of a filter: SQLite bounds the length of a statement
+_JOINED = {"$and": "AND", "$or": "OR"}
+_MOST_NESTED = 16  # filters inside of filters; SQLite bounds the depth of an expression
 OPERATORS = ("$eq", "$ne", "$in", *_ORDERED)
 _SHOWN_KINDS = {"integer": "a number", "real": "a number", "true": "true or false",
                 "false": "true or false", "text": "text", "array": "an empty list"}  # fmt: skip
@@ -37,6 +42,11 @@ class Condition:
     field: str
     operator: str
     operands: tuple[Scalar, ...]
+
+    @property
+    def num_values(self) -> int:
+        """How many values it compares with, at least 1."""
+        return max(1, len(self.operands))
 
     def matches(self, metadata: Mapping[str, Any]) -> bool:
         """Whether a document with this metadata fits."""
@@ -78,7 +88,7 @@ class Condition:
             clause, more = self._equal_sql(column, operand)
             clauses.append(clause)
             parameters += more
-        return _joined(clauses, "OR"), parameters
+        return _balanced(clauses, "OR"), parameters
 
     def _equal_sql(self, column: str, operand: Scalar) -> tuple[str, list[Scalar]]:
         clause, parameters = self._exists_sql(column, "IS", operand)
@@ -105,31 +115,73 @@ class Condition:
 
 
 @dataclasses.dataclass(frozen=True)
+class Joined:
+    """Filters of which all ("$and") or at least one ("$or") must hold; there is at least one."""
+
+    operator: str
+    filters: "tuple[Filter, ...]"
+
+    @property
+    def num_values(self) -> int:
+        """How many values it compares with; a filter without conditions counts, too."""
+        return sum(max(1, one.num_values) for one in self.filters)
+
+    def matches(self, metadata: Mapping[str, Any]) -> bool:
+        """Whether a document with this metadata fits."""
+        fits = any if self.operator == "$or" else all
+        return fits(one.matches(metadata) for one in self.filters)
+
+    def cannot_match(self, kinds: Mapping[str, Mapping[str, int]]) -> str | None:
+        """Why no document fits, as ``Condition.cannot_match`` says it."""
+        whys = [next(iter(one.cannot_match(kinds)), None) for one in self.filters]
+        said = [why for why in whys if why is not None]
+        enough = len(whys) if self.operator == "$or" else 1
+        return said[0] if len(said) >= enough else None
+
+    def sql(self, column: str) -> tuple[str, list[Scalar]]:
+        """The same as an SQL expression over a column of JSON text, and its parameters."""
+        clauses, parameters = [], []
+        for one in self.filters:
+            clause, more = one.sql(column)
+            clauses.append(f"({clause})")
+            parameters += more
+        return _balanced(clauses, _JOINED[self.operator]), parameters
+
+
+@dataclasses.dataclass(frozen=True)
 class Filter:
     """Conditions that must all hold; without any, every document fits."""
 
-    conditions: tuple[Condition, ...]
+    conditions: tuple[Condition | Joined, ...]
+
+    @property
+    def num_values(self) -> int:
+        """How many values it compares with."""
+        return sum(one.num_values for one in self.conditions)
 
     @classmethod
-    def parse(cls, where: Mapping[str, Any]) -> Self:
+    def parse(cls, where: Mapping[str, Any], depth: int = 0) -> Self:
         """Check a ``where`` mapping and take it apart.
 
-        Raises RequestError for what is no mapping of names to conditions, an unknown operator, or
-        an operand that is not a text, a finite number, a boolean or None (or, where a list is
-        meant, a list of these).
+        ``depth`` counts the filters that it stands in. Raises RequestError for what is no mapping
+        of names to conditions, an unknown operator, or an operand that is not a text, a finite
+        number, a boolean or None (or, where a list is meant, a list of these).
         """
         if not isinstance(where, Mapping):
             raise RequestError(
                 f"where={where!r}: expected a mapping such as {{'year': 2020}} or "
                 "{'year': {'$gte': 2019}}"
             )
-        conditions: list[Condition] = []
+        conditions: list[Condition | Joined] = []
         for field, condition in where.items():
+            if field in _JOINED:
+                conditions.append(cls._joined(field, condition, depth))
+                continue
             if not isinstance(field, str) or not _is_whole_text(field):
                 raise RequestError(f"where: {field!r} is no field name; expected a text")
             if field.startswith("$"):
                 raise RequestError(
-                    f"where: {field!r} stands where a field is expected; write "
+                    f"where: {field!r} stands where a field, $and or $or is expected; write "
                     "{'FIELD': {'$gte': 2019}}, all fields must match"
                 )
             if isinstance(condition, Mapping):
@@ -143,13 +195,27 @@ class Filter:
             else:
                 operator = "$in" if isinstance(condition, list | tuple) else "$eq"
                 conditions.append(_condition(field, operator, condition))
-        values = sum(max(1, len(condition.operands)) for condition in conditions)
-        if values > MAX_VALUES:
+        made = cls(tuple(conditions))
+        if made.num_values > MAX_VALUES:
             raise RequestError(
-                f"where compares with {values} values; expected at most {MAX_VALUES}: give the "
-                "documents a field in common, or ask several times"
+                f"where compares with {made.num_values} values; expected at most {MAX_VALUES}: "
+                "give the documents a field in common, or ask several times"
             )
-        return cls(tuple(conditions))
+        return made
+
+    @classmethod
+    def _joined(cls, operator: str, filters: Any, depth: int) -> Joined:
+        if not isinstance(filters, list | tuple) or not filters:
+            raise RequestError(
+                f"where: {operator} {filters!r}: expected a list of filters such as "
+                "[{'year': 2020}, {'draft': True}]"
+            )
+        if depth >= _MOST_NESTED:
+            raise RequestError(
+                f"where: {operator} stands in {depth} filters: expected at most {_MOST_NESTED}; "
+                "write the filter flatter"
+            )
+        return Joined(operator, tuple(cls.parse(one, depth + 1) for one in filters))
 
     def cannot_match(self, kinds: Mapping[str, Mapping[str, int]]) -> list[str]:
         """Why no document fits whose fields hold values of these JSON types; [] where one may.
@@ -169,15 +235,15 @@ class Filter:
             clause, more = condition.sql(column)
             clauses.append(clause)
             parameters += more
-        return _joined(clauses, "AND"), parameters
+        return _balanced(clauses, "AND"), parameters
 
 
-def _joined(clauses: Sequence[str], word: str) -> str:
+def _balanced(clauses: Sequence[str], word: str) -> str:
     """The clauses in parentheses that nest as little as can be: SQLite's depth is bounded."""
     if len(clauses) == 1:
         return clauses[0]
     half = len(clauses) // 2
-    return f"({_joined(clauses[:half], word)} {word} {_joined(clauses[half:], word)})"
+    return f"({_balanced(clauses[:half], word)} {word} {_balanced(clauses[half:], word)})"
 
 
 def _condition(field: str, operator: object, operand: object) -> Condition:
