@@ -86,9 +86,10 @@ class ChunkStore(KVStore):
             io_mode: "memmap" maps files; "default" reads them, which is slower and turns the I/O
                 errors of a network file system into exceptions instead of signals.
             max_tokens: largest chunk to accept, in tokens; longer records are refused unread.
-            max_bytes: the most that the chunks of a directory, of every fingerprint, may take as
-                stored; of no effect with mode "r". A put makes room by removing others, which are
-                missing from then on: those with the fewest reads, an old read counting less.
+            max_bytes: the most that the chunks of this fingerprint may take in a directory, as
+                stored; of no effect with mode "r". A put makes room by removing others of the same
+                fingerprint, which are missing from then on: those with the fewest reads, an old
+                read counting less.
             host_bytes: the most that ``prefetch`` may keep in memory.
             durable: False lets a put return before its files are on the disk.
 
