@@ -153,6 +153,7 @@ class ChunkStore(KVStore):
         *,
         grace_seconds: float = 3600.0,
         dry_run: bool = False,
+        busy: Callable[[str], bool] = lambda key: False,
     ) -> SweepReport:
         """Remove what nobody needs of this fingerprint; safe beside readers and writers.
 
@@ -164,6 +165,9 @@ class ChunkStore(KVStore):
             grace_seconds: how old by this machine's clock. A put that takes longer than this fails
                 with a StoreError, as does one that was decided on while ``live`` was asked.
             dry_run: only count what would go.
+            busy: whether a writer at work has announced a key; nothing under it is touched then,
+                at any grace. A writer that announces its keys before it looks for them loses
+                nothing between put and reference if it is done only when ``live`` knows of it.
 
         Raises:
             StoreError: the store is open for reading only, or the storage failed.
@@ -171,7 +175,7 @@ class ChunkStore(KVStore):
         if not dry_run:
             self._require_writable()
         everything = dataclasses.replace(self._space, max_tokens=sys.maxsize)
-        report = sweep(everything, live, grace_seconds, dry_run)
+        report = sweep(everything, live, grace_seconds, dry_run, busy)
         if self._limit is not None:
             self._limit.recount(self.keys)
         return report

@@ -9,7 +9,7 @@ from jaxrag.store.repository import Repository
 
 
 class SizeLimit:
-    """The limit of one fingerprint in a local repository: on its own chunks, and only they leave."""
+    """The limit of one fingerprint in a local repository: on its own chunks; only they leave."""
 
     def __init__(self, heat: Heat, repository: Repository) -> None:
         """Use ``SizeLimit.open``."""
