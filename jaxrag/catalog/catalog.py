@@ -80,6 +80,10 @@ class Catalog(Reader):
                         )
         return cls.open(path)
 
+    def checkpoint(self) -> None:
+        """Call when a change is acknowledged: no damage to SQLite's log takes it back then."""
+        self._database.checkpoint()
+
     # Settings
 
     def set(self, name: str, value: Any) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from jaxrag.attention_index.document import Indexing, is_indexed
@@ -238,7 +237,7 @@ def _unindexed(
 
 def embed_missing(catalog: Catalog, vectors: ChunkVectors, progress: bool) -> int:
     """Make the vectors of chunks that have none; returns how many."""
-    missing = np.setdiff1d(catalog.chunk_ids(), vectors.index.ids())
+    missing = vectors.compared(catalog).lost
     with tqdm(
         desc="embed", unit="chunk", total=len(missing), disable=None if progress else True
     ) as bar:
