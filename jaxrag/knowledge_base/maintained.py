@@ -100,10 +100,12 @@ class Maintained(Parts):
     ) -> upkeep.GcReport:
         """Free what removed and replaced documents, and writers that died, have left behind.
 
-        Nothing younger than the grace is touched, so that it may run beside writers and readers.
+        Nothing younger than the grace is touched, nor what ``add`` and the like, in any process, have
+        put and not committed yet: it may run beside writers at any grace. Readers of what is
+        removed need one.
 
         Args:
-          grace_seconds: longer than any request or ingested batch takes.
+          grace_seconds: longer than any request takes.
           dry_run: only count.
           others: folders of other knowledge bases in the same repository that are not where they
             were opened for writing last.

@@ -72,6 +72,51 @@ def test_an_answer_passes_the_note_on(whole, text_of):
     assert any(note.startswith("the vectors of ") for note in answer.notes)
 
 
+@pytest.mark.parametrize("place", ["the last frame", "its end", "the first frame", "the rows"])
+def test_damage_that_looks_like_a_torn_tail_is_told(whole, text_of, embedder, place):
+    kb = whole("exact")
+    question = text_of(3, 8)
+    kb.close()
+    log, rows = kb.path / "vectors" / "0.log", kb.path / "vectors" / "0.vectors"
+    data = bytearray(log.read_bytes())
+    if place == "the last frame":
+        data[-8] ^= 4  # an id
+    elif place == "its end":
+        del data[-1:]
+    elif place == "the first frame":
+        data[9] ^= 4
+    else:
+        rows.write_bytes(rows.read_bytes()[:-1])
+    log.write_bytes(data)
+    if place == "the first frame":
+        with pytest.raises(StoreError, match="do not match their digests"):
+            KnowledgeBase.open(kb.path, embedder=embedder, mode="r").search(question)
+        return
+    with KnowledgeBase.open(kb.path, embedder=embedder, mode="r") as opened:
+        assert len(found(opened, question)[1]) == 1
+        assert len(found(opened, question, "vector")[1]) == 1
+
+
+def test_a_damaged_vector_of_a_lance_table_is_refused(whole, text_of, embedder):
+    kb = whole("lance")
+    vector = kb._vectors.index.get([1])[0].tobytes()
+    path, question = kb.path, text_of(1, 8)
+    kb.close()
+    holding = [it for it in (path / "vectors").rglob("*.lance") if it.is_file()]
+    holding = [it for it in holding if vector in it.read_bytes()]
+    assert holding
+    for file in holding:
+        data = bytearray(file.read_bytes())
+        data[data.index(vector) + data[data.index(vector) :].index(0x3F)] ^= 1
+        file.write_bytes(data)
+    with (
+        KnowledgeBase.open(path, embedder=embedder, mode="r") as opened,
+        pytest.raises(StoreError, match="rows differ from their digests"),
+    ):
+        opened.search(question)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("index", ["exact", "faiss"])
 def test_flips_and_cuts_are_refused_or_told(whole, text_of, embedder, tmp_path, index):
     """Of 60 flipped bits and 30 cuts none is answered otherwise than before without a note."""
