@@ -100,8 +100,8 @@ class Maintained(Parts):
     ) -> upkeep.GcReport:
         """Free what removed and replaced documents, and writers that died, have left behind.
 
-        Nothing younger than the grace is touched, nor what ``add`` and the like, in any process, have
-        put and not committed yet: it may run beside writers at any grace. Readers of what is
+        Nothing younger than the grace is touched, nor what ``add`` and the like have put and not
+        committed yet, in any process: it may run beside writers at any grace. Readers of what is
         removed need one.
 
         Args:
