@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 JOBS ?= auto
 TEST_FLAGS ?=
 BENCH_FLAGS ?=
+SERVE_FLAGS ?=
 
 # Neighbours stay in one process, which shares their models and compiled programs.
 SPREAD := -n $(JOBS) --dist worksteal
@@ -16,7 +17,7 @@ CACHE := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
 	JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oracle check-kernels lint format goldens bench-ttft clean
+.PHONY: help demo serve test test-all test-oracle check-kernels lint format goldens bench-ttft clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +37,11 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
 
 demo: $(VENV)/.installed-test ## Answer questions over the example documents, end to end on the CPU
 	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/python scripts/demo.py
+
+serve: $(VENV)/.installed-test ## Serve the shipped model over the example documents, on the CPU
+	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/jaxrag ingest examples/village --kb .cache/village \
+		--model checkpoints/synthetic-0.8m/dual --chunk-by sentence --chunk-tokens 20 --overlap 0
+	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/jaxrag serve --config configs/serve/village.toml $(SERVE_FLAGS)
 
 test: $(VENV)/.installed-test ## Run the tests (CPU; minutes)
 	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(SPREAD) $(TEST_FLAGS)

@@ -45,6 +45,10 @@ class RequestError(JaxragError):
     """A question, method or option that cannot be served: unknown, too long, incompatible."""
 
 
+class ContextExceeded(RequestError):
+    """A prompt that, with its answer, is longer than the model's context or the pool."""
+
+
 class Overloaded(JaxragError):
     """A queue that is full; the same request may be sent again later."""
 

@@ -329,7 +329,7 @@ def test_program_without_a_command_is_bad_usage(jaxrag):
     code, out, err = jaxrag()
     assert (code, out) == (2, "")
     assert "COMMAND" in err
-    assert jaxrag("serve")[0] == 2
+    assert jaxrag("nothing")[0] == 2
     assert jaxrag("--help")[0] == 0
 
 

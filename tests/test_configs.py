@@ -8,7 +8,8 @@ from jaxrag.config import config_from_dict, config_to_dict
 from jaxrag.errors import ConfigError, RequestError
 from jaxrag.methods import METHODS, method_named
 from jaxrag.models.spec import num_params
-from jaxrag.tables import read_toml
+from jaxrag.server.settings import ServerSettings
+from jaxrag.tables import build, read_toml
 from jaxrag.text.prompts import template_named
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -37,6 +38,13 @@ def test_model_file(name):
     assert num_params(config) == PARAMS[name]
     assert config.kv_bytes_per_token == KV_BYTES[name]
     assert config_from_dict(config_to_dict(config)) == config
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "serve").glob("*.toml")), ids=lambda p: p.stem)
+def test_server_file(path):
+    settings = build(ServerSettings, read_toml(path), str(path))
+    assert settings.model.name and settings.questions
+    assert set(settings.knowledge_bases) == {path.stem}
 
 
 def test_only_a_key_that_may_be_none_may_be_left_out():

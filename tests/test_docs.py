@@ -6,6 +6,7 @@ by a page), ``text`` (a picture; directly behind one of these, what it prints, t
 """
 
 import ast
+import asyncio
 import contextlib
 import dataclasses
 import importlib
@@ -16,6 +17,7 @@ import runpy
 import shlex
 import shutil
 import sys
+import threading
 import urllib.parse
 from pathlib import Path
 
@@ -23,7 +25,12 @@ import pytest
 from markdown_it import MarkdownIt
 
 import jaxrag.cli
+from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import METHODS
+from jaxrag.models.model import load_model
+from jaxrag.server.run import Server, bind, url_of
+from jaxrag.server.settings import ModelSettings, ServerSettings
+from jaxrag.server.state import make_state
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -36,6 +43,8 @@ MARKDOWN = [
 LARGEST_README = 8000  # bytes
 LINKED = ("benchmarks", "checkpoints", "configs", "examples", "scripts")  # what commands read
 KB = Path(".cache", "village")  # made by the README, read by other pages
+# What pages ask; a test gives them one on another port, started as docs/server.md says.
+SERVER = "http://127.0.0.1:8000"
 TAGS = {"jaxrag.json", "jaxrag.model", "jaxrag.variant"}  # of the storage format, not modules
 # 8.4 ms, 1.2 s, 340 tokens/s: they differ from run to run.
 TIME = re.compile(r"\b[\d.]+[kM]?(?= (?:m?s\b|chunks/(?:s|min)\b|tokens/s\b))")
@@ -283,12 +292,40 @@ def clone(folder):
     return folder
 
 
+@contextlib.contextmanager
+def serving(folder):
+    """The URL of a server over the README's knowledge base."""
+    model = load_model(folder / "checkpoints/synthetic-0.8m/dual")
+    settings = ServerSettings(ModelSettings(name="synthetic"), port=0, warm_up=False)
+    ready, loops = threading.Event(), []
+    with KnowledgeBase.open(folder / KB, model=model) as kb, bind(settings) as bound:
+        server = Server(make_state(settings, model, {"village": kb}), bound)
+
+        async def serve():
+            loops.append(asyncio.get_running_loop())
+            await server.serve(ready.set)
+
+        thread = threading.Thread(target=asyncio.run, args=(serve(),))
+        thread.start()
+        try:
+            assert ready.wait(60)
+            yield url_of(bound)
+        finally:
+            loops[0].call_soon_threadsafe(server.end)
+            thread.join(60)
+    assert not thread.is_alive()
+
+
 def run_page(page, folder):
     """Type what a page says, in a folder."""
     namespace = {"__name__": page.stem}
-    with pytest.MonkeyPatch.context() as patch:
+    found = list(blocks(page))
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.chdir(folder)
-        for block in blocks(page):
+        if any(SERVER in block.text for block in found if block.tag == "python"):
+            url = stack.enter_context(serving(folder))
+            found = [dataclasses.replace(it, text=it.text.replace(SERVER, url)) for it in found]
+        for block in found:
             if block.tag not in ("bash", "python"):
                 continue
             where = f"{page.relative_to(ROOT)}:{block.line}"

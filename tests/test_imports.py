@@ -19,6 +19,7 @@ FLOORS = (
     ("cli",),
     ("bench",),
     ("evals",),
+    ("server",),
     ("serve",),
     ("engine",),
     ("knowledge_base", "methods"),

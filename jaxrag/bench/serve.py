@@ -10,6 +10,9 @@ The peer serves the same weights over HTTP and gets the same prompts as token id
 cache on: once as they come (``peer``), where a prompt has its documents in an order of its own and
 the cache can reuse what leading documents two prompts share; and once more all over
 (``peer_repeated``), its best case, where it has seen every prompt before.
+
+Our own server is measured likewise, beside an engine of this process that has the same: rows
+``in_process`` and ``http`` (``serve_http``).
 """
 
 import contextlib
@@ -19,6 +22,7 @@ import gc
 import math
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +33,7 @@ from tqdm import tqdm
 from jaxrag.bench.machine import describe
 from jaxrag.bench.serve_arms import FULL, Arm, arms_of
 from jaxrag.bench.serve_client import offer, offer_http
+from jaxrag.bench.serve_http import HTTP, IN_PROCESS, OwnServer, own_server
 from jaxrag.bench.serve_papers import figures
 from jaxrag.bench.serve_peer import HttpPeer, vllm
 from jaxrag.bench.serve_records import Served, Slo, highest_rate, ratios, summary
@@ -83,6 +88,7 @@ class Options:
       highest_rate: also look for the highest rate that each arm sustains.
       probe_seconds: for how long requests come at each rate that is tried for it.
       fusionrag: also FusionRAG's figures 11 and 15 in miniature.
+      http: also measure a server of this package, and an engine beside it.
       peer: the URL of a peer; None measures none, unless ``peer_python`` is given.
       peer_python: interpreter with vLLM, which is started on a copy of the model.
       folder: where the store goes; None is the system's temporary folder.
@@ -101,6 +107,7 @@ class Options:
     highest_rate: bool = False
     probe_seconds: float = 10.0
     fusionrag: bool = False
+    http: bool = False
     peer: str | None = None
     peer_python: str | None = None
     folder: str | None = None
@@ -145,6 +152,13 @@ def run(options: Options) -> dict[str, Any]:
         if options.fusionrag:
             bar.set_postfix_str("FusionRAG's figures")
             extra["fusionrag"] = figures(options.traffic, bench.measure, bench.highest)
+        if options.http:
+            bar.set_postfix_str("our own server")
+            for rate in options.rates:
+                rows.append(bench.measure_in_process(rate))
+            with bench.own_server(Path(name)) as own:
+                for rate in options.rates:
+                    rows.append(bench.measure_http(own, rate))
         peer = None
         if options.peer_python is not None or options.peer is not None:
             bar.set_postfix_str("peer")
@@ -173,6 +187,7 @@ def run(options: Options) -> dict[str, Any]:
         "slo": dataclasses.asdict(options.slo),
         "rows": rows,
         "ratios": ratios(rows, "asynchronous"),
+        "http": _http_costs(rows),
         "highest_rate": highest,
         **extra,
         "equal": equal,
@@ -264,6 +279,59 @@ class Bench:
             rows.append(self._row(name, rate, served) | {"compiled": None, "read_bytes": None})
         return rows
 
+    def measure_in_process(self, rate: float) -> dict[str, Any]:
+        """An engine of this process whose documents are all in its memory."""
+        method, asked = arms_of("asynchronous")[0].resolved, self._draw(self.options.traffic)
+        engine = self._engine(EngineSettings())
+
+        def request_of(one: Asked) -> Request:
+            return self._request(engine.memory, method, one)
+
+        def ask(some: Sequence[Asked], at: float) -> list[Served]:
+            return offer(engine, some, at, request_of, self.options.patience)
+
+        _complete(ask(self._primes(), math.inf))
+        before = engine.compiled.copy()
+        time.sleep(SETTLE_SECONDS)
+        served = ask(asked, rate)
+        self._keep(IN_PROCESS, rate, method, served)
+        compiled = sorted((engine.compiled - before).elements())
+        row = self._row(IN_PROCESS, rate, served)
+        return row | {"compiled": compiled, "read_bytes": None}
+
+    def own_server(self, folder: Path) -> contextlib.AbstractContextManager[OwnServer]:
+        """A server with the same rows and pool; its files go into ``folder``."""
+        work = folder / "http"
+        work.mkdir()
+        assert self._model.cache_tokens is not None
+        return own_server(
+            self._model, work, method=arms_of("asynchronous")[0].method, rows=self.options.rows,
+            cache_tokens=self._model.cache_tokens, requests=self.options.traffic.requests + 1000,
+        )  # fmt: skip
+
+    def measure_http(self, server: OwnServer, rate: float) -> dict[str, Any]:
+        """The same requests to a server that has met these documents before."""
+        body_of = functools.partial(server.body, salt="")
+
+        def ask(some: Sequence[Asked], at: float) -> list[Served]:
+            return offer_http(server.url, some, at, body_of, self.options.patience)
+
+        _complete(ask(self._primes(), math.inf))
+        before = Counter(server.programs())
+        time.sleep(SETTLE_SECONDS)
+        served = ask(self._draw(self.options.traffic), rate)
+        for one in served:
+            one.ids = server.ids_of(one.text)
+        self._keep(HTTP, rate, arms_of("asynchronous")[0].resolved, served)
+        compiled = sorted((Counter(server.programs()) - before).elements())
+        return self._row(HTTP, rate, served) | {"compiled": compiled, "read_bytes": None}
+
+    def _primes(self) -> list[Asked]:
+        """Requests for all documents, then some of every length of an answer."""
+        traffic, vocabulary = self.options.traffic, self._model.config.vocab_size
+        every = [dataclasses.replace(it, tokens=1) for it in self._draw(traffic)]
+        return [*every, *like(traffic, vocabulary, _WARM)]
+
     def equal(self) -> dict[str, Any]:
         """Requests whose tokens are equal under all arms of one method, and the peer's as full's.
 
@@ -333,6 +401,33 @@ class Bench:
         engine.forget()
         time.sleep(SETTLE_SECONDS)
         return engine
+
+
+def _complete(served: Sequence[Served]) -> None:
+    """RequestError unless all were answered in full."""
+    if lost := [it.error for it in served if not it.complete]:
+        raise RequestError(
+            f"{len(lost)} of {len(served)} requests to warm up were not answered in full: "
+            f"{lost[0] or 'fewer tokens than were asked for'}"
+        )
+
+
+def _http_costs(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By rate, what the server adds to an engine in this process; JSON-able."""
+    engines = {row["rate"]: row for row in rows if row["arm"] == IN_PROCESS}
+    costs = []
+    for row in rows:
+        beside = engines.get(row["rate"])
+        if row["arm"] != HTTP or beside is None or not row["first_token"]:
+            continue
+        first = {p: row["first_token"][p] - beside["first_token"][p] for p in ("p50", "p95")}
+        costs.append({
+            "rate": row["rate"],
+            "first_token_seconds": first,
+            "events_per_second": row["tokens_per_second"],
+            "events_per_second_in_process": beside["tokens_per_second"],
+        })  # fmt: skip
+    return costs
 
 
 def _same(answers: Sequence[dict[int, list[int]]]) -> float:

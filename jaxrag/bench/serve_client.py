@@ -22,6 +22,21 @@ from jaxrag.errors import RequestError
 _LINE = 1 << 22  # bytes of one event at most
 
 
+class Refused(RequestError):
+    """A status that is not 200.
+
+    Attributes:
+      status: which.
+      retry_after: seconds that its header says; None where it has none.
+    """
+
+    def __init__(self, status: int, headers: Mapping[str, str], text: str) -> None:
+        super().__init__(f"the peer answered {status}: {text}")
+        self.status = status
+        after = headers.get("retry-after", "")
+        self.retry_after = float(after) if after.replace(".", "", 1).isdigit() else None
+
+
 def offer(
     engine: Engine,
     asked: Sequence[Asked],
@@ -96,6 +111,9 @@ async def _offer_http(
             async with asyncio.timeout(patience + one.due):
                 async for event in _events(url, body):
                     _take(one, event, time.perf_counter() - start)
+        except Refused as error:
+            one.error = f"RequestError: {error}"
+            one.status, one.retry_after = error.status, error.retry_after
         except TimeoutError:
             one.error = f"no complete answer within {patience} s"
         except (OSError, EOFError, ValueError, RequestError) as error:
@@ -112,6 +130,7 @@ def _take(one: Served, event: Mapping[str, Any], now: float) -> None:
     for choice in event.get("choices", ()):
         ids = choice.get("token_ids") or []
         one.came(now, len(ids) or bool(choice.get("text")), ids)
+        one.text += choice.get("text") or ""
         one.done = one.done or choice.get("finish_reason") is not None
     usage = event.get("usage")
     if usage:  # exact, where one event brought several tokens and no ids
@@ -135,7 +154,7 @@ async def _events(url: str, body: bytes) -> AsyncIterator[dict[str, Any]]:
         lines = _lines(_chunks(reader) if headers.get("transfer-encoding") else _rest(reader))
         if status != 200:
             text = b" ".join([line async for line in lines]).decode(errors="replace")
-            raise RequestError(f"the peer answered {status}: {' '.join(text.split())[:300]}")
+            raise Refused(status, headers, " ".join(text.split())[:300])
         async for line in lines:
             name, _, data = line.partition(b":")
             if name == b"data" and data.strip() != b"[DONE]":

@@ -78,6 +78,11 @@ class HttpPeer:
         }
 
     def _get(self, path: str) -> Any:
+        """What it answers to a GET, read as JSON."""
+        return json.loads(self.read(path))
+
+    def read(self, path: str) -> bytes:
+        """What it answers to a GET; LookupError for any status but 200."""
         parts = urlsplit(self.url)
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=10)
         try:
@@ -85,7 +90,7 @@ class HttpPeer:
             answer = connection.getresponse()
             if answer.status != 200:
                 raise LookupError(f"status {answer.status}")
-            return json.loads(answer.read())
+            return answer.read()
         finally:
             connection.close()
 
@@ -143,21 +148,26 @@ def vllm(python: str, model: Model, folder: Path, max_tokens: int) -> Iterator[H
             raise RequestError(f"--peer-python {python}: cannot be run ({error})") from None
     try:
         url = f"http://127.0.0.1:{port}"
-        _await(process, url, log)
+        until_ready(process, url, log)
         flags = " ".join((*FLAGS, f"--max-model-len {max_tokens}"))
         yield HttpPeer(url, {"name": "vllm", "flags": flags, "threads": int(cores)})
     finally:
-        _end(process)
+        end(process)
 
 
-def _await(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
-    """Wait until the server says that it is well."""
+def until_ready(
+    process: "subprocess.Popen[bytes]", url: str, log: Path, path: str = "/health"
+) -> None:
+    """Wait until the server says 200 at ``path``. RequestError where it ends before, or never does.
+
+    What it wrote to ``log`` is quoted then.
+    """
     until = time.monotonic() + _START_SECONDS
     parts = urlsplit(url)
     while process.poll() is None and time.monotonic() < until:
         connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=5)
         try:
-            connection.request("GET", "/health")
+            connection.request("GET", path)
             if connection.getresponse().status == 200:
                 return
         except (OSError, http.client.HTTPException):
@@ -168,10 +178,10 @@ def _await(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
     said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:]
     ended = process.returncode
     why = f"did not answer in {_START_SECONDS:.0f} s" if ended is None else f"ended with {ended}"
-    raise RequestError(f"the peer {why}; it said: {' | '.join(said)[-600:]}")
+    raise RequestError(f"the server {why}; it said: {' | '.join(said)[-600:]}")
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def end(process: "subprocess.Popen[bytes]") -> None:
     """End the server and what it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)

@@ -39,9 +39,12 @@ class Served:
       last: when its last token came.
       ids: its answer, where the server tells ids.
       tokens: how many came.
+      text: of its answer, over HTTP.
       done: whether the server said that the answer is complete.
       found: of its chunks, how many came from where.
       error: what the server said instead of an answer.
+      status: of HTTP, where that was not 200.
+      retry_after: seconds after which it is to be asked again, by a server that refused.
     """
 
     due: float
@@ -51,9 +54,12 @@ class Served:
     last: float | None = None
     ids: list[int] = dataclasses.field(default_factory=list)
     tokens: int = 0
+    text: str = ""
     done: bool = False
     found: Counter[str] = dataclasses.field(default_factory=Counter)
     error: str | None = None
+    status: int | None = None
+    retry_after: float | None = None
 
     def came(self, now: float, tokens: int, ids: Sequence[int] = ()) -> None:
         """Count tokens that came at this moment."""

@@ -119,6 +119,14 @@ def _beside(result: dict[str, Any]) -> Iterator[str]:
         when = "at once" if it["rate"] is None else f"at {it['rate']:g}/s"
         yield f"{it['arm']} over {it['over']}, {when}: {'; '.join(texts)}"
     share = f"{100 * result['slo']['share']:g} %"
+    for it in result["http"]:
+        when = "at once" if it["rate"] is None else f"at {it['rate']:g}/s"
+        first = it["first_token_seconds"]
+        yield (
+            f"http over in_process, {when}: first token p50 {1000 * first['p50']:+.1f} ms, p95 "
+            f"{1000 * first['p95']:+.1f} ms; {it['events_per_second']:.0f} events a second of "
+            f"{it['events_per_second_in_process']:.0f}"
+        )
     for arm, it in result["highest_rate"].items():
         yield f"highest rate with {share} good: {arm} {it['rate']:.2f}/s"
     paper = result.get("fusionrag")

@@ -1,7 +1,7 @@
 """Who owns which page of the pool: free pages, and chunks that lie in it, shared by requests."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 
 from jaxrag.cache.heat import HALF_LIFE, Coldest, DecayedHeat
@@ -38,10 +38,15 @@ class PageAllocator:
     request maps it, else unpinned, which is what leaves when space is needed. A request that maps
     it is a use; half a use after ``half_life`` more requests. Of equally warm ones that leaves
     which was not used for longer.
+
+    Attributes:
+      num_pages: of the pool.
+      evicted: chunks that have left it.
     """
 
     def __init__(self, num_pages: int, half_life: float = HALF_LIFE) -> None:
         self.num_pages = num_pages
+        self.evicted = 0
         self._free = list(range(num_pages - 1, -1, -1))
         self._chunks: dict[str, CachedChunk] = {}
         self._heat = DecayedHeat[str](half_life)
@@ -74,7 +79,7 @@ class PageAllocator:
         return len(self._free) + self._num_unpinned
 
     @property
-    def chunks(self) -> Mapping[str, CachedChunk]:
+    def chunks(self) -> MappingProxyType[str, CachedChunk]:
         """Every chunk, resident or loading."""
         return MappingProxyType(self._chunks)
 
@@ -139,6 +144,7 @@ class PageAllocator:
             pages = self._chunks.pop(key).pages
             self._num_unpinned -= len(pages)
             self._free.extend(reversed(pages))
+            self.evicted += 1
 
     def begin(self, key: str, count: int, why: str) -> CachedChunk:
         """Reserve pages for a chunk that is going to be loaded; it starts with one user."""

@@ -59,6 +59,15 @@ class Reader:
         condition, values = _condition(where)
         return list(self._documents(f"{condition} ORDER BY id", values))
 
+    def ids_beginning(self, prefix: str) -> list[str]:
+        """Ids of the documents that begin with a text, which is not empty, in order."""
+        with self._database.use() as connection:
+            rows = connection.execute(
+                "SELECT id FROM documents WHERE id >= ? AND id < ? || char(1114111) ORDER BY id",
+                (prefix, prefix),
+            ).fetchall()
+        return [row[0] for row in rows]
+
     def metadata_kinds(self) -> dict[str, dict[str, int]]:
         """How many documents have each field of metadata, by JSON type ("text", "integer", ...).
 

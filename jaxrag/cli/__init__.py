@@ -7,10 +7,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from jaxrag.cli import ask, bench, convert, eval, ingest, kb, train
+from jaxrag.cli import ask, bench, convert, eval, ingest, kb, serve, train
 from jaxrag.errors import JaxragError
 
-COMMANDS = (ingest, ask, kb, convert, train, eval, bench)
+COMMANDS = (ingest, ask, serve, kb, convert, train, eval, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -71,6 +71,9 @@ def add_serve(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     parser.add_argument(
         "--fusionrag", action="store_true", help="also FusionRAG's figures 11 and 15 in miniature"
     )
+    parser.add_argument(
+        "--http", action="store_true", help="also `jaxrag serve`, and the same engine beside it"
+    )
     parser.add_argument("--peer", metavar="URL", help="a server that answers /v1/completions")
     parser.add_argument(
         "--peer-python", metavar="PATH", help="interpreter with vLLM, started on the same weights"
@@ -115,6 +118,7 @@ def run_serve(args: argparse.Namespace) -> None:
         slo=Slo(first=args.first_within, per_token=args.per_token_within),
         highest_rate=args.highest_rate,
         fusionrag=args.fusionrag,
+        http=args.http,
         peer=args.peer,
         peer_python=args.peer_python,
         folder=args.folder,

@@ -149,6 +149,35 @@ def read_paths(
     return DocumentFiles(named, options)
 
 
+def read_open(
+    stream: BinaryIO, filename: str, name: str, options: ReadOptions | None = None
+) -> Iterator[Document | BadDocument]:
+    """The documents of an open file that has another name than where it lies.
+
+    Args:
+      stream: its bytes, from the first.
+      filename: says what kind of file it is and titles its document.
+      name: what its document is called, as ``read_paths`` calls it by its path.
+      options: how to read it.
+
+    Whatever cannot be read comes as a BadDocument. ``Document.file`` names no file.
+    """
+    file = File(Path(filename), name, options or ReadOptions())
+    reader = _READERS.get(file.suffix)
+    if reader is None:
+        yield file.bad(f"file type {file.suffix!r} is not one of {', '.join(_READERS)}; convert it")
+        return
+    try:
+        for found in reader(stream, file):
+            if isinstance(found, Document):
+                found = dataclasses.replace(found, file=None)
+            yield found
+    except DocumentError as error:
+        yield file.bad(error)
+    except OSError as error:
+        yield file.bad(f"cannot be read ({error.strerror or error})")
+
+
 def _files(named: Iterable[Path]) -> Iterator[_Found]:
     for path in named:
         if os.path.isdir(path):

@@ -104,6 +104,7 @@ class Entry:
       arrived: when it was submitted.
       arrival: its place in the order of submission.
       order: its place in the order of admission, kept when it waits again; None before.
+      turn: when it would begin, in virtual service, were rows shared by weight; kept likewise.
       own: its own pages.
       held: keys of the chunks that it maps.
       missing: those of them that are not there yet.
@@ -128,6 +129,7 @@ class Entry:
     arrived: float = dataclasses.field(default=0.0, init=False)
     arrival: int = dataclasses.field(default=0, init=False)
     order: int | None = dataclasses.field(default=None, init=False)
+    turn: float = dataclasses.field(default=0.0, init=False)
     own: tuple[int, ...] = dataclasses.field(default=(), init=False)
     held: tuple[str, ...] = dataclasses.field(default=(), init=False)
     missing: set[str] = dataclasses.field(default_factory=set, init=False)
@@ -141,6 +143,39 @@ def admission(entry: Entry) -> tuple[int, int]:
     """Sorts admitted requests: the better class first, then as they were admitted."""
     assert entry.order is not None
     return entry.priority, entry.order
+
+
+def turn(entry: Entry) -> tuple[int, float, int]:
+    """Sorts those who are ready for a row: the better class first, then by their turns."""
+    priority, order = admission(entry)
+    return priority, entry.turn, order
+
+
+class Turns:
+    """Whose turn for a row it is: start-time fair queueing over tenants.
+
+    A tenant that has many requests admitted does not keep another's from the next row that is free:
+    each begins where its tenant's last one would have ended, and none before what was begun last.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._weights = weights
+        self._ends: dict[str, float] = {}  # of every tenant's last request
+        self._now = 0.0  # the turn of the last who began
+
+    def admit(self, entry: Entry) -> None:
+        """Give a request its turn."""
+        entry.turn = max(self._now, self._ends.get(entry.tenant, 0.0))
+        self._ends[entry.tenant] = entry.turn
+        self.charge(entry.tenant, entry.cost)
+
+    def charge(self, tenant: str, amount: float) -> None:
+        """What a tenant was served puts off its next turns."""
+        self._ends[tenant] += amount / self._weights.get(tenant, 1.0)
+
+    def begin(self, entry: Entry) -> None:
+        """It gets its row."""
+        self._now = max(self._now, entry.turn)
 
 
 class _Class:

@@ -19,16 +19,17 @@ from jaxrag.engine.prompts import Prompts
 from jaxrag.engine.request import FinishReason
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.scheduler import Ending, Entry, Scheduler, Status
+from jaxrag.engine.standing import Standing, standing_of
 from jaxrag.engine.state import Broken, EngineSettings, Post, State
 from jaxrag.engine.thread import result_of
 from jaxrag.engine.tiers import Tiers
 from jaxrag.engine.turns import leave_turn
 from jaxrag.errors import (
     Cancelled,
+    ContextExceeded,
     DeadlineExceeded,
     EngineError,
     JaxragError,
-    RequestError,
 )
 
 _LOG = logging.getLogger("jaxrag")
@@ -66,6 +67,8 @@ class Core:
         self._lanes = Lanes(self.state, self._took, self._release)
         self._prompts = Prompts(self.state, self._lanes, self._release)
         self._jobs: deque[tuple[Callable[[ModelRunner], Any], Future[Any]]] = deque()
+        self._spare: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._spare_due = 0.0
 
     # From clients.
 
@@ -98,6 +101,10 @@ class Core:
         """Run a job once no chunk is on its way; nobody is admitted before."""
         self._jobs.append((job, future))
 
+    def queue_spare(self, job: Callable[[], Any], future: "Future[Any]") -> None:
+        """Run a job that needs no pool when nobody is served, or others have had their share."""
+        self._spare.append((job, future))
+
     def forget(self) -> None:
         """A new pool, with nothing in it, nor in the arena; who is being served begins again."""
         self._rebuild()
@@ -121,12 +128,25 @@ class Core:
             links=state.links.states(),
         )
 
+    def standing(self) -> Standing:
+        """Where requests stand and what they hold; on any thread."""
+        state = self.state
+        return standing_of(
+            state.scheduler,
+            state.runner.cache.allocator,
+            state.live,
+            state.pace,
+            restarts=state.restarts,
+            now=state.clock(),
+        )
+
     # The loop.
 
     @property
     def busy(self) -> bool:
         """Is there anything to wait for?"""
-        return bool(self.state.live or self._lanes.busy or self._loads.busy or self._jobs)
+        jobs = self._jobs or self._spare
+        return bool(self.state.live or self._lanes.busy or self._loads.busy or jobs)
 
     def handle(self, event: Callable[[], None]) -> None:
         """Do what was posted."""
@@ -147,6 +167,7 @@ class Core:
         state, was = self.state, self._lanes.busy
         self._lanes.deliver_blocks()
         now = state.clock()
+        state.pace.turn(now, state.scheduler.given)
         for number in state.scheduler.expired(now):
             self._expire(number)
         self._loads.expire(now)
@@ -173,7 +194,8 @@ class Core:
         self._make_room(now)
         prefilled = self._prompts.run()
         self._lanes.turn()
-        return bool(was or admitted or placed or encoded or prefilled or self._lanes.busy)
+        moved = bool(was or admitted or placed or encoded or prefilled or self._lanes.busy)
+        return self._run_spare(moved) or moved
 
     def patience(self) -> float | None:
         """Seconds until something is due without an event; None: nothing is."""
@@ -191,6 +213,7 @@ class Core:
 
     def rest(self) -> None:
         """There is nothing to do: what lanes hold on the device goes."""
+        self.state.pace.rest()
         self._lanes.clear()
 
     def _run_jobs(self) -> None:
@@ -205,6 +228,25 @@ class Core:
                 future.set_exception(answer)
             else:
                 future.set_result(answer)
+
+    def _run_spare(self, others: bool) -> bool:
+        """Run one spare job if nothing else moved, or its kind waited long enough; did it?
+
+        A job may run when what is served has had ``spare_wait`` times as long as the one before
+        took, so that neither stops the other.
+        """
+        start = self.state.clock()
+        if not self._spare or (others and start < self._spare_due):
+            return False
+        job, future = self._spare.popleft()
+        answer = result_of(job)
+        now = self.state.clock()
+        self._spare_due = now + self.state.settings.spare_wait * (now - start)
+        if isinstance(answer, BaseException):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+        return True
 
     # Ends.
 
@@ -256,9 +298,9 @@ class Core:
             over = f"request {number} took longer than timeout={live.request.timeout} s"
             self._fail(live, DeadlineExceeded(f"{over}; allow more, or ask for less"), "expired")
 
-    def _too_large(self, live: Live) -> RequestError:
+    def _too_large(self, live: Live) -> ContextExceeded:
         tokens, pool = live.request.prompt.num_tokens, self.state.runner.num_pages * PAGE
-        return RequestError(
+        return ContextExceeded(
             f"the prompt of {tokens} tokens needs more than the {pool} tokens of the pool, now that"
             " chunks of it were not found; raise cache_tokens or use fewer chunks"
         )
@@ -332,6 +374,7 @@ class Core:
                 self._fail(live, error)
             return
         _LOG.error("a step of the engine failed, its pool is made anew", exc_info=error)
+        self.state.restarts += 1
         for live in suspects:
             live.strikes += 1
             self.state.scheduler.live[live.number].alone = True
@@ -358,8 +401,9 @@ class Core:
         self._drop_jobs(error)
 
     def _drop_jobs(self, error: BaseException) -> None:
-        while self._jobs:
-            self._jobs.popleft()[1].set_exception(error)
+        for jobs in (self._jobs, self._spare):
+            while jobs:
+                jobs.popleft()[1].set_exception(error)
 
     def _rebuild(self) -> None:
         """A new pool; every request begins again, and its client hears only what is new."""

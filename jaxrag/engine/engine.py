@@ -20,15 +20,16 @@ from jaxrag.engine.core import Core
 from jaxrag.engine.decoding import lane_of
 from jaxrag.engine.live import Live
 from jaxrag.engine.mapping import most_pages, plan_request
-from jaxrag.engine.progress import Progress, Sink
+from jaxrag.engine.progress import Progress, Sink, Where
 from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.standing import Standing
 from jaxrag.engine.state import EngineSettings
 from jaxrag.engine.thread import Event as Posted
 from jaxrag.engine.thread import Mailbox, ask
 from jaxrag.engine.tiers import Event, Tiers
 from jaxrag.engine.warmup import compile_for
-from jaxrag.errors import EngineError, RequestError
+from jaxrag.errors import ContextExceeded, EngineError
 from jaxrag.models.compiled import counting
 from jaxrag.models.model import Model
 from jaxrag.sharding import processes_of
@@ -60,6 +61,7 @@ class Engine:
       runner: the model on its device, with the page pool; only for ``call``.
       settings: how it serves.
       compiled: how many programs its thread compiled, or read from the disk, by function.
+      turns: how often its thread went round and found something to do.
     """
 
     def __init__(
@@ -73,12 +75,15 @@ class Engine:
         self.settings = settings or EngineSettings(lockstep=several)
         self.runner = ModelRunner(model, self.settings.half_life)
         self.compiled = Counter[str]()
+        self.turns = 0
         self._clock = clock
         self._numbers = itertools.count()
         self._making = threading.Lock()
         self._memory: MemoryStore | None = None
         self._core: Core | None = None
-        self._mail = Mailbox("jaxrag-engine", functools.partial(_serve, weakref.ref(self)))
+        self._lost = 0  # pools, of cores that are gone
+        served = functools.partial(_serve, weakref.ref(self))
+        self._mail = Mailbox("jaxrag-engine", served, clock)
 
     @property
     def memory(self) -> MemoryStore:
@@ -95,10 +100,10 @@ class Engine:
             return self._memory
 
     def check_fits(self, request: Request) -> None:
-        """RequestError for a request that the pool could not hold if it held nothing else."""
+        """ContextExceeded for a request that the pool could not hold if it held nothing else."""
         pages, there = most_pages(request), self.runner.num_pages
         if pages > there:
-            raise RequestError(
+            raise ContextExceeded(
                 f"the prompt of {request.prompt.num_tokens} tokens and its answer need "
                 f"{pages * PAGE} tokens of cache, the pool has {there * PAGE}; raise cache_tokens "
                 "or use fewer chunks"
@@ -145,10 +150,23 @@ class Engine:
             return job(self.runner)
         _ = self.runner.cache
         future: Future[Result] = Future()
+        return self._queued(lambda: self._at_work.queue(job, future), future)
 
+    def spare[Result](self, job: Callable[[], Result]) -> Result:
+        """Run a job that needs no pool while others are served, and wait for its result.
+
+        It runs at once where nobody is served, else after ``EngineSettings.spare_wait`` times as
+        long as the one before took. Nothing else runs meanwhile: a job should be short.
+        """
+        if self._mail.mine():
+            return job()
+        future: Future[Result] = Future()
+        return self._queued(lambda: self._at_work.queue_spare(job, future), future)
+
+    def _queued[Result](self, queue: Callable[[], None], future: "Future[Result]") -> Result:
         def event() -> None:
             try:
-                self._at_work.queue(job, future)
+                queue()
             except Exception as error:
                 future.set_exception(error)
 
@@ -182,6 +200,35 @@ class Engine:
         """Where chunk KV came from, and lies now; None before the first request."""
         core = self._core
         return None if core is None else core.tiers()
+
+    def standing(self) -> Standing | None:
+        """Where requests stand, what they hold and how fast they go; None before the first."""
+        core = self._core
+        if core is None:
+            return None
+        standing = core.standing()
+        return dataclasses.replace(standing, restarts=standing.restarts + self._lost)
+
+    @property
+    def looked(self) -> float | None:
+        """When its thread last turned its loop, by its clock; None before the first request."""
+        return self._mail.looked
+
+    @property
+    def silence(self) -> float:
+        """Seconds for which its thread has been at one turn of its loop; 0 while it waits.
+
+        Compiling and a long job count. One that never ends is a thread that is stuck.
+        """
+        return self._mail.silence
+
+    def where(self, number: int) -> Where | None:
+        """Where a request stands; None for one that is over, or not begun."""
+        core = self._core
+        entry = None if core is None else core.state.scheduler.live.get(number)
+        if entry is None:
+            return None
+        return Where(entry.status.value, len(entry.held) - len(entry.missing), len(entry.held))
 
     def events(self) -> list[Event]:
         """What happened to chunks, the newest ``EngineSettings.keep_events`` of it, in order."""
@@ -300,6 +347,7 @@ class Engine:
                 while left:
                     core.handle(left.popleft())
                 moved = core.run_once()
+                self.turns += moved
             except Exception as error:
                 self._rescue(core, error)
                 continue
@@ -318,11 +366,13 @@ class Engine:
         """The loop itself failed: everybody is told, and what comes next finds it anew."""
         _LOG.exception("the engine failed; everything that it served is told")
         told = EngineError(f"the engine failed with {type(error).__name__}: {error}; ask again")
+        core.state.restarts += 1
         try:
             core.fail_all(told)
         except Exception:
             _LOG.exception("the engine's pool cannot be made anew now")
             core.abandon(told)
+            self._lost += core.state.restarts
             self._core = None
             self.runner.forget_cache()
 

@@ -74,6 +74,21 @@ class Progress:
         return self.finish_reason is not None or self.error is not None
 
 
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """Where a request stands.
+
+    Attributes:
+      status: such as "waiting", "loading" or "decode".
+      there: chunks that it was given and that are in the pool.
+      chunks: that it was given pages for; 0 while it waits.
+    """
+
+    status: str
+    there: int
+    chunks: int
+
+
 # Is called on the engine's thread, and must not wait. True: no more tokens are wanted; the outcome
 # still comes.
 Sink = Callable[[Progress], bool | None]

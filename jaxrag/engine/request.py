@@ -5,7 +5,7 @@ from typing import Literal
 
 from jaxrag.attention_index.document import Indexing
 from jaxrag.engine.sampling import SamplingParams
-from jaxrag.errors import RequestError
+from jaxrag.errors import ContextExceeded, RequestError
 from jaxrag.methods import Method
 from jaxrag.models.model import Model
 from jaxrag.store import KVStore
@@ -99,14 +99,14 @@ class Request:
 
 
 def check_length(model: Model, prompt: Prompt, max_new_tokens: int) -> None:
-    """RequestError when prompt and answer do not fit the model's context."""
+    """ContextExceeded when prompt and answer do not fit the model's context."""
     need, limit = prompt.num_tokens + max_new_tokens, model.config.max_positions
     if need > limit:
         chunks, said = sum(prompt.lengths), sum(len(prompt.chunks[turn]) for turn in prompt.turns)
         parts = f"{len(prompt.prefix)} prefix + {chunks} chunk"
         earlier = f" + {said} earlier turn" if prompt.turns else ""
         fewer = "leave earlier turns out, " if prompt.turns else ""
-        raise RequestError(
+        raise ContextExceeded(
             f"the prompt has {parts}{earlier} + {len(prompt.final)} question tokens and "
             f"{max_new_tokens} may be generated: {need} in all, the model's context is {limit}; "
             f"ask a shorter question, {fewer}use fewer or shorter chunks, or generate fewer tokens"

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -110,6 +110,23 @@ def _since_ingest(encoder: str, maintained: Collection[str]) -> str:
         return f"; the knowledge base keeps {', '.join(maintained)}, not {encoder}"
     moved = ", or its neighbours are others now" if encoder.startswith("neighbours") else ""
     return f"; it was there once: evicted or removed{moved}"
+
+
+Source = Literal["pool", "host", "store", "encoded", "computed"]
+
+
+def tokens_by_source(rows: Iterable[PartReuse], num_tokens: int) -> dict[Source, int]:
+    """All tokens of a prompt by where their KV came from; they add up to ``num_tokens``.
+
+    "encoded" were missed and their stored form made; what was chosen and computed again, what was
+    missed and computed where it stands, and the final block are "computed".
+    """
+    counts = dict.fromkeys(get_args(Source), 0)
+    for row in rows:
+        source = row.where or ("encoded" if row.how == "encoded" else "computed")
+        counts[source] += row.tokens - row.recomputed
+    counts["computed"] += num_tokens - sum(counts.values())
+    return counts
 
 
 def token_counts(rows: Iterable[PartReuse]) -> dict[str, int]:

@@ -23,7 +23,9 @@ from jaxrag.engine.admission import (
     Queue,
     SchedulerSettings,
     Status,
+    Turns,
     admission,
+    turn,
 )
 from jaxrag.engine.rows import Lane
 from jaxrag.errors import RequestError
@@ -67,14 +69,19 @@ class Scheduler:
     Attributes:
       ended: how many requests ended in which way.
       preempted: how often one was set aside for another.
+      given: virtual service of all tenants, by no weight.
+      new_tokens: that were generated.
     """
 
     def __init__(self, allocator: PageAllocator, settings: SchedulerSettings | None = None) -> None:
         self.ended = Counter[Ending]()
         self.preempted = 0
+        self.given = 0.0
+        self.new_tokens = 0
         self._allocator = allocator
         self._settings = settings or SchedulerSettings()
         self._queue = Queue(self._settings)
+        self._turns = Turns(self._settings.weights)
         self._live: dict[int, Entry] = {}
         self._lanes: dict[Hashable | None, Lane] = {}
         self._subscribers: dict[str, dict[int, Entry]] = {}  # of loading chunks
@@ -84,12 +91,12 @@ class Scheduler:
         self._arrivals = self._admissions = 0
 
     @property
-    def live(self) -> Mapping[int, Entry]:
+    def live(self) -> MappingProxyType[int, Entry]:
         """Requests that have not ended, by number."""
         return MappingProxyType(self._live)
 
     @property
-    def counts(self) -> Mapping[Status, int]:
+    def counts(self) -> MappingProxyType[Status, int]:
         """Live requests of every status."""
         return MappingProxyType(self._counts)
 
@@ -105,8 +112,9 @@ class Scheduler:
 
     @property
     def occupancy(self) -> dict[Hashable, int]:
-        """Rows held in every lane that has live requests."""
-        return {name: len(it.held) for name, it in self._lanes.items() if it.rows is not None}
+        """Rows held in every lane that has live requests; on any thread."""
+        lanes = list(self._lanes.items())
+        return {name: len(it.held) for name, it in lanes if it.rows is not None}
 
     def full(self, lane: Hashable | None) -> bool:
         """Whether no row of the lane can be given now."""
@@ -189,15 +197,19 @@ class Scheduler:
         return [entry.number for entry in back]
 
     def next_prefill(self) -> int | None:
-        """Give a row to the first ready request whose lane has one; it is prefilled now.
+        """Give a row to a ready request whose lane has one; it is prefilled now.
+
+        Better classes go first, then whose turn it is by the service of their tenants (``Turns``);
+        of one tenant as they were admitted.
 
         In static mode a lane is filled until it is full or nobody is ready for it, and then again
         when it is empty.
         """
         firsts = [lane.first(self._settings.static) for lane in self._lanes.values()]
-        entry = min((it for it in firsts if it is not None), key=admission, default=None)
+        entry = min((it for it in firsts if it is not None), key=turn, default=None)
         if entry is None:
             return None
+        self._turns.begin(entry)
         self._lanes[entry.lane].take(entry)
         self._move(entry, Status.PREFILL)
         return entry.number
@@ -240,7 +252,9 @@ class Scheduler:
         """Charge new tokens to its tenant."""
         entry = self._live.get(number)
         if entry is not None:
-            self._queue.charge(entry.tenant, GENERATED * count)
+            self.new_tokens += count
+            self._turns.charge(entry.tenant, GENERATED * count)
+            self._charge(entry, GENERATED * count)
 
     def victims(self, now: float) -> list[int]:
         """Requests that make room for better classes: their own pages are to be copied to the host.
@@ -348,7 +362,7 @@ class Scheduler:
             assert lane.members == len(members)
             assert lane.hungry == sum(it.status in HUNGRY for it in members)
             assert len(lane.held) == sum(it.row is not None for it in members)
-            assert lane.ready == sorted(lane.ready, key=admission)
+            assert lane.ready == sorted(lane.ready, key=turn)
             assert len(lane.held) < 2 or not any(it.alone for it in lane.held.values())
 
     def _fitting(self, now: float) -> tuple[tuple[Entry, Need] | None, list[Entry]]:
@@ -392,13 +406,18 @@ class Scheduler:
         if entry.order is None:
             entry.order = self._admissions
             self._admissions += 1
-            self._queue.charge(entry.tenant, entry.cost)
+            self._turns.admit(entry)
+            self._charge(entry, entry.cost)
         if entry.missing:
             self._move(entry, Status.LOADING)
         else:
             self._make_ready(entry)
         chunks = {key: allocator.chunks[key].pages for key in entry.held}
         return Admitted(entry.number, entry.own, chunks, loads)
+
+    def _charge(self, entry: Entry, service: float) -> None:
+        self.given += service
+        self._queue.charge(entry.tenant, service)
 
     def _is_there(self, key: str) -> bool:
         return key in self._allocator.chunks
@@ -485,7 +504,7 @@ class Scheduler:
 
     def _make_ready(self, entry: Entry) -> None:
         self._move(entry, Status.READY)
-        insort(self._lanes[entry.lane].ready, entry, key=admission)
+        insort(self._lanes[entry.lane].ready, entry, key=turn)
 
     def _requeue(self, entry: Entry, status: Status) -> None:
         self._let_go(entry)

@@ -12,6 +12,7 @@ from jaxrag.engine.links import Links, LoadDeadline
 from jaxrag.engine.live import Live
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.scheduler import Scheduler
+from jaxrag.engine.standing import Pace
 from jaxrag.engine.tiers import Event, Happening
 from jaxrag.errors import ConfigError
 
@@ -40,6 +41,8 @@ class EngineSettings:
         by ``load_deadline``, or will not be by what its link measured, is encoded, and what comes
         first is used. Answers then depend on time, by the rounding of one encoding and another.
       load_deadline: for the chunks that a request has to load.
+      spare_wait: while somebody is served, a spare job (``Engine.spare``) waits this many times as
+        long as the one before it took.
       keep_events: how many events of chunks ``Engine.events`` gives.
       lockstep: nothing depends on time: loads and indexes are waited for where they are asked for.
         What several processes need that run one model together.
@@ -55,6 +58,7 @@ class EngineSettings:
     place_bytes: int = 64 << 20
     slow_load: SlowLoad = "wait"
     load_deadline: LoadDeadline = dataclasses.field(default_factory=LoadDeadline)
+    spare_wait: float = 4.0
     keep_events: int = 0
     lockstep: bool = False
 
@@ -66,6 +70,8 @@ class EngineSettings:
         for name in ("arena_bytes", "keep_events"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected 0 or more")
+        if not self.spare_wait >= 0:
+            raise ConfigError(f"spare_wait={self.spare_wait}: expected 0 or more")
         if self.slow_load not in get_args(SlowLoad):
             known = ", ".join(get_args(SlowLoad))
             raise ConfigError(f"slow_load={self.slow_load!r}: expected one of {known}")
@@ -89,6 +95,8 @@ class State:
       live: requests whose clients wait, by number.
       ending: those that were told the last, and still are in a step in flight.
       epoch: counts the pools; what was begun for an earlier one is void.
+      restarts: pools that were lost in a step that failed.
+      pace: at which requests are served.
     """
 
     runner: ModelRunner
@@ -102,6 +110,8 @@ class State:
     live: dict[int, Live] = dataclasses.field(default_factory=dict)
     ending: dict[int, Live] = dataclasses.field(default_factory=dict)
     epoch: int = 0
+    restarts: int = 0
+    pace: Pace = dataclasses.field(default_factory=Pace)
 
     def note(self, what: Happening, key: str) -> None:
         """Something happened to a chunk; on any thread."""

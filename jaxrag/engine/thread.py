@@ -2,6 +2,7 @@
 
 import atexit
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,11 +14,24 @@ _EXIT = 10.0  # seconds that the interpreter waits at exit for a step in flight
 
 
 class Mailbox:
-    """Events for one thread, from any. The thread lives while there is something to do."""
+    """Events for one thread, from any. The thread lives while there is something to do.
 
-    def __init__(self, name: str, serve: Callable[["Mailbox"], None]) -> None:
+    Attributes:
+      closed: nothing more is taken.
+      looked: when the thread last looked at what was posted, by ``clock``; None before. It does
+        after every turn of its work.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        serve: Callable[["Mailbox"], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """``serve(mailbox)`` is what the thread does, until ``first`` gives it nothing."""
-        self._name, self._serve = name, serve
+        self._name, self._serve, self._clock = name, serve, clock
+        self.looked: float | None = None
+        self._works = False  # and does not wait for events
         self._changed = threading.Condition()
         self._events: deque[Event] = deque()
         self._thread: threading.Thread | None = None
@@ -41,6 +55,7 @@ class Mailbox:
     def first(self) -> list[Event]:
         """For a thread with nothing to do: what comes next; empty where the thread is to end."""
         with self._changed:
+            self._works = False
             self._changed.wait_for(lambda: self._events or self.closed, _LINGER)
             if not self._events:
                 self._thread = None
@@ -51,6 +66,7 @@ class Mailbox:
         """What has come by now; with ``wait``, in at most so many seconds; None: in any time."""
         with self._changed:
             if wait != 0.0:
+                self._works = False
                 self._changed.wait_for(lambda: self._events or self.closed, wait)
             return self._drain()
 
@@ -67,9 +83,17 @@ class Mailbox:
         if thread is not None and thread is not threading.current_thread():
             thread.join(_EXIT)
 
+    @property
+    def silence(self) -> float:
+        """Seconds since the thread began what it is at; 0 while it waits for events, or is not."""
+        if not self._works:  # asked first: it is set after the time that it goes with
+            return 0.0
+        return 0.0 if self.looked is None else max(self._clock() - self.looked, 0.0)
+
     def _drain(self) -> list[Event]:
         events = list(self._events)
         self._events.clear()
+        self.looked, self._works = self._clock(), self._thread is not None
         return events
 
 

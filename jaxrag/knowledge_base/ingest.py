@@ -18,7 +18,8 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from jaxrag.documents import BadDocument, Intake, Shard, Source
-from jaxrag.encode import ChunkInContext
+from jaxrag.encode import ChunkInContext, Encoded
+from jaxrag.encode.packed import ROW_TOKENS
 from jaxrag.knowledge_base.prepare import Prepared, Preparer
 from jaxrag.knowledge_base.writers import Writer
 from jaxrag.retrieve.base import searched_text
@@ -28,6 +29,14 @@ BATCH_TOKENS = 1 << 16  # of one catalog commit
 UNKNOWN_EXAMPLES = 5  # words that a report shows
 
 _Future = concurrent.futures.Future
+
+
+class Turn(Protocol):
+    """Runs a piece of encoding when others let it."""
+
+    def __call__[Result](self, job: Callable[[], Result], /) -> Result:
+        """Run the job and return what it returns; raises what it raises."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,10 +114,12 @@ class Ingest:
     Attributes:
       preparer: splits documents into chunks and names their KV.
       vectors: where the vectors of the chunks' texts are kept; None where they have none.
+      turn: runs a piece of encoding, about a row of the model, when others let it; None: at once.
     """
 
     preparer: Preparer
     vectors: Vectors | None = None
+    turn: Turn | None = None
 
     def run(
         self, documents: Iterable[Source], progress: bool, shard: tuple[int, int] | None = None
@@ -136,7 +147,7 @@ class Ingest:
             preparer.encoding.store.writer() as writer,
             concurrent.futures.ThreadPoolExecutor(1, "jaxrag-commit") as committer,
         ):
-            pipeline = _Pipeline(preparer, self.commit, at_work, writer, committer, bar)
+            pipeline = _Pipeline(preparer, self.commit, at_work, writer, committer, bar, self.turn)
             for batch in self._batches(intake, skipped):
                 if not pipeline.count["documents"]:
                     preparer.encoding.keep_prefix()
@@ -215,6 +226,7 @@ class _Pipeline:
         writer: ChunkWriter,
         committer: concurrent.futures.ThreadPoolExecutor,
         bar: "tqdm[Any]",
+        turn: Turn | None,
     ) -> None:
         self.count: collections.Counter[str] = collections.Counter()
         self.unknown_words: dict[str, None] = {}
@@ -225,6 +237,7 @@ class _Pipeline:
         self._writer = writer
         self._committer = committer
         self._bar = bar
+        self._turn = turn
         self._flying: dict[str, _Future[PutResult]] = {}  # puts that may not be durable yet
         self._committing: _Future[None] | None = None  # the batch before
 
@@ -295,7 +308,7 @@ class _Pipeline:
         settled = {key: chunk for key, chunk in wanted.items() if key not in self._flying}
         missing = self._encoding.missing(encoder, settled)
         self._bar.update(total - sum(len(chunk.ids) for chunk in missing.values()))
-        for made in self._encoding.encode(encoder, missing):
+        for made in self._made(encoder, missing):
             put = made.put(self._writer.submit)
             puts.append(put)
             self._flying[made.key] = put
@@ -304,6 +317,14 @@ class _Pipeline:
             self._bar.update(len(made.chunk.ids))
         committed -= missing.keys()
         return puts, {key: chunk for key, chunk in settled.items() if key in committed}
+
+    def _made(self, encoder: str, missing: dict[str, ChunkInContext]) -> Iterator[Encoded]:
+        """Encode chunks: as one run, or turn by turn in pieces of about a row."""
+        if self._turn is None:
+            yield from self._encoding.encode(encoder, missing)
+            return
+        for piece in _pieces(missing):
+            yield from self._turn(lambda piece=piece: list(self._encoding.encode(encoder, piece)))  # type: ignore[misc]
 
     def _finish_batch(
         self,
@@ -321,3 +342,17 @@ class _Pipeline:
         self._commit([prepared for prepared in batch if prepared.commit])
         for encoder, chunks in found.items():
             self._encoding.encode_missing(encoder, chunks)
+
+
+def _pieces(wanted: dict[str, ChunkInContext]) -> Iterator[dict[str, ChunkInContext]]:
+    """The chunks in pieces of at most ROW_TOKENS, or one chunk."""
+    piece: dict[str, ChunkInContext] = {}
+    size = 0
+    for key, chunk in wanted.items():
+        if piece and size + len(chunk.ids) > ROW_TOKENS:
+            yield piece
+            piece, size = {}, 0
+        piece[key] = chunk
+        size += len(chunk.ids)
+    if piece:
+        yield piece

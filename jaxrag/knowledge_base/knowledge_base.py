@@ -13,11 +13,11 @@ from jaxrag.encode import prefix_key
 from jaxrag.errors import KnowledgeBaseError, RequestError
 from jaxrag.export import ExportReport, ExportRequest, Piece, Selector, export_selected
 from jaxrag.knowledge_base import upkeep
-from jaxrag.knowledge_base.ingest import AddReport, Ingest, Source
+from jaxrag.knowledge_base.ingest import AddReport, Ingest, Source, Turn
 from jaxrag.knowledge_base.location import find_folder, open_catalog, store_location
 from jaxrag.knowledge_base.maintained import Maintained
 from jaxrag.knowledge_base.neighbours import SimilarBy
-from jaxrag.knowledge_base.prepare import Preparer
+from jaxrag.knowledge_base.prepare import Cut, Preparer
 from jaxrag.knowledge_base.search import Hits, Search, SearchMode
 from jaxrag.knowledge_base.settings import Wanted
 from jaxrag.knowledge_base.vectors import GivenEmbedder, choose_embedder
@@ -144,6 +144,8 @@ class KnowledgeBase(Maintained):
         *,
         progress: bool = False,
         shard: tuple[int, int] | None = None,
+        cut: Cut | None = None,
+        turn: Turn | None = None,
     ) -> AddReport:
         """Cut documents into chunks, make their KV durable, then make them findable.
 
@@ -159,6 +161,10 @@ class KnowledgeBase(Maintained):
           progress: draw a bar on stderr, where that is a terminal.
           shard: (i, n) takes the i-th of n parts of them, for n processes with the same list;
             with n > 1, call ``refresh`` when all have ended.
+          cut: gives the chunks of a document where they were made elsewhere, with ``chunking`` and
+            the model's tokenizer; None cuts it here.
+          turn: runs a piece of encoding when others let it, and returns what it returns; None runs
+            it at once. What it raises ends the run as any other error.
 
         Raises:
           KnowledgeBaseError: opened without a model, or for reading.
@@ -174,10 +180,10 @@ class KnowledgeBase(Maintained):
                 self.embed(progress=progress)
         alone = tuple(name for name in self.encoders if name not in self._behind_others)
         preparer = Preparer(
-            self._encoding(model), self.template, self.chunking, alone, self._catalog
+            self._encoding(model), self.template, self.chunking, alone, self._catalog, cut
         )
         with self._acknowledged():
-            report = Ingest(preparer, self._vectors).run(documents, progress, shard)
+            report = Ingest(preparer, self._vectors, turn).run(documents, progress, shard)
         if self._behind_others and (shard is None or shard[1] == 1):
             return dataclasses.replace(report, neighbours=self.refresh(progress=progress))
         return report
@@ -270,6 +276,14 @@ class KnowledgeBase(Maintained):
     def documents(self, where: Mapping[str, Any] | None = None) -> list[DocumentEntry]:
         """Every document, or those whose metadata matches, by id."""
         return self._catalog.documents(None if where is None else Filter.parse(where))
+
+    def counts(self) -> dict[str, Any]:
+        """How many "documents", "chunks" and "tokens" it holds, and "encoded" chunks by variant."""
+        return self._catalog.counts()
+
+    def ids_beginning(self, prefix: str) -> list[str]:
+        """Ids of the documents that begin with a text, which is not empty, in order."""
+        return self._catalog.ids_beginning(prefix)
 
     def prefetch(
         self, what: str | Sequence[str], *, k: int = 5, tier: Tier = "page"

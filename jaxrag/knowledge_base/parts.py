@@ -91,6 +91,19 @@ class Parts:
         catalog = self._catalog
         return CatalogChunks(catalog.texts, catalog.ids_of_document, catalog.search)
 
+    @property
+    def embedder(self) -> Embedder | None:
+        """What makes the vectors of its chunks' texts and of questions; None: nothing does.
+
+        Raises KnowledgeBaseError when it is not at hand, or is another one than it was made with.
+        """
+        return None if self._vectors is None else self._vectors.embedder
+
+    @property
+    def index(self) -> str | None:
+        """The kind of its vector index; None: it has none."""
+        return None if self._vectors is None else str(self._vectors.settings["index"])
+
     def close(self) -> None:
         """Close the catalog and the store; nothing else can be done with this object then."""
         if self._vectors is not None:

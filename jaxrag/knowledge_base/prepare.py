@@ -7,11 +7,11 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxrag.catalog import Catalog, Entry
 from jaxrag.documents import BadDocument, Document, Intake
-from jaxrag.documents.chunking import Chunking, split
+from jaxrag.documents.chunking import Chunk, Chunking, split
 from jaxrag.encode import ChunkEncoding
 from jaxrag.errors import DocumentError
 from jaxrag.store import content_id
@@ -21,6 +21,8 @@ from jaxrag.types import HostArray
 
 _AHEAD_CHARACTERS = 1 << 18  # of documents that are prepared while others are encoded
 _AHEAD_DOCUMENTS = 1024
+Cut = Callable[[Document], Sequence[Chunk]]  # the chunks of a document
+
 _THREADS = 2  # the tokenizer works outside of the interpreter lock
 
 
@@ -53,6 +55,7 @@ class Preparer:
       chunking: sizes and places of the chunks.
       encoders: the KV variants that every chunk gets; none that sees neighbours.
       catalog: where documents are looked up.
+      cut: gives the chunks of a document; None: it is split here.
     """
 
     encoding: ChunkEncoding
@@ -60,6 +63,7 @@ class Preparer:
     chunking: Chunking
     encoders: tuple[str, ...]
     catalog: Catalog
+    cut: Cut | None = None
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -101,8 +105,11 @@ class Preparer:
                 raise DocumentError(
                     f"the id belongs to {known.file}; give one of the two another name or id"
                 )
+        chunks: Sequence[Chunk]
         if same:
             chunks = self.catalog.chunks(document.id)
+        elif self.cut is not None:
+            chunks = self.cut(document)
         else:
             chunks = split(document.text, self.tokenizer, self.chunking, document.pages)
         token_ids = tuple(

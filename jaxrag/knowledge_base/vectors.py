@@ -1,8 +1,8 @@
 """The vectors of a knowledge base's chunks: an embedder and the index that it fills."""
 
 import dataclasses
-import functools
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,19 +65,28 @@ class ChunkVectors:
         self._given = embedder
         self._mode: Mode = mode
         self._compared: tuple[object, Compared] | None = None  # the last comparison
+        self._index: VectorIndex | None = None
+        self._opening = threading.Lock()  # two threads that ask first get one index
 
-    @functools.cached_property
+    @property
     def index(self) -> VectorIndex:
         """The index. Raises StoreError when it cannot be opened."""
-        kind = index_named(self.settings["index"])
-        dim = self.settings["embedder"]["dim"]
-        return kind.open(self.folder / VECTORS, dim, mode=self._mode)
+        with self._opening:
+            if self._index is None:
+                kind = index_named(self.settings["index"])
+                dim = self.settings["embedder"]["dim"]
+                self._index = kind.open(self.folder / VECTORS, dim, mode=self._mode)
+            return self._index
 
-    @functools.cached_property
+    @property
     def embedder(self) -> Embedder:
         """The embedder. Raises KnowledgeBaseError when it is not at hand, or is another one."""
-        if self._given is not None:
+        with self._opening:
+            if self._given is None:
+                self._given = self._remembered()
             return self._given
+
+    def _remembered(self) -> Embedder:
         known = self.settings["embedder"]
         if known["path"] is None:
             raise KnowledgeBaseError(
@@ -124,5 +133,6 @@ class ChunkVectors:
 
     def close(self) -> None:
         """Close the index if it was opened."""
-        if "index" in self.__dict__:
-            self.index.close()
+        with self._opening:
+            if self._index is not None:
+                self._index.close()

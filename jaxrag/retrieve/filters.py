@@ -10,6 +10,9 @@ item: one item that fits is enough, and ``$ne`` asks that none is equal. Numbers
 numbers and text with text, by code point; true and false are no numbers. None stands for a field
 that is absent or null. Fields are those at the top of a document's metadata; one that holds an
 object equals nothing. Metadata with NUL characters is compared up to the first of them in SQL only.
+
+In place of a field may stand ``$and`` or ``$or`` with a list of filters, of which all or at least
+one must hold: ``{"$or": [{"year": 2020}, {"draft": True}]}``.
 """
 
 import dataclasses
@@ -23,6 +26,8 @@ from jaxrag.errors import RequestError
 Scalar = str | int | float | bool | None
 
 _ORDERED = {"$gt": ">", "$gte": ">=", "$lt": "<", "$lte": "<="}
+_JOINED = {"$and": " AND ", "$or": " OR "}
+_MOST_NESTED = 16  # filters inside of filters; SQLite bounds the depth of an expression
 OPERATORS = ("$eq", "$ne", "$in", *_ORDERED)
 _SHOWN_KINDS = {"integer": "a number", "real": "a number", "true": "true or false",
                 "false": "true or false", "text": "text", "array": "an empty list"}  # fmt: skip
@@ -104,31 +109,63 @@ class Condition:
 
 
 @dataclasses.dataclass(frozen=True)
+class Joined:
+    """Filters of which all ("$and") or at least one ("$or") must hold; there is at least one."""
+
+    operator: str
+    filters: "tuple[Filter, ...]"
+
+    def matches(self, metadata: Mapping[str, Any]) -> bool:
+        """Whether a document with this metadata fits."""
+        fits = any if self.operator == "$or" else all
+        return fits(one.matches(metadata) for one in self.filters)
+
+    def cannot_match(self, kinds: Mapping[str, Mapping[str, int]]) -> str | None:
+        """Why no document fits, as ``Condition.cannot_match`` says it."""
+        whys = [next(iter(one.cannot_match(kinds)), None) for one in self.filters]
+        said = [why for why in whys if why is not None]
+        enough = len(whys) if self.operator == "$or" else 1
+        return said[0] if len(said) >= enough else None
+
+    def sql(self, column: str) -> tuple[str, list[Scalar]]:
+        """The same as an SQL expression over a column of JSON text, and its parameters."""
+        clauses, parameters = [], []
+        for one in self.filters:
+            clause, more = one.sql(column)
+            clauses.append(f"({clause})")
+            parameters += more
+        return f"({_JOINED[self.operator].join(clauses)})", parameters
+
+
+@dataclasses.dataclass(frozen=True)
 class Filter:
     """Conditions that must all hold; without any, every document fits."""
 
-    conditions: tuple[Condition, ...]
+    conditions: tuple[Condition | Joined, ...]
 
     @classmethod
-    def parse(cls, where: Mapping[str, Any]) -> Self:
+    def parse(cls, where: Mapping[str, Any], depth: int = 0) -> Self:
         """Check a ``where`` mapping and take it apart.
 
-        Raises RequestError for what is no mapping of names to conditions, an unknown operator, or
-        an operand that is not a text, a finite number, a boolean or None (or, where a list is
-        meant, a list of these).
+        ``depth`` counts the filters that it stands in. Raises RequestError for what is no mapping
+        of names to conditions, an unknown operator, or an operand that is not a text, a finite
+        number, a boolean or None (or, where a list is meant, a list of these).
         """
         if not isinstance(where, Mapping):
             raise RequestError(
                 f"where={where!r}: expected a mapping such as {{'year': 2020}} or "
                 "{'year': {'$gte': 2019}}"
             )
-        conditions: list[Condition] = []
+        conditions: list[Condition | Joined] = []
         for field, condition in where.items():
+            if field in _JOINED:
+                conditions.append(cls._joined(field, condition, depth))
+                continue
             if not isinstance(field, str) or not _is_whole_text(field):
                 raise RequestError(f"where: {field!r} is no field name; expected a text")
             if field.startswith("$"):
                 raise RequestError(
-                    f"where: {field!r} stands where a field is expected; write "
+                    f"where: {field!r} stands where a field, $and or $or is expected; write "
                     "{'FIELD': {'$gte': 2019}}, all fields must match"
                 )
             if isinstance(condition, Mapping):
@@ -143,6 +180,20 @@ class Filter:
                 operator = "$in" if isinstance(condition, list | tuple) else "$eq"
                 conditions.append(_condition(field, operator, condition))
         return cls(tuple(conditions))
+
+    @classmethod
+    def _joined(cls, operator: str, filters: Any, depth: int) -> Joined:
+        if not isinstance(filters, list | tuple) or not filters:
+            raise RequestError(
+                f"where: {operator} {filters!r}: expected a list of filters such as "
+                "[{'year': 2020}, {'draft': True}]"
+            )
+        if depth >= _MOST_NESTED:
+            raise RequestError(
+                f"where: {operator} stands in {depth} filters: expected at most {_MOST_NESTED}; "
+                "write the filter flatter"
+            )
+        return Joined(operator, tuple(cls.parse(one, depth + 1) for one in filters))
 
     def cannot_match(self, kinds: Mapping[str, Mapping[str, int]]) -> list[str]:
         """Why no document fits whose fields hold values of these JSON types; [] where one may.

@@ -93,7 +93,7 @@ class _Growing:
         if shown:
             self._news(shown)
         if progress.outcome is not None:
-            self._news(_result(self._settings, self._question, self._answer, progress.outcome))
+            self._news(result_of(self._settings, self._question, self._answer, progress.outcome))
         return self._answer.finish_reason is not None
 
 
@@ -252,9 +252,10 @@ async def answer(settings: Settings, question: ReadyQuestion) -> Result:
             engine.abort(number)
 
 
-def _result(
+def result_of(
     settings: Settings, question: ReadyQuestion, answer: Answer, outcome: Outcome
 ) -> Result:
+    """What a question came to, once its answer and the engine's account of it are complete."""
     assert answer.finish_reason is not None
     reuse, told = outcome.reuse, list[str]()
     if settings.kb is not None and question.retrieved:

@@ -19,6 +19,22 @@ from jaxrag.types import HostArray
 Text = str | Sequence[int] | HostArray  # text, or token ids where a model has no tokenizer
 EarlierTurns = Literal["exact", "blocks"]
 
+
+@dataclasses.dataclass(frozen=True)
+class Passage:
+    """A text that is given as one chunk, and where its giver has it from.
+
+    Attributes:
+      text: or token ids.
+      title: of its document, where the template shows one.
+      document_id: what sources call it; None: by its place.
+    """
+
+    text: Text
+    title: str = ""
+    document_id: str | None = None
+
+
 _ROLES = ("system", "user", "assistant")
 
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
@@ -41,6 +57,7 @@ class Conversation:
       earlier: how turns that were answered are read: "exact", over all that precedes them, or
         "blocks", as chunks, each for itself.
       keeps: turns are looked for in the pool, and this one is left there.
+      query: what is retrieved for the last question, where that is not the question itself.
     """
 
     questions: tuple[Text, ...]
@@ -48,6 +65,7 @@ class Conversation:
     system: str = ""
     earlier: EarlierTurns = "exact"
     keeps: bool = False
+    query: str | None = None
 
 
 def conversation_of(messages: Any, earlier: Any = "exact", *, keeps: bool) -> Conversation:

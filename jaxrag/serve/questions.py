@@ -21,7 +21,7 @@ from jaxrag.methods import Method, Misses, method_named
 from jaxrag.models.model import Model, as_token_ids
 from jaxrag.retrieve.filters import Filter
 from jaxrag.serve.conversation import FoundChunk, Source, laid_out
-from jaxrag.serve.door import Conversation, Text, check_counts, check_kinds
+from jaxrag.serve.door import Conversation, Passage, Text, check_counts, check_kinds
 from jaxrag.serve.suits import gated, renamed, stored_otherwise, unplaced, untuned
 from jaxrag.store import KVStore
 from jaxrag.text.prompts import PromptTemplate, QuestionIds, template_named
@@ -86,8 +86,11 @@ def resolve(
     max_new_tokens: int,
     stop: Sequence[str],
     where: Mapping[str, Any] | None = None,
+    store: KVStore | None = None,
 ) -> Settings:
     """Check the arguments that all questions share; they are those of ``generate``.
+
+    Without a knowledge base, KV of documents is kept in ``store``; None: the engine's memory.
 
     A method that is named, with no ratio, runs at the ratio that the gate of the knowledge base
     found; a Method says its ratio itself.
@@ -136,7 +139,7 @@ def resolve(
     return Settings(
         model=model,
         kb=kb,
-        store=engine_of(model).memory if kb is None else kb.store,
+        store=kb.store if kb is not None else store or engine_of(model).memory,
         method=method,
         template=chosen,
         k=k,
@@ -174,7 +177,7 @@ def _template(
 def prepare(
     settings: Settings,
     question: Text | Conversation,
-    documents: Sequence[Text] | None,
+    documents: Sequence[Text | Passage] | None,
     sampling: SamplingParams,
     blocks: Sequence[Text] = (),
 ) -> ReadyQuestion:
@@ -215,7 +218,8 @@ def prepare(
     found[0] = [*(dataclasses.replace(it, bare=True) for it in bare), *found[0]]
     prompt, members = _laid_out(settings, talk, found)
     if isinstance(talk.questions[-1], str):
-        texts = [it for it in (*blocks, *(documents or ())) if isinstance(it, str)]
+        given = (it.text if isinstance(it, Passage) else it for it in documents or ())
+        texts = [it for it in (*blocks, *given) if isinstance(it, str)]
         around = np.concatenate((prompt.prefix, prompt.final))
         tokenizer = model.text_tokenizer()
         notes += _unknown(tokenizer, settings.template, talk.questions[-1], texts, around)
@@ -373,7 +377,7 @@ def _retrieve_all(
     """Of every question the chunks that none before it has found; ``notes`` gets the search's."""
     seen: set[int | None] = set()
     found = []
-    for question in talk.questions:
+    for question in (*talk.questions[:-1], talk.query or talk.questions[-1]):
         retrieved, told = _retrieve(settings, question)
         notes += (note for note in told if note not in notes)
         found.append([it for it in retrieved if it.chunk_id not in seen])
@@ -423,8 +427,12 @@ def _neighbours(
     )
 
 
-def _given(what: str, document: Text, model: Model) -> FoundChunk:
+def _given(what: str, document: Text | Passage, model: Model) -> FoundChunk:
     """A text or token ids passed by the caller, as one chunk."""
+    if isinstance(document, Passage):
+        found = _given(what, document.text, model)
+        source = dataclasses.replace(found.source, document_id=document.document_id or what)
+        return dataclasses.replace(found, source=source, title=document.title)
     if isinstance(document, str):
         _check_text(what, document)
         ids, text = model.text_tokenizer().encode(document), document

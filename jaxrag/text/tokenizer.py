@@ -95,6 +95,10 @@ class Tokenizer:
         }
         return cls(path.read_bytes(), config, _read_templates(directory, config), str(path))
 
+    def to_json(self) -> str:
+        """``tokenizer.json``, for another process; ``Tokenizer`` reads it."""
+        return str(self._special.to_str())
+
     @functools.cached_property
     def vocab_size(self) -> int:
         """One more than the largest id, added tokens included."""

@@ -16,6 +16,7 @@ from jaxrag.bench import serve
 from jaxrag.bench.serve import Options, run
 from jaxrag.bench.serve_arms import arms_of
 from jaxrag.bench.serve_client import offer_http
+from jaxrag.bench.serve_http import HTTP, IN_PROCESS, OwnServer
 from jaxrag.bench.serve_papers import figures
 from jaxrag.bench.serve_peer import HttpPeer, vllm, write_model
 from jaxrag.bench.serve_records import (
@@ -594,6 +595,45 @@ def test_a_peer_is_measured_fresh_and_repeated(server, model_dir):
     assert result["equal"] == {"arms": None, "peer_as_full": 0.0}
     assert result["peer"]["version"] == "1.2"
     assert any(it.startswith("peer: name given") for it in report(result))
+
+
+def test_our_own_server_is_asked_for_the_same_chunks_and_tokens(server, model_dir):
+    """The body of a request, by a server that only listens."""
+    own = OwnServer(server.url, {})
+    asked = draw(TINY, 101)[0]
+    body = own.body(asked, "")
+    assert body["prompt"] == asked.prompt.final.tolist()
+    assert body["documents"] == [chunk.tolist() for chunk in asked.prompt.chunks]
+    assert (body["max_tokens"], body["ignore_eos"]) == (asked.tokens, True)
+    assert own.ids_of("t3 t17 t5") == [3, 17, 5] and own.ids_of("") == []
+
+
+def test_what_http_costs_is_told_by_rate():
+    def row(arm, rate, first, tokens):
+        times = {"p50": first, "p95": 2 * first}
+        return {"arm": arm, "rate": rate, "first_token": times, "tokens_per_second": tokens}
+
+    rows = [row(IN_PROCESS, 2, 0.5, 90), row(IN_PROCESS, None, 1.0, 80), row("full", 2, 9, 9)]
+    rows += [row(HTTP, 2, 0.75, 88), row(HTTP, None, 1.5, 70), row(HTTP, 4, 1, 1)]
+    found = serve._http_costs(rows)
+    assert [it["rate"] for it in found] == [2, None]
+    assert found[0]["first_token_seconds"] == {"p50": 0.25, "p95": 0.5}
+    assert (found[1]["events_per_second"], found[1]["events_per_second_in_process"]) == (70, 80)
+
+
+@pytest.mark.slow
+def test_our_own_server_gives_the_tokens_of_the_engine(model_dir):
+    """In a process of its own; the most rows at once that the server is meant for."""
+    traffic = dataclasses.replace(TINY, requests=64)
+    result = run(tiny(
+        model_dir, traffic=traffic, arms=arms_of("asynchronous"), rates=(math.inf,), rows=64,
+        http=True,
+    ))  # fmt: skip
+    assert [row["arm"] for row in result["rows"]] == ["asynchronous", IN_PROCESS, HTTP]
+    assert [row["lost"] for row in result["rows"]] == [0, 0, 0]
+    assert result["rows"][2]["compiled"] == []
+    assert result["equal"]["arms"] == 1.0
+    assert any(it.startswith("http over in_process, at once") for it in report(result))
 
 
 def test_the_copy_of_the_model_has_the_same_weights_and_a_word_a_token(model_dir, tmp_path):

@@ -52,6 +52,27 @@ def test_an_interpreter_that_ends_does_not_wait_for_an_answer(tmp_path):
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+def test_it_says_where_a_request_stands_and_counts_its_turns(engine_on, asked, at_rest):
+    engine = engine_on()
+    request = asked(engine, tokens=4, watched=True, rows=1)
+    seen, done = [], threading.Event()
+    assert engine.where(0) is None and engine.turns == 0
+
+    def sink(progress):
+        seen.append([engine.where(number) for number in (0, 1)])
+        if progress.last and progress.number == 1:
+            done.set()
+
+    engine.add_all([(request, sink)] * 2)
+    assert done.wait(60)
+    at_rest(engine)
+    mine, other = seen[0]
+    assert (mine.status, mine.there) == ("decode", mine.chunks) and mine.chunks > 0
+    assert other.status == "ready", "its chunks are the other's, and there is one row"
+    assert seen[-1] == [None, None] == [engine.where(number) for number in (0, 1)]
+    assert engine.turns >= 6
+
+
 def test_tasks_read_the_progress_of_a_request(engine_on, asked, alone, at_rest):
     engine = engine_on()
     request = asked(engine, tokens=6, watched=True)

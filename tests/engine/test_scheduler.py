@@ -501,6 +501,28 @@ def test_a_lost_pool_sends_everybody_back_in_order():
 # ------------------------------------------------------------------ fairness
 
 
+def test_many_that_are_admitted_leave_the_next_row_to_another_tenant():
+    """However many wait for rows; who comes again and again gets its share, and no more."""
+    found = scheduler_of(100, *(entry(n, lane="full", rows=2, tenant="x") for n in range(20)))
+    found.admit(0.0)
+    served = [found.next_prefill(), found.next_prefill()]
+    for number in range(100, 110):
+        found.submit(entry(number, lane="full", rows=2, tenant="y"), 0.0)
+    found.admit(0.0)
+    while len(served) < 22:
+        found.finish(served[-2], "finished")
+        served.append(found.next_prefill())
+    assert served[2] == 100
+    assert served[:2] + [n for n in served if n < 100][2:] == list(range(12))
+    behind = [sum(n >= 100 for n in served[2 : 3 + at]) for at in range(20)]
+    assert behind == [(at + 2) // 2 for at in range(20)]  # by turns
+    last = entry(200, lane="full", rows=2, tenant="z")
+    found.submit(last, 0.0)
+    found.admit(0.0)
+    found.finish(served[-2], "finished")
+    assert found.next_prefill() == 200
+
+
 @settings(max_examples=60)
 @given(
     costs=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=30, max_size=60),
@@ -736,7 +758,9 @@ class Serving(RuleBasedStateMachine):
             return
         chosen = self.scheduler.live[number]
         before = [it for it in ready if it.lane == chosen.lane]
-        assert chosen is min(before, key=lambda it: (it.priority, it.order))
+        assert chosen is min(before, key=lambda it: (it.priority, it.turn, it.order))
+        mine = [it for it in before if it.tenant == chosen.tenant]
+        assert chosen is min(mine, key=lambda it: (it.priority, it.order))
         if chosen.lane is not None:
             self.batches[chosen.lane] += 1
             assert not self.settings.static or self.batches[chosen.lane] <= LANES[chosen.lane]

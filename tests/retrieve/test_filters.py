@@ -1,6 +1,7 @@
 """Filters mean the same in Python and in SQLite, and refuse what they do not know by name."""
 
 import contextlib
+import functools
 import json
 import sqlite3
 
@@ -73,13 +74,19 @@ def test_python_and_sql_agree(connection, data, metadata):
     ]
     fields = st.sampled_from(sorted(metadata)) if metadata else FIELD
     condition = st.one_of(CONDITION, st.sampled_from(held)) if held else CONDITION
-    where = data.draw(
-        st.dictionaries(
-            st.one_of(fields, FIELD).filter(lambda name: not name.startswith("$")),
-            condition,
-            max_size=3,
-        )
+    plain = st.dictionaries(
+        st.one_of(fields, FIELD).filter(lambda name: not name.startswith("$")),
+        condition,
+        max_size=3,
     )
+    joined = st.recursive(
+        plain,
+        lambda inner: st.dictionaries(
+            st.sampled_from(["$and", "$or"]), st.lists(inner, min_size=1, max_size=3), min_size=1
+        ),
+        max_leaves=4,
+    )
+    where = data.draw(joined)
     assert Filter.parse(where).matches(metadata) == found_by_sql(connection, where, metadata)
 
 
@@ -123,6 +130,11 @@ DOCUMENT = {
         ({"absent": {"$gte": 0}}, False),
         ({"nested": {"$ne": 1}}, True),
         ({"year": 2020, "lang": "de"}, False),
+        ({"$or": [{"year": 1999}, {"lang": "en"}]}, True),
+        ({"$or": [{"year": 1999}, {"lang": "de"}]}, False),
+        ({"$and": [{"tags": {"$ne": "rain"}}, {"tags": {"$ne": "lamp"}}]}, False),
+        ({"$and": [{"year": 2020}, {"$or": [{"lang": "de"}, {"draft": False}]}]}, True),
+        ({"year": 1999, "$or": [{"lang": "en"}]}, False),
     ],
 )
 def test_meaning(connection, where, expected):
@@ -150,7 +162,11 @@ def test_no_name_or_value_is_read_as_sql(connection, field):
         ),
         ({"year": {"gte": 2}}, "operator 'gte'"),
         ({"year": {}}, "no operator"),
-        ({"$or": [{"a": 1}]}, "'\\$or' stands where a field"),
+        ({"$not": [{"a": 1}]}, "'\\$not' stands where a field, "),
+        ({"$or": []}, r"\$or \[\]: expected a list of filters"),
+        ({"$or": {"a": 1}}, "expected a list of filters"),
+        ({"$and": [{"$or": ["a"]}]}, "where='a': expected a mapping"),
+        (functools.reduce(lambda inner, _: {"$or": [inner]}, range(17), {"a": 1}), "flatter"),
         ({3: 1}, "no field name"),
         ({"a": object}, "'a' is compared with"),
         ({"a": float("nan")}, "finite"),
@@ -175,3 +191,15 @@ def test_refusals_name_the_value_and_the_fix(where, message):
 def test_every_operator_is_accepted_with_a_number():
     for operator in OPERATORS:
         Filter.parse({"a": {operator: [1] if operator == "$in" else 1}})
+
+
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        ({"$or": [{"lang": "en"}, {"year": 2020}]}, False),
+        ({"$or": [{"lang": "en"}, {"year": "2020"}]}, True),
+        ({"$and": [{"year": 2020}, {"lang": "en"}]}, True),
+    ],
+)
+def test_why_nothing_is_found_looks_into_joined_filters(where, why):
+    assert bool(Filter.parse(where).cannot_match({"year": {"integer": 3}})) is why

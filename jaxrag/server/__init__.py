@@ -1,0 +1,1 @@
+"""HTTP over the engine: OpenAI's endpoints, documents, a page for people, and operation."""

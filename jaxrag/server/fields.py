@@ -1,0 +1,381 @@
+"""Request bodies: known fields of the right type, or 400; others are ignored."""
+
+import dataclasses
+import json
+import math
+import reprlib
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+from starlette.requests import Request
+
+from jaxrag.engine.sampling import SamplingParams
+from jaxrag.serve.door import Passage, Text
+from jaxrag.server.errors import invalid
+
+_MOST_STOPS = 16
+_MOST_CHUNKS = 1000
+_SEEDS = 2**32
+_UNSUPPORTED = {  # field: what it may be all the same
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "suffix": ("",),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+}
+
+
+async def read_body(request: Request) -> "Body":
+    """The JSON object that a request carries. Raises Problem 400."""
+    raw = await request.body()
+    try:
+        values = json.loads(raw, parse_constant=_refuse_constant)
+        if b"\\u" in raw:  # half of a surrogate pair can be written so
+            json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise invalid("the body holds half of a surrogate pair; repair the text") from None
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise invalid(f"the body is not JSON ({why}); send one object") from None
+    if not isinstance(values, dict):
+        raise invalid(f"the body is {reprlib.repr(values)}; send one JSON object")
+    return Body(values)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+class Body:
+    """The fields of a request; null is as good as absent. Every reader raises Problem 400."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = {name: value for name, value in values.items() if value is not None}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.values
+
+    def text(self, name: str) -> str | None:
+        """A text; None where it is absent."""
+        return self._of(name, str, "a text")
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """True or false."""
+        found = self._of(name, bool, "true or false")
+        return default if found is None else found
+
+    def table(self, name: str) -> dict[str, Any] | None:
+        """An object."""
+        return self._of(name, dict, "an object")
+
+    def integer(self, name: str, least: int, most: int | None = None) -> int | None:
+        """An integer from ``least`` to ``most``."""
+        value = self.values.get(name)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if value is None:
+            return None
+        beyond = most is not None and isinstance(value, int) and value > most
+        if isinstance(value, bool) or not isinstance(value, int) or value < least or beyond:
+            to = f" to {most}" if most is not None else " or more"
+            raise self.wrong(name, f"an integer, {least}{to}")
+        return value
+
+    def number(self, name: str) -> float | None:
+        """A finite number."""
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.wrong(name, "a number")
+        try:
+            found = float(value)
+        except OverflowError:
+            found = math.inf
+        if not math.isfinite(found):
+            raise self.wrong(name, "a finite number")
+        return found
+
+    def choice(self, name: str, among: Sequence[str]) -> str | None:
+        """One of some texts."""
+        value = self.text(name)
+        if value is not None and value not in among:
+            raise self.wrong(name, f"one of {', '.join(among)}")
+        return value
+
+    def texts(self, name: str, most: int | None = None) -> tuple[str, ...]:
+        """A text or a list of them; () where it is absent."""
+        value = self.values.get(name, [])
+        found = [value] if isinstance(value, str) else value
+        if not isinstance(found, list) or not all(isinstance(it, str) and it for it in found):
+            raise self.wrong(name, "a text that is not empty, or a list of these")
+        if most is not None and len(found) > most:
+            raise invalid(f"{name} has {len(found)} entries: expected at most {most}", name)
+        return tuple(found)
+
+    def wrong(self, name: str, expected: str) -> Exception:
+        """The problem of a field that is not what was expected."""
+        shown = reprlib.repr(self.values.get(name))
+        return invalid(f"{name}={shown}: expected {expected}", name)
+
+    def _of[T](self, name: str, kind: type[T], expected: str) -> T | None:
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise self.wrong(name, expected)
+        return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What chats and completions have in common.
+
+    Attributes:
+      model: as the client names it; None: whichever is served.
+      knowledge_base: that is asked.
+      documents: chunks that are given; None: none are, (): there are to be none.
+      blocks: texts that stand before all chunks.
+      k: chunks to retrieve.
+      where: which documents may be retrieved.
+      method: name of one that is offered.
+      recompute_ratio: of the chunk tokens.
+      misses: what becomes of chunks that the store lacks.
+      prefix_cache: whether leading parts are kept.
+      decode: name of a rule that is offered.
+      max_tokens: most of the answer; None: as the server has it.
+      stop: texts that end it.
+      sampling: how its tokens are drawn.
+      ignore_eos: it goes on behind what would end it.
+      logprobs: those of its tokens are told.
+      stream: it is told piece by piece.
+      include_usage: and its length at the end.
+      priority: class; None: the tenant's own.
+      timeout: seconds; None: as the server has it.
+      return_text: sources have their texts.
+    """
+
+    model: str | None
+    knowledge_base: str | None
+    documents: tuple[Passage, ...] | None
+    blocks: tuple[str, ...]
+    k: int | None
+    where: Mapping[str, Any] | None
+    method: str | None
+    recompute_ratio: float | None
+    misses: str | None
+    prefix_cache: bool | None
+    decode: str | None
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    sampling: SamplingParams
+    ignore_eos: bool
+    logprobs: bool
+    stream: bool
+    include_usage: bool
+    priority: int | None
+    timeout: float | None
+    return_text: bool
+
+
+def generation_of(body: Body) -> Generation:
+    """The common fields of a body. Raises Problem 400, or RequestError for a bad sampling."""
+    _refuse_unsupported(body)
+    max_tokens = body.integer("max_completion_tokens", 1)
+    if max_tokens is None:
+        max_tokens = body.integer("max_tokens", 1)
+    ignore_eos = body.flag("ignore_eos")
+    stop = body.texts("stop", _MOST_STOPS)
+    if body.integer("min_tokens", 0) and not (ignore_eos and not stop):
+        raise invalid(
+            "min_tokens: an answer ends where the model ends it; pass ignore_eos=true, and no stop",
+            "min_tokens",
+        )
+    timeout = body.number("timeout")
+    if timeout is not None and timeout <= 0:
+        raise body.wrong("timeout", "seconds above 0")
+    options = body.table("stream_options") or {}
+    return Generation(
+        model=body.text("model"),
+        knowledge_base=body.text("knowledge_base"),
+        documents=_documents(body),
+        blocks=body.texts("blocks"),
+        k=body.integer("k", 1, _MOST_CHUNKS),
+        where=body.table("where"),
+        method=body.text("method"),
+        recompute_ratio=body.number("recompute_ratio"),
+        misses=body.text("misses"),
+        prefix_cache=body.flag("prefix_cache") if "prefix_cache" in body else None,
+        decode=body.text("decode"),
+        max_tokens=max_tokens,
+        stop=stop,
+        sampling=_sampling(body),
+        ignore_eos=ignore_eos,
+        logprobs=_logprobs(body),
+        stream=body.flag("stream"),
+        include_usage=options.get("include_usage") is True,
+        priority=body.integer("priority", 0),
+        timeout=timeout,
+        return_text=body.flag("return_text"),
+    )
+
+
+def _refuse_unsupported(body: Body) -> None:
+    for name in ("n", "best_of"):
+        if body.integer(name, 1) not in (None, 1):
+            raise invalid(f"{name}={body.values[name]}: expected 1; send a request for each", name)
+    for name, harmless in _UNSUPPORTED.items():
+        if name in body and body.values[name] not in harmless:
+            raise invalid(
+                f"{name}={reprlib.repr(body.values[name])}: this server does not do that; leave it "
+                "out",
+                name,
+            )
+
+
+def _sampling(body: Body) -> SamplingParams:
+    """Greedy where nothing is said; without a seed another draw every time."""
+    temperature = body.number("temperature") or 0.0
+    top_k = body.integer("top_k", -1)
+    top_p = body.number("top_p")
+    seed = body.integer("seed", -(2**63), 2**63 - 1)
+    if seed is None:
+        seed = secrets.randbelow(_SEEDS) if temperature else 0
+    return SamplingParams(
+        temperature=temperature,
+        top_k=max(top_k or 0, 0),
+        top_p=1.0 if top_p is None else top_p,
+        seed=seed % _SEEDS,
+    )
+
+
+def _logprobs(body: Body) -> bool:
+    """Whether those of the chosen tokens are wanted; others than these are not known."""
+    value = body.values.get("logprobs", False)
+    if body.integer("top_logprobs", 0, 20):
+        raise invalid(
+            "top_logprobs: the log-probability of the chosen tokens is all there is; pass 0",
+            "top_logprobs",
+        )
+    if isinstance(value, bool):
+        return value
+    if body.integer("logprobs", 0, 5) not in (0, 1):
+        raise invalid(
+            f"logprobs={value}: the log-probability of the chosen tokens is all there is; pass 1",
+            "logprobs",
+        )
+    return True
+
+
+def _documents(body: Body) -> tuple[Passage, ...] | None:
+    """Texts, lists of token ids, or objects with a text and perhaps a title and an id."""
+    if "documents" not in body:
+        return None
+    given = body.values["documents"]
+    if not isinstance(given, list):
+        raise body.wrong("documents", "a list of texts, or of objects with a text")
+    return tuple(_document(f"documents[{i}]", one) for i, one in enumerate(given))
+
+
+def _document(what: str, value: Any) -> Passage:
+    if isinstance(value, dict):
+        fields = Body(value)
+        text, title = fields.values.get("text"), fields.values.get("title", "")
+        name = fields.values.get("id")
+        if isinstance(name, int) and not isinstance(name, bool):
+            name = str(name)
+        if not (is_text(text) and isinstance(title, str) and isinstance(name, str | None)):
+            raise invalid(
+                f"{what}={reprlib.repr(value)}: expected a text, and perhaps a title and an id",
+                "documents",
+            )
+        return Passage(text, title, name)
+    if not is_text(value):
+        raise invalid(
+            f"{what}={reprlib.repr(value)}: expected a text, token ids, or an object with a text",
+            "documents",
+        )
+    return Passage(value)
+
+
+def is_text(value: Any) -> TypeGuard[Text]:
+    """Is it a text, or a list of token ids?"""
+    return isinstance(value, str) or is_ids(value)
+
+
+def is_ids(value: Any) -> bool:
+    """Is it a list of token ids, one at least?"""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(it, int) and not isinstance(it, bool) for it in value)
+    )
+
+
+def messages_of(body: Body) -> list[dict[str, Text]]:
+    """Messages with a role and a text each, neighbours of one role joined. Raises Problem 400."""
+    given = body.values.get("messages")
+    if not isinstance(given, list) or not given:
+        raise body.wrong("messages", "a list of objects with role and content")
+    messages: list[dict[str, Text]] = []
+    for place, one in enumerate(given):
+        role, content = _message(f"messages[{place}]", one)
+        last = messages[-1] if messages else None
+        if last is not None and last["role"] == role:
+            before = last["content"]
+            if not isinstance(before, str) or not isinstance(content, str):
+                raise invalid(f"messages[{place}]: two of the {role} in a row", "messages")
+            last["content"] = f"{before}\n\n{content}"
+        else:
+            messages.append({"role": role, "content": content})
+    return messages
+
+
+def _message(what: str, message: Any) -> tuple[str, Text]:
+    if not isinstance(message, dict):
+        raise invalid(
+            f"{what}={reprlib.repr(message)}: expected an object with role and content", "messages"
+        )
+    role = message.get("role")
+    role = "system" if role == "developer" else role
+    if role not in ("system", "user", "assistant"):
+        raise invalid(
+            f"{what} has role={reprlib.repr(role)}: expected one of system, user, assistant",
+            "messages",
+        )
+    if message.get("tool_calls") or message.get("function_call"):
+        raise invalid(f"{what} calls a tool: this server has none", "messages")
+    content = message.get("content")
+    if isinstance(content, list) and not is_ids(content):
+        content = "".join(_part(f"{what}.content[{i}]", it) for i, it in enumerate(content))
+    if not is_text(content) or (isinstance(content, str) and not content.strip()):
+        raise invalid(
+            f"{what} has content={reprlib.repr(message.get('content'))}: expected a text with "
+            "words in it, or a list of text parts",
+            "messages",
+        )
+    return role, content
+
+
+def _part(what: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get("text") if isinstance(part, dict) else None
+    if kind != "text" or not isinstance(text, str):
+        raise invalid(
+            f"{what} is of the type {reprlib.repr(kind)}: expected a part with type text, and its "
+            "text",
+            "messages",
+        )
+    return text

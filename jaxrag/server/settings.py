@@ -1,0 +1,160 @@
+"""What a server is told: the keys of a TOML file, and flags in front of them."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from jaxrag.engine.state import EngineSettings
+from jaxrag.errors import ConfigError
+
+_COUNTS = (
+    "k", "max_new_tokens", "max_answer_tokens", "rows", "classes", "max_body_bytes",
+    "max_upload_bytes", "max_waiting", "max_waiting_tokens", "prepare_threads", "stream_events",
+    "index_threads", "memory_bytes",
+)  # fmt: skip
+_CLASSES = 3  # of priority: interactive, default, batch
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSettings:
+    """Which model is served, and where its weights and its KV are.
+
+    Attributes:
+      path: its directory; None: the one that the first knowledge base remembers.
+      name: what clients call it; None: the name of its directory.
+      dtype: of weights, activations and KV; None: as it is stored.
+      mesh: devices along the data, fsdp and tensor axes, such as "1,1,8"; None: one device.
+      cache_tokens: tokens of KV that the device pool holds; None: by memory.
+      kernels: body of the attention ops.
+      value_layers: layers whose V stays on the device; None: all.
+      max_host_bytes: ceiling of KV in host memory.
+      kv: where K and V are; None: where the method's decode rule is meant to have them.
+    """
+
+    path: str | None = None
+    name: str | None = None
+    dtype: str | None = None
+    mesh: str | None = None
+    cache_tokens: int | None = None
+    kernels: str = "xla"
+    value_layers: int | None = None
+    max_host_bytes: int | None = None
+    kv: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerSettings:
+    """How a server serves. ``tables.build`` makes it from a TOML file.
+
+    Attributes:
+      model: which model, and where it lies.
+      knowledge_bases: folders by the name that clients give; the first is asked where a chat names
+        none.
+      host: address to listen on.
+      port: port to listen on; 0: any that is free.
+      origins: of pages elsewhere that may ask from a browser, such as "https://chat.example".
+      data: folder for what clients upload; None: uploads are refused.
+      keys: TOML file of the keys that are let in; None: anybody is.
+      open_to_all: listen on an address that others can reach without asking for keys.
+      index_threads: uploaded files that are indexed at once.
+      parse_seconds: that one document of an upload may take to parse.
+      grace_seconds: longer than any request takes; bytes of what was removed stay so long.
+      memory_bytes: of KV of documents that come with requests, all tenants together.
+      method: a preset's name or a TOML file, where a request names none.
+      decode: how generated tokens attend, where a request names no rule; None: the method's own.
+      methods: presets that a request may name beside ``method``; None: all of them.
+      decode_rules: rules that a request may name, as written here; None: all, with their default
+        settings.
+      k: chunks that are retrieved where a request does not say how many.
+      max_new_tokens: bound of an answer whose request names none, or less where the context ends.
+      max_answer_tokens: most tokens that a request may ask for.
+      rows: answers that are decoded together.
+      classes: of priority; 0 is served first.
+      allow_history_dependent: requests may use what depends on what the pool held before:
+        ``prefix_cache`` and ``misses = "in_place"``.
+      max_seconds: after which a request without a ``timeout`` fails, and the longest ``timeout``.
+      max_body_bytes: largest body of a request that uploads nothing.
+      max_upload_bytes: largest file that may be uploaded.
+      max_waiting: most requests that wait for their first token.
+      max_waiting_tokens: most prompt tokens of these; a request that finds nobody waiting is let in
+        whatever its length.
+      max_waiting_per_tenant: most requests of one tenant that wait; None: any number.
+      prepare_threads: that retrieve and tokenise.
+      hold_seconds: for so long the status of a stream is held back, so that what fails before the
+        first token is an HTTP error.
+      keepalive_seconds: between two comments in a stream that has nothing to say.
+      stream_events: most events of a stream that its reader is behind; then it is cut off.
+      drain_seconds: what runs when the server is told to end has so long to complete.
+      stall_seconds: an engine with work that does nothing for so long is not healthy.
+      watchdog_seconds: after which the process of such an engine ends itself; None: never.
+      log_format: "text" or "json", one line an event.
+      warm_up: compile what requests will need before the server is ready.
+      questions: examples that the page offers, about the first of the knowledge bases.
+      engine: of the engine itself.
+    """
+
+    model: ModelSettings = dataclasses.field(default_factory=ModelSettings)
+    knowledge_bases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    host: str = "127.0.0.1"
+    port: int = 8000
+    origins: tuple[str, ...] = ()
+    data: str | None = None
+    keys: str | None = None
+    open_to_all: bool = False
+    method: str = "turborag"
+    decode: str | None = None
+    methods: tuple[str, ...] | None = None
+    decode_rules: tuple[str, ...] | None = None
+    k: int = 5
+    max_new_tokens: int = 256
+    max_answer_tokens: int = 4096
+    rows: int = 8
+    classes: int = _CLASSES
+    allow_history_dependent: bool = False
+    max_seconds: float = 300.0
+    max_body_bytes: int = 16 << 20
+    max_upload_bytes: int = 512 << 20
+    max_waiting: int = 128
+    max_waiting_tokens: int = 1 << 20
+    max_waiting_per_tenant: int | None = None
+    prepare_threads: int = 4
+    hold_seconds: float = 2.0
+    keepalive_seconds: float = 15.0
+    stream_events: int = 1024
+    drain_seconds: float = 30.0
+    stall_seconds: float = 60.0
+    watchdog_seconds: float | None = None
+    log_format: Literal["text", "json"] = "text"
+    warm_up: bool = True
+    questions: tuple[str, ...] = ()
+    index_threads: int = 2
+    parse_seconds: float = 120.0
+    grace_seconds: float = 3600.0
+    memory_bytes: int = 4 << 30
+    engine: EngineSettings = dataclasses.field(default_factory=EngineSettings)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        for name in _COUNTS:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: expected at least 1")
+        for name in ("max_seconds", "keepalive_seconds", "stall_seconds", "parse_seconds"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)}: expected seconds above 0")
+        for name in ("hold_seconds", "drain_seconds", "grace_seconds"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name}={getattr(self, name)}: expected seconds, 0 or more")
+        if self.watchdog_seconds is not None and self.watchdog_seconds < self.stall_seconds:
+            raise ConfigError(
+                f"watchdog_seconds={self.watchdog_seconds}: expected no less than stall_seconds, "
+                f"{self.stall_seconds:g}"
+            )
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port={self.port}: expected 0 to 65535")
+        if self.model.name is not None and (not self.model.name or "@" in self.model.name):
+            raise ConfigError(f"model.name={self.model.name!r}: expected a name without @")
+        for name in self.knowledge_bases:
+            if not name or "@" in name or "/" in name:
+                raise ConfigError(
+                    f"knowledge base {name!r}: expected a name without @ and /, as in village=DIR"
+                )

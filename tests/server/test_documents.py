@@ -1,0 +1,312 @@
+"""Files and vector stores as OpenAI's client keeps them, and questions about what was uploaded."""
+
+import base64
+import io
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from jaxrag.knowledge_base import KnowledgeBase
+
+STORY = b"File 23: Giso Berow lives in Tondorf.\n\nFile 18: Mela Forow works as a judge.\n"
+HOME = "What is the home of Giso Berow?"
+
+
+@pytest.fixture(scope="module")
+def kept(running, served_model, village, tmp_path_factory):
+    """A server with a data folder."""
+    data = tmp_path_factory.mktemp("data")
+    with running(served_model, {"village": village}, data=str(data)) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def client(kept):
+    return openai.OpenAI(base_url=f"{kept.url}/v1", api_key="none", max_retries=0)
+
+
+def upload(client, name="story.txt", data=STORY):
+    return client.files.create(file=(name, io.BytesIO(data)), purpose="assistants")
+
+
+def test_a_file_is_kept_as_it_was_sent(client):
+    made = upload(client, "../a/st\u00f6ry.txt")
+    assert (made.filename, made.bytes, made.purpose) == ("st\u00f6ry.txt", len(STORY), "assistants")
+    assert client.files.retrieve(made.id) == made
+    assert client.files.content(made.id).content == STORY
+    assert made.id in [file.id for file in client.files.list()]
+    assert client.files.delete(made.id).deleted
+    for gone in (client.files.retrieve, client.files.content, client.files.delete):
+        with pytest.raises(openai.NotFoundError):
+            gone(made.id)
+
+
+def test_a_document_is_found_once_its_file_is_completed(client, kept):
+    store = client.vector_stores.create(name="stories", metadata={"kind": "test"})
+    assert (store.name, store.file_counts.total, store.metadata) == ("stories", 0, {"kind": "test"})
+    file = upload(client)
+    member = client.vector_stores.files.create_and_poll(
+        file.id, vector_store_id=store.id, attributes={"year": 2020}, poll_interval_ms=20
+    )
+    assert (member.status, member.last_error, member.attributes) == (
+        "completed", None, {"year": 2020},
+    )  # fmt: skip
+    found = client.vector_stores.search(store.id, query=HOME)
+    assert found.data[0].file_id == file.id
+    assert found.data[0].filename == "story.txt"
+    assert "Tondorf" in found.data[0].content[0].text
+    asked = {"question": HOME, "method": "turborag"}
+    texts = client.vector_stores.files.content(file.id, vector_store_id=store.id)
+    assert next(it.text for it in texts) == found.data[0].content[0].text
+    answer = kept.chat(**asked, knowledge_base=store.id, return_text=True).json()
+    assert answer["choices"][0]["message"]["content"] == "Tondorf"
+    assert answer["jaxrag"]["sources"][0]["file"] == "story.txt"
+    assert kept.chat(**asked, knowledge_base="stories").json()["choices"] == answer["choices"]
+    names = [model.id for model in client.models.list()]
+    assert f"synthetic@{store.id}" in names
+    assert client.vector_stores.files.delete(file.id, vector_store_id=store.id).deleted
+    assert client.vector_stores.search(store.id, query="Giso Berow").data == []
+    assert client.files.retrieve(file.id).id == file.id
+    assert client.vector_stores.delete(store.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.vector_stores.search(store.id, query="Giso Berow")
+    assert kept.chat(knowledge_base=store.id).status_code == 404
+
+
+def test_filters_choose_files_by_their_attributes(client):
+    store = client.vector_stores.create(name="filtered")
+    files = {year: upload(client, f"{year}.txt") for year in (2019, 2020, 2021)}
+    batch = client.vector_stores.file_batches.create_and_poll(
+        store.id,
+        files=[
+            {"file_id": file.id, "attributes": {"year": year, "odd": bool(year % 2)}}
+            for year, file in files.items()
+        ],
+        poll_interval_ms=20,
+    )
+    assert (batch.status, batch.file_counts.completed) == ("completed", 3)
+
+    def years(filters):
+        found = client.vector_stores.search(store.id, query="Giso Berow", filters=filters)
+        return {int(hit.filename.removesuffix(".txt")) for hit in found}
+
+    def compare(kind, value, key="year"):
+        return {"type": kind, "key": key, "value": value}
+
+    assert years(compare("gte", 2020)) == {2020, 2021}
+    assert years(compare("nin", [2019, 2020])) == {2021}
+    assert years(compare("eq", True, "odd")) == {2019, 2021}
+    both = [compare("gt", 2019), {"type": "or", "filters": [compare("in", [2020]),
+                                                            compare("eq", 1)]}]  # fmt: skip
+    assert years({"type": "and", "filters": both}) == {2020}
+    changed = client.vector_stores.files.update(
+        files[2019].id, vector_store_id=store.id, attributes={"year": 2022}
+    )
+    assert changed.attributes == {"year": 2022}
+    client.vector_stores.files.poll(files[2019].id, vector_store_id=store.id, poll_interval_ms=20)
+    assert years(compare("gt", 2021)) == {2019}
+    with pytest.raises(openai.BadRequestError, match="type='like'"):
+        years(compare("like", 1))
+    client.files.delete(files[2020].id)
+    assert years(compare("gt", 0)) == {2019, 2021}
+    assert client.vector_stores.retrieve(store.id).file_counts.total == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "code", "why"),
+    [
+        ("torn.pdf", b"%PDF-1.7\nnothing of it", "invalid_file", "cannot be parsed as PDF"),
+        ("photo.png", b"\x89PNG", "unsupported_file", "file type '.png' is not one of .txt"),
+        ("latin.txt", "caf\u00e9".encode("latin-1"), "invalid_file", "byte 3 is not UTF-8"),
+        ("blank.txt", b" \n", "invalid_file", "white space only"),
+    ],
+)
+def test_a_file_that_cannot_be_read_fails_alone(client, name, data, code, why):
+    store = client.vector_stores.create(name=name)
+    files = [upload(client, name, data), upload(client)]
+    bad, good = (
+        client.vector_stores.files.create_and_poll(
+            file.id, vector_store_id=store.id, poll_interval_ms=20
+        )
+        for file in files
+    )
+    assert (bad.status, bad.last_error.code, good.status) == ("failed", code, "completed")
+    assert why in bad.last_error.message
+    assert {hit.file_id for hit in client.vector_stores.search(store.id, query="Giso")} == {
+        files[1].id
+    }
+
+
+def test_what_is_served_is_a_vector_store_by_its_name(client, kept):
+    names = [store.id for store in client.vector_stores.list()]
+    assert "village" in names
+    served = client.vector_stores.retrieve("village")
+    before = served.file_counts.completed
+    assert before > 1
+    found = client.vector_stores.search("village", query="Kora Felell", max_num_results=2)
+    assert len(found.data) == 2
+    file = upload(client, "new.md", b"# New\n\nSella Vorn keeps an owl.")
+    client.vector_stores.files.create_and_poll(
+        file.id, vector_store_id="village", poll_interval_ms=20
+    )
+    assert client.vector_stores.search("village", query="Sella Vorn").data[0].file_id == file.id
+    listed = [member.id for member in client.vector_stores.files.list("village", limit=100)]
+    assert file.id in listed and len(listed) == before + 1
+    assert client.vector_stores.files.retrieve(listed[-1], vector_store_id="village").status
+    assert len(client.vector_stores.files.content(listed[-1], vector_store_id="village").data) > 0
+    with pytest.raises(openai.NotFoundError):
+        client.vector_stores.files.content("no.txt", vector_store_id="village")
+    client.vector_stores.files.delete(file.id, vector_store_id="village")
+    assert all(
+        hit.file_id != file.id for hit in client.vector_stores.search("village", query="Sella Vorn")
+    )
+    with pytest.raises(openai.PermissionDeniedError):
+        client.vector_stores.delete("village")
+
+
+def test_lists_come_in_pages(client):
+    made = [client.vector_stores.create(name=f"page {i}").id for i in range(3)]
+    assert [store.id for store in client.vector_stores.list(limit=2)][:3] == made[::-1]
+    first = client.vector_stores.list(limit=2)
+    assert first.has_more and len(first.data) == 2
+    assert client.vector_stores.list(limit=2, before=made[0]).data[0].id == made[2]
+    assert client.vector_stores.list(limit=1, order="asc").data[0].id == "village"
+    changed = client.vector_stores.update(made[0], name="other", metadata={"a": "b"})
+    assert (changed.name, changed.metadata) == ("other", {"a": "b"})
+    with pytest.raises(openai.BadRequestError, match="limit='0'"):
+        client.vector_stores.list(limit=0)
+
+
+def test_a_vector_store_cuts_in_its_own_way(client):
+    static = {"max_chunk_size_tokens": 9, "chunk_overlap_tokens": 0}
+    store = client.vector_stores.create(chunking_strategy={"type": "static", "static": static})
+    file = upload(client)
+    client.vector_stores.files.create_and_poll(
+        file.id, vector_store_id=store.id, poll_interval_ms=20
+    )
+    member = client.vector_stores.files.retrieve(file.id, vector_store_id=store.id)
+    assert member.model_extra["jaxrag"]["chunks"] >= 3
+    with pytest.raises(openai.BadRequestError, match="cuts all files"):
+        client.vector_stores.files.create(
+            store.id, file_id=file.id, chunking_strategy={"type": "static", "static": static}
+        )
+
+
+@pytest.mark.parametrize(
+    ("send", "param"),
+    [
+        (lambda c: c.post("/v1/files", content=b"x"), None),
+        (lambda c: c.post("/v1/files", data={"purpose": "x"}), None),
+        (lambda c: c.post("/v1/files", files={"other": ("a.txt", b"x")}), "file"),
+        (lambda c: c.post("/v1/files", files={"file": ("a.txt", b"")}), "file"),
+        (lambda c: c.post("/v1/files", files={"file": ("a/..", b"x")}), "file"),
+        (lambda c: c.post("/v1/files", content=b"--b\r\nbroken", headers={
+            "content-type": "multipart/form-data; boundary=b"}), "file"),
+        (lambda c: c.post("/v1/vector_stores", json={"name": 3}), "name"),
+        (lambda c: c.post("/v1/vector_stores", json={"metadata": {"a": []}}), "metadata"),
+        (lambda c: c.post("/v1/vector_stores/village/search", json={}), "query"),
+        (lambda c: c.post("/v1/vector_stores/village/search",
+                          json={"query": "a", "max_num_results": 51}), "max_num_results"),
+        (lambda c: c.post("/v1/vector_stores/village/search",
+                          json={"query": "a", "filters": {"type": "and"}}), "filters"),
+        (lambda c: c.post("/v1/vector_stores/village/files", json={}), "file_id"),
+        (lambda c: c.post("/v1/vector_stores/village/file_batches", json={}), "file_ids"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_meant_is_refused(kept, send, param):
+    answer = send(kept.client)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_a_file_beyond_the_limit_leaves_nothing(running, served_model, tmp_path):
+    with running(
+        served_model, {}, data=str(tmp_path / "data"), max_upload_bytes=1 << 16
+    ) as started:
+        files = {"file": ("big.txt", b"x" * (1 << 17))}
+        assert started.client.post("/v1/files", files=files).status_code == 413
+
+        def pieces():
+            yield b'--b\r\ncontent-disposition: form-data; name="file"; filename="a.txt"\r\n\r\n'
+            for _ in range(8):
+                yield b"x" * (1 << 14)
+
+        head = {"content-type": "multipart/form-data; boundary=b"}
+        answer = started.client.post("/v1/files", content=pieces(), headers=head)
+        assert answer.status_code == 413
+        assert started.client.get("/v1/files").json()["data"] == []
+        assert not list((tmp_path / "data").rglob("files/*"))
+
+
+def test_without_a_data_folder_nothing_is_kept_and_what_is_served_is_searched(server):
+    refused = server.client.post("/v1/files", files={"file": ("a.txt", b"x")})
+    assert refused.status_code == 400 and "--data DIR" in refused.json()["error"]["message"]
+    found = server.post("/v1/vector_stores/village/search", query="Kora Felell").json()
+    assert found["data"]
+
+
+def bag_of_letters(texts):
+    """Counts of letters."""
+    return np.array([[text.lower().count(it) for it in "abcdefghijklmnop"] for text in texts], "f4")
+
+
+def stock(url, texts, http):
+    """LangChain's and LlamaIndex's embeddings, as they are."""
+    from langchain_openai import OpenAIEmbeddings
+    from llama_index.embeddings.openai_like import OpenAILikeEmbedding
+
+    wanted = bag_of_letters(texts)
+    given = {"model": "synthetic@letters", "api_key": "none", "http_client": http}
+    langchain = OpenAIEmbeddings(base_url=url, check_embedding_ctx_length=False, **given)
+    assert np.allclose(langchain.embed_documents(texts), wanted)
+    assert np.allclose(langchain.embed_query(texts[0]), wanted[0])
+    given["model_name"] = given.pop("model")
+    llama = OpenAILikeEmbedding(api_base=url, **given)
+    assert np.allclose(llama.get_text_embedding_batch(texts), wanted)
+    assert np.allclose(llama.get_query_embedding(texts[0]), wanted[0])
+
+
+def test_embeddings_are_those_of_the_knowledge_base(
+    running, served_model, village, server, tmp_path
+):
+    with KnowledgeBase.open(
+        tmp_path / "kb", served_model, embedder=bag_of_letters, index="exact", chunk_tokens=20
+    ) as base:
+
+        def change(state):
+            state.knowledge_bases["letters"] = base
+
+        with running(served_model, {"village": village}, change) as started:
+            client = openai.OpenAI(base_url=f"{started.url}/v1", api_key="none", max_retries=0)
+            texts = ["a bad cab", "Hello"]
+            made = client.embeddings.create(model="synthetic@letters", input=texts)
+            assert np.allclose([row.embedding for row in made.data], bag_of_letters(texts))
+            assert made.usage.total_tokens > 0
+            asked = {"model": "synthetic@letters", "input": "abc"}
+            raw = started.post("/v1/embeddings", **asked, encoding_format="base64").json()
+            data = base64.b64decode(raw["data"][0]["embedding"])
+            assert np.array_equal(np.frombuffer(data, "<f4"), bag_of_letters(["abc"])[0])
+            numbers = started.post("/v1/embeddings", **asked, dimensions=16).json()
+            assert numbers["data"][0]["embedding"][:3] == [1.0, 1.0, 1.0]
+            with httpx.Client() as http:
+                stock(f"{started.url}/v1", texts, http)
+            for wrong, param in (
+                ({"dimensions": 8}, "dimensions"),
+                ({"input": [[1, 2]]}, "input"),
+                ({"input": []}, "input"),
+                ({"model": "synthetic@village"}, "model"),
+            ):
+                answer = started.post("/v1/embeddings", **{**asked, **wrong})
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    none = server.post("/v1/embeddings", input="abc")
+    assert none.status_code == 400 and "--embedder DIR" in none.json()["error"]["message"]
+
+
+def test_prefetch_brings_chunks_near(server):
+    made = server.post("/v1/prefetch", question="Kora Felell", k=2).json()
+    assert made["bytes"] > 0 and made["knowledge_base"] == "village"
+    assert server.post("/v1/prefetch", question="a", keys=["0" * 40]).status_code == 400
+    assert server.post("/v1/prefetch", keys=["zz"]).status_code == 400
+    assert server.post("/v1/prefetch", keys=["0" * 40]).json()["bytes"] == 0

@@ -1,0 +1,369 @@
+"""Every way to be refused, over a real server; and what errors of the project are called."""
+
+import asyncio
+import json
+import threading
+import time
+
+import httpx
+import pytest
+from starlette.requests import ClientDisconnect
+
+from jaxrag import errors
+from jaxrag.engine.admission import SchedulerSettings
+from jaxrag.engine.state import EngineSettings
+from jaxrag.server.errors import problem_of
+
+CHAT = "/v1/chat/completions"
+COMPLETE = "/v1/completions"
+ASKED = [{"role": "user", "content": "Which animal does Kora Felell keep?"}]
+
+
+def told(answer):
+    """The error of an answer, which has the form of OpenAI's."""
+    body = answer.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    message = body["error"]["message"]
+    assert message and "\n" not in message
+    return body["error"]
+
+
+def wait_until(there):
+    until = time.monotonic() + 20
+    while not there():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"messages": []}, "messages", "list of objects"),
+        ({"messages": "hello"}, "messages", "list of objects"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "one of system, user"),
+        ({"messages": [{"role": "user", "content": ""}]}, "messages", "words in it"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages", "words in it"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", "expected one of the"),
+        ({"messages": [*ASKED, {"role": "assistant", "content": "x"}]}, "messages", "not of the"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages",
+            "type text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "Who is xyzzy?"}]},
+            "messages",
+            "not in this model's vocabulary",
+        ),
+        ({"n": 2}, "n", "expected 1"),
+        ({"tools": [{"type": "function"}]}, "tools", "does not do that"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "does not do that"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "does not do that"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "does not do that"),
+        ({"top_logprobs": 2, "logprobs": True}, "top_logprobs", "chosen tokens"),
+        ({"max_tokens": 0}, "max_tokens", "1 or more"),
+        ({"max_tokens": "8"}, "max_tokens", "an integer"),
+        ({"max_tokens": 99_999}, "max_tokens", "at most 4096"),
+        ({"temperature": -1}, "temperature", "0 (greedy) or more"),
+        ({"temperature": "hot"}, "temperature", "a number"),
+        ({"top_p": 0}, "top_p", "above 0"),
+        ({"seed": 1.5}, "seed", "an integer"),
+        ({"stop": [""]}, "stop", "not empty"),
+        ({"stop": ["x"] * 17}, "stop", "at most 16"),
+        ({"k": 0}, "k", "an integer, 1"),
+        ({"k": True}, "k", "an integer"),
+        ({"where": "x"}, "where", "an object"),
+        ({"where": {"year": {"$near": 1}}}, "where", "$near"),
+        ({"documents": "x"}, "documents", "a list of texts"),
+        ({"documents": [1]}, "documents", "documents[0]"),
+        ({"documents": [{"title": "x"}]}, "documents", "documents[0]"),
+        ({"documents": [" "]}, "documents", "empty"),
+        ({"method": "magic"}, "method", "offers turborag"),
+        ({"method": "configs/methods/fusionrag_final.toml"}, "method", "offers turborag"),
+        ({"decode": "magic"}, "decode", "offers dense"),
+        ({"method": "turborag", "recompute_ratio": 3}, "recompute_ratio", "0 to 1"),
+        ({"prefix_cache": True}, "prefix_cache", "--allow-history-dependent"),
+        ({"misses": "in_place"}, "misses", "--allow-history-dependent"),
+        ({"misses": "guess"}, "misses", "expected one of"),
+        ({"earlier_turns": "all"}, "earlier_turns", "exact, blocks"),
+        ({"priority": 3}, "priority", "0 to 2"),
+        ({"timeout": 0}, "timeout", "above 0"),
+        ({"stream": "yes"}, "stream", "true or false"),
+        ({"model": 5}, "model", "a text"),
+        ({"k": 10**30}, "k", "1 to 1000"),
+        ({"knowledge_base": "village", "documents": ["x"]}, "documents", "not kept there"),
+        ({"model": "synthetic@village", "blocks": ["x"]}, "blocks", "not kept there"),
+        (
+            {"model": "synthetic@village", "knowledge_base": "x"},
+            "knowledge_base",
+            "different knowledge bases",
+        ),
+    ],
+    ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else None,
+)
+def test_what_is_wrong_is_400_and_names_the_field(server, body, param, words, stream):
+    answer = server.client.post(CHAT, json={"messages": ASKED, **body} | {"stream": stream} | body)
+    error = told(answer)
+    assert answer.status_code == 400, error
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"n": 1, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
+        {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "top_logprobs": 0},
+        {"user": "me", "store": True, "metadata": {"a": "b"}, "nobody_knows_this": [1, {}]},
+        {"max_tokens": None, "temperature": None, "stop": None, "seed": None, "documents": None},
+    ],
+)
+def test_what_asks_for_nothing_is_let_through(server, harmless):
+    assert server.chat(**harmless).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_beyond_the_context_is_400_with_openais_code(server, stream):
+    for body in (
+        {"documents": ["File 18: Giso Berow lives in Tondorf. " * 150]},
+        {"max_tokens": 1020},
+    ):
+        answer = server.chat(stream=stream, **body)
+        assert answer.status_code == 400
+        error = told(answer)
+        assert error["code"] == "context_length_exceeded"
+        assert "the model's context is 1024" in error["message"]
+
+
+def test_a_page_of_another_origin_may_not_ask(served_model, village, start):
+    allowed = "https://chat.example"
+    with start(served_model, {"village": village}, origins=(allowed,)) as server:
+        for origin, status in (
+            (None, 200),
+            (server.url, 200),
+            (allowed, 200),
+            ("https://other.example", 403),
+            ("http://127.0.0.1:1", 403),
+            ("null", 403),
+        ):
+            headers = {} if origin is None else {"origin": origin}
+            answer = server.client.post("/tokenize", content=b'{"prompt": "x"}', headers=headers)
+            assert answer.status_code == status, origin
+            if status == 403:
+                assert told(answer)["code"] == "permission_denied"
+            shared = answer.headers.get("access-control-allow-origin")
+            assert shared == (allowed if origin == allowed else None)
+
+
+@pytest.mark.parametrize(
+    ("model", "code"),
+    [
+        ("gpt-4", "model_not_found"),
+        ("synthetic@nowhere", "not_found"),
+        ("other@village", "model_not_found"),
+    ],
+)
+def test_what_is_not_there_is_404(server, model, code):
+    answer = server.chat(model=model)
+    assert (answer.status_code, told(answer)["code"]) == (404, code)
+    answer = server.client.get(f"/v1/models/{model}")
+    assert (answer.status_code, told(answer)["code"]) == (404, "model_not_found")
+
+
+def test_paths_and_verbs_that_nobody_knows(server):
+    answer = server.client.get("/v1/responses")
+    assert (answer.status_code, told(answer)["code"]) == (404, "not_found")
+    answer = server.client.get(CHAT)
+    assert (answer.status_code, told(answer)["code"]) == (405, "method_not_allowed")
+    assert "GET /v1/chat/completions" in told(answer)["message"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b'{"messages": NaN}',
+        b'{"k": ' + b"9" * 5000 + b"}",
+        b"[" * 100_000,
+        b'{"model": "\xff"}',
+        b'{"model": "\\ud800"}',
+        b'{"messages": [{"role": "user", "content": "\\udfff"}]}',
+    ],
+    ids=lambda content: repr(content[:20]),
+)
+def test_what_is_no_json_is_400(server, content):
+    headers = {"content-type": "application/json"}
+    answer = server.client.post(CHAT, content=content, headers=headers)
+    assert (answer.status_code, told(answer)["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_beyond_the_limit_is_413(server, chunked):
+    most = server.state.settings.max_body_bytes
+
+    def parts():
+        for _ in range(most // 2**20 + 1):
+            yield b" " * 2**20
+
+    with httpx.Client(base_url=server.url) as client:
+        try:
+            answer = client.post(CHAT, content=parts() if chunked else b" " * (most + 1))
+        except httpx.WriteError:  # it was refused before all of it was sent
+            return
+    assert (answer.status_code, told(answer)["code"]) == (413, "request_too_large")
+
+
+def test_too_many_that_wait_are_429_with_a_time(served_model, village, start, held):
+    with start(served_model, {"village": village}, max_waiting=1) as server:
+        server.chat()
+        with held(server.state):
+            waiting = threading.Thread(target=server.chat)
+            waiting.start()
+            wait_until(lambda: server.state.limits.waiting)
+            for stream in (False, True):
+                answer = server.chat(stream=stream)
+                error = told(answer)
+                assert answer.status_code == 429
+                assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
+                assert 1 <= int(answer.headers["retry-after"]) <= 120
+                assert 1000 <= int(answer.headers["retry-after-ms"]) <= 120_000
+        waiting.join(20)
+        assert server.chat().status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_time_that_is_over_is_504_and_not_tried_again(server, held, idle, stream):
+    with held(server.state):
+        waiting = []
+        ask = {"timeout": 0.2, "stream": stream}
+        thread = threading.Thread(target=lambda: waiting.append(server.chat(**ask)))
+        thread.start()
+        wait_until(lambda: server.state.limits.waiting)
+        time.sleep(0.3)
+    thread.join(20)
+    [answer] = waiting
+    assert (answer.status_code, told(answer)["code"]) == (504, "deadline_exceeded")
+    assert answer.headers["x-should-retry"] == "false"
+    idle(server.state)
+
+
+def test_time_that_is_over_in_a_stream_is_an_error_event(served_model, village, start, held):
+    with start(served_model, {"village": village}, hold_seconds=0.0) as server:
+        server.chat()
+        with held(server.state):
+            waiting = []
+            ask = {"timeout": 0.2, "stream": True}
+            thread = threading.Thread(target=lambda: waiting.append(server.chat(**ask)))
+            thread.start()
+            wait_until(lambda: server.state.limits.waiting)
+            time.sleep(0.3)
+        thread.join(20)
+    assert waiting[0].status_code == 200
+    last = waiting[0].text.strip().split("\n\n")[-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+
+
+def test_storage_that_does_not_answer_is_503(server, monkeypatch):
+    def down(*_, **__):
+        raise errors.StoreError("s3://bucket: cannot be read; try again")
+
+    monkeypatch.setattr(server.state.knowledge_bases["village"], "search", down)
+    answer = server.chat()
+    assert (answer.status_code, told(answer)["code"]) == (503, "unavailable")
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+def test_the_bounds_of_the_engine_itself_are_429_too(served_model, village, start, held, idle):
+    engine = EngineSettings(scheduler=SchedulerSettings(max_waiting=1))
+    with start(served_model, {"village": village}, engine=engine) as server:
+        server.chat()
+        answers = []
+        with held(server.state):
+            asking = [
+                threading.Thread(target=lambda: answers.append(server.chat())) for _ in range(3)
+            ]
+            for one in asking:
+                one.start()
+            wait_until(lambda: sum(it.where == "waiting" for it in list(server.state.asking)) == 3)
+        for one in asking:
+            one.join(20)
+        refused = [it for it in answers if it.status_code == 429]
+        assert sorted(it.status_code for it in answers) == [200, 429, 429]
+        assert all(1 <= int(it.headers["retry-after"]) <= 120 for it in refused)
+        idle(server.state)
+
+
+@pytest.mark.parametrize("phase", ["starting", "draining"])
+def test_a_server_that_starts_or_ends_is_503(served_model, village, start, phase):
+    with start(served_model, {"village": village}) as server:
+        server.state.phase = phase
+        for answer in (server.client.get("/ready"), server.chat(), server.chat(stream=True)):
+            assert (answer.status_code, told(answer)["code"]) == (503, phase)
+            assert int(answer.headers["retry-after"]) >= 1
+        assert server.client.get("/health").json()["phase"] == phase
+        server.state.phase = "ready"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "type", "code", "headers"),
+    [
+        (errors.RequestError("k=0: no"), 400, "invalid_request_error", None, ()),
+        (errors.ConfigError("x"), 400, "invalid_request_error", None, ()),
+        (errors.TokenizerError("x"), 400, "invalid_request_error", None, ()),
+        (errors.KnowledgeBaseError("x"), 400, "invalid_request_error", None, ()),
+        (errors.ContextExceeded("x"), 400, "invalid_request_error", "context_length_exceeded", ()),
+        (errors.DocumentError("x"), 400, "invalid_request_error", "invalid_document", ()),
+        (errors.Overloaded("x"), 429, "rate_limit_error", "overloaded", ("retry-after",)),
+        (
+            errors.DeadlineExceeded("x"), 504, "timeout_error", "deadline_exceeded",
+            ("x-should-retry",),
+        ),
+        (errors.EngineError("x"), 500, "server_error", "engine_error", ("x-should-retry",)),
+        (errors.StoreError("x"), 503, "server_error", "unavailable", ("retry-after",)),
+        (errors.RetrievalError("x"), 503, "server_error", "unavailable", ("retry-after",)),
+        (errors.EmbedderError("x"), 500, "server_error", "internal_error", ("x-should-retry",)),
+        (errors.Cancelled("x"), 503, "server_error", "cancelled", ("retry-after",)),
+        (ClientDisconnect(), 499, "client_error", "client_left", ()),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
+)  # fmt: skip
+def test_errors_of_the_project_have_their_status(error, status, type, code, headers):
+    problem = problem_of(error)
+    assert (problem.status, problem.type, problem.code) == (status, type, code)
+    assert set(headers) <= set(problem.headers)
+    assert problem.status not in (408, 409, 422), "clients try those again"
+
+
+def test_an_error_that_nobody_foresaw_is_logged_and_not_told(server, caplog, monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError("of an inner part")
+
+    monkeypatch.setattr(server.state.engine, "add", broken)
+    answer = server.chat()
+    assert (answer.status_code, told(answer)["code"]) == (500, "internal_error")
+    assert "inner part" not in answer.text
+    assert [it.exc_info[0] for it in caplog.records if it.exc_info] == [ZeroDivisionError]
+    assert not server.state.asking and not server.state.limits.running
+
+
+@pytest.mark.parametrize("broken", ["result_of", "Answer.push"])
+def test_what_fails_when_tokens_come_ends_the_request(server, idle, monkeypatch, broken):
+    def fail(*_):
+        raise ZeroDivisionError("of a tokenizer")
+
+    monkeypatch.setattr(f"jaxrag.server.asking.{broken}", fail)
+    answer = server.chat()
+    assert (answer.status_code, told(answer)["code"]) == (500, "internal_error")
+    streamed = server.chat(stream=True)
+    assert "internal_error" in streamed.text
+    idle(server.state)
+
+
+def test_who_left_is_no_error_of_the_server(caplog):
+    assert problem_of(asyncio.CancelledError()).status == 499
+    assert not caplog.records

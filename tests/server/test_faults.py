@@ -1,0 +1,305 @@
+"""What a server owes when something fails: who is told what, who is not touched, what is left."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import random
+import resource
+import shutil
+import socket
+import threading
+import time
+
+import httpx
+import jax
+import numpy as np
+import pytest
+
+from jaxrag.engine import lanes, loads
+from jaxrag.errors import StoreError
+
+CHAT = "/v1/chat/completions"
+QUESTION = "Which animal does Kora Felell keep?"
+BODY = {"messages": [{"role": "user", "content": QUESTION}], "k": 3}
+LONG = BODY | {"ignore_eos": True, "max_tokens": 60, "seed": 3, "temperature": 50.0}
+FILES = ["File 18: Giso Berow lives in Tondorf.", "File 23: Mela Forow works as a judge."]
+
+
+def text_of(answer):
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+async def leave_at_random(url, count, rng):
+    """Ask so many times, streaming or not, and leave at any moment; how many left."""
+    limits = httpx.Limits(max_connections=16)
+
+    async def one(client, patience, stream):
+        body = LONG | {"stream": stream, "max_tokens": rng.randrange(1, 60)}
+        try:
+            async with asyncio.timeout(patience):
+                async with client.stream("POST", CHAT, json=body) as answer:
+                    assert answer.status_code in (200, 429)
+                    async for _ in answer.aiter_raw():
+                        pass
+        except TimeoutError:
+            return True
+        return False
+
+    async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+        chosen = [(0.5 * rng.random() ** 3, rng.random() < 0.6) for _ in range(count)]
+        return sum(await asyncio.gather(*(one(client, *it) for it in chosen)))
+
+
+@pytest.mark.parametrize("count", [30, pytest.param(400, marks=pytest.mark.slow)])
+def test_clients_that_leave_at_any_moment_leave_nothing_behind(server, idle, count):
+    expected = text_of(server.post(CHAT, **LONG))
+    seen = []
+    server.state.observers.append(seen.append)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            leaving = threads.submit(
+                lambda: asyncio.run(leave_at_random(server.url, count, random.Random(count)))
+            )
+            answers = [text_of(server.post(CHAT, **LONG)) for _ in range(3)]
+            left = leaving.result()
+        idle(server.state)
+    finally:
+        server.state.observers.pop()
+    assert answers == [expected] * 3
+    assert left > 0
+    # Who had not sent all of its request yet was never there, and some left as they were answered.
+    ended = [it.ended for it in seen]
+    assert set(ended) <= {"finished", "cancelled", "refused"}
+    assert ended.count("cancelled") <= left
+    assert ended.count("finished") + ended.count("refused") >= count - left + 3
+
+
+def test_a_nan_in_one_row_fails_that_row_alone(server, idle, monkeypatch):
+    poison = "File 18: Kora Felell keeps a falcon."
+    [falcon] = server.state.model.tokenizer.encode("falcon")
+    encode = loads.encode
+
+    def poisoned(load, **how):
+        made, runs = encode(load, **how)
+        if falcon in load.chunk.ids:
+            made.kv[:, 1, 3] = np.nan
+        return made, runs
+
+    monkeypatch.setattr(loads, "encode", poisoned)
+    question = [{"role": "user", "content": "What is the home of Giso Berow?"}]
+    good = {"messages": question, "documents": FILES}
+    bad = {"messages": question, "documents": [poison]}
+    expected = text_of(server.post(CHAT, **good))
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(server.post, CHAT, **it) for it in (good, bad, good)]
+        first, failed, last = (it.result() for it in asked)
+    assert text_of(first) == text_of(last) == expected == "Tondorf"
+    assert failed.status_code == 500
+    assert failed.json()["error"]["code"] == "engine_error"
+    assert "NaN" in failed.json()["error"]["message"]
+    assert failed.headers["x-should-retry"] == "false"
+    idle(server.state)
+
+
+def test_a_step_that_takes_the_pool_with_it_costs_nobody_an_answer(server, idle, monkeypatch):
+    expected = text_of(server.post(CHAT, **LONG))
+    restarts = server.state.engine.standing().restarts
+    step, steps = lanes.Lane.step, iter(range(10**6))
+
+    def broken(lane, block):
+        out = step(lane, block)
+        if next(steps) == 5:
+            for x in jax.tree.leaves(lane._runner.cache.pool):
+                x.delete()
+            raise RuntimeError("injected")
+        return out
+
+    monkeypatch.setattr(lanes.Lane, "step", broken)
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        asked = [threads.submit(server.post, CHAT, **LONG) for _ in range(3)]
+        assert [text_of(it.result()) for it in asked] == [expected] * 3
+    told = server.client.get("/metrics").text
+    assert f"jaxrag_engine_restarts_total {restarts + 1:.1f}" in told
+    idle(server.state)
+
+
+@pytest.fixture
+def own(start, served_model, village):
+    """A server of one's own, whose knowledge base may fail; everybody else's chunks are there."""
+    with start(served_model, {"village": village}) as server:
+        yield server
+
+
+def test_storage_that_fails_is_503_and_others_do_not_notice(own, idle, monkeypatch):
+    store = own.state.knowledge_bases["village"].store
+
+    def fails(*args, **kwargs):
+        raise StoreError("disk: cannot be read")
+
+    beside = {"messages": [{"role": "user", "content": "What is the home of Giso Berow?"}],
+              "documents": FILES}  # fmt: skip
+    own.state.engine.forget()
+    with monkeypatch.context() as patched:
+        patched.setattr(type(store), "get_many", fails)
+        answer = own.post(CHAT, **BODY)
+        assert answer.status_code == 503 and "retry-after" in answer.headers
+        assert "cannot be read" in answer.json()["error"]["message"]
+        assert text_of(own.post(CHAT, **beside)) == "Tondorf"
+    assert text_of(own.post(CHAT, **BODY)) == "falcon"
+    failed = 'jaxrag_loads_total{link="village",result="failed"} '
+    assert float(own.client.get("/metrics").text.split(failed)[1].split()[0]) >= 1
+    idle(own.state)
+
+
+def test_storage_that_hangs_is_504_in_time_and_others_do_not_notice(own, idle, monkeypatch):
+    store, go = own.state.knowledge_bases["village"].store, threading.Event()
+    get_many = type(store).get_many
+
+    def hangs(*args, **kwargs):
+        assert go.wait(60)
+        return get_many(*args, **kwargs)
+
+    def beside():
+        """Shares no chunk with the other, not even a prefix: who shares one waits for it."""
+        ids = {"prompt": [9, 8, 7], "documents": [list(range(20, 40)), list(range(50, 60))]}
+        answer = own.post("/v1/completions", **ids, max_tokens=4, ignore_eos=True)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
+    expected = beside()
+    own.state.engine.forget()
+    monkeypatch.setattr(type(store), "get_many", hangs)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(1) as threads:
+            late = threads.submit(own.post, CHAT, **BODY, timeout=1.0)
+            assert beside() == expected
+            answer = late.result()
+        assert answer.status_code == 504
+        assert answer.headers["x-should-retry"] == "false"
+        assert own.client.get("/health").status_code == 200  # it waits, and is not stuck
+    finally:
+        go.set()
+    idle(own.state)
+
+
+def test_a_pool_asked_for_ten_times_what_it_holds_answers_everybody(start, served_model, idle):
+    model = dataclasses.replace(served_model, cache_tokens=160)
+    names = ["Giso", "Mela", "Kora", "Tilo", "Anso", "Bero"]
+    documents = [[f"File {at}: {name} Berow lives in Tondorf."] for at, name in enumerate(names)]
+    with start(model, {}) as server:
+
+        def ask(chunks):
+            messages = [{"role": "user", "content": "What is the home of Giso Berow?"}]
+            return server.post(CHAT, messages=messages, documents=chunks, max_tokens=3)
+
+        with concurrent.futures.ThreadPoolExecutor(24) as threads:
+            answers = list(threads.map(ask, documents * 8))
+        assert {it.status_code for it in answers} == {200}
+        by_documents = [text_of(it) for it in answers]
+        assert by_documents == by_documents[:6] * 8
+        too_large = ask([[at] * 12 for at in range(10, 30)])
+        assert too_large.status_code == 400
+        assert too_large.json()["error"]["code"] == "context_length_exceeded"
+        idle(server.state)
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_idle_connections_keep_nobody_out(server, count):
+    host, port = server.url.removeprefix("http://").split(":")
+    silent = [socket.create_connection((host, int(port))) for _ in range(count)]
+    try:
+        for one in silent[::2]:
+            one.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n")  # and no more
+        assert text_of(server.post(CHAT, **BODY)) == "falcon"
+    finally:
+        for one in silent:
+            one.close()
+
+
+def test_a_body_of_100_mb_is_413_before_it_is_sent(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as one:
+        one.sendall(
+            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {100 << 20}\r\n\r\n".encode()
+        )
+        assert one.recv(1 << 12).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_body_without_an_end_is_413_and_is_not_kept(server):
+    """No length is given; the sender may be cut off before it reads the answer."""
+    refused = 'jaxrag_refused_total{reason="request_too_large"} '
+
+    def count():
+        told = server.client.get("/metrics").text
+        return float(told.split(refused)[1].split()[0]) if refused in told else 0.0
+
+    before, was = count(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    pieces = (b" " * (1 << 20) for _ in range(100))
+    with contextlib.suppress(httpx.WriteError, httpx.ReadError):
+        answer = httpx.post(server.url + CHAT, content=pieces)
+        assert answer.status_code == 413
+        assert answer.json()["error"]["code"] == "request_too_large"
+    grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - was)
+    assert grown < 3 * server.state.settings.max_body_bytes
+    assert count() == before + 1
+    assert text_of(server.post(CHAT, **BODY)) == "falcon"
+
+
+def test_a_flood_is_refused_with_a_time_to_come_back(start, served_model, village, held, idle):
+    """While nothing is served, no more wait than may; the others are told when to come again."""
+    with start(served_model, {"village": village}, max_waiting=4) as server:
+        text_of(server.post(CHAT, **BODY))
+        with concurrent.futures.ThreadPoolExecutor(40) as threads:
+            with held(server.state):
+                asked = [threads.submit(server.post, CHAT, **BODY) for _ in range(40)]
+                refused = 0
+                for done in concurrent.futures.as_completed(asked):
+                    refused += done.result().status_code == 429
+                    if refused == 36:
+                        break
+            answers = [it.result() for it in asked]
+        assert sorted(it.status_code for it in answers) == [200] * 4 + [429] * 36
+        for answer in answers:
+            if answer.status_code == 429:
+                assert 1 <= int(answer.headers["retry-after"]) <= 120
+                assert json.loads(answer.text)["error"]["code"] == "overloaded"
+            else:
+                assert text_of(answer) == "falcon"
+        told = server.client.get("/metrics").text
+        assert 'jaxrag_refused_total{reason="overloaded"} 36.0' in told
+        idle(server.state)
+
+
+def test_what_is_removed_and_swept_while_it_is_asked_about(
+    start, served_model, village, held, idle, tmp_path
+):
+    """Who had found it gets the answer, computed anew; nobody finds it again."""
+    folder = shutil.copytree(village, tmp_path / "village")
+    with start(served_model, {"village": folder}) as server:
+        assert text_of(server.chat()) == "falcon"
+        server.state.engine.forget()  # nothing of it is left in memory
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            with held(server.state):
+                asked = threads.submit(server.chat)
+                until(lambda: any(it.prompt_tokens for it in list(server.state.asking)))
+                gone = server.client.delete("/v1/vector_stores/village/files/kora-felell.md")
+                assert gone.status_code == 200, gone.text
+                base = server.state.knowledge_bases["village"]
+                assert base.gc(grace_seconds=0).chunks == 2
+            answer = asked.result()
+        assert text_of(answer) == "falcon"
+        assert answer.json()["jaxrag"]["counts"]["encoded"] > 0
+        sources = server.chat().json()["jaxrag"]["sources"]
+        assert sources and not any(it["document_id"] == "kora-felell.md" for it in sources)
+        idle(server.state)
+
+
+def until(condition):
+    for _ in range(2000):
+        if condition():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it did not happen")

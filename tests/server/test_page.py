@@ -1,0 +1,409 @@
+"""The page for people, in a real browser: asked by keyboard, seen, and read by a script."""
+
+import hashlib
+import itertools
+import os
+import re
+import shutil
+import threading
+import time
+from importlib.resources import files
+
+import httpx
+import pytest
+
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+DRIVER = os.environ.get("CHROMEDRIVER") or shutil.which("chromedriver")
+SECONDS = 60  # after which something that is waited for did not happen
+
+QUESTION = "Which animal does Kora Felell keep?"
+
+# What a reader's eye and a screen reader need, as far as a script can tell.
+UNNAMED = """
+const named = (it) => it.labels?.length || it.getAttribute("aria-label") || it.textContent.trim();
+return [...document.querySelectorAll("input, select, textarea, button")]
+  .filter((it) => it.checkVisibility() && !named(it)).map((it) => it.outerHTML);
+"""
+SAME_IDS = """
+const ids = [...document.querySelectorAll("[id]")].map((it) => it.id);
+return ids.filter((id, i) => ids.indexOf(id) !== i);
+"""
+FAINT = """
+const parsed = (text) => text.match(/[\\d.]+/g).map(Number);
+const light = (rgb) => rgb.slice(0, 3).map((v) => v / 255)
+  .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+  .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+const behind = (it) => {
+  for (; it; it = it.parentElement) {
+    const rgb = parsed(getComputedStyle(it).backgroundColor);
+    if (rgb.length < 4 || rgb[3] > 0) return rgb;
+  }
+  return parsed(getComputedStyle(document.body).backgroundColor);
+};
+const faint = [];
+for (const it of document.querySelectorAll("body *")) {
+  const words = [...it.childNodes].filter((n) => n.nodeType === 3).map((n) => n.data).join("");
+  const text = it.matches("input, textarea, select") ? it.value || it.placeholder || "" : words;
+  if (!text.trim() || !it.checkVisibility() || it.disabled) continue;
+  if (["SCRIPT", "STYLE", "OPTION"].includes(it.tagName)) continue;
+  const both = [light(parsed(getComputedStyle(it).color)), light(behind(it))].map((v) => v + 0.05);
+  const contrast = Math.max(...both) / Math.min(...both);
+  if (contrast < 4.5) faint.push([text.trim().slice(0, 40), contrast]);
+}
+return faint;
+"""
+WIDER = """
+return [...document.querySelectorAll("body *")].filter((it) => it.checkVisibility()
+  && !it.closest(".unseen, .skip") && it.getBoundingClientRect().right > innerWidth + 0.5)
+  .map((it) => it.outerHTML.slice(0, 80));
+"""
+
+
+def test_the_page_is_one_file_that_asks_nobody_else(server):
+    first, second = httpx.get(server.url), httpx.get(server.url)
+    policy = first.headers["content-security-policy"]
+    nonce = re.search(r"script-src 'nonce-([\w-]+)'", policy)[1]
+    assert "default-src 'self'" in policy and "unsafe" not in policy
+    assert first.text.count(f'nonce="{nonce}"') == 2
+    assert nonce not in second.text
+    assert not re.findall(r"""(?:src|href)=["'](?:https?:)?//|url\(|@import""", first.text)
+    icon = httpx.get(f"{server.url}/favicon.svg")
+    assert icon.status_code == 200 and icon.headers["content-type"] == "image/svg+xml"
+
+
+def test_the_page_writes_no_markup():
+    """What a server or a document says is text, whatever it looks like."""
+    text = files("jaxrag.server").joinpath("page.html").read_text(encoding="utf-8")
+    assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
+    assert not re.findall(r"\sstyle=|\son\w+=\"", text)  # neither is allowed by the policy
+    assert "localStorage" not in text
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    """One browser of a width and a colour scheme that tests set."""
+    if not (CHROMIUM and DRIVER):
+        pytest.skip("no chromium and chromedriver on the path, nor in CHROMIUM and CHROMEDRIVER")
+    webdriver = pytest.importorskip("selenium.webdriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage"):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    browser = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    yield Page(browser)
+    browser.quit()
+
+
+class Page:
+    """The page as somebody uses it."""
+
+    def __init__(self, browser):
+        self.browser = browser
+
+    def open(self, url, width=1280, scheme="light"):
+        self.run("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1,
+                 mobile=width < 500)  # fmt: skip
+        self.run("Emulation.setEmulatedMedia",
+                 features=[{"name": "prefers-color-scheme", "value": scheme}])  # fmt: skip
+        self.browser.get(url)
+        self.until(lambda: self.all("#model option"))
+        self.browser.get_log("browser")
+
+    def run(self, command, **options):
+        self.browser.execute_cdp_cmd(command, options)
+
+    def script(self, text, *given):
+        return self.browser.execute_script(text, *given)
+
+    def all(self, selector):
+        return self.browser.find_elements("css selector", selector)
+
+    def one(self, selector):
+        (found,) = self.all(selector)
+        return found
+
+    def texts(self, selector):
+        """Of all that fit, in one look: they may be replaced meanwhile."""
+        words = "return [...document.querySelectorAll(arguments[0])].map((it) => it.innerText)"
+        return [it.strip() for it in self.script(words, selector)]
+
+    def until(self, true):
+        """Wait for something; returns it."""
+        end = time.monotonic() + SECONDS
+        while not (found := true()):
+            assert time.monotonic() < end, self.one("body").text
+            time.sleep(0.05)
+        return found
+
+    def typed(self, *keys):
+        """Type where the focus is."""
+        self.browser.switch_to.active_element.send_keys(*keys)
+
+    def ask(self, question):
+        """Ask by keyboard, and wait for the end; returns the turn."""
+        from selenium.webdriver.common.keys import Keys
+
+        before = len(self.all(".turn"))
+        self.one("#question").send_keys(question, Keys.ENTER)
+        self.until(lambda: len(self.all(".turn")) > before and self.one("#send").is_displayed())
+        return self.all(".turn")[-1]
+
+    def complaints(self):
+        """What the console says since the page was opened, or since the last time."""
+        return [it["message"] for it in self.browser.get_log("browser")]
+
+    def parts(self, name, card=0):
+        """Numbers of a bar's legend by part, and the shares of the bar."""
+        box = self.all(f'[data-split="{name}"]')[card]
+        numbers = {
+            row.get_attribute("data-part"): row.find_element("tag name", "dd").text
+            for row in box.find_elements("css selector", "[data-part]")
+        }
+        widths = [it.rect["width"] for it in box.find_elements("css selector", ".bar span")]
+        return numbers, widths
+
+
+def test_somebody_asks_by_keyboard_and_sees_where_the_answer_is_from(server, chromium):
+    chromium.open(server.url)
+    assert chromium.texts("#examples button")
+    turn = chromium.ask(QUESTION)
+    assert turn.find_element("css selector", ".answer").text == "falcon"
+    assert chromium.browser.switch_to.active_element == chromium.one("#question")
+    sources = chromium.texts(".sources li")
+    assert any("kora-felell.md" in it and "score" in it and "falcon" in it for it in sources)
+    numbers, widths = chromium.parts("tokens")
+    counts = [int(numbers[part]) for part in ("reused", "recomputed", "encoded")]
+    assert sum(counts) == int(numbers["sum"]) > 0
+    assert counts[0] == int(numbers["sum"])  # the knowledge base was ingested
+    assert len(widths) == sum(count > 0 for count in counts)
+    numbers, _ = chromium.parts("times")
+    assert list(numbers) == ["retrieve", "wait", "load", "prefill", "sum"]
+    assert "falcon" in chromium.one("#announce").get_attribute("textContent")
+    assert chromium.script(UNNAMED) == chromium.script(SAME_IDS) == []
+    assert chromium.complaints() == []
+
+
+@pytest.mark.slow
+def test_an_answer_grows_and_a_conversation_goes_on(server, chromium):
+    chromium.open(server.url)
+    chromium.script("""
+        window.seen = [];
+        new MutationObserver(() => {
+          const text = [...document.querySelectorAll(".answer")].at(-1)?.textContent;
+          if (text && text !== seen.at(-1)) seen.push(text);
+        }).observe(document.body, {subtree: true, childList: true, characterData: true});
+    """)
+    chromium.ask("What is the job of Vula Kinow?")
+    seen = chromium.script("return seen")
+    assert seen[-1] == "The documents do not say." and len(seen) > 1
+    assert all(after.startswith(before) for before, after in itertools.pairwise(seen))
+    turn = chromium.ask(QUESTION)
+    assert "turn" not in turn.text and "what was said before" in turn.text
+    chromium.one("#anew").click()
+    assert chromium.all(".turn") == [] and chromium.one("#welcome").is_displayed()
+    turn = chromium.ask(QUESTION)
+    assert "what was said before" not in turn.text
+
+
+@pytest.mark.slow
+def test_full_attention_stands_beside_it(server, chromium):
+    chromium.open(server.url)
+    chromium.ask(QUESTION)
+    chromium.one(".card > button").click()
+    said = chromium.until(lambda: chromium.texts(".verdict"))[0]
+    assert chromium.texts(".card h3") == [
+        "turborag\nvillage",
+        "full_attention\nvillage",
+    ]
+    assert chromium.texts(".answer") == ["falcon", "falcon"]
+    assert chromium.script(FAINT) == []
+    assert "Both answers are the same." in said and "first token" in said
+    ours, theirs = (chromium.parts("tokens", card)[0] for card in (0, 1))
+    assert ours["sum"] == theirs["sum"] == ours["reused"] == theirs["recomputed"]
+    left, right = (box.rect for box in chromium.all(".card"))
+    assert left["y"] == right["y"] and left["x"] < right["x"]
+    chromium.one(".verdict button").click()
+    chromium.until(lambda: chromium.all(".verdict") and len(chromium.all(".card")) == 2)
+    assert chromium.parts("tokens", 1)[0]["recomputed"] == theirs["sum"]  # nothing was kept of it
+    assert chromium.complaints() == []
+
+
+@pytest.mark.slow
+def test_settings_are_asked_with(server, chromium):
+    chromium.open(server.url)
+    chromium.one("#settings summary").click()
+    for name, value in (("k", "2"), ("length", "1")):
+        chromium.one(f"#{name}").clear()
+        chromium.one(f"#{name}").send_keys(value)
+    for name, value in (("method", "full_reuse"), ("decode", "quest")):
+        chromium.one(f'#{name} option[value="{value}"]').click()
+    assert "full_reuse, 2 passages" in chromium.one("#settings summary").text
+    turn = chromium.ask("What is the job of Vula Kinow?")
+    assert len(turn.find_elements("css selector", ".sources li")) == 2
+    assert "full_reuse" in turn.text and "longest length" in turn.text
+    chromium.one('#model option[value="synthetic"]').click()  # no documents
+    turn = chromium.ask(QUESTION)
+    assert "without any passage" in turn.text
+
+
+@pytest.mark.slow
+def test_keys_write_lines_and_examples_are_asked(server, chromium):
+    from selenium.webdriver.common.keys import Keys
+
+    chromium.open(server.url)
+    chromium.typed("one", Keys.SHIFT, Keys.ENTER, Keys.NULL, "two")
+    assert chromium.one("#question").get_attribute("value") == "one\ntwo"
+    assert chromium.all(".turn") == []
+    chromium.one("#examples button").click()
+    turn = chromium.until(lambda: chromium.all(".turn"))[0]
+    chromium.until(lambda: turn.find_elements("css selector", ".of-account"))
+    assert "falcon" in turn.text
+
+
+@pytest.mark.slow
+def test_a_page_that_comes_early_waits(server, chromium):
+    server.state.phase = "starting"
+    try:
+        chromium.browser.get(server.url)
+        chromium.until(lambda: chromium.one("#state").text == "not ready yet")
+        assert chromium.all("#model option") == []
+    finally:
+        server.state.phase = "ready"
+    chromium.until(lambda: chromium.all("#model option"))
+    assert chromium.one("#state").text == "ready"
+
+
+@pytest.mark.slow
+def test_an_error_is_told_as_the_server_says_it(server, chromium):
+    chromium.open(server.url)
+    turn = chromium.ask("Which gizmo?")
+    (box,) = turn.find_elements("css selector", "[role=alert]")
+    assert "'gizmo': not in this model's vocabulary" in box.text
+    box.find_element("css selector", "button").click()
+    assert chromium.one("#question").get_attribute("value") == "Which gizmo?"
+    assert chromium.all(".turn") == []
+    assert len(chromium.complaints()) == 1  # the browser's own, of status 400
+
+
+@pytest.mark.slow
+def test_escape_stops_an_answer(server, chromium):
+    from selenium.webdriver.common.keys import Keys
+
+    chromium.open(server.url)
+    let_go = threading.Event()
+    holding = threading.Thread(
+        target=server.state.engine.call, args=(lambda _: let_go.wait(SECONDS),)
+    )
+    holding.start()
+    try:
+        chromium.typed(QUESTION, Keys.ENTER)
+        chromium.until(lambda: chromium.one("#stop").is_displayed())
+        chromium.typed(Keys.ESCAPE)
+        chromium.until(lambda: chromium.one("#send").is_displayed())
+        assert "Stopped." in chromium.one(".turn").text
+    finally:
+        let_go.set()
+        holding.join()
+    turn = chromium.ask(QUESTION)
+    assert "what was said before" not in turn.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_can_be_read_at_any_width_and_in_the_dark(server, chromium, scheme):
+    for width in (320, 1280):
+        chromium.open(server.url, width, scheme)
+        chromium.script("for (const it of document.querySelectorAll('details')) it.open = true")
+        chromium.ask("What is the job of Vula Kinow?")
+        chromium.ask("Which gizmo?")
+        wide = "return document.documentElement.scrollWidth"
+        assert chromium.script(wide) <= width
+        assert chromium.script(WIDER) == []
+        assert chromium.script(FAINT) == []
+        assert chromium.script(UNNAMED) == []
+    ground = chromium.script("return getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", ground))) < 3 * 128) == (scheme == "dark")
+
+
+@pytest.fixture(scope="module")
+def keeping(running, served_model, village, tmp_path_factory):
+    """A server that takes uploads."""
+    data = tmp_path_factory.mktemp("data")
+    with running(served_model, {"village": village}, data=str(data)) as started:
+        yield started
+
+
+@pytest.mark.slow
+def test_a_document_is_uploaded_asked_about_found_and_removed(keeping, chromium, tmp_path):
+    good, bad = tmp_path / "tilo.txt", tmp_path / "broken.pdf"
+    good.write_text("File 18: Giso Berow lives in Tondorf.", encoding="utf-8")
+    bad.write_bytes(b"%PDF-1.7 and nothing else")
+    chromium.open(keeping.url)
+    chromium.one("#documents summary").click()
+    chromium.until(lambda: len(chromium.all("#list li")) == 13)
+    assert "in village" in chromium.one("#documents summary").text
+    chromium.one("#name").send_keys("mine")
+    chromium.one("#make button").click()
+    chromium.until(lambda: "in mine" in chromium.one("#documents summary").text)
+    chromium.until(lambda: chromium.one("#none").is_displayed())
+    chromium.one("#files").send_keys(f"{good}\n{bad}")
+    statuses = "return [...document.querySelectorAll('#list li')].map((it) => it.dataset.status)"
+    chromium.until(lambda: sorted(map(str, chromium.script(statuses))) == ["completed", "failed"])
+    failed = chromium.one('[data-status="failed"]')
+    assert "broken.pdf" in failed.text and failed.find_element("css selector", ".failed").text
+
+    assert chromium.script(FAINT) == chromium.script(UNNAMED) == chromium.script(SAME_IDS) == []
+    chromium.script("""
+        const given = new DataTransfer();
+        given.items.add(new File(["File 23: <img src=x onerror='window.hurt=1'>"], "<i>mela.txt"));
+        document.querySelector("#drop").dispatchEvent(new DragEvent("drop", {dataTransfer: given}));
+    """)
+    chromium.until(lambda: len(chromium.all('[data-status="completed"]')) == 2)
+
+    turn = chromium.ask("What is the home of Giso Berow?")
+    assert turn.find_element("css selector", ".answer").text == "Tondorf"
+    assert turn.find_element("css selector", ".sources b").text == "tilo.txt"
+    chromium.one("#query").send_keys("Giso Berow\n")
+    found = chromium.until(lambda: chromium.texts("#found li"))[0]
+    assert "tilo.txt" in found and "Tondorf" in found
+
+    chromium.one("#query").clear()
+    chromium.one("#query").send_keys("img\n")
+    (found,) = chromium.until(lambda: [it for it in chromium.texts("#found li") if "img" in it])
+    assert "<i>mela.txt" in found and "<img src=x onerror='window.hurt=1'>" in found
+    assert chromium.script("return [window.hurt, document.images.length]") == [None, 0]
+
+    for left in (2, 1, 0):
+        chromium.all("#list li button")[0].click()
+        chromium.all("#list .sure button")[0].click()  # "Remove it", before "Keep it"
+        chromium.until(lambda left=left: len(chromium.all("#list li")) == left)
+    chromium.until(lambda: chromium.one("#none").is_displayed())
+    chromium.one("#search button").click()
+    chromium.until(lambda: chromium.texts("#found") == ["Nothing was found."])
+    assert httpx.get(f"{keeping.url}/v1/files").json()["data"] == []
+    assert chromium.complaints() == []
+
+
+@pytest.mark.slow
+def test_a_key_is_asked_for_and_forgotten(running, served_model, village, chromium, tmp_path):
+    keys = tmp_path / "keys.toml"
+    digest = hashlib.sha256(b"open sesame").hexdigest()
+    keys.write_text(f'[[keys]]\nsha256 = "{digest}"\ntenant = "a"\nread = ["village"]\n')
+    with running(served_model, {"village": village}, keys=str(keys)) as keyed:
+        chromium.browser.get(keyed.url)
+        for key in ("wrong", "open sesame"):
+            chromium.until(lambda: chromium.one("#key-form").is_displayed())
+            assert chromium.all("#model option") == []
+            chromium.one("#key").send_keys(key, "\n")
+        chromium.until(lambda: chromium.all("#model option"))
+        assert not chromium.one("#key-form").is_displayed()
+        assert "falcon" in chromium.ask(QUESTION).text
+        chromium.one("#documents summary").click()
+        chromium.until(lambda: chromium.one("#read-only").is_displayed())
+        assert not chromium.one("#drop").is_displayed()
+        assert not chromium.one("#engine").is_displayed()  # it is no admin's key
+        assert chromium.script("return localStorage.length") == 0
+        chromium.one("#forget").click()
+        chromium.until(lambda: chromium.one("#key-form").is_displayed())
+        assert chromium.script("return sessionStorage.length") == 0

@@ -1,0 +1,294 @@
+"""Keys say who asks and what each may do; what one tenant has is, to others, not there."""
+
+import hashlib
+import io
+import re
+import threading
+from pathlib import Path
+
+import openai
+import pytest
+
+from jaxrag.errors import ChunkMissing, ConfigError
+from jaxrag.server.tenants import Tenants, bearer, check_host, folder_name
+
+KEYS = """
+[tenants.acme]
+weight = 2.0
+priority = 1
+
+[[keys]]
+sha256 = "{acme}"
+tenant = "acme"
+read = ["village"]
+admin = true
+
+[[keys]]
+sha256 = "{reader}"
+tenant = "acme"
+documents = "read"
+
+[[keys]]
+sha256 = "{blue}"
+tenant = "blue"
+write = ["*"]
+
+[tenants.slow]
+requests_per_minute = 3
+
+[[keys]]
+sha256 = "{slow}"
+tenant = "slow"
+read = ["*"]
+
+[[keys]]
+sha256 = "{nothing}"
+tenant = "blue"
+documents = "none"
+"""
+NAMES = ("acme", "reader", "blue", "slow", "nothing")
+STORY = b"File 23: Giso Berow lives in Tondorf.\n"
+
+
+def key_of(name):
+    return f"sk-{name}-0123456789"
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    path = tmp_path_factory.mktemp("keys") / "keys.toml"
+    hashes = {name: hashlib.sha256(key_of(name).encode()).hexdigest() for name in NAMES}
+    path.write_text(KEYS.format(**hashes), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tenants(keys, tmp_path_factory):
+    return Tenants.open(keys, tmp_path_factory.mktemp("data"))
+
+
+def test_a_key_says_whose_it_is_and_what_it_may(tenants):
+    acme = tenants.access(key_of("acme"))
+    assert (acme.tenant, acme.limits.weight, acme.limits.priority) == ("acme", 2.0, 1)
+    assert (acme.admin, acme.documents) == (True, "write")
+    assert acme.may_read("village") and not acme.may_read("other")
+    assert not acme.may_write("village")
+    blue = tenants.access(key_of("blue"))
+    assert blue.may_read("village") and blue.may_write("any") and not blue.admin
+    assert acme.salt != blue.salt == tenants.access(key_of("nothing")).salt
+    assert key_of("acme") not in repr(acme) and acme.salt not in repr(acme)
+    for unknown in (None, "", "sk", key_of("acme") + " ", "\ud800"):
+        assert tenants.access(unknown) is None
+    assert tenants.weights == {"acme": 2.0, "blue": 1.0, "slow": 1.0}
+
+
+def test_a_salt_lasts_as_long_as_the_data_folder(keys, tmp_path):
+    first = Tenants.open(keys, tmp_path / "a").salt("acme")
+    assert Tenants.open(None, tmp_path / "a").salt("acme") == first
+    assert Tenants.open(keys, tmp_path / "b").salt("acme") != first
+    assert Tenants.open(keys, None).salt("acme") != Tenants.open(keys, None).salt("acme")
+    for private in (tmp_path / "a", tmp_path / "a" / "secret"):
+        assert private.stat().st_mode & 0o077 == 0
+    (tmp_path / "b" / "secret").unlink()
+    (tmp_path / "b" / "server.sqlite").touch()
+    with pytest.raises(ConfigError, match="secret is missing"):
+        Tenants.open(keys, tmp_path / "b")
+    (tmp_path / "a" / "secret").write_bytes(b"short")
+    with pytest.raises(ConfigError, match="holds 5 bytes: expected 32"):
+        Tenants.open(keys, tmp_path / "a")
+
+
+def test_the_example_of_the_page_is_a_file_of_keys(tmp_path):
+    page = (Path(__file__).parents[2] / "docs/server.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"```text\n(\[tenants.*?)```", page, re.S)
+    path = tmp_path / "keys.toml"
+    path.write_text(example, encoding="utf-8")
+    tenants = Tenants.open(path, None)
+    assert tenants.weights == {"acme": 2.0, "operators": 1.0}
+
+
+def test_without_keys_everybody_is_one_tenant():
+    access = Tenants.open(None, None).access(None)
+    assert (access.tenant, access.admin, access.documents) == ("", True, "write")
+    assert access.may_write("village")
+    assert folder_name("") == "_"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no key"),
+        ('[[keys]]\nsha256 = "abc"\ntenant = "a"', "expected 64 lower-case"),
+        (f'[[keys]]\nsha256 = "{"a" * 64}"\ntenant = "../a"', "tenant='../a': expected"),
+        (f'[[keys]]\nsha256 = "{"a" * 64}"\ntenant = "_"', "tenant='_': expected"),
+        (f'[[keys]]\nsha256 = "{"a" * 64}"\ntenant = "a"\n' * 2, "is there twice"),
+        (f'[tenants.b]\n[[keys]]\nsha256 = "{"a" * 64}"\ntenant = "a"', "'b' has no key"),
+        (f'[tenants.a]\nweight = 0.0\n[[keys]]\nsha256 = "{"a" * 64}"\ntenant = "a"', "weight=0.0"),
+        (f'[tenants.a]\npriority = 3\n[[keys]]\nsha256 = "{"a" * 64}"\ntenant = "a"', "priority=3"),
+        (f'[[keys]]\nsha256 = "{"a" * 64}"\ntenant = "a"\nkey = "b"', "unknown key 'key'"),
+        (f'[[keys]]\nsha256 = "{"a" * 64}"\ntenant = "a"\ndocuments = "all"', "none, read, write"),
+    ],
+)
+def test_a_wrong_file_of_keys_is_refused(tmp_path, text, message):
+    path = tmp_path / "keys.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        Tenants.open(path, None)
+
+
+@pytest.mark.parametrize(
+    ("header", "key"),
+    [("Bearer abc", "abc"), ("bearer  abc ", "abc"), ("Basic abc", None), ("", None),
+     (None, None), ("Bearer", None)],
+)  # fmt: skip
+def test_the_key_in_a_header(header, key):
+    assert bearer(header) == key
+
+
+def test_others_reach_a_server_only_with_keys_or_where_that_is_wanted():
+    for host in ("127.0.0.1", "::1", "localhost", "127.8.8.8"):
+        check_host(host, has_keys=False, open_to_all=False)
+    for host in ("0.0.0.0", "192.0.2.1", "::", "example.org"):
+        with pytest.raises(ConfigError, match="pass --keys FILE, or --open"):
+            check_host(host, has_keys=False, open_to_all=False)
+        check_host(host, has_keys=True, open_to_all=False)
+        check_host(host, has_keys=False, open_to_all=True)
+
+
+@pytest.fixture(scope="module")
+def keyed(running, served_model, village, keys, tmp_path_factory):
+    """A server that asks for keys."""
+    data = tmp_path_factory.mktemp("kept")
+    settings = {"keys": str(keys), "data": str(data)}
+    with running(served_model, {"village": village}, **settings) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def clients(keyed):
+    return {
+        name: openai.OpenAI(base_url=f"{keyed.url}/v1", api_key=key_of(name), max_retries=0)
+        for name in (*NAMES, "stranger")
+    }
+
+
+def test_a_stranger_is_let_in_nowhere(keyed, clients):
+    with pytest.raises(openai.AuthenticationError):
+        clients["stranger"].files.list()
+    for method, path in (("GET", "/v1/files"), ("GET", "/v1/vector_stores"), ("GET", "/v1/models"),
+                         ("POST", "/v1/prefetch"), ("POST", "/v1/embeddings"),
+                         ("POST", "/v1/vector_stores/village/search")):  # fmt: skip
+        assert keyed.client.request(method, path, json={}).status_code == 401
+
+
+def test_what_another_tenant_has_is_not_there(clients):
+    """It is neither seen nor listed, searched, changed nor removed; unknown is the same 404."""
+    acme, blue = clients["acme"], clients["blue"]
+    file = acme.files.create(file=("story.txt", io.BytesIO(STORY)), purpose="assistants")
+    store = acme.vector_stores.create(name="secret plans")
+    acme.vector_stores.files.create_and_poll(file.id, vector_store_id=store.id, poll_interval_ms=20)
+    assert blue.files.list().data == []
+    assert [it.id for it in blue.vector_stores.list()] == ["village"]
+    assert [it.id for it in blue.models.list()] == ["synthetic", "synthetic@village"]
+    own = blue.vector_stores.create(name="own")
+    asked = {"model": "synthetic", "messages": [{"role": "user", "content": "Giso?"}]}
+
+    def said(ask, name):
+        with pytest.raises(openai.NotFoundError) as caught:
+            ask(name)
+        return str(caught.value.body).replace(name, "...")
+
+    for there, missing, asks in (
+        (file.id, "file-" + "0" * 24, (
+            blue.files.retrieve, blue.files.content, blue.files.delete,
+            lambda it: blue.vector_stores.files.create(own.id, file_id=it),
+        )),
+        (store.id, "vs_" + "0" * 24, (
+            blue.vector_stores.retrieve, blue.vector_stores.delete,
+            lambda it: blue.vector_stores.update(it, name="mine"),
+            lambda it: blue.vector_stores.search(it, query="Giso"),
+            lambda it: blue.vector_stores.files.list(it).data,
+            lambda it: blue.vector_stores.files.retrieve(file.id, vector_store_id=it),
+            lambda it: blue.vector_stores.files.delete(file.id, vector_store_id=it),
+            lambda it: blue.chat.completions.create(**asked, extra_body={"knowledge_base": it}),
+            lambda it: blue.chat.completions.create(**asked | {"model": f"synthetic@{it}"}),
+        )),
+    ):  # fmt: skip
+        for ask in asks:
+            assert said(ask, there) == said(ask, missing)
+    with pytest.raises(openai.NotFoundError):
+        blue.chat.completions.create(**asked, extra_body={"knowledge_base": "secret plans"})
+    assert acme.vector_stores.search(store.id, query="Giso Berow").data[0].file_id == file.id
+    assert acme.files.content(file.id).content == STORY
+
+
+def test_rights_of_a_key(clients):
+    acme, reader, nothing = clients["acme"], clients["reader"], clients["nothing"]
+    store = acme.vector_stores.create(name="shared by one tenant")
+    assert reader.vector_stores.retrieve(store.id).model_extra["jaxrag"]["writable"] is False
+    assert [it.id for it in reader.models.list() if it.id.endswith("village")] == []
+    for refused in (
+        lambda: reader.vector_stores.delete(store.id),
+        lambda: reader.vector_stores.create(name="x"),
+        lambda: reader.files.create(file=("a.txt", io.BytesIO(b"x")), purpose="assistants"),
+        lambda: nothing.files.list(),
+        lambda: acme.vector_stores.files.create("village", file_id="file-1"),
+        lambda: acme.vector_stores.files.delete("biro-sarin.txt", vector_store_id="village"),
+        lambda: reader.post("/prefetch", body={"question": "a"}, cast_to=object),
+    ):
+        with pytest.raises(openai.PermissionDeniedError):
+            refused()
+    with pytest.raises(openai.NotFoundError):
+        nothing.vector_stores.retrieve(store.id)
+    with pytest.raises(openai.NotFoundError):
+        reader.vector_stores.search("village", query="Giso")
+
+
+def test_documents_of_two_tenants_share_no_key(keyed, clients):
+    """The same texts are encoded once for each; one's KV is not found under the other's name."""
+    documents = [STORY.decode().strip(), "File 18: Mela Forow works as a judge."]
+
+    def encoded(name):
+        answer = clients[name].chat.completions.create(
+            model="synthetic",
+            messages=[{"role": "user", "content": "What is the home of Giso Berow?"}],
+            extra_body={"documents": documents},
+        )
+        assert answer.choices[0].message.content == "Tondorf"
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    keyed.state.engine.forget()
+    assert encoded("acme") == 0
+    again = encoded("acme")
+    assert again > 0
+    assert encoded("blue") == 0
+    assert encoded("blue") == again
+    stores = [keyed.state.memory.store(name) for name in ("acme", "blue")]
+    assert not set(stores[0].keys()) & set(stores[1].keys())
+    key = next(stores[0].keys())
+    with pytest.raises(ChunkMissing):
+        stores[1].get(key)
+    assert stores[0].max_bytes == keyed.state.settings.memory_bytes // 3
+
+
+def test_what_a_tenant_may_have_reaches_those_who_give_it(keyed, clients):
+    assert keyed.state.engine.settings.scheduler.weights == {"acme": 2.0, "blue": 1.0, "slow": 1.0}
+    for _ in range(3):
+        clients["slow"].vector_stores.search("village", query="Giso")
+    assert clients["slow"].vector_stores.retrieve("village").id == "village"
+    with pytest.raises(openai.RateLimitError, match="3 requests a minute"):
+        clients["slow"].vector_stores.search("village", query="Giso")
+    clients["acme"].vector_stores.search("village", query="Giso")
+
+
+def test_one_store_a_tenant_though_many_ask_at_once(keyed):
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(keyed.state.memory.store("blue")))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, found))) == 1
