@@ -80,6 +80,10 @@ class Catalog(Reader):
                         )
         return cls.open(path)
 
+    def checkpoint(self) -> None:
+        """Call when a change is acknowledged: no damage to SQLite's log takes it back then."""
+        self._database.checkpoint()
+
     # Settings
 
     def set(self, name: str, value: Any) -> None:
@@ -254,17 +258,15 @@ class Catalog(Reader):
             with self._database.transaction() as connection:
                 connection.executemany("DELETE FROM leaving WHERE chunk_id = ?", rows)
 
-    def strays(
-        self, chunk_ids: HostArray, grace_seconds: float, dry_run: bool = False
-    ) -> HostArray:
-        """Those of ``chunk_ids`` that are no chunk and were reserved longer ago than the grace.
+    def strays(self, chunk_ids: HostArray, made_before: float, dry_run: bool = False) -> HostArray:
+        """Those of ``chunk_ids`` that are no chunk and were reserved before a moment since 1970.
 
-        A writer that was killed between its vectors and its commit leaves such ids; until the grace
-        is over it may still be at work. Ids that were reserved earlier cannot be put any more,
+        A writer that was killed between its vectors and its commit leaves such ids; one that
+        reserved later may still be at work. Ids that were reserved before cannot be put any more,
         unless this is a ``dry_run``.
         """
         rule = "made < ? AND first < (SELECT MAX(first) FROM reservations)"
-        cutoff = (time.time() - grace_seconds,)
+        cutoff = (made_before,)
         if not dry_run:
             with self._database.transaction() as connection:
                 connection.execute(f"DELETE FROM reservations WHERE {rule}", cutoff)

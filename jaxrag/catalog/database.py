@@ -18,6 +18,7 @@ from jaxrag.store.wal import use_write_ahead_log
 
 FORMAT = 3
 BUSY_SECONDS = 60.0
+_CHECKPOINT_SECONDS = 1.0  # that a checkpoint waits for readers of an older state
 _APPLICATION = 0x4A524147  # "JRAG", SQLite's application_id
 
 _SCHEMA = (
@@ -104,6 +105,23 @@ class Database:
             finally:
                 if connection.in_transaction:  # SQLite rolls back by itself when the disk is full
                     connection.execute("ROLLBACK")
+
+    def checkpoint(self) -> None:
+        """Move what was committed from the write-ahead log into the file, and empty the log.
+
+        SQLite drops every commit of the log from the first damaged frame on without a word. So
+        what was acknowledged is not left there. While another process reads an older state, the
+        log stays, for the next call to empty.
+        """
+        with self.use() as connection:
+            connection.execute(f"PRAGMA busy_timeout = {round(1000 * _CHECKPOINT_SECONDS)}")
+            try:
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL):
+                    raise
+            finally:
+                connection.execute(f"PRAGMA busy_timeout = {round(1000 * BUSY_SECONDS)}")
 
     def is_empty(self) -> bool:
         """Whether the file holds no table at all."""

@@ -38,6 +38,12 @@ class Reader:
         """Close the file; the catalog cannot be used afterwards."""
         self._database.close()
 
+    def version(self) -> tuple[int, int]:
+        """Another value after every change of the file, by this object or anybody else."""
+        with self._database.use() as connection:
+            (others,) = connection.execute("PRAGMA data_version").fetchone()
+            return int(others), connection.total_changes
+
     def settings(self) -> dict[str, Any]:
         """The settings by name, as given at creation and changed since."""
         with self._database.use() as connection:

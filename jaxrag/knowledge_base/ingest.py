@@ -21,6 +21,7 @@ from jaxrag.documents import BadDocument, Intake, Shard, Source
 from jaxrag.encode import ChunkInContext, Encoded
 from jaxrag.encode.packed import ROW_TOKENS
 from jaxrag.knowledge_base.prepare import Prepared, Preparer
+from jaxrag.knowledge_base.writers import Writer
 from jaxrag.retrieve.base import searched_text
 from jaxrag.store import ChunkWriter, PutResult
 
@@ -139,13 +140,14 @@ class Ingest:
         intake = Intake(documents, Shard(*shard) if shard is not None else Shard())
         skipped: list[BadDocument] = []
         with (
+            Writer.at_work(preparer.catalog.path.parent) as at_work,
             tqdm(
                 desc="cut", unit="token", unit_scale=True, disable=None if progress else True
             ) as bar,
             preparer.encoding.store.writer() as writer,
             concurrent.futures.ThreadPoolExecutor(1, "jaxrag-commit") as committer,
         ):
-            pipeline = _Pipeline(preparer, self.commit, writer, committer, bar, self.turn)
+            pipeline = _Pipeline(preparer, self.commit, at_work, writer, committer, bar, self.turn)
             for batch in self._batches(intake, skipped):
                 if not pipeline.count["documents"]:
                     preparer.encoding.keep_prefix()
@@ -220,6 +222,7 @@ class _Pipeline:
         self,
         preparer: Preparer,
         commit: Callable[[Sequence[Prepared]], None],
+        at_work: Writer,
         writer: ChunkWriter,
         committer: concurrent.futures.ThreadPoolExecutor,
         bar: "tqdm[Any]",
@@ -230,6 +233,7 @@ class _Pipeline:
         self._preparer = preparer
         self._encoding = preparer.encoding
         self._commit = commit
+        self._at_work = at_work
         self._writer = writer
         self._committer = committer
         self._bar = bar
@@ -298,6 +302,7 @@ class _Pipeline:
             keys = prepared.entry.keys[encoder]
             wanted.update(zip(keys, map(ChunkInContext, prepared.token_ids), strict=True))
             committed.update(keys if prepared.commit else ())
+        self._at_work.needs(wanted)
         self._flying = {key: put for key, put in self._flying.items() if not put.done()}
         puts = [self._flying[key] for key in wanted if key in self._flying]
         settled = {key: chunk for key, chunk in wanted.items() if key not in self._flying}
@@ -330,7 +335,7 @@ class _Pipeline:
         """Commit a batch once its KV is durable (in the committer's thread).
 
         A chunk that no document held when it was found may have been swept before the commit made
-        it live, so those are looked up again.
+        it live, by a collection that did not see this writer, so those are looked up again.
         """
         for put in puts:
             put.result()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self, get_args, overload
 
 from jaxrag.attention_index.document import Indexing, indexing_from
-from jaxrag.catalog import DocumentEntry, Hit
+from jaxrag.catalog import DocumentEntry
 from jaxrag.documents.chunking import ChunkBy
 from jaxrag.encode import prefix_key
 from jaxrag.errors import KnowledgeBaseError, RequestError
@@ -18,7 +18,7 @@ from jaxrag.knowledge_base.location import find_folder, open_catalog, store_loca
 from jaxrag.knowledge_base.maintained import Maintained
 from jaxrag.knowledge_base.neighbours import SimilarBy
 from jaxrag.knowledge_base.prepare import Cut, Preparer
-from jaxrag.knowledge_base.search import Search, SearchMode
+from jaxrag.knowledge_base.search import Hits, Search, SearchMode
 from jaxrag.knowledge_base.settings import Wanted
 from jaxrag.knowledge_base.vectors import GivenEmbedder, choose_embedder
 from jaxrag.models.model import Model
@@ -184,7 +184,8 @@ class KnowledgeBase(Maintained):
         preparer = Preparer(
             self._encoding(model), self.template, self.chunking, alone, self._catalog, cut
         )
-        report = Ingest(preparer, self._vectors, turn).run(documents, progress, shard)
+        with self._acknowledged():
+            report = Ingest(preparer, self._vectors, turn).run(documents, progress, shard)
         if self._behind_others and (shard is None or shard[1] == 1):
             return dataclasses.replace(report, neighbours=self.refresh(progress=progress))
         return report
@@ -205,8 +206,9 @@ class KnowledgeBase(Maintained):
         self._require_writable("remove documents")
         distinct = list(dict.fromkeys(ids))
         unknown = tuple(i for i in distinct if self._catalog.document(i) is None)
-        left = self._catalog.remove(distinct)
-        self._finish_removals()
+        with self._acknowledged():
+            left = self._catalog.remove(distinct)
+            self._finish_removals()
         again = self.refresh() if left and self.model and self._behind_others else None
         return upkeep.RemoveReport(len(distinct) - len(unknown), len(left), unknown, again)
 
@@ -214,13 +216,13 @@ class KnowledgeBase(Maintained):
     def search(
         self, question: str, k: int = 5, *,
         where: Mapping[str, Any] | None = None, mode: SearchMode | None = None,
-    ) -> list[Hit]: ...  # fmt: skip
+    ) -> Hits: ...  # fmt: skip
 
     @overload
     def search(
         self, question: list[str] | tuple[str, ...], k: int = 5, *,
         where: Mapping[str, Any] | None = None, mode: SearchMode | None = None,
-    ) -> list[list[Hit]]: ...  # fmt: skip
+    ) -> list[Hits]: ...  # fmt: skip
 
     def search(
         self,
@@ -229,8 +231,11 @@ class KnowledgeBase(Maintained):
         *,
         where: Mapping[str, Any] | None = None,
         mode: SearchMode | None = None,
-    ) -> list[Hit] | list[list[Hit]]:
+    ) -> Hits | list[Hits]:
         """The up to ``k`` best chunks for a question, best first; a list of them for a list.
+
+        Where the vector index has lost vectors, what is left is searched, and the ``notes`` of the
+        result say so.
 
         Args:
           question: a text or several.

@@ -44,7 +44,8 @@ class Maintained(Parts):
         self._require_writable("encode its chunks")
         neighbours = self._neighbours(model)
         self._check_vectors(neighbours.by)
-        return refresh(neighbours, self._encoding(model), self._behind_others, progress)
+        with self._acknowledged():
+            return refresh(neighbours, self._encoding(model), self._behind_others, progress)
 
     def neighbours_of(
         self, chunk_ids: Sequence[int], encoder: str, template: PromptTemplate | None = None
@@ -83,8 +84,9 @@ class Maintained(Parts):
         self._require_writable("embed its chunks")
         if self._vectors is None:
             raise KnowledgeBaseError(f"{self.path} has no embedder; open it with embedder=")
-        made = upkeep.embed_missing(self._catalog, self._vectors, progress)
-        self._catalog.set("vectors_complete", True)
+        with self._acknowledged():
+            made = upkeep.embed_missing(self._catalog, self._vectors, progress)
+            self._catalog.set("vectors_complete", True)
         self._settings["vectors_complete"] = True
         return made
 
@@ -98,10 +100,12 @@ class Maintained(Parts):
     ) -> upkeep.GcReport:
         """Free what removed and replaced documents, and writers that died, have left behind.
 
-        Nothing younger than the grace is touched, so that it may run beside writers and readers.
+        Nothing younger than the grace is touched, nor what ``add`` and the like have put and not
+        committed yet, in any process: it may run beside writers at any grace. Readers of what is
+        removed need one.
 
         Args:
-          grace_seconds: longer than any request or ingested batch takes.
+          grace_seconds: longer than any request takes.
           dry_run: only count.
           others: folders of other knowledge bases in the same repository that are not where they
             were opened for writing last.
@@ -122,7 +126,8 @@ class Maintained(Parts):
         if not dry_run:
             for owner_id in gone:
                 owners.forget(owner_id)
-            self._catalog.set("last_gc", upkeep.gc_note(report))
+            with self._acknowledged():
+                self._catalog.set("last_gc", upkeep.gc_note(report))
         return report
 
     def verify(
@@ -175,7 +180,8 @@ class Maintained(Parts):
         Raises KnowledgeBaseError when opened for reading.
         """
         self._require_writable("remember a gate")
-        self._catalog.set(GATE + method, dict(gate))
+        with self._acknowledged():
+            self._catalog.set(GATE + method, dict(gate))
         self._settings[GATE + method] = dict(gate)
 
     def stats(self) -> dict[str, Any]:

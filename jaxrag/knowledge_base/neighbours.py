@@ -22,6 +22,7 @@ from jaxrag.encode import ChunkEncoding, ChunkInContext
 from jaxrag.knowledge_base.ingest import RefreshReport
 from jaxrag.knowledge_base.staleness import NeighbourSearch
 from jaxrag.knowledge_base.vectors import ChunkVectors
+from jaxrag.knowledge_base.writers import Writer
 from jaxrag.models.model import Model
 from jaxrag.retrieve.base import NOTHING, VectorIndex
 from jaxrag.retrieve.bm25 import BM25Snapshot
@@ -196,16 +197,19 @@ def refresh(
         neighbours = dataclasses.replace(neighbours, words=neighbours.catalog.words())
     left_alone = (len(search.chunk_ids) - len(outdated)) * len(encoders)
     count.update(chunks=left_alone, unchanged=left_alone)
-    with tqdm(
-        desc="encode behind neighbours",
-        unit="chunk",
-        total=len(outdated) * len(encoders),
-        disable=None if progress else True,
-    ) as bar:
+    with (
+        Writer.at_work(neighbours.catalog.path.parent) as at_work,
+        tqdm(
+            desc="encode behind neighbours",
+            unit="chunk",
+            total=len(outdated) * len(encoders),
+            disable=None if progress else True,
+        ) as bar,
+    ):
         for batch in itertools.batched(map(int, outdated), _BATCH):
             placed = neighbours.find(batch)
             for encoder in encoders:
-                count.update(_refresh_batch(neighbours, encoding, encoder, placed))
+                count.update(_refresh_batch(neighbours, encoding, encoder, placed, at_work))
                 bar.update(len(batch))
             search.check()
     search.finish()
@@ -236,12 +240,17 @@ def _how(
 
 
 def _refresh_batch(
-    neighbours: Neighbours, encoding: ChunkEncoding, encoder: str, placed: Mapping[int, Placed]
+    neighbours: Neighbours,
+    encoding: ChunkEncoding,
+    encoder: str,
+    placed: Mapping[int, Placed],
+    at_work: Writer,
 ) -> dict[str, int]:
     """Bring the KV of some chunks up to date; returns what was counted."""
     keys = {
         chunk_id: encoding.key(encoder, it.ids, it.neighbours) for chunk_id, it in placed.items()
     }
+    at_work.needs(keys.values())
     known = neighbours.catalog.keys_of(placed, encoder)
     changed = [chunk_id for chunk_id in placed if known.get(chunk_id) != keys[chunk_id]]
     wanted = {keys[chunk_id]: placed[chunk_id] for chunk_id in changed}

@@ -1,5 +1,7 @@
 """The parts of an open knowledge base: what its operations work on."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -158,10 +160,16 @@ class Parts:
             self._catalog.settle(left)
 
     def _all_embedded(self) -> bool:
-        """Whether every chunk has a vector; counted, as a damaged index may have lost some."""
+        """Whether every chunk has a vector; compared, as a damaged index may have lost some."""
         if self._vectors is None or not self._settings["vectors_complete"]:
             return False
-        return len(self._vectors.index) >= self._catalog.counts()["chunks"]
+        return not len(self._vectors.compared(self._catalog).lost)
+
+    @contextlib.contextmanager
+    def _acknowledged(self) -> Iterator[None]:
+        """A change of the catalog that is safe from damage to its log when this is left."""
+        yield
+        self._catalog.checkpoint()
 
     def _encoding(self, model: Model) -> ChunkEncoding:
         """How its chunks are encoded.

@@ -5,7 +5,7 @@ found, however long the index remembers it.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from jaxrag.catalog import Catalog, Hit
@@ -17,6 +17,19 @@ from jaxrag.retrieve.plugins import ForeignRetriever
 from jaxrag.retrieve.retrievers import BM25Retriever, HybridRetriever, Reranked, VectorRetriever
 
 SearchMode = Literal["bm25", "vector", "hybrid"]
+
+
+class Hits(list[Hit]):
+    """The chunks that were found for a question, best first.
+
+    Attributes:
+      notes: what of the knowledge base was not searched, and why; empty where all of it was.
+    """
+
+    def __init__(self, hits: Iterable[Hit], notes: tuple[str, ...] = ()) -> None:
+        """A list of hits, with notes."""
+        super().__init__(hits)
+        self.notes = notes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +48,13 @@ class Search:
         k: int,
         where: Mapping[str, Any] | None,
         mode: SearchMode | None,
-    ) -> list[list[Hit]]:
+    ) -> list[Hits]:
         """The up to ``k`` best chunks of every question, best first.
 
         Raises RequestError for a bad filter, an unknown mode, or one whose vectors are not there.
         """
         chosen = None if where is None else Filter.parse(where)
-        retriever = self._retriever(mode)
+        retriever, notes = self._retriever(mode)
         if self.reranker is not None:
             retriever = Reranked(retriever, self.reranker, self.catalog.texts)
         depth = k
@@ -53,26 +66,37 @@ class Search:
                 for hits, ranking in zip(rows, rankings, strict=True)
             ]
             if not any(cut):
-                return [hits[:k] for hits in rows]
+                return [Hits(hits[:k], notes) for hits in rows]
             depth *= 2
 
-    def _retriever(self, mode: SearchMode | None) -> Retriever:
+    def _retriever(self, mode: SearchMode | None) -> tuple[Retriever, tuple[str, ...]]:
+        """What ranks the chunks, and what is to be said about it."""
         if mode is not None and mode not in get_args(SearchMode):
             raise RequestError(
                 f"mode={mode!r}: expected one of {', '.join(get_args(SearchMode))}, or None"
             )
         if mode is None and self.retriever is not None:
-            return ForeignRetriever(self.retriever)
+            return ForeignRetriever(self.retriever), ()
         words = BM25Retriever(self.catalog.search)
         if mode == "bm25" or (mode is None and not self.complete):
-            return words
+            return words, ()
         if self.vectors is None or not self.complete:
             why = "has no embedder" if self.vectors is None else "has chunks without a vector yet"
             raise RequestError(
                 f"mode={mode!r}: {self.catalog.path.parent} {why}; open it with embedder= and "
                 "call embed(), or search with mode='bm25'"
             )
+        compared = self.vectors.compared(self.catalog)
+        notes: tuple[str, ...] = ()
+        if lost := len(compared.lost):
+            notes = (
+                f"the vectors of {lost} of {self.catalog.counts()['chunks']} chunks are gone, so "
+                "these were not found by meaning; `jaxrag kb verify --repair` makes them again",
+            )
         near = VectorRetriever(
-            self.vectors.embedder, self.vectors.index, chunk_ids=self.catalog.chunk_ids
+            self.vectors.embedder,
+            self.vectors.index,
+            chunk_ids=self.catalog.chunk_ids,
+            strays=compared.strays,
         )
-        return near if mode == "vector" else HybridRetriever((words, near))
+        return near if mode == "vector" else HybridRetriever((words, near)), notes

@@ -79,7 +79,7 @@ def collect_stats(
             "embedder_digest": known["embedder"]["digest"],
             "dim": known["embedder"]["dim"],
             "vectors": len(vectors.index),
-            "complete": settings["vectors_complete"] and len(vectors.index) >= counts["chunks"],
+            "complete": settings["vectors_complete"] and not len(vectors.compared(catalog).lost),
         },
         "last_gc": settings["last_gc"],
     }

@@ -4,11 +4,11 @@ import contextlib
 import dataclasses
 import datetime
 import itertools
+import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from jaxrag.attention_index.document import Indexing, is_indexed
@@ -19,6 +19,7 @@ from jaxrag.knowledge_base.ingest import RefreshReport
 from jaxrag.knowledge_base.location import CATALOG
 from jaxrag.knowledge_base.neighbours import recorded_chunks
 from jaxrag.knowledge_base.vectors import ChunkVectors
+from jaxrag.knowledge_base.writers import Writer, Writers
 from jaxrag.store import ChunkStore, ReadThrough, Record
 from jaxrag.store.owners import Owner, Owners, this_owner
 from jaxrag.text.prompts import PromptTemplate
@@ -67,16 +68,21 @@ class Claim:
     catalog: Catalog
     encoders: Sequence[str]
     prefix_content: str | None  # content id of the template's prefix
+    writers: Writers
 
     @classmethod
     def of(cls, catalog: Catalog, settings: Mapping[str, Any]) -> "Claim":
         """The claim of the knowledge base with this catalog."""
-        return cls(catalog, settings["encoders"], settings["prefix_content"])
+        writers = Writers(catalog.path.parent)
+        return cls(catalog, settings["encoders"], settings["prefix_content"], writers)
 
     def holds(self, record: Record) -> bool:
         """Whether the knowledge base needs this chunk."""
-        return record.content_id == self.prefix_content or self.catalog.is_live(
-            record.key, record.content_id, record.encoder, self.encoders
+        # The writers first: one that is done with a key has made the catalog hold it before.
+        return (
+            self.writers.need(record.key)
+            or record.content_id == self.prefix_content
+            or self.catalog.is_live(record.key, record.content_id, record.encoder, self.encoders)
         )
 
 
@@ -137,15 +143,22 @@ def sweep(
     grace_seconds: float,
     dry_run: bool,
 ) -> GcReport:
-    """Remove KV that no claim holds and vectors of no chunk, where older than the grace."""
+    """Remove KV that no claim holds and vectors of no chunk, where older than the grace.
+
+    What writers at work have announced stays, at any grace.
+    """
+    now = time.time()  # a writer that is not seen below reserves its ids later than this
     report = store.gc(
         lambda record: any(claim.holds(record) for claim in claims),
         grace_seconds=grace_seconds,
         dry_run=dry_run,
+        busy=lambda key: any(claim.writers.need(key) for claim in claims),
     )
     strays = 0
     if vectors is not None:
-        found = claims[0].catalog.strays(vectors.index.ids(), grace_seconds, dry_run)
+        since = claims[0].writers.since()
+        made_before = min(now - grace_seconds, now if since is None else since)
+        found = claims[0].catalog.strays(vectors.index.ids(), made_before, dry_run)
         strays = len(found)
         if not dry_run:
             vectors.remove(found)
@@ -195,11 +208,13 @@ def repair(
     repaired = set[str]()
     wanted = [*report.damaged, *report.unindexed]
     chunks = recorded_chunks(catalog, encoding.model, template, wanted)
-    for encoder, by_key in chunks.items():
-        for batch in itertools.batched(by_key.items(), _REPAIR_BATCH):
-            for made in encoding.encode(encoder, dict(batch)):
-                made.put(encoding.store.put, replace=True)
-                repaired.add(made.key)
+    with Writer.at_work(catalog.path.parent) as at_work:
+        for encoder, by_key in chunks.items():
+            at_work.needs(by_key)
+            for batch in itertools.batched(by_key.items(), _REPAIR_BATCH):
+                for made in encoding.encode(encoder, dict(batch)):
+                    made.put(encoding.store.put, replace=True)
+                    repaired.add(made.key)
     damaged = tuple(key for key in report.damaged if key not in repaired)
     bare = tuple(key for key in report.unindexed if key not in repaired)
     whole = report.ok - (len(report.unindexed) - len(bare))
@@ -222,7 +237,7 @@ def _unindexed(
 
 def embed_missing(catalog: Catalog, vectors: ChunkVectors, progress: bool) -> int:
     """Make the vectors of chunks that have none; returns how many."""
-    missing = np.setdiff1d(catalog.chunk_ids(), vectors.index.ids())
+    missing = vectors.compared(catalog).lost
     with tqdm(
         desc="embed", unit="chunk", total=len(missing), disable=None if progress else True
     ) as bar:

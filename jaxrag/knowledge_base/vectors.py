@@ -1,5 +1,6 @@
 """The vectors of a knowledge base's chunks: an embedder and the index that it fills."""
 
+import dataclasses
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrag.catalog import Catalog
 from jaxrag.embed import Embedder, as_embedder, load_embedder
 from jaxrag.errors import KnowledgeBaseError
 from jaxrag.retrieve.base import Mode, VectorIndex
@@ -30,6 +32,20 @@ def choose_embedder(given: GivenEmbedder | None) -> tuple[Embedder | None, str |
     return as_embedder(given), None
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Compared:
+    """What a vector index and a catalog do not have in common.
+
+    Attributes:
+      lost: chunks of the catalog without a vector, int64 [N] ascending.
+      strays: vectors of no chunk, of a batch on its way in or of a writer that died, int64 [N]
+        ascending.
+    """
+
+    lost: HostArray
+    strays: HostArray
+
+
 class ChunkVectors:
     """Embeds texts and keeps their vectors; both parts are opened when they are needed."""
 
@@ -48,6 +64,7 @@ class ChunkVectors:
         self.settings = settings
         self._given = embedder
         self._mode: Mode = mode
+        self._compared: tuple[object, Compared] | None = None  # the last comparison
         self._index: VectorIndex | None = None
         self._opening = threading.Lock()  # two threads that ask first get one index
 
@@ -97,6 +114,22 @@ class ChunkVectors:
         """Forget vectors; an id that has none is left out."""
         if len(chunk_ids):
             self.index.remove(np.asarray(chunk_ids, np.int64))
+
+    def compared(self, catalog: Catalog) -> "Compared":
+        """The ids of the index beside those of the catalog; done again only after a change.
+
+        A chunk's vector is durable before the catalog names the chunk and goes after it, so while
+        every chunk was embedded only damage leaves one without. The ids are compared one by one:
+        vectors of chunks that are gone must not stand for others.
+        """
+        version = (catalog.version(), len(self.index))
+        if self._compared is None or self._compared[0] != version:
+            named, held = catalog.chunk_ids(), self.index.ids()
+            lost = np.setdiff1d(named, held)
+            if len(lost):  # a chunk that left the catalog meanwhile left the index, too
+                lost = np.intersect1d(lost, catalog.chunk_ids())
+            self._compared = version, Compared(lost, np.setdiff1d(held, named))
+        return self._compared[1]
 
     def close(self) -> None:
         """Close the index if it was opened."""

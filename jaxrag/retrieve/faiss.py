@@ -2,7 +2,8 @@
 
 The rows are the truth; the FAISS index is made from them and kept in memory. A trained inverted
 file (IVF) is saved beside them as ``g.ivf``, replaced atomically, and caught up with the rows when
-it is loaded. Removal and filters select rows while searching.
+it is loaded. Its last 8 bytes are the xxh3-64 of those before; where they differ it is not used.
+Removal and filters select rows while searching.
 """
 
 import contextlib
@@ -10,9 +11,10 @@ import math
 import os
 import threading
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from jaxrag.errors import RetrievalError, StoreError
@@ -34,6 +36,8 @@ _PROBES = 16  # lists that a question is compared with
 _SAMPLE = 64  # rows a list that clusters are learned from
 _GROWTH = 4  # learn new clusters when there are this many times as many rows
 _ADDED_ROWS = 65_536  # at a time
+_DIGEST_BYTES = 8
+_READ_BYTES = 1 << 22  # at a time, for a digest
 
 
 class FaissIndex:
@@ -148,6 +152,8 @@ class FaissIndex:
         new = self._path.with_name(f"{rows.generation}.{os.getpid()}.new.ivf")
         try:
             faiss.write_index(index, str(new))
+            with open(new, "r+b") as file:
+                file.write(_digest(file, os.fstat(file.fileno()).st_size))
             os.replace(new, self._path)
         except (RuntimeError, OSError) as error:
             new.unlink(missing_ok=True)
@@ -161,6 +167,8 @@ class FaissIndex:
         if not self._path.is_file():
             return
         with contextlib.suppress(RuntimeError):  # not readable: the rows are searched without it
+            if not _is_whole(self._path):
+                return
             index = _faiss().read_index(str(self._path))
             if index.d == self._rows.dim and index.ntotal <= len(rows.ids):
                 self._index = index
@@ -168,6 +176,22 @@ class FaissIndex:
     @property
     def _path(self) -> Path:
         return self._rows.folder / f"{self._generation}.ivf"
+
+
+def _digest(file: BinaryIO, nbytes: int) -> bytes:
+    """The xxh3-64 of the next bytes of a file."""
+    state = xxhash.xxh3_64()
+    while nbytes and (data := file.read(min(nbytes, _READ_BYTES))):
+        state.update(data)
+        nbytes -= len(data)
+    return state.digest()
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file is what was written: it ends in the digest of what stands before."""
+    with open(path, "rb") as file:
+        digest = _digest(file, max(0, os.fstat(file.fileno()).st_size - _DIGEST_BYTES))
+        return file.read() == digest
 
 
 def _faiss() -> Any:

@@ -1,5 +1,9 @@
 """Vectors in a LanceDB table: no index for small tables, IVF_FLAT above, old versions cleaned up.
 
+LanceDB does not notice a damaged value. So every row has the xxh3-64 of its id and vector in the
+column ``check``, and all rows are held against theirs when the table is opened. Tables of before
+that column go on without it.
+
 This is the only file that knows LanceDB, which is imported when an index is opened.
 """
 
@@ -12,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from jaxrag.errors import RetrievalError, StoreError
@@ -29,6 +34,7 @@ from jaxrag.retrieve.base import (
 )
 
 _TABLE = "chunks"
+_CHECK = "check"  # column of the digests of rows
 _INDEX_FROM = 20_000  # rows; below, comparing all of them is as fast
 _PROBES = 20  # partitions that a question is compared with
 _OPTIMIZE_EVERY = 20  # changes: small files are merged, new rows indexed, old versions removed
@@ -59,7 +65,7 @@ class LanceIndex:
         """Open the table in a folder, or make it when it is missing and the mode is "rw".
 
         Raises RetrievalError when LanceDB is not installed, StoreError when there is nothing to
-        read or it holds vectors of another length.
+        read, or it holds vectors of another length or rows that differ from their digests.
         """
         lancedb, arrow = _lancedb()
         if not (folder / f"{_TABLE}.lance").is_dir() and mode == "r":
@@ -74,6 +80,7 @@ class LanceIndex:
                     [
                         arrow.field("id", arrow.int64(), nullable=False),
                         arrow.field("vector", arrow.list_(arrow.float32(), dim), nullable=False),
+                        arrow.field(_CHECK, arrow.int64(), nullable=False),
                     ]
                 )
                 table = database.create_table(_TABLE, schema=schema, exist_ok=True)
@@ -83,7 +90,9 @@ class LanceIndex:
                 f"{folder} holds vectors of {found} values, asked for {dim}; use the embedder it "
                 "was made with"
             )
-        return cls(table, folder, dim, mode)
+        index = cls(table, folder, dim, mode)
+        index._check_rows()
+        return index
 
     def add(self, ids: Ids, vectors: Vectors) -> None:
         """Add vectors [N, E] under ids [N]; see ``VectorIndex``."""
@@ -92,7 +101,10 @@ class LanceIndex:
         if not len(ids):
             return
         values = arrow.FixedSizeListArray.from_arrays(arrow.array(vectors.reshape(-1)), self._dim)
-        rows = arrow.table({"id": arrow.array(ids), "vector": values})
+        columns = {"id": arrow.array(ids), "vector": values}
+        if _CHECK in self._table.schema.names:
+            columns[_CHECK] = arrow.array(_checks(ids, vectors))
+        rows = arrow.table(columns)
         with self._changing():
             merge = self._table.merge_insert("id")
             merge.when_matched_update_all().when_not_matched_insert_all().execute(rows)
@@ -157,6 +169,16 @@ class LanceIndex:
         with self._lock, _errors(self._folder):
             if self._changes:
                 self._optimize()
+
+    def _check_rows(self) -> None:
+        if _CHECK not in self._table.schema.names:
+            return
+        with _errors(self._folder):
+            for batch in self._table.search().select(["id", "vector", _CHECK]).to_batches():
+                ids = batch.column("id").to_numpy()
+                vectors = batch.column("vector").flatten().to_numpy().reshape(-1, self._dim)
+                if not np.array_equal(_checks(ids, vectors), batch.column(_CHECK).to_numpy()):
+                    raise ValueError("rows differ from their digests")
 
     def _ask(
         self, queries: Vectors, limit: int, where: str | None, every: bool
@@ -242,6 +264,15 @@ def _lancedb() -> tuple[Any, Any]:
             "the index 'lance' needs the package lancedb; pip install lancedb, or use 'exact'"
         ) from None
     return lancedb, pyarrow
+
+
+def _checks(ids: Ids, vectors: Vectors) -> NDArray[np.int64]:
+    """The xxh3-64 of every id and its vector, int64 [N]."""
+    digests = (
+        xxhash.xxh3_64_intdigest(row.data, seed=number)
+        for number, row in zip(ids.tolist(), np.ascontiguousarray(vectors), strict=True)
+    )
+    return np.fromiter(digests, np.uint64, len(ids)).view(np.int64)
 
 
 def _among(ids: Ids) -> str:

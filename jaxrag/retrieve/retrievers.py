@@ -59,7 +59,11 @@ class VectorRetriever:
     """Chunks whose vectors have the largest inner product with the question's."""
 
     def __init__(
-        self, embed: Embed, index: VectorIndex, chunk_ids: Callable[[Filter], Ids]
+        self,
+        embed: Embed,
+        index: VectorIndex,
+        chunk_ids: Callable[[Filter], Ids],
+        strays: Ids | None = None,
     ) -> None:
         """Take the parts.
 
@@ -67,10 +71,12 @@ class VectorRetriever:
           embed: (texts, "passage" or "query") -> float32 [N, E].
           index: holds the passages' vectors.
           chunk_ids: the chunks of the documents whose metadata matches, int64 ascending.
+          strays: ids in the index that are no chunk's; they take no place in a ranking.
         """
         self._embed = embed
         self._index = index
         self._chunk_ids = chunk_ids
+        self._strays = frozenset[int]() if strays is None else frozenset(strays.tolist())
 
     def add(self, ids: Sequence[int] | Ids, texts: Sequence[str]) -> None:
         """Embed texts and add them to the index; durable when it returns."""
@@ -88,9 +94,11 @@ class VectorRetriever:
         allowed = None if where is None else self._chunk_ids(Filter.parse(where))
         if not queries:
             return []
-        ids, scores = self._index.search(self._embed(queries, "query"), checked_k(k), allowed)
+        depth = checked_k(k) + (0 if allowed is not None else len(self._strays))
+        ids, scores = self._index.search(self._embed(queries, "query"), depth, allowed)
+        none = {NOTHING, *self._strays}
         return [
-            [Found(i, s) for i, s in zip(named, score, strict=True) if i != NOTHING]
+            [Found(i, s) for i, s in zip(named, score, strict=True) if i not in none][:k]
             for named, score in zip(ids.tolist(), scores.tolist(), strict=True)
         ]
 

@@ -10,8 +10,10 @@
 A frame with a count n > 0 says that the next n rows of ``g.vectors`` have these ids; its digest
 (xxh3-64) covers ids and rows. A frame with n < 0 forgets its ids. Rows are made durable before
 their frame is written, so what a crash leaves behind the last whole frame is overwritten by the
-next writer. An id that is added again gets the new row; the old one is dead. When most rows are
-dead the rest is copied to generation g + 1. All numbers are little-endian.
+next writer. A last frame that was damaged later looks the same from here; the catalog tells it
+apart, which names ids only after their vectors are durable (jaxrag.knowledge_base.vectors). An id
+that is added again gets the new row; the old one is dead. When most rows are dead the rest is
+copied to generation g + 1. All numbers are little-endian.
 """
 
 import contextlib
@@ -141,11 +143,11 @@ class RowFile:
         return self.folder / f"{generation}.{kind}"
 
     def _generation(self) -> int:
-        text = (self.folder / _META).read_text(encoding="utf-8")
+        data = (self.folder / _META).read_bytes()
         try:
-            meta = json.loads(text)
+            meta = json.loads(data.decode())
             found = (meta["format"], meta["dim"], int(meta["generation"]))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             raise StoreError(
                 f"{self.folder / _META} is damaged; remove the folder and embed again"
             ) from None

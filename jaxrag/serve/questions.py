@@ -201,15 +201,15 @@ def prepare(
         )
     start = time.perf_counter()
     _check_said(talk, model)
+    notes = list(settings.notes)
     found: list[list[FoundChunk]] = [[] for _ in talk.questions]
     if documents is not None:
         found[0] = [_given(f"documents[{i}]", it, model) for i, it in enumerate(documents)]
     elif settings.kb is not None:
-        found = _retrieve_all(settings, talk)
+        found = _retrieve_all(settings, talk, notes)
     elif not (len(blocks) or talk is question):
         raise RequestError("no knowledge base and no documents to answer from; give one of them")
     retrieve_seconds = time.perf_counter() - start
-    notes = list(settings.notes)
     if not any(found) and (settings.kb is not None or documents is not None):
         notes.append("no chunk was found for the question; it was asked without any")
         if settings.where is not None and settings.kb is not None:
@@ -371,20 +371,25 @@ def _some(words: Sequence[str]) -> str:
     return shown + (f" and {more} more" if more > 0 else "")
 
 
-def _retrieve_all(settings: Settings, talk: Conversation) -> list[list[FoundChunk]]:
-    """Of every question the chunks that none before it has found."""
+def _retrieve_all(
+    settings: Settings, talk: Conversation, notes: list[str]
+) -> list[list[FoundChunk]]:
+    """Of every question the chunks that none before it has found; ``notes`` gets the search's."""
     seen: set[int | None] = set()
     found = []
     for question in (*talk.questions[:-1], talk.query or talk.questions[-1]):
-        found.append([it for it in _retrieve(settings, question) if it.chunk_id not in seen])
+        retrieved, told = _retrieve(settings, question)
+        notes += (note for note in told if note not in notes)
+        found.append([it for it in retrieved if it.chunk_id not in seen])
         seen.update(it.chunk_id for it in found[-1])
     return found
 
 
-def _retrieve(settings: Settings, question: Text) -> list[FoundChunk]:
+def _retrieve(settings: Settings, question: Text) -> tuple[list[FoundChunk], tuple[str, ...]]:
     assert settings.kb is not None
     if not isinstance(question, str):
         raise RequestError("retrieval needs the question as text; pass documents= with token ids")
+    hits = settings.kb.search(question, settings.k, where=settings.where)
     return [
         FoundChunk(
             Source(h.document_id, h.chunk_index, h.file, h.score, h.text, h.page, h.start, h.end),
@@ -392,10 +397,8 @@ def _retrieve(settings: Settings, question: Text) -> list[FoundChunk]:
             h.ids,
             h.chunk_id,
         )
-        for h in settings.template.arrange(
-            settings.kb.search(question, settings.k, where=settings.where)
-        )
-    ]
+        for h in settings.template.arrange(hits)
+    ], hits.notes
 
 
 def _neighbours(

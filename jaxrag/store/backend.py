@@ -6,7 +6,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -202,27 +202,37 @@ class Backend:
                     total += os.stat(os.path.join(folder, name)).st_size
         return total
 
-    def remove_stale(self, prefix: str, seconds: float, dry_run: bool) -> tuple[int, int]:
+    def remove_stale(
+        self, prefix: str, seconds: float, dry_run: bool, busy: Callable[[str], bool]
+    ) -> tuple[int, int]:
         """Remove lock files and empty folders under ``prefix`` that are older; how many of each.
 
-        Only directories have them: writers that died leave them behind. With ``dry_run`` a folder
-        counts as empty when it holds nothing but such lock files and folders.
+        Only directories have them: writers that died leave them behind. A folder that is empty but
+        for such lock files and folders is empty. Folders in ``prefix`` that are ``busy`` by their
+        names stay as they are.
         """
         if self.directory is None:
             return 0, 0
-        before = time.time() - seconds
+        root, before = self.directory / prefix, time.time() - seconds
+        found = []  # parents first, and before anything goes: a removal makes its parent young
+        for folder, folders, names in os.walk(root):
+            with contextlib.suppress(OSError):  # others remove and write here too
+                found.append((folder, os.stat(folder).st_mtime <= before, folders, names))
         locks = 0
         empty: set[str] = set()
-        for folder, folders, names in os.walk(self.directory / prefix, topdown=False):
-            with contextlib.suppress(OSError):  # others remove and write here too
-                old = os.stat(folder).st_mtime <= before
-                paths = [os.path.join(folder, name) for name in names]
-                gone = [path for path in paths if _remove_lock(path, before, dry_run)]
-                locks += len(gone)
-                left = len(paths) - len(gone)
-                left += sum(os.path.join(folder, name) not in empty for name in folders)
-                if old and not left and (dry_run or _remove_empty(folder)):
-                    empty.add(folder)
+        for folder, old, folders, names in reversed(found):
+            held = [os.path.join(folder, name) for name in names if name.endswith(LOCK_SUFFIX)]
+            others = len(names) - len(held)
+            others += sum(os.path.join(folder, name) not in empty for name in folders)
+            if others and not held:
+                continue
+            top = os.path.relpath(folder, root).partition(os.sep)[0]
+            if top != os.curdir and busy(top):
+                continue
+            gone = sum(_remove_lock(path, before, dry_run) for path in held)
+            locks += gone
+            if old and others + len(held) == gone and (dry_run or _remove_empty(folder)):
+                empty.add(folder)
         return locks, len(empty)
 
     def remove_stale_locks(self, seconds: float, dry_run: bool) -> int:

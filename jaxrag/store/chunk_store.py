@@ -86,9 +86,10 @@ class ChunkStore(KVStore):
             io_mode: "memmap" maps files; "default" reads them, which is slower and turns the I/O
                 errors of a network file system into exceptions instead of signals.
             max_tokens: largest chunk to accept, in tokens; longer records are refused unread.
-            max_bytes: the most that the chunks of a directory, of every fingerprint, may take as
-                stored; of no effect with mode "r". A put makes room by removing others, which are
-                missing from then on: those with the fewest reads, an old read counting less.
+            max_bytes: the most that the chunks of this fingerprint may take in a directory, as
+                stored; of no effect with mode "r". A put makes room by removing others of the same
+                fingerprint, which are missing from then on: those with the fewest reads, an old
+                read counting less.
             host_bytes: the most that ``prefetch`` may keep in memory.
             durable: False lets a put return before its files are on the disk.
 
@@ -152,6 +153,7 @@ class ChunkStore(KVStore):
         *,
         grace_seconds: float = 3600.0,
         dry_run: bool = False,
+        busy: Callable[[str], bool] = lambda key: False,
     ) -> SweepReport:
         """Remove what nobody needs of this fingerprint; safe beside readers and writers.
 
@@ -163,6 +165,9 @@ class ChunkStore(KVStore):
             grace_seconds: how old by this machine's clock. A put that takes longer than this fails
                 with a StoreError, as does one that was decided on while ``live`` was asked.
             dry_run: only count what would go.
+            busy: whether a writer at work has announced a key; nothing under it is touched then,
+                at any grace. A writer that announces its keys before it looks for them loses
+                nothing between put and reference if it is done only when ``live`` knows of it.
 
         Raises:
             StoreError: the store is open for reading only, or the storage failed.
@@ -170,7 +175,7 @@ class ChunkStore(KVStore):
         if not dry_run:
             self._require_writable()
         everything = dataclasses.replace(self._space, max_tokens=sys.maxsize)
-        report = sweep(everything, live, grace_seconds, dry_run)
+        report = sweep(everything, live, grace_seconds, dry_run, busy)
         if self._limit is not None:
             self._limit.recount(self.keys)
         return report

@@ -1,5 +1,8 @@
 """A size limit on a local store: which chunks have to leave so that another one fits.
 
+A limit is that of one fingerprint: it counts the chunks of that fingerprint, and only they leave.
+The chunks of others in the same store, another tenant's perhaps, are neither counted nor touched.
+
 The bookkeeping is an SQLite file beside the chunks, shared by every process that opened the store.
 A chunk is counted before its bytes are written and struck off after they are gone, so a process
 that is killed leaves the count too high, never too low; what it counts too much leaves like any
@@ -26,13 +29,26 @@ from jaxrag.store.wal import use_write_ahead_log
 FILE = "heat.sqlite"
 HALF_LIFE_SECONDS = 86_400.0  # a read counts half as much a day later
 
-_FORMAT = 1
+_FORMAT = 2
 _BUSY_SECONDS = 60.0
 _PENDING_SECONDS = 3600.0  # a put that takes longer was killed
 _FLUSH_SECONDS = 10.0
 _FLUSH_READS = 4096
 _VICTIMS = 256  # of one round
 _ROUNDS = 8  # of one put
+
+# Index, sums and triggers. A fingerprint has its sum from when its chunks were counted.
+_TOTALS = (
+    "CREATE INDEX chunks_by_heat ON chunks (fingerprint, heat)",
+    "CREATE TABLE totals (fingerprint TEXT PRIMARY KEY, nbytes INTEGER NOT NULL) WITHOUT ROWID",
+    """CREATE TRIGGER counted AFTER INSERT ON chunks BEGIN
+        UPDATE totals SET nbytes = nbytes + new.nbytes WHERE fingerprint = new.fingerprint; END""",
+    """CREATE TRIGGER struck AFTER DELETE ON chunks BEGIN
+        UPDATE totals SET nbytes = nbytes - old.nbytes WHERE fingerprint = old.fingerprint; END""",
+    """CREATE TRIGGER resized AFTER UPDATE OF nbytes ON chunks BEGIN
+        UPDATE totals SET nbytes = nbytes - old.nbytes + new.nbytes
+        WHERE fingerprint = new.fingerprint; END""",
+)
 
 _SCHEMA = (
     # heat: log2 of the sum over reads of 2^(time of read / half-life). last: time of the last read,
@@ -42,22 +58,27 @@ _SCHEMA = (
         fingerprint TEXT NOT NULL, key TEXT NOT NULL, nbytes INTEGER NOT NULL,
         heat REAL NOT NULL, last REAL NOT NULL, pending REAL NOT NULL, version INTEGER NOT NULL,
         PRIMARY KEY (fingerprint, key)) WITHOUT ROWID""",
-    "CREATE INDEX chunks_by_heat ON chunks (heat)",
-    "CREATE TABLE total (nbytes INTEGER NOT NULL)",
-    "INSERT INTO total VALUES (0)",
-    """CREATE TRIGGER counted AFTER INSERT ON chunks
-        BEGIN UPDATE total SET nbytes = nbytes + new.nbytes; END""",
-    """CREATE TRIGGER struck AFTER DELETE ON chunks
-        BEGIN UPDATE total SET nbytes = nbytes - old.nbytes; END""",
-    """CREATE TRIGGER resized AFTER UPDATE OF nbytes ON chunks
-        BEGIN UPDATE total SET nbytes = nbytes - old.nbytes + new.nbytes; END""",
+    *_TOTALS,
+    f"PRAGMA user_version = {_FORMAT}",
+)
+
+
+# From format 1, which had one sum over all fingerprints; everything in it was counted.
+_UPGRADE = (
+    "DROP TRIGGER counted",
+    "DROP TRIGGER struck",
+    "DROP TRIGGER resized",
+    "DROP TABLE total",
+    "DROP INDEX chunks_by_heat",
+    *_TOTALS,
+    "INSERT INTO totals SELECT fingerprint, SUM(nbytes) FROM chunks GROUP BY fingerprint",
     f"PRAGMA user_version = {_FORMAT}",
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-    """A chunk of any model in the store."""
+    """A chunk in the store."""
 
     fingerprint: str
     key: str
@@ -76,21 +97,23 @@ Drop = Callable[[Sequence[Name]], None]  # removes chunks; one that is not there
 
 
 class Heat:
-    """The count of one store. Safe to share between threads; other processes open their own."""
+    """The count of one fingerprint. Safe to share between threads; others open their own."""
 
     def __init__(
         self,
         path: Path,
+        fingerprint: str,
         max_bytes: int | None,
         standing: Callable[[], Iterable[Counted]],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Open the file, or make it and count what is ``standing``.
+        """Open the file, or make it; count what is ``standing`` unless that was done.
 
         Args:
-            path: the file.
-            max_bytes: the limit on the bytes of all chunks; None only counts.
-            standing: lists the chunks that are there.
+            path: the file; one for all fingerprints of a store.
+            fingerprint: whose chunks are counted; every name below is of this one.
+            max_bytes: the limit on the bytes of its chunks; None only counts.
+            standing: lists those that are there.
             clock: seconds since 1970.
 
         Raises:
@@ -99,6 +122,7 @@ class Heat:
         if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 1):
             raise StoreError(f"max_bytes={max_bytes!r}: expected a positive integer or None")
         self.path = path
+        self.fingerprint = fingerprint
         self.max_bytes = max_bytes
         self._clock = clock
         self._lock = threading.RLock()
@@ -113,20 +137,14 @@ class Heat:
         try:
             with self._transaction() as connection:
                 (version,) = connection.execute("PRAGMA user_version").fetchone()
-                if version == 0:
-                    for statement in _SCHEMA:
-                        connection.execute(statement)
-                    for counted in standing():
-                        name, created = counted.name, clock() - counted.age
-                        connection.execute(
-                            "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, 0, random())",
-                            (name.fingerprint, name.key, counted.nbytes, _log2(created), created),
-                        )
-                elif version != _FORMAT:
+                if version not in (0, 1, _FORMAT):
                     raise StoreError(
                         f"{path} has format {version}, this version reads {_FORMAT}; remove the "
                         "file to count anew"
                     )
+                for statement in {0: _SCHEMA, 1: _UPGRADE}.get(version, ()):
+                    connection.execute(statement)
+                self._count(connection, standing)
         except BaseException:
             self._connection.close()
             raise
@@ -140,7 +158,7 @@ class Heat:
     def nbytes(self) -> int:
         """Bytes of the chunks that are counted, those on their way in among them."""
         with self._transaction() as connection:
-            return _total(connection)
+            return self._total(connection)
 
     def read(self, names: Iterable[Name]) -> None:
         """Count a read of each chunk. It is written down later, in a batch, or lost: no error."""
@@ -184,22 +202,22 @@ class Heat:
                 "UPDATE chunks SET pending = 0, nbytes = ? WHERE fingerprint = ? AND key = ?",
                 (nbytes, name.fingerprint, name.key),
             )
-            if self.max_bytes is None or _total(connection) <= self.max_bytes:
+            if self.max_bytes is None or self._total(connection) <= self.max_bytes:
                 return
         self._within_limit(drop, _ROUNDS, None, 0, "", ())
 
     def enforce(self, drop: Drop) -> None:
-        """Drop chunks until the store is within its limit, however many that takes."""
+        """Drop chunks until they are within the limit, however many that takes."""
         self._within_limit(drop, None, None, 0, "", ())
 
-    def settled(self, fingerprint: str) -> list[tuple[Name, int]]:
-        """The counted chunks of a fingerprint that are not on their way in, for strike_versions."""
+    def settled(self) -> list[tuple[Name, int]]:
+        """The counted chunks that are not on their way in, for strike_versions."""
         with self._transaction() as connection:
             rows = connection.execute(
                 "SELECT key, version FROM chunks WHERE fingerprint = ? AND pending < ?",
-                (fingerprint, self._stalled()),
+                (self.fingerprint, self._stalled()),
             ).fetchall()
-        return [(Name(fingerprint, key), version) for key, version in rows]
+        return [(Name(self.fingerprint, key), version) for key, version in rows]
 
     def strike_versions(self, pairs: Iterable[tuple[Name, int]]) -> None:
         """These chunks are gone, except those that were put again since."""
@@ -245,25 +263,46 @@ class Heat:
         """Chunks and their versions that must leave before ``nbytes`` more of one chunk fit."""
         if self.max_bytes is None:
             return []
-        own = ("", "") if coming is None else (coming.fingerprint, coming.key)
+        own = "" if coming is None else coming.key
         (held,) = connection.execute(
-            "SELECT TOTAL(nbytes) FROM chunks WHERE fingerprint = ? AND key = ?", own
+            "SELECT TOTAL(nbytes) FROM chunks WHERE fingerprint = ? AND key = ?",
+            (self.fingerprint, own),
         ).fetchone()
-        over = _total(connection) - held + nbytes - self.max_bytes
+        over = self._total(connection) - held + nbytes - self.max_bytes
         if over <= 0:
             return []
         rows = connection.execute(
-            "SELECT fingerprint, key, version, nbytes FROM chunks WHERE pending < ? AND "
-            "NOT (fingerprint = ? AND key = ?) ORDER BY heat, key LIMIT ?",
-            (self._stalled(), *own, _VICTIMS),
+            "SELECT key, version, nbytes FROM chunks WHERE fingerprint = ? AND pending < ? AND "
+            "key <> ? ORDER BY heat, key LIMIT ?",
+            (self.fingerprint, self._stalled(), own, _VICTIMS),
         )
         victims = []
-        for fingerprint, key, version, size in rows:
-            victims.append((Name(fingerprint, key), version))
+        for key, version, size in rows:
+            victims.append((Name(self.fingerprint, key), version))
             over -= size
             if over <= 0:
                 break
         return victims
+
+    def _count(
+        self, connection: sqlite3.Connection, standing: Callable[[], Iterable[Counted]]
+    ) -> None:
+        """Count the chunks that stand already, unless somebody did."""
+        added = connection.execute(
+            "INSERT OR IGNORE INTO totals VALUES (?, 0)", (self.fingerprint,)
+        ).rowcount
+        for counted in standing() if added else ():
+            name, created = counted.name, self._clock() - counted.age
+            connection.execute(
+                "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, 0, random())",
+                (name.fingerprint, name.key, counted.nbytes, _log2(created), created),
+            )
+
+    def _total(self, connection: sqlite3.Connection) -> int:
+        (nbytes,) = connection.execute(
+            "SELECT nbytes FROM totals WHERE fingerprint = ?", (self.fingerprint,)
+        ).fetchone()
+        return int(nbytes)
 
     def _flush(self, connection: sqlite3.Connection) -> None:
         """Write down the reads; a chunk that is not counted was dropped since."""
@@ -319,11 +358,6 @@ def _strike(connection: sqlite3.Connection, pairs: Iterable[tuple[Name, int]]) -
         "DELETE FROM chunks WHERE fingerprint = ? AND key = ? AND version = ?",
         [(name.fingerprint, name.key, version) for name, version in pairs],
     )
-
-
-def _total(connection: sqlite3.Connection) -> int:
-    (nbytes,) = connection.execute("SELECT nbytes FROM total").fetchone()
-    return int(nbytes)
 
 
 def _log2(moment: float) -> float:

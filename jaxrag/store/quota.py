@@ -1,6 +1,5 @@
 """A store that stays below a number of bytes: counting, and removing what is coldest."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jaxrag.errors import StoreError
@@ -10,16 +9,12 @@ from jaxrag.store.repository import Repository
 
 
 class SizeLimit:
-    """The limit of one local repository, as its chunks of one fingerprint meet it.
+    """The limit of one fingerprint in a local repository: on its own chunks; only they leave."""
 
-    The limit is on the chunks of every fingerprint, and any of them may have to leave.
-    """
-
-    def __init__(self, heat: Heat, repository: Repository, fingerprint: str) -> None:
+    def __init__(self, heat: Heat, repository: Repository) -> None:
         """Use ``SizeLimit.open``."""
         self._heat = heat
         self._repository = repository
-        self._fingerprint = fingerprint
 
     @classmethod
     def open(
@@ -28,10 +23,10 @@ class SizeLimit:
         fingerprint: str,
         max_bytes: int | None,
     ) -> "SizeLimit | None":
-        """The limit of a repository; None when it has none and never had one.
+        """The limit of a fingerprint; None when none is given and the repository never had one.
 
-        Chunks that stand there uncounted are counted, which reads every record. What is beyond the
-        limit leaves at once.
+        Chunks that stand there uncounted are counted, which reads their records. What is beyond
+        the limit leaves at once.
 
         Raises:
             StoreError: a limit on something other than a directory, or one that is no positive
@@ -50,19 +45,19 @@ class SizeLimit:
             return None
 
         def standing() -> Iterator[Counted]:
-            for space in repository.spaces():
-                for found in space.find_all():
-                    if isinstance(found, Record):
-                        name = Name(space.fingerprint, found.key)
-                        yield Counted(name, found.nbytes, found.age)
+            space = repository.space(fingerprint)
+            for found in () if space is None else space.find_all():
+                if isinstance(found, Record):
+                    yield Counted(Name(fingerprint, found.key), found.nbytes, found.age)
 
-        limit = cls(Heat(path, max_bytes, standing), repository, fingerprint)
+        heat = Heat(path, fingerprint, max_bytes, standing)
+        limit = cls(heat, repository)
         limit._heat.enforce(limit._drop)
         return limit
 
     @property
     def max_bytes(self) -> int | None:
-        """The most that all chunks together may take."""
+        """The most that all chunks of the fingerprint together may take."""
         return self._heat.max_bytes
 
     def admit(self, key: str, nbytes: int) -> None:
@@ -83,7 +78,7 @@ class SizeLimit:
 
     def recount(self, keys: Callable[[], Iterable[str]]) -> None:
         """Strike off what is counted under the fingerprint and is not among the ``keys``."""
-        counted = self._heat.settled(self._fingerprint)
+        counted = self._heat.settled()
         standing = {self._name(key) for key in keys()}
         self._heat.strike_versions([pair for pair in counted if pair[0] not in standing])
 
@@ -92,14 +87,10 @@ class SizeLimit:
         self._heat.close()
 
     def _name(self, key: str) -> Name:
-        return Name(self._fingerprint, key)
+        return Name(self._heat.fingerprint, key)
 
     def _drop(self, names: Sequence[Name]) -> None:
-        keys = defaultdict(list)
-        for name in names:
-            keys[name.fingerprint].append(name.key)
-        for fingerprint, chosen in keys.items():
-            space = self._repository.space(fingerprint)
-            if space is not None:
-                for key in chosen:
-                    space.delete(key)
+        space = self._repository.space(self._heat.fingerprint)
+        if space is not None:
+            for name in names:
+                space.delete(name.key)

@@ -107,10 +107,11 @@ class ReadThrough(KVStore):
         *,
         grace_seconds: float = 3600.0,
         dry_run: bool = False,
+        busy: Callable[[str], bool] = lambda key: False,
     ) -> SweepReport:
         """``ChunkStore.gc`` of both stores; reports the remote one's."""
-        report = self.remote.gc(live, grace_seconds=grace_seconds, dry_run=dry_run)
-        self.local.gc(live, grace_seconds=grace_seconds, dry_run=dry_run)
+        report = self.remote.gc(live, grace_seconds=grace_seconds, dry_run=dry_run, busy=busy)
+        self.local.gc(live, grace_seconds=grace_seconds, dry_run=dry_run, busy=busy)
         return report
 
     def prefetch(self, keys: Sequence[str], tier: Tier = "page") -> "Future[int]":

@@ -177,7 +177,12 @@ def new_attempt() -> str:
 
 def attempt_age(attempt: str) -> float:
     """Seconds since ``attempt`` was named, by this machine's clock."""
-    return time.time() - int(attempt[:_TIME_DIGITS], 16)
+    return time.time() - attempt_begun(attempt)
+
+
+def attempt_begun(attempt: str) -> float:
+    """When ``attempt`` was named, in whole seconds since 1970."""
+    return float(int(attempt[:_TIME_DIGITS], 16))
 
 
 def new_record(

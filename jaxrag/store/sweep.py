@@ -10,8 +10,9 @@ Everything is removed in the order that a reader or a writer at work can tell fr
   writer looks for the mark and for its files once it has committed (``Namespace.complete``), and
   takes the commit back when it finds the attempt taken.
 
-Neither needs a clock. The grace only keeps gc from disturbing writers that are at work, and chunks
-that were put a moment ago and are not referenced yet.
+Neither needs a clock. A key that a writer has announced (``busy``) is passed over whole, bytes
+and folders, until the writer is done. The grace spares what nobody announced: chunks that were put
+a moment ago and are not referenced yet, and writers of other programs.
 """
 
 import dataclasses
@@ -47,7 +48,11 @@ class SweepReport:
 
 
 def sweep(
-    space: Namespace, live: Callable[[Record], bool], grace_seconds: float, dry_run: bool
+    space: Namespace,
+    live: Callable[[Record], bool],
+    grace_seconds: float,
+    dry_run: bool,
+    busy: Callable[[str], bool],
 ) -> SweepReport:
     """``ChunkStore.gc`` says what this does."""
     if not grace_seconds >= 0:
@@ -65,9 +70,11 @@ def sweep(
         for keys in itertools.batched(sorted(attempts.keys() | committed), _RECORDS_AT_ONCE):
             found = space.find([key for key in keys if key in committed])
             for key in keys:
+                if busy(key):  # asked after the listing: its writer had announced what is listed
+                    continue
                 collect = _Collect(space, key, grace_seconds, dry_run)
                 report += collect.run(found.get(key), sorted(attempts[key]), live)
-        locks, folders = space.backend.remove_stale(prefix, grace_seconds, dry_run)
+        locks, folders = space.backend.remove_stale(prefix, grace_seconds, dry_run, busy)
         report += SweepReport(locks=locks, folders=folders)
     return report + SweepReport(locks=space.backend.remove_stale_locks(grace_seconds, dry_run))
 

@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -94,7 +95,7 @@ def test_chunk_ids_are_never_used_again(catalog):
     assert after.chunk_id > before.chunk_id
     unused = catalog.reserve(3)
     catalog.remove(["a"])
-    catalog.strays(np.zeros(0, np.int64), grace_seconds=-1)
+    catalog.strays(np.zeros(0, np.int64), made_before=time.time() + 1)
     assert min(catalog.reserve(1)) > max(unused)
 
 
@@ -148,13 +149,13 @@ def test_strays_are_ids_of_no_chunk_whose_writer_had_time_enough(catalog):
     catalog.put([entry(catalog, "a", "lamp")])
     lost = list(catalog.reserve(2))
     held = np.array([*ids_of(catalog, "lamp"), *lost], np.int64)
-    assert catalog.strays(held, grace_seconds=3600).tolist() == []
+    assert catalog.strays(held, made_before=time.time() - 3600).tolist() == []
     catalog.reserve(1)
     late = entry(catalog, "b", "sea")
-    assert catalog.strays(held, grace_seconds=-1, dry_run=True).tolist() == lost
+    assert catalog.strays(held, made_before=time.time() + 1, dry_run=True).tolist() == lost
     catalog.put([dataclasses.replace(late, chunk_ids=lost[:1])])  # as a slow writer may
     catalog.remove(["b"])
-    assert catalog.strays(held, grace_seconds=-1).tolist() == lost
+    assert catalog.strays(held, made_before=time.time() + 1).tolist() == lost
     dead = dataclasses.replace(late, chunk_ids=lost[:1])
     with pytest.raises(StoreError, match="longer than"):
         catalog.put([dead])

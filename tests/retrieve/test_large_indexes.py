@@ -86,16 +86,21 @@ def test_filtered_searches_find_as_many_as_there_are(name, tmp_path):
     index.close()
 
 
-def test_a_damaged_inverted_file_is_made_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize("damage", ["cut", "flip"])
+def test_a_damaged_inverted_file_is_made_again(tmp_path, monkeypatch, damage):
     pytest.importorskip("faiss")
     from jaxrag.retrieve import faiss as module
 
     monkeypatch.setattr(module, "_IVF_FROM", 1000)
     data = clustered(1, ROWS)
     index_named("faiss").open(tmp_path, DIM).add(np.arange(ROWS), data)
-    (tmp_path / "0.ivf").write_bytes((tmp_path / "0.ivf").read_bytes()[:1000])
+    whole = (tmp_path / "0.ivf").read_bytes()
+    assert is_approximate("faiss", index_named("faiss").open(tmp_path, DIM, mode="r"))
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+    (tmp_path / "0.ivf").write_bytes(whole[:1000] if damage == "cut" else flipped)
     reader = index_named("faiss").open(tmp_path, DIM, mode="r")
     assert not is_approximate("faiss", reader)
     assert reader.search(data[:5], 1)[0].ravel().tolist() == [0, 1, 2, 3, 4]
     assert is_approximate("faiss", index_named("faiss").open(tmp_path, DIM))
-    assert (tmp_path / "0.ivf").stat().st_size > 1000
+    assert (tmp_path / "0.ivf").read_bytes() not in (flipped, whole[:1000])

@@ -96,13 +96,36 @@ def test_a_store_that_had_a_limit_keeps_counting_without_one(open_store, chunk, 
     assert len(list(open_store(max_bytes=2 * size).keys())) == 2
 
 
-def test_the_limit_is_on_all_models_together(open_store, chunk, size):
+def test_the_chunks_of_others_are_neither_counted_nor_dropped(open_store, chunk, size):
+    """Two tenants of one folder: the limit of one is nothing to the other, whoever came first."""
+    theirs = [chunk(number, model=OTHER) for number in range(4)]
     other = open_store(model=OTHER)
-    put(other, chunk(1, model=OTHER), chunk(2, model=OTHER))
+    put(other, *theirs[:2])
     store = open_store(max_bytes=2 * size)
+    put(store, chunk(1), chunk(2))
+    assert len(list(store.keys())) == 2  # their two take no room of ours
     put(store, chunk(3))
-    assert len(list(store.keys())) == 1
-    assert len(list(other.keys())) == 1
+    put(other, *theirs[2:])
+    store.close()
+    open_store(max_bytes=size).close()
+    assert len(list(open_store("r").keys())) == 1
+    for c in theirs:
+        c.assert_equal(open_store("r", model=OTHER).get(c.key))
+
+
+def test_every_fingerprint_has_a_limit_of_its_own(open_store, chunk, size):
+    one, two = open_store(max_bytes=3 * size), open_store(model=OTHER, max_bytes=2 * size)
+    for number in range(5):
+        put(one, chunk(number))
+        put(two, chunk(number, model=OTHER))
+    assert [len(list(store.keys())) for store in (one, two)] == [3, 2]
+
+
+def test_a_limit_that_comes_late_counts_what_stood_there(open_store, chunk, size):
+    """Also where the file that counts was made by another fingerprint long before."""
+    open_store(max_bytes=2 * size).close()
+    put(open_store(model=OTHER), *(chunk(number, model=OTHER) for number in range(4)))
+    assert len(list(open_store(model=OTHER, max_bytes=3 * size).keys())) == 3
 
 
 def test_deleted_and_collected_chunks_give_their_room_back(open_store, chunk, size):

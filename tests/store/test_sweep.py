@@ -1,6 +1,7 @@
 """Deleting chunks and collecting garbage, beside writers and readers at work."""
 
 import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -509,3 +510,46 @@ def test_nothing_acknowledged_is_lost_beside_a_collection_without_grace(open_sto
     for c in acknowledged:
         c.assert_equal(store.get(c.key))
     assert sorted(store.keys()) == sorted(c.key for c in acknowledged)
+
+
+def test_what_a_writer_has_announced_stays_at_any_grace(open_store, chunk, root):
+    """Its committed chunks, its attempts, and the folders that it has only just made."""
+    store, put_already, under_way, begun, dropped = open_store(), *map(chunk, range(1, 5))
+    put(store, put_already, dropped)
+    attempt = store.begin(under_way.key, 7, under_way.record, ways=1)
+    shard = store.put_shard(attempt, 0, under_way.kv)
+    empty = store.begin(begun.key, 7, begun.record, ways=1)
+    announced = {put_already.key, under_way.key, begun.key}
+    time.sleep(0.01)  # folders of this very moment are not old
+    report = open_store().gc(nothing, grace_seconds=0, busy=announced.__contains__)
+    assert (report.chunks, report.attempts) == (1, 0)
+    assert list(store.keys()) == [put_already.key]
+    assert store.commit(attempt, [shard]).won
+    assert store.commit(empty, [store.put_shard(empty, 0, begun.kv)]).won
+    for c in (put_already, under_way, begun):
+        c.assert_equal(store.get(c.key))
+    assert open_store().gc(nothing, grace_seconds=0).chunks == 3
+    assert not (root / "kv").exists()
+
+
+def test_nested_empty_folders_go_in_one_run(open_store, chunk, root, later):
+    store, c = open_store(), chunk(1)
+    put(store, c)
+    before = tree(root)
+    inner = next((root / "kv").glob(f"*/*/{c.key}")) / "/".join("abcdefg")
+    inner.mkdir(parents=True)
+    (inner / "x.__lock").write_bytes(b"")
+    later(2 * HOUR)
+    planned = store.gc(everything, grace_seconds=HOUR, dry_run=True)
+    assert store.gc(everything, grace_seconds=HOUR) == planned == SweepReport(locks=1, folders=7)
+    assert tree(root) == before
+
+
+def test_a_young_folder_in_an_old_one_stays(open_store, chunk, root, later):
+    store, c = open_store(), chunk(1)
+    put(store, c)
+    outer = next((root / "kv").glob(f"*/*/{c.key}")) / "old"
+    (outer / "young").mkdir(parents=True)
+    os.utime(outer, (0, 0))
+    assert store.gc(everything, grace_seconds=HOUR) == SweepReport()
+    assert (outer / "young").is_dir()
