@@ -25,6 +25,7 @@ from jaxrag.engine.engine import Engine
 from jaxrag.errors import ConfigError, JaxragError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.knowledge_base.maintained import DEFAULT_GRACE_SECONDS
+from jaxrag.knowledge_base.search import Hits
 from jaxrag.models.model import Model
 from jaxrag.server.durable import PRIVATE, disk_errors, make_folder, sync_folder
 from jaxrag.server.errors import forbidden, invalid, not_found
@@ -369,17 +370,19 @@ class Library:
 
     def search(
         self, access: Access, name: str, questions: Sequence[str], k: int, where: Any
-    ) -> list[Hit]:
+    ) -> Hits:
         """The best chunks for questions: of several, by the best place that a chunk has in any."""
         base = self.base(self.shelf(access, name))
         places: dict[int, tuple[int, Hit]] = {}
+        notes: dict[str, None] = {}
         for hits in base.search(list(questions), k, where=where):
+            notes |= dict.fromkeys(hits.notes)
             for place, hit in enumerate(hits):
                 before = places.get(hit.chunk_id)
                 if before is None or place < before[0]:
                     places[hit.chunk_id] = (place, hit)
         ranked = sorted(places.values(), key=lambda it: (it[0], -it[1].score))
-        return [hit for _, hit in ranked[:k]]
+        return Hits((hit for _, hit in ranked[:k]), tuple(notes))
 
     def texts(self, access: Access, name: str, file_id: str) -> list[str]:
         """The chunks of a file in a vector store as texts, in order."""

@@ -117,6 +117,7 @@ async def search_store(request: Request) -> JSONResponse:
             "data": [_shown_hit(hit) for hit in hits],
             "has_more": False,
             "next_page": None,
+            "jaxrag": {"notes": list(hits.notes)},
         }
     )
 

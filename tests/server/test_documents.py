@@ -1,6 +1,7 @@
 """Files and vector stores as OpenAI's client keeps them, and questions about what was uploaded."""
 
 import base64
+import functools
 import io
 
 import httpx
@@ -280,6 +281,13 @@ def test_embeddings_are_those_of_the_knowledge_base(
 
         with running(served_model, {"village": village}, change) as started:
             client = openai.OpenAI(base_url=f"{started.url}/v1", api_key="none", max_retries=0)
+            base.add([{"id": "cab", "text": "File 18: Giso Berow lives in Tondorf."}])
+            search = functools.partial(started.post, "/v1/vector_stores/letters/search")
+            assert search(query="Giso").json()["jaxrag"] == {"notes": []}
+            base._vectors.index.remove(base._catalog.ids_of_document("cab"))
+            found = search(query="Giso").json()
+            [note] = found["jaxrag"]["notes"]
+            assert note.startswith("the vectors of 1 of 1 chunks") and len(found["data"]) == 1
             texts = ["a bad cab", "Hello"]
             made = client.embeddings.create(model="synthetic@letters", input=texts)
             assert np.allclose([row.embedding for row in made.data], bag_of_letters(texts))
