@@ -163,15 +163,19 @@ class Engine:
         future: Future[Result] = Future()
         return self._queued(lambda: self._at_work.queue_spare(job, future), future)
 
-    def _queued[Result](self, queue: Callable[[], None], future: "Future[Result]") -> Result:
+    def _queued[Result](self, begin: Callable[[], None], future: "Future[Result]") -> Result:
         def event() -> None:
             try:
-                queue()
+                begin()
             except Exception as error:
                 future.set_exception(error)
 
+        # Waited for by this, as a Ctrl-C within the future's own lock would keep it locked for those
+        # who set it.
+        done: queue.SimpleQueue[Future[Result]] = queue.SimpleQueue()
+        future.add_done_callback(done.put)
         self._mail.post(event)
-        return future.result()
+        return done.get().result()
 
     def forget(self) -> None:
         """Make the pool anew, and the arena: chunks are read when they are next asked for."""

@@ -1,11 +1,11 @@
 """The engine's one thread: started by what is posted to it, ended when there is nothing to do."""
 
 import atexit
+import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 
 Event = Callable[[], None]  # called on the thread
 
@@ -32,14 +32,17 @@ class Mailbox:
         self._name, self._serve, self._clock = name, serve, clock
         self.looked: float | None = None
         self._works = False  # and does not wait for events
-        self._changed = threading.Condition()
+        # Entered itself, in one instruction: a Ctrl-C within a Condition's own __enter__, which is
+        # written in Python, would leave the lock held for ever.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._events: deque[Event] = deque()
         self._thread: threading.Thread | None = None
         self.closed = False
 
     def post(self, event: Event) -> None:
         """Queue an event and start the thread where it does not run."""
-        with self._changed:
+        with self._lock:
             if self.closed:
                 raise RuntimeError("the engine was closed, as its interpreter ends")
             self._events.append(event)
@@ -54,7 +57,7 @@ class Mailbox:
 
     def first(self) -> list[Event]:
         """For a thread with nothing to do: what comes next; empty where the thread is to end."""
-        with self._changed:
+        with self._lock:
             self._works = False
             self._changed.wait_for(lambda: self._events or self.closed, _LINGER)
             if not self._events:
@@ -64,7 +67,7 @@ class Mailbox:
 
     def next(self, wait: float | None = 0.0) -> list[Event]:
         """What has come by now; with ``wait``, in at most so many seconds; None: in any time."""
-        with self._changed:
+        with self._lock:
             if wait != 0.0:
                 self._works = False
                 self._changed.wait_for(lambda: self._events or self.closed, wait)
@@ -76,7 +79,7 @@ class Mailbox:
 
     def close(self) -> None:
         """Have the thread end, whatever it does, and wait for it a while."""
-        with self._changed:
+        with self._lock:
             self.closed = True
             thread = self._thread
             self._changed.notify()
@@ -107,14 +110,9 @@ def result_of[Result](job: Callable[[], Result]) -> Result | BaseException:
 
 def ask[Result](post: Callable[[Callable[[], None]], None], job: Callable[[], Result]) -> Result:
     """Have a job done by the thread behind ``post``, and wait for its result or error."""
-    future: Future[Result] = Future()
-
-    def event() -> None:
-        answer = result_of(job)
-        if isinstance(answer, BaseException):
-            future.set_exception(answer)
-        else:
-            future.set_result(answer)
-
-    post(event)
-    return future.result()
+    answers: queue.SimpleQueue[Result | BaseException] = queue.SimpleQueue()
+    post(lambda: answers.put(result_of(job)))
+    answer = answers.get()
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer

@@ -1,6 +1,7 @@
 """The engine's thread: there while something is to be done, gone when not, no hindrance at exit."""
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxrag.engine.thread import Mailbox, ask
 from jaxrag.errors import Cancelled, RequestError
 
 SHIPPED = Path(__file__).parents[2] / "checkpoints" / "synthetic-0.8m" / "dual"
@@ -108,3 +110,31 @@ def test_who_is_aborted_is_told(engine_on, asked, told):
         engine.call(lambda runner: None)
     assert isinstance(client.last[number].error, Cancelled)
     assert str(client.last[number].error) == f"request {number} was aborted"
+
+
+def test_an_interrupt_inside_a_condition_locks_nobody_out(monkeypatch):
+    """A Condition's ``__enter__`` is Python: Ctrl-C may fall between its lock and its return."""
+    served, enter = [], threading.Condition.__enter__
+
+    def serve(mail):
+        while events := mail.first():
+            for event in events:
+                event()
+
+    mail = Mailbox("test", serve)
+    ask(mail.post, lambda: served.append(0))  # the thread runs
+
+    def interrupted(condition):
+        enter(condition)
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Condition, "__enter__", interrupted)
+        with contextlib.suppress(KeyboardInterrupt):
+            mail.post(lambda: served.append(1))
+    other = threading.Thread(target=ask, args=(mail.post, lambda: served.append(2)), daemon=True)
+    other.start()
+    other.join(20)
+    assert not other.is_alive() and served == [0, 1, 2]
