@@ -170,8 +170,7 @@ class Engine:
             except Exception as error:
                 future.set_exception(error)
 
-        # Waited for by this: a Ctrl-C within the future's own lock would keep it locked for who sets
-        # it.
+        # Waited for by this: Ctrl-C within the future's own lock would lock out who sets it.
         done: queue.SimpleQueue[Future[Result]] = queue.SimpleQueue()
         future.add_done_callback(done.put)
         self._mail.post(event)
