@@ -11,12 +11,14 @@ from jaxrag.cli.options import (
     add_command,
     add_json,
     add_model,
+    add_secret,
     counted,
     human_count,
     load,
     model_of_kb,
     parse_bytes,
     print_json,
+    secret_of,
 )
 from jaxrag.errors import KnowledgeBaseError
 
@@ -89,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how KV is stored: in the model's dtype, or int8 in half the bytes or less (native)",
     )
     parser.add_argument("--salt", metavar="TEXT", help="of a tenant; other salts share no KV")
+    add_secret(parser)
     parser.add_argument(
         "--store", metavar="URL", help="repository of the KV: s3://, gs:// or a folder (in --kb)"
     )
@@ -191,6 +194,7 @@ def ingest(
         similar_by=args.similar_by,
         stored=args.kv,
         salt=args.salt,
+        secret=secret_of(args.secret_file),
         store=args.store,
         max_bytes=args.max_bytes,
         embedder=args.embedder,
@@ -226,6 +230,9 @@ def print_report(report: "AddReport", as_json: bool) -> None:
         f"{human_count(report.chunks_per_second)} chunks/s, "
         f"{human_count(report.tokens_per_second)} tokens/s"
     )
+    if report.unsealed:
+        chunks = counted(report.unsealed, "chunk")
+        print(f"encoded again, as the store holds them not sealed: {chunks}")
     if report.neighbours is not None:
         near = report.neighbours
         print(

@@ -9,6 +9,7 @@ from jaxrag.cli.options import (
     add_command,
     add_json,
     add_model,
+    add_secret,
     add_where,
     counted,
     human_count,
@@ -16,9 +17,11 @@ from jaxrag.cli.options import (
     parse_bytes,
     parse_seconds,
     print_json,
+    secret_of,
     table,
     where_of,
 )
+from jaxrag.errors import RequestError
 from jaxrag.text.printable import printable
 
 
@@ -94,6 +97,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     verify.add_argument(
         "--rate", type=parse_bytes, metavar="SIZE", help="read at most so much a second"
     )
+    verify.add_argument(
+        "--reseal",
+        action="store_true",
+        help="with --repair: take this secret, or none, in place of the one that it was sealed "
+        "with; what that sealed is encoded again",
+    )
     add_model(
         verify, required=False, text="for --repair (the one that the knowledge base remembers)"
     )
@@ -110,7 +119,7 @@ def run_stats(args: argparse.Namespace) -> None:
     """Print what the knowledge base holds and how it was made."""
     from jaxrag.knowledge_base import KnowledgeBase
 
-    with KnowledgeBase.open(args.kb) as kb:
+    with KnowledgeBase.open(args.kb, secret=secret_of(args.secret_file)) as kb:
         stats = kb.stats()
     if args.json:
         print_json(stats)
@@ -129,7 +138,7 @@ def run_list(args: argparse.Namespace) -> None:
     """Print one line a document, or a JSON object with all of them."""
     from jaxrag.knowledge_base import KnowledgeBase
 
-    with KnowledgeBase.open(args.kb) as kb:
+    with KnowledgeBase.open(args.kb, secret=secret_of(args.secret_file)) as kb:
         where = where_of(args)
         documents = kb.documents(where)
         for why in [] if documents or where is None else kb.why_nothing(where):
@@ -146,7 +155,7 @@ def run_remove(args: argparse.Namespace) -> int:
     """Exit code 0 when every document was there, 3 when some were not."""
     from jaxrag.knowledge_base import KnowledgeBase
 
-    with KnowledgeBase.open(args.kb, mode="rw") as kb:
+    with KnowledgeBase.open(args.kb, mode="rw", secret=secret_of(args.secret_file)) as kb:
         report = kb.remove(args.ids)
     if args.json:
         print_json(dataclasses.asdict(report))
@@ -162,7 +171,7 @@ def run_gc(args: argparse.Namespace) -> None:
     """Print what was freed, or with --dry-run would be."""
     from jaxrag.knowledge_base import KnowledgeBase
 
-    with KnowledgeBase.open(args.kb, mode="rw") as kb:
+    with KnowledgeBase.open(args.kb, mode="rw", secret=secret_of(args.secret_file)) as kb:
         report = kb.gc(
             grace_seconds=args.grace, dry_run=args.dry_run, others=args.others, gone=args.gone
         )
@@ -180,7 +189,12 @@ def run_verify(args: argparse.Namespace) -> int:
     """Exit code 0 when every chunk is whole at the end and has its indexes, 3 when not."""
     from jaxrag.knowledge_base import KnowledgeBase
 
-    kb = open_kb(args) if args.repair else KnowledgeBase.open(args.kb)
+    secret = secret_of(args.secret_file)
+    if args.reseal:
+        if not args.repair:
+            raise RequestError("--reseal without --repair: chunks are encoded again; pass both")
+        KnowledgeBase.open(args.kb, mode="rw", secret=secret, reseal=True).close()
+    kb = open_kb(args) if args.repair else KnowledgeBase.open(args.kb, secret=secret)
     with kb:
         report = kb.verify(
             repair=args.repair, max_bytes_per_second=args.rate, progress=not args.json
@@ -199,6 +213,8 @@ def run_verify(args: argparse.Namespace) -> int:
         print(
             f"chunks: {report.ok} whole, {report.repaired} repaired, {len(report.damaged)} damaged"
         )
+        if report.unsealed:
+            print(f"{len(report.unsealed)} of the damaged are sound, but not sealed")
         if report.dropped:
             print(f"{report.dropped} not stored, under the size limit")
         print("".join(f"{printable(line)}\n" for line in named), end="")
@@ -207,6 +223,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def _add_kb(action: argparse.ArgumentParser) -> None:
     action.add_argument("kb", metavar="DIR", help="folder of the knowledge base")
+    add_secret(action)
     add_json(action)
 
 

@@ -56,9 +56,10 @@ class VerifyReport:
 
     ok: int
     repaired: int
-    damaged: tuple[str, ...]  # keys of chunks whose KV is missing or corrupt, and still is
+    damaged: tuple[str, ...]  # keys of chunks without sound KV of their own, still
     dropped: int  # not stored, as is to be expected under a size limit
     unindexed: tuple[str, ...] = ()  # keys of chunks that are whole but lack their indexes
+    unsealed: tuple[str, ...] = ()  # of ``damaged``: sound, but not sealed with the secret
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,10 +196,10 @@ def verify(
     found = store.verify(
         catalog.all_keys(), max_bytes_per_second=max_bytes_per_second, progress=progress
     )
-    damaged = (*found.corrupt, *(() if limited else found.missing))
+    damaged = (*found.corrupt, *found.unsealed, *(() if limited else found.missing))
     dropped = len(found.missing) if limited else 0
     bare = [] if indexing is None else _unindexed(store, catalog, indexing, set(damaged))
-    return VerifyReport(found.ok, 0, damaged, dropped, tuple(bare))
+    return VerifyReport(found.ok, 0, damaged, dropped, tuple(bare), found.unsealed)
 
 
 def repair(
@@ -218,7 +219,8 @@ def repair(
     damaged = tuple(key for key in report.damaged if key not in repaired)
     bare = tuple(key for key in report.unindexed if key not in repaired)
     whole = report.ok - (len(report.unindexed) - len(bare))
-    return VerifyReport(whole, len(repaired), damaged, report.dropped, bare)
+    unsealed = tuple(key for key in report.unsealed if key not in repaired)
+    return VerifyReport(whole, len(repaired), damaged, report.dropped, bare, unsealed)
 
 
 def _unindexed(
