@@ -202,7 +202,8 @@ def run_verify(args: argparse.Namespace) -> int:
         named = [
             f"{what}: {kb.chunk_of(key)} ({key})"
             for what, keys in (
-                ("damaged", report.damaged),
+                ("damaged", [it for it in report.damaged if it not in report.unsealed]),
+                ("not sealed", report.unsealed),
                 ("without its attention index", report.unindexed),
             )
             for key in keys

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import xxhash
+from blake3 import blake3
 
 from jaxrag.errors import ChunkCorrupt, ChunkMissing, ChunkNotSealed, StoreError
 from jaxrag.store import ChunkStore, KVLayout, ReadThrough, SharedStore, as_stored
@@ -70,6 +71,29 @@ def test_what_was_put_with_the_secret_comes_back(opened, numbers, layout):
     assert store.verify().ok == 1
     # Whoever has no secret reads it by its digests, as before.
     assert opened(None).get(c.key).tobytes() == as_stored(c.kv, layout).tobytes()
+
+
+def test_seals_are_what_the_format_says(opened, numbers, layout, tmp_path):
+    c, store = numbers(1), opened()
+    store.put(c.key, c.kv, record=c.record, aux=AUX)
+    path = record_file(tmp_path / "kb", c.key)
+    values = json.loads(path.read_text())
+
+    def seal(what, data):
+        key = blake3(OURS, derive_key_context=f"jaxrag: seal of {what} in a chunk store").digest()
+        return blake3(data, key=key).hexdigest()[:32]
+
+    folder = path.parent / values["attempt"]
+    size = c.kv.size // 3 * layout.stored_dtype.itemsize
+    stored = (folder / "c/0/0/0/0/0").read_bytes()
+    layers = [stored[size * layer :][:size] for layer in range(3)]
+    assert values["seals"] == [seal("bytes", layer) for layer in layers]
+    for name, entry in values["aux"].items():
+        (file,) = (one for one in (folder / "aux" / name / "c").rglob("*") if one.is_file())
+        assert entry["seals"] == [seal("bytes", file.read_bytes())]
+    body = {name: value for name, value in values.items() if name not in ("seal", "check")}
+    assert values["seal"] == seal("a record", json.dumps(body, sort_keys=True).encode())
+    assert values["format"] == 3 and len(values["aux"]) == 2 + (layout.stored == "int8")
 
 
 @pytest.mark.parametrize("secret", [None, THEIRS])
