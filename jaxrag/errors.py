@@ -37,6 +37,10 @@ class ChunkCorrupt(StoreError):
     """A chunk whose record or bytes do not match their digests; it is never served."""
 
 
+class DamagedCatalogError(StoreError):
+    """A catalog whose bytes or rows do not match their checksums; none of them is believed."""
+
+
 class KnowledgeBaseError(JaxragError):
     """A knowledge base that does not fit the model, the prompt template or the request."""
 

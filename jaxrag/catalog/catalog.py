@@ -7,7 +7,6 @@ index holds beyond that is unreachable and harmless.
 import contextlib
 import datetime
 import json
-import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from jaxrag.catalog.rows import Entry
 from jaxrag.errors import KnowledgeBaseError, StoreError
 from jaxrag.retrieve.base import searched_text
 from jaxrag.retrieve.bm25 import BM25Index
-from jaxrag.types import HostArray
+from jaxrag.types import Connection, HostArray
 
 
 class Catalog(Reader):
@@ -279,9 +278,7 @@ class Catalog(Reader):
             mask &= (chunk_ids < first) | (chunk_ids > last)
         return chunk_ids[mask]
 
-    def _remove(
-        self, connection: sqlite3.Connection, document_id: str, gone: list[str]
-    ) -> list[int]:
+    def _remove(self, connection: Connection, document_id: str, gone: list[str]) -> list[int]:
         """Remove a document; returns its chunk ids and adds their content ids to ``gone``."""
         rows = connection.execute(
             "SELECT chunks.id, title, text, content_id FROM chunks "
@@ -294,7 +291,7 @@ class Catalog(Reader):
         connection.execute("DELETE FROM documents WHERE id = ?", (document_id,))
         return [row[0] for row in rows]
 
-    def _forget_contexts(self, connection: sqlite3.Connection, gone: list[str]) -> None:
+    def _forget_contexts(self, connection: Connection, gone: list[str]) -> None:
         """Forget the keys of KV that has seen a chunk whose content no chunk has any more."""
         connection.execute(
             "DELETE FROM chunk_keys WHERE (chunk_id, encoder) IN (SELECT chunk_id, encoder "
@@ -303,7 +300,7 @@ class Catalog(Reader):
             (json.dumps(sorted(dict.fromkeys(gone))),),
         )
 
-    def _insert(self, connection: sqlite3.Connection, entry: Entry, now: str) -> None:
+    def _insert(self, connection: Connection, entry: Entry, now: str) -> None:
         document, chunks = entry.document, entry.chunks
         connection.execute(
             "INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -324,7 +321,7 @@ class Catalog(Reader):
                 [(chunk_id, encoder, keys[place]) for encoder, keys in entry.keys.items()],
             )
 
-    def _require_reserved(self, connection: sqlite3.Connection, chunk_id: int) -> None:
+    def _require_reserved(self, connection: Connection, chunk_id: int) -> None:
         row = connection.execute(
             "SELECT last FROM reservations WHERE first <= ? ORDER BY first DESC LIMIT 1",
             (chunk_id,),
@@ -336,7 +333,7 @@ class Catalog(Reader):
             )
 
 
-def _vectors(connection: sqlite3.Connection) -> str:
+def _vectors(connection: Connection) -> str:
     """The setting "vectors" as JSON text, "null" without one."""
     row = connection.execute("SELECT value FROM settings WHERE name = 'vectors'").fetchone()
     return "null" if row is None else str(row[0])

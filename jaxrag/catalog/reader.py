@@ -40,9 +40,7 @@ class Reader:
 
     def version(self) -> tuple[int, int]:
         """Another value after every change of the file, by this object or anybody else."""
-        with self._database.use() as connection:
-            (others,) = connection.execute("PRAGMA data_version").fetchone()
-            return int(others), connection.total_changes
+        return self._database.version()
 
     def settings(self) -> dict[str, Any]:
         """The settings by name, as given at creation and changed since."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from jaxrag.documents import Document
 from jaxrag.documents.chunking import Chunk
-from jaxrag.types import HostArray
+from jaxrag.types import Connection, HostArray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +77,7 @@ class ChunkTokens:
     ids: HostArray  # [T] int32, without the prompt template's markers
 
 
-def read_hits(connection: sqlite3.Connection, found: Sequence[tuple[int, float]]) -> list[Hit]:
+def read_hits(connection: Connection, found: Sequence[tuple[int, float]]) -> list[Hit]:
     """The chunks of (id, score) pairs, in the same order; ids of no chunk are left out."""
     rows = connection.execute(
         "SELECT chunks.id, document_id, number, title, file, page, first_char, last_char, section, "

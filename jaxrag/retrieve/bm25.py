@@ -13,7 +13,6 @@ import itertools
 import json
 import math
 import re
-import sqlite3
 import unicodedata
 from collections.abc import Mapping
 
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from jaxrag.retrieve.base import Found
 from jaxrag.retrieve.filters import Filter, Scalar
+from jaxrag.types import Connection
 
 # Han, Kana and Hangul: scripts searched by single characters and pairs of neighbours.
 _CJK = (
@@ -60,7 +60,7 @@ class BM25Index:
     Nothing here commits: adding and removing belong to the caller's transaction.
     """
 
-    connection: sqlite3.Connection
+    connection: Connection
     k1: float = 1.2  # how soon repeats of a word stop counting
     b: float = 0.75  # how much long chunks are held back, 0 to 1
 
