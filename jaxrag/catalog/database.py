@@ -16,27 +16,31 @@ from pathlib import Path
 from jaxrag.errors import KnowledgeBaseError, StoreError
 from jaxrag.store.wal import use_write_ahead_log
 
-FORMAT = 3
+FORMAT = 4
+_UNCHECKED = 3  # its rows have no digests; it is read as it is
 BUSY_SECONDS = 60.0
 _CHECKPOINT_SECONDS = 1.0  # that a checkpoint waits for readers of an older state
 _APPLICATION = 0x4A524147  # "JRAG", SQLite's application_id
 
 _SCHEMA = (
-    "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL, "
+    "xxh3 INTEGER NOT NULL) WITHOUT ROWID",
     """CREATE TABLE documents (
         id TEXT PRIMARY KEY, title TEXT NOT NULL, file TEXT, metadata TEXT NOT NULL,
         digest TEXT NOT NULL, num_chunks INTEGER NOT NULL, num_tokens INTEGER NOT NULL,
-        added TEXT NOT NULL) WITHOUT ROWID""",
+        added TEXT NOT NULL, xxh3 INTEGER NOT NULL) WITHOUT ROWID""",
     """CREATE TABLE chunks (
         id INTEGER PRIMARY KEY,
         document_id TEXT NOT NULL REFERENCES documents(id) ON DELETE CASCADE,
         number INTEGER NOT NULL, first_char INTEGER NOT NULL, last_char INTEGER NOT NULL,
         page INTEGER, section TEXT NOT NULL, content_id TEXT NOT NULL,
-        text TEXT NOT NULL, ids BLOB NOT NULL, UNIQUE (document_id, number))""",
+        text TEXT NOT NULL, ids BLOB NOT NULL, xxh3 INTEGER NOT NULL,
+        UNIQUE (document_id, number))""",
     "CREATE INDEX chunks_by_content ON chunks (content_id)",
     """CREATE TABLE chunk_keys (
         chunk_id INTEGER NOT NULL REFERENCES chunks(id) ON DELETE CASCADE,
-        encoder TEXT NOT NULL, key TEXT NOT NULL, PRIMARY KEY (chunk_id, encoder)) WITHOUT ROWID""",
+        encoder TEXT NOT NULL, key TEXT NOT NULL, xxh3 INTEGER NOT NULL,
+        PRIMARY KEY (chunk_id, encoder)) WITHOUT ROWID""",
     "CREATE INDEX chunk_keys_by_key ON chunk_keys (key)",
     # What stood in front of a chunk when it was encoded, for encoders that see other chunks.
     """CREATE TABLE contexts (
@@ -58,6 +62,7 @@ class Database:
     Attributes:
       path: the file.
       writable: False where its folder cannot be written.
+      checked: whether its rows have digests; those of format 3 have none.
       connection: of SQLite; outside of ``use`` and ``transaction`` only for objects made on it.
     """
 
@@ -67,6 +72,7 @@ class Database:
         self.writable = os.access(path.parent, os.W_OK)
         self.connection = _connect(path, self.writable)
         self._lock = threading.RLock()
+        self.checked = True
 
     def close(self) -> None:
         """Close the file; nothing can be done with it afterwards."""
@@ -149,7 +155,8 @@ class Database:
             raise KnowledgeBaseError(
                 f"{self.path} is not a knowledge base catalog; name another folder"
             )
-        if found != FORMAT:
+        self.checked = found != _UNCHECKED
+        if found not in (FORMAT, _UNCHECKED):
             raise KnowledgeBaseError(
                 f"{self.path} has format {found}, this version reads format {FORMAT}; "
                 "use the version that wrote it or ingest again"
