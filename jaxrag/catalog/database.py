@@ -25,7 +25,7 @@ from jaxrag.store.wal import use_write_ahead_log
 from jaxrag.types import Connection
 
 FORMAT = 4
-UNCHECKED = 3  # the format before checksums: read as it is, until it is upgraded
+_UNCHECKED = 3  # neither pages nor rows have digests; it is read as it is
 BUSY_SECONDS = 60.0
 _CHECKPOINT_SECONDS = 1.0  # that a checkpoint waits for readers of an older state
 _APPLICATION = 0x4A524147  # "JRAG", SQLite's application_id
@@ -34,21 +34,24 @@ _CHECKSUM_BYTES = 8  # reserved at the end of a page, of which byte 20 of the fi
 _CHECKSUMS = "cksmvfs"  # the name under which SQLite knows the checksum VFS
 
 _SCHEMA = (
-    "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL, "
+    "xxh3 INTEGER NOT NULL) WITHOUT ROWID",
     """CREATE TABLE documents (
         id TEXT PRIMARY KEY, title TEXT NOT NULL, file TEXT, metadata TEXT NOT NULL,
         digest TEXT NOT NULL, num_chunks INTEGER NOT NULL, num_tokens INTEGER NOT NULL,
-        added TEXT NOT NULL) WITHOUT ROWID""",
+        added TEXT NOT NULL, xxh3 INTEGER NOT NULL) WITHOUT ROWID""",
     """CREATE TABLE chunks (
         id INTEGER PRIMARY KEY,
         document_id TEXT NOT NULL REFERENCES documents(id) ON DELETE CASCADE,
         number INTEGER NOT NULL, first_char INTEGER NOT NULL, last_char INTEGER NOT NULL,
         page INTEGER, section TEXT NOT NULL, content_id TEXT NOT NULL,
-        text TEXT NOT NULL, ids BLOB NOT NULL, UNIQUE (document_id, number))""",
+        text TEXT NOT NULL, ids BLOB NOT NULL, xxh3 INTEGER NOT NULL,
+        UNIQUE (document_id, number))""",
     "CREATE INDEX chunks_by_content ON chunks (content_id)",
     """CREATE TABLE chunk_keys (
         chunk_id INTEGER NOT NULL REFERENCES chunks(id) ON DELETE CASCADE,
-        encoder TEXT NOT NULL, key TEXT NOT NULL, PRIMARY KEY (chunk_id, encoder)) WITHOUT ROWID""",
+        encoder TEXT NOT NULL, key TEXT NOT NULL, xxh3 INTEGER NOT NULL,
+        PRIMARY KEY (chunk_id, encoder)) WITHOUT ROWID""",
     "CREATE INDEX chunk_keys_by_key ON chunk_keys (key)",
     # What stood in front of a chunk when it was encoded, for encoders that see other chunks.
     """CREATE TABLE contexts (
@@ -70,7 +73,8 @@ class Database:
     Attributes:
       path: the file.
       writable: False where its folder cannot be written.
-      format: of the file, FORMAT or UNCHECKED; FORMAT until ``check_format`` has looked.
+      checked: whether its pages and rows have digests; those of format 3 have none until
+        ``upgrade``.
       connection: of SQLite; outside of ``use`` and ``transaction`` only for objects made on it.
     """
 
@@ -78,10 +82,10 @@ class Database:
         """Open the file; SQLite makes an empty one where there is none."""
         self.path = path
         self.writable = os.access(path.parent, os.W_OK)
-        self.format = FORMAT
         self.connection = _connect(path, self.writable)
         self._changes = 0  # of connections before this one
         self._lock = threading.RLock()
+        self.checked = True
 
     def close(self) -> None:
         """Close the file; nothing can be done with it afterwards."""
@@ -185,7 +189,7 @@ class Database:
             raise KnowledgeBaseError(
                 f"{self.path} is not a knowledge base catalog; name another folder"
             )
-        if found not in (FORMAT, UNCHECKED):
+        if found not in (FORMAT, _UNCHECKED):
             raise KnowledgeBaseError(
                 f"{self.path} has format {found}, this version reads format {FORMAT}; "
                 "use the version that wrote it or ingest again"
@@ -194,7 +198,7 @@ class Database:
         if found == FORMAT and header[20] != _CHECKSUM_BYTES:
             raise damaged(self.path, f"byte 20 is {header[20]}, not {_CHECKSUM_BYTES}")
         self._check_size()
-        self.format = found
+        self.checked = found == FORMAT
 
     def _check_size(self) -> None:
         """Raise DamagedCatalogError for a cut page: SQLite reads what lacks of it as zeros."""
