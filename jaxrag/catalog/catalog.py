@@ -25,6 +25,7 @@ from jaxrag.catalog.digests import (
     Totals,
     damaged,
     sum_of_ids,
+    upgrade,
 )
 from jaxrag.catalog.reader import Reader
 from jaxrag.catalog.rows import ChunkRow, DocumentRow, Entry
@@ -96,6 +97,14 @@ class Catalog(Reader):
                         )
                         Totals().with_settings(connection).write(connection)
         return cls.open(path)
+
+    def upgrade(self) -> bool:
+        """Give a catalog of format 3 its checksums and digests; what it holds is taken as it is.
+
+        Safe against being killed. Returns whether it has them now: not where the file cannot be
+        written, or anybody else has it open.
+        """
+        return self.checked or (self.writable and self._database.upgrade(upgrade))
 
     def checkpoint(self) -> None:
         """Call when a change is acknowledged: no damage to SQLite's log takes it back then."""

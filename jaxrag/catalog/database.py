@@ -14,7 +14,7 @@ import json
 import os
 import threading
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import apsw
@@ -168,12 +168,34 @@ class Database:
         with self.use():
             use_write_ahead_log(self.connection, BUSY_SECONDS)
 
+    def upgrade(self, change: Callable[[Connection], None]) -> bool:
+        """Bring a file of format 3 to FORMAT; whoever is killed meanwhile leaves one or the other.
+
+        A copy with checksums is made beside the file, changed, and written back in one transaction
+        of SQLite, with the file held alone: others keep what they have open, and cannot mix both.
+
+        Args:
+          change: gives the tables of the copy what they lack, in a transaction.
+
+        Returns whether the file has FORMAT now: not where anybody else has it open. Objects made on
+        ``connection`` are to be made anew.
+        """
+        with self.use():
+            if not self.checked:
+                self._changes += self.connection.total_changes() + 1
+                self.connection.close()
+                try:
+                    _rewrite(self.path, change)
+                finally:
+                    self.connection = _connect(self.path, self.writable)
+                self.check_format()
+            return self.checked
+
     def make_tables(self) -> None:
         """Make the tables and mark the file, in the caller's transaction."""
         for statement in _SCHEMA:
             self.connection.execute(statement)
-        self.connection.execute(f"PRAGMA application_id = {_APPLICATION}")
-        self.connection.execute(f"PRAGMA user_version = {FORMAT}")
+        mark(self.connection)
 
     def check_format(self) -> None:
         """Find out the format of the file.
@@ -199,6 +221,8 @@ class Database:
             raise damaged(self.path, f"byte 20 is {header[20]}, not {_CHECKSUM_BYTES}")
         self._check_size()
         self.checked = found == FORMAT
+        if self.checked and self.writable:  # that this was read says that no upgrade is under way
+            _remove_files(_copy(self.path))
 
     def _check_size(self) -> None:
         """Raise DamagedCatalogError for a cut page: SQLite reads what lacks of it as zeros."""
@@ -213,6 +237,12 @@ def damaged(path: Path, what: str) -> DamagedCatalogError:
         f"catalog {path} is damaged: {what}; run `jaxrag kb verify --repair {path.parent}`, "
         "or restore a copy"
     )
+
+
+def mark(connection: Connection) -> None:
+    """Say that a file is a catalog of FORMAT, in the caller's transaction."""
+    connection.execute(f"PRAGMA application_id = {_APPLICATION}")
+    connection.execute(f"PRAGMA user_version = {FORMAT}")
 
 
 def to_json(value: object) -> str:
@@ -260,6 +290,43 @@ def _load_checksums() -> None:
         ) from error
     finally:
         connection.close()
+
+
+def _rewrite(path: Path, change: Callable[[Connection], None]) -> None:
+    """The work of ``Database.upgrade``; nothing is done where anybody else has the file open."""
+    copy = _copy(path)
+    with contextlib.closing(_connect(path, True)) as file:
+        file.execute("PRAGMA locking_mode = EXCLUSIVE").fetchall()
+        file.set_busy_timeout(0)
+        try:
+            _begin(file, "BEGIN IMMEDIATE")  # in this mode with a lock on the whole file, kept
+        except apsw.BusyError:
+            return
+        file.execute("ROLLBACK")
+        try:
+            _remove_files(copy)
+            file.execute("VACUUM INTO ?", (os.fspath(copy),))
+            with contextlib.closing(_connect(copy, True)) as changed:
+                changed.execute("BEGIN")
+                change(changed)
+                mark(changed)
+                changed.execute("COMMIT")
+                with file.backup("main", changed, "main") as backup:
+                    backup.step()
+            file.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        finally:
+            _remove_files(copy)
+
+
+def _copy(path: Path) -> Path:
+    """Where an upgrade makes its copy."""
+    return path.with_name(f"{path.name}-upgrade")
+
+
+def _remove_files(path: Path) -> None:
+    """Remove a database and what SQLite leaves beside it."""
+    for suffix in ("-journal", "-wal", "-shm", ""):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
 def _address(path: Path, writable: bool) -> str:

@@ -359,9 +359,12 @@ class Reader:
 
     @property
     def _index(self) -> BM25Index:
-        """The full-text index; another one once the file has got digests."""
-        if self._words.checked != self.checked:
-            self._words = dataclasses.replace(self._words, checked=self.checked)
+        """The full-text index; another one on another connection, as after an upgrade."""
+        connection = self._database.connection
+        if self._words.connection is not connection:
+            self._words = dataclasses.replace(
+                self._words, connection=connection, checked=self.checked
+            )
         return self._words
 
     def _totals(self, connection: Connection) -> Totals | None:
