@@ -1,0 +1,198 @@
+"""The pages of a catalog as bytes: their checksums, flipped bits, and the rows that stand in them.
+
+The layout is SQLite's (https://www.sqlite.org/fileformat.html) with 8 reserved bytes a page, which
+hold the checksum of its checksum VFS.
+"""
+
+import functools
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from jaxrag.types import HostArray
+
+PAGE_BYTES = 4096  # SQLite's default, and so of every catalog
+CHECKSUM_BYTES = 8
+
+_USABLE = PAGE_BYTES - CHECKSUM_BYTES
+_WORDS = _USABLE // 4  # under the checksum
+_AT_ONCE = 4096  # pages whose checksums are computed together
+_TABLE_LEAF, _INDEX_LEAF, _INDEX_INTERIOR = 13, 10, 2  # kinds of pages that hold rows
+_MOST = {_TABLE_LEAF: _USABLE - 35, _INDEX_LEAF: (_USABLE - 12) * 64 // 255 - 23}
+_MOST[_INDEX_INTERIOR] = _MOST[_INDEX_LEAF]  # bytes of a row that stand in the page itself
+_LEAST = (_USABLE - 12) * 32 // 255 - 23  # of a longer one
+_INTEGERS = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8}  # bytes by serial type
+
+
+def wrong_pages(pages: HostArray) -> list[int]:
+    """Which of the pages, uint8 [P, PAGE_BYTES], are not as their checksums say, ascending."""
+    found: list[int] = []
+    for start in range(0, len(pages), _AT_ONCE):
+        some = pages[start : start + _AT_ONCE]
+        wrong = (_checksums(some) != _stored(some)).any(axis=1)
+        found += (np.flatnonzero(wrong) + start).tolist()
+    return found
+
+
+def mend(page: HostArray) -> bool:
+    """Turn back the one bit that was flipped in a page, uint8 [PAGE_BYTES], in place.
+
+    Returns whether there is exactly one bit that explains the checksum.
+    """
+    words = page.view("<u4")
+    stored, computed = _stored(page[None])[0], _checksums(page[None])[0]
+    bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
+    # A bit that is 0 now was 1 and added its worth; one that is 1 was 0.
+    set_now = (words[:_WORDS, None] & bits) != 0
+    change = np.where(set_now, np.uint32(0) - bits, bits)
+    effect = change[..., None] * _effects()[:, None, :]
+    found = [
+        (int(word), int(bit)) for word, bit in np.argwhere((effect == stored - computed).all(-1))
+    ]
+    differ = stored ^ computed
+    if sum(int(word).bit_count() for word in differ) == 1:
+        own = int(np.flatnonzero(differ)[0])
+        found.append((_WORDS + own, int(differ[own]).bit_length() - 1))
+    if len(found) != 1:
+        return False
+    ((word, bit),) = found
+    words[word] ^= bits[bit]
+    return True
+
+
+def _stored(pages: HostArray) -> HostArray:
+    return pages.view("<u4")[:, _WORDS:]
+
+
+def _checksums(pages: HostArray) -> HostArray:
+    """The checksum of every page, uint32 [P, 2]."""
+    words = np.ascontiguousarray(pages.view("<u4")[:, :_WORDS].T)
+    first = np.zeros(len(pages), np.uint32)
+    second = np.zeros(len(pages), np.uint32)
+    for odd, even in zip(words[::2], words[1::2], strict=True):
+        first += odd + second
+        second += even + first
+    return np.stack([first, second], axis=1)
+
+
+@functools.cache
+def _effects() -> HostArray:
+    """What 1 more in a word adds to the checksum, uint32 [_WORDS, 2]: it is linear."""
+    units = np.zeros((_WORDS, PAGE_BYTES // 4), "<u4")
+    np.fill_diagonal(units, 1)
+    return _checksums(units.view(np.uint8))
+
+
+class Rows:
+    """The rows in pages that are whole; nothing is asked of the tree that leads to them."""
+
+    def __init__(self, pages: HostArray, wrong: list[int]) -> None:
+        """Of uint8 [P, PAGE_BYTES], ``wrong`` of which are passed over."""
+        self._pages = pages
+        self._whole = np.ones(len(pages), bool)
+        self._whole[wrong] = False
+
+    def tables(self) -> Iterator[tuple[bool, list[tuple[Any, ...]]]]:
+        """Of every page with rows: whether its table has row ids, and its rows.
+
+        A row id stands in front of the columns; where one is its alias, that column is None. Rows
+        that reach into a page that is not whole are left out. Pages whose first row is a
+        posting, which are most, are passed over: text, integer, integer.
+        """
+        for number in np.flatnonzero(self._whole):
+            page = self._pages[number].tobytes()
+            start = 100 if number == 0 else 0
+            kind = page[start]
+            if kind not in _MOST:
+                continue
+            rows = []
+            for place in self._cells(page, start):
+                row = self._row(page, kind, place)
+                if row is not None and len(row) == 3 and kind != _TABLE_LEAF and _is_posting(row):
+                    break
+                if row is not None:
+                    rows.append(row)
+            if rows:
+                yield kind == _TABLE_LEAF, rows
+
+    def _cells(self, page: bytes, start: int) -> tuple[int, ...]:
+        count = int.from_bytes(page[start + 3 : start + 5], "big")
+        first = start + (12 if page[start] == _INDEX_INTERIOR else 8)
+        if first + 2 * count > _USABLE:
+            return ()
+        return struct.unpack_from(f">{count}H", page, first)
+
+    def _row(self, page: bytes, kind: int, place: int) -> tuple[Any, ...] | None:
+        """The row of a cell; None where the bytes are none, or lie in pages that are not whole."""
+        try:
+            if kind == _INDEX_INTERIOR:
+                place += 4
+            size, place = _varint(page, place)
+            row_id = ()
+            if kind == _TABLE_LEAF:
+                value, place = _varint(page, place)
+                row_id = (value,)
+            payload = self._payload(page, kind, size, place)
+            return None if payload is None else (*row_id, *_values(payload))
+        except (IndexError, ValueError):
+            return None
+
+    def _payload(self, page: bytes, kind: int, size: int, place: int) -> bytes | None:
+        most = _MOST[kind]
+        if size <= most:
+            return page[place : place + size]
+        fitting = _LEAST + (size - _LEAST) % (_USABLE - 4)
+        here = fitting if fitting <= most else _LEAST
+        parts = [page[place : place + here]]
+        after, left = int.from_bytes(page[place + here : place + here + 4], "big"), size - here
+        while left > 0:
+            if not 0 < after <= len(self._whole) or not self._whole[after - 1]:
+                return None
+            more = self._pages[after - 1].tobytes()
+            parts.append(more[4 : 4 + min(left, _USABLE - 4)])
+            left -= len(parts[-1])
+            after = int.from_bytes(more[:4], "big")
+        return b"".join(parts)
+
+
+def _is_posting(row: tuple[Any, ...]) -> bool:
+    return isinstance(row[0], str) and isinstance(row[1], int) and isinstance(row[2], int)
+
+
+def _varint(data: bytes, place: int) -> tuple[int, int]:
+    """A number of 1 to 9 bytes, and the place behind it."""
+    value = 0
+    for count in range(8):
+        byte = data[place + count]
+        value = value << 7 | byte & 0x7F
+        if byte < 0x80:
+            return value, place + count + 1
+    value = value << 8 | data[place + 8]
+    return (value - (1 << 64) if value >> 63 else value), place + 9
+
+
+def _values(payload: bytes) -> Iterator[Any]:
+    """The columns of a row. Raises ValueError or IndexError for bytes that are no row."""
+    header, place = _varint(payload, 0)
+    data = header
+    while place < header:
+        kind, place = _varint(payload, place)
+        if kind == 0:
+            yield None
+            continue
+        if kind in (8, 9):
+            yield kind - 8
+            continue
+        size = _INTEGERS.get(kind, 8 if kind == 7 else (kind - 12) // 2)
+        value = payload[data : data + size]
+        if kind in (10, 11) or size < 0 or len(value) != size:
+            raise ValueError(f"serial type {kind} in {len(payload)} bytes")
+        data += size
+        if kind in _INTEGERS:
+            yield int.from_bytes(value, "big", signed=True)
+        elif kind == 7:
+            yield struct.unpack(">d", value)[0]
+        else:
+            yield value.decode() if kind % 2 else value
