@@ -52,10 +52,10 @@ Way = Callable[[], object]
 class Options:
     """How much to measure."""
 
-    rounds: int = 9
-    chunks: int = 4  # of 512 tokens, put and read in a round
-    layers: int = 16
-    documents: int = 150  # of an ingest, two chunks each
+    rounds: int = 7
+    chunks: int = 2  # of 512 tokens, put and read in a round
+    layers: int = 8
+    documents: int = 60  # of an ingest, two chunks each
 
 
 def main() -> int:
@@ -156,8 +156,9 @@ def chunks(stored: Stored, options: Options) -> dict[str, Any]:
         out = np.empty(layout.shape(512 * len(keys)), layout.numpy_dtype)
 
         def put(store: ChunkStore) -> None:
+            store.delete(keys)
             for key, record in zip(keys, records, strict=True):
-                store.put(key, kv, record=record, replace=True)
+                store.put(key, kv, record=record)
 
         for what, way in (("put", put), ("read", lambda store: store.get_many(keys, out))):
             ways = {name: lambda store=store, way=way: way(store) for name, store in stores.items()}
