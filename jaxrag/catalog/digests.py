@@ -52,12 +52,12 @@ class Table:
                 data, kind = value.encode(), b"t"
             elif isinstance(value, int):
                 data, kind = value.to_bytes(8, "little", signed=True), b"i"
+            elif isinstance(value, bytes):
+                data, kind = value, b"b"
             elif value is None:
                 data, kind = b"", b"n"
             else:
-                data, kind = (
-                    (value, b"b") if isinstance(value, bytes) else (str(value).encode(), b"f")
-                )
+                data, kind = str(value).encode(), b"f"
             parts += (kind, len(data).to_bytes(8, "little"), data)
         found = xxhash.xxh3_64_intdigest(b"".join(parts))
         return found - (1 << 64) if found >> 63 else found
@@ -139,10 +139,9 @@ class Totals:
         """The totals of what is there."""
         (documents,) = connection.execute("SELECT COUNT(*) FROM documents").fetchone()
         (postings,) = connection.execute("SELECT COUNT(*) FROM postings").fetchone()
-        chunks = connection.execute(f"SELECT {IDS.format('id')} FROM chunks").fetchone()
+        chunks, ids = connection.execute(f"SELECT {IDS.format('id')} FROM chunks").fetchone()
         (terms,) = connection.execute("SELECT COALESCE(SUM(num_terms), 0) FROM lengths").fetchone()
-        settings = connection.execute("SELECT xxh3 FROM settings").fetchall()
-        return cls(documents, *map(int, (*chunks, terms)), postings, *_of_settings(settings))
+        return cls(documents, chunks, ids, terms, postings).with_settings(connection)
 
     def write(self, connection: sqlite3.Connection) -> None:
         """Remember them, in the caller's transaction."""

@@ -172,7 +172,7 @@ class BM25Index:
         return Change(-change.terms, -change.postings)
 
     def holders(self, term: str) -> int:
-        """How many chunks hold a term. Raises DamagedCatalogError where postings are not all there."""
+        """How many chunks hold a term. Raises DamagedCatalogError where postings were lost."""
         holders, weight = self.connection.execute(
             f"SELECT {_POSTINGS} FROM postings WHERE term = ?", (term,)
         ).fetchone()
