@@ -27,7 +27,7 @@ IDS = f"COUNT(*), COALESCE(SUM(({{0}} * {{0}} + {{0}}) & {_LOW}), 0)"
 CREATE_TOTALS = (
     "CREATE TABLE totals (one INTEGER PRIMARY KEY, documents INTEGER NOT NULL, "
     "chunks INTEGER NOT NULL, chunk_ids INTEGER NOT NULL, terms INTEGER NOT NULL, "
-    "postings INTEGER NOT NULL, settings INTEGER NOT NULL, settings_xxh3 INTEGER NOT NULL, "
+    "words INTEGER NOT NULL, settings INTEGER NOT NULL, settings_xxh3 INTEGER NOT NULL, "
     "xxh3 INTEGER NOT NULL)"
 )
 
@@ -98,7 +98,7 @@ KEYS = Table("chunk_keys", ("chunk_id", "encoder", "key"))
 _TOTALS = Table(
     "totals",
     (
-        "one", "documents", "chunks", "chunk_ids", "terms", "postings", "settings",
+        "one", "documents", "chunks", "chunk_ids", "terms", "words", "settings",
         "settings_xxh3",
     ),
 )  # fmt: skip
@@ -113,7 +113,7 @@ class Totals:
       chunks: rows.
       chunk_ids: the sum of id * id + id, 32 bits of each.
       terms: of all chunks, repeats counted.
-      postings: rows.
+      words: rows of the table ``terms``.
       settings: rows.
       settings_xxh3: the sum of their digests, 32 bits of each.
     """
@@ -122,7 +122,7 @@ class Totals:
     chunks: int = 0
     chunk_ids: int = 0
     terms: int = 0
-    postings: int = 0
+    words: int = 0
     settings: int = 0
     settings_xxh3: int = 0
 
@@ -138,10 +138,10 @@ class Totals:
     def counted(cls, connection: sqlite3.Connection) -> "Totals":
         """The totals of what is there."""
         (documents,) = connection.execute("SELECT COUNT(*) FROM documents").fetchone()
-        (postings,) = connection.execute("SELECT COUNT(*) FROM postings").fetchone()
         chunks, ids = connection.execute(f"SELECT {IDS.format('id')} FROM chunks").fetchone()
         (terms,) = connection.execute("SELECT COALESCE(SUM(num_terms), 0) FROM lengths").fetchone()
-        return cls(documents, chunks, ids, terms, postings).with_settings(connection)
+        found = cls(documents, chunks, ids, terms)
+        return found.with_words(connection).with_settings(connection)
 
     def write(self, connection: sqlite3.Connection) -> None:
         """Remember them, in the caller's transaction."""
@@ -153,6 +153,11 @@ class Totals:
         return dataclasses.replace(
             self, **{name: getattr(self, name) + change for name, change in changes.items()}
         )
+
+    def with_words(self, connection: sqlite3.Connection) -> "Totals":
+        """With the words as they are now."""
+        (words,) = connection.execute("SELECT COUNT(*) FROM terms").fetchone()
+        return dataclasses.replace(self, words=words)
 
     def with_settings(self, connection: sqlite3.Connection) -> "Totals":
         """With the settings as they are now."""

@@ -379,7 +379,7 @@ class Reader:
         *lengths, terms = connection.execute(
             f"SELECT {IDS.format('chunk_id')}, COALESCE(SUM(num_terms), 0) FROM lengths"
         ).fetchone()
-        (postings,) = connection.execute("SELECT COALESCE(SUM(holders), 0) FROM terms").fetchone()
+        (words,) = connection.execute("SELECT COUNT(*) FROM terms").fetchone()
         for what, found, known in (
             ("its chunks are", chunks, (totals.chunks, totals.chunk_ids)),
             (
@@ -387,7 +387,7 @@ class Reader:
                 (*lengths, terms),
                 (totals.chunks, totals.chunk_ids, totals.terms),
             ),
-            ("the words of its chunks are", postings, totals.postings),
+            ("the words of its chunks are", words, totals.words),
         ):
             if found != known:
                 raise damaged(self.path, what)
