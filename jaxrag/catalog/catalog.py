@@ -8,7 +8,6 @@ import contextlib
 import datetime
 import itertools
 import json
-import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,15 +23,16 @@ from jaxrag.catalog.digests import (
     KEYS,
     SETTINGS,
     Totals,
-    damaged,
     sum_of_ids,
+    unlike,
+    upgrade,
 )
 from jaxrag.catalog.reader import Reader
 from jaxrag.catalog.rows import ChunkRow, DocumentRow, Entry
 from jaxrag.errors import KnowledgeBaseError, StoreError
 from jaxrag.retrieve.base import searched_text
 from jaxrag.retrieve.bm25 import BM25Index
-from jaxrag.types import HostArray
+from jaxrag.types import Connection, HostArray
 
 _REMOVED_AT_ONCE = 256  # documents whose texts are held
 
@@ -98,6 +98,14 @@ class Catalog(Reader):
                         Totals().with_settings(connection).write(connection)
         return cls.open(path)
 
+    def upgrade(self) -> bool:
+        """Give a catalog of format 3 its checksums and digests; what it holds is taken as it is.
+
+        Safe against being killed. Returns whether it has them now: not where the file cannot be
+        written, or anybody else has it open.
+        """
+        return self.checked or (self.writable and self._database.upgrade(upgrade))
+
     def checkpoint(self) -> None:
         """Call when a change is acknowledged: no damage to SQLite's log takes it back then."""
         self._database.checkpoint()
@@ -139,16 +147,16 @@ class Catalog(Reader):
             if self.checked:
                 Totals.read(connection, self.path).with_settings(connection).write(connection)
 
-    def _setting(self, connection: sqlite3.Connection, name: str) -> Any:
+    def _setting(self, connection: Connection, name: str) -> Any:
         """A setting's value, None where it is not there."""
         row = connection.execute(
             f"SELECT {SETTINGS.select(self.checked)} FROM settings WHERE name = ?", (name,)
         ).fetchone()
         if row is not None and self.checked and not SETTINGS.is_whole(row):
-            raise damaged(self.path, f"the setting {name!r} is")
+            raise unlike(self.path, f"the setting {name!r} is")
         return None if row is None else json.loads(row[1])
 
-    def _set(self, connection: sqlite3.Connection, name: str, value: Any) -> None:
+    def _set(self, connection: Connection, name: str, value: Any) -> None:
         values = (name, to_json(value))
         connection.execute(
             SETTINGS.insert(self.checked, "INSERT OR REPLACE"), SETTINGS.row(values, self.checked)
@@ -323,7 +331,7 @@ class Catalog(Reader):
         return chunk_ids[mask]
 
     def _remove(
-        self, connection: sqlite3.Connection, document_ids: Iterable[str]
+        self, connection: Connection, document_ids: Iterable[str]
     ) -> tuple[list[int], list[str]]:
         """Remove documents; returns the ids and the content ids of their chunks."""
         left: list[int] = []
@@ -345,7 +353,7 @@ class Catalog(Reader):
 
     def _count(
         self,
-        connection: sqlite3.Connection,
+        connection: Connection,
         terms: int,
         sign: int,
         chunk_ids: Collection[int],
@@ -361,7 +369,7 @@ class Catalog(Reader):
             )
             totals.with_words(connection).write(connection)
 
-    def _forget_contexts(self, connection: sqlite3.Connection, gone: list[str]) -> None:
+    def _forget_contexts(self, connection: Connection, gone: list[str]) -> None:
         """Forget the keys of KV that has seen a chunk whose content no chunk has any more."""
         connection.execute(
             "DELETE FROM chunk_keys WHERE (chunk_id, encoder) IN (SELECT chunk_id, encoder "
@@ -370,7 +378,7 @@ class Catalog(Reader):
             (json.dumps(sorted(dict.fromkeys(gone))),),
         )
 
-    def _insert(self, connection: sqlite3.Connection, entry: Entry, now: str) -> None:
+    def _insert(self, connection: Connection, entry: Entry, now: str) -> None:
         document, chunks = entry.document, entry.chunks
         checked = self.checked
         row = DocumentRow(
@@ -396,7 +404,7 @@ class Catalog(Reader):
             ],
         )
 
-    def _require_reserved(self, connection: sqlite3.Connection, chunk_id: int) -> None:
+    def _require_reserved(self, connection: Connection, chunk_id: int) -> None:
         row = connection.execute(
             "SELECT last FROM reservations WHERE first <= ? ORDER BY first DESC LIMIT 1",
             (chunk_id,),

@@ -6,7 +6,6 @@ find accidents, not attackers: whoever may write the file may write digests.
 """
 
 import dataclasses
-import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from jaxrag.catalog.database import damaged
 from jaxrag.errors import DamagedCatalogError
 from jaxrag.retrieve.bm25 import BM25Index
-from jaxrag.types import HostArray
+from jaxrag.types import Connection, HostArray
 
 _LOW = 0xFFFFFFFF
 _ROWS = 1000  # that are filled at once
@@ -127,15 +127,15 @@ class Totals:
     settings_xxh3: int = 0
 
     @classmethod
-    def read(cls, connection: sqlite3.Connection, path: Path) -> "Totals":
+    def read(cls, connection: Connection, path: Path) -> "Totals":
         """The totals as they are remembered. Raises DamagedCatalogError."""
         row = connection.execute(f"SELECT {_TOTALS.select(True)} FROM totals").fetchone()
         if row is None or not _TOTALS.is_whole(row):
-            raise damaged(path, "its totals are")
+            raise unlike(path, "its totals are")
         return cls(*row[1:-1])
 
     @classmethod
-    def counted(cls, connection: sqlite3.Connection) -> "Totals":
+    def counted(cls, connection: Connection) -> "Totals":
         """The totals of what is there."""
         (documents,) = connection.execute("SELECT COUNT(*) FROM documents").fetchone()
         chunks, ids = connection.execute(f"SELECT {IDS.format('id')} FROM chunks").fetchone()
@@ -143,7 +143,7 @@ class Totals:
         found = cls(documents, chunks, ids, terms)
         return found.with_words(connection).with_settings(connection)
 
-    def write(self, connection: sqlite3.Connection) -> None:
+    def write(self, connection: Connection) -> None:
         """Remember them, in the caller's transaction."""
         values = (1, *dataclasses.astuple(self))
         connection.execute(_TOTALS.insert(True, "INSERT OR REPLACE"), _TOTALS.row(values, True))
@@ -154,12 +154,12 @@ class Totals:
             self, **{name: getattr(self, name) + change for name, change in changes.items()}
         )
 
-    def with_words(self, connection: sqlite3.Connection) -> "Totals":
+    def with_words(self, connection: Connection) -> "Totals":
         """With the words as they are now."""
         (words,) = connection.execute("SELECT COUNT(*) FROM terms").fetchone()
         return dataclasses.replace(self, words=words)
 
-    def with_settings(self, connection: sqlite3.Connection) -> "Totals":
+    def with_settings(self, connection: Connection) -> "Totals":
         """With the settings as they are now."""
         count, xxh3 = _of_settings(connection.execute("SELECT xxh3 FROM settings").fetchall())
         return dataclasses.replace(self, settings=count, settings_xxh3=xxh3)
@@ -176,24 +176,21 @@ def sum_of_ids(chunk_ids: Iterable[int] | HostArray) -> int:
     return int(((ids * ids + ids) & _LOW).sum())
 
 
-def damaged(path: Path, what: str) -> DamagedCatalogError:
+def unlike(path: Path, what: str) -> DamagedCatalogError:
     """The error for rows that are not as they were written; ``what`` ends in a verb."""
-    return DamagedCatalogError(
-        f"catalog {path}: {what} not as written; run `jaxrag kb verify --repair {path.parent}`, or "
-        "restore a copy"
-    )
+    return damaged(path, f"{what} not as written")
 
 
 def check_settings(path: Path, rows: Sequence[Sequence[Any]], totals: Totals) -> None:
     """Hold all rows of the settings against their digests. Raises DamagedCatalogError."""
     for row in rows:
         if not SETTINGS.is_whole(row):
-            raise damaged(path, f"the setting {row[0]!r} is")
+            raise unlike(path, f"the setting {row[0]!r} is")
     if _of_settings([row[-1:] for row in rows]) != (totals.settings, totals.settings_xxh3):
-        raise damaged(path, "its settings are")
+        raise unlike(path, "its settings are")
 
 
-def upgrade(connection: sqlite3.Connection) -> None:
+def upgrade(connection: Connection) -> None:
     """Give a catalog of format 3 its digests and totals, in the caller's transaction.
 
     What is there is taken as it is. The caller marks the file.
@@ -206,7 +203,7 @@ def upgrade(connection: sqlite3.Connection) -> None:
     Totals.counted(connection).write(connection)
 
 
-def fill(connection: sqlite3.Connection) -> None:
+def fill(connection: Connection) -> None:
     """Compute the digests of all rows from what they hold, in the caller's transaction."""
     seen = contexts(connection)
     for table, key in ((SETTINGS, 1), (DOCUMENTS, 1), (CHUNKS, 1), (KEYS, 2)):
@@ -236,7 +233,7 @@ def fill(connection: sqlite3.Connection) -> None:
             after = tuple(rows[-1][:key])
 
 
-def contexts(connection: sqlite3.Connection) -> Mapping[tuple[int, str], list[str]]:
+def contexts(connection: Connection) -> Mapping[tuple[int, str], list[str]]:
     """Content ids in front of every chunk that was encoded behind others, in order."""
     found: dict[tuple[int, str], list[str]] = {}
     for chunk_id, encoder, content_id in connection.execute(

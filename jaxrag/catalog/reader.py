@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from jaxrag.catalog.digests import (
     SETTINGS,
     Totals,
     check_settings,
-    damaged,
+    unlike,
 )
 from jaxrag.catalog.rows import (
     ChunkRow,
@@ -34,7 +33,7 @@ from jaxrag.documents.chunking import Chunk
 from jaxrag.retrieve.base import searched_text
 from jaxrag.retrieve.bm25 import BM25Index, BM25Snapshot, Sizes
 from jaxrag.retrieve.filters import Filter
-from jaxrag.types import HostArray
+from jaxrag.types import Connection, HostArray
 
 
 class Reader:
@@ -62,9 +61,7 @@ class Reader:
 
     def version(self) -> tuple[int, int]:
         """Another value after every change of the file, by this object or anybody else."""
-        with self._database.use() as connection:
-            (others,) = connection.execute("PRAGMA data_version").fetchone()
-            return int(others), connection.total_changes
+        return self._database.version()
 
     def settings(self) -> dict[str, Any]:
         """The settings by name, as given at creation and changed since."""
@@ -123,7 +120,7 @@ class Reader:
             found = self._chunks(connection, "document_id = ? ORDER BY number", (document_id,))
         for place, (row, document) in enumerate(found):
             if row.number != place or document.num_chunks != len(found):
-                raise damaged(self.path, f"the chunks of document {document_id!r} are")
+                raise unlike(self.path, f"the chunks of document {document_id!r} are")
         return [row.chunk() for row, _ in found]
 
     def keys(self, document_id: str) -> dict[str, list[str]]:
@@ -203,7 +200,7 @@ class Reader:
             found[chunk_id] = [row[-1] for row in these if row[-1] is not None]
             *key, xxh3, _ = these[0]
             if self.checked and not KEYS.is_whole((*key, *found[chunk_id], xxh3)):
-                raise damaged(self.path, f"the {encoder} key of chunk {chunk_id} is")
+                raise unlike(self.path, f"the {encoder} key of chunk {chunk_id} is")
         return found
 
     def last_neighbours(self, encoder: str, count: int) -> tuple[HostArray, HostArray]:
@@ -262,7 +259,7 @@ class Reader:
             matches = self._index.search(question, k, where, sizes, version)
             hits = self._hits(connection, [(match.chunk_id, match.score) for match in matches])
             if self.checked and len(hits) != len(matches):
-                raise damaged(self.path, "the rows of chunks that were found are")
+                raise unlike(self.path, "the rows of chunks that were found are")
         return hits
 
     def words(self) -> BM25Snapshot:
@@ -362,12 +359,15 @@ class Reader:
 
     @property
     def _index(self) -> BM25Index:
-        """The full-text index; another one once the file has got digests."""
-        if self._words.checked != self.checked:
-            self._words = dataclasses.replace(self._words, checked=self.checked)
+        """The full-text index; another one on another connection, as after an upgrade."""
+        connection = self._database.connection
+        if self._words.connection is not connection:
+            self._words = dataclasses.replace(
+                self._words, connection=connection, checked=self.checked
+            )
         return self._words
 
-    def _totals(self, connection: sqlite3.Connection) -> Totals | None:
+    def _totals(self, connection: Connection) -> Totals | None:
         """What the tables hold together; counted again after every change of the file."""
         if not self.checked:
             return None
@@ -390,16 +390,16 @@ class Reader:
             ("the words of its chunks are", words, totals.words),
         ):
             if found != known:
-                raise damaged(self.path, what)
+                raise unlike(self.path, what)
         self._whole = version, totals
         return totals
 
-    def _check_documents(self, connection: sqlite3.Connection, count: int) -> None:
+    def _check_documents(self, connection: Connection, count: int) -> None:
         if self.checked and count != Totals.read(connection, self.path).documents:
-            raise damaged(self.path, "its documents are")
+            raise unlike(self.path, "its documents are")
 
     def _documents(
-        self, connection: sqlite3.Connection, rest: str, values: Sequence[Any]
+        self, connection: Connection, rest: str, values: Sequence[Any]
     ) -> list[DocumentRow]:
         """Rows of documents, held against their digests."""
         rows = connection.execute(
@@ -409,11 +409,11 @@ class Reader:
 
     def _document(self, row: Sequence[Any]) -> DocumentRow:
         if self.checked and not DOCUMENTS.is_whole(row):
-            raise damaged(self.path, f"document {row[0]!r} is")
+            raise unlike(self.path, f"document {row[0]!r} is")
         return DocumentRow(*row[:-1])
 
     def _chunks(
-        self, connection: sqlite3.Connection, condition: str, values: Sequence[Any]
+        self, connection: Connection, condition: str, values: Sequence[Any]
     ) -> list[tuple[ChunkRow, DocumentRow]]:
         """Rows of chunks and of their documents, held against their digests."""
         rows = connection.execute(
@@ -427,7 +427,7 @@ class Reader:
         for row in rows:
             own, its = row[:width], row[width:]
             if self.checked and not CHUNKS.is_whole(own):
-                raise damaged(self.path, f"chunk {own[2]} of document {own[1]!r} is")
+                raise unlike(self.path, f"chunk {own[2]} of document {own[1]!r} is")
             if its not in documents:
                 documents[its] = self._document(its)
             found.append((ChunkRow(*own[:-1]), documents[its]))
@@ -438,7 +438,7 @@ class Reader:
             return self._among(connection, chunk_ids)
 
     def _among(
-        self, connection: sqlite3.Connection, chunk_ids: Iterable[int]
+        self, connection: Connection, chunk_ids: Iterable[int]
     ) -> list[tuple[ChunkRow, DocumentRow]]:
         """The chunks with these ids; ids of no chunk are left out."""
         asked = {int(chunk_id) for chunk_id in chunk_ids}
@@ -447,12 +447,10 @@ class Reader:
         if self.checked and len(found) < len(asked):
             statement = f"SELECT COUNT(*) FROM chunks WHERE id {among}"
             if connection.execute(statement, values).fetchone() != (len(found),):
-                raise damaged(self.path, "the documents of its chunks are")
+                raise unlike(self.path, "the documents of its chunks are")
         return found
 
-    def _hits(
-        self, connection: sqlite3.Connection, found: Sequence[tuple[int, float]]
-    ) -> list[Hit]:
+    def _hits(self, connection: Connection, found: Sequence[tuple[int, float]]) -> list[Hit]:
         """The chunks of (id, score) pairs, in the same order; ids of no chunk are left out."""
         rows = self._among(connection, [chunk_id for chunk_id, _ in found])
         by_id = {row.id: (row, document) for row, document in rows}

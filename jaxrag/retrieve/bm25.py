@@ -13,7 +13,6 @@ import itertools
 import json
 import math
 import re
-import sqlite3
 import unicodedata
 from collections.abc import Hashable, Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from jaxrag.errors import DamagedCatalogError
 from jaxrag.retrieve.base import Found
 from jaxrag.retrieve.filters import Filter, Scalar
+from jaxrag.types import Connection
 
 # Han, Kana and Hangul: scripts searched by single characters and pairs of neighbours.
 _CJK = (
@@ -97,7 +97,7 @@ class BM25Index:
         has and what they are; catalogs of format 3 lack it.
     """
 
-    connection: sqlite3.Connection
+    connection: Connection
     k1: float = 1.2
     b: float = 0.75
     path: Path = Path("catalog.sqlite")
@@ -178,7 +178,7 @@ class BM25Index:
 
     def _damaged(self, term: str) -> DamagedCatalogError:
         return DamagedCatalogError(
-            f"catalog {self.path}: the postings of the word {term!r} are not as written; run "
+            f"catalog {self.path} is damaged: the postings of {term!r} are not as written; run "
             f"`jaxrag kb verify --repair {self.path.parent}`, or restore a copy"
         )
 

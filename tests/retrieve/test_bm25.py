@@ -1,8 +1,9 @@
 """BM25: terms of words and of CJK text, ranking, removal, and queries that are not SQL."""
 
+import contextlib
 import math
-import sqlite3
 
+import apsw
 import numpy as np
 import pytest
 
@@ -17,11 +18,10 @@ class Index(BM25Index):
 
 @pytest.fixture
 def index():
-    with sqlite3.connect(":memory:") as connection:
+    with contextlib.closing(apsw.Connection(":memory:")) as connection:
         made = Index(connection)
         made.create()
         yield made
-    connection.close()
 
 
 @pytest.mark.parametrize(
