@@ -18,6 +18,7 @@ CHECKSUM_BYTES = 8
 
 _USABLE = PAGE_BYTES - CHECKSUM_BYTES
 _WORDS = _USABLE // 4  # under the checksum
+_LOCK_PAGE = 0x40000000 // PAGE_BYTES  # never written: SQLite locks its bytes
 _AT_ONCE = 4096  # pages whose checksums are computed together
 _TABLE_LEAF, _INDEX_LEAF, _INDEX_INTERIOR = 13, 10, 2  # kinds of pages that hold rows
 _MOST = {_TABLE_LEAF: _USABLE - 35, _INDEX_LEAF: (_USABLE - 12) * 64 // 255 - 23}
@@ -35,6 +36,27 @@ def wrong_pages(pages: HostArray) -> list[int]:
         wrong = (_checksums(some) != _stored(some)).any(axis=1)
         found += (np.flatnonzero(wrong) + start).tolist()
     return found
+
+
+def lost_pages(pages: HostArray) -> list[int]:
+    """Pages of zeros, whose checksum is zero too, that the first page does not name as free."""
+    zeros = np.flatnonzero(~pages.any(axis=1)).tolist()
+    free = {_LOCK_PAGE}
+    trunk = _number(pages[0], 8)
+    while 0 < trunk <= len(pages) and trunk - 1 not in free:
+        page = pages[trunk - 1]
+        free.add(trunk - 1)
+        leaves = page[8 : 8 + 4 * _number(page, 1)].tobytes()
+        free.update(
+            number - 1 for (number,) in struct.iter_unpack(">I", leaves[: len(leaves) & ~3])
+        )
+        trunk = _number(page, 0)
+    return [number for number in zeros if number not in free]
+
+
+def _number(page: HostArray, place: int) -> int:
+    """The number that stands behind ``place`` others in a page."""
+    return int.from_bytes(page[4 * place : 4 * place + 4].tobytes(), "big")
 
 
 def mend(page: HostArray) -> bool:
@@ -134,9 +156,7 @@ def _row(
         return None
 
 
-def _payload(
-    pages: HostArray, whole: HostArray, rest: bytes, kind: int, size: int
-) -> bytes | None:
+def _payload(pages: HostArray, whole: HostArray, rest: bytes, kind: int, size: int) -> bytes | None:
     """The bytes of a row that begins with ``rest`` of its page."""
     if size <= _MOST[kind]:
         return rest[:size]

@@ -11,19 +11,18 @@ import contextlib
 import dataclasses
 import fcntl
 import itertools
-import mmap
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 
 from jaxrag.catalog.catalog import Catalog
 from jaxrag.catalog.database import UNCHECKED, Database, damaged, is_open, remove_files
 from jaxrag.catalog.digests import CHUNKS, DOCUMENTS, KEYS, SETTINGS, TOTALS, Table, Totals
-from jaxrag.catalog.pages import PAGE_BYTES, mend, rows_of, wrong_pages
+from jaxrag.catalog.pages import PAGE_BYTES, lost_pages, mend, rows_of, wrong_pages
 from jaxrag.catalog.rows import ChunkRow, DocumentRow
 from jaxrag.errors import StoreError
 from jaxrag.retrieve.base import searched_text
@@ -45,7 +44,7 @@ class Salvage:
       documents: how many are whole.
       settings: how many are lost, none that was needed.
       lost: ids of documents that lost rows; they are to be added again.
-      nameless: how many documents lost all of theirs; 0 also where their number is not known.
+      nameless: how many documents lost all of theirs, None where that cannot be told.
       kept: where the damaged file is now.
     """
 
@@ -54,7 +53,7 @@ class Salvage:
     documents: int
     settings: int
     lost: tuple[str, ...]
-    nameless: int
+    nameless: int | None
     kept: Path
 
 
@@ -79,12 +78,12 @@ def salvage(path: Path, needed: Collection[str]) -> Salvage | None:
         database.checkpoint()
     new = path.with_name(f"{path.name}-salvage")
     try:
-        # The only descriptor of the file: closing any other would drop the lock.
+        # Closing any descriptor of the file drops the lock; ``pages`` hold one too, to the end.
         with open(path, "r+b") as file:
             if not _lock(file.fileno()):
                 return None
-            with _pages(path, file.fileno()) as pages:
-                found = None if _is_unchecked(pages[0]) else _saved(path, pages, new, needed)
+            pages = _pages(path, file)
+            found = None if _is_unchecked(pages[0]) else _saved(path, pages, new, needed)
             if found is not None:
                 _replace(path, new, found.kept)
             return found
@@ -107,19 +106,13 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def _pages(path: Path, descriptor: int) -> Iterator[HostArray]:
+def _pages(path: Path, file: BinaryIO) -> HostArray:
     """A private copy of the pages, uint8 [P, PAGE_BYTES], made as it is changed."""
-    size = os.fstat(descriptor).st_size
-    whole = size - size % PAGE_BYTES  # of a page that is cut nothing can be believed
-    if not whole:
+    size = os.fstat(file.fileno()).st_size
+    count = size // PAGE_BYTES  # of a page that is cut nothing can be believed
+    if not count:
         raise damaged(path, f"it has {size} bytes, nothing can be read of it")
-    with mmap.mmap(descriptor, whole, access=mmap.ACCESS_COPY) as view:
-        pages = np.frombuffer(view, np.uint8).reshape(-1, PAGE_BYTES)
-        try:
-            yield pages
-        finally:
-            del pages
+    return np.memmap(file, np.uint8, "c", shape=(count, PAGE_BYTES))
 
 
 def _is_unchecked(page: HostArray) -> bool:
@@ -134,6 +127,8 @@ def _saved(path: Path, pages: HostArray, new: Path, needed: Collection[str]) -> 
     wrong = wrong_pages(pages)
     left = [number for number in wrong if not mend(pages[number])]
     mended = len(wrong) - len(left)
+    if 0 not in left:
+        left += lost_pages(pages)
     named = len(pages) if 0 in left else int.from_bytes(pages[0, 28:32].tobytes(), "big")
     size = path.stat().st_size
     unreadable = len(left) + max(0, named - len(pages), int(size > pages.size))
@@ -160,11 +155,16 @@ def _saved(path: Path, pages: HostArray, new: Path, needed: Collection[str]) -> 
             "it; restore a copy, or ingest again into another folder"
         )
     whole = found.whole_documents()
+    if not whole:
+        raise StoreError(
+            f"catalog {path}: no document can be read of it; restore a copy, or ingest again into "
+            "another folder"
+        )
     lost = sorted((found.documents.keys() | found.chunks.keys()) - set(whole))
     found.write(new, whole, lost)
-    totals = found.totals or Totals()
-    nameless = max(0, totals.documents - len(whole) - len(lost))
-    settings = max(0, totals.settings - len(found.settings))
+    totals = found.totals
+    nameless = None if totals is None else max(0, totals.documents - len(whole) - len(lost))
+    settings = 0 if totals is None else max(0, totals.settings - len(found.settings))
     return Salvage(mended, unreadable, len(whole), settings, tuple(lost), nameless, kept)
 
 
