@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import sys
+from typing import TYPE_CHECKING
 
 from jaxrag.cli import export, gate
 from jaxrag.cli.options import (
@@ -20,6 +21,9 @@ from jaxrag.cli.options import (
     where_of,
 )
 from jaxrag.text.printable import printable
+
+if TYPE_CHECKING:
+    from jaxrag.catalog.salvage import Salvage
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -112,6 +116,7 @@ def run_stats(args: argparse.Namespace) -> None:
 
     with KnowledgeBase.open(args.kb) as kb:
         stats = kb.stats()
+        _note(kb.unchecked)
     if args.json:
         print_json(stats)
         return
@@ -179,7 +184,12 @@ def run_gc(args: argparse.Namespace) -> None:
 def run_verify(args: argparse.Namespace) -> int:
     """Exit code 0 when every chunk is whole at the end and has its indexes, 3 when not."""
     from jaxrag.knowledge_base import KnowledgeBase
+    from jaxrag.knowledge_base.location import find_folder, mend_catalog
 
+    mended = mend_catalog(find_folder(args.kb)) if args.repair else None
+    if mended is not None and not args.json:
+        for line in _of_salvage(mended):
+            print(printable(line))
     kb = open_kb(args) if args.repair else KnowledgeBase.open(args.kb)
     with kb:
         report = kb.verify(
@@ -193,8 +203,10 @@ def run_verify(args: argparse.Namespace) -> int:
             )
             for key in keys
         ]
+        _note(kb.unchecked)
     if args.json:
-        print_json(dataclasses.asdict(report))
+        salvaged = None if mended is None else dataclasses.asdict(mended)
+        print_json(dataclasses.asdict(report) | {"catalog": salvaged})
     else:
         print(
             f"chunks: {report.ok} whole, {report.repaired} repaired, {len(report.damaged)} damaged"
@@ -202,7 +214,29 @@ def run_verify(args: argparse.Namespace) -> int:
         if report.dropped:
             print(f"{report.dropped} not stored, under the size limit")
         print("".join(f"{printable(line)}\n" for line in named), end="")
-    return 3 if report.damaged or report.unindexed else 0
+    lost = mended is not None and mended.is_loss
+    return 3 if report.damaged or report.unindexed or lost else 0
+
+
+def _of_salvage(found: "Salvage") -> list[str]:
+    """A line for each thing that is to be said of a catalog that was made whole."""
+    pages = f"{counted(found.mended, 'page')} mended, {found.unreadable} unreadable"
+    lines = [f"catalog: {pages}; the damaged file is kept as {found.kept}"]
+    if found.lost:
+        lost = f"{counted(len(found.lost), 'document')} lost, add again"
+        lines.append(f"{lost}: {', '.join(found.lost)}")
+    if found.nameless or found.nameless is None:
+        lost = "documents" if found.nameless is None else counted(found.nameless, "document")
+        perhaps = "perhaps other " if found.nameless is None else ""
+        lines.append(f"{perhaps}{lost} lost without a name; add again what `jaxrag kb list` lacks")
+    if found.settings:
+        lines.append(f"{counted(found.settings, 'setting')} lost, such as of `jaxrag kb gate`")
+    return lines
+
+
+def _note(text: str | None) -> None:
+    if text is not None:
+        print(f"note: {text}", file=sys.stderr)
 
 
 def _add_kb(action: argparse.ArgumentParser) -> None:
