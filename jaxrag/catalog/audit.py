@@ -187,7 +187,8 @@ class Audit:
         for row in keys:
             behind = seen.get(row[:2], ())
             whole = not checked or KEYS.is_whole((*row[:-1], *behind, row[-1]))
-            found.append(Raw(KeyRow(*row[:-1], tuple(behind)), row[-1], whole))
+            chunk_id, encoder, key, digest = row
+            found.append(Raw(KeyRow(chunk_id, encoder, key, tuple(behind)), digest, whole))
         return Stored(
             name,
             next((_raw(DOCUMENTS, DocumentRow, row, checked) for row in documents), None),
@@ -196,7 +197,7 @@ class Audit:
         )
 
     def _sums(self, connection: Connection) -> tuple[list[Fault], int]:
-        """Faults of words and totals, and of rows that belong to nothing; documents that are gone."""
+        """Faults of words, totals and rows of nothing, and how many documents are gone."""
         index = BM25Index(connection, path=self.database.path, checked=self.database.checked)
         faults = []
         (homeless,) = connection.execute(
@@ -294,7 +295,8 @@ def _texts(connection: Connection) -> Iterator[tuple[int, str]]:
     after = -1
     while True:
         rows = connection.execute(
-            "SELECT chunks.id, title, text FROM chunks JOIN documents ON documents.id = document_id "
+            "SELECT chunks.id, title, text FROM chunks "
+            "JOIN documents ON documents.id = document_id "
             f"WHERE chunks.id > ? ORDER BY chunks.id LIMIT {_INDEXED_AT_ONCE}",
             (after,),
         ).fetchall()

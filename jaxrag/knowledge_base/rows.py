@@ -2,7 +2,7 @@
 
 A row that is not as it was written is believed again only where something else proves it: its own
 digest, once one column was made anew from another, or the digest of the whole document, which is
-taken of title, text and metadata. What nothing proves is lost, and the document is to be added again.
+taken of title, text and metadata. What nothing proves is lost: the document is to be added again.
 """
 
 import dataclasses
