@@ -95,7 +95,7 @@ CHUNKS = Table(
 )  # fmt: skip
 # Its digest also covers the content ids of the chunk's contexts, in their order.
 KEYS = Table("chunk_keys", ("chunk_id", "encoder", "key"))
-_TOTALS = Table(
+TOTALS = Table(
     "totals",
     (
         "one", "documents", "chunks", "chunk_ids", "terms", "words", "settings",
@@ -129,8 +129,8 @@ class Totals:
     @classmethod
     def read(cls, connection: Connection, path: Path) -> "Totals":
         """The totals as they are remembered. Raises DamagedCatalogError."""
-        row = connection.execute(f"SELECT {_TOTALS.select(True)} FROM totals").fetchone()
-        if row is None or not _TOTALS.is_whole(row):
+        row = connection.execute(f"SELECT {TOTALS.select(True)} FROM totals").fetchone()
+        if row is None or not TOTALS.is_whole(row):
             raise unlike(path, "its totals are")
         return cls(*row[1:-1])
 
@@ -146,7 +146,7 @@ class Totals:
     def write(self, connection: Connection) -> None:
         """Remember them, in the caller's transaction."""
         values = (1, *dataclasses.astuple(self))
-        connection.execute(_TOTALS.insert(True, "INSERT OR REPLACE"), _TOTALS.row(values, True))
+        connection.execute(TOTALS.insert(True, "INSERT OR REPLACE"), TOTALS.row(values, True))
 
     def plus(self, **changes: int) -> "Totals":
         """With some of them changed by so much."""
