@@ -154,6 +154,10 @@ class Totals:
             self, **{name: getattr(self, name) + change for name, change in changes.items()}
         )
 
+    def has_ids(self, chunk_ids: HostArray) -> bool:
+        """Whether these, int64 [N], are the ids of all chunks."""
+        return len(chunk_ids) == self.chunks and sum_of_ids(chunk_ids) == self.chunk_ids
+
     def with_words(self, connection: Connection) -> "Totals":
         """With the words as they are now."""
         (words,) = connection.execute("SELECT COUNT(*) FROM terms").fetchone()
@@ -233,11 +237,15 @@ def fill(connection: Connection) -> None:
             after = tuple(rows[-1][:key])
 
 
-def contexts(connection: Connection) -> Mapping[tuple[int, str], list[str]]:
-    """Content ids in front of every chunk that was encoded behind others, in order."""
+def contexts(
+    connection: Connection, where: str = "", values: Sequence[Any] = ()
+) -> Mapping[tuple[int, str], list[str]]:
+    """Content ids in front of chunks that were encoded behind others, in order."""
     found: dict[tuple[int, str], list[str]] = {}
     for chunk_id, encoder, content_id in connection.execute(
-        "SELECT chunk_id, encoder, content_id FROM contexts ORDER BY chunk_id, encoder, place"
+        f"SELECT chunk_id, encoder, content_id FROM contexts {where} "
+        "ORDER BY chunk_id, encoder, place",
+        values,
     ):
         found.setdefault((chunk_id, encoder), []).append(content_id)
     return found
