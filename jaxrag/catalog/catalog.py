@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from jaxrag.catalog.audit import Audit
 from jaxrag.catalog.database import Database, to_json
 from jaxrag.catalog.digests import (
     CHUNKS,
@@ -23,15 +24,15 @@ from jaxrag.catalog.digests import (
     KEYS,
     SETTINGS,
     Totals,
-    damaged,
     sum_of_ids,
+    unlike,
     upgrade,
 )
 from jaxrag.catalog.reader import Reader
 from jaxrag.catalog.rows import ChunkRow, DocumentRow, Entry
 from jaxrag.errors import KnowledgeBaseError, StoreError
 from jaxrag.retrieve.base import searched_text
-from jaxrag.retrieve.bm25 import BM25Index, Change
+from jaxrag.retrieve.bm25 import BM25Index
 from jaxrag.types import Connection, HostArray
 
 _REMOVED_AT_ONCE = 256  # documents whose texts are held
@@ -106,6 +107,10 @@ class Catalog(Reader):
         """
         return self.checked or (self.writable and self._database.upgrade(upgrade))
 
+    def audit(self) -> Audit:
+        """All rows as they are, to be checked and repaired."""
+        return Audit(self._database)
+
     def checkpoint(self) -> None:
         """Call when a change is acknowledged: no damage to SQLite's log takes it back then."""
         self._database.checkpoint()
@@ -153,7 +158,7 @@ class Catalog(Reader):
             f"SELECT {SETTINGS.select(self.checked)} FROM settings WHERE name = ?", (name,)
         ).fetchone()
         if row is not None and self.checked and not SETTINGS.is_whole(row):
-            raise damaged(self.path, f"the setting {name!r} is")
+            raise unlike(self.path, f"the setting {name!r} is")
         return None if row is None else json.loads(row[1])
 
     def _set(self, connection: Connection, name: str, value: Any) -> None:
@@ -347,27 +352,27 @@ class Catalog(Reader):
             ).fetchone()
             if documents:
                 connection.execute(f"DELETE FROM documents WHERE id {among}", values)
-                self._count(connection, self._index.remove(texts), -1, texts, -documents)
+                self._count(connection, self._index.remove(texts), -1, texts, documents)
             left += texts
         return left, gone
 
     def _count(
         self,
         connection: Connection,
-        words: Change,
+        terms: int,
         sign: int,
         chunk_ids: Collection[int],
         documents: int,
     ) -> None:
         """Add to the totals what a change added, or with ``sign`` -1 removed."""
         if self.checked:
-            Totals.read(connection, self.path).plus(
-                documents=documents,
+            totals = Totals.read(connection, self.path).plus(
+                documents=sign * documents,
                 chunks=sign * len(chunk_ids),
                 chunk_ids=sign * sum_of_ids(chunk_ids),
-                terms=words.terms,
-                postings=words.postings,
-            ).write(connection)
+                terms=sign * terms,
+            )
+            totals.with_words(connection).write(connection)
 
     def _forget_contexts(self, connection: Connection, gone: list[str]) -> None:
         """Forget the keys of KV that has seen a chunk whose content no chunk has any more."""

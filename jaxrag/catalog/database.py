@@ -14,6 +14,7 @@ import json
 import os
 import threading
 import urllib.parse
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,11 +27,14 @@ from jaxrag.store.wal import use_write_ahead_log
 from jaxrag.types import Connection
 
 FORMAT = 4
-_UNCHECKED = 3  # neither pages nor rows have digests; it is read as it is
+UNCHECKED = 3  # neither pages nor rows have digests; it is read as it is
 BUSY_SECONDS = 60.0
 _CHECKPOINT_SECONDS = 1.0  # that a checkpoint waits for readers of an older state
 _APPLICATION = 0x4A524147  # "JRAG", SQLite's application_id
 _CHECKSUMS = "cksmvfs"  # the name under which SQLite knows the checksum VFS
+
+_OPEN: weakref.WeakSet["Database"] = weakref.WeakSet()  # of this process
+_OPEN_LOCK = threading.Lock()
 
 _SCHEMA = (
     "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL, "
@@ -80,16 +84,21 @@ class Database:
     def __init__(self, path: Path) -> None:
         """Open the file; SQLite makes an empty one where there is none."""
         self.path = path
+        self._inode = _inode(path)
         self.writable = os.access(path.parent, os.W_OK)
         self.connection = _connect(path, self.writable)
         self._changes = 0  # of connections before this one
         self._lock = threading.RLock()
         self.checked = True
+        with _OPEN_LOCK:
+            _OPEN.add(self)
 
     def close(self) -> None:
         """Close the file; nothing can be done with it afterwards."""
         with self._lock:
             self.connection.close()
+        with _OPEN_LOCK:
+            _OPEN.discard(self)
 
     @contextlib.contextmanager
     def use(self) -> Iterator[Connection]:
@@ -205,11 +214,13 @@ class Database:
         with self.use() as connection:
             (application,) = connection.execute("PRAGMA application_id").fetchone()
             (found,) = connection.execute("PRAGMA user_version").fetchone()
+        if self._inode is not None and self._inode != _inode(self.path):
+            raise StoreError(f"catalog {self.path} was repaired in this moment; open it again")
         if application != _APPLICATION:
             raise KnowledgeBaseError(
                 f"{self.path} is not a knowledge base catalog; name another folder"
             )
-        if found not in (FORMAT, _UNCHECKED):
+        if found not in (FORMAT, UNCHECKED):
             raise KnowledgeBaseError(
                 f"{self.path} has format {found}, this version reads format {FORMAT}; "
                 "use the version that wrote it or ingest again"
@@ -242,6 +253,20 @@ def damaged(path: Path, what: str) -> DamagedCatalogError:
         f"catalog {path} is damaged: {what}; run `jaxrag kb verify --repair {path.parent}`, "
         "or restore a copy"
     )
+
+
+def is_open(path: Path) -> bool:
+    """Whether this process has the file open: no other descriptor of it may be closed then."""
+    with _OPEN_LOCK:
+        return any(database.path.resolve() == path.resolve() for database in _OPEN)
+
+
+def _inode(path: Path) -> int | None:
+    """The number of the file itself, which another one in its place does not have."""
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 def mark(connection: Connection) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from jaxrag.catalog.database import damaged
 from jaxrag.errors import DamagedCatalogError
 from jaxrag.retrieve.bm25 import BM25Index
 from jaxrag.types import Connection, HostArray
@@ -26,7 +27,7 @@ IDS = f"COUNT(*), COALESCE(SUM(({{0}} * {{0}} + {{0}}) & {_LOW}), 0)"
 CREATE_TOTALS = (
     "CREATE TABLE totals (one INTEGER PRIMARY KEY, documents INTEGER NOT NULL, "
     "chunks INTEGER NOT NULL, chunk_ids INTEGER NOT NULL, terms INTEGER NOT NULL, "
-    "postings INTEGER NOT NULL, settings INTEGER NOT NULL, settings_xxh3 INTEGER NOT NULL, "
+    "words INTEGER NOT NULL, settings INTEGER NOT NULL, settings_xxh3 INTEGER NOT NULL, "
     "xxh3 INTEGER NOT NULL)"
 )
 
@@ -51,12 +52,12 @@ class Table:
                 data, kind = value.encode(), b"t"
             elif isinstance(value, int):
                 data, kind = value.to_bytes(8, "little", signed=True), b"i"
+            elif isinstance(value, bytes):
+                data, kind = value, b"b"
             elif value is None:
                 data, kind = b"", b"n"
             else:
-                data, kind = (
-                    (value, b"b") if isinstance(value, bytes) else (str(value).encode(), b"f")
-                )
+                data, kind = str(value).encode(), b"f"
             parts += (kind, len(data).to_bytes(8, "little"), data)
         found = xxhash.xxh3_64_intdigest(b"".join(parts))
         return found - (1 << 64) if found >> 63 else found
@@ -94,10 +95,10 @@ CHUNKS = Table(
 )  # fmt: skip
 # Its digest also covers the content ids of the chunk's contexts, in their order.
 KEYS = Table("chunk_keys", ("chunk_id", "encoder", "key"))
-_TOTALS = Table(
+TOTALS = Table(
     "totals",
     (
-        "one", "documents", "chunks", "chunk_ids", "terms", "postings", "settings",
+        "one", "documents", "chunks", "chunk_ids", "terms", "words", "settings",
         "settings_xxh3",
     ),
 )  # fmt: skip
@@ -112,7 +113,7 @@ class Totals:
       chunks: rows.
       chunk_ids: the sum of id * id + id, 32 bits of each.
       terms: of all chunks, repeats counted.
-      postings: rows.
+      words: rows of the table ``terms``.
       settings: rows.
       settings_xxh3: the sum of their digests, 32 bits of each.
     """
@@ -121,38 +122,46 @@ class Totals:
     chunks: int = 0
     chunk_ids: int = 0
     terms: int = 0
-    postings: int = 0
+    words: int = 0
     settings: int = 0
     settings_xxh3: int = 0
 
     @classmethod
     def read(cls, connection: Connection, path: Path) -> "Totals":
         """The totals as they are remembered. Raises DamagedCatalogError."""
-        row = connection.execute(f"SELECT {_TOTALS.select(True)} FROM totals").fetchone()
-        if row is None or not _TOTALS.is_whole(row):
-            raise damaged(path, "its totals are")
+        row = connection.execute(f"SELECT {TOTALS.select(True)} FROM totals").fetchone()
+        if row is None or not TOTALS.is_whole(row):
+            raise unlike(path, "its totals are")
         return cls(*row[1:-1])
 
     @classmethod
     def counted(cls, connection: Connection) -> "Totals":
         """The totals of what is there."""
         (documents,) = connection.execute("SELECT COUNT(*) FROM documents").fetchone()
-        (postings,) = connection.execute("SELECT COUNT(*) FROM postings").fetchone()
-        chunks = connection.execute(f"SELECT {IDS.format('id')} FROM chunks").fetchone()
+        chunks, ids = connection.execute(f"SELECT {IDS.format('id')} FROM chunks").fetchone()
         (terms,) = connection.execute("SELECT COALESCE(SUM(num_terms), 0) FROM lengths").fetchone()
-        settings = connection.execute("SELECT xxh3 FROM settings").fetchall()
-        return cls(documents, *map(int, (*chunks, terms)), postings, *_of_settings(settings))
+        found = cls(documents, chunks, ids, terms)
+        return found.with_words(connection).with_settings(connection)
 
     def write(self, connection: Connection) -> None:
         """Remember them, in the caller's transaction."""
         values = (1, *dataclasses.astuple(self))
-        connection.execute(_TOTALS.insert(True, "INSERT OR REPLACE"), _TOTALS.row(values, True))
+        connection.execute(TOTALS.insert(True, "INSERT OR REPLACE"), TOTALS.row(values, True))
 
     def plus(self, **changes: int) -> "Totals":
         """With some of them changed by so much."""
         return dataclasses.replace(
             self, **{name: getattr(self, name) + change for name, change in changes.items()}
         )
+
+    def has_ids(self, chunk_ids: HostArray) -> bool:
+        """Whether these, int64 [N], are the ids of all chunks."""
+        return len(chunk_ids) == self.chunks and sum_of_ids(chunk_ids) == self.chunk_ids
+
+    def with_words(self, connection: Connection) -> "Totals":
+        """With the words as they are now."""
+        (words,) = connection.execute("SELECT COUNT(*) FROM terms").fetchone()
+        return dataclasses.replace(self, words=words)
 
     def with_settings(self, connection: Connection) -> "Totals":
         """With the settings as they are now."""
@@ -171,21 +180,18 @@ def sum_of_ids(chunk_ids: Iterable[int] | HostArray) -> int:
     return int(((ids * ids + ids) & _LOW).sum())
 
 
-def damaged(path: Path, what: str) -> DamagedCatalogError:
+def unlike(path: Path, what: str) -> DamagedCatalogError:
     """The error for rows that are not as they were written; ``what`` ends in a verb."""
-    return DamagedCatalogError(
-        f"catalog {path}: {what} not as written; run `jaxrag kb verify --repair {path.parent}`, or "
-        "restore a copy"
-    )
+    return damaged(path, f"{what} not as written")
 
 
 def check_settings(path: Path, rows: Sequence[Sequence[Any]], totals: Totals) -> None:
     """Hold all rows of the settings against their digests. Raises DamagedCatalogError."""
     for row in rows:
         if not SETTINGS.is_whole(row):
-            raise damaged(path, f"the setting {row[0]!r} is")
+            raise unlike(path, f"the setting {row[0]!r} is")
     if _of_settings([row[-1:] for row in rows]) != (totals.settings, totals.settings_xxh3):
-        raise damaged(path, "its settings are")
+        raise unlike(path, "its settings are")
 
 
 def upgrade(connection: Connection) -> None:
@@ -231,11 +237,15 @@ def fill(connection: Connection) -> None:
             after = tuple(rows[-1][:key])
 
 
-def contexts(connection: Connection) -> Mapping[tuple[int, str], list[str]]:
-    """Content ids in front of every chunk that was encoded behind others, in order."""
+def contexts(
+    connection: Connection, where: str = "", values: Sequence[Any] = ()
+) -> Mapping[tuple[int, str], list[str]]:
+    """Content ids in front of chunks that were encoded behind others, in order."""
     found: dict[tuple[int, str], list[str]] = {}
     for chunk_id, encoder, content_id in connection.execute(
-        "SELECT chunk_id, encoder, content_id FROM contexts ORDER BY chunk_id, encoder, place"
+        f"SELECT chunk_id, encoder, content_id FROM contexts {where} "
+        "ORDER BY chunk_id, encoder, place",
+        values,
     ):
         found.setdefault((chunk_id, encoder), []).append(content_id)
     return found

@@ -6,7 +6,7 @@ hold the checksum of its checksum VFS.
 
 import functools
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,13 @@ CHECKSUM_BYTES = 8
 
 _USABLE = PAGE_BYTES - CHECKSUM_BYTES
 _WORDS = _USABLE // 4  # under the checksum
+_LOCK_PAGE = 0x40000000 // PAGE_BYTES  # never written: SQLite locks its bytes
 _AT_ONCE = 4096  # pages whose checksums are computed together
 _TABLE_LEAF, _INDEX_LEAF, _INDEX_INTERIOR = 13, 10, 2  # kinds of pages that hold rows
 _MOST = {_TABLE_LEAF: _USABLE - 35, _INDEX_LEAF: (_USABLE - 12) * 64 // 255 - 23}
 _MOST[_INDEX_INTERIOR] = _MOST[_INDEX_LEAF]  # bytes of a row that stand in the page itself
 _LEAST = (_USABLE - 12) * 32 // 255 - 23  # of a longer one
+_POSTING = (str, int, int)
 _INTEGERS = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8}  # bytes by serial type
 
 
@@ -34,6 +36,27 @@ def wrong_pages(pages: HostArray) -> list[int]:
         wrong = (_checksums(some) != _stored(some)).any(axis=1)
         found += (np.flatnonzero(wrong) + start).tolist()
     return found
+
+
+def lost_pages(pages: HostArray) -> list[int]:
+    """Pages of zeros, whose checksum is zero too, that the first page does not name as free."""
+    zeros = np.flatnonzero(~pages.any(axis=1)).tolist()
+    free = {_LOCK_PAGE}
+    trunk = _number(pages[0], 8)
+    while 0 < trunk <= len(pages) and trunk - 1 not in free:
+        page = pages[trunk - 1]
+        free.add(trunk - 1)
+        leaves = page[8 : 8 + 4 * _number(page, 1)].tobytes()
+        free.update(
+            number - 1 for (number,) in struct.iter_unpack(">I", leaves[: len(leaves) & ~3])
+        )
+        trunk = _number(page, 0)
+    return [number for number in zeros if number not in free]
+
+
+def _number(page: HostArray, place: int) -> int:
+    """The number that stands behind ``place`` others in a page."""
+    return int.from_bytes(page[4 * place : 4 * place + 4].tobytes(), "big")
 
 
 def mend(page: HostArray) -> bool:
@@ -85,80 +108,70 @@ def _effects() -> HostArray:
     return _checksums(units.view(np.uint8))
 
 
-class Rows:
-    """The rows in pages that are whole; nothing is asked of the tree that leads to them."""
+def rows_of(pages: HostArray, wrong: Sequence[int]) -> Iterator[tuple[Any, ...]]:
+    """The rows that stand in pages, uint8 [P, PAGE_BYTES], but ``wrong`` ones; in no order.
 
-    def __init__(self, pages: HostArray, wrong: list[int]) -> None:
-        """Of uint8 [P, PAGE_BYTES], ``wrong`` of which are passed over."""
-        self._pages = pages
-        self._whole = np.ones(len(pages), bool)
-        self._whole[wrong] = False
+    Nothing is asked of the trees that lead to them. A row id stands in the place of the column that
+    is its alias, or in front of the columns. Left out are rows that reach into a wrong page, and
+    what can be computed anew: pages whose first row is (text, integer, integer), a posting.
+    """
+    whole = np.ones(len(pages), bool)
+    whole[wrong] = False
+    for number in np.flatnonzero(whole):
+        page = pages[number].tobytes()
+        start = 100 if number == 0 else 0
+        kind = page[start]
+        if kind not in _MOST:
+            continue
+        for place in _cells(page, start):
+            row = _row(pages, whole, page, kind, place)
+            if row is not None and tuple(map(type, row)) == _POSTING:
+                break
+            if row is not None:
+                yield row
 
-    def tables(self) -> Iterator[tuple[bool, list[tuple[Any, ...]]]]:
-        """Of every page with rows: whether its table has row ids, and its rows.
 
-        A row id stands in front of the columns; where one is its alias, that column is None. Rows
-        that reach into a page that is not whole are left out. Pages whose first row is a
-        posting, which are most, are passed over: text, integer, integer.
-        """
-        for number in np.flatnonzero(self._whole):
-            page = self._pages[number].tobytes()
-            start = 100 if number == 0 else 0
-            kind = page[start]
-            if kind not in _MOST:
-                continue
-            rows = []
-            for place in self._cells(page, start):
-                row = self._row(page, kind, place)
-                if row is not None and len(row) == 3 and kind != _TABLE_LEAF and _is_posting(row):
-                    break
-                if row is not None:
-                    rows.append(row)
-            if rows:
-                yield kind == _TABLE_LEAF, rows
+def _cells(page: bytes, start: int) -> tuple[int, ...]:
+    count = int.from_bytes(page[start + 3 : start + 5], "big")
+    first = start + (12 if page[start] == _INDEX_INTERIOR else 8)
+    return struct.unpack_from(f">{count}H", page, first) if first + 2 * count <= _USABLE else ()
 
-    def _cells(self, page: bytes, start: int) -> tuple[int, ...]:
-        count = int.from_bytes(page[start + 3 : start + 5], "big")
-        first = start + (12 if page[start] == _INDEX_INTERIOR else 8)
-        if first + 2 * count > _USABLE:
-            return ()
-        return struct.unpack_from(f">{count}H", page, first)
 
-    def _row(self, page: bytes, kind: int, place: int) -> tuple[Any, ...] | None:
-        """The row of a cell; None where the bytes are none, or lie in pages that are not whole."""
-        try:
-            if kind == _INDEX_INTERIOR:
-                place += 4
-            size, place = _varint(page, place)
-            row_id = ()
-            if kind == _TABLE_LEAF:
-                value, place = _varint(page, place)
-                row_id = (value,)
-            payload = self._payload(page, kind, size, place)
-            return None if payload is None else (*row_id, *_values(payload))
-        except (IndexError, ValueError):
+def _row(
+    pages: HostArray, whole: HostArray, page: bytes, kind: int, place: int
+) -> tuple[Any, ...] | None:
+    """The row of a cell; None where the bytes are none, or lie in pages that are not whole."""
+    try:
+        size, place = _varint(page, place + (4 if kind == _INDEX_INTERIOR else 0))
+        if kind != _TABLE_LEAF:
+            payload = _payload(pages, whole, page[place:], kind, size)
+            return None if payload is None else tuple(_values(payload))
+        row_id, place = _varint(page, place)
+        payload = _payload(pages, whole, page[place:], kind, size)
+        if payload is None:
             return None
-
-    def _payload(self, page: bytes, kind: int, size: int, place: int) -> bytes | None:
-        most = _MOST[kind]
-        if size <= most:
-            return page[place : place + size]
-        fitting = _LEAST + (size - _LEAST) % (_USABLE - 4)
-        here = fitting if fitting <= most else _LEAST
-        parts = [page[place : place + here]]
-        after, left = int.from_bytes(page[place + here : place + here + 4], "big"), size - here
-        while left > 0:
-            if not 0 < after <= len(self._whole) or not self._whole[after - 1]:
-                return None
-            more = self._pages[after - 1].tobytes()
-            parts.append(more[4 : 4 + min(left, _USABLE - 4)])
-            left -= len(parts[-1])
-            after = int.from_bytes(more[:4], "big")
-        return b"".join(parts)
+        first, *others = _values(payload)
+        return (row_id, *others) if first is None else (row_id, first, *others)
+    except (IndexError, ValueError):
+        return None
 
 
-def _is_posting(row: tuple[Any, ...]) -> bool:
-    return isinstance(row[0], str) and isinstance(row[1], int) and isinstance(row[2], int)
+def _payload(pages: HostArray, whole: HostArray, rest: bytes, kind: int, size: int) -> bytes | None:
+    """The bytes of a row that begins with ``rest`` of its page."""
+    if size <= _MOST[kind]:
+        return rest[:size]
+    fitting = _LEAST + (size - _LEAST) % (_USABLE - 4)
+    here = fitting if fitting <= _MOST[kind] else _LEAST
+    parts, left = [rest[:here]], size - here
+    after = int.from_bytes(rest[here : here + 4], "big")
+    while left > 0:
+        if not 0 < after <= len(pages) or not whole[after - 1]:
+            return None
+        more = pages[after - 1].tobytes()
+        parts.append(more[4 : 4 + min(left, _USABLE - 4)])
+        left -= len(parts[-1])
+        after = int.from_bytes(more[:4], "big")
+    return b"".join(parts)
 
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrag.catalog.database import Database
+from jaxrag.catalog.database import Database, damaged
 from jaxrag.catalog.digests import (
     CHUNKS,
     DOCUMENTS,
@@ -18,7 +18,7 @@ from jaxrag.catalog.digests import (
     SETTINGS,
     Totals,
     check_settings,
-    damaged,
+    unlike,
 )
 from jaxrag.catalog.rows import (
     ChunkRow,
@@ -71,7 +71,10 @@ class Reader:
             ).fetchall()
             if self.checked:
                 check_settings(self.path, rows, Totals.read(connection, self.path))
-        return {name: json.loads(value) for name, value, _ in rows}
+        try:
+            return {name: json.loads(value) for name, value, _ in rows}
+        except (ValueError, TypeError, RecursionError) as error:  # only where there are no digests
+            raise damaged(self.path, f"a setting is no JSON ({error})") from error
 
     def document(self, document_id: str) -> DocumentEntry | None:
         """The document of that id, or None."""
@@ -120,7 +123,7 @@ class Reader:
             found = self._chunks(connection, "document_id = ? ORDER BY number", (document_id,))
         for place, (row, document) in enumerate(found):
             if row.number != place or document.num_chunks != len(found):
-                raise damaged(self.path, f"the chunks of document {document_id!r} are")
+                raise unlike(self.path, f"the chunks of document {document_id!r} are")
         return [row.chunk() for row, _ in found]
 
     def keys(self, document_id: str) -> dict[str, list[str]]:
@@ -200,7 +203,7 @@ class Reader:
             found[chunk_id] = [row[-1] for row in these if row[-1] is not None]
             *key, xxh3, _ = these[0]
             if self.checked and not KEYS.is_whole((*key, *found[chunk_id], xxh3)):
-                raise damaged(self.path, f"the {encoder} key of chunk {chunk_id} is")
+                raise unlike(self.path, f"the {encoder} key of chunk {chunk_id} is")
         return found
 
     def last_neighbours(self, encoder: str, count: int) -> tuple[HostArray, HostArray]:
@@ -259,7 +262,7 @@ class Reader:
             matches = self._index.search(question, k, where, sizes, version)
             hits = self._hits(connection, [(match.chunk_id, match.score) for match in matches])
             if self.checked and len(hits) != len(matches):
-                raise damaged(self.path, "the rows of chunks that were found are")
+                raise unlike(self.path, "the rows of chunks that were found are")
         return hits
 
     def words(self) -> BM25Snapshot:
@@ -379,7 +382,7 @@ class Reader:
         *lengths, terms = connection.execute(
             f"SELECT {IDS.format('chunk_id')}, COALESCE(SUM(num_terms), 0) FROM lengths"
         ).fetchone()
-        (postings,) = connection.execute("SELECT COALESCE(SUM(holders), 0) FROM terms").fetchone()
+        (words,) = connection.execute("SELECT COUNT(*) FROM terms").fetchone()
         for what, found, known in (
             ("its chunks are", chunks, (totals.chunks, totals.chunk_ids)),
             (
@@ -387,16 +390,16 @@ class Reader:
                 (*lengths, terms),
                 (totals.chunks, totals.chunk_ids, totals.terms),
             ),
-            ("the words of its chunks are", postings, totals.postings),
+            ("the words of its chunks are", words, totals.words),
         ):
             if found != known:
-                raise damaged(self.path, what)
+                raise unlike(self.path, what)
         self._whole = version, totals
         return totals
 
     def _check_documents(self, connection: Connection, count: int) -> None:
         if self.checked and count != Totals.read(connection, self.path).documents:
-            raise damaged(self.path, "its documents are")
+            raise unlike(self.path, "its documents are")
 
     def _documents(
         self, connection: Connection, rest: str, values: Sequence[Any]
@@ -409,7 +412,7 @@ class Reader:
 
     def _document(self, row: Sequence[Any]) -> DocumentRow:
         if self.checked and not DOCUMENTS.is_whole(row):
-            raise damaged(self.path, f"document {row[0]!r} is")
+            raise unlike(self.path, f"document {row[0]!r} is")
         return DocumentRow(*row[:-1])
 
     def _chunks(
@@ -427,7 +430,7 @@ class Reader:
         for row in rows:
             own, its = row[:width], row[width:]
             if self.checked and not CHUNKS.is_whole(own):
-                raise damaged(self.path, f"chunk {own[2]} of document {own[1]!r} is")
+                raise unlike(self.path, f"chunk {own[2]} of document {own[1]!r} is")
             if its not in documents:
                 documents[its] = self._document(its)
             found.append((ChunkRow(*own[:-1]), documents[its]))
@@ -447,7 +450,7 @@ class Reader:
         if self.checked and len(found) < len(asked):
             statement = f"SELECT COUNT(*) FROM chunks WHERE id {among}"
             if connection.execute(statement, values).fetchone() != (len(found),):
-                raise damaged(self.path, "the documents of its chunks are")
+                raise unlike(self.path, "the documents of its chunks are")
         return found
 
     def _hits(self, connection: Connection, found: Sequence[tuple[int, float]]) -> list[Hit]:

@@ -14,9 +14,8 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,13 +64,6 @@ def terms(text: str) -> list[str]:
         else:
             found.append(run)
     return found
-
-
-class Change(NamedTuple):
-    """What a change adds to the index."""
-
-    terms: int  # repeats counted
-    postings: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,12 +124,12 @@ class BM25Index:
 
     def clear(self) -> None:
         """Forget every chunk."""
-        for table in ("postings", "lengths", "terms"):
+        for table in ("postings", "lengths", "terms")[: 2 + self.checked]:
             self.connection.execute(f"DELETE FROM {table}")
 
-    def add(self, texts: Mapping[int, str]) -> Change:
-        """Index chunks that are not in the index: their texts by id."""
-        change, by_term, lengths = _gathered(texts)
+    def add(self, texts: Mapping[int, str]) -> int:
+        """Index chunks that are not in the index, texts by id; returns their number of terms."""
+        by_term, lengths = _gathered(texts)
         self.connection.executemany(
             "INSERT INTO postings VALUES (?, ?, ?)",
             [(term, *posting) for term, found in by_term for posting in found],
@@ -149,11 +141,11 @@ class BM25Index:
                 "holders = holders + excluded.holders, weight = weight + excluded.weight",
                 [(term, len(found), _weight(found)) for term, found in by_term],
             )
-        return change
+        return sum(length for _, length in lengths)
 
-    def remove(self, texts: Mapping[int, str]) -> Change:
-        """Forget chunks, given the texts they were added with, by id."""
-        change, by_term, lengths = _gathered(texts)
+    def remove(self, texts: Mapping[int, str]) -> int:
+        """Forget chunks, given the texts they were added with by id; returns as ``add``."""
+        by_term, lengths = _gathered(texts)
         self.connection.executemany(
             "DELETE FROM postings WHERE term = ? AND chunk_id = ?",
             [(term, chunk_id) for term, found in by_term for chunk_id, _ in found],
@@ -169,10 +161,10 @@ class BM25Index:
             self.connection.executemany(
                 "DELETE FROM terms WHERE term = ? AND holders = 0", [row[:1] for row in by_term]
             )
-        return Change(-change.terms, -change.postings)
+        return sum(length for _, length in lengths)
 
     def holders(self, term: str) -> int:
-        """How many chunks hold a term. Raises DamagedCatalogError where postings are missing."""
+        """How many chunks hold a term. Raises DamagedCatalogError where postings were lost."""
         holders, weight = self.connection.execute(
             f"SELECT {_POSTINGS} FROM postings WHERE term = ?", (term,)
         ).fetchone()
@@ -186,7 +178,7 @@ class BM25Index:
 
     def _damaged(self, term: str) -> DamagedCatalogError:
         return DamagedCatalogError(
-            f"catalog {self.path}: the postings of the word {term!r} are not as written; run "
+            f"catalog {self.path} is damaged: the postings of {term!r} are not as written; run "
             f"`jaxrag kb verify --repair {self.path.parent}`, or restore a copy"
         )
 
@@ -284,6 +276,31 @@ class BM25Index:
                 raise self._damaged(term)
         return found
 
+    def count_unlike(self, texts: Iterable[tuple[int, str]]) -> int:
+        """How many words and lengths are not those of the chunks' texts: (id, text), ascending."""
+        words: dict[str, tuple[int, int]] = {}
+        lengths: dict[int, int] = {}
+        for chunk_id, text in texts:
+            by_term, ((_, length),) = _gathered({chunk_id: text})
+            lengths[chunk_id] = length
+            for term, found in by_term:
+                holders, weight = words.get(term, (0, 0))
+                words[term] = holders + 1, weight + _weight(found)
+        statements = [f"SELECT term, {_POSTINGS} FROM postings GROUP BY term"]
+        if self.checked:
+            statements.append("SELECT term, holders, weight FROM terms")
+        unlike = set[str]()
+        for statement in statements:
+            left = dict(words)
+            for term, *known in self.connection.execute(statement):
+                if left.pop(term, None) != tuple(known):
+                    unlike.add(str(term))
+            unlike.update(left)
+        held: dict[int, int] = dict(
+            self.connection.execute("SELECT chunk_id, num_terms FROM lengths").fetchall()
+        )
+        return len(unlike) + len(held.items() ^ lengths.items())
+
     def snapshot(self) -> "BM25Snapshot":
         """The index as it is now, in memory: for many questions, without a filter.
 
@@ -369,7 +386,7 @@ _Postings = list[tuple[int, int]]  # of a term: chunk id, count
 
 def _gathered(
     texts: Mapping[int, str],
-) -> tuple[Change, list[tuple[str, _Postings]], list[tuple[int, int]]]:
+) -> tuple[list[tuple[str, _Postings]], list[tuple[int, int]]]:
     """Postings by term, in the order of the table, and (chunk id, number of terms)."""
     by_term: dict[str, _Postings] = {}
     lengths = []
@@ -378,8 +395,7 @@ def _gathered(
         lengths.append((chunk_id, len(found)))
         for term, count in collections.Counter(found).items():
             by_term.setdefault(term, []).append((chunk_id, count))
-    change = Change(sum(length for _, length in lengths), sum(map(len, by_term.values())))
-    return change, sorted(by_term.items()), lengths
+    return sorted(by_term.items()), lengths
 
 
 def _weight(postings: _Postings) -> int:
