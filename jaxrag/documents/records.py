@@ -146,14 +146,14 @@ def _row(
         raise DocumentError(f"a byte is not {coded.upper()}; name the encoding of the file")
     values = dict(zip(names, row, strict=True))
     values[text_column] = values[text_column].replace("\r\n", "\n").replace("\r", "\n")
-    return document_from_mapping(values, file.name + where, file.absolute, text_column)
+    return document_from_mapping(values, file.name + where, file.reported, text_column)
 
 
 def _record(value: Any, file: File, where: str) -> Document:
     text_field = file.options.text_field or "text"
     if not isinstance(value, dict):
         raise DocumentError(f'holds a {type(value).__name__}; expected {{"{text_field}": "..."}}')
-    return document_from_mapping(value, file.name + where, file.absolute, text_field)
+    return document_from_mapping(value, file.name + where, file.reported, text_field)
 
 
 def _parse(text: str, expected: str) -> Any:
