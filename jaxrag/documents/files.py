@@ -15,6 +15,9 @@ MAX_LINE_BYTES = 64 << 20  # of a file that is read line by line
 MAX_TEXT_CHARACTERS = 64 << 20  # of the text that a file is unpacked to
 MAX_TAGS = 4 << 20  # of markup that is parsed as a whole: its tree takes far more than its bytes
 
+MAX_VALUES = 4 << 20  # objects and lists in JSON that is parsed as a whole
+MAX_CELLS = 256 << 10  # of a row of a table
+
 _NO_MEMORY = 2  # XML_ERR_NO_MEMORY of libxml2
 _MARKS = {
     codecs.BOM_UTF8: "utf-8-sig",
@@ -93,6 +96,14 @@ def require_few_tags(markup: bytes) -> None:
     """DocumentError where XML or HTML holds more than MAX_TAGS tags."""
     if markup.count(b"<") > MAX_TAGS:
         raise DocumentError(f"holds more than {MAX_TAGS >> 20} Mi tags; split the file")
+
+
+def require_few_values(text: str) -> None:
+    """DocumentError where JSON holds more than MAX_VALUES objects and lists."""
+    if text.count("{") + text.count("[") > MAX_VALUES:
+        raise DocumentError(
+            f"holds more than {MAX_VALUES >> 20} Mi objects and lists; split it into JSON lines"
+        )
 
 
 def marked_encoding(data: bytes) -> str | None:

@@ -172,7 +172,7 @@ class Bytes:
         import numpy as np
 
         offsets = [(i, i + 1) for i, c in enumerate(text) for _ in c.encode()]
-        return np.zeros(len(offsets), np.int32), offsets
+        return np.zeros(len(offsets), np.int32), np.array(offsets, np.int32).reshape(-1, 2)
 
 
 @FUZZ
