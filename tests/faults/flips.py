@@ -1,8 +1,8 @@
 """Flip single bits of the files of knowledge bases, cut files short, and look what is served.
 
-Knowledge bases of every kind are made, closed and kept. A trial takes a copy, damages one file of it,
-opens it with nothing in memory but the model's weights and programs, and asks three questions: by
-words, by all that there is, and with reuse. What comes back is held against the answers of the
+Knowledge bases of every kind are made, closed and kept. A trial takes a copy, damages one file of
+it, opens it with nothing in memory but the model's weights and programs, and asks three questions:
+by words, by all that there is, and with reuse. What comes back is held against the answers of the
 undamaged one: documents, hits with texts and token ids, answer tokens, sources. The verdict is
 
 - same: the same answers, and nothing told;
