@@ -29,6 +29,10 @@ class StoreError(JaxragError):
     """A chunk repository that cannot be opened, read or written as asked."""
 
 
+class DamagedCatalogError(StoreError):
+    """A catalog that does not hold what was written to it; it is refused until it is repaired."""
+
+
 class ChunkMissing(StoreError):
     """No committed chunk under this key (or its bytes are gone)."""
 
