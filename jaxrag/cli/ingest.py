@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -129,6 +128,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="read what links in a folder name outside of it, and linked folders (reported only)",
     )
     parser.add_argument(
+        "--parse-seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="that a .pdf, .docx, .html or .json file may take to parse, else it is left out (60)",
+    )
+    parser.add_argument(
+        "--parse-bytes",
+        type=parse_bytes,
+        default=4 << 30,
+        metavar="SIZE",
+        help="of memory that it may take (4GiB)",
+    )
+    parser.add_argument(
         "--shard",
         metavar="I/N",
         help="only the documents that fall to part I of N by their id, so that N processes share "
@@ -168,6 +181,8 @@ def files_of(args: argparse.Namespace) -> "DocumentFiles":
         encoding=args.encoding,
         text_field=args.text_field,
         follow_links=args.follow_links,
+        parse_seconds=args.parse_seconds,
+        parse_bytes=args.parse_bytes,
     )
 
 
@@ -181,7 +196,6 @@ def ingest(
     """Ingest one part of the documents into the knowledge base that the arguments describe."""
     from jaxrag.knowledge_base import KnowledgeBase
 
-    logging.getLogger("pypdf").setLevel(logging.ERROR)  # it remarks on every oddity it gets over
     with KnowledgeBase.open(
         args.kb,
         model=model,

@@ -206,7 +206,10 @@ def verify(
     Under a size limit (``limited``), a chunk that is missing has been dropped and is left so.
     """
     found = store.verify(
-        catalog.all_keys(), max_bytes_per_second=max_bytes_per_second, progress=progress
+        catalog.all_keys(),
+        max_bytes_per_second=max_bytes_per_second,
+        progress=progress,
+        finite=True,
     )
     damaged = (*found.corrupt, *found.unsealed, *(() if limited else found.missing))
     dropped = len(found.missing) if limited else 0

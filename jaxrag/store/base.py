@@ -225,6 +225,7 @@ class KVStore(abc.ABC):
         *,
         max_bytes_per_second: float | None = None,
         progress: bool = False,
+        finite: bool = False,
     ) -> ScrubReport:
         """Read chunks and their auxiliary arrays, whole, against their digests.
 
@@ -232,12 +233,14 @@ class KVStore(abc.ABC):
             keys: which; None takes every key of the store.
             max_bytes_per_second: a limit on what is read, to leave the disk to others.
             progress: draw a bar on stderr, where that is a terminal.
+            finite: count a chunk whose KV holds NaN or infinity, as a broken model encodes it, as
+                corrupt.
 
         Raises:
             StoreError: the storage failed, or a rate that is not positive.
         """
         chosen = self.keys() if keys is None else _distinct(keys)
-        return scrub(self, chosen, max_bytes_per_second, progress)
+        return scrub(self, chosen, max_bytes_per_second, progress, finite)
 
     @abc.abstractmethod
     def keys(self) -> Iterator[str]:
