@@ -247,15 +247,12 @@ class KVStore(abc.ABC):
         """Every key committed under the fingerprint, ascending, streamed."""
 
     @abc.abstractmethod
-    def records(self, fingerprint: str | None = None) -> Iterator[Record]:
-        """Every record that can be read, by ascending key, streamed.
-
-        ``fingerprint`` asks for those of another model in the same repository.
-        """
+    def records(self) -> Iterator[Record]:
+        """Every record that can be read and is believed, by ascending key, streamed."""
 
     @abc.abstractmethod
-    def stats(self) -> dict[str, Stats]:
-        """What is stored, per fingerprint."""
+    def stats(self) -> Stats:
+        """What is stored under the fingerprint."""
 
     @abc.abstractmethod
     def _put(

@@ -129,6 +129,11 @@ class ChunkStore(KVStore):
         return self._backend.directory
 
     @property
+    def sealed_by(self) -> str | None:
+        """The name of the secret that it was opened with; None without one."""
+        return None if self._space.sealer is None else self._space.sealer.name
+
+    @property
     def max_bytes(self) -> int | None:
         """The size limit, if there is one."""
         return None if self._limit is None else self._limit.max_bytes
@@ -142,20 +147,18 @@ class ChunkStore(KVStore):
         """Every key committed under the fingerprint, ascending, streamed."""
         return self._space.keys()
 
-    def records(self, fingerprint: str | None = None) -> Iterator[Record]:
-        """Every record that can be read, by ascending key; ``fingerprint``: of another model."""
-        space = self._repository.space(fingerprint or self.fingerprint)
-        if space is not None:
-            yield from (found for found in space.find_all() if isinstance(found, Record))
+    def records(self) -> Iterator[Record]:
+        """Every record that can be read and is believed, by ascending key, however long."""
+        yield from (found for found in self._everything.find_all() if isinstance(found, Record))
 
-    def stats(self) -> dict[str, Stats]:
-        """What is committed, per fingerprint; reads every commit record.
+    def stats(self) -> Stats:
+        """What is committed under the fingerprint; reads every commit record of it."""
+        return Stats.of(self._everything.find_all())
 
-        Of its own fingerprint, sealed and not; whose seals others' chunks have is not known.
-        """
-        spaces = {space.fingerprint: space for space in self._repository.spaces()}
-        spaces[self.fingerprint] = dataclasses.replace(self._space, max_tokens=sys.maxsize)
-        return {fingerprint: Stats.of(space.find_all()) for fingerprint, space in spaces.items()}
+    @property
+    def _everything(self) -> Namespace:
+        """The chunks of the fingerprint, however long."""
+        return dataclasses.replace(self._space, max_tokens=sys.maxsize)
 
     def gc(
         self,
@@ -186,8 +189,8 @@ class ChunkStore(KVStore):
         """
         if not dry_run:
             self._require_writable()
-        everything = dataclasses.replace(self._space, max_tokens=sys.maxsize, sealer=None)
-        report = sweep(everything, live, grace_seconds, dry_run, busy)
+        anyones = dataclasses.replace(self._everything, sealer=None)
+        report = sweep(anyones, live, grace_seconds, dry_run, busy)
         if self._limit is not None:
             self._limit.recount(self.keys)
         return report

@@ -106,8 +106,9 @@ def test_forged_with_the_fingerprint_alone_is_a_miss_and_replaced(opened, number
             read(c.key)
     assert store.get_many([c.key], on_missing="skip").corrupt == (c.key,)
     assert store.verify().unsealed == (c.key,) and not store.verify().corrupt
-    found = store.stats()[store.fingerprint]
+    found = store.stats()
     assert (found.chunks, found.unsealed, found.corrupt) == (0, 1, 0)
+    assert list(store.records()) == []
     assert store.put(c.key, c.kv, record=c.record).won
     assert store.get(c.key).tobytes() == as_stored(c.kv, layout).tobytes()
     assert store.verify().ok == 1
@@ -319,6 +320,12 @@ def test_a_tier_believes_neither_planted_copies_nor_a_planted_remote(
         fresh.get(c.key)
     assert fresh.put(c.key, c.kv, record=c.record, replace=True).won
     assert fresh.get(c.key).tobytes() == whole
+
+
+def test_a_tier_has_the_secret_of_its_store(opened, layout, tmp_path):
+    near = ChunkStore.open(tmp_path / "near", opened().fingerprint, layout, mode="rw")
+    with pytest.raises(StoreError, match="open both with the same"):
+        ReadThrough(opened(), near)
 
 
 def test_host_memory_keeps_nothing_that_is_not_sealed(opened, numbers):
