@@ -35,8 +35,8 @@ class ReadThrough(KVStore):
         """Read ``remote`` through ``local``, which is opened for writing in a directory.
 
         Raises:
-            StoreError: the two are not of one fingerprint, layout and secret, or the local one is not
-                local or not writable.
+            StoreError: the two are not of one fingerprint, layout and secret, or the local one is
+                not local or not writable.
         """
         super().__init__(remote.fingerprint, remote.layout, remote.max_tokens)
         if (local.fingerprint, local.layout) != (remote.fingerprint, remote.layout):
