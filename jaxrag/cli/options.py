@@ -171,7 +171,7 @@ def where_of(args: argparse.Namespace) -> dict[str, Any] | None:
         return None
     try:
         where = json.loads(args.where)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(
             f"--where {args.where!r} is not JSON ({error}); write it as '{{\"year\": 2020}}'"
         ) from None
