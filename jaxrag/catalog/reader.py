@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrag.catalog.database import Database
+from jaxrag.catalog.database import Database, damaged
 from jaxrag.catalog.digests import (
     CHUNKS,
     DOCUMENTS,
@@ -72,7 +72,10 @@ class Reader:
             ).fetchall()
             if self.checked:
                 check_settings(self.path, rows, Totals.read(connection, self.path))
-        return {name: json.loads(value) for name, value, _ in rows}
+        try:
+            return {name: json.loads(value) for name, value, _ in rows}
+        except (ValueError, TypeError, RecursionError) as error:  # only where there are no digests
+            raise damaged(self.path, f"a setting is no JSON ({error})") from error
 
     def document(self, document_id: str) -> DocumentEntry | None:
         """The document of that id, or None."""

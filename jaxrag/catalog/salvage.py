@@ -54,7 +54,12 @@ class Salvage:
     settings: int
     lost: tuple[str, ...]
     nameless: int | None
-    kept: Path
+    kept: str
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether anything is gone that was in the catalog."""
+        return bool(self.lost or self.settings) or self.nameless != 0
 
 
 def salvage(path: Path, needed: Collection[str]) -> Salvage | None:
@@ -85,7 +90,7 @@ def salvage(path: Path, needed: Collection[str]) -> Salvage | None:
             pages = _pages(path, file)
             found = None if _is_unchecked(pages[0]) else _saved(path, pages, new, needed)
             if found is not None:
-                _replace(path, new, found.kept)
+                _replace(path, new, Path(found.kept))
             return found
     except OSError as error:
         raise StoreError(
@@ -146,7 +151,7 @@ def _saved(path: Path, pages: HostArray, new: Path, needed: Collection[str]) -> 
         with contextlib.closing(Catalog.open(new)) as catalog:
             documents = catalog.counts()["documents"]
             catalog.checkpoint()
-        return Salvage(mended, 0, documents, 0, (), 0, kept)
+        return Salvage(mended, 0, documents, 0, (), 0, str(kept))
     found = _Found.read(pages, left)
     missing = sorted(set(needed) - found.settings.keys())
     if missing:
@@ -165,7 +170,7 @@ def _saved(path: Path, pages: HostArray, new: Path, needed: Collection[str]) -> 
     totals = found.totals
     nameless = None if totals is None else max(0, totals.documents - len(whole) - len(lost))
     settings = 0 if totals is None else max(0, totals.settings - len(found.settings))
-    return Salvage(mended, unreadable, len(whole), settings, tuple(lost), nameless, kept)
+    return Salvage(mended, unreadable, len(whole), settings, tuple(lost), nameless, str(kept))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ from jaxrag.cli.options import (
 from jaxrag.text.printable import printable
 
 if TYPE_CHECKING:
+    from jaxrag.catalog.salvage import Salvage
     from jaxrag.knowledge_base.upkeep import VerifyReport
 
 
@@ -118,6 +119,7 @@ def run_stats(args: argparse.Namespace) -> None:
 
     with KnowledgeBase.open(args.kb) as kb:
         stats = kb.stats()
+        _note(kb.unchecked)
     if args.json:
         print_json(stats)
         return
@@ -185,7 +187,12 @@ def run_gc(args: argparse.Namespace) -> None:
 def run_verify(args: argparse.Namespace) -> int:
     """Exit code 0 when all rows and chunks are whole at the end and nothing is lost, 3 when not."""
     from jaxrag.knowledge_base import KnowledgeBase
+    from jaxrag.knowledge_base.location import find_folder, mend_catalog
 
+    mended = mend_catalog(find_folder(args.kb)) if args.repair else None
+    if mended is not None and not args.json:
+        for line in _of_salvage(mended):
+            print(printable(line))
     kb = open_kb(args) if args.repair else KnowledgeBase.open(args.kb)
     with kb:
         report = kb.verify(
@@ -199,8 +206,10 @@ def run_verify(args: argparse.Namespace) -> int:
             )
             for key in keys
         ]
+        _note(kb.unchecked)
     if args.json:
-        print_json(dataclasses.asdict(report))
+        salvaged = None if mended is None else dataclasses.asdict(mended)
+        print_json(dataclasses.asdict(report) | {"catalog": salvaged})
     else:
         print(
             f"chunks: {report.ok} whole, {report.repaired} repaired, {len(report.damaged)} damaged"
@@ -209,7 +218,28 @@ def run_verify(args: argparse.Namespace) -> int:
             print(f"{report.dropped} not stored, under the size limit")
         print("".join(f"{printable(line)}\n" for line in _about_rows(report)), end="")
         print("".join(f"{printable(line)}\n" for line in named), end="")
-    return 0 if report.whole else 3
+    return 0 if report.whole and not (mended is not None and mended.is_loss) else 3
+
+
+def _of_salvage(found: "Salvage") -> list[str]:
+    """A line for each thing that is to be said of a catalog that was made whole."""
+    pages = f"{counted(found.mended, 'page')} mended, {found.unreadable} unreadable"
+    lines = [f"catalog: {pages}; the damaged file is kept as {found.kept}"]
+    if found.lost:
+        lost = f"{counted(len(found.lost), 'document')} lost, add again"
+        lines.append(f"{lost}: {', '.join(found.lost)}")
+    if found.nameless or found.nameless is None:
+        lost = "documents" if found.nameless is None else counted(found.nameless, "document")
+        perhaps = "perhaps other " if found.nameless is None else ""
+        lines.append(f"{perhaps}{lost} lost without a name; add again what `jaxrag kb list` lacks")
+    if found.settings:
+        lines.append(f"{counted(found.settings, 'setting')} lost, such as of `jaxrag kb gate`")
+    return lines
+
+
+def _note(text: str | None) -> None:
+    if text is not None:
+        print(f"note: {text}", file=sys.stderr)
 
 
 def _about_rows(report: "VerifyReport") -> list[str]:
