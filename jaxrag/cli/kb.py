@@ -1,8 +1,10 @@
 """`jaxrag kb`: look into a knowledge base and keep it in order."""
 
 import argparse
+import collections
 import dataclasses
 import sys
+from typing import TYPE_CHECKING
 
 from jaxrag.cli import export, gate
 from jaxrag.cli.options import (
@@ -20,6 +22,10 @@ from jaxrag.cli.options import (
     where_of,
 )
 from jaxrag.text.printable import printable
+
+if TYPE_CHECKING:
+    from jaxrag.catalog.salvage import Salvage
+    from jaxrag.knowledge_base.upkeep import VerifyReport
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -82,14 +88,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     verify = add_command(
         actions,
         "verify",
-        "read the KV of every chunk and check it",
+        "check every row of the catalog and the KV of every chunk",
         "jaxrag kb verify kb --repair --rate 200MB",
     )
     _add_kb(verify)
     verify.add_argument(
         "--repair",
         action="store_true",
-        help="encode damaged and missing chunks again, and make vectors that are missing",
+        help="mend rows, drop what nothing proves, encode damaged and missing chunks again, and "
+        "make vectors that are missing",
     )
     verify.add_argument(
         "--rate", type=parse_bytes, metavar="SIZE", help="read at most so much a second"
@@ -112,6 +119,7 @@ def run_stats(args: argparse.Namespace) -> None:
 
     with KnowledgeBase.open(args.kb) as kb:
         stats = kb.stats()
+        _note(kb.unchecked)
     if args.json:
         print_json(stats)
         return
@@ -177,9 +185,14 @@ def run_gc(args: argparse.Namespace) -> None:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """Exit code 0 when every chunk is whole at the end and has its indexes, 3 when not."""
+    """Exit code 0 when all rows and chunks are whole at the end and nothing is lost, 3 when not."""
     from jaxrag.knowledge_base import KnowledgeBase
+    from jaxrag.knowledge_base.location import find_folder, mend_catalog
 
+    mended = mend_catalog(find_folder(args.kb)) if args.repair else None
+    if mended is not None and not args.json:
+        for line in _of_salvage(mended):
+            print(printable(line))
     kb = open_kb(args) if args.repair else KnowledgeBase.open(args.kb)
     with kb:
         report = kb.verify(
@@ -193,16 +206,72 @@ def run_verify(args: argparse.Namespace) -> int:
             )
             for key in keys
         ]
+        _note(kb.unchecked)
     if args.json:
-        print_json(dataclasses.asdict(report))
+        salvaged = None if mended is None else dataclasses.asdict(mended)
+        print_json(dataclasses.asdict(report) | {"catalog": salvaged})
     else:
         print(
             f"chunks: {report.ok} whole, {report.repaired} repaired, {len(report.damaged)} damaged"
         )
         if report.dropped:
             print(f"{report.dropped} not stored, under the size limit")
+        print("".join(f"{printable(line)}\n" for line in _about_rows(report)), end="")
         print("".join(f"{printable(line)}\n" for line in named), end="")
-    return 3 if report.damaged or report.unindexed else 0
+    return 0 if report.whole and not (mended is not None and mended.is_loss) else 3
+
+
+def _of_salvage(found: "Salvage") -> list[str]:
+    """A line for each thing that is to be said of a catalog that was made whole."""
+    pages = f"{counted(found.mended, 'page')} mended, {found.unreadable} unreadable"
+    lines = [f"catalog: {pages}; the damaged file is kept as {found.kept}"]
+    if found.lost:
+        lost = f"{counted(len(found.lost), 'document')} lost, add again"
+        lines.append(f"{lost}: {', '.join(found.lost)}")
+    if found.nameless or found.nameless is None:
+        lost = "documents" if found.nameless is None else counted(found.nameless, "document")
+        perhaps = "perhaps other " if found.nameless is None else ""
+        lines.append(f"{perhaps}{lost} lost without a name; add again what `jaxrag kb list` lacks")
+    if found.settings:
+        lines.append(f"{counted(found.settings, 'setting')} lost, such as of `jaxrag kb gate`")
+    return lines
+
+
+def _note(text: str | None) -> None:
+    if text is not None:
+        print(f"note: {text}", file=sys.stderr)
+
+
+def _about_rows(report: "VerifyReport") -> list[str]:
+    """A line for each thing that is to be said of the catalog and the vectors."""
+    rows, lines = report.rows, []
+    if rows is not None:
+        counts = collections.Counter[str]()
+        for fault in rows.faults:
+            counts[fault.kind] += fault.count
+        told = ", ".join(counted(count, kind) for kind, count in counts.items())
+        what = "repaired" if rows.repaired else "not as written"
+        lines.append(f"rows of {counted(rows.documents, 'document')}: {told or 'all'} "
+                     f"{what if told else 'as written'}")  # fmt: skip
+        lines += [
+            f"{what}: {fault.kind} {fault.name}"
+            for fault in rows.faults
+            if fault.name and not rows.repaired
+        ]
+        if rows.lost:
+            lines.append(
+                f"{counted(len(rows.lost), 'document')} lost, add again: {', '.join(rows.lost)}"
+            )
+        if rows.unnamed:
+            lines.append(
+                f"{counted(rows.unnamed, 'document')} lost without a name; add again what "
+                "`jaxrag kb list` lacks"
+            )
+        if rows.unchecked:
+            lines.append(rows.unchecked)
+    if report.vectors_lost:
+        lines.append(f"{counted(report.vectors_lost, 'vector')} lost; --repair makes them again")
+    return lines
 
 
 def _add_kb(action: argparse.ArgumentParser) -> None:

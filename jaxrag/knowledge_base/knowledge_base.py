@@ -176,6 +176,7 @@ class KnowledgeBase(Maintained):
         """
         model = self._require_model("add documents")
         self._require_writable("add documents")
+        self._catalog.upgrade()
         if self._vectors is not None:
             _ = self._vectors.embedder  # refused before any work
             if not self._all_embedded():

@@ -25,6 +25,10 @@ from jaxrag.store.owners import Owners, this_owner
 from jaxrag.text.prompts import PromptTemplate, template_from_dict
 from jaxrag.text.tokenizer import Tokenizer
 
+UNCHECKED_ROWS = (
+    "catalog of format 3: rows are not checked; `jaxrag kb verify --repair` adds digests"
+)
+
 
 class Parts:
     """The parts of an open knowledge base, and how they are let go.
@@ -90,6 +94,11 @@ class Parts:
         """What a retriever may ask about chunks (retrieve.adapters, retrieve.plugins)."""
         catalog = self._catalog
         return CatalogChunks(catalog.texts, catalog.ids_of_document, catalog.search)
+
+    @property
+    def unchecked(self) -> str | None:
+        """What is to be said of a catalog without digests; None of all others."""
+        return None if self._catalog.checked else UNCHECKED_ROWS
 
     @property
     def embedder(self) -> Embedder | None:

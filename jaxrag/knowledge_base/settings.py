@@ -20,6 +20,11 @@ from jaxrag.retrieve.names import index_named
 from jaxrag.store.keys import derive
 from jaxrag.text.prompts import PromptTemplate
 
+# The settings of every knowledge base, without which it cannot be opened.
+NEEDED = (
+    "chunking", "encoders", "fingerprint", "id", "layout", "max_bytes", "model", "neighbours",
+    "prefix_content", "salt", "store", "template", "tokenizer", "vectors", "vectors_complete",
+)  # fmt: skip
 DEFAULT_CHUNK_TOKENS = 512
 DEFAULT_ENCODERS = ("isolated",)
 DEFAULT_INDEX = "lance"

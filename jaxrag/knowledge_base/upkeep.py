@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from jaxrag.attention_index.document import Indexing, is_indexed
 from jaxrag.catalog import Catalog
+from jaxrag.catalog.audit import RowsReport
 from jaxrag.encode import ChunkEncoding, gets_indexes
 from jaxrag.errors import KnowledgeBaseError
 from jaxrag.knowledge_base.ingest import RefreshReport
@@ -52,13 +53,24 @@ class GcReport:
 
 @dataclasses.dataclass(frozen=True)
 class VerifyReport:
-    """What a check of every chunk's KV found; the first four together are all of them."""
+    """What a check of every row and every chunk's KV found.
+
+    The first four together are all chunks' KV.
+    """
 
     ok: int
     repaired: int
     damaged: tuple[str, ...]  # keys of chunks whose KV is missing or corrupt, and still is
     dropped: int  # not stored, as is to be expected under a size limit
     unindexed: tuple[str, ...] = ()  # keys of chunks that are whole but lack their indexes
+    rows: RowsReport | None = None  # of the catalog; None where it was not looked at
+    vectors_lost: int = 0  # chunks that should have a vector and have none
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is damaged or missing now."""
+        rows = self.rows is None or self.rows.whole
+        return rows and not (self.damaged or self.unindexed or self.vectors_lost)
 
 
 @dataclasses.dataclass(frozen=True)
