@@ -41,6 +41,10 @@ class ChunkCorrupt(StoreError):
     """A chunk whose record or bytes do not match their digests; it is never served."""
 
 
+class ChunkNotSealed(ChunkCorrupt):
+    """A chunk that was not written with the store's secret; it is never served."""
+
+
 class KnowledgeBaseError(JaxragError):
     """A knowledge base that does not fit the model, the prompt template or the request."""
 

@@ -11,6 +11,7 @@ from jaxrag.cli.options import (
     add_command,
     add_json,
     add_model,
+    add_secret,
     add_where,
     counted,
     human_count,
@@ -18,9 +19,11 @@ from jaxrag.cli.options import (
     parse_bytes,
     parse_seconds,
     print_json,
+    secret_of,
     table,
     where_of,
 )
+from jaxrag.errors import RequestError
 from jaxrag.text.printable import printable
 
 if TYPE_CHECKING:
@@ -101,6 +104,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     verify.add_argument(
         "--rate", type=parse_bytes, metavar="SIZE", help="read at most so much a second"
     )
+    verify.add_argument(
+        "--reseal",
+        action="store_true",
+        help="with --repair: take this secret, or none, in place of the one that it was sealed "
+        "with; what that sealed is encoded again",
+    )
     add_model(
         verify, required=False, text="for --repair (the one that the knowledge base remembers)"
     )
@@ -117,7 +126,7 @@ def run_stats(args: argparse.Namespace) -> None:
     """Print what the knowledge base holds and how it was made."""
     from jaxrag.knowledge_base import KnowledgeBase
 
-    with KnowledgeBase.open(args.kb) as kb:
+    with KnowledgeBase.open(args.kb, secret=secret_of(args.secret_file)) as kb:
         stats = kb.stats()
         _note(kb.unchecked)
     if args.json:
@@ -137,7 +146,7 @@ def run_list(args: argparse.Namespace) -> None:
     """Print one line a document, or a JSON object with all of them."""
     from jaxrag.knowledge_base import KnowledgeBase
 
-    with KnowledgeBase.open(args.kb) as kb:
+    with KnowledgeBase.open(args.kb, secret=secret_of(args.secret_file)) as kb:
         where = where_of(args)
         documents = kb.documents(where)
         for why in [] if documents or where is None else kb.why_nothing(where):
@@ -154,7 +163,7 @@ def run_remove(args: argparse.Namespace) -> int:
     """Exit code 0 when every document was there, 3 when some were not."""
     from jaxrag.knowledge_base import KnowledgeBase
 
-    with KnowledgeBase.open(args.kb, mode="rw") as kb:
+    with KnowledgeBase.open(args.kb, mode="rw", secret=secret_of(args.secret_file)) as kb:
         report = kb.remove(args.ids)
     if args.json:
         print_json(dataclasses.asdict(report))
@@ -170,7 +179,7 @@ def run_gc(args: argparse.Namespace) -> None:
     """Print what was freed, or with --dry-run would be."""
     from jaxrag.knowledge_base import KnowledgeBase
 
-    with KnowledgeBase.open(args.kb, mode="rw") as kb:
+    with KnowledgeBase.open(args.kb, mode="rw", secret=secret_of(args.secret_file)) as kb:
         report = kb.gc(
             grace_seconds=args.grace, dry_run=args.dry_run, others=args.others, gone=args.gone
         )
@@ -189,11 +198,16 @@ def run_verify(args: argparse.Namespace) -> int:
     from jaxrag.knowledge_base import KnowledgeBase
     from jaxrag.knowledge_base.location import find_folder, mend_catalog
 
+    secret = secret_of(args.secret_file)
+    if args.reseal and not args.repair:
+        raise RequestError("--reseal without --repair: chunks are encoded again; pass both")
     mended = mend_catalog(find_folder(args.kb)) if args.repair else None
     if mended is not None and not args.json:
         for line in _of_salvage(mended):
             print(printable(line))
-    kb = open_kb(args) if args.repair else KnowledgeBase.open(args.kb)
+    if args.reseal:
+        KnowledgeBase.open(args.kb, mode="rw", secret=secret, reseal=True).close()
+    kb = open_kb(args) if args.repair else KnowledgeBase.open(args.kb, secret=secret)
     with kb:
         report = kb.verify(
             repair=args.repair, max_bytes_per_second=args.rate, progress=not args.json
@@ -201,7 +215,8 @@ def run_verify(args: argparse.Namespace) -> int:
         named = [
             f"{what}: {kb.chunk_of(key)} ({key})"
             for what, keys in (
-                ("damaged", report.damaged),
+                ("damaged", [it for it in report.damaged if it not in report.unsealed]),
+                ("not sealed", report.unsealed),
                 ("without its attention index", report.unindexed),
             )
             for key in keys
@@ -214,6 +229,8 @@ def run_verify(args: argparse.Namespace) -> int:
         print(
             f"chunks: {report.ok} whole, {report.repaired} repaired, {len(report.damaged)} damaged"
         )
+        if report.unsealed:
+            print(f"{len(report.unsealed)} of the damaged are sound, but not sealed")
         if report.dropped:
             print(f"{report.dropped} not stored, under the size limit")
         print("".join(f"{printable(line)}\n" for line in _about_rows(report)), end="")
@@ -276,6 +293,7 @@ def _about_rows(report: "VerifyReport") -> list[str]:
 
 def _add_kb(action: argparse.ArgumentParser) -> None:
     action.add_argument("kb", metavar="DIR", help="folder of the knowledge base")
+    add_secret(action)
     add_json(action)
 
 

@@ -115,18 +115,29 @@ def _is_new(path: Path) -> bool:
 
 
 def open_repository(
-    folder: Path, settings: Mapping[str, Any], mode: Mode
+    folder: Path, settings: Mapping[str, Any], mode: Mode, secret: bytes | None
 ) -> ChunkStore | ReadThrough:
-    """The repository of the chunks; one that lies elsewhere is read through a local tier."""
+    """The repository of the chunks; one that lies elsewhere is read through a local tier.
+
+    Both believe what is sealed with the secret, where there is one.
+    """
     location, limit = settings["store"] or str(folder), settings["max_bytes"]
     fingerprint, layout = settings["fingerprint"], KVLayout(**settings["layout"])
     if "://" not in location:
-        return ChunkStore.open(location, fingerprint, layout, mode=mode, max_bytes=limit)
-    remote = ChunkStore.open(location, fingerprint, layout, mode=mode)
+        return ChunkStore.open(
+            location, fingerprint, layout, mode=mode, max_bytes=limit, secret=secret
+        )
+    remote = ChunkStore.open(location, fingerprint, layout, mode=mode, secret=secret)
     if not os.access(folder, os.W_OK):
         return remote
     tier = ChunkStore.open(
-        folder / TIER, fingerprint, layout, mode="rw", max_bytes=limit, durable=False
+        folder / TIER,
+        fingerprint,
+        layout,
+        mode="rw",
+        max_bytes=limit,
+        durable=False,
+        secret=secret,
     )
     return ReadThrough(remote, tier)
 
@@ -144,8 +155,13 @@ def _create(folder: Path, settings: Mapping[str, Any]) -> Catalog:
 def _extend(
     folder: Path, catalog: Catalog, model: Model | None, wanted: Wanted, mode: Mode
 ) -> None:
-    """Remember what may be added later: encoder variants, an embedder, another size limit."""
+    """Remember what may be added later: a secret, encoders, an embedder, another size limit."""
     settings = catalog.settings()
+    if wanted.sealed != settings.get("sealed"):
+        if mode == "rw":
+            catalog.set("sealed", wanted.sealed)
+        elif wanted.reseal:
+            raise KnowledgeBaseError(f"{folder}: open it for writing to seal it with this secret")
     new = [name for name in wanted.encoders or () if name not in settings["encoders"]]
     if new:
         if model is None or mode == "r":

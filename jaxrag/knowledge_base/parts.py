@@ -59,6 +59,7 @@ class Parts:
         embedder: Embedder | None,
         retriever: Retriever | Any | None,
         reranker: Reranker | None,
+        secret: bytes | None,
     ) -> None:
         """Use ``KnowledgeBase.open``, which checks what is there first."""
         settings = catalog.settings()
@@ -84,7 +85,7 @@ class Parts:
         self._vectors = None
         if settings["vectors"] is not None:
             self._vectors = ChunkVectors(path, settings["vectors"], embedder, mode)
-        self.store = open_repository(path, settings, mode)
+        self.store = open_repository(path, settings, mode, secret)
         if mode == "rw":
             self._owners().register(this_owner(self.id, path))
             self._finish_removals()

@@ -125,6 +125,22 @@ def damage(folder, name):
     return path
 
 
+def test_kv_that_is_no_numbers_is_encoded_again(kb, text_of):
+    """As a model stored it that was broken: every digest says that it is what was written."""
+    kb.add([Document("a", text_of(1)), Document("b", text_of(2))])
+    key, *others = kb._catalog.all_keys()
+    before = kb.store.get(key)
+    [record] = kb.store.head([key])
+    broken = before.copy()
+    broken[-1, ..., 3] = np.nan
+    kb.store.put(key, broken, record=record.provenance, replace=True)
+    assert np.isnan(kb.store.get(key)).any()
+    assert dataclasses.astuple(kb.verify()) == (len(others), 0, (key,), 0, ())
+    assert kb.verify(repair=True).repaired == 1
+    np.testing.assert_allclose(kb.store.get(key), before, rtol=1e-4, atol=1e-5)
+    assert kb.verify().ok == len(others) + 1
+
+
 def test_verify_finds_damage_and_repairs_it(kb, text_of):
     kb.add([Document("a", text_of(1)), Document("b", text_of(2))])
     chunks = kb.stats()["chunks"]
