@@ -16,7 +16,7 @@ from jaxrag.cache import PAGE
 from jaxrag.cache.host import to_device
 from jaxrag.config import Kernels, ModelConfig, config_to_dict
 from jaxrag.errors import ConfigError, RequestError, TokenizerError
-from jaxrag.models.attention import PackedAttend, check_kernels
+from jaxrag.models.attention import PackedAttend, check_kernels, measured_kernels
 from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
 from jaxrag.models.compiled import keep_compiled
 from jaxrag.models.decoder import Decoder, forward, unembed
@@ -94,6 +94,9 @@ class Model:
     def __post_init__(self) -> None:
         """Refuse kernels and a tokenizer that do not fit before anything is computed."""
         check_kernels(self.config.kernels)
+        away = self.value_layers is not None or self.kv == "host"
+        if self.config.kernels == "measured" and (away or not measured_kernels()):
+            self.config = dataclasses.replace(self.config, kernels="xla")
         if self.config.kernels != "xla" and self.mesh is not None and self.mesh.size > 1:
             self.config = dataclasses.replace(self.config, kernel_mesh=self.mesh)
         if self.tokenizer is not None:
@@ -340,7 +343,7 @@ def load_model(
     mesh: Mesh | None = None,
     dtype: str | None = None,
     cache_tokens: int | None = None,
-    kernels: Kernels = "xla",
+    kernels: Kernels = "measured",
     value_layers: int | None = None,
     max_host_bytes: int | None = None,
     kv: Placement = "device",
@@ -356,7 +359,8 @@ def load_model(
       dtype: "float32", "bfloat16" or "float16" for parameters, activations and KV; None = as the
         model's config says.
       cache_tokens: size of the paged pool; None = 1 GiB on CPU, half of the free memory on GPU.
-      kernels: which body of the attention ops runs, "xla" or, on NVIDIA GPUs, "pallas_triton".
+      kernels: which body of the attention ops runs, "xla" or, on NVIDIA GPUs, "pallas_triton";
+        "measured": of each op the one that was measured to be right and fastest on this device.
       value_layers: keep V of this many layers on the device, of the others in host memory; None =
         all on the device.
       max_host_bytes: ceiling of that host memory.
