@@ -172,6 +172,7 @@ def test_nonsense_is_refused(kb, probes, folder, tmp_path):
         gate(reading, epic, probes)
 
 
+@pytest.mark.slow
 def test_command(kb, probes, folder, model_dir, capsys):
     def jaxrag(*arguments):
         code = main([str(a) for a in (*arguments, "--model", model_dir, "--cache-tokens", 4096)])
