@@ -33,12 +33,20 @@ class StoreError(JaxragError):
     """A chunk repository that cannot be opened, read or written as asked."""
 
 
+class DamagedCatalogError(StoreError):
+    """A catalog that does not hold what was written to it; it is refused until it is repaired."""
+
+
 class ChunkMissing(StoreError):
     """No committed chunk under this key (or its bytes are gone)."""
 
 
 class ChunkCorrupt(StoreError):
     """A chunk whose record or bytes do not match their digests; it is never served."""
+
+
+class ChunkNotSealed(ChunkCorrupt):
+    """A chunk that was not written with the store's secret; it is never served."""
 
 
 class KnowledgeBaseError(JaxragError):

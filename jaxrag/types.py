@@ -4,8 +4,8 @@ Shape letters: B batch, T tokens in this call, S cache slots, M pages of one req
 pool, L layers, D model, N query heads, K KV heads, H head dim.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,10 @@ __all__ = [
     "HIDDEN",
     "PREFIX",
     "Array",
+    "Connection",
     "HostArray",
     "Partial",
+    "Rows",
     "Step",
     "Tokens",
     "on_host",
@@ -74,3 +76,25 @@ class Partial(struct.PyTreeNode):
 
     out: Array  # [B, T, N, H] normalised over these keys; 0 where a query sees none of them
     lse: Array  # [B, T, N] float32 log-sum-exp of the scores; -inf where a query sees none
+
+
+class Rows(Protocol):
+    """The rows that an SQL statement gives, each a tuple."""
+
+    def fetchone(self) -> Any:
+        """The next row, or None."""
+
+    def fetchall(self) -> list[Any]:
+        """All rows that are left."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class Connection(Protocol):
+    """What is asked of an open SQLite database, whichever library opened it."""
+
+    def execute(self, statement: str, values: Sequence[Any] = ..., /) -> Rows:
+        """Run one statement."""
+
+    def executemany(self, statement: str, values: Iterable[Sequence[Any]], /) -> Rows:
+        """Run one statement for each of the values."""

@@ -238,6 +238,40 @@ def test_kb_verify_and_repair(jaxrag, own_kb):
     assert (code, out) == (0, "chunks: 5 whole, 1 repaired, 0 damaged\n")
 
 
+def test_a_secret_is_named_by_its_file_and_asked_for_from_then_on(
+    jaxrag, refused, own_kb, documents, tmp_path, monkeypatch
+):
+    secrets = [tmp_path / name for name in ("secret", "other")]
+    for number, path in enumerate(secrets):
+        path.write_bytes(bytes([number]) * 32)
+    first, other = (("--secret-file", path) for path in secrets)
+    code, out, _ = jaxrag("kb", "verify", own_kb, *first)
+    assert code == 3
+    assert "chunks: 0 whole, 0 repaired, 6 damaged\n6 of the damaged are sound, but not" in out
+    assert "\nnot sealed: salt.txt #0, isolated (" in out and "\ndamaged: " not in out
+    code, out, _ = jaxrag("ingest", documents, "--kb", own_kb, *first, *POOL)
+    assert code == 0
+    assert "encoded again, as the store holds them not sealed: 6 chunks\n" in out
+    asks = f"{own_kb} is sealed with secret "
+    for command in ("stats", "list", "verify", "gc"):
+        refused("kb", command, own_kb, words=[asks, "--secret-file or JAXRAG_SECRET_FILE"])
+    refused("kb", "remove", own_kb, "tea", words=asks)
+    refused("ask", QUESTION, "--kb", own_kb, words=asks)
+    refused("kb", "export", own_kb, tmp_path / "out", words=asks)
+    refused("kb", "verify", own_kb, *other, words=[asks, "--repair --reseal"])
+    refused("kb", "verify", own_kb, *other, "--reseal", words="--reseal without --repair")
+    refused("kb", "stats", own_kb, "--secret-file", documents, words="the secret cannot be read")
+    monkeypatch.setenv("JAXRAG_SECRET_FILE", str(secrets[0]))
+    assert jaxrag("kb", "verify", own_kb)[:2] == (0, "chunks: 6 whole, 0 repaired, 0 damaged\n")
+    code, out, err = jaxrag("ask", QUESTION, "--kb", own_kb, "--max-new-tokens", "4", *POOL)
+    assert code == 0 and "not sealed" not in out + err
+    stored = json.loads(jaxrag("kb", "stats", own_kb, "--json")[1])["stored"]
+    assert (stored["sealed"], stored["unsealed"]) == (True, 0)
+    code, out, _ = jaxrag("kb", "verify", own_kb, "--repair", "--reseal", *other, *POOL)
+    assert (code, out) == (0, "chunks: 0 whole, 6 repaired, 0 damaged\n")
+    refused("kb", "stats", own_kb, words=asks)
+
+
 def test_where_filters_documents(jaxrag, refused, model_dir, tmp_path):
     lines = [{"id": str(year), "text": f"Salt of {year}.", "year": year} for year in (2019, 2020)]
     (tmp_path / "salt.jsonl").write_text("\n".join(map(json.dumps, lines)))

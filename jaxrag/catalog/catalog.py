@@ -6,22 +6,36 @@ index holds beyond that is unreachable and harmless.
 
 import contextlib
 import datetime
+import itertools
 import json
-import sqlite3
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
+from jaxrag.catalog.audit import Audit
 from jaxrag.catalog.database import Database, to_json
+from jaxrag.catalog.digests import (
+    CHUNKS,
+    CREATE_TOTALS,
+    DOCUMENTS,
+    KEYS,
+    SETTINGS,
+    Totals,
+    sum_of_ids,
+    unlike,
+    upgrade,
+)
 from jaxrag.catalog.reader import Reader
-from jaxrag.catalog.rows import Entry
+from jaxrag.catalog.rows import ChunkRow, DocumentRow, Entry
 from jaxrag.errors import KnowledgeBaseError, StoreError
 from jaxrag.retrieve.base import searched_text
 from jaxrag.retrieve.bm25 import BM25Index
-from jaxrag.types import HostArray
+from jaxrag.types import Connection, HostArray
+
+_REMOVED_AT_ONCE = 256  # documents whose texts are held
 
 
 class Catalog(Reader):
@@ -74,11 +88,28 @@ class Catalog(Reader):
                     if database.is_empty():
                         database.make_tables()
                         BM25Index(connection).create()
+                        connection.execute(CREATE_TOTALS)
                         connection.executemany(
-                            "INSERT INTO settings VALUES (?, ?)",
-                            [(name, to_json(value)) for name, value in settings.items()],
+                            SETTINGS.insert(True),
+                            [
+                                SETTINGS.row((name, to_json(value)), True)
+                                for name, value in settings.items()
+                            ],
                         )
+                        Totals().with_settings(connection).write(connection)
         return cls.open(path)
+
+    def upgrade(self) -> bool:
+        """Give a catalog of format 3 its checksums and digests; what it holds is taken as it is.
+
+        Safe against being killed. Returns whether it has them now: not where the file cannot be
+        written, or anybody else has it open.
+        """
+        return self.checked or (self.writable and self._database.upgrade(upgrade))
+
+    def audit(self) -> Audit:
+        """All rows as they are, to be checked and repaired."""
+        return Audit(self._database)
 
     def checkpoint(self) -> None:
         """Call when a change is acknowledged: no damage to SQLite's log takes it back then."""
@@ -93,8 +124,7 @@ class Catalog(Reader):
         them without vectors.
         """
         with self._database.transaction() as connection:
-            connection.execute("INSERT OR REPLACE INTO settings VALUES (?, ?)",
-                               (name, to_json(value)))  # fmt: skip
+            self._set(connection, name, value)
         if name == "vectors":
             self._vectors = to_json(value)
 
@@ -104,25 +134,40 @@ class Catalog(Reader):
         Both are JSON values, None where the setting is not there. Returns the value before.
         """
         with self._database.transaction() as connection:
-            row = connection.execute(
-                "SELECT value FROM settings WHERE name = ?", (name,)
-            ).fetchone()
-            before = None if row is None else json.loads(row[0])
-            connection.execute("INSERT OR REPLACE INTO settings VALUES (?, ?)",
-                               (name, to_json(change(before))))  # fmt: skip
+            before = self._setting(connection, name)
+            self._set(connection, name, change(before))
         return before
 
     def extend(self, name: str, values: Sequence[str]) -> list[str]:
         """Append to a setting that is a list what it does not hold yet; returns the new list."""
         with self._database.transaction() as connection:
-            (text,) = connection.execute(
-                "SELECT value FROM settings WHERE name = ?", (name,)
-            ).fetchone()
-            extended = list(dict.fromkeys([*json.loads(text), *values]))
-            connection.execute(
-                "UPDATE settings SET value = ? WHERE name = ?", (to_json(extended), name)
-            )
+            extended = list(dict.fromkeys([*self._setting(connection, name), *values]))
+            self._set(connection, name, extended)
         return extended
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Remove settings; one that is not there is passed over."""
+        with self._database.transaction() as connection:
+            connection.executemany("DELETE FROM settings WHERE name = ?", [(n,) for n in names])
+            if self.checked:
+                Totals.read(connection, self.path).with_settings(connection).write(connection)
+
+    def _setting(self, connection: Connection, name: str) -> Any:
+        """A setting's value, None where it is not there."""
+        row = connection.execute(
+            f"SELECT {SETTINGS.select(self.checked)} FROM settings WHERE name = ?", (name,)
+        ).fetchone()
+        if row is not None and self.checked and not SETTINGS.is_whole(row):
+            raise unlike(self.path, f"the setting {name!r} is")
+        return None if row is None else json.loads(row[1])
+
+    def _set(self, connection: Connection, name: str, value: Any) -> None:
+        values = (name, to_json(value))
+        connection.execute(
+            SETTINGS.insert(self.checked, "INSERT OR REPLACE"), SETTINGS.row(values, self.checked)
+        )
+        if self.checked:
+            Totals.read(connection, self.path).with_settings(connection).write(connection)
 
     # Changes
 
@@ -132,8 +177,14 @@ class Catalog(Reader):
         Vectors are added under them before the documents are put. Committed at once.
         """
         with self._database.transaction() as connection:
-            (last,) = connection.execute("SELECT MAX(last) FROM reservations").fetchone()
-            first = (last or 0) + 1
+            # Reservations alone would do, were they never lost.
+            (last,) = connection.execute(
+                "SELECT MAX(COALESCE((SELECT MAX(last) FROM reservations), 0), "
+                "COALESCE((SELECT MAX(id) FROM chunks), 0), "
+                "COALESCE((SELECT MAX(chunk_id) FROM lengths), 0), "
+                "COALESCE((SELECT MAX(chunk_id) FROM leaving), 0))"
+            ).fetchone()
+            first = last + 1
             if count:
                 connection.execute(
                     "INSERT INTO reservations VALUES (?, ?, ?)",
@@ -152,17 +203,24 @@ class Catalog(Reader):
         can be committed; nothing is changed then.
         """
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        left: list[int] = []
         with self._database.transaction() as connection:
-            vectors = _vectors(connection)
+            vectors = to_json(self._setting(connection, "vectors"))
             if vectors != self._vectors:
                 raise KnowledgeBaseError(
                     f"{self.path.parent}: another process changed the embedder; open it again"
                 )
-            gone: list[str] = []
+            staying = {entry.document.id: entry for entry in entries}  # the last of each id
+            left, gone = self._remove(connection, staying)
+            texts = {}
             for entry in entries:
-                left += self._remove(connection, entry.document.id, gone)
+                if staying[entry.document.id] is not entry:
+                    left += entry.chunk_ids
+                    continue
                 self._insert(connection, entry, now)
+                title = entry.document.title
+                for chunk_id, chunk in zip(entry.chunk_ids, entry.chunks, strict=True):
+                    texts[chunk_id] = searched_text(title, chunk.text)
+            self._count(connection, self._index.add(texts), 1, texts, len(staying))
             self._forget_contexts(connection, gone)
             if vectors != "null":
                 connection.executemany("INSERT INTO leaving VALUES (?)", [(i,) for i in left])
@@ -187,9 +245,10 @@ class Catalog(Reader):
                 ]
                 for encoder, own in by_encoder.items():
                     if chunk_ids:
+                        rows = [(i, encoder, key) for i, key in zip(chunk_ids, own, strict=True)]
                         connection.executemany(
-                            "INSERT OR REPLACE INTO chunk_keys VALUES (?, ?, ?)",
-                            [(i, encoder, key) for i, key in zip(chunk_ids, own, strict=True)],
+                            KEYS.insert(self.checked, "INSERT OR REPLACE"),
+                            [KEYS.row(row, self.checked) for row in rows],
                         )
 
     def put_contexts(
@@ -219,9 +278,9 @@ class Catalog(Reader):
                 connection.execute(
                     "DELETE FROM chunk_keys WHERE chunk_id = ? AND encoder = ?", (chunk_id, encoder)
                 )
-                connection.execute(
-                    "INSERT INTO chunk_keys VALUES (?, ?, ?)", (chunk_id, encoder, key)
-                )
+                row = (chunk_id, encoder, key)
+                digest = (KEYS.digest((*row, *content_ids)),) if self.checked else ()
+                connection.execute(KEYS.insert(self.checked), (*row, *digest))
                 connection.executemany(
                     "INSERT INTO contexts VALUES (?, ?, ?, ?)",
                     [(chunk_id, encoder, place, c) for place, c in enumerate(content_ids)],
@@ -234,13 +293,10 @@ class Catalog(Reader):
 
         An id that names no document is left out.
         """
-        left: list[int] = []
-        gone: list[str] = []
         with self._database.transaction() as connection:
-            for document_id in document_ids:
-                left += self._remove(connection, document_id, gone)
+            left, gone = self._remove(connection, document_ids)
             self._forget_contexts(connection, gone)
-            if _vectors(connection) != "null":
+            if self._setting(connection, "vectors") is not None:
                 connection.executemany("INSERT INTO leaving VALUES (?)", [(i,) for i in left])
         return left
 
@@ -280,21 +336,45 @@ class Catalog(Reader):
         return chunk_ids[mask]
 
     def _remove(
-        self, connection: sqlite3.Connection, document_id: str, gone: list[str]
-    ) -> list[int]:
-        """Remove a document; returns its chunk ids and adds their content ids to ``gone``."""
-        rows = connection.execute(
-            "SELECT chunks.id, title, text, content_id FROM chunks "
-            "JOIN documents ON documents.id = document_id WHERE document_id = ?",
-            (document_id,),
-        ).fetchall()
-        for chunk_id, title, text, content_id in rows:
-            self._index.remove(chunk_id, searched_text(title, text))
-            gone.append(content_id)
-        connection.execute("DELETE FROM documents WHERE id = ?", (document_id,))
-        return [row[0] for row in rows]
+        self, connection: Connection, document_ids: Iterable[str]
+    ) -> tuple[list[int], list[str]]:
+        """Remove documents; returns the ids and the content ids of their chunks."""
+        left: list[int] = []
+        gone: list[str] = []
+        for some in itertools.batched(document_ids, _REMOVED_AT_ONCE):
+            among, values = "IN (SELECT value FROM json_each(?))", (json.dumps(some),)
+            texts = {}
+            for row, document in self._chunks(connection, f"document_id {among}", values):
+                texts[row.id] = searched_text(document.title, row.text)
+                gone.append(row.content_id)
+            (documents,) = connection.execute(
+                f"SELECT COUNT(*) FROM documents WHERE id {among}", values
+            ).fetchone()
+            if documents:
+                connection.execute(f"DELETE FROM documents WHERE id {among}", values)
+                self._count(connection, self._index.remove(texts), -1, texts, documents)
+            left += texts
+        return left, gone
 
-    def _forget_contexts(self, connection: sqlite3.Connection, gone: list[str]) -> None:
+    def _count(
+        self,
+        connection: Connection,
+        terms: int,
+        sign: int,
+        chunk_ids: Collection[int],
+        documents: int,
+    ) -> None:
+        """Add to the totals what a change added, or with ``sign`` -1 removed."""
+        if self.checked:
+            totals = Totals.read(connection, self.path).plus(
+                documents=sign * documents,
+                chunks=sign * len(chunk_ids),
+                chunk_ids=sign * sum_of_ids(chunk_ids),
+                terms=sign * terms,
+            )
+            totals.with_words(connection).write(connection)
+
+    def _forget_contexts(self, connection: Connection, gone: list[str]) -> None:
         """Forget the keys of KV that has seen a chunk whose content no chunk has any more."""
         connection.execute(
             "DELETE FROM chunk_keys WHERE (chunk_id, encoder) IN (SELECT chunk_id, encoder "
@@ -303,28 +383,33 @@ class Catalog(Reader):
             (json.dumps(sorted(dict.fromkeys(gone))),),
         )
 
-    def _insert(self, connection: sqlite3.Connection, entry: Entry, now: str) -> None:
+    def _insert(self, connection: Connection, entry: Entry, now: str) -> None:
         document, chunks = entry.document, entry.chunks
-        connection.execute(
-            "INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (document.id, document.title, document.file, to_json(document.metadata),
-             entry.digest, len(chunks), sum(len(chunk.ids) for chunk in chunks), now),
+        checked = self.checked
+        row = DocumentRow(
+            document.id, document.title, document.file, to_json(document.metadata),
+            entry.digest, len(chunks), sum(len(chunk.ids) for chunk in chunks), now,
         )  # fmt: skip
+        connection.execute(DOCUMENTS.insert(checked), DOCUMENTS.row(row, checked))
         owned = zip(chunks, entry.chunk_ids, entry.content_ids, strict=True)
-        for place, (chunk, chunk_id, content_id) in enumerate(owned):
+        rows = [
+            ChunkRow(chunk_id, document.id, chunk.index, chunk.start, chunk.end, chunk.page,
+                     chunk.section, content_id, chunk.text, chunk.ids.astype("<i4").tobytes())
+            for chunk, chunk_id, content_id in owned
+        ]  # fmt: skip
+        for chunk_id in entry.chunk_ids:
             self._require_reserved(connection, chunk_id)
-            connection.execute(
-                "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (chunk_id, document.id, chunk.index, chunk.start, chunk.end, chunk.page,
-                 chunk.section, content_id, chunk.text, chunk.ids.astype("<i4").tobytes()),
-            )  # fmt: skip
-            self._index.add(chunk_id, searched_text(document.title, chunk.text))
-            connection.executemany(
-                "INSERT INTO chunk_keys VALUES (?, ?, ?)",
-                [(chunk_id, encoder, keys[place]) for encoder, keys in entry.keys.items()],
-            )
+        connection.executemany(CHUNKS.insert(checked), [CHUNKS.row(row, checked) for row in rows])
+        connection.executemany(
+            KEYS.insert(checked),
+            [
+                KEYS.row((chunk_id, encoder, key), checked)
+                for encoder, keys in entry.keys.items()
+                for chunk_id, key in zip(entry.chunk_ids, keys, strict=True)
+            ],
+        )
 
-    def _require_reserved(self, connection: sqlite3.Connection, chunk_id: int) -> None:
+    def _require_reserved(self, connection: Connection, chunk_id: int) -> None:
         row = connection.execute(
             "SELECT last FROM reservations WHERE first <= ? ORDER BY first DESC LIMIT 1",
             (chunk_id,),
@@ -334,9 +419,3 @@ class Catalog(Reader):
                 f"catalog {self.path}: chunk id {chunk_id} is not reserved, or was for longer than "
                 "the grace of a gc; add the documents again"
             )
-
-
-def _vectors(connection: sqlite3.Connection) -> str:
-    """The setting "vectors" as JSON text, "null" without one."""
-    row = connection.execute("SELECT value FROM settings WHERE name = 'vectors'").fetchone()
-    return "null" if row is None else str(row[0])

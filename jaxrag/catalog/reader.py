@@ -1,5 +1,7 @@
 """Reading the catalog: documents, chunks, their keys in the store, and search by words."""
 
+import dataclasses
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -7,13 +9,31 @@ from typing import Any
 
 import numpy as np
 
-from jaxrag.catalog.database import Database
-from jaxrag.catalog.rows import ChunkTokens, DocumentEntry, Hit, KeyedChunk, from_blob, read_hits
+from jaxrag.catalog.database import Database, damaged
+from jaxrag.catalog.digests import (
+    CHUNKS,
+    DOCUMENTS,
+    IDS,
+    KEYS,
+    SETTINGS,
+    Totals,
+    check_settings,
+    unlike,
+)
+from jaxrag.catalog.rows import (
+    ChunkRow,
+    ChunkTokens,
+    DocumentEntry,
+    DocumentRow,
+    Hit,
+    KeyedChunk,
+    from_blob,
+)
 from jaxrag.documents.chunking import Chunk
 from jaxrag.retrieve.base import searched_text
-from jaxrag.retrieve.bm25 import BM25Index, BM25Snapshot
+from jaxrag.retrieve.bm25 import BM25Index, BM25Snapshot, Sizes
 from jaxrag.retrieve.filters import Filter
-from jaxrag.types import HostArray
+from jaxrag.types import Connection, HostArray
 
 
 class Reader:
@@ -22,7 +42,8 @@ class Reader:
     def __init__(self, database: Database) -> None:
         """Use ``Catalog.open`` or ``Catalog.create``."""
         self._database = database
-        self._index = BM25Index(database.connection)
+        self._words = BM25Index(database.connection, path=database.path, checked=database.checked)
+        self._whole: tuple[tuple[int, int], Totals] | None = None  # what was found whole last
 
     @property
     def path(self) -> Path:
@@ -40,24 +61,35 @@ class Reader:
 
     def version(self) -> tuple[int, int]:
         """Another value after every change of the file, by this object or anybody else."""
-        with self._database.use() as connection:
-            (others,) = connection.execute("PRAGMA data_version").fetchone()
-            return int(others), connection.total_changes
+        return self._database.version()
 
     def settings(self) -> dict[str, Any]:
         """The settings by name, as given at creation and changed since."""
-        with self._database.use() as connection:
-            rows = connection.execute("SELECT name, value FROM settings").fetchall()
-        return {name: json.loads(value) for name, value in rows}
+        with self._database.snapshot() as connection:
+            rows = connection.execute(
+                f"SELECT {SETTINGS.select(self.checked)} FROM settings"
+            ).fetchall()
+            if self.checked:
+                check_settings(self.path, rows, Totals.read(connection, self.path))
+        try:
+            return {name: json.loads(value) for name, value, _ in rows}
+        except (ValueError, TypeError, RecursionError) as error:  # only where there are no digests
+            raise damaged(self.path, f"a setting is no JSON ({error})") from error
 
     def document(self, document_id: str) -> DocumentEntry | None:
         """The document of that id, or None."""
-        return next(self._documents("WHERE id = ?", (document_id,)), None)
+        with self._database.use() as connection:
+            found = self._documents(connection, "WHERE id = ?", (document_id,))
+        return found[0].entry() if found else None
 
     def documents(self, where: Filter | None = None) -> list[DocumentEntry]:
         """Every document whose metadata matches, by id."""
         condition, values = _condition(where)
-        return list(self._documents(f"{condition} ORDER BY id", values))
+        with self._database.snapshot() as connection:
+            found = self._documents(connection, f"{condition} ORDER BY id", values)
+            if where is None:
+                self._check_documents(connection, len(found))
+        return [row.entry() for row in found]
 
     def ids_beginning(self, prefix: str) -> list[str]:
         """Ids of the documents that begin with a text, which is not empty, in order."""
@@ -87,16 +119,12 @@ class Reader:
 
     def chunks(self, document_id: str) -> list[Chunk]:
         """The chunks of a document in order; none when there is no such document."""
-        with self._database.use() as connection:
-            rows = connection.execute(
-                "SELECT number, first_char, last_char, ids, text, page, section FROM chunks "
-                "WHERE document_id = ? ORDER BY number",
-                (document_id,),
-            ).fetchall()
-        return [
-            Chunk(index, start, end, from_blob(ids), text, page, section)
-            for index, start, end, ids, text, page, section in rows
-        ]
+        with self._database.snapshot() as connection:
+            found = self._chunks(connection, "document_id = ? ORDER BY number", (document_id,))
+        for place, (row, document) in enumerate(found):
+            if row.number != place or document.num_chunks != len(found):
+                raise unlike(self.path, f"the chunks of document {document_id!r} are")
+        return [row.chunk() for row, _ in found]
 
     def keys(self, document_id: str) -> dict[str, list[str]]:
         """The store keys of a document's chunks in order, by encoder."""
@@ -115,9 +143,11 @@ class Reader:
         """Ids of the chunks of every document whose metadata matches, int64 [N] ascending."""
         condition, values = _condition(where)
         join = "JOIN documents ON documents.id = document_id " if where else ""
-        return self._ids(
-            f"SELECT chunks.id FROM chunks {join}{condition} ORDER BY chunks.id", values
-        )
+        with self._database.snapshot() as connection:
+            self._totals(connection)
+            return self._ids(
+                f"SELECT chunks.id FROM chunks {join}{condition} ORDER BY chunks.id", values
+            )
 
     def ids_of_document(self, document_id: str) -> list[int]:
         """The ids of a document's chunks in order; none when there is no such document."""
@@ -129,47 +159,29 @@ class Reader:
 
     def texts(self, chunk_ids: Iterable[int]) -> dict[int, str]:
         """The texts of those chunks that the catalog holds, by id."""
-        with self._database.use() as connection:
-            rows = connection.execute(
-                "SELECT id, text FROM chunks WHERE id IN (SELECT value FROM json_each(?))",
-                (json.dumps([int(i) for i in chunk_ids]),),
-            )
-            return dict(rows)
+        return {row.id: row.text for row, _ in self._with_ids(chunk_ids)}
 
     def searched_texts(self, chunk_ids: Iterable[int]) -> dict[int, str]:
         """What is embedded of those chunks that the catalog holds, by id."""
-        with self._database.use() as connection:
-            rows = connection.execute(
-                "SELECT chunks.id, title, text FROM chunks JOIN documents "
-                "ON documents.id = document_id "
-                "WHERE chunks.id IN (SELECT value FROM json_each(?))",
-                (json.dumps([int(i) for i in chunk_ids]),),
-            )
-            return {chunk_id: searched_text(title, text) for chunk_id, title, text in rows}
+        return {
+            row.id: searched_text(document.title, row.text)
+            for row, document in self._with_ids(chunk_ids)
+        }
 
     def tokens(self, chunk_ids: Iterable[int]) -> dict[int, ChunkTokens]:
         """The tokens of those chunks that the catalog holds, by id."""
-        with self._database.use() as connection:
-            rows = connection.execute(
-                "SELECT chunks.id, content_id, title, ids FROM chunks "
-                "JOIN documents ON documents.id = document_id "
-                "WHERE chunks.id IN (SELECT value FROM json_each(?))",
-                (json.dumps([int(i) for i in chunk_ids]),),
-            ).fetchall()
-        return {i: ChunkTokens(content, title, from_blob(ids)) for i, content, title, ids in rows}
+        return {row.id: row.tokens(document) for row, document in self._with_ids(chunk_ids)}
 
     def with_content(self, content_ids: Iterable[str]) -> dict[str, ChunkTokens]:
         """The tokens of chunks by content id; one that no chunk has is left out."""
         with self._database.use() as connection:
-            rows = connection.execute(
-                "SELECT MIN(chunks.id), content_id, title, ids FROM chunks "
-                "JOIN documents ON documents.id = document_id "
-                "WHERE content_id IN (SELECT value FROM json_each(?)) GROUP BY content_id",
+            found = self._chunks(
+                connection,
+                "chunks.id IN (SELECT MIN(id) FROM chunks WHERE content_id IN "
+                "(SELECT value FROM json_each(?)) GROUP BY content_id)",
                 (json.dumps(list(content_ids)),),
-            ).fetchall()
-        return {
-            content: ChunkTokens(content, title, from_blob(ids)) for _, content, title, ids in rows
-        }
+            )
+        return {row.content_id: row.tokens(document) for row, document in found}
 
     def contexts(self, chunk_ids: Iterable[int], encoder: str) -> dict[int, list[str]]:
         """What stood in front of chunks when they were encoded: content ids in order, by chunk id.
@@ -179,14 +191,19 @@ class Reader:
         asked = json.dumps([int(i) for i in chunk_ids])
         with self._database.use() as connection:
             rows = connection.execute(
-                "SELECT chunk_id, content_id FROM chunk_keys "
-                "LEFT JOIN contexts USING (chunk_id, encoder) WHERE encoder = ? "
-                "AND chunk_id IN (SELECT value FROM json_each(?)) ORDER BY chunk_id, place",
+                f"SELECT {KEYS.select(self.checked)}, content_id FROM chunk_keys "
+                "LEFT JOIN contexts USING (chunk_id, encoder) WHERE chunk_keys.encoder = ? "
+                "AND chunk_keys.chunk_id IN (SELECT value FROM json_each(?)) "
+                "ORDER BY chunk_keys.chunk_id, place",
                 (encoder, asked),
             ).fetchall()
         found: dict[int, list[str]] = {}
-        for chunk_id, content_id in rows:
-            found.setdefault(chunk_id, []).extend([] if content_id is None else [content_id])
+        for chunk_id, group in itertools.groupby(rows, key=lambda row: int(row[0])):
+            these = list(group)
+            found[chunk_id] = [row[-1] for row in these if row[-1] is not None]
+            *key, xxh3, _ = these[0]
+            if self.checked and not KEYS.is_whole((*key, *found[chunk_id], xxh3)):
+                raise unlike(self.path, f"the {encoder} key of chunk {chunk_id} is")
         return found
 
     def last_neighbours(self, encoder: str, count: int) -> tuple[HostArray, HostArray]:
@@ -232,18 +249,26 @@ class Reader:
             encoders = dict(
                 connection.execute("SELECT encoder, COUNT(*) FROM chunk_keys GROUP BY encoder")
             )
+            self._check_documents(connection, documents)
         return {"documents": documents, "chunks": int(chunks), "tokens": int(tokens),
                 "encoded": encoders}  # fmt: skip
 
     def search(self, question: str, k: int, where: Filter | None = None) -> list[Hit]:
         """The up to ``k`` chunks that BM25 ranks first, of documents whose metadata matches."""
         with self._database.snapshot() as connection:
-            matches = self._index.search(question, k, where)
-            return read_hits(connection, [(match.chunk_id, match.score) for match in matches])
+            version = self.version()
+            totals = self._totals(connection)
+            sizes = None if totals is None else Sizes(totals.chunks, totals.terms)
+            matches = self._index.search(question, k, where, sizes, version)
+            hits = self._hits(connection, [(match.chunk_id, match.score) for match in matches])
+            if self.checked and len(hits) != len(matches):
+                raise unlike(self.path, "the rows of chunks that were found are")
+        return hits
 
     def words(self) -> BM25Snapshot:
         """The full-text index in memory, to put many questions to it; ranks as ``search``."""
-        with self._database.snapshot():
+        with self._database.snapshot() as connection:
+            self._totals(connection)
             return self._index.snapshot()
 
     def hits(self, found: Sequence[tuple[int, float]], where: Filter | None = None) -> list[Hit]:
@@ -251,20 +276,21 @@ class Reader:
 
         Those that the catalog does not hold, or whose document does not match, are left out.
         """
-        with self._database.use() as connection:
-            hits = read_hits(connection, found)
+        with self._database.snapshot() as connection:
+            self._totals(connection)
+            hits = self._hits(connection, found)
         return hits if where is None else [hit for hit in hits if where.matches(hit.metadata)]
 
     def chunk_of(self, key: str) -> KeyedChunk | None:
         """A chunk that has this store key, and the encoder that makes it; None when none has."""
-        with self._database.use() as connection:
-            row = connection.execute(
-                "SELECT chunk_id, encoder, title, ids "
-                "FROM chunk_keys JOIN chunks ON chunks.id = chunk_id "
-                "JOIN documents ON documents.id = document_id WHERE key = ? LIMIT 1",
-                (key,),
+        with self._database.snapshot() as connection:
+            found = connection.execute(
+                "SELECT chunk_id, encoder FROM chunk_keys WHERE key = ? LIMIT 1", (key,)
             ).fetchone()
-        return None if row is None else KeyedChunk(row[0], row[1], row[2], from_blob(row[3]))
+            if found is None:
+                return None
+            ((row, document),) = self._chunks(connection, "chunks.id = ?", found[:1])
+        return KeyedChunk(row.id, found[1], document.title, from_blob(row.ids))
 
     def place_of(self, key: str) -> tuple[str, int, str] | None:
         """Document, place in it and encoder of a chunk with this store key; None: no chunk's."""
@@ -316,15 +342,127 @@ class Reader:
                 ).fetchone()
         return found is not None
 
-    def _documents(self, rest: str, values: Sequence[Any]) -> Iterator[DocumentEntry]:
-        with self._database.use() as connection:
-            rows = connection.execute(
-                "SELECT id, title, file, metadata, digest, num_chunks, num_tokens, added "
-                f"FROM documents {rest}",
-                values,
-            ).fetchall()
-        for name, title, file, metadata, *numbers in rows:
-            yield DocumentEntry(name, title, file, json.loads(metadata), *numbers)
+    def check_whole(self) -> None:
+        """Raise DamagedCatalogError where chunks, lengths or postings were lost or added.
+
+        Counted once after every change of the file.
+        """
+        with self._database.snapshot() as connection:
+            self._totals(connection)
+
+    def totals(self) -> Totals | None:
+        """What the tables hold together, as remembered and found; None for format 3."""
+        with self._database.snapshot() as connection:
+            return self._totals(connection)
+
+    @property
+    def checked(self) -> bool:
+        """Whether rows have digests; those of a catalog of format 3 are taken as they are."""
+        return self._database.checked
+
+    @property
+    def _index(self) -> BM25Index:
+        """The full-text index; another one on another connection, as after an upgrade."""
+        connection = self._database.connection
+        if self._words.connection is not connection:
+            self._words = dataclasses.replace(
+                self._words, connection=connection, checked=self.checked
+            )
+        return self._words
+
+    def _totals(self, connection: Connection) -> Totals | None:
+        """What the tables hold together; counted again after every change of the file."""
+        if not self.checked:
+            return None
+        version = self.version()
+        if self._whole is not None and self._whole[0] == version:
+            return self._whole[1]
+        totals = Totals.read(connection, self.path)
+        chunks = connection.execute(f"SELECT {IDS.format('id')} FROM chunks").fetchone()
+        *lengths, terms = connection.execute(
+            f"SELECT {IDS.format('chunk_id')}, COALESCE(SUM(num_terms), 0) FROM lengths"
+        ).fetchone()
+        (words,) = connection.execute("SELECT COUNT(*) FROM terms").fetchone()
+        for what, found, known in (
+            ("its chunks are", chunks, (totals.chunks, totals.chunk_ids)),
+            (
+                "the lengths of its chunks are",
+                (*lengths, terms),
+                (totals.chunks, totals.chunk_ids, totals.terms),
+            ),
+            ("the words of its chunks are", words, totals.words),
+        ):
+            if found != known:
+                raise unlike(self.path, what)
+        self._whole = version, totals
+        return totals
+
+    def _check_documents(self, connection: Connection, count: int) -> None:
+        if self.checked and count != Totals.read(connection, self.path).documents:
+            raise unlike(self.path, "its documents are")
+
+    def _documents(
+        self, connection: Connection, rest: str, values: Sequence[Any]
+    ) -> list[DocumentRow]:
+        """Rows of documents, held against their digests."""
+        rows = connection.execute(
+            f"SELECT {DOCUMENTS.select(self.checked)} FROM documents {rest}", values
+        ).fetchall()
+        return [self._document(row) for row in rows]
+
+    def _document(self, row: Sequence[Any]) -> DocumentRow:
+        if self.checked and not DOCUMENTS.is_whole(row):
+            raise unlike(self.path, f"document {row[0]!r} is")
+        return DocumentRow(*row[:-1])
+
+    def _chunks(
+        self, connection: Connection, condition: str, values: Sequence[Any]
+    ) -> list[tuple[ChunkRow, DocumentRow]]:
+        """Rows of chunks and of their documents, held against their digests."""
+        rows = connection.execute(
+            f"SELECT {CHUNKS.select(self.checked)}, {DOCUMENTS.select(self.checked)} FROM chunks "
+            f"JOIN documents ON documents.id = document_id WHERE {condition}",
+            values,
+        ).fetchall()
+        width = len(CHUNKS.columns) + 1
+        found: list[tuple[ChunkRow, DocumentRow]] = []
+        documents: dict[Sequence[Any], DocumentRow] = {}  # each is checked once
+        for row in rows:
+            own, its = row[:width], row[width:]
+            if self.checked and not CHUNKS.is_whole(own):
+                raise unlike(self.path, f"chunk {own[2]} of document {own[1]!r} is")
+            if its not in documents:
+                documents[its] = self._document(its)
+            found.append((ChunkRow(*own[:-1]), documents[its]))
+        return found
+
+    def _with_ids(self, chunk_ids: Iterable[int]) -> list[tuple[ChunkRow, DocumentRow]]:
+        with self._database.snapshot() as connection:
+            return self._among(connection, chunk_ids)
+
+    def _among(
+        self, connection: Connection, chunk_ids: Iterable[int]
+    ) -> list[tuple[ChunkRow, DocumentRow]]:
+        """The chunks with these ids; ids of no chunk are left out."""
+        asked = {int(chunk_id) for chunk_id in chunk_ids}
+        among, values = "IN (SELECT value FROM json_each(?))", (json.dumps(sorted(asked)),)
+        found = self._chunks(connection, f"chunks.id {among}", values)
+        if self.checked and len(found) < len(asked):
+            statement = f"SELECT COUNT(*) FROM chunks WHERE id {among}"
+            if connection.execute(statement, values).fetchone() != (len(found),):
+                raise unlike(self.path, "the documents of its chunks are")
+        return found
+
+    def _hits(self, connection: Connection, found: Sequence[tuple[int, float]]) -> list[Hit]:
+        """The chunks of (id, score) pairs, in the same order; ids of no chunk are left out."""
+        rows = self._among(connection, [chunk_id for chunk_id, _ in found])
+        by_id = {row.id: (row, document) for row, document in rows}
+        hits = []
+        for chunk_id, score in found:
+            if chunk_id in by_id:
+                row, document = by_id[chunk_id]
+                hits.append(row.hit(document, score))
+        return hits
 
 
 def _condition(where: Filter | None) -> tuple[str, Sequence[Any]]:

@@ -2,9 +2,8 @@
 
 import dataclasses
 import json
-import sqlite3
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -78,40 +77,66 @@ class ChunkTokens:
     ids: HostArray  # [T] int32, without the prompt template's markers
 
 
-def read_hits(connection: sqlite3.Connection, found: Sequence[tuple[int, float]]) -> list[Hit]:
-    """The chunks of (id, score) pairs, in the same order; ids of no chunk are left out."""
-    rows = connection.execute(
-        "SELECT chunks.id, document_id, number, title, file, page, first_char, last_char, section, "
-        "metadata, text, ids FROM chunks JOIN documents ON documents.id = document_id "
-        "WHERE chunks.id IN (SELECT value FROM json_each(?))",
-        (json.dumps([int(chunk_id) for chunk_id, _ in found]),),
-    )
-    by_id = {row[0]: row[1:] for row in rows}
-    hits = []
-    for chunk_id, score in found:
-        if chunk_id not in by_id:
-            continue
-        document_id, number, title, file, page, start, end, section, metadata, text, ids = by_id[
-            chunk_id
-        ]
-        hits.append(
-            Hit(
-                chunk_id=chunk_id,
-                document_id=document_id,
-                chunk_index=number,
-                title=title,
-                file=file,
-                page=page,
-                start=start,
-                end=end,
-                section=section,
-                metadata=json.loads(metadata),
-                score=float(score),
-                text=text,
-                ids=from_blob(ids),
-            )
+class DocumentRow(NamedTuple):
+    """The columns of the table documents."""
+
+    id: str
+    title: str
+    file: str | None
+    metadata: str  # JSON
+    digest: str
+    num_chunks: int
+    num_tokens: int
+    added: str
+
+    def entry(self) -> DocumentEntry:
+        """As callers see it."""
+        name, title, file, metadata, *numbers = self
+        return DocumentEntry(name, title, file, json.loads(metadata), *numbers)  # type: ignore[arg-type]
+
+
+class ChunkRow(NamedTuple):
+    """The columns of the table chunks."""
+
+    id: int
+    document_id: str
+    number: int
+    start: int
+    end: int
+    page: int | None
+    section: str
+    content_id: str
+    text: str
+    ids: bytes
+
+    def chunk(self) -> Chunk:
+        """As the documents room made it."""
+        return Chunk(
+            self.number, self.start, self.end, from_blob(self.ids), self.text, self.page,
+            self.section,
+        )  # fmt: skip
+
+    def tokens(self, document: DocumentRow) -> ChunkTokens:
+        """Its tokens and what they are called."""
+        return ChunkTokens(self.content_id, document.title, from_blob(self.ids))
+
+    def hit(self, document: DocumentRow, score: float) -> Hit:
+        """The chunk as it was found."""
+        return Hit(
+            chunk_id=self.id,
+            document_id=self.document_id,
+            chunk_index=self.number,
+            title=document.title,
+            file=document.file,
+            page=self.page,
+            start=self.start,
+            end=self.end,
+            section=self.section,
+            metadata=json.loads(document.metadata),
+            score=float(score),
+            text=self.text,
+            ids=from_blob(self.ids),
         )
-    return hits
 
 
 def from_blob(blob: bytes) -> HostArray:

@@ -12,6 +12,7 @@ from jaxrag.cli.options import (
     add_generation,
     add_json,
     add_model,
+    add_secret,
     human_count,
     load,
     method_of,
@@ -40,6 +41,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("question", help="the question, as text")
     parser.add_argument("--kb", metavar="DIR", help="knowledge base to retrieve from")
+    add_secret(parser)
     parser.add_argument(
         "--documents", nargs="+", metavar="FILE", help="use these texts as the chunks instead"
     )

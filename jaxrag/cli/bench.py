@@ -10,6 +10,7 @@ from jaxrag.cli.options import (
     add_command,
     add_json,
     add_model,
+    add_secret,
     add_where,
     give_out,
     open_kb,
@@ -115,6 +116,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         'jaxrag bench explain --kb kb --question "Who built the bridge?" --out pictures',
     )
     explain.add_argument("--kb", required=True, metavar="DIR", help="where chunks come from")
+    add_secret(explain)
     explain.add_argument("--question", required=True, metavar="Q", help="the question, as text")
     add_model(explain, required=False, text="(the one that the knowledge base remembers)")
     explain.add_argument(

@@ -8,6 +8,7 @@ from jaxrag.cli.options import (
     add_command,
     add_json,
     add_model,
+    add_secret,
     add_where,
     open_kb,
     print_json,
@@ -32,6 +33,7 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         'jaxrag ask "Who built the bridge?" --kb kb --method fusionrag',
     )
     parser.add_argument("kb", metavar="DIR", help="folder of the knowledge base")
+    add_secret(parser)
     parser.add_argument(
         "--questions",
         required=True,

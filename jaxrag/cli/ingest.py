@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,12 +10,14 @@ from jaxrag.cli.options import (
     add_command,
     add_json,
     add_model,
+    add_secret,
     counted,
     human_count,
     load,
     model_of_kb,
     parse_bytes,
     print_json,
+    secret_of,
 )
 from jaxrag.errors import KnowledgeBaseError
 
@@ -89,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how KV is stored: in the model's dtype, or int8 in half the bytes or less (native)",
     )
     parser.add_argument("--salt", metavar="TEXT", help="of a tenant; other salts share no KV")
+    add_secret(parser)
     parser.add_argument(
         "--store", metavar="URL", help="repository of the KV: s3://, gs:// or a folder (in --kb)"
     )
@@ -124,6 +126,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--follow-links",
         action="store_true",
         help="read what links in a folder name outside of it, and linked folders (reported only)",
+    )
+    parser.add_argument(
+        "--parse-seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="that a .pdf, .docx, .html or .json file may take to parse, else it is left out (60)",
+    )
+    parser.add_argument(
+        "--parse-bytes",
+        type=parse_bytes,
+        default=4 << 30,
+        metavar="SIZE",
+        help="of memory that it may take (4GiB)",
     )
     parser.add_argument(
         "--shard",
@@ -165,6 +181,8 @@ def files_of(args: argparse.Namespace) -> "DocumentFiles":
         encoding=args.encoding,
         text_field=args.text_field,
         follow_links=args.follow_links,
+        parse_seconds=args.parse_seconds,
+        parse_bytes=args.parse_bytes,
     )
 
 
@@ -178,7 +196,6 @@ def ingest(
     """Ingest one part of the documents into the knowledge base that the arguments describe."""
     from jaxrag.knowledge_base import KnowledgeBase
 
-    logging.getLogger("pypdf").setLevel(logging.ERROR)  # it remarks on every oddity it gets over
     with KnowledgeBase.open(
         args.kb,
         model=model,
@@ -191,6 +208,7 @@ def ingest(
         similar_by=args.similar_by,
         stored=args.kv,
         salt=args.salt,
+        secret=secret_of(args.secret_file),
         store=args.store,
         max_bytes=args.max_bytes,
         embedder=args.embedder,
@@ -226,6 +244,9 @@ def print_report(report: "AddReport", as_json: bool) -> None:
         f"{human_count(report.chunks_per_second)} chunks/s, "
         f"{human_count(report.tokens_per_second)} tokens/s"
     )
+    if report.unsealed:
+        chunks = counted(report.unsealed, "chunk")
+        print(f"encoded again, as the store holds them not sealed: {chunks}")
     if report.neighbours is not None:
         near = report.neighbours
         print(

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from jaxrag.knowledge_base import KnowledgeBase
     from jaxrag.methods import Method
     from jaxrag.models.model import Model
+
+
+SECRET_VARIABLE = "JAXRAG_SECRET_FILE"  # in the environment: a path, never a secret
 
 
 def add_command(
@@ -77,6 +81,27 @@ def add_model(parser: argparse.ArgumentParser, required: bool, text: str) -> Non
 def add_json(parser: argparse.ArgumentParser) -> None:
     """--json."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_secret(parser: argparse.ArgumentParser) -> None:
+    """--secret-file."""
+    parser.add_argument(
+        "--secret-file",
+        metavar="FILE",
+        help="file of the secret that seals the KV of --kb, 16 random bytes or more (the file that "
+        f"{SECRET_VARIABLE} names)",
+    )
+
+
+def secret_of(given: str | None) -> bytes | None:
+    """The secret of --secret-file, else of the file in the environment; None where none is named.
+
+    Raises StoreError for a file that holds none.
+    """
+    from jaxrag.store.seal import read_secret
+
+    path = given or os.environ.get(SECRET_VARIABLE)
+    return None if not path else read_secret(path)
 
 
 def add_where(parser: argparse.ArgumentParser) -> None:
@@ -242,7 +267,8 @@ def open_kb(args: argparse.Namespace, method: "Method | None" = None) -> "Knowle
     """The knowledge base of --kb with the model it remembers, or that of --model, as ``load``."""
     from jaxrag.knowledge_base import KnowledgeBase
 
-    return KnowledgeBase.open(args.kb, model=model_of_kb(args, method))
+    model = model_of_kb(args, method)
+    return KnowledgeBase.open(args.kb, model=model, secret=secret_of(args.secret_file))
 
 
 def model_of_kb(args: argparse.Namespace, method: "Method | None" = None) -> "Model":
@@ -253,7 +279,7 @@ def model_of_kb(args: argparse.Namespace, method: "Method | None" = None) -> "Mo
     """
     from jaxrag.knowledge_base import KnowledgeBase
 
-    with KnowledgeBase.open(args.kb) as remembered:
+    with KnowledgeBase.open(args.kb, secret=secret_of(args.secret_file)) as remembered:
         path = args.model or remembered.model_path
         dtype = args.dtype or remembered.store.layout.dtype
     if path is None:

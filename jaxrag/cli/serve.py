@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxrag.cli.options import add_command, add_model, load
+from jaxrag.cli.options import add_command, add_model, add_secret, load, secret_of
 from jaxrag.errors import ConfigError, KnowledgeBaseError
 
 if TYPE_CHECKING:
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 _NAMED = re.compile(r"([\w.-]+)=(.+)")
 _OF_MODEL = ("dtype", "mesh", "cache_tokens", "kernels", "value_layers", "max_host_bytes", "kv")
 _FLAGS = (
-    "host", "port", "data", "keys", "method", "decode", "k", "max_new_tokens", "rows",
+    "host", "port", "data", "keys", "secret_file", "method", "decode", "k", "max_new_tokens",
+    "rows",
 )  # fmt: skip
 
 
@@ -45,6 +46,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--port", type=int, metavar="N", help="0 takes any that is free (8000)")
     parser.add_argument("--data", metavar="DIR", help="folder for uploads (none are taken)")
     parser.add_argument("--keys", metavar="FILE", help="TOML of the keys that are let in (anybody)")
+    add_secret(parser)
     parser.add_argument(
         "--open",
         action="store_true",
@@ -132,7 +134,7 @@ def _model(settings: "ServerSettings") -> "Model":
     given = settings.model
     path, dtype = given.path, given.dtype
     for folder in list(settings.knowledge_bases.values())[:1]:
-        with KnowledgeBase.open(folder) as remembered:
+        with KnowledgeBase.open(folder, secret=secret_of(settings.secret_file)) as remembered:
             path = path or remembered.model_path
             dtype = dtype or remembered.store.layout.dtype
         if path is None or not Path(path).is_dir():
@@ -149,13 +151,14 @@ def open_bases(settings: "ServerSettings", model: "Model") -> "dict[str, Knowled
     from jaxrag.knowledge_base import KnowledgeBase
 
     opened: dict[str, KnowledgeBase] = {}
+    secret = secret_of(settings.secret_file)
     try:
         for name, folder in settings.knowledge_bases.items():
             if not Path(folder).is_dir():
                 raise KnowledgeBaseError(
                     f"{folder} is no folder; make it with `jaxrag ingest PATH... --kb {folder}`"
                 )
-            opened[name] = KnowledgeBase.open(folder, model=model)
+            opened[name] = KnowledgeBase.open(folder, model=model, secret=secret)
     except BaseException:
         for base in opened.values():
             base.close()

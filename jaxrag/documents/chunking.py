@@ -5,6 +5,7 @@ those tokens cover; joined text is never tokenised again. Windows of tokens may 
 sentences and Markdown sections begin at the nearest token boundary.
 """
 
+import array
 import dataclasses
 import itertools
 import re
@@ -14,7 +15,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from jaxrag.errors import ConfigError, DocumentError
+from jaxrag.errors import ConfigError, DocumentError, TokenizerError
 from jaxrag.text.sentences import sentence_starts
 from jaxrag.text.tokenizer import Tokenizer
 from jaxrag.types import HostArray
@@ -85,9 +86,12 @@ def split(
     A window ends at the last character boundary within ``chunk_tokens``; it is longer only where a
     single run of tokens without a boundary is. Every chunk holds tokens that no earlier one holds.
     ``pages`` holds the first character of every page. Raises DocumentError when the text encodes to
-    no tokens.
+    no tokens, or is too long for its tokenizer.
     """
-    ids, offsets = tokenizer.encode_with_offsets(text)
+    try:
+        ids, offsets = tokenizer.encode_with_offsets(text)
+    except TokenizerError as error:
+        raise DocumentError(str(error)) from None
     if len(ids) == 0:
         raise DocumentError("the text encodes to no tokens; leave the document out")
     cuts, ends = _character_boundaries(offsets, len(text))
@@ -115,25 +119,54 @@ def split(
     return chunks
 
 
+class Spans:
+    """The tokens of a whole text, by the characters they stand for."""
+
+    def __init__(self, text: str, tokenizer: Tokenizer) -> None:
+        """Encode a document's text."""
+        self._ids, offsets = tokenizer.encode_with_offsets(text)
+        self._cuts, self._ends = _character_boundaries(offsets, len(text))
+
+    def between(self, start: int, end: int) -> list[HostArray]:
+        """Every window of tokens that a chunk of these characters may hold, int32 [T] each.
+
+        More than one where tokens at the edges stand for no character.
+        """
+        firsts, lasts = self._at(start), self._at(end)
+        return [
+            np.ascontiguousarray(self._ids[first:last], dtype=np.int32)
+            for first in firsts
+            for last in lasts
+            if first < last
+        ]
+
+    def _at(self, character: int) -> list[int]:
+        key = self._ends.__getitem__
+        first = bisect_left(self._cuts, character, key=key)
+        return self._cuts[first : bisect_right(self._cuts, character, key=key)]
+
+
 def _character_boundaries(
-    offsets: Sequence[tuple[int, int]], num_characters: int
-) -> tuple[list[int], list[int]]:
-    """Where tokens may be cut, and the character each cut stands at.
+    offsets: HostArray, num_characters: int
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Where tokens [T, 2] may be cut, and the character each cut stands at.
 
     Tokens of a byte-level vocabulary that share a character have overlapping offsets; a cut between
     tokens i-1 and i is allowed where token i starts no earlier than everything before it ended.
     Space that no token's offsets cover belongs to the token behind it. Returns the ascending cuts
-    (0 and len(offsets) among them) and ``ends[cut]``.
+    (0 and T among them) and ``ends[cut]``.
     """
-    cuts, ends, reached = [0], [0], 0
-    for index, (start, end) in enumerate(offsets):
-        if index and start >= reached:
-            cuts.append(index)
-        reached = max(reached, end)
-        ends.append(reached)
-    cuts.append(len(offsets))
-    ends[-1] = num_characters
-    return cuts, ends
+    reached = np.maximum.accumulate(offsets[:, 1])
+    inner = np.flatnonzero(offsets[1:, 0] >= reached[:-1]) + 1
+    cuts = np.concatenate(([0], inner, [len(offsets)]))
+    return _small_integers(cuts), _small_integers(np.r_[0, reached[:-1], num_characters])
+
+
+def _small_integers(values: HostArray) -> Sequence[int]:
+    """Of four bytes each, and Python's where they are taken out."""
+    made = array.array("i")
+    made.frombytes(values.astype(np.int32).tobytes())
+    return made
 
 
 def _windows(cuts: Sequence[int], chunking: Chunking) -> list[tuple[int, int]]:

@@ -6,7 +6,13 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from jaxrag.documents.document import BadDocument, Document
-from jaxrag.documents.files import File, one_line, read_bytes, require_few_tags
+from jaxrag.documents.files import (
+    File,
+    one_line,
+    raise_if_memory,
+    read_bytes,
+    require_few_tags,
+)
 from jaxrag.errors import DocumentError
 
 MAX_PART_BYTES = 64 << 20  # of one XML part once it is unpacked
@@ -31,13 +37,14 @@ def read_docx(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     data = read_bytes(stream)
     try:
         title, body = _text(_unpacked(data))
-    except DocumentError:
+    except (DocumentError, MemoryError):
         raise
     except Exception as error:  # whatever the parser may raise
+        raise_if_memory(error)
         raise DocumentError(f"cannot be parsed as DOCX ({one_line(error)}); save it anew") from None
     if not body:
         raise DocumentError("holds no text; leave the file out")
-    yield Document(file.name, body, title or file.path.stem, file.absolute)
+    yield Document(file.name, body, title or file.path.stem, file.reported)
 
 
 def _unpacked(data: bytes) -> bytes:

@@ -15,6 +15,10 @@ MAX_LINE_BYTES = 64 << 20  # of a file that is read line by line
 MAX_TEXT_CHARACTERS = 64 << 20  # of the text that a file is unpacked to
 MAX_TAGS = 4 << 20  # of markup that is parsed as a whole: its tree takes far more than its bytes
 
+MAX_VALUES = 4 << 20  # objects and lists in JSON that is parsed as a whole
+MAX_CELLS = 256 << 10  # of a row of a table
+
+_NO_MEMORY = 2  # XML_ERR_NO_MEMORY of libxml2
 _MARKS = {
     codecs.BOM_UTF8: "utf-8-sig",
     codecs.BOM_UTF16_LE: "utf-16",
@@ -56,11 +60,7 @@ class File:
     path: Path
     name: str
     options: ReadOptions
-
-    @property
-    def absolute(self) -> str:
-        """The path that hits report."""
-        return str(self.path.resolve())
+    reported: str | None = None  # what hits report as its path
 
     @property
     def suffix(self) -> str:
@@ -98,6 +98,14 @@ def require_few_tags(markup: bytes) -> None:
         raise DocumentError(f"holds more than {MAX_TAGS >> 20} Mi tags; split the file")
 
 
+def require_few_values(text: str) -> None:
+    """DocumentError where JSON holds more than MAX_VALUES objects and lists."""
+    if text.count("{") + text.count("[") > MAX_VALUES:
+        raise DocumentError(
+            f"holds more than {MAX_VALUES >> 20} Mi objects and lists; split it into JSON lines"
+        )
+
+
 def marked_encoding(data: bytes) -> str | None:
     """The encoding that a byte order mark states, if there is one."""
     return next((name for mark, name in _MARKS.items() if data.startswith(mark)), None)
@@ -118,6 +126,12 @@ def decode(data: bytes, encoding: str | None = None) -> str:
             f"{at} is not {known}; save the file as UTF-8 or name its encoding"
         ) from None
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def raise_if_memory(error: Exception) -> None:
+    """MemoryError where that is what lxml means: it calls this an unknown error of syntax."""
+    if type(error).__name__ == "XMLSyntaxError" and getattr(error, "code", None) == _NO_MEMORY:
+        raise MemoryError from None
 
 
 def one_line(error: Exception) -> str:

@@ -11,6 +11,7 @@ from jaxrag.documents.files import (
     is_encoding,
     marked_encoding,
     one_line,
+    raise_if_memory,
     read_bytes,
     require_few_tags,
 )
@@ -64,13 +65,14 @@ def read_html(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
         raise DocumentError("the file is empty; leave it out")
     try:
         title, body = html_text(text)
-    except DocumentError:
+    except (DocumentError, MemoryError):
         raise
     except Exception as error:  # whatever the parser may raise
+        raise_if_memory(error)
         raise DocumentError(f"cannot be parsed as HTML ({one_line(error)})") from None
     if not body:
         raise DocumentError("holds no text outside of scripts and menus; leave the file out")
-    yield Document(file.name, body, title or file.path.stem, file.absolute)
+    yield Document(file.name, body, title or file.path.stem, file.reported)
 
 
 def declared_encoding(data: bytes) -> str | None:

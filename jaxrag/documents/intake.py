@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrag.documents.document import BadDocument, Document, document_from_mapping, text_id
+from jaxrag.documents.parser import ParseLimits, Parser
 from jaxrag.documents.paths import DocumentFiles, read_paths
 from jaxrag.documents.shard import Shard
 from jaxrag.errors import DocumentError
@@ -71,7 +72,11 @@ class Intake:
         if isinstance(self._given, DocumentFiles):
             yield from self._given
             return
-        for index, item in enumerate(self._given):
+        with Parser(ParseLimits()) as parser:
+            yield from self._listed(self._given, parser)
+
+    def _listed(self, given: Iterable[Source], parser: Parser) -> Iterator[Document | BadDocument]:
+        for index, item in enumerate(given):
             self._index = index
             where = f"documents[{index}]"
             if not isinstance(item, Document | BadDocument | str | Path | Mapping):
@@ -83,7 +88,7 @@ class Intake:
                 if isinstance(item, Path):
                     self._files = read_paths([item]).only(self._shard.holds)
                     self._total_bytes = None
-                    yield from self._files
+                    yield from self._files.read_with(parser)
                     self._files = None
                 else:
                     found = _document(item)

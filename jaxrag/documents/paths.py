@@ -7,27 +7,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from jaxrag.documents.document import BadDocument, Document
-from jaxrag.documents.docx import read_docx
-from jaxrag.documents.files import File, Reader, ReadOptions
-from jaxrag.documents.html import read_html
-from jaxrag.documents.pdf import read_pdf
-from jaxrag.documents.records import read_json, read_json_lines, read_table
-from jaxrag.documents.text import read_text
+from jaxrag.documents.files import File, ReadOptions
+from jaxrag.documents.parser import ParseLimits, Parser, ParserFailed
+from jaxrag.documents.readers import is_of_records, is_parsed_apart, read_open
 from jaxrag.errors import DocumentError
-
-_READERS: dict[str, Reader] = {
-    ".txt": read_text,
-    ".md": read_text,
-    ".jsonl": read_json_lines,
-    ".json": read_json,
-    ".csv": read_table,
-    ".tsv": read_table,
-    ".html": read_html,
-    ".htm": read_html,
-    ".pdf": read_pdf,
-    ".docx": read_docx,
-}
-_RECORDS = {".jsonl", ".json", ".csv", ".tsv"}  # of many documents, each with an id of its own
 
 Wanted = Callable[[str], bool]
 
@@ -38,28 +21,39 @@ class DocumentFiles:
     Attributes:
       paths: what was named.
       options: how to read it.
+      limits: of the process that parses what needs one.
       wanted: which documents, by id; files of one document that is not wanted are not opened.
     """
 
     def __init__(
-        self, paths: Iterable[Path], options: ReadOptions, wanted: Wanted | None = None
+        self,
+        paths: Iterable[Path],
+        options: ReadOptions,
+        limits: ParseLimits,
+        wanted: Wanted | None = None,
     ) -> None:
         """Use ``read_paths``, which checks the paths."""
         self.paths = tuple(paths)
         self.options = options
+        self.limits = limits
         self.wanted = wanted
         self._done = 0  # bytes of the files that the iteration under way has left behind
         self._current: BinaryIO | None = None
 
     def __iter__(self) -> Iterator[Document | BadDocument]:
         """Read: documents, and BadDocuments in the place of those that cannot be read."""
+        with Parser(self.limits) as parser:
+            yield from self.read_with(parser)
+
+    def read_with(self, parser: Parser) -> Iterator[Document | BadDocument]:
+        """Read once, with a parsing process of the caller's, which may have read others before."""
         self._done = 0
         for found in _files(self.paths, self.options.follow_links):
-            yield from self._read(found)
+            yield from self._read(found, parser)
 
     def only(self, wanted: Wanted) -> "DocumentFiles":
         """The same files, reduced to the documents whose id is wanted."""
-        return DocumentFiles(self.paths, self.options, wanted)
+        return DocumentFiles(self.paths, self.options, self.limits, wanted)
 
     def total_bytes(self) -> int:
         """Size of all files, from their directory entries."""
@@ -74,26 +68,29 @@ class DocumentFiles:
         current = self._current
         return self._done + (current.tell() if current is not None and not current.closed else 0)
 
-    def _read(self, found: "_Found") -> Iterator[Document | BadDocument]:
+    def _read(self, found: "_Found", parser: Parser) -> Iterator[Document | BadDocument]:
         file = File(found.path, found.name, self.options)
-        reader = _READERS.get(file.suffix)
-        many = file.suffix in _RECORDS and not found.refused
+        many = is_of_records(file.path.name) and not found.refused
         if self._wants(file.name) or many:
             if found.refused:
                 yield file.bad(found.refused)
-            elif reader is None:
-                kinds = ", ".join(_READERS)
-                yield file.bad(f"file type {file.suffix!r} is not one of {kinds}; convert it")
             else:
-                documents = self._open(file, reader)
+                documents = self._open(file, parser)
                 yield from filter(self._belongs(file), documents) if many else documents
         self._done += 0 if found.refused else _size(found.path)
 
-    def _open(self, file: File, reader: Reader) -> Iterator[Document | BadDocument]:
+    def _open(self, file: File, parser: Parser) -> Iterator[Document | BadDocument]:
+        shown, reported = str(file.path), str(file.path.resolve())
         try:
-            with open(file.path, "rb") as stream:
-                self._current = stream
-                yield from reader(stream, file)
+            if is_parsed_apart(shown):
+                for found in parser.parse(file.path, shown, file.name, self.options, reported):
+                    yield found if isinstance(found, BadDocument) else found.document
+            else:
+                with open(file.path, "rb") as stream:
+                    self._current = stream
+                    yield from read_open(stream, file.path, file.name, self.options, reported)
+        except ParserFailed as error:
+            yield file.bad(f"{error}, or raise {error.limit}" if error.limit else error)
         except DocumentError as error:
             yield file.bad(error)
         except OSError as error:
@@ -131,6 +128,8 @@ def read_paths(
     encoding: str | None = None,
     text_field: str | None = None,
     follow_links: bool = False,
+    parse_seconds: float = ParseLimits.seconds,
+    parse_bytes: int = ParseLimits.nbytes,
 ) -> DocumentFiles:
     """Read files and folders (recursively, sorted, hidden entries left out), document by document.
 
@@ -146,46 +145,22 @@ def read_paths(
       text_field: of records; see ReadOptions.
       follow_links: also read what links inside a folder name outside of it, and the folders that
         links in it name, each folder once; else these are reported.
+      parse_seconds: that a file may take to parse.
+      parse_bytes: of memory that it may take. PDF, DOCX, HTML and JSON are parsed in a process of
+        their own, so that a file which comes to a limit, or crashes its parser, is left out alone.
 
-    Raises DocumentError at once for a path that does not exist and for an unknown encoding.
+    Raises DocumentError at once for a path that does not exist, for an unknown encoding and for
+    limits that no file keeps.
     """
     if isinstance(paths, str | Path):
         raise DocumentError(f"{str(paths)!r} is one path; expected a list of paths")
     options = ReadOptions(encoding, text_field, follow_links)
+    limits = ParseLimits(parse_seconds, parse_bytes)
     named = [Path(path) for path in paths]
     for path in named:
         if not os.path.exists(path):
             raise DocumentError(f"{path}: no such file or folder")
-    return DocumentFiles(named, options)
-
-
-def read_open(
-    stream: BinaryIO, filename: str, name: str, options: ReadOptions | None = None
-) -> Iterator[Document | BadDocument]:
-    """The documents of an open file that has another name than where it lies.
-
-    Args:
-      stream: its bytes, from the first.
-      filename: says what kind of file it is and titles its document.
-      name: what its document is called, as ``read_paths`` calls it by its path.
-      options: how to read it.
-
-    Whatever cannot be read comes as a BadDocument. ``Document.file`` names no file.
-    """
-    file = File(Path(filename), name, options or ReadOptions())
-    reader = _READERS.get(file.suffix)
-    if reader is None:
-        yield file.bad(f"file type {file.suffix!r} is not one of {', '.join(_READERS)}; convert it")
-        return
-    try:
-        for found in reader(stream, file):
-            if isinstance(found, Document):
-                found = dataclasses.replace(found, file=None)
-            yield found
-    except DocumentError as error:
-        yield file.bad(error)
-    except OSError as error:
-        yield file.bad(f"cannot be read ({error.strerror or error})")
+    return DocumentFiles(named, options, limits)
 
 
 def _files(named: Iterable[Path], follow_links: bool) -> Iterator[_Found]:

@@ -24,7 +24,7 @@ def read_pdf(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     try:
         reader = _open(data)
         num_pages = len(reader.pages)
-    except DocumentError:
+    except (DocumentError, MemoryError):
         raise
     except Exception as error:  # whatever the parser may raise
         raise DocumentError(f"cannot be parsed as PDF ({one_line(error)}); repair it") from None
@@ -33,6 +33,8 @@ def read_pdf(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     for number in range(num_pages):
         try:
             text = _clean(reader.pages[number].extract_text())
+        except MemoryError:
+            raise
         except Exception as error:
             yield file.bad(f"the page cannot be parsed ({one_line(error)})", f", page {number + 1}")
             text = ""
@@ -54,7 +56,7 @@ def read_pdf(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
         starts.append(starts[-1] + (len(text) + len(_BETWEEN) if text else 0))
     body = _BETWEEN.join(text for text in texts if text)
     pages = tuple(min(start, len(body)) for start in starts)
-    yield Document(file.name, body, _title(reader) or file.path.stem, file.absolute, {}, pages)
+    yield Document(file.name, body, _title(reader) or file.path.stem, file.reported, {}, pages)
 
 
 def _open(data: bytes) -> Any:

@@ -2,14 +2,21 @@
 
 import codecs
 import csv
-import functools
 import io
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 from jaxrag.documents.document import BadDocument, Document, document_from_mapping
-from jaxrag.documents.files import MAX_LINE_BYTES, File, decode, marked_encoding, read_bytes
+from jaxrag.documents.files import (
+    MAX_CELLS,
+    MAX_LINE_BYTES,
+    File,
+    decode,
+    marked_encoding,
+    read_bytes,
+    require_few_values,
+)
 from jaxrag.errors import DocumentError
 
 _TEXT_COLUMNS = ("text", "content", "body")
@@ -91,21 +98,28 @@ def _rows(text: io.TextIOWrapper, file: File, encoding: str) -> Iterator[Documen
     text.seek(0)
     semicolons = file.suffix == ".csv" and ";" in first and "," not in first
     delimiter = "\t" if file.suffix == ".tsv" else ";" if semicolons else ","
-    lines = iter(functools.partial(text.readline, MAX_LINE_BYTES), "")
+    lines = _Lines(text, delimiter)
+    # Of the whole process, and raised only: Python's own limit is 128 KiB.
+    csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
     names: list[str] | None = None
     text_column = ""
     found = False
     while True:
         where = f":{rows.line_num + 1}"
+        lines.begin_row()
         try:
             row = next(rows, None)
         except csv.Error as error:
             yield file.bad(f"not a row ({error})", where)
-            if names is None or "field limit" in str(error):
-                yield file.bad("the rest of the file is left out; use JSON lines for long texts")
+            if names is None:
+                yield file.bad("the rest of the file is left out; repair its first row")
                 return
             continue
+        except _TooLarge as error:
+            yield file.bad(error, where)
+            yield file.bad("the rest of the file is left out; use JSON lines for long texts")
+            return
         if row is None:
             break
         if not any(row):
@@ -120,6 +134,37 @@ def _rows(text: io.TextIOWrapper, file: File, encoding: str) -> Iterator[Documen
             yield file.bad(error, where)
     if not found:
         yield file.bad("holds no rows under its column names; leave the file out")
+
+
+class _TooLarge(DocumentError):
+    """A row, often one whose quotation mark is not closed, that would fill the memory."""
+
+
+class _Lines:
+    """The lines of a table, as long as a row of them stays within bounds."""
+
+    def __init__(self, text: io.TextIOWrapper, delimiter: str) -> None:
+        self._text, self._delimiter = text, delimiter
+        self._characters = self._cells = 0
+
+    def begin_row(self) -> None:
+        self._characters = self._cells = 0
+
+    def __iter__(self) -> "_Lines":
+        return self
+
+    def __next__(self) -> str:
+        line = self._text.readline(MAX_LINE_BYTES + 1)
+        if not line:
+            raise StopIteration
+        self._characters += len(line)
+        self._cells += line.count(self._delimiter)
+        if self._characters > MAX_LINE_BYTES or self._cells > MAX_CELLS:
+            raise _TooLarge(
+                f"the row holds more than {MAX_LINE_BYTES >> 20} Mi characters or "
+                f"{MAX_CELLS >> 10} Ki cells; close its quotation mark"
+            )
+        return line
 
 
 def _columns(names: Sequence[str], wanted: str | None) -> tuple[list[str], str]:
@@ -146,17 +191,18 @@ def _row(
         raise DocumentError(f"a byte is not {coded.upper()}; name the encoding of the file")
     values = dict(zip(names, row, strict=True))
     values[text_column] = values[text_column].replace("\r\n", "\n").replace("\r", "\n")
-    return document_from_mapping(values, file.name + where, file.absolute, text_column)
+    return document_from_mapping(values, file.name + where, file.reported, text_column)
 
 
 def _record(value: Any, file: File, where: str) -> Document:
     text_field = file.options.text_field or "text"
     if not isinstance(value, dict):
         raise DocumentError(f'holds a {type(value).__name__}; expected {{"{text_field}": "..."}}')
-    return document_from_mapping(value, file.name + where, file.absolute, text_field)
+    return document_from_mapping(value, file.name + where, file.reported, text_field)
 
 
 def _parse(text: str, expected: str) -> Any:
+    require_few_values(text)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -14,7 +14,7 @@ def read_text(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     """One document: the whole file, titled by its name or, in Markdown, its first heading."""
     text = decode(read_bytes(stream), file.options.encoding)
     title = first_heading(text) if file.suffix == ".md" else ""
-    yield Document(file.name, text, title or file.path.stem, file.absolute)
+    yield Document(file.name, text, title or file.path.stem, file.reported)
 
 
 def first_heading(text: str) -> str:

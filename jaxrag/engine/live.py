@@ -88,8 +88,8 @@ class Live:
         for token_id in ids:
             if token_id == FAILED:
                 raise EngineError(
-                    f"the logits of token {self.read} hold a NaN; check the model's weights and "
-                    "the stored KV of its chunks (jaxrag kb verify)"
+                    f"the logits of token {self.read} hold a NaN; check the model's weights, and "
+                    "encode stored KV that is no numbers again with jaxrag kb verify --repair"
                 )
             if token_id in self.request.eos_ids:
                 return new, "stop"

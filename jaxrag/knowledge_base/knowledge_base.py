@@ -56,6 +56,8 @@ class KnowledgeBase(Maintained):
         similar_by: SimilarBy | None = None,
         stored: str | None = None,
         salt: str | None = None,
+        secret: bytes | None = None,
+        reseal: bool = False,
         store: str | os.PathLike[str] | None = None,
         max_bytes: int | None = None,
         embedder: GivenEmbedder | None = None,
@@ -84,6 +86,10 @@ class KnowledgeBase(Maintained):
             there is an embedder).
           stored: "native" keeps KV in the model's dtype, "int8" in half the bytes or less.
           salt: of a tenant; knowledge bases of different salts share no key in one repository.
+          secret: seals stored chunks: 16 random bytes or more. What it did not seal is a miss,
+            whoever put it, and is encoded again. An existing knowledge base may get one at any
+            time, and asks for it from then on.
+          reseal: take this secret, or none, in place of the one that it was sealed with.
           store: URL (s3://, gs://) or folder of the chunk repository; the folder itself when None.
             Chunks of a URL are kept in the folder too once they were read.
           max_bytes: limit of the chunk KV kept on local disk, 0 for none; the coldest is dropped,
@@ -105,12 +111,12 @@ class KnowledgeBase(Maintained):
 
         Raises:
           KnowledgeBaseError: no knowledge base and no model to make one with; a model, tokenizer,
-            embedder or setting other than the remembered one; a path that cannot hold one.
+            embedder, secret or setting other than the remembered one; a path that cannot hold one.
           ConfigError: an unknown template, sizes that make no chunks, an embedder that is none.
           RequestError: an unknown encoder.
           RetrievalError: an unknown index.
           TokenizerError: a new knowledge base for a model without a tokenizer.
-          StoreError: files that cannot be read or written.
+          StoreError: files that cannot be read or written, a secret that is too short.
         """
         if mode is not None and mode not in get_args(Mode):
             raise KnowledgeBaseError(f"mode={mode!r}: expected one of {', '.join(get_args(Mode))}")
@@ -132,10 +138,12 @@ class KnowledgeBase(Maintained):
             embedder_path=embedder_path,
             index=index,
             indexing=None if attention_index is None else indexing_from(attention_index),
+            secret=secret,
+            reseal=reseal,
         )
         catalog, mode = open_catalog(folder, model, wanted, mode)
         try:
-            return cls(folder, catalog, model, mode, given, retriever, reranker)
+            return cls(folder, catalog, model, mode, given, retriever, reranker, secret)
         except BaseException:
             catalog.close()
             raise
@@ -176,6 +184,7 @@ class KnowledgeBase(Maintained):
         """
         model = self._require_model("add documents")
         self._require_writable("add documents")
+        self._catalog.upgrade()
         if self._vectors is not None:
             _ = self._vectors.embedder  # refused before any work
             if not self._all_embedded():

@@ -1,9 +1,9 @@
 """Files become documents of a knowledge base, beside the questions that are answered.
 
-A file is parsed and cut by a process of its own (``worker``), its chunks are encoded piece by piece
-in turns that the engine gives (``Engine.spare``), and it is "completed" once its KV is durable and
-its documents are found. Until then the registry says that it is in progress, and a server that
-starts takes it up again.
+A file is parsed and cut by a process of its own (``documents.parser``), its chunks are encoded
+piece by piece in turns that the engine gives (``Engine.spare``), and it is "completed" once its KV
+is durable and its documents are found. Until then the registry says that it is in progress, and a
+server that starts takes it up again.
 """
 
 import dataclasses
@@ -15,6 +15,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from jaxrag.documents import BadDocument, Document
 from jaxrag.documents.chunking import Chunk
+from jaxrag.documents.files import ReadOptions
+from jaxrag.documents.parser import ParseLimits, Parser
 from jaxrag.engine.engine import Engine
 from jaxrag.errors import DocumentError, EngineError, JaxragError
 from jaxrag.knowledge_base import KnowledgeBase
@@ -22,11 +24,11 @@ from jaxrag.knowledge_base.ingest import AddReport
 from jaxrag.models.model import Model
 from jaxrag.server.registry import Member, Registry
 from jaxrag.server.uploads import Uploads
-from jaxrag.server.worker import Worker
 
 _LOG = logging.getLogger("jaxrag.server")
 
 _TRIES = 3  # of a piece, where the engine fails under it
+_PARSE_BYTES = 16 << 30  # of address space, most of it never touched: JAX is in the process too
 _SHOWN = 20  # of what was left out of a file
 
 Open = Callable[[str, str], KnowledgeBase]  # of (tenant, name of the store)
@@ -119,19 +121,17 @@ class Indexer:
             thread.join()
 
     def _serve(self) -> None:
-        worker = Worker(self._model.text_tokenizer(), self._parse_seconds)
-        try:
+        limits = ParseLimits(self._parse_seconds, _PARSE_BYTES)
+        with Parser(limits, self._model.text_tokenizer()) as parser:
             while (job := self._next()) is not None:
                 try:
-                    self._index(job, worker)
+                    self._index(job, parser)
                 except Exception:
                     _LOG.exception("a file of %s could not be indexed", job.member.store)
                 finally:
                     with self._changed:
                         self._running.discard(job)
                     job.done.set()
-        finally:
-            worker.close()
 
     def _next(self) -> _Job | None:
         """The next job, by turns of tenants; None at the end."""
@@ -147,7 +147,7 @@ class Indexer:
                 self._changed.wait()
         return None
 
-    def _index(self, job: _Job, worker: Worker) -> None:
+    def _index(self, job: _Job, parser: Parser) -> None:
         """Bring one file in, and say how it ended."""
         member = job.member
         try:
@@ -156,7 +156,7 @@ class Indexer:
             self._fail(member, "server_error", error)
             return
         try:
-            report = self._add(job, worker, base)
+            report = self._add(job, parser, base)
             if not report.documents:
                 bad = report.skipped
                 raise _Refused(bad[0].reason if bad else "holds no documents; leave the file out")
@@ -185,7 +185,7 @@ class Indexer:
             }
             self._registry.settle_member(member.number, "completed", counts=counts)
 
-    def _add(self, job: _Job, worker: Worker, base: KnowledgeBase) -> AddReport:
+    def _add(self, job: _Job, parser: Parser, base: KnowledgeBase) -> AddReport:
         member = job.member
         file = self._registry.file(member.tenant, member.file)
         if file is None:
@@ -208,13 +208,17 @@ class Indexer:
             raise AssertionError
 
         def documents() -> Iterator[Document | BadDocument]:
-            for found in worker.parse(path, name, file.id, base.chunking, wanted):
+            for found in parser.parse(
+                path, name, file.id, ReadOptions(), name, chunking=base.chunking, wanted=wanted
+            ):
                 if isinstance(found, BadDocument):
                     yield found
                     continue
+                own = found.document.id
+                own = own if own.startswith(file.id) else f"{file.id}/{own}"
                 metadata = {**found.document.metadata, **member.attributes}
-                cut.setdefault(found.document.id, found.chunks)  # an id that comes twice is refused
-                yield dataclasses.replace(found.document, metadata=metadata)
+                cut.setdefault(own, found.chunks)  # an id that comes twice is refused
+                yield dataclasses.replace(found.document, id=own, metadata=metadata)
 
         return base.add(documents(), cut=lambda it: cut.pop(it.id), turn=turn)
 

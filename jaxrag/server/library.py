@@ -425,7 +425,8 @@ class Library:
             return self._bases[name]
 
     def _open(self, folder: Path, tenant: str, recipe: Recipe) -> KnowledgeBase:
-        return recipe.open(folder, self.model, self._tenants.salt(tenant))
+        tenants = self._tenants
+        return recipe.open(folder, self.model, tenants.salt(tenant), tenants.seal_secret(tenant))
 
     # Upkeep
 

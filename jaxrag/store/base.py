@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from numpy.typing import NDArray
 
-from jaxrag.errors import ChunkCorrupt, StoreError
+from jaxrag.errors import ChunkCorrupt, ChunkNotSealed, StoreError
 from jaxrag.store.keys import FINGERPRINT_DIGITS, ID_DIGITS, chunk_key, require_hex
 from jaxrag.store.layout import WHOLE, HeadShare, KVLayout
 from jaxrag.store.reading import (
@@ -38,19 +38,22 @@ class Stats:
     tokens: int
     nbytes: int  # as stored, of K, V and auxiliary arrays
     corrupt: int  # commit records that were refused; not counted above
+    unsealed: int = 0  # that the store's secret did not seal; not counted above
 
     @classmethod
     def of(cls, found: Iterable[Found]) -> Self:
         """Count records and refusals."""
-        chunks = tokens = nbytes = corrupt = 0
+        chunks = tokens = nbytes = corrupt = unsealed = 0
         for one in found:
             if isinstance(one, Record):
                 chunks += 1
                 tokens += one.tokens
                 nbytes += one.nbytes
+            elif isinstance(one, ChunkNotSealed):
+                unsealed += 1
             else:  # a missing record was removed since it was listed
                 corrupt += isinstance(one, ChunkCorrupt)
-        return cls(chunks, tokens, nbytes, corrupt)
+        return cls(chunks, tokens, nbytes, corrupt, unsealed)
 
 
 class KVStore(abc.ABC):
@@ -222,6 +225,7 @@ class KVStore(abc.ABC):
         *,
         max_bytes_per_second: float | None = None,
         progress: bool = False,
+        finite: bool = False,
     ) -> ScrubReport:
         """Read chunks and their auxiliary arrays, whole, against their digests.
 
@@ -229,12 +233,14 @@ class KVStore(abc.ABC):
             keys: which; None takes every key of the store.
             max_bytes_per_second: a limit on what is read, to leave the disk to others.
             progress: draw a bar on stderr, where that is a terminal.
+            finite: count a chunk whose KV holds NaN or infinity, as a broken model encodes it, as
+                corrupt.
 
         Raises:
             StoreError: the storage failed, or a rate that is not positive.
         """
         chosen = self.keys() if keys is None else _distinct(keys)
-        return scrub(self, chosen, max_bytes_per_second, progress)
+        return scrub(self, chosen, max_bytes_per_second, progress, finite)
 
     @abc.abstractmethod
     def keys(self) -> Iterator[str]:

@@ -95,10 +95,11 @@ class ReadThrough(KVStore):
         *,
         max_bytes_per_second: float | None = None,
         progress: bool = False,
+        finite: bool = False,
     ) -> ScrubReport:
         """``KVStore.verify`` of the remote store. Local copies are verified by every read."""
         return self.remote.verify(
-            keys, max_bytes_per_second=max_bytes_per_second, progress=progress
+            keys, max_bytes_per_second=max_bytes_per_second, progress=progress, finite=finite
         )
 
     def gc(

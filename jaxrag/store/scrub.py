@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
+from jaxrag.errors import ChunkCorrupt, ChunkMissing, ChunkNotSealed, StoreError
 from jaxrag.store.layout import KVLayout
 from jaxrag.store.reading import Found, Refused
 from jaxrag.store.record import SCALE, Record
 
 _RECORDS_AT_ONCE = 1024
+_BLOCK = 1 << 16  # elements that fit a cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,7 @@ class ScrubReport:
     ok: int
     corrupt: tuple[str, ...]
     missing: tuple[str, ...]  # no record, or its bytes are gone
+    unsealed: tuple[str, ...] = ()  # sound, but not of who knows the store's secret
 
 
 class Scrubbed(Protocol):
@@ -47,6 +49,7 @@ def scrub(
     keys: Iterable[str],
     max_bytes_per_second: float | None,
     progress: bool,
+    finite: bool,
 ) -> ScrubReport:
     """``KVStore.verify`` says what this does."""
     if max_bytes_per_second is not None and not max_bytes_per_second > 0:
@@ -56,7 +59,7 @@ def scrub(
     pace = _Pace(max_bytes_per_second)
     buffer = np.empty(0, store.layout.numpy_dtype)
     ok = 0
-    corrupt, missing = [], []
+    corrupt, missing, unsealed = [], [], []
     with tqdm(desc="verify", unit="B", unit_scale=True, disable=None if progress else True) as bar:
         for batch in itertools.batched(keys, _RECORDS_AT_ONCE):
             for key, found in store.find(batch).items():
@@ -65,7 +68,7 @@ def scrub(
                     elements = int(np.prod(found.shape))
                     if buffer.size < elements:
                         buffer = np.empty(elements, buffer.dtype)
-                    refused = _check(store, found, buffer[:elements].reshape(found.shape))
+                    refused = _check(store, found, buffer[:elements].reshape(found.shape), finite)
                     bar.update(found.nbytes)
                     pace.wait(found.nbytes)
                 else:
@@ -74,20 +77,35 @@ def scrub(
                     ok += 1
                 elif isinstance(refused, ChunkMissing):
                     missing.append(key)
+                elif isinstance(refused, ChunkNotSealed):
+                    unsealed.append(key)
                 else:
                     corrupt.append(key)
-    return ScrubReport(ok, tuple(corrupt), tuple(missing))
+    return ScrubReport(ok, tuple(corrupt), tuple(missing), tuple(unsealed))
 
 
-def _check(store: Scrubbed, record: Record, out: NDArray[Any]) -> Refused | None:
+def _check(store: Scrubbed, record: Record, out: NDArray[Any], finite: bool) -> Refused | None:
     try:
         store.get(record.key, out)
+        if finite and not _is_finite(out):  # so it was written: its digest is right
+            return ChunkCorrupt(
+                f"chunk {record.key}: its KV holds NaN or infinity; encode it again"
+            )
         for name in record.aux:
             if name != SCALE:  # verified with the KV
                 store.aux(record.key, name)
     except (ChunkMissing, ChunkCorrupt) as error:
         return error
     return None
+
+
+def _is_finite(values: NDArray[Any]) -> bool:
+    """By bits, a block at a time: NumPy takes 30 times as long as a copy for bfloat16."""
+    unsigned = np.dtype(f"u{values.itemsize}")
+    infinite = np.array(np.inf, values.dtype).view(unsigned) << 1  # without the sign
+    bits = values.reshape(-1).view(unsigned)
+    blocks = (bits[start : start + _BLOCK] for start in range(0, bits.size, _BLOCK))
+    return all((block << 1).max() < infinite for block in blocks)
 
 
 class _Pace:

@@ -1,4 +1,4 @@
-"""Byte-level BPE tokenizers for models that are made on the spot: benchmarks, the demo, tests."""
+"""Byte-level tokenizers: what their tokens spell, and small ones that are made on the spot."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,3 +39,35 @@ def save(
     tokenizer.save(str(directory / "tokenizer.json"))
     text = json.dumps(dict(settings or {}))
     (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def spelled(tokenizer: tokenizers.Tokenizer) -> list[str]:
+    """Its vocabulary as text, added tokens left out; bytes that are no UTF-8 become U+FFFD.
+
+    Of any tokenizer: where it is not byte-level, U+2581 stands for a space.
+    """
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    if not _is_byte_level(json.loads(tokenizer.to_str())):
+        return [token.replace("\u2581", " ") for token in vocabulary]
+    table = _bytes_of_characters()
+    return [
+        bytes(table[c] for c in token if c in table).decode("utf-8", "replace")
+        for token in vocabulary
+    ]
+
+
+def _is_byte_level(state: Any) -> bool:
+    parts = (state["pre_tokenizer"], state["normalizer"], state["decoder"])
+    return any('"ByteLevel"' in json.dumps(part) for part in parts)
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """The byte that each character of a byte-level token stands for.
+
+    Printable Latin-1 characters stand for themselves, the other bytes in their order from U+0100.
+    """
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(plain)]
+    return {chr(byte): byte for byte in plain} | {
+        chr(0x100 + at): byte for at, byte in enumerate(others)
+    }

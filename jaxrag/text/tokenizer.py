@@ -23,7 +23,9 @@ from tokenizers import models
 
 from jaxrag.config import ModelConfig
 from jaxrag.errors import TokenizerError
+from jaxrag.text.byte_level import spelled
 from jaxrag.text.chat import render_template
+from jaxrag.text.pieces import PIECE_CHARACTERS, breaks_between_words, encode_in_pieces
 from jaxrag.types import HostArray
 
 PROMPT_FILE = "prompt.toml"  # the prompt format of the model, see jaxrag.text.prompts
@@ -141,11 +143,28 @@ class Tokenizer:
         with _told():
             return np.asarray(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
-    def encode_with_offsets(self, text: str) -> tuple[HostArray, list[tuple[int, int]]]:
-        """Ids int32 [T], and for each the (start, end) characters of the text it covers."""
+    def encode_with_offsets(self, text: str) -> tuple[HostArray, HostArray]:
+        """Ids int32 [T], and for each the (start, end) characters of the text it covers, [T, 2].
+
+        A long text is encoded in pieces, to the same ids. Raises TokenizerError for one that is too
+        long to be encoded at once and cannot be cut, and as ``encode``.
+        """
+        if len(text) <= PIECE_CHARACTERS:
+            return self._encoded(text)
+        return encode_in_pieces(text, self._encoded, self._breaks)
+
+    def _encoded(self, text: str) -> tuple[HostArray, HostArray]:
         with _told():
             encoding = self._text.encode(text, add_special_tokens=False)
-        return np.asarray(encoding.ids, np.int32), list(encoding.offsets)
+        offsets = np.array(encoding.offsets, np.int32).reshape(-1, 2)
+        return np.asarray(encoding.ids, np.int32), offsets
+
+    @functools.cached_property
+    def _breaks(self) -> str:
+        """Before which characters a text may be cut: none where the model weighs whole texts."""
+        if isinstance(self._text.model, models.Unigram):
+            return ""
+        return breaks_between_words(spelled(self._text))
 
     def unknown_words(self, text: str) -> list[str]:
         """What of a text becomes the unknown token, each piece once, in order of appearance.

@@ -64,14 +64,13 @@ def test_what_was_put_comes_back(catalog):
     assert catalog.settings()["colour"] == {"name": "blå"}
 
 
-def test_a_removed_document_leaves_no_word_of_its_title(catalog, tmp_path):
+def test_a_removed_document_leaves_no_word_of_its_title(catalog):
     catalog.put([entry(catalog, "a", "first lamp", "second", title="Old harbour")])
     catalog.put([entry(catalog, "b", "third", title="New harbour")])
     assert len(ids_of(catalog, "harbour")) == 3
     assert catalog.remove(["a", "b"]) == [1, 2, 3]
-    with sqlite3.connect(tmp_path / "catalog.sqlite") as connection:
+    with catalog._database.use() as connection:
         assert connection.execute("SELECT COUNT(*) FROM postings").fetchone() == (0,)
-    connection.close()
 
 
 def test_a_setting_is_changed_by_what_it_was(catalog):
@@ -340,7 +339,7 @@ def test_missing_foreign_and_newer_files_are_refused(tmp_path, catalog):
         Catalog.create(tmp_path / "other.sqlite", {})
     assert (tmp_path / "other.sqlite").read_bytes() == before
     catalog._database.connection.execute("PRAGMA user_version = 99")
-    with pytest.raises(KnowledgeBaseError, match="format 99, this version reads format 3"):
+    with pytest.raises(KnowledgeBaseError, match="format 99, this version reads format 4"):
         Catalog.open(catalog.path)
     (tmp_path / "text.sqlite").write_text("this is no database at all " * 100)
     with pytest.raises(StoreError, match="not a database"):

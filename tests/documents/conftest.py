@@ -6,6 +6,30 @@ import docx
 import pytest
 
 from jaxrag.documents import BadDocument, Document, read_paths
+from jaxrag.documents.parser import Parsed, ParseLimits, Parser
+from jaxrag.documents.readers import read_open
+
+
+class Here(Parser):
+    """Reads in the process of the test, where readers can be watched and bounds be changed."""
+
+    def __init__(self):
+        super().__init__(ParseLimits())
+
+    def parse(self, path, filename, name, options, reported=None, **_):
+        with open(path, "rb") as stream:
+            for found in read_open(stream, filename, name, options, reported):
+                yield found if isinstance(found, BadDocument) else Parsed(found, ())
+
+
+@pytest.fixture(scope="session")
+def read_here():
+    """``read_here(paths, wanted=..., **options)``: as ``read_paths``, parsed in this process."""
+
+    def call(paths, wanted=lambda name: True, **options):
+        return read_paths(paths, **options).only(wanted).read_with(Here())
+
+    return call
 
 
 @pytest.fixture(scope="session")
@@ -29,11 +53,11 @@ def make_docx():
 
 
 @pytest.fixture
-def read():
+def read(read_here):
     """``read(*paths, **options)``: the good documents and the bad ones, in their order."""
 
     def call(*paths, **options):
-        found = list(read_paths(paths, **options))
+        found = list(read_here(paths, **options))
         good = [item for item in found if isinstance(item, Document)]
         bad = [item for item in found if isinstance(item, BadDocument)]
         return good, bad

@@ -113,7 +113,7 @@ class FixedTokenizer:
 
     def encode_with_offsets(self, text):
         offsets = [(0, 1), (0, 2), (1, 2), (2, 3), (2, 4), (3, 4)]
-        return np.arange(6, dtype=np.int32), offsets
+        return np.arange(6, dtype=np.int32), np.array(offsets, np.int32)
 
 
 def test_tokens_that_span_two_characters_are_not_cut_between():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxrag.documents import BadDocument, Document, Intake, Shard, read_paths
 from jaxrag.documents.chunking import Chunking, split
-from jaxrag.documents.paths import _READERS
+from jaxrag.documents.readers import _READERS
 from jaxrag.errors import DocumentError, JaxragError
 
 FUZZ = settings(
@@ -66,13 +66,13 @@ def check(found):
 @pytest.mark.parametrize("suffix", VALID)
 @FUZZ
 @given(data=st.data())
-def test_damaged_text_files(tmp_path, suffix, data):
+def test_damaged_text_files(tmp_path, read_here, suffix, data):
     path = tmp_path / f"a{suffix}"
     path.write_bytes(data.draw(st.one_of(mutations(VALID[suffix]), st.binary(max_size=200))))
     encoding = data.draw(
         st.sampled_from([None, None, "gb18030", "utf-16", "cp1252", "utf-7", "cp037"])
     )
-    check(read_paths([path], encoding=encoding))
+    check(read_here([path], encoding=encoding))
 
 
 @pytest.fixture(scope="module")
@@ -88,15 +88,15 @@ def binaries(make_pdf, make_docx):
 @pytest.mark.parametrize("suffix", [".pdf", ".docx"])
 @FUZZ
 @given(data=st.data())
-def test_damaged_binary_files(tmp_path, binaries, suffix, data):
+def test_damaged_binary_files(tmp_path, read_here, binaries, suffix, data):
     path = tmp_path / f"a{suffix}"
     path.write_bytes(data.draw(st.one_of(mutations(binaries[suffix]), st.binary(max_size=200))))
-    check(read_paths([path]))
+    check(read_here([path]))
 
 
 @FUZZ
 @given(data=st.data())
-def test_damaged_parts_of_a_docx(tmp_path, binaries, data):
+def test_damaged_parts_of_a_docx(tmp_path, read_here, binaries, data):
     """Damage inside the archive, behind intact checksums."""
     import io
     import zipfile
@@ -111,7 +111,7 @@ def test_damaged_parts_of_a_docx(tmp_path, binaries, data):
     with zipfile.ZipFile(path, "w") as archive:
         for part, content in parts.items():
             archive.writestr(part, content)
-    check(read_paths([path]))
+    check(read_here([path]))
 
 
 NAMES = st.one_of(
@@ -127,12 +127,15 @@ FILES = st.tuples(NAMES, st.sampled_from(list(_READERS)), st.binary(max_size=20)
 
 @FUZZ
 @given(st.lists(FILES, max_size=4), st.integers(0, 1))
-def test_file_names_of_any_bytes(tmp_path_factory, files, shard):
+def test_file_names_of_any_bytes(tmp_path_factory, read_here, files, shard):
     folder = os.fsencode(tmp_path_factory.mktemp("names"))
     for name, suffix, content in files:
         with open(os.path.join(folder, name + suffix.encode()), "wb") as file:
             file.write(content)
-    check(Intake(read_paths([os.fsdecode(folder)]), Shard(shard, 2)))
+    part = Shard(shard, 2)
+    found = list(read_here([os.fsdecode(folder)], wanted=part.holds))
+    check(found)
+    check(Intake(found, part))
 
 
 JSON = st.recursive(
@@ -169,7 +172,7 @@ class Bytes:
         import numpy as np
 
         offsets = [(i, i + 1) for i, c in enumerate(text) for _ in c.encode()]
-        return np.zeros(len(offsets), np.int32), offsets
+        return np.zeros(len(offsets), np.int32), np.array(offsets, np.int32).reshape(-1, 2)
 
 
 @FUZZ

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxrag.documents import read_paths, records
+from jaxrag.documents import files, read_paths, records
 from jaxrag.errors import DocumentError
 
 
@@ -120,11 +120,34 @@ def test_bad_table_is_named(tmp_path, read, content, reason):
     assert reason in bad[0].reason
 
 
-def test_cell_beyond_the_limit_ends_the_table_and_says_so(tmp_path, read):
+def test_a_cell_may_be_long(tmp_path, read):
     (tmp_path / "a.csv").write_text(f"text\ngood\n{'x' * 200_000}\nlost\n")
     good, bad = read(tmp_path)
+    assert [len(d.text) for d in good] == [4, 200_000, 4]
+    assert bad == []
+
+
+@pytest.mark.parametrize("rest", ['"open\n' + "more\n" * 9, f"{'x' * 60}\n", "a,b,c,d,e,f,g\n"])
+def test_row_beyond_the_limit_ends_the_table_and_says_so(tmp_path, read, monkeypatch, rest):
+    monkeypatch.setattr(records, "MAX_LINE_BYTES", 40)
+    monkeypatch.setattr(records, "MAX_CELLS", 5)
+    path = tmp_path / "a.csv"
+    path.write_text(f"text\ngood\n{rest}lost\n")
+    good, bad = read(tmp_path)
     assert [d.text for d in good] == ["good"]
-    assert "the rest of the file is left out" in bad[-1].reason
+    assert [b.source for b in bad] == [f"{path}:3", str(path)]
+    assert "close its quotation mark" in bad[0].reason
+    assert "the rest of the file is left out" in bad[1].reason
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_json_of_too_many_values_is_refused(tmp_path, read, monkeypatch, name):
+    (tmp_path / name).write_text('{"text": "a", "x": [[], {}, []]}\n')
+    monkeypatch.setattr(files, "MAX_VALUES", 5)
+    assert len(read(tmp_path)[0]) == 1
+    monkeypatch.setattr(files, "MAX_VALUES", 4)
+    good, bad = read(tmp_path)
+    assert good == [] and "objects and lists; split it" in bad[0].reason
 
 
 def test_line_beyond_the_limit_costs_only_itself(tmp_path, read, monkeypatch):

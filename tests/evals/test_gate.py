@@ -41,8 +41,8 @@ def folder(tmp_path_factory, text_model):
 def kb(folder, text_model):
     with KnowledgeBase.open(folder, text_model) as kb:
         yield kb
-        with kb._catalog._database.transaction() as connection:
-            connection.execute("DELETE FROM settings WHERE name LIKE 'gate:%'")
+        settings = kb._catalog.settings()
+        kb._catalog.forget([name for name in settings if name.startswith("gate:")])
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,14 @@
 import dataclasses
 import itertools
 import random
+import shutil
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from crash_log import FRESH, Change, Log, require
+from crash_log import FRESH, Log, replay, require
 
 from jaxrag.store import (
     ChunkStore,
@@ -43,14 +45,26 @@ def open_store(work: Path, mode: Any) -> ChunkStore:
     return ChunkStore.open(work / "store", MODEL, LAYOUT, mode=mode)
 
 
-def work_on_store(work: Path, log_path: Path, number: int, state: dict[int, int]) -> None:
-    """Put, replace, delete and collect chunks until killed."""
-    rng = random.Random(number)
-    log = Log(log_path)
-    versions = dict(state)
-    store = open_store(work, "rw")
+@dataclasses.dataclass(frozen=True)
+class StoreJob:
+    """What the process is to do."""
+
+    number: int  # of the round
+    folder: Path
+    log: Path
+    state: dict[int, int]  # the version of each chunk that stands
+
+
+def work_on_store(job: StoreJob, go: Any) -> None:
+    """Put, replace, delete and collect chunks until killed; opens it when ``go`` says so."""
+    rng = random.Random(job.number)
+    log = Log(job.log)
+    versions = dict(job.state)
+    log.note("loaded")
+    go.recv()
+    store = open_store(job.folder, "rw")
     log.note("ready")
-    for version in itertools.count(number * FRESH):
+    for version in itertools.count(job.number * FRESH):
         chosen = rng.sample(range(KEYS), rng.randint(1, 4))
         kind = rng.choices(["put", "replace", "delete", "gc"], [6, 3, 2, 1])[0]
         if kind == "put":
@@ -77,18 +91,28 @@ def work_on_store(work: Path, log_path: Path, number: int, state: dict[int, int]
 class StoreExperiment:
     """A store, what must stand in it, and how that is checked."""
 
-    def __init__(self, work: Path) -> None:
-        self.work = work
-        self.state: dict[int, int] = {}
-        open_store(work, "rw")
-
     target = staticmethod(work_on_store)
 
-    def check(self, change: Change) -> Counter[str]:
-        """Compare with the log; ``change`` was under way. Raises WrongError."""
-        store = open_store(self.work, "r")
+    def __init__(self, folder: Path) -> None:
+        """Make an empty one in ``folder``."""
+        self.folder = folder
+        self.state: dict[int, int] = {}
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        open_store(folder, "rw")
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def jobs(self, number: int, seed: int) -> list[StoreJob]:
+        """What the process of a round is to do."""
+        return [StoreJob(number, self.folder, self.folder / f"log-{number}", dict(self.state))]
+
+    def check(self, told: Sequence[Sequence[Mapping[str, Any]]], seed: str) -> Counter[str]:
+        """Compare with the log, collect, and count what is left. Raises WrongError."""
+        under_way = dict(replay(told[0], self.state))
+        store = open_store(self.folder, "rw")
         counts: Counter[str] = Counter()
-        under_way = dict(change)
         keys = {chunk: random_chunk(chunk, 0)[0] for chunk in range(KEYS)}
         got = store.get_many(list(keys.values()), on_missing="skip")
         require(not got.corrupt, f"corrupt: {got.corrupt}")
@@ -106,20 +130,13 @@ class StoreExperiment:
             require(bool(stands), f"chunk {chunk}: its bytes are of none of the versions {fits}")
             self.state[chunk] = stands[0]
             counts["chunks"] += 1
-            counts["change stands"] += chunk in under_way and stands[0] == under_way[chunk]
-        return counts
-
-    def finish(self) -> dict[str, Any]:
-        """Collect, and count what is left beside what is needed."""
-        store = open_store(self.work, "rw")
-        report = store.gc(lambda record: True, grace_seconds=0.0)
-        files = [p for p in (self.work / "store" / "kv").rglob("*") if p.is_file()]
+            if chunk in under_way:
+                now = stands[0] == under_way[chunk]
+                counts["changes that stand" if now else "changes undone"] += 1
+        store.gc(lambda record: True, grace_seconds=0.0)
+        files = [p for p in (self.folder / "store" / "kv").rglob("*") if p.is_file()]
         # A gc that is killed leaves its mark, an empty file that other collections respect.
-        marks = [p for p in files if p.name.startswith(SWEPT)]
-        whole = len(files) - len(marks)
-        require(
-            whole == 3 * len(self.state), f"{whole} files after gc for {len(self.state)} chunks"
-        )
-        return {"chunks": len(self.state), "files after gc": whole, "marks": len(marks)} | {
-            f"last gc {name}": value for name, value in dataclasses.asdict(report).items()
-        }
+        whole = sum(not path.name.startswith(SWEPT) for path in files)
+        wanted = 3 * len(self.state)
+        require(whole == wanted, f"{whole} files after gc for {len(self.state)} chunks")
+        return counts

@@ -1,8 +1,8 @@
 """SQLite's write-ahead log: nothing that was acknowledged is left in it."""
 
 import shutil
-import sqlite3
 
+import apsw
 import pytest
 
 from jaxrag.catalog import Catalog, database
@@ -45,7 +45,7 @@ def test_a_change_that_returned_is_not_in_the_log(make_kb, text_of, embedder, ch
 def test_a_reader_of_an_older_state_delays_the_checkpoint_only(kb, text_of, monkeypatch):
     monkeypatch.setattr(database, "_CHECKPOINT_SECONDS", 0.05)
     kb.add([text_of(1, 20)])
-    reader = sqlite3.connect(kb.path / FILE, isolation_level=None)
+    reader = apsw.Connection(str(kb.path / FILE))
     reader.execute("BEGIN")
     assert reader.execute("SELECT COUNT(*) FROM documents").fetchone() == (1,)
     kb.add([text_of(2, 20)])

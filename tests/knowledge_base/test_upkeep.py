@@ -125,12 +125,28 @@ def damage(folder, name):
     return path
 
 
+def test_kv_that_is_no_numbers_is_encoded_again(kb, text_of):
+    """As a model stored it that was broken: every digest says that it is what was written."""
+    kb.add([Document("a", text_of(1)), Document("b", text_of(2))])
+    key, *others = kb._catalog.all_keys()
+    before = kb.store.get(key)
+    [record] = kb.store.head([key])
+    broken = before.copy()
+    broken[-1, ..., 3] = np.nan
+    kb.store.put(key, broken, record=record.provenance, replace=True)
+    assert np.isnan(kb.store.get(key)).any()
+    assert dataclasses.astuple(kb.verify()) == (len(others), 0, (key,), 0, ())
+    assert kb.verify(repair=True).repaired == 1
+    np.testing.assert_allclose(kb.store.get(key), before, rtol=1e-4, atol=1e-5)
+    assert kb.verify().ok == len(others) + 1
+
+
 def test_verify_finds_damage_and_repairs_it(kb, text_of):
     kb.add([Document("a", text_of(1)), Document("b", text_of(2))])
     chunks = kb.stats()["chunks"]
     keys = list(kb._catalog.all_keys())
     before = {key: kb.store.get(key) for key in keys}
-    assert dataclasses.astuple(kb.verify()) == (chunks, 0, (), 0, ())
+    assert dataclasses.astuple(kb.verify())[:5] == (chunks, 0, (), 0, ())
     damage(kb.path / "kv", "0")
     shutil.rmtree(next((kb.path / "kv").rglob(keys[0])))
     found = kb.verify()
@@ -138,7 +154,7 @@ def test_verify_finds_damage_and_repairs_it(kb, text_of):
     assert keys[0] in found.damaged
     repaired = kb.verify(repair=True)
     assert (repaired.repaired, repaired.damaged) == (len(found.damaged), ())
-    assert dataclasses.astuple(kb.verify()) == (chunks, 0, (), 0, ())
+    assert dataclasses.astuple(kb.verify())[:5] == (chunks, 0, (), 0, ())
     for key in keys:
         np.testing.assert_allclose(kb.store.get(key), before[key], rtol=1e-4, atol=1e-5)
 

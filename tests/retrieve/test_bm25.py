@@ -1,8 +1,9 @@
 """BM25: terms of words and of CJK text, ranking, removal, and queries that are not SQL."""
 
+import contextlib
 import math
-import sqlite3
 
+import apsw
 import numpy as np
 import pytest
 
@@ -12,17 +13,15 @@ from jaxrag.retrieve.filters import Filter
 
 class Index(BM25Index):
     def add_all(self, texts):
-        for chunk_id, text in dict(texts).items():
-            self.add(chunk_id, text)
+        self.add(dict(texts))
 
 
 @pytest.fixture
 def index():
-    with sqlite3.connect(":memory:") as connection:
+    with contextlib.closing(apsw.Connection(":memory:")) as connection:
         made = Index(connection)
         made.create()
         yield made
-    connection.close()
 
 
 @pytest.mark.parametrize(
@@ -79,7 +78,7 @@ def test_equal_scores_are_in_order_of_chunk_id(index):
 
 def test_removed_chunks_are_not_found(index):
     index.add_all([(1, "lamp"), (2, "lamp oil"), (3, "sea")])
-    index.remove(1, "lamp")
+    index.remove({1: "lamp"})
     assert [m.chunk_id for m in index.search("lamp", 5)] == [2]
 
 
@@ -104,8 +103,8 @@ def test_index_of_nothing_finds_nothing(index):
 def test_index_after_removal_scores_as_one_that_never_held_the_chunk(index):
     index.add_all({1: "lamp oil", 2: "sea air lamp", 3: "rain"})
     expected = index.search("lamp rain", 5)
-    index.add(4, "lamp lamp rain and other words")
-    index.remove(4, "lamp lamp rain and other words")
+    index.add({4: "lamp lamp rain and other words"})
+    index.remove({4: "lamp lamp rain and other words"})
     assert index.search("lamp rain", 5) == expected
 
 
@@ -149,7 +148,7 @@ def test_a_snapshot_ranks_as_the_index(index, monkeypatch):
         for i in rng.choice(500, 120, replace=False)
     }
     index.add_all(texts)
-    index.remove(*next(iter(texts.items())))
+    index.remove(dict([next(iter(texts.items()))]))
     questions = [*texts.values(), "", "nobody holds this", "塔 the the w3 w29"]
     for many in (10_000, 50):
         monkeypatch.setattr("jaxrag.retrieve.bm25._MANY_CHUNKS", many)

@@ -3,8 +3,8 @@
 import contextlib
 import functools
 import json
-import sqlite3
 
+import apsw
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,7 +47,7 @@ CONDITION = st.one_of(
 
 @pytest.fixture(scope="module")
 def connection():
-    with contextlib.closing(sqlite3.connect(":memory:")) as made:
+    with contextlib.closing(apsw.Connection(":memory:")) as made:
         made.execute("CREATE TABLE documents (metadata TEXT)")
         yield made
 

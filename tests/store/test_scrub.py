@@ -31,6 +31,18 @@ def test_a_sound_store(any_store, chunk):
     assert report == ScrubReport(1, (), (absent.key,))
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_is_found_where_it_was_written_so(any_store, chunk, value):
+    store = any_store()
+    chunks = [chunk(number) for number in range(3)]
+    for c in chunks:
+        c.kv.fill(1)
+    chunks[1].kv.reshape(-1)[-1] = value
+    put(store, *chunks)
+    assert store.verify() == ScrubReport(3, (), ())  # the bytes are those that were put
+    assert store.verify(finite=True) == ScrubReport(2, (chunks[1].key,), ())
+
+
 @pytest.fixture
 def damaged(open_store, chunk, tmp_path):
     """A store and its chunks by what is wrong with them."""

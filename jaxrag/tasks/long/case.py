@@ -198,9 +198,8 @@ def in_text(tokenizer: Tokenizer, sentences: Sequence[str], glue: str) -> list[H
     parts = (sentences[-1], *sentences, sentences[0])
     ends = np.cumsum([len(part) + len(glue) for part in parts[:-1]]) - len(glue)
     ids, offsets = tokenizer.encode_with_offsets(glue.join(parts))
-    spans = np.array(offsets, np.int64).reshape(-1, 2)
-    reached = np.concatenate(([0], np.maximum.accumulate(spans[:, 1])))[:-1]
-    cuts = np.flatnonzero(spans[:, 0] >= reached)
+    reached = np.concatenate(([0], np.maximum.accumulate(offsets[:, 1])))[:-1]
+    cuts = np.flatnonzero(offsets[:, 0] >= reached)
     firsts = cuts[np.searchsorted(reached[cuts], ends)]
     return [ids[a:b] for a, b in itertools.pairwise(firsts)]
 

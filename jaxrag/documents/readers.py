@@ -1,0 +1,71 @@
+"""Which reader reads which kind of file."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from jaxrag.documents.document import BadDocument, Document
+from jaxrag.documents.docx import read_docx
+from jaxrag.documents.files import File, Reader, ReadOptions
+from jaxrag.documents.html import read_html
+from jaxrag.documents.pdf import read_pdf
+from jaxrag.documents.records import read_json, read_json_lines, read_table
+from jaxrag.documents.text import read_text
+from jaxrag.errors import DocumentError
+
+_READERS: dict[str, Reader] = {
+    ".txt": read_text,
+    ".md": read_text,
+    ".jsonl": read_json_lines,
+    ".json": read_json,
+    ".csv": read_table,
+    ".tsv": read_table,
+    ".html": read_html,
+    ".htm": read_html,
+    ".pdf": read_pdf,
+    ".docx": read_docx,
+}
+_RECORDS = (".jsonl", ".json", ".csv", ".tsv")  # of many documents, each with an id of its own
+# Their parsers build trees, or are programs of others: they run in a process of their own.
+_APART = (".json", ".html", ".htm", ".pdf", ".docx")
+
+
+def is_of_records(filename: str) -> bool:
+    """Whether a file of that name holds many documents, each with an id of its own."""
+    return filename.lower().endswith(_RECORDS)
+
+
+def is_parsed_apart(filename: str) -> bool:
+    """Whether a file of that name is to be parsed in a process of its own."""
+    return filename.lower().endswith(_APART)
+
+
+def read_open(
+    stream: BinaryIO,
+    filename: str | Path,
+    name: str,
+    options: ReadOptions | None = None,
+    reported: str | None = None,
+) -> Iterator[Document | BadDocument]:
+    """The documents of an open file that has another name than where it lies.
+
+    Args:
+      stream: its bytes, from the first.
+      filename: says what kind of file it is and titles its document.
+      name: what its document is called, as ``read_paths`` calls it by its path.
+      options: how to read it.
+      reported: the ``file`` of its documents.
+
+    Whatever cannot be read comes as a BadDocument.
+    """
+    file = File(Path(filename), name, options or ReadOptions(), reported)
+    reader = _READERS.get(file.suffix)
+    if reader is None:
+        yield file.bad(f"file type {file.suffix!r} is not one of {', '.join(_READERS)}; convert it")
+        return
+    try:
+        yield from reader(stream, file)
+    except DocumentError as error:
+        yield file.bad(error)
+    except OSError as error:
+        yield file.bad(f"cannot be read ({error.strerror or error})")

@@ -1,0 +1,116 @@
+"""Long texts in pieces, tokenised apart to the ids of the whole.
+
+A tokenizer takes some 300 bytes of memory a character. A text is cut before a space or line break
+between two words, where two things hold: no token of the vocabulary holds that character behind a
+letter or digit, so that none could span the cut, and the surroundings of the cut, encoded in two
+parts, give the ids and offsets that they give as one. A tokenizer that adds a space to what it is
+given, as Llama 2's does, gets pieces without the space that they begin with.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from jaxrag.errors import TokenizerError
+from jaxrag.types import HostArray
+
+PIECE_CHARACTERS = 1 << 17  # of text that is encoded at once, where it may be cut
+MAX_CHARACTERS = 1 << 21  # of text that is encoded at once, where it may not
+
+_AROUND = 256  # characters on each side of a cut that are encoded to prove it
+_NEAR = 1 << 12  # characters before the end of a full piece, where a cut is looked for first
+_TRIES = 64  # places that are tried for one cut in one stretch of text
+_BREAKS = (" ", "\n")
+
+# Ids [T] int32 of a text, and the characters [T, 2] int32 that each covers, half open.
+Encoded = tuple[HostArray, HostArray]
+Encode = Callable[[str], Encoded]
+
+
+def breaks_between_words(tokens: list[str]) -> str:
+    """Those of space and line break that no token holds behind a letter or digit.
+
+    ``tokens`` is the vocabulary as text, U+FFFD for bytes that are none.
+    """
+    vocabulary = "\0".join(tokens)
+    return "".join(it for it in _BREAKS if not re.search(rf"[\w\ufffd]{it}", vocabulary))
+
+
+def encode_in_pieces(text: str, encode: Encode, breaks: str) -> Encoded:
+    """Ids and offsets of a text as ``encode`` would give them for the whole.
+
+    Args:
+      text: of any length.
+      encode: gives those of a short text.
+      breaks: before which of them a text may be cut; see ``breaks_between_words``.
+
+    Raises TokenizerError, before anything long is encoded, for a text of which more than
+    MAX_CHARACTERS would have to be encoded at once.
+    """
+    cuts = list(_cuts(text, encode, breaks))
+    edges = [(0, 0), *cuts, (len(text), 0)]
+    parts = [
+        _shifted(encode(text[start + dropped : end]), start, dropped)
+        for (start, dropped), (end, _) in itertools.pairwise(edges)
+    ]
+    return np.concatenate([ids for ids, _ in parts]), np.concatenate([at for _, at in parts])
+
+
+def _cuts(text: str, encode: Encode, breaks: str) -> Iterator[tuple[int, int]]:
+    """Where pieces begin, and how many characters of each are left out as it is encoded."""
+    start = 0
+    while len(text) - start > PIECE_CHARACTERS:
+        for place in _places(text, start, breaks):
+            dropped = _proven(text, place, encode)
+            if dropped is not None:
+                yield place, dropped
+                start = place
+                break
+        else:
+            if len(text) - start <= MAX_CHARACTERS:
+                return
+            raise TokenizerError(
+                f"the text holds more than {MAX_CHARACTERS} characters (from {start}) without a "
+                "space or line break at which it could be cut to be tokenised; break its lines, "
+                "or split the document"
+            )
+
+
+def _places(text: str, start: int, breaks: str) -> Iterator[int]:
+    """Characters before which a piece might end, the best first: breaks between two words."""
+    if not breaks:
+        return
+    between = re.compile(rf"(?<=[^\W_])[{breaks}](?=[^\W_])")
+    full = start + PIECE_CHARACTERS
+    for first, last in (
+        (full - _NEAR, full),
+        (start + _AROUND, full - _NEAR),
+        (full, start + MAX_CHARACTERS),
+    ):
+        found = itertools.islice(between.finditer(text, first, last + 1), _TRIES)
+        yield from (match.start() for match in found)
+
+
+def _proven(text: str, place: int, encode: Encode) -> int | None:
+    """How many characters to leave out behind a cut; None where it would change what is encoded."""
+    before, behind = text[max(0, place - _AROUND) : place], text[place : place + _AROUND]
+    whole_ids, whole_at = encode(before + behind)
+    left_ids, left_at = encode(before)
+    for dropped in (0, 1):
+        ids, at = _shifted(encode(behind[dropped:]), len(before), dropped)
+        if np.array_equal(np.concatenate((left_ids, ids)), whole_ids) and np.array_equal(
+            np.concatenate((left_at, at)), whole_at
+        ):
+            return dropped
+    return None
+
+
+def _shifted(encoded: Encoded, start: int, dropped: int) -> Encoded:
+    """What was encoded of a piece, with its characters counted in the text."""
+    ids, at = encoded
+    moved = at + np.int32(start + dropped)
+    if dropped and len(moved):
+        moved[0, 0] = start
+    return ids, moved
