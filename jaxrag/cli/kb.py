@@ -187,12 +187,15 @@ def run_gc(args: argparse.Namespace) -> None:
 def run_verify(args: argparse.Namespace) -> int:
     """Exit code 0 when all rows and chunks are whole at the end and nothing is lost, 3 when not."""
     from jaxrag.knowledge_base import KnowledgeBase
-    from jaxrag.knowledge_base.location import find_folder, mend_catalog
+    from jaxrag.knowledge_base.location import find_folder, mend_catalog, mend_settings
 
     mended = mend_catalog(find_folder(args.kb)) if args.repair else None
     if mended is not None and not args.json:
         for line in _of_salvage(mended):
             print(printable(line))
+    settings = mend_settings(find_folder(args.kb)) if args.repair else ()
+    if settings and not args.json:
+        print(printable(f"settings repaired: {', '.join(name or 'totals' for name in settings)}"))
     kb = open_kb(args) if args.repair else KnowledgeBase.open(args.kb)
     with kb:
         report = kb.verify(
@@ -209,7 +212,7 @@ def run_verify(args: argparse.Namespace) -> int:
         _note(kb.unchecked)
     if args.json:
         salvaged = None if mended is None else dataclasses.asdict(mended)
-        print_json(dataclasses.asdict(report) | {"catalog": salvaged})
+        print_json(dataclasses.asdict(report) | {"catalog": salvaged, "settings": settings})
     else:
         print(
             f"chunks: {report.ok} whole, {report.repaired} repaired, {len(report.damaged)} damaged"
