@@ -36,7 +36,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 demo: $(VENV)/.installed-test ## Answer questions over the example documents, end to end on the CPU
-	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/python scripts/demo.py
+	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/jaxrag demo --work .cache/demo
 
 serve: $(VENV)/.installed-test ## Serve the shipped model over the example documents, on the CPU
 	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/jaxrag ingest examples/village --kb .cache/village \

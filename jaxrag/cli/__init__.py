@@ -7,11 +7,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from jaxrag.cli import ask, bench, convert, eval, ingest, kb, serve, train
+from jaxrag import __version__
+from jaxrag.cli import ask, bench, convert, demo, eval, ingest, kb, serve, train
 from jaxrag.errors import JaxragError
 from jaxrag.text.printable import printable
 
-COMMANDS = (ingest, ask, serve, kb, convert, train, eval, bench)
+COMMANDS = (demo, ingest, ask, serve, kb, convert, train, eval, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="example: jaxrag ingest docs/ --kb kb --model MODEL && "
         'jaxrag ask "Who built the bridge?" --kb kb',
     )
+    parser.add_argument("--version", action="version", version=f"jaxrag {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_parser(commands)
