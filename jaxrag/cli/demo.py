@@ -200,16 +200,16 @@ def _print_answers(asked: Sequence[Asked]) -> None:
     full, turbo = METHODS[:2]
     print(table([[str(n), one.kind, one.question] for n, one in enumerate(asked, 1)], right=(0,)))
     rows = [
-        ["", "", "", "", "TTFT, ms", "", "FLOP", ""],
+        ["", "", "", "", "TTFT", "(ms)", "FLOP", ""],
         ["", "expected", "full attention", turbo, "full", "turbo", "full", "turbo"],
     ]
     reused = total = 0
     for number, one in enumerate(asked, 1):
         results = [one.results[method] for method in (full, turbo)]
-        cells = [str(number), shorten(one.answers[0], 13)]
+        cells = [str(number), shorten(one.answers[0], 12)]
         for method in (full, turbo):
             mark = "" if one.is_right(method) else " WRONG"
-            cells.append(shorten(one.results[method].text, 13 - len(mark)) + mark)
+            cells.append(shorten(one.results[method].text, 12 - len(mark)) + mark)
         cells += [f"{1000 * result.timings['ttft']:.1f}" for result in results]
         cells += [human_count(result.flops) for result in results]
         rows.append(cells)
