@@ -15,8 +15,8 @@ from jaxrag.text.printable import printable
 COMMANDS = (demo, ingest, ask, serve, kb, convert, train, eval, bench)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 success, 1 a reported error, 2 bad usage."""
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the program, with all commands."""
     parser = argparse.ArgumentParser(
         prog="jaxrag",
         description="Retrieval-augmented generation that never prefills a document twice.",
@@ -27,7 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_parser(commands)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 success, 1 a reported error, 2 bad usage."""
+    args = make_parser().parse_args(argv)
     return run_command(args.run, args)
 
 
