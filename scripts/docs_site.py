@@ -7,7 +7,7 @@ links to outside of docs/ is a page or a file of the site at the same path. Wher
 
 import argparse
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -45,18 +45,18 @@ def _absent(item: object, docs: Path) -> bool:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the front page, and what pages link to outside of docs/."""
     ahead = [("index.md", ROOT / "README.md")]
-    ahead += _outside([(file.src_uri, Path(str(file.abs_src_path))) for file in files])
+    ahead += _outside(Path(str(file.abs_src_path)) for file in files)
     while ahead:
         name, path = ahead.pop()
         if files.get_file_from_path(name) is None:
             files.append(File.generated(config, name, abs_src_path=str(path)))
-            ahead += _outside([(name, path)])
+            ahead += _outside([path])
     return files
 
 
-def _outside(pages: list[tuple[str, Path]]) -> Iterator[tuple[str, Path]]:
-    """What pages link to that lies in the repository, and not in docs/."""
-    for name, path in pages:
+def _outside(pages: Iterable[Path]) -> Iterator[tuple[str, Path]]:
+    """What pages link to that lies in the repository and not in docs/, with its place."""
+    for path in pages:
         if path.suffix != ".md":
             continue
         for link in _LINK.findall(path.read_text(encoding="utf-8")):
