@@ -5,24 +5,25 @@ import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrag.cache import PAGE
 from jaxrag.cache.host import to_device
-from jaxrag.config import Kernels, ModelConfig, config_to_dict
-from jaxrag.errors import ConfigError, RequestError, TokenizerError
+from jaxrag.config import DType, Kernels, ModelConfig, config_to_dict
+from jaxrag.errors import RequestError, TokenizerError
 from jaxrag.models.attention import PackedAttend, check_kernels
 from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
 from jaxrag.models.compiled import keep_compiled
 from jaxrag.models.decoder import Decoder, forward, unembed
 from jaxrag.models.digest import params_digest, weights_digest
-from jaxrag.models.hf import load_hf
+from jaxrag.models.hf import load_config, load_hf
+from jaxrag.models.memory import Placement, check_pool, memory_of, require_room
 from jaxrag.models.reading import Reading, read_reading
+from jaxrag.models.record import read_record
 from jaxrag.models.rope import RopeFactors, RopeTable, rope_factors, rope_table
 from jaxrag.models.segments import positions_follow_order
 from jaxrag.models.shares import as_held, by_heads, head_share, put_share
@@ -41,8 +42,6 @@ from jaxrag.text.tokenizer import Tokenizer, check_vocab
 from jaxrag.types import EMPTY, FINAL, Array, HostArray, Tokens
 
 _LOG = logging.getLogger("jaxrag")
-
-Placement = Literal["device", "host"]  # of the KV pool
 
 _KEPT_ROPE = 8192  # positions of a table that is small beside what host memory frees
 
@@ -98,41 +97,14 @@ class Model:
             self.config = dataclasses.replace(self.config, kernel_mesh=self.mesh)
         if self.tokenizer is not None:
             check_vocab(self.tokenizer, self.config)
-        if self.cache_tokens is not None and self.cache_tokens < PAGE:
-            raise RequestError(f"cache_tokens={self.cache_tokens}: expected at least {PAGE}")
-        layers = self.config.num_layers
-        if self.value_layers is not None and not 0 <= self.value_layers < layers:
-            raise RequestError(
-                f"value_layers={self.value_layers}, the model has {layers} layers; choose fewer, "
-                "or leave it out to keep V of all of them on the device"
-            )
-        if self.max_host_bytes is not None and self.max_host_bytes < 1:
-            raise RequestError(f"max_host_bytes={self.max_host_bytes}: expected at least 1")
-        if self.kv not in get_args(Placement):
-            raise RequestError(f"kv={self.kv!r}: expected one of {', '.join(get_args(Placement))}")
-        self._check_host_memory()
-
-    def _check_host_memory(self) -> None:
-        """Refuse what host memory does not serve."""
-        away = None if self.value_layers is None else f"value_layers={self.value_layers}"
-        if self.kv == "host":
-            if away is not None:
-                raise RequestError(
-                    f"{away} with kv='host': K and V are both in host memory then; leave one out"
-                )
-            away = "kv='host'"
-        if away is None:
-            return
-        if self.config.kernels != "xla":
-            raise ConfigError(
-                f"kernels={self.config.kernels!r} read K and V on the device, and {away} keeps "
-                "them in host memory; choose 'xla', or leave it out"
-            )
-        if self.mesh is not None and self.mesh.size > 1:
-            raise RequestError(
-                f"{away}: host memory serves one device, and the model is on {self.mesh.size}; "
-                "load it without a mesh"
-            )
+        check_pool(
+            self.config,
+            self.mesh,
+            self.cache_tokens,
+            self.value_layers,
+            self.max_host_bytes,
+            self.kv,
+        )
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -372,6 +344,10 @@ def load_model(
     keep_compiled()
     check_kernels(kernels)
     template, reading = read_prompt(path), read_reading(path)
+    planned = dataclasses.replace(read_config(path, dtype), kernels=kernels)
+    pool = (cache_tokens, value_layers, max_host_bytes, kv)
+    check_pool(planned, mesh, *pool)
+    require_room(path, planned, memory_of(planned, mesh, *pool), kv)
     load = load_checkpoint if is_checkpoint(path) else load_hf
     config, params, tokenizer = load(path, mesh=mesh, dtype=dtype)
     return Model(
@@ -388,6 +364,15 @@ def load_model(
         max_host_bytes=max_host_bytes,
         kv=kv,
     )
+
+
+def read_config(path: Path, dtype: str | None = None) -> ModelConfig:
+    """The config of a directory, in ``dtype`` if one is named; no weight is read.
+
+    Raises ModelError and ConfigError as ``load_model`` does.
+    """
+    config = read_record(path).config if is_checkpoint(path) else load_config(path)
+    return config if dtype is None else dataclasses.replace(config, dtype=cast(DType, dtype))
 
 
 def random_model(
