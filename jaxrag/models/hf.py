@@ -59,6 +59,11 @@ def is_hf_directory(directory: Path) -> bool:
     return path.is_file() and bool({"architectures", "model_type"} & read_json(path).keys())
 
 
+def names_dtype(directory: Path) -> bool:
+    """Does ``config.json`` say in which dtype the weights are?"""
+    return bool({"dtype", "torch_dtype"} & read_json(Path(directory) / "config.json").keys())
+
+
 def find_family(hf: Mapping[str, Any], where: str) -> Family:
     """The family of a ``config.json``. Raises ModelError listing what is supported."""
     architectures, model_type = hf.get("architectures") or [], hf.get("model_type")
@@ -84,13 +89,9 @@ def load_config(directory: Path) -> ModelConfig:
     """
     directory = Path(directory)
     if not directory.is_dir():
-        fix = "name a Hugging Face directory or a checkpoint"
-        if len(directory.parts) == 2 and not directory.parent.exists():  # ORG/NAME
-            fix += (
-                f", or fetch the model with `hf download {directory} --local-dir {directory.name}` "
-                f"and name {directory.name}"
-            )
-        raise ModelError(f"{directory}: no such model directory; {fix}")
+        raise ModelError(
+            f"{directory}: no such model directory; name a Hugging Face directory or a checkpoint"
+        )
     path = directory / "config.json"
     if not path.is_file():
         raise ModelError(f"{directory}: no config.json; expected a Hugging Face model directory")

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +21,8 @@ from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
 from jaxrag.models.compiled import keep_compiled
 from jaxrag.models.decoder import Decoder, forward, unembed
 from jaxrag.models.digest import params_digest, weights_digest
-from jaxrag.models.hf import load_config, load_hf
+from jaxrag.models.hf import load_config, load_hf, names_dtype
+from jaxrag.models.hub import fetched, is_hub_name
 from jaxrag.models.memory import Placement, check_pool, memory_of, require_room
 from jaxrag.models.reading import Reading, read_reading
 from jaxrag.models.record import read_record
@@ -319,15 +321,16 @@ def load_model(
 ) -> Model:
     """Load a Hugging Face directory or a jaxrag checkpoint.
 
-    What is compiled from then on is kept in the user's cache directory for the next process, unless
-    JAX was given another one.
+    What does not fit is refused before a weight is read or fetched. What is compiled from then on
+    is kept in the user's cache directory for the next process, unless JAX was given another one.
 
     Args:
-      path: the directory.
+      path: the directory; or ORG/NAME, or ORG/NAME@REVISION, of a model on the Hugging Face hub,
+        which is fetched where huggingface_hub is installed (`pip install 'jaxrag[hub]'`).
       mesh: where to put it (sharding.make_mesh); None = the default device.
       dtype: "float32", "bfloat16" or "float16" for parameters, activations and KV; None = as the
         model's config says.
-      cache_tokens: size of the paged pool; None = 1 GiB on CPU, half of the free memory on GPU.
+      cache_tokens: size of the paged pool; None = half of the memory left, 1 GiB at most on the CPU.
       kernels: which body of the attention ops runs, "xla" or, on NVIDIA GPUs, "pallas_triton".
       value_layers: keep V of this many layers on the device, of the others in host memory; None =
         all on the device.
@@ -336,18 +339,30 @@ def load_model(
         None = a quarter of the memory that is free.
 
     Raises:
-      ModelError, ConfigError: a missing, truncated, unsupported or inconsistent directory, or a
-        ``prompt.toml`` or ``reading.toml`` that is none, or kernels that do not run here.
+      ModelError, ConfigError: a missing, truncated, unsupported or inconsistent directory, one that
+        cannot be fetched, weights or a pool that find no room, a ``prompt.toml`` or
+        ``reading.toml`` that is none, or kernels that do not run here.
+      RequestError: an argument of another kind, or a pool that no model can have.
       TokenizerError: a tokenizer that cannot be read or is larger than the vocabulary.
     """
-    path = Path(path)
+    if not isinstance(path, str | Path):
+        raise RequestError(f"path={reprlib.repr(path)}: expected a directory, or ORG/NAME")
+    if not (mesh is None or isinstance(mesh, Mesh)):
+        raise RequestError(f"mesh={reprlib.repr(mesh)}: expected one that make_mesh gives, or None")
     keep_compiled()
     check_kernels(kernels)
-    template, reading = read_prompt(path), read_reading(path)
-    planned = dataclasses.replace(read_config(path, dtype), kernels=kernels)
     pool = (cache_tokens, value_layers, max_host_bytes, kv)
-    check_pool(planned, mesh, *pool)
-    require_room(path, planned, memory_of(planned, mesh, *pool), kv)
+
+    def require(directory: Path) -> None:
+        planned = dataclasses.replace(read_config(directory, dtype), kernels=kernels)
+        check_pool(planned, mesh, *pool)
+        require_room(directory, planned, memory_of(planned, mesh, *pool), kv)
+
+    if is_hub_name(path):
+        path = fetched(str(path), lambda config: require(config) if names_dtype(config) else None)
+    path = Path(path)
+    template, reading = read_prompt(path), read_reading(path)
+    require(path)
     load = load_checkpoint if is_checkpoint(path) else load_hf
     config, params, tokenizer = load(path, mesh=mesh, dtype=dtype)
     return Model(
