@@ -7,11 +7,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from jaxrag.cli import ask, bench, convert, eval, ingest, kb, serve, train
+from jaxrag.cli import ask, bench, check, convert, eval, ingest, kb, serve, train
 from jaxrag.errors import JaxragError
 from jaxrag.text.printable import printable
 
-COMMANDS = (ingest, ask, serve, kb, convert, train, eval, bench)
+COMMANDS = (ingest, ask, serve, kb, check, convert, train, eval, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

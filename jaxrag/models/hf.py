@@ -113,6 +113,33 @@ def load_config(directory: Path) -> ModelConfig:
     return config
 
 
+def ignored_keys(directory: Path) -> tuple[str, ...]:
+    """Keys of ``config.json`` that nothing reads. Raises as ``load_config`` does."""
+    hf = _Noting(read_json(Path(directory) / "config.json"))
+    find_family(hf, str(directory)).read_config(hf)
+    return tuple(key for key in hf if key not in hf.asked)
+
+
+class _Noting(dict[str, Any]):
+    """A mapping that notes which of its keys are asked for."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.asked = {"dtype", "torch_dtype"}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+
 def load_hf(
     directory: Path, mesh: Mesh | None = None, dtype: str | None = None
 ) -> tuple[ModelConfig, Params, Tokenizer | None]:

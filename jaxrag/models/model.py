@@ -330,7 +330,7 @@ def load_model(
       mesh: where to put it (sharding.make_mesh); None = the default device.
       dtype: "float32", "bfloat16" or "float16" for parameters, activations and KV; None = as the
         model's config says.
-      cache_tokens: size of the paged pool; None = half of the memory left, 1 GiB at most on the CPU.
+      cache_tokens: size of the paged pool; None = half of the memory left, on CPUs 1 GiB at most.
       kernels: which body of the attention ops runs, "xla" or, on NVIDIA GPUs, "pallas_triton".
       value_layers: keep V of this many layers on the device, of the others in host memory; None =
         all on the device.
