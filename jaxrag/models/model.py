@@ -29,7 +29,7 @@ from jaxrag.models.record import read_record
 from jaxrag.models.rope import RopeFactors, RopeTable, rope_factors, rope_table
 from jaxrag.models.segments import positions_follow_order
 from jaxrag.models.shares import as_held, by_heads, head_share, put_share
-from jaxrag.models.spec import Params, init_params, param_shardings
+from jaxrag.models.spec import Params, init_params, num_params, param_shardings
 from jaxrag.shapes import bucket
 from jaxrag.sharding import Rules, exchange, put, replicated
 from jaxrag.store import HeadShare, KVLayout, KVStore, fingerprint
@@ -50,7 +50,7 @@ _KEPT_ROPE = 8192  # positions of a table that is small beside what host memory 
 KV_VERSION = 1  # of what a stored chunk means; part of every key
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Model:
     """Weights and what belongs to them. Make one with ``load_model`` or ``random_model``.
 
@@ -106,6 +106,15 @@ class Model:
             self.value_layers,
             self.max_host_bytes,
             self.kv,
+        )
+
+    def __repr__(self) -> str:
+        """What it is and where, on one line."""
+        c = self.config
+        place = "default device" if self.mesh is None else f"{self.mesh.size} devices"
+        return (
+            f"<Model {self.path or 'random'!r}: {c.family}, {num_params(c):,} parameters in "
+            f"{c.dtype}, context {c.max_positions}, {place}, KV on the {self.kv}>"
         )
 
     @functools.cached_property
@@ -301,7 +310,10 @@ def _logits(
 
 def _int_rows(name: str, x: Any, shape: tuple[int, ...] | None) -> HostArray:
     """x as int32 [B, T]; RequestError when it is not integers of that shape."""
-    x = np.asarray(x)
+    try:
+        x = np.asarray(x)
+    except ValueError:
+        raise RequestError(f"{name}: expected integers [B, T], got rows of other lengths") from None
     if x.ndim != 2 or not np.issubdtype(x.dtype, np.integer):
         raise RequestError(f"{name}: expected integers [B, T], got {x.dtype} {x.shape}")
     if shape is not None and x.shape != shape:
