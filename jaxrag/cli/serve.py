@@ -31,7 +31,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "serve a model and its knowledge bases over HTTP, as OpenAI's clients ask",
         "jaxrag serve --kb kb --kb laws=other/kb --port 8000",
     )
-    parser.add_argument("--config", metavar="FILE", help="TOML with the keys of ServerSettings")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="TOML with the keys of ServerSettings, or the name of an installed one: village",
+    )
     parser.add_argument(
         "--kb",
         action="append",
@@ -95,9 +99,9 @@ def run(args: argparse.Namespace) -> int:
 def settings_of(args: argparse.Namespace) -> "ServerSettings":
     """Those of --config, and of flags in front of them. Raises ConfigError."""
     from jaxrag.server.settings import ServerSettings
-    from jaxrag.tables import build, read_toml
+    from jaxrag.tables import build
 
-    values: dict[str, Any] = {} if args.config is None else read_toml(Path(args.config))
+    values: dict[str, Any] = {} if args.config is None else _read(args.config)
     where = args.config or "jaxrag serve"
     given = {name: getattr(args, name) for name in _FLAGS}
     values |= {name: value for name, value in given.items() if value is not None}
@@ -115,6 +119,20 @@ def settings_of(args: argparse.Namespace) -> "ServerSettings":
     if args.kb:
         values["knowledge_bases"] = dict(_named(kb) for kb in args.kb)
     return build(ServerSettings, values, where)
+
+
+def _read(config: str) -> dict[str, Any]:
+    """The table of --config: a file by its path, or one of configs/serve by name."""
+    from jaxrag.installed import config_names, config_path
+    from jaxrag.tables import read_toml
+
+    path = config_path(config, "serve")
+    if path is None:
+        raise ConfigError(
+            f"--config {config}: expected the path of a .toml file or one of "
+            f"{', '.join(config_names('serve'))}"
+        )
+    return read_toml(path)
 
 
 def _named(kb: str) -> tuple[str, str]:

@@ -94,6 +94,11 @@ def load_config(directory: Path) -> ModelConfig:
         )
     path = directory / "config.json"
     if not path.is_file():
+        if (directory / "adapter_config.json").is_file():
+            raise ModelError(
+                f"{directory}: an adapter alone is no model; merge it into its model first, such "
+                "as with peft's merge_and_unload, and name the directory of the result"
+            )
         raise ModelError(f"{directory}: no config.json; expected a Hugging Face model directory")
     hf = read_json(path)
     family = find_family(hf, str(path))
