@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     """Exit code 0 when a ratio was found and is remembered, 3 when none reaches the target."""
     from jaxrag.evals.gate import Target, gate
     from jaxrag.methods import method_named
-    from jaxrag.serve.batch_files import QuestionFile
+    from jaxrag.serve.question_files import QuestionFile
 
     method, questions = method_named(args.method), QuestionFile.open(args.questions)
     ratios = None if args.ratios is None else ratios_of(args.ratios)
