@@ -17,7 +17,16 @@ from tokenizers import models, pre_tokenizers
 from jaxrag import KnowledgeBase
 from jaxrag.cli import COMMANDS, main
 from jaxrag.cli.account import explained, sources
-from jaxrag.cli.options import columns, parse_bytes, parse_seconds, shorten, table, titled
+from jaxrag.cli.options import (
+    columns,
+    parse_bytes,
+    parse_count,
+    parse_counts,
+    parse_seconds,
+    shorten,
+    table,
+    titled,
+)
 from jaxrag.engine.reuse import PartReuse
 from jaxrag.evals.synthetic_report import Table
 from jaxrag.methods import METHODS
@@ -245,7 +254,13 @@ def test_kb_stats_and_list(jaxrag, kb, model_dir, documents):
     assert listed[0]["title"] == "The bridge"
     code, out, _ = jaxrag("kb", "list", kb)
     assert code == 0
-    assert str(documents / "salt.txt") in out
+    assert [line.split()[:2] for line in out.splitlines()[1:]] == [
+        ["bridge.md", "1"], ["salt.txt", "1"], ["tea", "1"],
+    ]  # fmt: skip
+    assert listed[1]["file"] == str(documents / "salt.txt")
+    for action in ("list", "stats"):
+        words = jaxrag("kb", action, kb)[1].splitlines()
+        assert all(columns(line) <= 80 or len(line.split()) <= 2 for line in words)
 
 
 @pytest.fixture
@@ -337,6 +352,26 @@ def test_bad_sizes_are_bad_usage(jaxrag, kb, text):
     code, out, err = jaxrag("kb", "verify", kb, "--rate", text)
     assert (code, out) == (2, "")
     assert "expected a size such as 200MB or 64GiB" in err
+
+
+@pytest.mark.parametrize(("text", "count"), [("0", 0), ("4096", 4096), ("4k", 4096), ("2M", 2**21)])
+def test_counts_of_tokens(text, count):
+    assert parse_count(text) == count
+    assert parse_counts(f"512,{text}") == (512, count)
+
+
+@pytest.mark.parametrize("text", ["", "4kB", "-1", "1.5k", "k", "4 k"])
+def test_bad_counts_are_bad_usage(jaxrag, kb, text):
+    """One parser wherever tokens are counted."""
+    for command in (("ask", QUESTION, "--kb", kb, f"--max-new-tokens={text}"),
+                    ("ingest", "x", "--kb", kb, f"--chunk-tokens={text}"),
+                    ("bench", "ttft", f"--contexts={text},1k"),
+                    ("eval", "needle", "--model", "m", f"--lengths=1k,{text or 'many'}")):  # fmt: skip
+        if text == "" and command[0] == "bench":
+            continue  # nothing between commas is left out
+        code, out, err = jaxrag(*command)
+        assert (code, out) == (2, "")
+        assert "expected a number of tokens, as 4096 or 4k" in err
 
 
 def test_convert_there_and_back(jaxrag, model_dir, tmp_path):

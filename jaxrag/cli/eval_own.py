@@ -10,6 +10,7 @@ from jaxrag.cli.options import (
     add_model,
     add_where,
     open_kb,
+    parse_count,
     print_json,
     require_folder,
     titled,
@@ -47,7 +48,7 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     )
     parser.add_argument("--k", type=int, default=5, metavar="N", help="chunks to retrieve (5)")
     add_where(parser)
-    parser.add_argument("--max-new-tokens", type=int, default=32, metavar="N", help="(32)")
+    parser.add_argument("--max-new-tokens", type=parse_count, default=32, metavar="N", help="(32)")
     parser.add_argument(
         "--out", metavar="FILE", help="also write a JSON line for every question and method there"
     )

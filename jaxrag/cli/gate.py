@@ -10,6 +10,7 @@ from jaxrag.cli.options import (
     add_model,
     add_where,
     open_kb,
+    parse_count,
     print_json,
     ratios_of,
     table,
@@ -71,7 +72,7 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     parser.add_argument(
         "--answer-tokens",
-        type=int,
+        type=parse_count,
         default=8,
         metavar="N",
         help="first tokens of an answer to compare (8)",

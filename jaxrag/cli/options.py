@@ -57,7 +57,7 @@ def add_model(to: argparse.ArgumentParser, required: bool, text: str) -> None:
     )
     parser.add_argument(
         "--cache-tokens",
-        type=int,
+        type=parse_count,
         metavar="N",
         help="tokens of KV that the device pool holds (by memory, at most 8 contexts)",
     )
@@ -141,7 +141,7 @@ def add_generation(to: argparse.ArgumentParser) -> None:
     parser.add_argument("--k", type=int, default=5, metavar="N", help="chunks to retrieve (5)")
     add_where(parser)
     parser = to.add_argument_group("the answer")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="(64)")
+    parser.add_argument("--max-new-tokens", type=parse_count, default=64, metavar="N", help="(64)")
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (0)"
     )
@@ -348,6 +348,19 @@ def parse_bytes(text: str) -> int:
         units[f"{letter}B"] = 1000**power
         units[f"{letter.upper()}iB"] = 1024**power
     return round(_scaled(text, units, "a size such as 200MB or 64GiB"))
+
+
+def parse_count(text: str) -> int:
+    """4096 or 4k (1024 times as many; also M) as a number of tokens, for ``type=`` of an option."""
+    found = re.fullmatch(r"([0-9]+)([kKM]?)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of tokens, as 4096 or 4k")
+    return int(found[1]) * {"": 1, "k": 1024, "K": 1024, "M": 1024**2}[found[2]]
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Several of them, such as 512,4k."""
+    return tuple(map(parse_count, filter(None, text.split(","))))
 
 
 def _scaled(text: str, units: Mapping[str, int], expected: str) -> float:
