@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrag.cache.host import to_device
 from jaxrag.config import DType, Kernels, ModelConfig, config_to_dict
-from jaxrag.errors import ConfigError, RequestError, TokenizerError
+from jaxrag.errors import RequestError, TokenizerError
 from jaxrag.models.attention import PackedAttend, check_kernels, measured_kernels
 from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
 from jaxrag.models.compiled import keep_compiled
