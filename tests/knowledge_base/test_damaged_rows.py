@@ -1,10 +1,7 @@
 """Rows of the catalog that were changed behind its back: refused, told, and mended or dropped."""
 
-import dataclasses
-import json
 import shutil
 
-import numpy as np
 import pytest
 
 from jaxrag.documents import Document
@@ -104,7 +101,7 @@ ATTACKS = {
         ("UPDATE chunk_keys SET key = 'f00' WHERE encoder = 'neighbours'",), {"key"}, (),
     ),
     "neighbours lost": (("DELETE FROM contexts WHERE place = 1",), {"key"}, ()),
-    "neighbours swapped": (("UPDATE contexts SET place = 1 - place + 10", 
+    "neighbours swapped": (("UPDATE contexts SET place = 1 - place + 10",
                             "UPDATE contexts SET place = place - 10"), {"key"}, ()),
     "lengths emptied": (("DELETE FROM lengths",), {"word", "total"}, ()),
     "postings emptied": (("DELETE FROM postings",), {"word"}, ()),
