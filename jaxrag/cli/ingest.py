@@ -197,7 +197,10 @@ def ingest(
         index=args.index,
         attention_index=args.attention_index,
     ) as kb:
-        return kb.add(files, progress=progress, shard=(shard.index, shard.count))
+        report = kb.add(files, progress=progress, shard=(shard.index, shard.count))
+        if kb.unchecked is not None:
+            print(f"note: {kb.unchecked}", file=sys.stderr)
+        return report
 
 
 def print_report(report: "AddReport", as_json: bool) -> None:
