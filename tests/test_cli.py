@@ -289,7 +289,8 @@ def test_kb_remove_then_gc(jaxrag, own_kb):
 
 def test_kb_verify_and_repair(jaxrag, own_kb):
     code, out, _ = jaxrag("kb", "verify", own_kb, "--rate", "1GB")
-    assert (code, out) == (0, "chunks: 6 whole, 0 repaired, 0 damaged\n")
+    rows = "rows of 3 documents: all as written\n"
+    assert (code, out) == (0, f"chunks: 6 whole, 0 repaired, 0 damaged\n{rows}")
     with KnowledgeBase.open(own_kb) as kb:  # the prefix is stored too, and in no catalog
         key = min(kb._catalog.all_keys())
     (record,) = (own_kb / "kv").rglob(f"{key}/commit.json")
@@ -307,7 +308,37 @@ def test_kb_verify_and_repair(jaxrag, own_kb):
         }
     assert f"damaged: {places[damaged]} ({damaged})\n" in out
     code, out, _ = jaxrag("kb", "verify", own_kb, "--repair", *POOL)
-    assert (code, out) == (0, "chunks: 5 whole, 1 repaired, 0 damaged\n")
+    assert (code, out) == (0, f"chunks: 5 whole, 1 repaired, 0 damaged\n{rows}")
+
+
+def test_kb_verify_tells_and_repairs_rows_and_settings(jaxrag, own_kb, refused):
+    with KnowledgeBase.open(own_kb, mode="rw") as kb:
+        connection = kb._catalog._database.connection
+        connection.execute("UPDATE chunks SET ids = x'00' WHERE document_id = 'salt.txt'")
+        connection.execute("UPDATE documents SET title = 'x' WHERE id = 'tea'")
+        connection.execute("DELETE FROM lengths")
+    code, out, _ = jaxrag("kb", "verify", own_kb)
+    assert code == 3
+    assert out.splitlines()[2:] == [
+        "not as written: chunk salt.txt #0",
+        "not as written: document tea",
+        "1 document that nothing proves: tea",
+    ]
+    rows = json.loads(jaxrag("kb", "verify", own_kb, "--json")[1])["rows"]
+    assert rows["lost"] == ["tea"]
+    assert {fault["kind"] for fault in rows["faults"]} == {"chunk", "document", "word", "total"}
+    refused("ask", "Salt?", "--kb", own_kb, *POOL, words="run `jaxrag kb verify --repair")
+    code, out, _ = jaxrag("kb", "verify", own_kb, "--repair", *POOL)
+    assert code == 3
+    assert "1 document lost, add again: tea" in out.splitlines()
+    with KnowledgeBase.open(own_kb, mode="rw") as kb:
+        change = "UPDATE settings SET value = '1' WHERE name = 'max_bytes'"
+        kb._catalog._database.connection.execute(change)
+    refused("kb", "verify", own_kb, words="the setting 'max_bytes' is not as written")
+    code, out, _ = jaxrag("kb", "verify", own_kb, "--repair", *POOL)
+    assert code == 0
+    assert out.splitlines()[0] == "settings repaired: max_bytes"
+    assert jaxrag("kb", "verify", own_kb)[0] == 0
 
 
 def test_a_secret_is_named_by_its_file_and_asked_for_from_then_on(

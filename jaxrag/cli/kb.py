@@ -287,9 +287,8 @@ def _about_rows(report: "VerifyReport") -> list[str]:
             if fault.name and not rows.repaired
         ]
         if rows.lost:
-            lines.append(
-                f"{counted(len(rows.lost), 'document')} lost, add again: {', '.join(rows.lost)}"
-            )
+            fate = "lost, add again" if rows.repaired else "that nothing proves"
+            lines.append(f"{counted(len(rows.lost), 'document')} {fate}: {', '.join(rows.lost)}")
         if rows.unnamed:
             lines.append(
                 f"{counted(rows.unnamed, 'document')} lost without a name; add again what "

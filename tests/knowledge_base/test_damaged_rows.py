@@ -5,8 +5,9 @@ import shutil
 import pytest
 
 from jaxrag.documents import Document
-from jaxrag.errors import DamagedCatalogError
+from jaxrag.errors import DamagedCatalogError, StoreError
 from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.knowledge_base.location import mend_settings
 from jaxrag.serve.generate import generate
 
 QUESTIONS = ("amber basalt", "gneiss larch", "heath")
@@ -15,7 +16,6 @@ DOCUMENTS = [
     Document("b", "gneiss with larch " * 7 + "and two fjords", title="Gneiss", metadata={"n": 1}),
     Document("c", "heath and grove, cedar and ember", title="Heath"),
 ]
-OTHER = "(SELECT {0} FROM chunks WHERE document_id = 'a' AND number = 1)"
 FIRST = "WHERE document_id = 'a' AND number = 0"
 SECOND = "WHERE document_id = 'b' AND number = 1"
 
@@ -29,7 +29,7 @@ def whole(tmp_path_factory, model):
         encoders=["isolated", "neighbours"], neighbours=2,
     ) as kb:  # fmt: skip
         kb.add(DOCUMENTS)
-        return folder, found(kb), len(kb._catalog.chunk_ids())
+        return folder, found(kb), ask(kb).token_ids
 
 
 @pytest.fixture
@@ -45,6 +45,11 @@ def found(kb):
          for hit in kb.search(question, 9)]
         for question in QUESTIONS
     ]  # fmt: skip
+
+
+def ask(kb):
+    """The answer to a question that needs two chunks and their neighbours."""
+    return generate(QUESTIONS[0], kb=kb, k=2, max_new_tokens=4, method="fusionrag")
 
 
 def spoil(kb, *statements):
@@ -117,20 +122,25 @@ ATTACKS = {
 }  # fmt: skip
 
 
+NOT_USED = {"key"}  # a question computes it from the tokens
+
+
 @pytest.mark.parametrize("name", ATTACKS)
 def test_spoiled_rows_are_refused_told_and_repaired(kb, whole, name):
     statements, kinds, lost = ATTACKS[name]
     spoil(kb, *statements)
-    answers = []
-    for question in QUESTIONS:
-        try:
-            answers.append(generate(question, kb=kb, k=2, max_new_tokens=2, method="fusionrag"))
-        except DamagedCatalogError as error:
-            assert "\n" not in str(error)
-            assert str(kb.path / "catalog.sqlite") in str(error)
-            assert f"jaxrag kb verify --repair {kb.path}" in str(error)
-    if len(answers) == len(QUESTIONS):  # what they rest on was not spoiled
-        assert found(kb) == whole[1]
+    try:
+        hits = found(kb)
+        ask(kb)
+    except DamagedCatalogError as error:
+        verdict = "refused"
+        assert "\n" not in str(error)
+        assert str(kb.path / "catalog.sqlite") in str(error)
+        assert f"jaxrag kb verify --repair {kb.path}" in str(error)
+    else:
+        verdict = "same"
+        assert hits == whole[1]
+    assert verdict == ("same" if name in NOT_USED else "refused")
     report = kb.verify().rows
     assert {fault.kind for fault in report.faults} == kinds
     assert not report.whole
@@ -142,9 +152,98 @@ def test_spoiled_rows_are_refused_told_and_repaired(kb, whole, name):
     assert kb.verify().whole
     if not lost:
         assert found(kb) == whole[1]
-        assert generate("heath", kb=kb, k=2, max_new_tokens=2, method="fusionrag").sources
+        assert ask(kb).token_ids == whole[2]
     else:
         kb.add([it for it in DOCUMENTS if it.id in lost])
         assert kb.verify().whole
         by_name = [sorted(hit[:5] for hit in hits) for hits in found(kb)]
         assert by_name == [sorted(hit[:5] for hit in hits) for hits in whole[1]]
+
+
+QUESTION = "replace(value, 'Question', 'Answer')"
+TEMPLATE = f"UPDATE settings SET value = {QUESTION} WHERE name = 'template'"
+
+
+@pytest.mark.parametrize(
+    ("statement", "mended"),
+    [
+        (TEMPLATE, ("template",)),
+        ("UPDATE settings SET value = '[\"isolated\"]' WHERE name = 'encoders'", ("encoders",)),
+        ("UPDATE settings SET value = '7' WHERE name = 'max_bytes'", ("max_bytes",)),
+        ("UPDATE settings SET value = '{' WHERE name = 'gate:epic'", ("gate:epic",)),
+        ("DELETE FROM settings WHERE name = 'gate:epic'", ("",)),
+        ("UPDATE totals SET chunks = 99", ("",)),
+        ("UPDATE settings SET value = replace(value, '60', '61') WHERE name = 'chunking'", None),
+        ("DELETE FROM settings WHERE name = 'layout'", None),
+    ],
+)
+def test_a_knowledge_base_with_spoiled_settings_is_not_opened(kb, whole, model, statement, mended):
+    kb.set_gate("epic", {"ratio": 0.5})
+    spoil(kb, statement)
+    kb.close()
+    for given in (None, model):
+        with pytest.raises(DamagedCatalogError, match=r"not as written; run `jaxrag kb verify"):
+            KnowledgeBase.open(kb.path, given)
+    if mended is None:
+        with pytest.raises(StoreError, match="nothing tells what it was; restore a copy"):
+            mend_settings(kb.path)
+        with pytest.raises(DamagedCatalogError):
+            KnowledgeBase.open(kb.path)
+        return
+    assert mend_settings(kb.path) == mended
+    assert mend_settings(kb.path) == ()
+    with KnowledgeBase.open(kb.path, model) as again:
+        assert again.verify(repair=True).whole
+        assert found(again) == whole[1]
+        assert ask(again).token_ids == whole[2]
+        assert (again.gates == {}) is ("gate" in statement)
+
+
+def test_ids_in_use_are_never_given_again(kb):
+    last = max(kb._catalog.chunk_ids())
+    spoil(kb, "DELETE FROM reservations")
+    assert min(kb._catalog.reserve(3)) > last
+    spoil(kb, "DELETE FROM reservations", "DELETE FROM chunks")
+    assert min(kb._catalog.reserve(1)) > last  # by their lengths
+
+
+def test_the_catalog_of_yesterday_answers_as_yesterday(kb, whole, tmp_path):
+    kb._catalog.checkpoint()
+    yesterday = (kb.path / "catalog.sqlite").read_bytes()
+    kb.add([Document("d", "amber basalt of today")])
+    kb.remove(["c"])
+    kb.gc(grace_seconds=0)
+    kb.close()
+    (kb.path / "catalog.sqlite").write_bytes(yesterday)
+    with KnowledgeBase.open(kb.path, kb.model) as back:
+        assert found(back) == whole[1]
+        assert ask(back).token_ids == whole[2]
+        report = back.verify()
+        assert report.rows.whole
+        assert report.damaged  # the KV of what was removed today
+        assert back.verify(repair=True).whole
+        (added,) = back._catalog.reserve(1)
+        assert added > max(back._catalog.chunk_ids())
+
+
+def test_gc_frees_nothing_of_a_catalog_that_lost_rows(kb):
+    spoil(kb, "DELETE FROM chunks WHERE document_id = 'a'")
+    with pytest.raises(DamagedCatalogError, match="its chunks are not as written"):
+        kb.gc(grace_seconds=0)
+
+
+def test_verify_without_a_tokenizer_says_what_it_left_out(whole, tmp_path):
+    shutil.copytree(whole[0], tmp_path / "kb")
+    with KnowledgeBase.open(tmp_path / "kb") as reader:  # the model was made in memory
+        rows = reader.verify().rows
+        assert rows.whole
+        assert rows.unchecked.startswith("tokens and keys were not checked")
+
+
+def test_vectors_that_are_gone_are_counted(make_kb, embedder):
+    kb = make_kb(embedder=embedder, index="exact")
+    kb.add(DOCUMENTS)
+    kb._vectors.remove([1])
+    report = kb.verify()
+    assert (report.vectors_lost, report.whole, report.rows.whole) == (1, False, True)
+    assert kb.verify(repair=True).whole
