@@ -221,12 +221,14 @@ def where_of(args: argparse.Namespace) -> dict[str, Any] | None:
         return None
     try:
         where = json.loads(args.where)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(
-            f"--where {args.where!r} is not JSON ({error}); write it as '{{\"year\": 2020}}'"
+            f"--where {args.where[:200]!r} is not JSON ({error}); write it as '{{\"year\": 2020}}'"
         ) from None
     if not isinstance(where, dict):
-        raise RequestError(f'--where {args.where!r}: expected an object such as {{"year": 2020}}')
+        raise RequestError(
+            f'--where {args.where[:200]!r}: expected an object such as {{"year": 2020}}'
+        )
     return where
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from jaxrag.errors import DocumentError
 
+MAX_TITLE_CHARACTERS = 2_000
+
 
 @dataclasses.dataclass(frozen=True)
 class Document:
@@ -27,13 +29,18 @@ class Document:
     pages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse an empty id, empty or binary text, metadata that is not JSON, unordered pages."""
+        """Refuse empty ids, long titles, binary text, metadata not JSON, unordered pages."""
         for name, value in (("id", self.id), ("text", self.text), ("title", self.title)):
             if not isinstance(value, str):
                 raise DocumentError(f"{name} is a {type(value).__name__}; expected a string")
             _check_characters(name, value)
         if self.file is not None:
             _check_characters("file", self.file)
+        if len(self.title) > MAX_TITLE_CHARACTERS:
+            raise DocumentError(
+                f"title holds {len(self.title)} characters; expected at most "
+                f"{MAX_TITLE_CHARACTERS}, for every chunk may repeat it: shorten it"
+            )
         if not self.id.strip():
             raise DocumentError("id is empty; expected a stable name for the document")
         if not self.text.strip():
