@@ -21,6 +21,7 @@ from jaxrag.cli.options import (
     add_generation,
     add_json,
     add_model,
+    add_secret,
     load,
     method_of,
     open_kb,
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--questions", required=True, metavar="FILE", help="JSON lines")
     parser.add_argument("--out", required=True, metavar="FILE", help="made, or continued")
     parser.add_argument("--kb", metavar="DIR", help="knowledge base to retrieve from")
+    add_secret(parser)
     add_model(parser, required=False, text="the one that the knowledge base remembers")
     add_generation(parser)
     parser.add_argument(
@@ -78,7 +80,8 @@ def _joined(args: argparse.Namespace) -> Iterator[bool]:
 def _answer(args: argparse.Namespace, first: bool) -> int:
     from jaxrag.documents import Shard
     from jaxrag.serve.batch import answer_file
-    from jaxrag.serve.batch_files import QuestionFile, written_once
+    from jaxrag.serve.batch_files import written_once
+    from jaxrag.serve.question_files import QuestionFile
     from jaxrag.serve.questions import resolve
 
     shard, sampling = Shard.parse(args.shard), sampling_of(args)

@@ -78,11 +78,11 @@ class Throttled(KVStore):
         """As of the inner store."""
         return self.inner.keys()
 
-    def records(self, fingerprint: str | None = None) -> Iterator[Record]:
+    def records(self) -> Iterator[Record]:
         """As of the inner store."""
-        return self.inner.records(fingerprint)
+        return self.inner.records()
 
-    def stats(self) -> dict[str, Stats]:
+    def stats(self) -> Stats:
         """As of the inner store."""
         return self.inner.stats()
 

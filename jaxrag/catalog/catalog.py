@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from jaxrag.catalog.audit import Audit
 from jaxrag.catalog.database import Database, to_json
 from jaxrag.catalog.digests import (
     CHUNKS,
@@ -105,6 +106,10 @@ class Catalog(Reader):
         written, or anybody else has it open.
         """
         return self.checked or (self.writable and self._database.upgrade(upgrade))
+
+    def audit(self) -> Audit:
+        """All rows as they are, to be checked and repaired."""
+        return Audit(self._database)
 
     def checkpoint(self) -> None:
         """Call when a change is acknowledged: no damage to SQLite's log takes it back then."""

@@ -14,24 +14,27 @@ import json
 import os
 import threading
 import urllib.parse
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import apsw
 import apsw.sqlite_extra
 
+from jaxrag.catalog.pages import CHECKSUM_BYTES, PAGE_BYTES
 from jaxrag.errors import DamagedCatalogError, KnowledgeBaseError, StoreError
 from jaxrag.store.wal import use_write_ahead_log
 from jaxrag.types import Connection
 
 FORMAT = 4
-_UNCHECKED = 3  # neither pages nor rows have digests; it is read as it is
+UNCHECKED = 3  # neither pages nor rows have digests; it is read as it is
 BUSY_SECONDS = 60.0
 _CHECKPOINT_SECONDS = 1.0  # that a checkpoint waits for readers of an older state
 _APPLICATION = 0x4A524147  # "JRAG", SQLite's application_id
-_PAGE_BYTES = 4096  # SQLite's default, and so of every catalog
-_CHECKSUM_BYTES = 8  # reserved at the end of a page, of which byte 20 of the file tells
 _CHECKSUMS = "cksmvfs"  # the name under which SQLite knows the checksum VFS
+
+_OPEN: weakref.WeakSet["Database"] = weakref.WeakSet()  # of this process
+_OPEN_LOCK = threading.Lock()
 
 _SCHEMA = (
     "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL, "
@@ -81,16 +84,21 @@ class Database:
     def __init__(self, path: Path) -> None:
         """Open the file; SQLite makes an empty one where there is none."""
         self.path = path
+        self._inode = _inode(path)
         self.writable = os.access(path.parent, os.W_OK)
         self.connection = _connect(path, self.writable)
         self._changes = 0  # of connections before this one
         self._lock = threading.RLock()
         self.checked = True
+        with _OPEN_LOCK:
+            _OPEN.add(self)
 
     def close(self) -> None:
         """Close the file; nothing can be done with it afterwards."""
         with self._lock:
             self.connection.close()
+        with _OPEN_LOCK:
+            _OPEN.discard(self)
 
     @contextlib.contextmanager
     def use(self) -> Iterator[Connection]:
@@ -206,28 +214,36 @@ class Database:
         with self.use() as connection:
             (application,) = connection.execute("PRAGMA application_id").fetchone()
             (found,) = connection.execute("PRAGMA user_version").fetchone()
-            _, header = self.connection.read("main", 0, 0, 100)
+        if self._inode is not None and self._inode != _inode(self.path):
+            raise StoreError(f"catalog {self.path} was repaired in this moment; open it again")
         if application != _APPLICATION:
             raise KnowledgeBaseError(
                 f"{self.path} is not a knowledge base catalog; name another folder"
             )
-        if found not in (FORMAT, _UNCHECKED):
+        if found not in (FORMAT, UNCHECKED):
             raise KnowledgeBaseError(
                 f"{self.path} has format {found}, this version reads format {FORMAT}; "
                 "use the version that wrote it or ingest again"
             )
         # Without the reserved bytes no page is checked, not even the one that says so.
-        if found == FORMAT and header[20] != _CHECKSUM_BYTES:
-            raise damaged(self.path, f"byte 20 is {header[20]}, not {_CHECKSUM_BYTES}")
+        if found == FORMAT and self._reserved() != CHECKSUM_BYTES:
+            self.checkpoint()  # of an upgrade that was killed behind its commit
+            if self._reserved() != CHECKSUM_BYTES:
+                raise damaged(self.path, f"byte 20 is {self._reserved()}, not {CHECKSUM_BYTES}")
         self._check_size()
         self.checked = found == FORMAT
         if self.checked and self.writable:  # that this was read says that no upgrade is under way
-            _remove_files(_copy(self.path))
+            remove_files(_copy(self.path))
+
+    def _reserved(self) -> int:
+        """Bytes that the file, without its log, says are reserved in each page."""
+        with self.use():
+            return int(self.connection.read("main", 0, 0, 100)[1][20])
 
     def _check_size(self) -> None:
         """Raise DamagedCatalogError for a cut page: SQLite reads what lacks of it as zeros."""
         size = self.path.stat().st_size
-        if size % _PAGE_BYTES:
+        if size % PAGE_BYTES:
             raise damaged(self.path, f"it ends amid a page, after {size} bytes")
 
 
@@ -237,6 +253,20 @@ def damaged(path: Path, what: str) -> DamagedCatalogError:
         f"catalog {path} is damaged: {what}; run `jaxrag kb verify --repair {path.parent}`, "
         "or restore a copy"
     )
+
+
+def is_open(path: Path) -> bool:
+    """Whether this process has the file open: no other descriptor of it may be closed then."""
+    with _OPEN_LOCK:
+        return any(database.path.resolve() == path.resolve() for database in _OPEN)
+
+
+def _inode(path: Path) -> int | None:
+    """The number of the file itself, which another one in its place does not have."""
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 def mark(connection: Connection) -> None:
@@ -267,7 +297,7 @@ def _connect(path: Path, writable: bool) -> apsw.Connection:
         )
         try:
             connection.set_busy_timeout(round(1000 * BUSY_SECONDS))
-            connection.reserve_bytes("main", _CHECKSUM_BYTES)  # of a file that is yet to be made
+            connection.reserve_bytes("main", CHECKSUM_BYTES)  # of a file that is yet to be made
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("PRAGMA foreign_keys = ON")
             connection.execute("PRAGMA secure_delete = ON")  # removed text is overwritten
@@ -304,7 +334,7 @@ def _rewrite(path: Path, change: Callable[[Connection], None]) -> None:
             return
         file.execute("ROLLBACK")
         try:
-            _remove_files(copy)
+            remove_files(copy)
             file.execute("VACUUM INTO ?", (os.fspath(copy),))
             with contextlib.closing(_connect(copy, True)) as changed:
                 changed.execute("BEGIN")
@@ -315,7 +345,7 @@ def _rewrite(path: Path, change: Callable[[Connection], None]) -> None:
                     backup.step()
             file.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         finally:
-            _remove_files(copy)
+            remove_files(copy)
 
 
 def _copy(path: Path) -> Path:
@@ -323,7 +353,7 @@ def _copy(path: Path) -> Path:
     return path.with_name(f"{path.name}-upgrade")
 
 
-def _remove_files(path: Path) -> None:
+def remove_files(path: Path) -> None:
     """Remove a database and what SQLite leaves beside it."""
     for suffix in ("-journal", "-wal", "-shm", ""):
         path.with_name(path.name + suffix).unlink(missing_ok=True)

@@ -95,7 +95,7 @@ CHUNKS = Table(
 )  # fmt: skip
 # Its digest also covers the content ids of the chunk's contexts, in their order.
 KEYS = Table("chunk_keys", ("chunk_id", "encoder", "key"))
-_TOTALS = Table(
+TOTALS = Table(
     "totals",
     (
         "one", "documents", "chunks", "chunk_ids", "terms", "words", "settings",
@@ -129,8 +129,8 @@ class Totals:
     @classmethod
     def read(cls, connection: Connection, path: Path) -> "Totals":
         """The totals as they are remembered. Raises DamagedCatalogError."""
-        row = connection.execute(f"SELECT {_TOTALS.select(True)} FROM totals").fetchone()
-        if row is None or not _TOTALS.is_whole(row):
+        row = connection.execute(f"SELECT {TOTALS.select(True)} FROM totals").fetchone()
+        if row is None or not TOTALS.is_whole(row):
             raise unlike(path, "its totals are")
         return cls(*row[1:-1])
 
@@ -146,13 +146,17 @@ class Totals:
     def write(self, connection: Connection) -> None:
         """Remember them, in the caller's transaction."""
         values = (1, *dataclasses.astuple(self))
-        connection.execute(_TOTALS.insert(True, "INSERT OR REPLACE"), _TOTALS.row(values, True))
+        connection.execute(TOTALS.insert(True, "INSERT OR REPLACE"), TOTALS.row(values, True))
 
     def plus(self, **changes: int) -> "Totals":
         """With some of them changed by so much."""
         return dataclasses.replace(
             self, **{name: getattr(self, name) + change for name, change in changes.items()}
         )
+
+    def has_ids(self, chunk_ids: HostArray) -> bool:
+        """Whether these, int64 [N], are the ids of all chunks."""
+        return len(chunk_ids) == self.chunks and sum_of_ids(chunk_ids) == self.chunk_ids
 
     def with_words(self, connection: Connection) -> "Totals":
         """With the words as they are now."""
@@ -233,11 +237,15 @@ def fill(connection: Connection) -> None:
             after = tuple(rows[-1][:key])
 
 
-def contexts(connection: Connection) -> Mapping[tuple[int, str], list[str]]:
-    """Content ids in front of every chunk that was encoded behind others, in order."""
+def contexts(
+    connection: Connection, where: str = "", values: Sequence[Any] = ()
+) -> Mapping[tuple[int, str], list[str]]:
+    """Content ids in front of chunks that were encoded behind others, in order."""
     found: dict[tuple[int, str], list[str]] = {}
     for chunk_id, encoder, content_id in connection.execute(
-        "SELECT chunk_id, encoder, content_id FROM contexts ORDER BY chunk_id, encoder, place"
+        f"SELECT chunk_id, encoder, content_id FROM contexts {where} "
+        "ORDER BY chunk_id, encoder, place",
+        values,
     ):
         found.setdefault((chunk_id, encoder), []).append(content_id)
     return found

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrag.catalog.database import Database
+from jaxrag.catalog.database import Database, damaged
 from jaxrag.catalog.digests import (
     CHUNKS,
     DOCUMENTS,
@@ -33,6 +33,7 @@ from jaxrag.documents.chunking import Chunk
 from jaxrag.retrieve.base import searched_text
 from jaxrag.retrieve.bm25 import BM25Index, BM25Snapshot, Sizes
 from jaxrag.retrieve.filters import Filter
+from jaxrag.store.keys import ID_DIGITS, is_hex
 from jaxrag.types import Connection, HostArray
 
 
@@ -71,7 +72,10 @@ class Reader:
             ).fetchall()
             if self.checked:
                 check_settings(self.path, rows, Totals.read(connection, self.path))
-        return {name: json.loads(value) for name, value, _ in rows}
+        try:
+            return {name: json.loads(value) for name, value, _ in rows}
+        except (ValueError, TypeError, RecursionError) as error:  # only where there are no digests
+            raise damaged(self.path, f"a setting is no JSON ({error})") from error
 
     def document(self, document_id: str) -> DocumentEntry | None:
         """The document of that id, or None."""
@@ -300,7 +304,7 @@ class Reader:
         return found
 
     def all_keys(self) -> Iterator[str]:
-        """Every store key of every chunk, ascending, each once; streamed."""
+        """Every store key of every chunk, ascending, each once, streamed; not what is none."""
         last = ""
         while True:
             with self._database.use() as connection:
@@ -310,7 +314,7 @@ class Reader:
                 ).fetchall()
             if not rows:
                 return
-            yield from (row[0] for row in rows)
+            yield from (row[0] for row in rows if is_hex(row[0], ID_DIGITS))
             last = rows[-1][0]
 
     def keys_of(self, chunk_ids: Iterable[int], encoder: str) -> dict[int, str]:

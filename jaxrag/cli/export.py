@@ -3,7 +3,16 @@
 import argparse
 import dataclasses
 
-from jaxrag.cli.options import add_command, add_json, add_where, human_count, print_json, where_of
+from jaxrag.cli.options import (
+    add_command,
+    add_json,
+    add_secret,
+    add_where,
+    human_count,
+    print_json,
+    secret_of,
+    where_of,
+)
 from jaxrag.text.printable import printable
 
 FORMATS = ("safetensors", "lmcache", "zarr")
@@ -68,6 +77,7 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         metavar="DIR",
         help="for its tokenizer (the one that the knowledge base remembers)",
     )
+    add_secret(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -78,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxrag.text.tokenizer import Tokenizer
 
     tokenizer = None if args.model is None else Tokenizer.load(args.model)
-    with KnowledgeBase.open(args.kb, mode="r") as kb:
+    with KnowledgeBase.open(args.kb, mode="r", secret=secret_of(args.secret_file)) as kb:
         report = kb.export(
             args.out,
             format=args.format,

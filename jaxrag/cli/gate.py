@@ -8,8 +8,10 @@ from jaxrag.cli.options import (
     add_command,
     add_json,
     add_model,
+    add_secret,
     add_where,
     open_kb,
+    parse_count,
     print_json,
     ratios_of,
     table,
@@ -32,6 +34,7 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         'jaxrag ask "Who built the bridge?" --kb kb --method fusionrag',
     )
     parser.add_argument("kb", metavar="DIR", help="folder of the knowledge base")
+    add_secret(parser)
     parser.add_argument(
         "--questions",
         required=True,
@@ -71,7 +74,7 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     parser.add_argument(
         "--answer-tokens",
-        type=int,
+        type=parse_count,
         default=8,
         metavar="N",
         help="first tokens of an answer to compare (8)",
@@ -93,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     """Exit code 0 when a ratio was found and is remembered, 3 when none reaches the target."""
     from jaxrag.evals.gate import Target, gate
     from jaxrag.methods import method_named
-    from jaxrag.serve.batch_files import QuestionFile
+    from jaxrag.serve.question_files import QuestionFile
 
     method, questions = method_named(args.method), QuestionFile.open(args.questions)
     ratios = None if args.ratios is None else ratios_of(args.ratios)

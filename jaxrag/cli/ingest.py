@@ -10,12 +10,15 @@ from jaxrag.cli.options import (
     add_command,
     add_json,
     add_model,
+    add_secret,
     counted,
     human_count,
     load,
     model_of_kb,
     parse_bytes,
+    parse_count,
     print_json,
+    secret_of,
 )
 from jaxrag.errors import KnowledgeBaseError
 
@@ -75,8 +78,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="chat (the model's own chat template), turborag, block_attention, plain or a .toml "
         "file (that of the model, else chat where it has a chat template, else turborag or plain)",
     )
-    parser.add_argument("--chunk-tokens", type=int, metavar="N", help="largest chunk (512)")
-    parser.add_argument("--overlap", type=int, metavar="N", help="tokens two chunks share (10)")
+    parser.add_argument("--chunk-tokens", type=parse_count, metavar="N", help="largest chunk (512)")
+    parser.add_argument(
+        "--overlap", type=parse_count, metavar="N", help="tokens two chunks share (10)"
+    )
     parser.add_argument(
         "--chunk-by",
         metavar="HOW",
@@ -88,6 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how KV is stored: in the model's dtype, or int8 in half the bytes or less (native)",
     )
     parser.add_argument("--salt", metavar="TEXT", help="of a tenant; other salts share no KV")
+    add_secret(parser)
     parser.add_argument(
         "--store", metavar="URL", help="repository of the KV: s3://, gs:// or a folder (in --kb)"
     )
@@ -205,13 +211,17 @@ def ingest(
         similar_by=args.similar_by,
         stored=args.kv,
         salt=args.salt,
+        secret=secret_of(args.secret_file),
         store=args.store,
         max_bytes=args.max_bytes,
         embedder=args.embedder,
         index=args.index,
         attention_index=args.attention_index,
     ) as kb:
-        return kb.add(files, progress=progress, shard=(shard.index, shard.count))
+        report = kb.add(files, progress=progress, shard=(shard.index, shard.count))
+        if kb.unchecked is not None:
+            print(f"note: {kb.unchecked}", file=sys.stderr)
+        return report
 
 
 def print_report(report: "AddReport", as_json: bool) -> None:
@@ -240,6 +250,9 @@ def print_report(report: "AddReport", as_json: bool) -> None:
         f"{human_count(report.chunks_per_second)} chunks/s, "
         f"{human_count(report.tokens_per_second)} tokens/s"
     )
+    if report.unsealed:
+        chunks = counted(report.unsealed, "chunk")
+        print(f"encoded again, as the store holds them not sealed: {chunks}")
     if report.neighbours is not None:
         near = report.neighbours
         print(

@@ -1,14 +1,18 @@
 """`jaxrag kb`: look into a knowledge base and keep it in order."""
 
 import argparse
+import collections
 import dataclasses
 import sys
+import textwrap
+from typing import TYPE_CHECKING
 
 from jaxrag.cli import export, gate
 from jaxrag.cli.options import (
     add_command,
     add_json,
     add_model,
+    add_secret,
     add_where,
     counted,
     human_count,
@@ -16,10 +20,17 @@ from jaxrag.cli.options import (
     parse_bytes,
     parse_seconds,
     print_json,
+    secret_of,
+    shorten,
     table,
     where_of,
 )
+from jaxrag.errors import RequestError
 from jaxrag.text.printable import printable
+
+if TYPE_CHECKING:
+    from jaxrag.catalog.salvage import Salvage
+    from jaxrag.knowledge_base.upkeep import VerifyReport
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -82,17 +93,24 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     verify = add_command(
         actions,
         "verify",
-        "read the KV of every chunk and check it",
+        "check every row of the catalog and the KV of every chunk",
         "jaxrag kb verify kb --repair --rate 200MB",
     )
     _add_kb(verify)
     verify.add_argument(
         "--repair",
         action="store_true",
-        help="encode damaged and missing chunks again, and make vectors that are missing",
+        help="mend rows, drop what nothing proves, encode damaged and missing chunks again, and "
+        "make vectors that are missing",
     )
     verify.add_argument(
         "--rate", type=parse_bytes, metavar="SIZE", help="read at most so much a second"
+    )
+    verify.add_argument(
+        "--reseal",
+        action="store_true",
+        help="with --repair: take this secret, or none, in place of the one that it was sealed "
+        "with; what that sealed is encoded again",
     )
     add_model(
         verify, required=False, text="for --repair (the one that the knowledge base remembers)"
@@ -103,6 +121,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     export.add_parser(actions)
 
 
+_TITLE = 30  # columns of it, so that an id of forty has place beside it in 80
 _GROUPS = ("stored", "attention_index", "vectors", "last_gc", "gates")  # a line for each number
 
 
@@ -110,8 +129,9 @@ def run_stats(args: argparse.Namespace) -> None:
     """Print what the knowledge base holds and how it was made."""
     from jaxrag.knowledge_base import KnowledgeBase
 
-    with KnowledgeBase.open(args.kb) as kb:
+    with KnowledgeBase.open(args.kb, secret=secret_of(args.secret_file)) as kb:
         stats = kb.stats()
+        _note(kb.unchecked)
     if args.json:
         print_json(stats)
         return
@@ -122,14 +142,19 @@ def run_stats(args: argparse.Namespace) -> None:
             rows += [[f"{prefix} {part}", _plain(number)] for part, number in value.items()]
         else:
             rows.append([name, _plain(value)])
-    print(table(rows))
+    room = 80 - 2 - max(len(name) for name, _ in rows)
+    wrapped = []
+    for name, value in rows:
+        lines = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False)
+        wrapped += [[name if i == 0 else "", line] for i, line in enumerate(lines or [""])]
+    print(table(wrapped))
 
 
 def run_list(args: argparse.Namespace) -> None:
-    """Print one line a document, or a JSON object with all of them."""
+    """Print one line a document, or a JSON object with all that is known of them."""
     from jaxrag.knowledge_base import KnowledgeBase
 
-    with KnowledgeBase.open(args.kb) as kb:
+    with KnowledgeBase.open(args.kb, secret=secret_of(args.secret_file)) as kb:
         where = where_of(args)
         documents = kb.documents(where)
         for why in [] if documents or where is None else kb.why_nothing(where):
@@ -137,16 +162,16 @@ def run_list(args: argparse.Namespace) -> None:
     if args.json:
         print_json({"documents": [dataclasses.asdict(document) for document in documents]})
         return
-    rows = [["document", "title", "chunks", "file"]]
-    rows += [[d.id, d.title, str(d.num_chunks), d.file or ""] for d in documents]
-    print(table(rows, right=(2,)))
+    rows = [["document", "chunks", "title"]]
+    rows += [[d.id, str(d.num_chunks), shorten(d.title, _TITLE)] for d in documents]
+    print(table(rows, right=(1,)))
 
 
 def run_remove(args: argparse.Namespace) -> int:
     """Exit code 0 when every document was there, 3 when some were not."""
     from jaxrag.knowledge_base import KnowledgeBase
 
-    with KnowledgeBase.open(args.kb, mode="rw") as kb:
+    with KnowledgeBase.open(args.kb, mode="rw", secret=secret_of(args.secret_file)) as kb:
         report = kb.remove(args.ids)
     if args.json:
         print_json(dataclasses.asdict(report))
@@ -162,7 +187,7 @@ def run_gc(args: argparse.Namespace) -> None:
     """Print what was freed, or with --dry-run would be."""
     from jaxrag.knowledge_base import KnowledgeBase
 
-    with KnowledgeBase.open(args.kb, mode="rw") as kb:
+    with KnowledgeBase.open(args.kb, mode="rw", secret=secret_of(args.secret_file)) as kb:
         report = kb.gc(
             grace_seconds=args.grace, dry_run=args.dry_run, others=args.others, gone=args.gone
         )
@@ -177,10 +202,23 @@ def run_gc(args: argparse.Namespace) -> None:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """Exit code 0 when every chunk is whole at the end and has its indexes, 3 when not."""
+    """Exit code 0 when all rows and chunks are whole at the end and nothing is lost, 3 when not."""
     from jaxrag.knowledge_base import KnowledgeBase
+    from jaxrag.knowledge_base.location import find_folder, mend_catalog, mend_settings
 
-    kb = open_kb(args) if args.repair else KnowledgeBase.open(args.kb)
+    secret = secret_of(args.secret_file)
+    if args.reseal and not args.repair:
+        raise RequestError("--reseal without --repair: chunks are encoded again; pass both")
+    mended = mend_catalog(find_folder(args.kb)) if args.repair else None
+    if mended is not None and not args.json:
+        for line in _of_salvage(mended):
+            print(printable(line))
+    settings = mend_settings(find_folder(args.kb)) if args.repair else ()
+    if settings and not args.json:
+        print(printable(f"settings repaired: {', '.join(name or 'totals' for name in settings)}"))
+    if args.reseal:
+        KnowledgeBase.open(args.kb, mode="rw", secret=secret, reseal=True).close()
+    kb = open_kb(args) if args.repair else KnowledgeBase.open(args.kb, secret=secret)
     with kb:
         report = kb.verify(
             repair=args.repair, max_bytes_per_second=args.rate, progress=not args.json
@@ -188,25 +226,84 @@ def run_verify(args: argparse.Namespace) -> int:
         named = [
             f"{what}: {kb.chunk_of(key)} ({key})"
             for what, keys in (
-                ("damaged", report.damaged),
+                ("damaged", [it for it in report.damaged if it not in report.unsealed]),
+                ("not sealed", report.unsealed),
                 ("without its attention index", report.unindexed),
             )
             for key in keys
         ]
+        _note(kb.unchecked)
     if args.json:
-        print_json(dataclasses.asdict(report))
+        salvaged = None if mended is None else dataclasses.asdict(mended)
+        print_json(dataclasses.asdict(report) | {"catalog": salvaged, "settings": settings})
     else:
         print(
             f"chunks: {report.ok} whole, {report.repaired} repaired, {len(report.damaged)} damaged"
         )
+        if report.unsealed:
+            print(f"{len(report.unsealed)} of the damaged are sound, but not sealed")
         if report.dropped:
             print(f"{report.dropped} not stored, under the size limit")
+        print("".join(f"{printable(line)}\n" for line in _about_rows(report)), end="")
         print("".join(f"{printable(line)}\n" for line in named), end="")
-    return 3 if report.damaged or report.unindexed else 0
+    return 0 if report.whole and not (mended is not None and mended.is_loss) else 3
+
+
+def _of_salvage(found: "Salvage") -> list[str]:
+    """A line for each thing that is to be said of a catalog that was made whole."""
+    pages = f"{counted(found.mended, 'page')} mended, {found.unreadable} unreadable"
+    lines = [f"catalog: {pages}; the damaged file is kept as {found.kept}"]
+    if found.lost:
+        lost = f"{counted(len(found.lost), 'document')} lost, add again"
+        lines.append(f"{lost}: {', '.join(found.lost)}")
+    if found.nameless or found.nameless is None:
+        lost = "documents" if found.nameless is None else counted(found.nameless, "document")
+        perhaps = "perhaps other " if found.nameless is None else ""
+        lines.append(f"{perhaps}{lost} lost without a name; add again what `jaxrag kb list` lacks")
+    if found.settings:
+        lines.append(f"{counted(found.settings, 'setting')} lost, such as of `jaxrag kb gate`")
+    return lines
+
+
+def _note(text: str | None) -> None:
+    if text is not None:
+        print(f"note: {text}", file=sys.stderr)
+
+
+def _about_rows(report: "VerifyReport") -> list[str]:
+    """A line for each thing that is to be said of the catalog and the vectors."""
+    rows, lines = report.rows, []
+    if rows is not None:
+        counts = collections.Counter[str]()
+        for fault in rows.faults:
+            counts[fault.kind] += fault.count
+        told = ", ".join(counted(count, kind) for kind, count in counts.items())
+        what = "repaired" if rows.repaired else "not as written"
+        lines.append(f"rows of {counted(rows.documents, 'document')}: {told or 'all'} "
+                     f"{what if told else 'as written'}")  # fmt: skip
+        lines += [
+            f"{what}: {fault.kind} {fault.name}"
+            for fault in rows.faults
+            if fault.name and not rows.repaired
+        ]
+        if rows.lost:
+            fate = "lost, add again" if rows.repaired else "that nothing proves"
+            lines.append(f"{counted(len(rows.lost), 'document')} {fate}: {', '.join(rows.lost)}")
+        if rows.unnamed:
+            lines.append(
+                f"{counted(rows.unnamed, 'document')} lost without a name; add again what "
+                "`jaxrag kb list` lacks"
+            )
+        if rows.unchecked:
+            lines.append(rows.unchecked)
+    if report.vectors_lost:
+        lines.append(f"{counted(report.vectors_lost, 'vector')} lost; --repair makes them again")
+    return lines
 
 
 def _add_kb(action: argparse.ArgumentParser) -> None:
     action.add_argument("kb", metavar="DIR", help="folder of the knowledge base")
+    add_secret(action)
     add_json(action)
 
 

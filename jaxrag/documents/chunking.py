@@ -119,6 +119,33 @@ def split(
     return chunks
 
 
+class Spans:
+    """The tokens of a whole text, by the characters they stand for."""
+
+    def __init__(self, text: str, tokenizer: Tokenizer) -> None:
+        """Encode a document's text."""
+        self._ids, offsets = tokenizer.encode_with_offsets(text)
+        self._cuts, self._ends = _character_boundaries(offsets, len(text))
+
+    def between(self, start: int, end: int) -> list[HostArray]:
+        """Every window of tokens that a chunk of these characters may hold, int32 [T] each.
+
+        More than one where tokens at the edges stand for no character.
+        """
+        firsts, lasts = self._at(start), self._at(end)
+        return [
+            np.ascontiguousarray(self._ids[first:last], dtype=np.int32)
+            for first in firsts
+            for last in lasts
+            if first < last
+        ]
+
+    def _at(self, character: int) -> list[int]:
+        key = self._ends.__getitem__
+        first = bisect_left(self._cuts, character, key=key)
+        return self._cuts[first : bisect_right(self._cuts, character, key=key)]
+
+
 def _character_boundaries(
     offsets: HostArray, num_characters: int
 ) -> tuple[Sequence[int], Sequence[int]]:

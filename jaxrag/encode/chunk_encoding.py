@@ -19,9 +19,9 @@ from jaxrag.encode.encoders import (
     provenance,
 )
 from jaxrag.encode.neighbours import OwnKV
-from jaxrag.errors import StoreError
+from jaxrag.errors import ChunkNotSealed, StoreError
 from jaxrag.models.model import Model
-from jaxrag.store import KVStore, Provenance
+from jaxrag.store import KVStore, Provenance, Record
 from jaxrag.types import HostArray
 
 _AT_ONCE = 64  # tokens of one layer's K or V that are looked at together, within the cache
@@ -113,13 +113,20 @@ class ChunkEncoding:
 
     def missing[C: ChunkInContext](self, encoder: str, wanted: Mapping[str, C]) -> dict[str, C]:
         """Those of the chunks, by key, that the store lacks or holds without indexes they get."""
-        records = self.held.head(list(wanted), on_corrupt="skip")
-        return {
-            key: chunk
-            for (key, chunk), record in zip(wanted.items(), records, strict=True)
-            if record is None
-            or (gets_indexes(self.indexing, encoder, len(chunk.ids)) and not is_indexed(record))
-        }
+        return self.looked_up(encoder, wanted)[0]
+
+    def looked_up[C: ChunkInContext](
+        self, encoder: str, wanted: Mapping[str, C]
+    ) -> tuple[dict[str, C], int]:
+        """What is ``missing``, and how many of that stand there without the store's seal."""
+        found = self.held.find(wanted)
+        missing = {}
+        for key, chunk in wanted.items():
+            record = found[key]
+            indexed = gets_indexes(self.indexing, encoder, len(chunk.ids))
+            if not isinstance(record, Record) or (indexed and not is_indexed(record)):
+                missing[key] = chunk
+        return missing, sum(isinstance(found[key], ChunkNotSealed) for key in missing)
 
     def encode(
         self, encoder: str, wanted: Mapping[str, ChunkInContext], own_kv: OwnKV | None = None

@@ -31,7 +31,7 @@ from jaxrag.encode import (
 )
 from jaxrag.encode.neighbours import compute_own_kv
 from jaxrag.engine.runner import BLOCK_TOKENS, ModelRunner
-from jaxrag.errors import ChunkCorrupt
+from jaxrag.errors import ChunkCorrupt, ChunkNotSealed
 from jaxrag.methods import Misses
 from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
@@ -52,6 +52,7 @@ class Found:
         there, and whoever asked for it computes it.
       why: why it had to be computed; "" where it was found.
       corrupt: was it there and damaged?
+      unsealed: was it there and not sealed with the store's secret?
       not_stored: why it was not kept once it was computed; None where it was.
       runs: (tokens, keys the last one sees) of every prefill that it took.
     """
@@ -59,6 +60,7 @@ class Found:
     how: Literal["pool", "host", "store", "encoded", "nowhere"]
     why: str = ""
     corrupt: bool = False
+    unsealed: bool = False
     not_stored: str | None = None
     runs: tuple[tuple[int, int], ...] = ()
 
@@ -253,13 +255,14 @@ def _why(runner: ModelRunner, load: ChunkLoad, reason: Refused) -> Found:
     held = encoding.store.head(keys, on_corrupt="skip")
     known = [name for name, record in zip(names, held, strict=True) if record is not None]
     text = str(reason).removeprefix(f"chunk {load.key}: ")
-    corrupt = isinstance(reason, ChunkCorrupt)
+    unsealed = isinstance(reason, ChunkNotSealed)
+    corrupt = isinstance(reason, ChunkCorrupt) and not unsealed
     if corrupt:
         text = f"damaged: {text}"
     why = "not in the store" if text.startswith("not in ") else text
     if known:
         why += f" under {load.encoder}, but under {' and '.join(known)}"
-    return Found("nowhere" if load.misses == "in_place" else "encoded", why, corrupt)
+    return Found("nowhere" if load.misses == "in_place" else "encoded", why, corrupt, unsealed)
 
 
 def encode(load: ChunkLoad, *, reads: bool = True) -> tuple[Encoded, tuple[tuple[int, int], ...]]:

@@ -144,8 +144,11 @@ def notes_on_missed(state: RequestState, in_memory: bool = False) -> Iterator[st
             groups.setdefault(group, []).append((len(part.ids), part.found))
     for missed in groups.values():
         found = [it for _, it in missed]
-        corrupt = sum(it.corrupt for it in found)
-        why = f"{len(missed) - corrupt} not in the store, {corrupt} corrupt there"
+        corrupt, unsealed = sum(it.corrupt for it in found), sum(it.unsealed for it in found)
+        lacking = len(missed) - corrupt - unsealed
+        why = f"{lacking} not in the store, {corrupt} corrupt there"
+        if unsealed:
+            why += f", {unsealed} not sealed"
         in_place = found[0].how == "nowhere"
         reasons = [it.not_stored for it in found if it.not_stored is not None]
         kept = f"not stored: {reasons[-1]}" if reasons else "not stored" if in_place else stored

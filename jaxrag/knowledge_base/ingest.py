@@ -83,6 +83,7 @@ class AddReport:
     unknown_tokens: int = 0  # of ``tokens``, those that the vocabulary has only "unknown" for
     unknown_words: tuple[str, ...] = ()  # a few of what they stand for
     neighbours: RefreshReport | None = None  # the variants that see neighbours, of all documents
+    unsealed: int = 0  # of ``encoded``, chunks that were stored, but not sealed with the secret
 
     @property
     def tokens_per_second(self) -> float:
@@ -167,6 +168,7 @@ class Ingest:
             seconds=time.perf_counter() - start,
             unknown_tokens=count["unknown"],
             unknown_words=tuple(pipeline.unknown_words),
+            unsealed=count["unsealed"],
         )
 
     def commit(self, batch: Sequence[Prepared]) -> None:
@@ -306,7 +308,8 @@ class _Pipeline:
         self._flying = {key: put for key, put in self._flying.items() if not put.done()}
         puts = [self._flying[key] for key in wanted if key in self._flying]
         settled = {key: chunk for key, chunk in wanted.items() if key not in self._flying}
-        missing = self._encoding.missing(encoder, settled)
+        missing, unsealed = self._encoding.looked_up(encoder, settled)
+        self.count["unsealed"] += unsealed
         self._bar.update(total - sum(len(chunk.ids) for chunk in missing.values()))
         for made in self._made(encoder, missing):
             put = made.put(self._writer.submit)

@@ -27,6 +27,7 @@ from jaxrag.retrieve.base import Reranker, Retriever
 from jaxrag.retrieve.filters import Filter
 from jaxrag.store.chunk_store import Mode
 from jaxrag.store.prefetch import Tier
+from jaxrag.tables import require_kind
 from jaxrag.text.prompts import PromptTemplate, template_named
 from jaxrag.text.tokenizer import Tokenizer
 
@@ -56,6 +57,8 @@ class KnowledgeBase(Maintained):
         similar_by: SimilarBy | None = None,
         stored: str | None = None,
         salt: str | None = None,
+        secret: bytes | None = None,
+        reseal: bool = False,
         store: str | os.PathLike[str] | None = None,
         max_bytes: int | None = None,
         embedder: GivenEmbedder | None = None,
@@ -84,6 +87,10 @@ class KnowledgeBase(Maintained):
             there is an embedder).
           stored: "native" keeps KV in the model's dtype, "int8" in half the bytes or less.
           salt: of a tenant; knowledge bases of different salts share no key in one repository.
+          secret: seals stored chunks: 16 random bytes or more. What it did not seal is a miss,
+            whoever put it, and is encoded again. An existing knowledge base may get one at any
+            time, and asks for it from then on.
+          reseal: take this secret, or none, in place of the one that it was sealed with.
           store: URL (s3://, gs://) or folder of the chunk repository; the folder itself when None.
             Chunks of a URL are kept in the folder too once they were read.
           max_bytes: limit of the chunk KV kept on local disk, 0 for none; the coldest is dropped,
@@ -105,15 +112,25 @@ class KnowledgeBase(Maintained):
 
         Raises:
           KnowledgeBaseError: no knowledge base and no model to make one with; a model, tokenizer,
-            embedder or setting other than the remembered one; a path that cannot hold one.
+            embedder, secret or setting other than the remembered one; a path that cannot hold one.
           ConfigError: an unknown template, sizes that make no chunks, an embedder that is none.
-          RequestError: an unknown encoder.
+          RequestError: an argument of another kind, or an unknown encoder.
           RetrievalError: an unknown index.
           TokenizerError: a new knowledge base for a model without a tokenizer.
-          StoreError: files that cannot be read or written.
+          StoreError: files that cannot be read or written, a secret that is too short.
         """
         if mode is not None and mode not in get_args(Mode):
             raise KnowledgeBaseError(f"mode={mode!r}: expected one of {', '.join(get_args(Mode))}")
+        require_kind("path", path, (str, os.PathLike), "a folder", optional=False)
+        require_kind("model", model, (Model,), "a Model, as load_model(DIR) gives it")
+        require_kind(
+            "template", template, (str, PromptTemplate), "a template's name, a .toml file or a "
+            "PromptTemplate",
+        )  # fmt: skip
+        require_kind("chunk_tokens", chunk_tokens, (int,), "how many tokens")
+        require_kind("overlap", overlap, (int,), "how many tokens")
+        if isinstance(encoders, str):
+            raise RequestError(f"encoders={encoders!r} is one text: expected a list of names")
         folder = find_folder(path)
         given, embedder_path = choose_embedder(embedder)
         wanted = Wanted(
@@ -132,10 +149,12 @@ class KnowledgeBase(Maintained):
             embedder_path=embedder_path,
             index=index,
             indexing=None if attention_index is None else indexing_from(attention_index),
+            secret=secret,
+            reseal=reseal,
         )
         catalog, mode = open_catalog(folder, model, wanted, mode)
         try:
-            return cls(folder, catalog, model, mode, given, retriever, reranker)
+            return cls(folder, catalog, model, mode, given, retriever, reranker, secret)
         except BaseException:
             catalog.close()
             raise
@@ -174,8 +193,13 @@ class KnowledgeBase(Maintained):
           ConfigError: a shard that does not exist.
           StoreError: KV, vectors or catalog cannot be written; documents committed before stay.
         """
+        if shard is not None:
+            pair = isinstance(shard, tuple | list) and len(shard) == 2
+            if not pair or not all(type(number) is int for number in shard):
+                raise RequestError(f"shard={shard!r}: expected two integers, (i, n)")
         model = self._require_model("add documents")
         self._require_writable("add documents")
+        self._catalog.upgrade()
         if self._vectors is not None:
             _ = self._vectors.embedder  # refused before any work
             if not self._all_embedded():
@@ -201,6 +225,7 @@ class KnowledgeBase(Maintained):
 
         Raises RequestError for a single text, KnowledgeBaseError when opened for reading.
         """
+        require_kind("ids", ids, (Iterable,), "a list of document ids", optional=False)
         if isinstance(ids, str):
             raise RequestError(f"ids={ids!r} is one text; expected a list of document ids")
         self._require_writable("remove documents")
@@ -304,6 +329,7 @@ class KnowledgeBase(Maintained):
         """
         if tier not in get_args(Tier):
             raise RequestError(f"tier={tier!r}: expected one of {', '.join(get_args(Tier))}")
+        require_kind("what", what, (Sequence,), "a question or a list of keys", optional=False)
         if isinstance(what, str):
             ids = [hit.chunk_id for hit in self.search(what, k)]
             found = [self._catalog.keys_of(ids, encoder) for encoder in self.encoders]
@@ -346,6 +372,10 @@ class KnowledgeBase(Maintained):
         Raises RequestError for arguments that contradict each other, KnowledgeBaseError for an
         unknown document, encoder or another tokenizer, StoreError for a folder that cannot take it.
         """
+        require_kind("out", out, (str, os.PathLike), "a folder", optional=False)
+        for name, texts in (("documents", documents), ("keys", keys)):
+            if isinstance(texts, str):
+                raise RequestError(f"{name}={texts!r} is one text: expected a list")
         request = ExportRequest(
             format=format,
             documents=None if documents is None else tuple(documents),

@@ -1,24 +1,33 @@
 """Where a knowledge base lies: its folder, its catalog, and the repository of its chunks."""
 
+import itertools
 import os
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrag.catalog import Catalog
+from jaxrag.catalog import Catalog, lost_settings
+from jaxrag.catalog.database import damaged
+from jaxrag.catalog.salvage import Salvage, salvage
+from jaxrag.encode import ENCODERS
 from jaxrag.errors import KnowledgeBaseError
 from jaxrag.knowledge_base.settings import (
+    NEEDED,
+    REPLACED,
     Wanted,
     check_settings,
     neighbour_settings,
     new_settings,
     vector_settings,
 )
-from jaxrag.knowledge_base.vectors import ChunkVectors
+from jaxrag.knowledge_base.vectors import VECTORS, ChunkVectors
+from jaxrag.knowledge_base.writers import FOLDER as WRITERS
 from jaxrag.models.model import Model
 from jaxrag.store import ChunkStore, KVLayout, ReadThrough
 from jaxrag.store.chunk_store import Mode
+from jaxrag.store.keys import derive
+from jaxrag.text.prompts import TEMPLATES
 
 CATALOG = "catalog.sqlite"
 TIER = "tier"  # folder of the local copies of a repository that lies elsewhere
@@ -49,6 +58,40 @@ def store_location(store: str | os.PathLike[str]) -> str:
     return str(find_folder(text))
 
 
+def mend_catalog(folder: Path) -> Salvage | None:
+    """Make a damaged catalog whole from what can be read of it; None where nothing was done.
+
+    Nothing is done to a whole one, nor to one that anybody has open. What its rows say is left to
+    ``KnowledgeBase.verify``. Raises StoreError where too little is left or files cannot be written.
+    """
+    path = folder / CATALOG
+    return salvage(path, NEEDED) if path.is_file() and os.access(folder, os.W_OK) else None
+
+
+def mend_settings(folder: Path) -> tuple[str, ...]:
+    """Make settings whole that are not as written, where something tells what they were.
+
+    Returns their names, "" for what had none. Raises StoreError where nothing tells.
+    """
+    path = folder / CATALOG
+    if not path.is_file() or not os.access(folder, os.W_OK):
+        return ()
+    return lost_settings.mend_settings(path, NEEDED, _may_have_been, REPLACED)
+
+
+def _may_have_been(name: str, settings: Mapping[str, Any]) -> Iterator[Any]:
+    """Values that a setting may have had, by the others."""
+    yield from (None, "", False, True)
+    if name == "template":
+        yield from (template.to_dict() for template in TEMPLATES.values())
+    if name == "encoders":
+        for count in range(1, len(ENCODERS) + 1):
+            yield from map(list, itertools.permutations(ENCODERS, count))
+    if name == "fingerprint" and {"model", "layout", "salt"} <= settings.keys():
+        model, layout, salt = (settings[it] for it in ("model", "layout", "salt"))
+        yield derive(model["fingerprint"], stored=layout["stored"], salt=salt)
+
+
 def open_catalog(
     folder: Path, model: Model | None, wanted: Wanted, mode: Mode | None
 ) -> tuple[Catalog, Mode]:
@@ -57,9 +100,10 @@ def open_catalog(
     Returns the catalog and the mode, chosen where it is None. Raises what ``KnowledgeBase.open``
     raises.
     """
+    path = folder / CATALOG
     writes = model is not None and mode != "r"
-    if (folder / CATALOG).is_file() and not (writes and Catalog.is_empty(folder / CATALOG)):
-        catalog = Catalog.open(folder / CATALOG)
+    if path.is_file() and not (writes and _is_new(path)):
+        catalog = Catalog.open(path)
     elif model is None or mode == "r":
         raise KnowledgeBaseError(
             f"{folder} holds no knowledge base; ingest documents, or open it for writing with "
@@ -74,7 +118,11 @@ def open_catalog(
             raise KnowledgeBaseError(
                 f"{folder} cannot be written; open it with mode 'r', or change its permissions"
             )
-        check_settings(folder, catalog.settings(), model, wanted)
+        settings = catalog.settings()
+        for name in NEEDED:
+            if name not in settings:
+                raise damaged(path, f"the setting {name!r} is missing")
+        check_settings(folder, settings, model, wanted)
         _extend(folder, catalog, model, wanted, mode)
     except BaseException:
         catalog.close()
@@ -82,19 +130,43 @@ def open_catalog(
     return catalog, mode
 
 
+def _is_new(path: Path) -> bool:
+    """Whether another process is making this catalog, or died at it.
+
+    Raises DamagedCatalogError for an empty catalog beside what is only made after it.
+    """
+    if not Catalog.is_empty(path):
+        return False
+    for name in (VECTORS, WRITERS, TIER):
+        if (path.parent / name).exists():
+            raise damaged(path, f"it is empty, though {path.parent / name} is there")
+    return True
+
+
 def open_repository(
-    folder: Path, settings: Mapping[str, Any], mode: Mode
+    folder: Path, settings: Mapping[str, Any], mode: Mode, secret: bytes | None
 ) -> ChunkStore | ReadThrough:
-    """The repository of the chunks; one that lies elsewhere is read through a local tier."""
+    """The repository of the chunks; one that lies elsewhere is read through a local tier.
+
+    Both believe what is sealed with the secret, where there is one.
+    """
     location, limit = settings["store"] or str(folder), settings["max_bytes"]
     fingerprint, layout = settings["fingerprint"], KVLayout(**settings["layout"])
     if "://" not in location:
-        return ChunkStore.open(location, fingerprint, layout, mode=mode, max_bytes=limit)
-    remote = ChunkStore.open(location, fingerprint, layout, mode=mode)
+        return ChunkStore.open(
+            location, fingerprint, layout, mode=mode, max_bytes=limit, secret=secret
+        )
+    remote = ChunkStore.open(location, fingerprint, layout, mode=mode, secret=secret)
     if not os.access(folder, os.W_OK):
         return remote
     tier = ChunkStore.open(
-        folder / TIER, fingerprint, layout, mode="rw", max_bytes=limit, durable=False
+        folder / TIER,
+        fingerprint,
+        layout,
+        mode="rw",
+        max_bytes=limit,
+        durable=False,
+        secret=secret,
     )
     return ReadThrough(remote, tier)
 
@@ -112,8 +184,13 @@ def _create(folder: Path, settings: Mapping[str, Any]) -> Catalog:
 def _extend(
     folder: Path, catalog: Catalog, model: Model | None, wanted: Wanted, mode: Mode
 ) -> None:
-    """Remember what may be added later: encoder variants, an embedder, another size limit."""
+    """Remember what may be added later: a secret, encoders, an embedder, another size limit."""
     settings = catalog.settings()
+    if wanted.sealed != settings.get("sealed"):
+        if mode == "rw":
+            catalog.set("sealed", wanted.sealed)
+        elif wanted.reseal:
+            raise KnowledgeBaseError(f"{folder}: open it for writing to seal it with this secret")
     new = [name for name in wanted.encoders or () if name not in settings["encoders"]]
     if new:
         if model is None or mode == "r":

@@ -1,17 +1,20 @@
 """A knowledge base that is kept in order: vectors, neighbours, garbage, damage, counts."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxrag.catalog.audit import RowsReport
 from jaxrag.encode import encoder_named
-from jaxrag.errors import KnowledgeBaseError, RequestError
+from jaxrag.errors import KnowledgeBaseError, RequestError, TokenizerError
 from jaxrag.knowledge_base import upkeep
 from jaxrag.knowledge_base.ingest import RefreshReport
 from jaxrag.knowledge_base.location import find_folder
 from jaxrag.knowledge_base.neighbours import DEFAULT_TOP_N, Neighbours, SimilarBy, refresh
 from jaxrag.knowledge_base.parts import Parts
+from jaxrag.knowledge_base.rows import Names, examine
 from jaxrag.knowledge_base.stats import collect_stats
 from jaxrag.models.model import Model
 from jaxrag.text.prompts import PromptTemplate
@@ -137,11 +140,15 @@ class Maintained(Parts):
         max_bytes_per_second: float | None = None,
         progress: bool = False,
     ) -> upkeep.VerifyReport:
-        """Read the KV and the indexes of every chunk and hold them against their digests.
+        """Hold every row of the catalog, and every chunk's KV and indexes, against their digests.
+
+        Rows are held against each other as well: the tokens against the text, the names of KV
+        against the tokens, the words against the texts, their numbers against what there should be.
 
         Args:
-          repair: encode damaged and missing chunks again, and those without the index that they
-            should have, and embed those whose vectors are gone.
+          repair: make rows anew from those that prove what they were, and drop documents of which
+            nothing does; encode damaged and missing chunks again, and those without the index that
+            they should have, and embed those whose vectors are gone.
           max_bytes_per_second: of reading.
           progress: draw a bar on stderr, where that is a terminal.
 
@@ -151,6 +158,7 @@ class Maintained(Parts):
         if repair:
             model = self._require_model("repair chunks")
             self._require_writable("repair chunks")
+        rows = self._verify_rows(repair)
         report = upkeep.verify(
             self.store,
             self._catalog,
@@ -163,6 +171,32 @@ class Maintained(Parts):
             report = upkeep.repair(report, self._catalog, self.template, self._encoding(model))
             if self._vectors is not None and not self._all_embedded():
                 self.embed(progress=progress)
+            if rows.faults and self._behind_others:
+                self.refresh(progress=progress)
+        lost = 0
+        if self._vectors is not None and self._settings["vectors_complete"]:
+            lost = len(self._vectors.compared(self._catalog).lost)
+        return dataclasses.replace(report, rows=rows, vectors_lost=lost)
+
+    def _verify_rows(self, repair: bool) -> RowsReport:
+        """Check every row of the catalog, with the tokenizer where it is at hand."""
+        try:
+            tokenizer = self._tokenizer(None)
+            names = Names(self.store.fingerprint, self.template, tokenizer)
+        except (KnowledgeBaseError, TokenizerError) as error:
+            if repair:
+                raise
+            names, why = None, f"tokens and keys were not checked: {error}"
+        else:
+            why = ""
+        look = functools.partial(examine, names)
+        audit = self._catalog.audit()
+        if not repair:
+            return dataclasses.replace(audit.check(look), unchecked=why)
+        with self._acknowledged():
+            self._catalog.upgrade()
+            report = self._catalog.audit().repair(look)
+        self._finish_removals()
         return report
 
     @property

@@ -25,6 +25,10 @@ from jaxrag.store.owners import Owners, this_owner
 from jaxrag.text.prompts import PromptTemplate, template_from_dict
 from jaxrag.text.tokenizer import Tokenizer
 
+UNCHECKED_ROWS = (
+    "catalog of format 3: rows are not checked; `jaxrag kb verify --repair` adds digests"
+)
+
 
 class Parts:
     """The parts of an open knowledge base, and how they are let go.
@@ -55,6 +59,7 @@ class Parts:
         embedder: Embedder | None,
         retriever: Retriever | Any | None,
         reranker: Reranker | None,
+        secret: bytes | None,
     ) -> None:
         """Use ``KnowledgeBase.open``, which checks what is there first."""
         settings = catalog.settings()
@@ -80,7 +85,7 @@ class Parts:
         self._vectors = None
         if settings["vectors"] is not None:
             self._vectors = ChunkVectors(path, settings["vectors"], embedder, mode)
-        self.store = open_repository(path, settings, mode)
+        self.store = open_repository(path, settings, mode, secret)
         if mode == "rw":
             self._owners().register(this_owner(self.id, path))
             self._finish_removals()
@@ -90,6 +95,11 @@ class Parts:
         """What a retriever may ask about chunks (retrieve.adapters, retrieve.plugins)."""
         catalog = self._catalog
         return CatalogChunks(catalog.texts, catalog.ids_of_document, catalog.search)
+
+    @property
+    def unchecked(self) -> str | None:
+        """What is to be said of a catalog without digests; None of all others."""
+        return None if self._catalog.checked else UNCHECKED_ROWS
 
     @property
     def embedder(self) -> Embedder | None:

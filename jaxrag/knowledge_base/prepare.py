@@ -95,7 +95,7 @@ class Preparer:
 
     def prepare(self, document: Document) -> Prepared:
         """Split a document, or take its chunks from the catalog when it stands there unchanged."""
-        digest = _digest(document)
+        digest = document_digest(document)
         known = self.catalog.document(document.id)
         same = known is not None and known.digest == digest
         if known is not None and known.file != document.file:
@@ -148,7 +148,8 @@ def _result(waiting: _Waiting) -> Prepared | BadDocument:
         return BadDocument(document.id, str(error))
 
 
-def _digest(document: Document) -> str:
+def document_digest(document: Document) -> str:
+    """Of its title, text, metadata and pages."""
     content = [document.title, document.text, document.metadata, document.pages]
     text = json.dumps(content, sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

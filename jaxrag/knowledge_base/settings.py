@@ -18,8 +18,16 @@ from jaxrag.knowledge_base.neighbours import DEFAULT_TOP_N, SimilarBy
 from jaxrag.models.model import Model
 from jaxrag.retrieve.names import index_named
 from jaxrag.store.keys import derive
+from jaxrag.store.seal import Sealer
 from jaxrag.text.prompts import PromptTemplate
 
+# The settings of every knowledge base, without which it cannot be opened.
+NEEDED = (
+    "chunking", "encoders", "fingerprint", "id", "layout", "max_bytes", "model", "neighbours",
+    "prefix_content", "salt", "store", "template", "tokenizer", "vectors", "vectors_complete",
+)  # fmt: skip
+# What takes the place of one that is lost: no answer depends on it.
+REPLACED: Mapping[str, Any] = {"max_bytes": None, "last_gc": None, "vectors_complete": False}
 DEFAULT_CHUNK_TOKENS = 512
 DEFAULT_ENCODERS = ("isolated",)
 DEFAULT_INDEX = "lance"
@@ -46,6 +54,13 @@ class Wanted:
     embedder_path: str | None  # absolute, when it was given as a directory
     index: str | None
     indexing: Indexing | None = None
+    secret: bytes | None = dataclasses.field(default=None, repr=False)
+    reseal: bool = False
+
+    @property
+    def sealed(self) -> str | None:
+        """The name of the secret; None without one. Raises StoreError for one that is none."""
+        return None if self.secret is None else Sealer(self.secret).name
 
     def __post_init__(self) -> None:
         """Refuse values that no knowledge base can have."""
@@ -114,6 +129,7 @@ def new_settings(model: Model, wanted: Wanted) -> dict[str, Any]:
         "tokenizer": tokenizer.digest,
         "fingerprint": derive(model.fingerprint, stored=stored, salt=salt),
         "salt": salt,
+        "sealed": wanted.sealed,
         "layout": {**dataclasses.asdict(model.whole_kv_layout), "stored": stored},
         "store": wanted.store,
         "max_bytes": wanted.max_bytes or None,
@@ -201,6 +217,7 @@ def check_settings(
         raise KnowledgeBaseError(
             f"{folder} was made with another salt; leave it out or ingest into another folder"
         )
+    _check_seal(folder, settings.get("sealed"), wanted)
     if wanted.embedder is not None and vectors is not None:
         known, given = _told_apart(vectors["embedder"]["digest"], wanted.embedder.digest)
         if given != known:
@@ -209,6 +226,22 @@ def check_settings(
                 f"with digest {known}, not of this one with {given}; use its embedder or "
                 "ingest into another folder"
             )
+
+
+def _check_seal(folder: Path, known: str | None, wanted: Wanted) -> None:
+    """Refuse another secret than the one that seals its chunks, or none, unless that is wanted."""
+    given = wanted.sealed
+    if known in (None, given) or wanted.reseal:
+        return
+    if given is None:
+        raise KnowledgeBaseError(
+            f"{folder} is sealed with secret {known}; pass its file as --secret-file or "
+            "JAXRAG_SECRET_FILE, or its bytes as secret="
+        )
+    raise KnowledgeBaseError(
+        f"{folder} is sealed with secret {known}, not with {given}; pass its own, or take "
+        "this one from now on with `jaxrag kb verify --repair --reseal`"
+    )
 
 
 def _check_model(folder: Path, settings: Mapping[str, Any], model: Model) -> None:

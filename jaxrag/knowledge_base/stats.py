@@ -33,7 +33,7 @@ def collect_stats(
         if not claim.holds(record):
             orphans["chunks"] += 1
             orphans["bytes"] += store.layout.nbytes(record.tokens)
-    stored = store.stats().get(store.fingerprint)
+    stored = store.stats()
     known = settings["vectors"]
     indexing = settings.get("attention_index")
     return {
@@ -54,11 +54,13 @@ def collect_stats(
             "kv": settings["layout"]["stored"],
             "location": settings["store"] or str(folder),
             "salted": bool(settings["salt"]),
+            "sealed": settings.get("sealed") is not None,
             "max_bytes": settings["max_bytes"],
-            "chunks": stored.chunks if stored else 0,
-            "tokens": stored.tokens if stored else 0,
-            "bytes": stored.nbytes if stored else 0,
-            "corrupt": stored.corrupt if stored else 0,
+            "chunks": stored.chunks,
+            "tokens": stored.tokens,
+            "bytes": stored.nbytes,
+            "corrupt": stored.corrupt,
+            "unsealed": stored.unsealed,
             "variants": dict(sorted(variants.items())),
             "orphans": orphans["chunks"],
             "orphan_bytes": orphans["bytes"],

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from jaxrag.attention_index.document import Indexing, is_indexed
 from jaxrag.catalog import Catalog
+from jaxrag.catalog.audit import RowsReport
 from jaxrag.encode import ChunkEncoding, gets_indexes
 from jaxrag.errors import KnowledgeBaseError
 from jaxrag.knowledge_base.ingest import RefreshReport
@@ -52,13 +53,25 @@ class GcReport:
 
 @dataclasses.dataclass(frozen=True)
 class VerifyReport:
-    """What a check of every chunk's KV found; the first four together are all of them."""
+    """What a check of every row and every chunk's KV found.
+
+    The first four together are all chunks' KV.
+    """
 
     ok: int
     repaired: int
-    damaged: tuple[str, ...]  # keys of chunks whose KV is missing or corrupt, and still is
+    damaged: tuple[str, ...]  # keys of chunks without sound KV of their own, still
     dropped: int  # not stored, as is to be expected under a size limit
     unindexed: tuple[str, ...] = ()  # keys of chunks that are whole but lack their indexes
+    unsealed: tuple[str, ...] = ()  # of ``damaged``: sound, but not sealed with the secret
+    rows: RowsReport | None = None  # of the catalog; None where it was not looked at
+    vectors_lost: int = 0  # chunks that should have a vector and have none
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is damaged or missing now."""
+        rows = self.rows is None or self.rows.whole
+        return rows and not (self.damaged or self.unindexed or self.vectors_lost)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +158,11 @@ def sweep(
 ) -> GcReport:
     """Remove KV that no claim holds and vectors of no chunk, where older than the grace.
 
-    What writers at work have announced stays, at any grace.
+    What writers at work have announced stays, at any grace. Raises DamagedCatalogError for a claim
+    whose catalog lost rows: their KV would be nobody's.
     """
+    for claim in claims:
+        claim.catalog.check_whole()
     now = time.time()  # a writer that is not seen below reserves its ids later than this
     report = store.gc(
         lambda record: any(claim.holds(record) for claim in claims),
@@ -198,10 +214,10 @@ def verify(
         progress=progress,
         finite=True,
     )
-    damaged = (*found.corrupt, *(() if limited else found.missing))
+    damaged = (*found.corrupt, *found.unsealed, *(() if limited else found.missing))
     dropped = len(found.missing) if limited else 0
     bare = [] if indexing is None else _unindexed(store, catalog, indexing, set(damaged))
-    return VerifyReport(found.ok, 0, damaged, dropped, tuple(bare))
+    return VerifyReport(found.ok, 0, damaged, dropped, tuple(bare), found.unsealed)
 
 
 def repair(
@@ -221,7 +237,8 @@ def repair(
     damaged = tuple(key for key in report.damaged if key not in repaired)
     bare = tuple(key for key in report.unindexed if key not in repaired)
     whole = report.ok - (len(report.unindexed) - len(bare))
-    return VerifyReport(whole, len(repaired), damaged, report.dropped, bare)
+    unsealed = tuple(key for key in report.unsealed if key not in repaired)
+    return VerifyReport(whole, len(repaired), damaged, report.dropped, bare, unsealed)
 
 
 def _unindexed(

@@ -14,7 +14,7 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -124,7 +124,7 @@ class BM25Index:
 
     def clear(self) -> None:
         """Forget every chunk."""
-        for table in ("postings", "lengths", "terms"):
+        for table in ("postings", "lengths", "terms")[: 2 + self.checked]:
             self.connection.execute(f"DELETE FROM {table}")
 
     def add(self, texts: Mapping[int, str]) -> int:
@@ -275,6 +275,31 @@ class BM25Index:
                 term, *_ = min(set(found) ^ set(known))
                 raise self._damaged(term)
         return found
+
+    def count_unlike(self, texts: Iterable[tuple[int, str]]) -> int:
+        """How many words and lengths are not those of the chunks' texts: (id, text), ascending."""
+        words: dict[str, tuple[int, int]] = {}
+        lengths: dict[int, int] = {}
+        for chunk_id, text in texts:
+            by_term, ((_, length),) = _gathered({chunk_id: text})
+            lengths[chunk_id] = length
+            for term, found in by_term:
+                holders, weight = words.get(term, (0, 0))
+                words[term] = holders + 1, weight + _weight(found)
+        statements = [f"SELECT term, {_POSTINGS} FROM postings GROUP BY term"]
+        if self.checked:
+            statements.append("SELECT term, holders, weight FROM terms")
+        unlike = set[str]()
+        for statement in statements:
+            left = dict(words)
+            for term, *known in self.connection.execute(statement):
+                if left.pop(term, None) != tuple(known):
+                    unlike.add(str(term))
+            unlike.update(left)
+        held: dict[int, int] = dict(
+            self.connection.execute("SELECT chunk_id, num_terms FROM lengths").fetchall()
+        )
+        return len(unlike) + len(held.items() ^ lengths.items())
 
     def snapshot(self) -> "BM25Snapshot":
         """The index as it is now, in memory: for many questions, without a filter.

@@ -62,7 +62,9 @@ class Recipe:
         first = next(encoders, None)
         return cls(encoders=None if first is None else (first,))
 
-    def open(self, folder: Path, model: Model, salt: str) -> KnowledgeBase:
+    def open(
+        self, folder: Path, model: Model, salt: str, secret: bytes | None = None
+    ) -> KnowledgeBase:
         """Make a knowledge base in a folder, or open what is there; raises what it raises."""
         return KnowledgeBase.open(
             folder,
@@ -75,6 +77,7 @@ class Recipe:
             embedder=self.embedder,
             index=self.index,
             salt=salt,
+            secret=secret,
             mode="rw",
         )
 

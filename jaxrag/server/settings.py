@@ -55,6 +55,7 @@ class ServerSettings:
       origins: of pages elsewhere that may ask from a browser, such as "https://chat.example".
       data: folder for what clients upload; None: uploads are refused.
       keys: TOML file of the keys that are let in; None: anybody is.
+      secret_file: file of the secret that seals the KV of the knowledge bases; None: of none.
       open_to_all: listen on an address that others can reach without asking for keys.
       index_threads: uploaded files that are indexed at once.
       parse_seconds: that one document of an upload may take to parse.
@@ -100,6 +101,7 @@ class ServerSettings:
     origins: tuple[str, ...] = ()
     data: str | None = None
     keys: str | None = None
+    secret_file: str | None = None
     open_to_all: bool = False
     method: str = "turborag"
     decode: str | None = None

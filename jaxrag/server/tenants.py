@@ -12,7 +12,8 @@ The file of keys is TOML, and holds no key but its sha256::
     read = ["village"]
 
 A tenant's salt is made of its name and of a secret that the server keeps in its data folder, so
-that no request can name it and no two tenants share a key of KV.
+that no request can name it and no two tenants share a key of KV. So is the secret that seals its
+KV, so that nothing is believed that another put there.
 """
 
 import dataclasses
@@ -224,6 +225,12 @@ class Tenants:
     def salt(self, tenant: str) -> str:
         """The salt of a tenant's KV: 64 hex digits of its name and the secret."""
         return hmac.digest(self._secret, b"jaxrag.tenant\0" + tenant.encode(), "sha256").hex()
+
+    def seal_secret(self, tenant: str) -> bytes | None:
+        """What seals the KV of a tenant; None where there are no keys, and so no tenants."""
+        if self._file is None:
+            return None
+        return hmac.digest(self._secret, b"jaxrag.seal\0" + tenant.encode(), "sha256")
 
     def _tenant(self, name: str) -> Tenant:
         tables = {} if self._file is None else self._file.tenants

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from jaxrag.errors import StoreError
 from jaxrag.store.backend import WriteFuture
 from jaxrag.store.grid import KV_AXES, aux_grid, kv_grid
-from jaxrag.store.layout import KVLayout
 from jaxrag.store.namespace import Namespace, aux_path
 from jaxrag.store.quantise import quantise
 from jaxrag.store.record import (
@@ -45,16 +44,18 @@ class Shard:
     rank: int
     xxh3: tuple[str, ...]  # [L]
     scale: str | None  # digest of the scales of an int8 chunk
+    seals: tuple[str, ...] = ()  # [L]; none where the store has no secret
+    scale_seal: str | None = None
 
 
 def start_shard(
     space: Namespace, attempt: Attempt, rank: int, kv: NDArray[Any]
 ) -> tuple[Shard, list[WriteFuture]]:
     """Begin to write ``kv`` [L, 2, T, K / ways, H], the share of one rank."""
-    layout, backend = space.layout, space.backend
+    layout, backend, sealer = space.layout, space.backend, space.sealer
     base = space.attempt(attempt.key, attempt.attempt)
     writes = []
-    elements, scale = kv, None
+    elements, scale, scale_seal = kv, None, None
     if layout.stored == "int8":
         try:
             elements, scales = quantise(kv)
@@ -63,9 +64,12 @@ def start_shard(
         grid = aux_grid(layout.shape(attempt.tokens)[:-1], scales.dtype.name, attempt.ways)
         writes.append(backend.start_part(aux_path(base, SCALE), grid, rank, scales))
         scale = digest(scales)
+        scale_seal = None if sealer is None else sealer.of_array(scales)
     grid = kv_grid(layout, attempt.tokens, attempt.ways)
     writes.append(backend.start_part(base, grid, rank, elements))
-    return Shard(attempt.attempt, rank, layer_digests(elements), scale), writes
+    seals = () if sealer is None else sealer.of_layers(elements)
+    digests = layer_digests(elements)
+    return Shard(attempt.attempt, rank, digests, scale, seals, scale_seal), writes
 
 
 def start_record(
@@ -78,9 +82,14 @@ def start_record(
     """Begin to write all that is not a rank's: auxiliary arrays and the headers.
 
     Raises:
-        StoreError: ``shards`` are not those of every rank.
+        StoreError: ``shards`` are not those of every rank, or lack seals that others have.
     """
-    record = _describe(space.layout, attempt, shards, described)
+    entries = dict(described)
+    if space.sealer is not None:
+        for name, array in aux.items():
+            seals = (space.sealer.of_array(array),)
+            entries[name] = dataclasses.replace(entries[name], seals=seals)
+    record = _describe(space, attempt, shards, entries)
     backend = space.backend
     base = space.bytes_of(record)
     writes = []
@@ -102,7 +111,7 @@ def start_record(
 
 
 def _describe(
-    layout: KVLayout,
+    space: Namespace,
     attempt: Attempt,
     shards: Sequence[Shard],
     described: Mapping[str, AuxArray],
@@ -115,19 +124,35 @@ def _describe(
             + (f", some of attempt {foreign[0]}" if foreign else "")
             + f": expected one of each of {attempt.ways} ranks of attempt {attempt.attempt}"
         )
+    layout, sealer = space.layout, space.sealer
     ordered = sorted(shards, key=lambda shard: shard.rank)
+    odd = [shard.rank for shard in ordered if bool(shard.seals) != (sealer is not None)]
+    if odd:
+        raise StoreError(
+            f"chunk {attempt.key}: rank {odd[0]} opened the store "
+            f"{'with' if sealer is None else 'without'} a secret, the one that commits did not: "
+            "open it with the same secret in every process"
+        )
     aux = dict(described)
     if layout.stored == "int8":
         scales = tuple(shard.scale or "" for shard in ordered)
-        aux[SCALE] = AuxArray(layout.shape(attempt.tokens)[:-1], np.dtype("f4").name, scales)
-    by_layer = zip(*(shard.xxh3 for shard in ordered), strict=True)
+        seals = () if sealer is None else tuple(shard.scale_seal or "" for shard in ordered)
+        shape = layout.shape(attempt.tokens)[:-1]
+        aux[SCALE] = AuxArray(shape, np.dtype("f4").name, scales, seals)
     return new_record(
         attempt.key,
         attempt.attempt,
         attempt.tokens,
         layout,
         attempt.provenance,
-        [digest for layer in by_layer for digest in layer],
+        _by_layer(shard.xxh3 for shard in ordered),
         aux,
         attempt.ways,
+        _by_layer(shard.seals for shard in ordered),
+        sealer,
     )
+
+
+def _by_layer(of_ranks: Iterable[Sequence[str]]) -> list[str]:
+    """What every rank has of every layer: layer by layer, in a layer rank by rank."""
+    return [one for layer in zip(*of_ranks, strict=True) for one in layer]

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from numpy.typing import NDArray
 
-from jaxrag.errors import ChunkCorrupt, StoreError
+from jaxrag.errors import ChunkCorrupt, ChunkNotSealed, StoreError
 from jaxrag.store.keys import FINGERPRINT_DIGITS, ID_DIGITS, chunk_key, require_hex
 from jaxrag.store.layout import WHOLE, HeadShare, KVLayout
 from jaxrag.store.reading import (
@@ -38,19 +38,22 @@ class Stats:
     tokens: int
     nbytes: int  # as stored, of K, V and auxiliary arrays
     corrupt: int  # commit records that were refused; not counted above
+    unsealed: int = 0  # that the store's secret did not seal; not counted above
 
     @classmethod
     def of(cls, found: Iterable[Found]) -> Self:
         """Count records and refusals."""
-        chunks = tokens = nbytes = corrupt = 0
+        chunks = tokens = nbytes = corrupt = unsealed = 0
         for one in found:
             if isinstance(one, Record):
                 chunks += 1
                 tokens += one.tokens
                 nbytes += one.nbytes
+            elif isinstance(one, ChunkNotSealed):
+                unsealed += 1
             else:  # a missing record was removed since it was listed
                 corrupt += isinstance(one, ChunkCorrupt)
-        return cls(chunks, tokens, nbytes, corrupt)
+        return cls(chunks, tokens, nbytes, corrupt, unsealed)
 
 
 class KVStore(abc.ABC):
@@ -244,15 +247,12 @@ class KVStore(abc.ABC):
         """Every key committed under the fingerprint, ascending, streamed."""
 
     @abc.abstractmethod
-    def records(self, fingerprint: str | None = None) -> Iterator[Record]:
-        """Every record that can be read, by ascending key, streamed.
-
-        ``fingerprint`` asks for those of another model in the same repository.
-        """
+    def records(self) -> Iterator[Record]:
+        """Every record that can be read and is believed, by ascending key, streamed."""
 
     @abc.abstractmethod
-    def stats(self) -> dict[str, Stats]:
-        """What is stored, per fingerprint."""
+    def stats(self) -> Stats:
+        """What is stored under the fingerprint."""
 
     @abc.abstractmethod
     def _put(

@@ -34,6 +34,7 @@ from jaxrag.store.quota import SizeLimit
 from jaxrag.store.reading import Found, Refused, Wanted, require_choice
 from jaxrag.store.record import AuxArray, Provenance, Record, new_attempt
 from jaxrag.store.repository import Repository
+from jaxrag.store.seal import Sealer
 from jaxrag.store.sweep import SweepReport, sweep
 from jaxrag.store.writer import ChunkWriter, PutResult
 
@@ -51,13 +52,14 @@ class ChunkStore(KVStore):
         mode: Mode,
         max_tokens: int,
         host_bytes: int,
+        sealer: Sealer | None,
     ) -> None:
         """Use ``ChunkStore.open``, which checks what is there first."""
         super().__init__(fingerprint, layout, max_tokens)
         self.mode = mode
         self._backend = backend
         self._repository = Repository(backend)
-        self._space = Namespace(backend, fingerprint, layout, max_tokens)
+        self._space = Namespace(backend, fingerprint, layout, max_tokens, sealer)
         self._loader = Loader(self._space)
         self._limit: SizeLimit | None = None
         self._prefetcher = Prefetcher(self._space, self.get, host_bytes)
@@ -75,6 +77,7 @@ class ChunkStore(KVStore):
         max_bytes: int | None = None,
         host_bytes: int = DEFAULT_HOST_BYTES,
         durable: bool = True,
+        secret: bytes | None = None,
     ) -> "ChunkStore":
         """Open a repository; with mode "rw" it is created where none is.
 
@@ -92,15 +95,19 @@ class ChunkStore(KVStore):
                 read counting less.
             host_bytes: the most that ``prefetch`` may keep in memory.
             durable: False lets a put return before its files are on the disk.
+            secret: seals what is put, and refuses as not sealed what was put without it, whoever
+                made it: 16 random bytes or more. None reads chunks sealed or not, and checks only
+                their digests.
 
         Raises:
             StoreError: no repository (mode "r"), one of another format, one whose chunks of this
-                fingerprint have other sizes, a limit on something other than a directory, or a
-                location that cannot be read or written.
+                fingerprint have other sizes, a limit on something other than a directory, a
+                secret that is too short, or a location that cannot be read or written.
         """
         require_choice(mode, Mode, "mode")
         backend = Backend(location, io_mode, durable)
-        store = cls(backend, fingerprint, layout, mode, max_tokens, host_bytes)
+        sealer = None if secret is None else Sealer(secret)
+        store = cls(backend, fingerprint, layout, mode, max_tokens, host_bytes, sealer)
         store._repository.declare(layout, fingerprint, writable=mode == "rw")
         if mode == "rw":
             store._limit = SizeLimit.open(store._repository, fingerprint, max_bytes)
@@ -122,6 +129,11 @@ class ChunkStore(KVStore):
         return self._backend.directory
 
     @property
+    def sealed_by(self) -> str | None:
+        """The name of the secret that it was opened with; None without one."""
+        return None if self._space.sealer is None else self._space.sealer.name
+
+    @property
     def max_bytes(self) -> int | None:
         """The size limit, if there is one."""
         return None if self._limit is None else self._limit.max_bytes
@@ -135,17 +147,18 @@ class ChunkStore(KVStore):
         """Every key committed under the fingerprint, ascending, streamed."""
         return self._space.keys()
 
-    def records(self, fingerprint: str | None = None) -> Iterator[Record]:
-        """Every record that can be read, by ascending key; ``fingerprint``: of another model."""
-        space = self._repository.space(fingerprint or self.fingerprint)
-        if space is not None:
-            yield from (found for found in space.find_all() if isinstance(found, Record))
+    def records(self) -> Iterator[Record]:
+        """Every record that can be read and is believed, by ascending key, however long."""
+        yield from (found for found in self._everything.find_all() if isinstance(found, Record))
 
-    def stats(self) -> dict[str, Stats]:
-        """What is committed, per fingerprint; reads every commit record."""
-        return {
-            space.fingerprint: Stats.of(space.find_all()) for space in self._repository.spaces()
-        }
+    def stats(self) -> Stats:
+        """What is committed under the fingerprint; reads every commit record of it."""
+        return Stats.of(self._everything.find_all())
+
+    @property
+    def _everything(self) -> Namespace:
+        """The chunks of the fingerprint, however long."""
+        return dataclasses.replace(self._space, max_tokens=sys.maxsize)
 
     def gc(
         self,
@@ -156,6 +169,8 @@ class ChunkStore(KVStore):
         busy: Callable[[str], bool] = lambda key: False,
     ) -> SweepReport:
         """Remove what nobody needs of this fingerprint; safe beside readers and writers.
+
+        Seals say nothing here: chunks of others who share the fingerprint without the secret stay.
 
         Removed are, each only when older than the grace: committed chunks that are not live,
         records that are refused, attempts that no record names, lock files and empty folders.
@@ -174,8 +189,8 @@ class ChunkStore(KVStore):
         """
         if not dry_run:
             self._require_writable()
-        everything = dataclasses.replace(self._space, max_tokens=sys.maxsize)
-        report = sweep(everything, live, grace_seconds, dry_run, busy)
+        anyones = dataclasses.replace(self._everything, sealer=None)
+        report = sweep(anyones, live, grace_seconds, dry_run, busy)
         if self._limit is not None:
             self._limit.recount(self.keys)
         return report
@@ -339,7 +354,8 @@ class ChunkStore(KVStore):
     def copy_in(self, record: Record, source: "ChunkStore") -> Refused | None:
         """Take over the chunk of a record of another store, file by file as it is there.
 
-        Its bytes are verified when they are read. A chunk that stands here already is kept.
+        Its bytes are verified when they are read. A chunk that stands here already is kept. Of a
+        sealed one the record is sealed again, as it names another attempt.
 
         Returns:
             None, or why there is nothing to copy.
@@ -356,7 +372,7 @@ class ChunkStore(KVStore):
         values = source._backend.contents(paths)
         if None in values:
             return ChunkMissing(f"chunk {record.key}: committed, but its bytes are gone")
-        own = dataclasses.replace(record, attempt=new_attempt())
+        own = dataclasses.replace(record, attempt=new_attempt()).sealed(self._space.sealer)
         base, target = source._space.bytes_of(record), self._space.bytes_of(own)
         if self._limit is not None:
             self._limit.admit(own.key, own.nbytes)

@@ -69,16 +69,14 @@ class MemoryStore(KVStore):
         with self._lock:
             return iter(sorted(self._chunks))
 
-    def records(self, fingerprint: str | None = None) -> Iterator[Record]:
-        """Every record at this moment, by ascending key; none of another fingerprint."""
-        if fingerprint not in (None, self.fingerprint):
-            return iter(())
+    def records(self) -> Iterator[Record]:
+        """Every record at this moment, by ascending key."""
         with self._lock:
             return iter([self._peek(key).record for key in sorted(self._chunks)])
 
-    def stats(self) -> dict[str, Stats]:
-        """What is stored, under the one fingerprint there is."""
-        return {self.fingerprint: Stats.of(self.records())}
+    def stats(self) -> Stats:
+        """What is stored at this moment."""
+        return Stats.of(self.records())
 
     def _put(
         self,

@@ -22,7 +22,8 @@ from jaxrag.store.grid import Grid, aux_grid, kv_grid
 from jaxrag.store.keys import ID_DIGITS, is_hex
 from jaxrag.store.layout import KVLayout
 from jaxrag.store.reading import Found
-from jaxrag.store.record import MAX_RECORD_BYTES, Record, read_record
+from jaxrag.store.record import MAX_SEALED_BYTES, Record, read_record
+from jaxrag.store.seal import Sealer
 
 COMMIT = "commit.json"
 SWEPT = "swept-"  # opens the name of a mark in an attempt: gc takes it, it must not be committed
@@ -38,6 +39,7 @@ class Namespace:
     fingerprint: str
     layout: KVLayout
     max_tokens: int = sys.maxsize
+    sealer: Sealer | None = None  # what its seals are believed, and made, by
 
     @property
     def prefix(self) -> str:
@@ -92,14 +94,16 @@ class Namespace:
 
     def find(self, keys: Sequence[str]) -> dict[str, Found]:
         """Per key its record or why there is none."""
-        values = self.backend.read_many([self.commit(key) for key in keys], MAX_RECORD_BYTES)
+        values = self.backend.read_many([self.commit(key) for key in keys], MAX_SEALED_BYTES)
         found: dict[str, Found] = {}
         for key, data in zip(keys, values, strict=True):
             if data is None:
                 found[key] = ChunkMissing(f"chunk {key}: not in {self.backend.location}")
                 continue
             try:
-                found[key] = read_record(data, key, self.fingerprint, self.layout, self.max_tokens)
+                found[key] = read_record(
+                    data, key, self.fingerprint, self.layout, self.max_tokens, self.sealer
+                )
             except ChunkCorrupt as error:
                 found[key] = error
         return found

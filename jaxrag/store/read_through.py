@@ -35,14 +35,19 @@ class ReadThrough(KVStore):
         """Read ``remote`` through ``local``, which is opened for writing in a directory.
 
         Raises:
-            StoreError: the two are not of one fingerprint and layout, or the local one is not
-                local or not writable.
+            StoreError: the two are not of one fingerprint, layout and secret, or the local one is
+                not local or not writable.
         """
         super().__init__(remote.fingerprint, remote.layout, remote.max_tokens)
         if (local.fingerprint, local.layout) != (remote.fingerprint, remote.layout):
             raise StoreError(
                 f"{local.location} holds chunks of {local.fingerprint[:16]} {local.layout}, "
                 f"expected those of {remote.location}: {remote.fingerprint[:16]} {remote.layout}"
+            )
+        if local.sealed_by != remote.sealed_by:
+            raise StoreError(
+                f"{local.location} is read with secret {local.sealed_by}, {remote.location} with "
+                f"{remote.sealed_by}: open both with the same"
             )
         if not local.writable or local.directory is None:
             raise StoreError(f"{local.location}: expected a directory that is open for writing")
@@ -81,12 +86,12 @@ class ReadThrough(KVStore):
         """Every key of the remote store, ascending, streamed."""
         return self.remote.keys()
 
-    def records(self, fingerprint: str | None = None) -> Iterator[Record]:
+    def records(self) -> Iterator[Record]:
         """Every record of the remote store that can be read."""
-        return self.remote.records(fingerprint)
+        return self.remote.records()
 
-    def stats(self) -> dict[str, Stats]:
-        """What the remote store holds, per fingerprint."""
+    def stats(self) -> Stats:
+        """What the remote store holds."""
         return self.remote.stats()
 
     def verify(

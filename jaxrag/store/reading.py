@@ -11,11 +11,12 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
+from jaxrag.errors import ChunkCorrupt, ChunkMissing, ChunkNotSealed, StoreError
 from jaxrag.store.grid import HEAD_AXIS, Grid, kv_grid
 from jaxrag.store.layout import WHOLE, HeadShare, KVLayout
 from jaxrag.store.quantise import dequantise
 from jaxrag.store.record import Record, layer_digest
+from jaxrag.store.seal import Sealer, same_seal
 
 OnMissing = Literal["raise", "skip"]
 Verify = Literal["always", "never"]
@@ -148,7 +149,11 @@ def assemble(
 
 
 def settle(
-    wanted: Wanted, layer: int, parts: NDArray[Any], scale: NDArray[np.float32] | None
+    wanted: Wanted,
+    layer: int,
+    parts: NDArray[Any],
+    scale: NDArray[np.float32] | None,
+    sealer: Sealer | None = None,
 ) -> ChunkCorrupt | None:
     """Check a layer as it was stored, then put it where it belongs.
 
@@ -158,21 +163,16 @@ def settle(
         parts: [ranks, 2, T, K / ways, H] in the stored dtype, one entry for each file of
             ``wanted.ranks``; the view of ``out`` itself where ``wanted.direct``.
         scale: float32 [L, 2, T, K], of an int8 chunk.
+        sealer: checks the seals; None checks xxh3.
 
     Returns:
         None, or why the layer is refused; ``out`` is then left as it is.
     """
-    record = wanted.record
-    ways = record.ways
     if wanted.verify:
         for rank, part in zip(wanted.ranks, parts, strict=True):
-            actual, expected = layer_digest(part), record.xxh3[layer * ways + rank]
-            if actual != expected:
-                where = f" in file {rank} of {ways}" if ways > 1 else ""
-                return ChunkCorrupt(
-                    f"chunk {record.key}: layer {layer} of {record.shape[0]}{where} has xxh3 "
-                    f"{actual}, expected {expected}"
-                )
+            refused = _check_part(wanted.record, layer, rank, part, sealer)
+            if refused is not None:
+                return refused
     if wanted.direct:
         return None
     out, heads = wanted.layer_out(layer), wanted.heads
@@ -186,6 +186,21 @@ def settle(
         else:
             dequantise(mine, scale[layer, :, :, first:end], target)
     return None
+
+
+def _check_part(
+    record: Record, layer: int, rank: int, part: NDArray[Any], sealer: Sealer | None
+) -> ChunkCorrupt | None:
+    """Why a layer in one file is not what was stored, or None."""
+    place = layer * record.ways + rank
+    if sealer is not None and same_seal(sealer.of_layer(part), record.seals[place]):
+        return None
+    where = f" in file {rank} of {record.ways}" if record.ways > 1 else ""
+    name = f"chunk {record.key}: layer {layer} of {record.shape[0]}{where}"
+    actual, expected = layer_digest(part), record.xxh3[place]
+    if actual != expected:
+        return ChunkCorrupt(f"{name} has xxh3 {actual}, expected {expected}")
+    return None if sealer is None else ChunkNotSealed(f"{name} is not what was sealed")
 
 
 def require_choice(value: object, choices: Any, name: str) -> None:

@@ -15,13 +15,16 @@ import xxhash
 from numpy.typing import NDArray
 
 from jaxrag.config import DTYPES, DType
-from jaxrag.errors import ChunkCorrupt, StoreError
+from jaxrag.errors import ChunkCorrupt, ChunkNotSealed, StoreError
 from jaxrag.store.keys import ID_DIGITS, chunk_key, is_hex, require_hex
 from jaxrag.store.layout import STORED, KVLayout, Stored
+from jaxrag.store.seal import SEAL_DIGITS, Sealer, same_seal
 
-FORMAT = 2  # of records and of the directory layout; another number is refused
+FORMAT = 2  # of the directory layout and of records without seals; another number is refused
+SEALED_FORMAT = 3  # of records with seals
 
-MAX_RECORD_BYTES = 1 << 16  # some 3000 digests; longer is refused unread
+MAX_RECORD_BYTES = 1 << 16  # some 3000 digests; longer is refused
+MAX_SEALED_BYTES = 1 << 17  # some 2000 digests and their seals; longer is refused unread
 MAX_AUX_BYTES = 1 << 30  # of one auxiliary array
 ATTEMPT_DIGITS = 24
 DIGEST_DIGITS = 16
@@ -63,6 +66,7 @@ class AuxArray:
     shape: tuple[int, ...]
     dtype: str  # one of AUX_DTYPES
     xxh3: tuple[str, ...]  # xxh3-64 of each file's bytes; scales have as many files as the KV
+    seals: tuple[str, ...] = ()  # of each file's bytes; none in a record without seals
 
     @property
     def nbytes(self) -> int:
@@ -86,6 +90,8 @@ class Record:
     content_id: str
     context_id: str
     created: str  # UTC, e.g. 2026-01-31T12:00:00Z
+    seals: tuple[str, ...] = ()  # [L * ways] of the same bytes as ``xxh3``
+    seal: str = ""  # of all other fields; "" where nothing is sealed
 
     @property
     def tokens(self) -> int:
@@ -116,8 +122,34 @@ class Record:
 
     def to_json(self) -> bytes:
         """One line of JSON that carries the format number and a checksum of itself."""
-        body = {"format": FORMAT, **dataclasses.asdict(self)}
+        body = self._body()
+        if self.seal:
+            body["seal"] = self.seal
         return _dumps({**body, "check": _check(body)})
+
+    def sealed(self, sealer: Sealer | None) -> "Record":
+        """The record with a seal of all its fields; without any seal where there is no sealer."""
+        if sealer is None:
+            aux = {name: dataclasses.replace(it, seals=()) for name, it in self.aux.items()}
+            return dataclasses.replace(self, aux=aux, seals=(), seal="")
+        return dataclasses.replace(self, seal=sealer.of_record(_dumps(self._body())))
+
+    def require_seal(self, sealer: Sealer) -> None:
+        """Raise ChunkNotSealed unless whoever knows the secret wrote this record."""
+        if not self.seal:
+            raise ChunkNotSealed(f"chunk {self.key}: not sealed, which a store with a secret asks")
+        if not same_seal(self.seal, sealer.of_record(_dumps(self._body()))):
+            raise ChunkNotSealed(f"chunk {self.key}: not sealed with secret {sealer.name}")
+
+    def _body(self) -> dict[str, Any]:
+        """The fields that a checksum and a seal are over, with the format number."""
+        body = dataclasses.asdict(self)
+        del body["seal"]
+        if not self.seals:
+            del body["seals"]
+            for entry in body["aux"].values():
+                del entry["seals"]
+        return {"format": SEALED_FORMAT if self.seals else FORMAT, **body}
 
     @classmethod
     def from_json(cls, data: bytes) -> "Record":
@@ -127,9 +159,13 @@ class Record:
             StoreError: the bytes are not a record of this format, or differ from their checksum.
         """
         values = parse_object(data)
-        if values.get("format") != FORMAT:
-            raise StoreError(f"format is {values.get('format')!r}, expected {FORMAT}")
+        version = values.get("format")
+        if type(version) is not int or version not in (FORMAT, SEALED_FORMAT):
+            raise StoreError(f"format is {version!r}, expected {FORMAT} or {SEALED_FORMAT}")
+        sealed = version == SEALED_FORMAT
         names = {field.name for field in dataclasses.fields(cls)}
+        if not sealed:
+            names -= {"seals", "seal"}
         odd = names.symmetric_difference(values.keys() - {"format", "check"})
         if odd:
             raise StoreError(f"field {min(odd)!r} is missing or unknown")
@@ -148,7 +184,10 @@ class Record:
         if type(ways) is not int or ways < 1 or heads % ways:
             raise StoreError(f"ways is {ways!r}, expected a divisor of {heads} heads")
         values["xxh3"] = _digests(values["xxh3"], layers * ways, "xxh3")
-        values["aux"] = _aux(values["aux"])
+        values["aux"] = _aux(values["aux"], sealed)
+        if sealed:
+            values["seals"] = _digests(values["seals"], layers * ways, "seals", SEAL_DIGITS)
+            require_hex(values["seal"], SEAL_DIGITS, "seal")
         for name, digits in _HEX_FIELDS.items():
             require_hex(values[name], digits, name)
         if not isinstance(values["encoder"], str):
@@ -194,8 +233,12 @@ def new_record(
     xxh3: Iterable[str],
     aux: Mapping[str, AuxArray],
     ways: int = 1,
+    seals: Iterable[str] = (),
+    sealer: Sealer | None = None,
 ) -> Record:
     """Describe the chunk written under ``attempt`` at this moment.
+
+    With a ``sealer`` the record is sealed; ``seals`` and every auxiliary array then have theirs.
 
     Raises:
         StoreError: the record would be longer than a reader accepts.
@@ -213,30 +256,37 @@ def new_record(
         content_id=provenance.content_id,
         context_id=provenance.context_id,
         created=time.strftime(_TIME_FORMAT, time.gmtime(time.time())),
-    )
-    length = len(record.to_json())
-    if length > MAX_RECORD_BYTES:
+        seals=tuple(seals),
+    ).sealed(sealer)
+    length, most = len(record.to_json()), MAX_SEALED_BYTES if sealer else MAX_RECORD_BYTES
+    if length > most:
         raise StoreError(
-            f"chunk {key}: its record takes {length} bytes, expected at most {MAX_RECORD_BYTES}: "
+            f"chunk {key}: its record takes {length} bytes, expected at most {most}: "
             "use fewer ways or auxiliary arrays"
         )
     return record
 
 
 def read_record(
-    data: bytes, key: str, fingerprint: str, layout: KVLayout, max_tokens: int
+    data: bytes,
+    key: str,
+    fingerprint: str,
+    layout: KVLayout,
+    max_tokens: int,
+    sealer: Sealer | None = None,
 ) -> Record:
     """Parse the record found under ``key`` and hold it against what the store may contain.
 
     Raises:
+        ChunkNotSealed: sound, but without a seal that the ``sealer`` makes.
         ChunkCorrupt: malformed, of another chunk or model, or of sizes the store does not declare.
     """
-    if len(data) > MAX_RECORD_BYTES:
-        raise ChunkCorrupt(
-            f"chunk {key}: commit record refused: longer than {MAX_RECORD_BYTES} bytes"
-        )
     try:
+        if len(data) > MAX_SEALED_BYTES:
+            raise StoreError(f"longer than {MAX_SEALED_BYTES} bytes")
         record = Record.from_json(data)
+        if len(data) > MAX_RECORD_BYTES and not record.seal:
+            raise StoreError(f"longer than {MAX_RECORD_BYTES} bytes")
     except StoreError as error:
         raise ChunkCorrupt(f"chunk {key}: commit record refused: {error}") from None
     if record.key != key:
@@ -256,6 +306,8 @@ def read_record(
             f"chunk {key}: commit record refused: {record.tokens} tokens, expected at most "
             f"{max_tokens}"
         )
+    if sealer is not None:
+        record.require_seal(sealer)
     return record
 
 
@@ -336,22 +388,23 @@ def _shape(value: object) -> tuple[int, int, int, int, int]:
     return (layers, two, tokens, heads, dim)
 
 
-def _digests(value: object, count: int, name: str) -> tuple[str, ...]:
+def _digests(value: object, count: int, name: str, digits: int = DIGEST_DIGITS) -> tuple[str, ...]:
     found = value if isinstance(value, list) else []
-    if len(found) != count or not all(is_hex(digest, DIGEST_DIGITS) for digest in found):
-        raise StoreError(f"{name} is not a list of {count} digests of {DIGEST_DIGITS} hex digits")
+    if len(found) != count or not all(is_hex(digest, digits) for digest in found):
+        raise StoreError(f"{name} is not a list of {count} digests of {digits} hex digits")
     return tuple(found)
 
 
-def _aux(value: object) -> dict[str, AuxArray]:
+def _aux(value: object, sealed: bool) -> dict[str, AuxArray]:
     if not isinstance(value, dict):
         raise StoreError(f"aux is {value!r}, expected an object")
+    expected = {"shape", "dtype", "xxh3", *(["seals"] if sealed else [])}
     arrays = {}
     for name, fields in value.items():
         if not _AUX_NAME.fullmatch(name):
             raise StoreError(f"aux has the name {name!r}")
-        if not isinstance(fields, dict) or fields.keys() != {"shape", "dtype", "xxh3"}:
-            raise StoreError(f"aux.{name} is not an object of shape, dtype and xxh3")
+        if not isinstance(fields, dict) or fields.keys() != expected:
+            raise StoreError(f"aux.{name} is not an object of {', '.join(sorted(expected))}")
         if fields["dtype"] not in AUX_DTYPES:
             raise StoreError(f"aux.{name}.dtype is {fields['dtype']!r}")
         shape = fields["shape"] if isinstance(fields["shape"], list) else []
@@ -360,7 +413,8 @@ def _aux(value: object) -> dict[str, AuxArray]:
             raise StoreError(f"aux.{name}.shape is {fields['shape']!r}")
         count = len(fields["xxh3"]) if name == SCALE and isinstance(fields["xxh3"], list) else 1
         digests = _digests(fields["xxh3"], count, f"aux.{name}.xxh3")
-        arrays[name] = AuxArray(tuple(shape), fields["dtype"], digests)
+        seals = _digests(fields["seals"], count, f"aux.{name}.seals", SEAL_DIGITS) if sealed else ()
+        arrays[name] = AuxArray(tuple(shape), fields["dtype"], digests, seals)
         if arrays[name].nbytes > MAX_AUX_BYTES:
             raise StoreError(f"aux.{name} has {arrays[name].nbytes} bytes")
     return arrays

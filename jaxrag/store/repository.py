@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
 from typing import Any
 
 from jaxrag.errors import StoreError
@@ -57,13 +56,6 @@ class Repository:
             raise StoreError(
                 f"{location}: chunks of fingerprint {fingerprint} are {declared}, expected {wanted}"
             )
-
-    def spaces(self) -> Iterator[Namespace]:
-        """The chunks of every model, however long."""
-        for name in self.backend.paths(_LAYOUTS):
-            space = self.space(name.removesuffix(".json"))
-            if space is not None:
-                yield space
 
     def space(self, fingerprint: str) -> Namespace | None:
         """The chunks of one model, however long; None when there is no such model here.

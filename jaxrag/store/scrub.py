@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
+from jaxrag.errors import ChunkCorrupt, ChunkMissing, ChunkNotSealed, StoreError
 from jaxrag.store.layout import KVLayout
 from jaxrag.store.reading import Found, Refused
 from jaxrag.store.record import SCALE, Record
@@ -26,6 +26,7 @@ class ScrubReport:
     ok: int
     corrupt: tuple[str, ...]
     missing: tuple[str, ...]  # no record, or its bytes are gone
+    unsealed: tuple[str, ...] = ()  # sound, but not of who knows the store's secret
 
 
 class Scrubbed(Protocol):
@@ -58,7 +59,7 @@ def scrub(
     pace = _Pace(max_bytes_per_second)
     buffer = np.empty(0, store.layout.numpy_dtype)
     ok = 0
-    corrupt, missing = [], []
+    corrupt, missing, unsealed = [], [], []
     with tqdm(desc="verify", unit="B", unit_scale=True, disable=None if progress else True) as bar:
         for batch in itertools.batched(keys, _RECORDS_AT_ONCE):
             for key, found in store.find(batch).items():
@@ -76,9 +77,11 @@ def scrub(
                     ok += 1
                 elif isinstance(refused, ChunkMissing):
                     missing.append(key)
+                elif isinstance(refused, ChunkNotSealed):
+                    unsealed.append(key)
                 else:
                     corrupt.append(key)
-    return ScrubReport(ok, tuple(corrupt), tuple(missing))
+    return ScrubReport(ok, tuple(corrupt), tuple(missing), tuple(unsealed))
 
 
 def _check(store: Scrubbed, record: Record, out: NDArray[Any], finite: bool) -> Refused | None:

@@ -106,12 +106,12 @@ class SharedStore(KVStore):
         """Every key of the store."""
         return self.store.keys()
 
-    def records(self, fingerprint: str | None = None) -> Iterator[Record]:
+    def records(self) -> Iterator[Record]:
         """Every record of the store that can be read."""
-        return self.store.records(fingerprint)
+        return self.store.records()
 
-    def stats(self) -> dict[str, Stats]:
-        """What the store holds, per fingerprint."""
+    def stats(self) -> Stats:
+        """What the store holds."""
         return self.store.stats()
 
     def _put(

@@ -146,7 +146,7 @@ def test_verify_finds_damage_and_repairs_it(kb, text_of):
     chunks = kb.stats()["chunks"]
     keys = list(kb._catalog.all_keys())
     before = {key: kb.store.get(key) for key in keys}
-    assert dataclasses.astuple(kb.verify()) == (chunks, 0, (), 0, ())
+    assert dataclasses.astuple(kb.verify())[:5] == (chunks, 0, (), 0, ())
     damage(kb.path / "kv", "0")
     shutil.rmtree(next((kb.path / "kv").rglob(keys[0])))
     found = kb.verify()
@@ -154,7 +154,7 @@ def test_verify_finds_damage_and_repairs_it(kb, text_of):
     assert keys[0] in found.damaged
     repaired = kb.verify(repair=True)
     assert (repaired.repaired, repaired.damaged) == (len(found.damaged), ())
-    assert dataclasses.astuple(kb.verify()) == (chunks, 0, (), 0, ())
+    assert dataclasses.astuple(kb.verify())[:5] == (chunks, 0, (), 0, ())
     for key in keys:
         np.testing.assert_allclose(kb.store.get(key), before[key], rtol=1e-4, atol=1e-5)
 

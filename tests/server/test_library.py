@@ -240,9 +240,9 @@ def test_removed_documents_leave_the_disk_after_the_grace(open_library):
     library.put(access, store, [(file, {})])
     settled(library, store)
     base = library.base(library.shelf(access, store))
-    before = base.store.stats()[base.store.fingerprint].chunks
+    before = base.store.stats().chunks
     library.take_out(access, store, file)
-    until(lambda: base.store.stats()[base.store.fingerprint].chunks < before)
+    until(lambda: base.store.stats().chunks < before)
 
 
 @pytest.mark.slow

@@ -6,11 +6,13 @@ import re
 import threading
 from pathlib import Path
 
+import numpy as np
 import openai
 import pytest
 
 from jaxrag.errors import ChunkMissing, ConfigError
 from jaxrag.server.tenants import Tenants, bearer, check_host, folder_name
+from jaxrag.store import ChunkStore
 
 KEYS = """
 [tenants.acme]
@@ -96,6 +98,16 @@ def test_a_salt_lasts_as_long_as_the_data_folder(keys, tmp_path):
     (tmp_path / "a" / "secret").write_bytes(b"short")
     with pytest.raises(ConfigError, match="holds 5 bytes: expected 32"):
         Tenants.open(keys, tmp_path / "a")
+
+
+def test_the_secret_that_seals_is_a_tenants_own_and_no_salt(keys, tmp_path):
+    tenants = Tenants.open(keys, tmp_path)
+    acme, blue = (tenants.seal_secret(name) for name in ("acme", "blue"))
+    assert len(acme) == 32 and acme != blue
+    assert Tenants.open(keys, tmp_path).seal_secret("acme") == acme
+    assert Tenants.open(keys, None).seal_secret("acme") != acme
+    assert acme.hex() != tenants.salt("acme")
+    assert Tenants.open(None, tmp_path).seal_secret("") is None
 
 
 def test_the_example_of_the_page_is_a_file_of_keys(tmp_path):
@@ -220,6 +232,39 @@ def test_what_another_tenant_has_is_not_there(clients):
         blue.chat.completions.create(**asked, extra_body={"knowledge_base": "secret plans"})
     assert acme.vector_stores.search(store.id, query="Giso Berow").data[0].file_id == file.id
     assert acme.files.content(file.id).content == STORY
+
+
+def test_kv_that_is_put_into_a_tenants_folder_changes_no_answer(keyed, clients):
+    """By who can write the data folder and knows its secret not: no salt is needed for that."""
+    acme = clients["acme"]
+    file = acme.files.create(file=("story.txt", io.BytesIO(STORY)), purpose="assistants")
+    store = acme.vector_stores.create(name="planted")
+    acme.vector_stores.files.create_and_poll(file.id, vector_store_id=store.id, poll_interval_ms=20)
+
+    def answer():
+        keyed.state.engine.forget()
+        said = acme.chat.completions.create(
+            model=f"synthetic@{store.id}",
+            messages=[{"role": "user", "content": "What is the home of Giso Berow?"}],
+        )
+        return said.choices[0].message.content, said.model_extra["jaxrag"]["notes"]
+
+    assert answer() == ("Tondorf", [])
+    (folder,) = Path(keyed.state.settings.data).glob(f"**/{store.id}")
+    base = keyed.state.library.base(keyed.state.library.shelf(access_of(keyed, "acme"), store.id))
+    (layout,) = (folder / "layouts").glob("*.json")
+    attacker = ChunkStore.open(folder, layout.stem, base.store.layout, mode="rw")
+    for record in list(attacker.records()):
+        kv = np.ones_like(attacker.get(record.key))
+        attacker.put(record.key, kv, record=record.provenance, replace=True)
+    content, notes = answer()
+    assert content == "Tondorf"
+    assert any("not sealed) and stored" in note for note in notes)
+    assert answer() == ("Tondorf", [])
+
+
+def access_of(keyed, name):
+    return keyed.state.tenants.access(key_of(name))
 
 
 def test_rights_of_a_key(clients):

@@ -31,7 +31,7 @@ def test_arrays_come_back_bit_for_bit(any_store, chunk):
     record = store.head([c.key])[0]
     assert record.aux.keys() == arrays.keys()
     assert record.nbytes == c.kv.nbytes + sum(array.nbytes for array in arrays.values())
-    assert store.stats()[store.fingerprint].nbytes == record.nbytes
+    assert store.stats().nbytes == record.nbytes
 
 
 def test_zeros_are_stored_too(any_store, chunk):

@@ -41,7 +41,7 @@ def test_every_dtype_comes_back_as_its_integers_say(any_store, chunk, dtype):
     record = store.head([a.key])[0]
     assert (record.stored, record.dtype) == ("int8", dtype)
     assert record.nbytes == layout.stored_nbytes(4) == elements.nbytes + scale.nbytes
-    assert store.stats()[store.fingerprint].nbytes == layout.stored_nbytes(13)
+    assert store.stats().nbytes == layout.stored_nbytes(13)
 
 
 @pytest.mark.parametrize("verify", ["always", "never"])

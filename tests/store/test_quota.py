@@ -32,7 +32,7 @@ def test_a_put_makes_room(open_store, chunk, size, tmp_path):
     chunks = [chunk(number) for number in range(8)]
     for c in chunks:
         assert put(store, c)[0].won
-        assert store.stats()[store.fingerprint].nbytes <= 3 * size
+        assert store.stats().nbytes <= 3 * size
     held = list(store.keys())
     assert len(held) == 3
     for c in chunks:
@@ -77,7 +77,7 @@ def test_auxiliary_arrays_count(open_store, chunk, size):
     c = chunk(1)
     store.put(c.key, c.kv, record=c.record, aux={"index": chunk(1).kv.view("uint16")})
     put(store, chunk(2), chunk(3), chunk(4))
-    assert store.stats()[store.fingerprint].nbytes <= 4 * size
+    assert store.stats().nbytes <= 4 * size
     assert len(list(store.keys())) == 3
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from jaxrag.errors import ChunkCorrupt, StoreError
+from jaxrag.errors import ChunkCorrupt, ChunkNotSealed, StoreError
 from jaxrag.store.layout import KVLayout
 from jaxrag.store.record import (
     MAX_AUX_BYTES,
@@ -22,9 +22,11 @@ from jaxrag.store.record import (
     new_record,
     read_record,
 )
+from jaxrag.store.seal import Sealer
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=5, dtype="bfloat16")
 DIGEST = "0123456789abcdef"
+SEALER = Sealer(b"a secret of sixteen bytes or more")
 
 
 @pytest.fixture
@@ -32,6 +34,16 @@ def record(chunk):
     c = chunk(1)
     aux = {"summary": describe_aux("summary", np.arange(6, dtype=np.float32).reshape(2, 3))}
     return new_record(c.key, "a1" * 12, 7, LAYOUT, c.record, layer_digests(c.kv), aux)
+
+
+@pytest.fixture
+def sealed(record):
+    """The same record with seals."""
+    aux = {
+        name: dataclasses.replace(entry, seals=("0f" * 16,)) for name, entry in record.aux.items()
+    }
+    seals = ("1f" * 16,) * 3
+    return dataclasses.replace(record, seals=seals, aux=aux).sealed(SEALER)
 
 
 def signed(values):
@@ -45,6 +57,84 @@ def test_json_round_trip(record):
     assert Record.from_json(record.to_json()) == record
     assert record.tokens == 7
     assert Record.from_json(signed(json.loads(record.to_json()))) == record
+
+
+def test_a_record_with_seals_comes_back_and_is_of_another_format(record, sealed):
+    assert Record.from_json(sealed.to_json()) == sealed
+    assert [json.loads(it.to_json())["format"] for it in (record, sealed)] == [2, 3]
+    assert sealed.sealed(None) == record
+    sealed.require_seal(SEALER)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": 2}, "field 'seal"),
+        ({"format": 3.0}, "format is 3.0"),
+        ({"seal": ""}, "seal=''"),
+        ({"seal": None}, "seal=None"),
+        ({"seal": "0" * 31}, "seal='000"),
+        ({"seals": []}, "seals is not a list of 3 digests of 32"),
+        ({"seals": ["0" * 16] * 3}, "seals is not"),
+        (
+            {"aux": {"x": {"shape": [2], "dtype": "uint8", "xxh3": [DIGEST]}}},
+            r"aux\.x is not an object of dtype, seals, shape, xxh3",
+        ),
+        (
+            {"aux": {"x": {"shape": [2], "dtype": "uint8", "xxh3": [DIGEST], "seals": [DIGEST]}}},
+            r"aux\.x\.seals is not",
+        ),
+    ],
+)
+def test_from_json_refuses_seals_that_no_writer_made(sealed, change, said):
+    with pytest.raises(StoreError, match=said):
+        Record.from_json(signed({**json.loads(sealed.to_json()), **change}))
+
+
+def test_a_seal_is_over_every_field(sealed):
+    changes = {
+        "key": "ab" * 20, "attempt": "b2" * 12, "shape": [3, 2, 8, 2, 5], "dtype": "float16",
+        "stored": "native", "ways": 1, "xxh3": [DIGEST] * 3, "encoder": "another",
+        "content_id": "cd" * 20, "context_id": "ef" * 20, "created": "2001-01-01T00:00:00Z",
+        "seals": ["2f" * 16] * 3, "seal": "3f" * 16, "aux": {},
+    }  # fmt: skip
+    values = json.loads(sealed.to_json())
+    assert changes.keys() == values.keys() - {"format", "check"}
+    for name, value in changes.items():
+        if values[name] == value:
+            continue
+        changed = Record.from_json(signed({**values, name: value}))
+        with pytest.raises(ChunkNotSealed, match="not sealed with secret"):
+            changed.require_seal(SEALER)
+    for name in ("shape", "dtype", "xxh3", "seals"):
+        aux = json.loads(sealed.to_json())["aux"]
+        value = {"shape": [6, 1], "dtype": "int32", "xxh3": [DIGEST], "seals": ["2f" * 16]}[name]
+        aux["summary"][name] = value
+        changed = Record.from_json(signed({**values, "aux": aux}))
+        with pytest.raises(ChunkNotSealed):
+            changed.require_seal(SEALER)
+    with pytest.raises(ChunkNotSealed):
+        sealed.require_seal(Sealer(b"another secret of many bytes"))
+
+
+def test_a_record_without_seal_is_as_it_was(record):
+    with pytest.raises(ChunkNotSealed, match="not sealed, which a store with a secret asks"):
+        record.require_seal(SEALER)
+
+
+def test_seals_leave_no_less_room_for_digests(chunk):
+    """As many as a record without seals holds, of 8 ranks and 126 layers, find room."""
+    c = chunk(1)
+    layout = KVLayout(126, 8, 5, "bfloat16", "int8")
+    scale = AuxArray((126, 2, 7, 8), "float32", (DIGEST,) * 8, ("0f" * 16,) * 8)
+    aux = {
+        f"attention_index_{i}": AuxArray((9,), "uint8", (DIGEST,), ("0f" * 16,)) for i in range(126)
+    }
+    made = new_record(
+        c.key, "a1" * 12, 7, layout, c.record, [DIGEST] * 1008, aux | {"scale": scale}, 8,
+        ["0f" * 16] * 1008, SEALER,
+    )  # fmt: skip
+    assert Record.from_json(made.to_json()) == made
 
 
 def test_digests_are_those_of_each_layers_bytes(record, chunk):
@@ -118,8 +208,8 @@ def test_from_json_refuses_what_no_writer_wrote(record, change, said):
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Record)])
-def test_from_json_refuses_a_missing_field(record, name):
-    values = json.loads(record.to_json())
+def test_from_json_refuses_a_missing_field(sealed, name):
+    values = json.loads(sealed.to_json())
     del values[name]
     with pytest.raises(StoreError, match=name):
         Record.from_json(signed(values))
