@@ -17,7 +17,7 @@ CACHE := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
 	JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-all test-oracle check-kernels lint format goldens bench-ttft clean
+.PHONY: help demo serve test test-all test-oracle check-kernels lint docs format goldens bench-ttft clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,7 +36,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 demo: $(VENV)/.installed-test ## Answer questions over the example documents, end to end on the CPU
-	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/python scripts/demo.py
+	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/jaxrag demo --work .cache/demo
 
 serve: $(VENV)/.installed-test ## Serve the shipped model over the example documents, on the CPU
 	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/jaxrag ingest examples/village --kb .cache/village \
@@ -62,11 +62,16 @@ check-kernels: $(VENV)/.installed-check-kernels ## Compile the GPU kernels witho
 	$(BIN)/python scripts/kernels/check_kernels.py --self-test
 	$(BIN)/python scripts/kernels/check_triton_numbers.py
 
-lint: $(VENV)/.installed-dev ## Check style, formatting, types and the links of the pages
+lint: $(VENV)/.installed-dev ## Check style, formatting, types, the links of the pages and their site
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_docs.py -k links
+	$(BIN)/python -m mkdocs build --strict --quiet
+
+docs: $(VENV)/.installed-docs ## Build the site of these pages into .cache/site; a dead link is an error
+	$(BIN)/python -m mkdocs build --strict --quiet
+	@echo ".cache/site/index.html"
 
 format: $(VENV)/.installed-dev ## Rewrite files in the project's style
 	$(BIN)/ruff check --fix .

@@ -7,15 +7,23 @@ of 16 tokens, chunks of 512. Times are medians of synchronised runs of several c
 three sets of queries, after a warm-up; rooflines are measured on the same device.
 
     correctness  every body against `xla`, at 2k and 32k
+    law13        tokens of a request alone, in batches of two orders and beside others: equal
     machine      copy bandwidth and peak matrix product: the rooflines
+    bodies       every body of every op on the same scenes: what the defaults are chosen by
+    llama        Llama-3-8B with random weights: first tokens and decoding, end to end
     sparse       15 % and the question's 50 rows over 32k, beside dense causal attention
-    mosaic       the same rows through the Mosaic body, its numbers first
     decode       one new token a row over 32k, batch 1 and 8
     topn         the 128 best keys of 32k, values on the device and in pinned host memory
+    engine       its engine: static, inline and asynchronous; links between host and device
     segment      packed attention of 8k tokens and its gradient, beside dense causal attention
+    mistral      Mistral-7B, as llama
+    mosaic       the sparse rows through the Mosaic body, its numbers first
     sweep        tilings of the sparse kernel
-    llama        Llama-3-8B with random weights: first tokens and decoding, end to end
-    mistral      Mistral-7B likewise
+
+What is missing there is installed from wheels that were brought along (`--wheels FOLDER`). `--keep`
+writes what the stage `bodies` found for this device to pallas_kernels/measured.json, from which the
+package takes its defaults. A command is kept below ten minutes by naming stages: those up to
+`llama`, then the rest.
 
 example: python benchmarks/gpu.py --out benchmarks/results/gpu-h200.json
          python benchmarks/gpu.py --dry-run
@@ -36,8 +44,10 @@ from pathlib import Path
 from typing import Any
 
 from gpu_end_to_end import end_to_end
+from gpu_engine import stage_engine, stage_law13
 from gpu_scenes import TINY, Shape
 from gpu_stages import (
+    stage_bodies,
     stage_correctness,
     stage_decode,
     stage_machine,
@@ -48,10 +58,11 @@ from gpu_stages import (
     stage_topn,
 )
 
-SECONDS = {  # of each stage, compilation included; 8 minutes together
-    "correctness": 80, "machine": 20, "sparse": 45, "decode": 25, "topn": 25, "segment": 30,
-    "sweep": 35, "mosaic": 30, "llama": 95, "mistral": 95,
+SECONDS = {  # of each stage, compilation included; below 11 minutes together
+    "correctness": 80, "law13": 50, "machine": 20, "bodies": 60, "llama": 95, "sparse": 45,
+    "decode": 25, "topn": 25, "engine": 60, "segment": 30, "mistral": 95, "mosaic": 30, "sweep": 35,
 }  # fmt: skip
+MEASURED = Path(__file__).parents[1] / "pallas_kernels" / "measured.json"
 
 
 class Kept(dict[str, Any]):
@@ -70,15 +81,18 @@ class Kept(dict[str, Any]):
 
 STAGES: dict[str, Callable[[Shape, str, MutableMapping[str, Any]], None]] = {
     "correctness": stage_correctness,
+    "law13": stage_law13,
     "machine": stage_machine,
+    "bodies": stage_bodies,
+    "llama": functools.partial(end_to_end, "llama-3-8b"),
     "sparse": stage_sparse,
-    "mosaic": stage_mosaic,
     "decode": stage_decode,
     "topn": stage_topn,
+    "engine": stage_engine,
     "segment": stage_segment,
-    "sweep": stage_sweep,
-    "llama": functools.partial(end_to_end, "llama-3-8b"),
     "mistral": functools.partial(end_to_end, "mistral-7b"),
+    "mosaic": stage_mosaic,
+    "sweep": stage_sweep,
 }
 
 
@@ -122,6 +136,16 @@ def with_fractions(results: dict[str, Any]) -> None:
     visit(results)
 
 
+def kept(rows: Mapping[str, Any], commit: str, versions: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``pallas_kernels.default_impl`` reads of a device, from the stage `bodies`."""
+    found: dict[str, Any] = {"commit": commit, "versions": dict(versions)}
+    for row in rows.values():
+        if isinstance(row, dict) and "body" in row:
+            ops = found.setdefault(row["op"], {})
+            ops[row["body"]] = {"ok": row["ok"], "seconds": row["scenes"]}
+    return found
+
+
 def markdown(result: Mapping[str, Any]) -> str:
     """The result as a table, one line a measurement."""
     lines = [
@@ -163,6 +187,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, metavar="S", help="limit of a stage (its own)")
     parser.add_argument("--tiny", action="store_true", help="toy shapes, to try the script")
     parser.add_argument("--out", metavar="FILE.json", help="also FILE.md beside it")
+    parser.add_argument("--keep", action="store_true", help="write pallas_kernels/measured.json")
+    parser.add_argument("--wheels", metavar="FOLDER", help="install these first, without a network")
     parser.add_argument("--dry-run", action="store_true", help="say what would run")
     parser.add_argument("--run", choices=STAGES, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -177,7 +203,15 @@ def main() -> int:
         return 0
     if args.out and not args.out.endswith(".json"):
         parser.error(f"--out {args.out}: expected a name that ends in .json")
-    results = {name: run_stage(name, args) for name in stages}
+    if args.wheels:
+        wheels = sorted(map(str, Path(args.wheels).glob("*.whl")))
+        subprocess.run([sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", *wheels],
+                       check=True)  # fmt: skip
+    results: dict[str, Any] = {}
+    for name in stages:
+        results[name] = run_stage(name, args)
+        if args.out:  # as far as it came, should the next one take the machine down
+            Path(args.out).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     with_fractions(results)
     from jaxrag.bench.machine import describe
 
@@ -186,6 +220,15 @@ def main() -> int:
     if args.out:
         Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         Path(args.out).with_suffix(".md").write_text(markdown(result), encoding="utf-8")
+    if args.keep and "bodies" in results:
+        import jax
+
+        measured = json.loads(MEASURED.read_text(encoding="utf-8"))
+        machine = result["machine"]
+        measured[jax.devices()[0].device_kind] = kept(
+            results["bodies"], machine["commit"], {"jax": jax.__version__}
+        )
+        MEASURED.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
     print(markdown(result), end="")
     wrong = any(rows.get("ok") is False for rows in results.values())
     return 1 if wrong or any("failed" in rows for rows in results.values()) else 0

@@ -20,7 +20,6 @@ from gpu_scenes import TINY, Shape
 CONFIGS = Path(__file__).parents[1] / "configs" / "models"
 RUNS = 3
 RATIO = 0.15
-BLOCK = 32  # tokens that are decoded at a time
 
 
 def random_weights(name: str, shape: Shape, impl: str, cache_tokens: int) -> Any:
@@ -104,6 +103,7 @@ def decoding_seconds(model: Any, store: Any, method: Any, prompts: Sequence[Any]
     import numpy as np
 
     from jaxrag.cache import table_width
+    from jaxrag.engine.decoding import DECODE_BLOCK as BLOCK
     from jaxrag.engine.decoding import Lane, lane_of
     from jaxrag.engine.direct import map_request, unmap
     from jaxrag.engine.engine import engine_of
@@ -147,15 +147,15 @@ def end_to_end(name: str, shape: Shape, impl: str, found: MutableMapping[str, An
 
     longest = max(shape.ttft_contexts)
     most = max(longest, max(shape.batches_ttft) * (shape.batch_context + shape.answer))
-    # What full attention computes for itself lies in the pool beside the chunks.
-    model = random_weights(name, shape, impl, 2 * most + 8_192)
+    # Beside the chunks lie FusionRAG's variants of them, and what full attention computes.
+    model = random_weights(name, shape, impl, 3 * most + 8_192)
     config = model.config
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     store = MemoryStore(
         model.fingerprint, model.kv_layout, max_tokens=shape.chunk, max_bytes=64 << 30
     )
     reuse = METHODS["turborag"]
-    again = METHODS["epic"].with_ratio(RATIO)
+    again = METHODS["fusionrag"].with_ratio(RATIO)
 
     def measure(label: str, method: Any, prompts: Sequence[Any], from_host: bool = False) -> float:
         times = []

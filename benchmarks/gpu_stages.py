@@ -86,6 +86,52 @@ def stage_correctness(shape: Shape, impl: str, found: Found) -> None:
     found["ok"] = all(row["ok"] for row in found.values())
 
 
+def stage_bodies(shape: Shape, impl: str, found: Found) -> None:
+    """Seconds of every body of every op on the same scenes, and whether its numbers are right.
+
+    What ``pallas_kernels.default_impl`` chooses by, once ``--keep`` has written it. The Mosaic
+    body, which may hang, is last.
+    """
+    import jax
+
+    import pallas_kernels
+    from pallas_kernels import BODIES
+
+    tiny = shape is TINY
+    for op, bodies in BODIES.items():
+        extra: dict[str, Any] = options(shape)
+        scenes: dict[str, tuple[Any, ...]] = {}
+        if op == "segment_attention":
+            extra["prefix_visible"] = True
+            scenes[str(shape.packed)] = packed(shape, shape.packed, seed=1)
+        else:
+            extra |= {"n": shape.top, "renormalise": False} if op == "topn_attention" else {}
+            for context in shape.contexts:
+                share = shape.share if op == "sparse_attention" else 0.0
+                rows = shape.question if op == "sparse_attention" else 1
+                scene = paged(shape, context, share, rows, 1, seed=context)
+                one = scene.arguments if op == "sparse_attention" else decoding(scene)
+                scenes[str(context)] = one
+        ordered = sorted(bodies, key=lambda body: body == "pallas_mosaic")
+        for body in ordered:
+            if (body == "pallas_interpret") != (tiny and body != "xla"):
+                continue
+            call = jax.jit(functools.partial(getattr(pallas_kernels, op), **extra, impl=body))
+            row: dict[str, Any] = {"op": op, "body": body, "ok": True, "scenes": {}}
+            try:
+                for scene_name, arguments in scenes.items():
+                    reference = functools.partial(getattr(pallas_kernels, op), **extra, impl="xla")
+                    seen = difference(call(*arguments), jax.jit(reference)(*arguments))
+                    right = seen["out"] < 0.03 and seen["lse"] < 0.03 and bool(seen["blind_agree"])
+                    row["ok"] = row["ok"] and right
+                    row["out"] = max(row.get("out", 0.0), seen["out"])
+                    row["scenes"][scene_name] = seconds_of(call, [arguments])
+            except Exception as error:
+                row |= refusal(error) | {"ok": False}
+            row["seconds"] = sum(row["scenes"].values())
+            found[f"{op}, {body}"] = row
+
+
 def stage_machine(shape: Shape, impl: str, found: Found) -> None:
     """The rooflines: bytes/s of a copy, read and write counted, and FLOP/s of a matrix product."""
     import jax

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 DType = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = get_args(DType)
-Kernels = Literal["xla", "pallas_triton", "pallas_interpret"]
+Kernels = Literal["measured", "xla", "pallas_triton", "pallas_interpret"]
 KERNELS: tuple[str, ...] = get_args(Kernels)
 
 

@@ -1,5 +1,9 @@
 """The errors a user can meet. Every message is one line: the value, what was expected, the fix."""
 
+import contextlib
+import os
+from collections.abc import Iterator
+
 
 class JaxragError(Exception):
     """Base of everything raised on bad input, bad files or an impossible request."""
@@ -79,3 +83,15 @@ class DeadlineExceeded(JaxragError):
 
 class Cancelled(JaxragError):
     """A request that was aborted before its answer was complete."""
+
+
+@contextlib.contextmanager
+def disk_errors(path: os.PathLike[str]) -> Iterator[None]:
+    """Errors of the operating system at a file or folder leave as StoreError."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"{path}: {error.strerror or error}; check the disk, its free space and your "
+            "permissions"
+        ) from error

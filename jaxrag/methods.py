@@ -16,12 +16,12 @@ decode.DECODE_RULES, and go with any of these methods.
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from jaxrag.config import ModelConfig
 from jaxrag.decode import DecodeRule, Dense, Retrieval, TopN, rule_from
 from jaxrag.errors import RequestError
+from jaxrag.installed import config_names, config_path
 from jaxrag.models.segments import POSITION_SCHEMES, PositionScheme
 from jaxrag.select import (
     CacheCraft,
@@ -231,25 +231,26 @@ def placement_of(method: Method) -> dict[str, Any]:
 
 
 def method_named(method: str | Method) -> Method:
-    """A preset by name, a Method from a TOML file by path, or the Method itself.
+    """A preset or one of configs/methods by name, a TOML file by path, or the Method itself.
 
-    Raises RequestError listing the presets, and ConfigError for a file with an unknown key.
+    Raises RequestError listing the names, and ConfigError for a file with an unknown key.
     """
     if isinstance(method, Method):
         return method
-    if method.endswith(".toml"):
-        path = Path(method)
-        values = {"name": path.stem, **read_toml(path)}
-        if "selector" in values:
-            values["selector"] = selector_from(values["selector"], f"{path}: selector")
-        if "decode" in values:
-            values["decode"] = rule_from(values["decode"], f"{path}: decode")
-        method = build(Method, values, str(path))
-        if method.template.endswith(".toml"):  # named from where the file stands
-            method = dataclasses.replace(method, template=str(path.parent / method.template))
-        return method
-    if method not in METHODS:
+    if method in METHODS:
+        return METHODS[method]
+    path = config_path(method, "methods")
+    if path is None:
+        names = (*METHODS, *config_names("methods"))
         raise RequestError(
-            f"method {method!r}: expected one of {', '.join(METHODS)}, or the path of a .toml file"
+            f"method {method!r}: expected one of {', '.join(names)}, or the path of a .toml file"
         )
-    return METHODS[method]
+    values = {"name": path.stem, **read_toml(path)}
+    if "selector" in values:
+        values["selector"] = selector_from(values["selector"], f"{path}: selector")
+    if "decode" in values:
+        values["decode"] = rule_from(values["decode"], f"{path}: decode")
+    read = build(Method, values, str(path))
+    if read.template.endswith(".toml"):  # named from where the file stands
+        read = dataclasses.replace(read, template=str(path.parent / read.template))
+    return read

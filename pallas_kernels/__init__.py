@@ -1,6 +1,6 @@
 """Attention ops, one contract each, with the jnp reference (`xla`). Imports jax only."""
 
-from pallas_kernels.bodies import BODIES, IMPLS, Impl, KernelError, check_impl
+from pallas_kernels.bodies import BODIES, IMPLS, Impl, KernelError, check_impl, default_impl
 from pallas_kernels.key_mass import key_mass
 from pallas_kernels.operands import Pages, Placed, Pool, Rotary, Rows
 from pallas_kernels.paged_attention import paged_attention, paged_attention_by_row
@@ -22,6 +22,7 @@ __all__ = [
     "Rotary",
     "Rows",
     "check_impl",
+    "default_impl",
     "key_mass",
     "paged_attention",
     "paged_attention_by_row",

@@ -11,8 +11,13 @@ Every op is one contract with several bodies, chosen by its argument ``impl`` an
                        for tests of their numbers; says nothing about whether a GPU takes them
 """
 
+import functools
+import importlib.resources
 import importlib.util
-from typing import Literal, get_args
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 import jax
 
@@ -26,6 +31,9 @@ BODIES: dict[str, tuple[Impl, ...]] = {
     "segment_attention": ("xla", "pallas_triton", "pallas_interpret"),
     "topn_attention": ("xla", "pallas_triton", "jax_triton", "pallas_interpret"),
 }
+
+# Bodies that take what `xla` takes, and so may stand in for it. The others are asked for by name.
+_DEFAULTS: tuple[Impl, ...] = ("xla", "pallas_triton")
 
 
 class KernelError(ValueError):
@@ -49,6 +57,53 @@ def check_impl(op: str, impl: str) -> None:
                 f"{op}: the body 'jax_triton' needs the module {missing[0]!r}, which is not "
                 "installed; install jaxrag[cuda], or choose 'pallas_triton'"
             )
+
+
+def default_impl(op: str, device_kind: str | None = None) -> Impl:
+    """The body that was measured to be right and fastest on a device; "xla" where none was.
+
+    Args:
+      op: a key of BODIES.
+      device_kind: as JAX calls it, such as "NVIDIA H200"; None: that of this trace.
+    """
+    kind = device_kind or described_device() or jax.devices()[0].device_kind
+    return fastest(_measured().get(kind, {}).get(op, {}))
+
+
+def fastest(bodies: Mapping[str, Mapping[str, Any]]) -> Impl:
+    """The best of the bodies of one op, by the geometric mean over what all were timed on.
+
+    Args:
+      bodies: by name ``ok``, whether all its numbers were those of "xla", and ``seconds`` by
+        scene, as ``benchmarks/gpu.py`` writes them.
+
+    Returns "xla" unless another is right, was timed on every scene of "xla", and is faster.
+    """
+    reference = bodies.get("xla", {}).get("seconds", {})
+    best: Impl = "xla"
+    least = _mean(reference, reference)
+    for name in _DEFAULTS:
+        body = bodies.get(name, {})
+        if name != "xla" and body.get("ok") and reference:
+            mean = _mean(body["seconds"], reference)
+            if mean < least:
+                best, least = name, mean
+    return best
+
+
+def _mean(seconds: Mapping[str, float], scenes: Mapping[str, float]) -> float:
+    """Geometric mean over these scenes; infinite where one is missing or there are none."""
+    if not scenes or not set(scenes) <= set(seconds):
+        return math.inf
+    return math.exp(sum(math.log(seconds[scene]) for scene in scenes) / len(scenes))
+
+
+@functools.cache
+def _measured() -> dict[str, Any]:
+    """What ``benchmarks/gpu.py --keep`` wrote: by device, op and body."""
+    text = importlib.resources.files(__package__).joinpath("measured.json").read_text("utf-8")
+    found: dict[str, Any] = json.loads(text)
+    return found
 
 
 def platform() -> str:

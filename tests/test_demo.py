@@ -1,12 +1,15 @@
-"""scripts/demo.py: what it reports, and when it fails."""
+"""`jaxrag demo`: what it reports, when it fails, and what it unpacks."""
 
-import importlib.util
 import json
+import tomllib
 from pathlib import Path
 
 import jax
 import pytest
 
+from jaxrag import cli
+from jaxrag.cli import demo
+from jaxrag.cli.options import _width
 from jaxrag.config import config_from_dict
 from jaxrag.engine.engine import engine_of
 from jaxrag.models.export import export_hf
@@ -16,14 +19,6 @@ from jaxrag.tables import read_toml
 from jaxrag.text.prompts import template_named
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture
-def demo():
-    spec = importlib.util.spec_from_file_location("demo", ROOT / "scripts" / "demo.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +38,10 @@ def random_models(tmp_path_factory):
 
 @pytest.mark.slow
 def test_it_counts_answers_and_fails_where_they_are_wrong(
-    demo, random_models, tmp_path, capsys, monkeypatch
+    random_models, tmp_path, capsys, monkeypatch
 ):
     given = ["--models", str(random_models), "--work", str(tmp_path), "--json"]
-    assert demo.main(given) == 1
+    assert cli.main(["demo", *given]) == 1
     shown = json.loads(capsys.readouterr().out)
     assert (shown["passed"], shown["questions"], shown["encoded"]) == (False, 8, 0)
     assert {row["kind"] for row in shown["asked"]} == {"hop1", "cross", "latest", "hop2", "unknown"}
@@ -56,15 +51,16 @@ def test_it_counts_answers_and_fails_where_they_are_wrong(
         assert turbo["token_ids"] == block["token_ids"]
         assert turbo["notes"] == full["notes"] == []
     monkeypatch.setattr(demo, "NEEDED", 0)
-    assert demo.main(given[:-1]) == 0
+    assert cli.main(["demo", *given[:-1]]) == 0
     out = capsys.readouterr().out
     assert "13 documents, 16 chunks" in out
-    assert "encoded 0 chunk tokens at question time: everything came from" in out
+    assert "encoded 0 chunk tokens at question time:\neverything came from" in out
     assert out.count(" of 8 ") >= 4
+    assert max(map(_width, out.replace(str(tmp_path), ".").splitlines())) <= 80
 
 
-def test_missing_models_are_one_line(demo, tmp_path, capsys):
-    assert demo.main(["--models", str(tmp_path), "--work", str(tmp_path)]) == 1
+def test_missing_models_are_one_line(tmp_path, capsys):
+    assert cli.main(["demo", "--models", str(tmp_path), "--work", str(tmp_path)]) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "no such model directory" in err
@@ -72,7 +68,7 @@ def test_missing_models_are_one_line(demo, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_something_encoded_at_question_time_is_a_failure(
-    demo, random_models, tmp_path, capsys, monkeypatch
+    random_models, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(demo, "NEEDED", 0)
     ask = demo._ask
@@ -83,13 +79,39 @@ def test_something_encoded_at_question_time_is_a_failure(
         return ask(kb, rows, k)
 
     monkeypatch.setattr(demo, "_ask", lose_the_store)
-    assert demo.main(["--models", str(random_models), "--work", str(tmp_path), "--json"]) == 1
+    assert (
+        cli.main(["demo", "--models", str(random_models), "--work", str(tmp_path), "--json"]) == 1
+    )
     assert json.loads(capsys.readouterr().out)["encoded"] > 0
 
 
 @pytest.mark.slow
-def test_the_shipped_model_answers_every_question(demo, tmp_path, capsys):
-    assert demo.main(["--work", str(tmp_path), "--json"]) == 0
+def test_the_shipped_model_answers_every_question(tmp_path, capsys):
+    assert cli.main(["demo", "--work", str(tmp_path), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["right"]["dual"] == dict.fromkeys(demo.METHODS, 8)
     assert shown["right"]["full"]["turborag"] < shown["right"]["full"]["full_attention"]
+
+
+def test_it_unpacks_a_folder_like_a_checkout(tmp_path, capsys):
+    assert cli.main(["demo", "--unpack", str(tmp_path / "new"), "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)["unpacked"]
+    assert [Path(path).name for path in made] == ["checkpoints", "configs", "examples"]
+    for name in (
+        "checkpoints/synthetic-0.8m/dual/model.safetensors",
+        "configs/templates/short.toml",
+        "examples/village/kora-felell.md",
+    ):
+        made_of = tmp_path / "new" / name
+        assert not made_of.is_symlink() and made_of.read_bytes() == (ROOT / name).read_bytes()
+    assert cli.main(["demo", "--unpack", str(tmp_path / "new")]) == 1
+    assert "checkpoints is there already; name another folder" in capsys.readouterr().err
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--version"])
+    assert left.value.code == 0
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        version = tomllib.load(file)["project"]["version"]
+    assert capsys.readouterr().out == f"jaxrag {version}\n"

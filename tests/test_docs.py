@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
+import jaxrag
 import jaxrag.cli
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import METHODS
@@ -205,6 +206,34 @@ def test_the_readme_is_short():
     assert len(README.read_bytes()) <= LARGEST_README
 
 
+def test_the_site_leads_to_every_page():
+    """Its navigation; the pages beside docs/ are checked where it is built (`make lint`)."""
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    named = re.findall(r"^ +- [^:]+: (\S+\.md)$", site, re.M)
+    assert len(set(named)) == len(named)
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} <= set(named)
+
+
+def test_the_reference_has_every_public_name():
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    named = re.findall(r"^::: jaxrag\.(\w+)$", page, re.M)
+    assert len(set(named)) == len(named)
+    assert set(named) - {"errors"} == set(jaxrag.__all__)
+
+
+def test_every_exit_code_is_told():
+    """Those that the commands return by number or by a name beside it."""
+    page = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
+    told = {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.M)}
+    returned = {0, 2}  # argparse's
+    for path in (ROOT / "jaxrag" / "cli").glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        returned |= {int(code) for code in re.findall(r"\breturn (\d+)\b", text)}
+        named = re.findall(r"^([A-Z]+) = (\d+)  #", text, re.M)
+        returned |= {int(code) for name, code in named if f"return {name}" in text}
+    assert told == returned
+
+
 def test_every_method_is_in_the_readme_and_described():
     """With the encoder that its chunks have."""
     readme = README.read_text(encoding="utf-8")
@@ -329,14 +358,14 @@ def run_page(page, folder):
             if block.tag not in ("bash", "python"):
                 continue
             where = f"{page.relative_to(ROOT)}:{block.line}"
-            out, err = io.StringIO(), io.StringIO()
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            out = io.StringIO()  # a page shows what a terminal shows
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
                 if block.tag == "python":
                     exec(compile(block.text, where, "exec"), namespace)
                 else:
                     for words in commands(block.text):
                         code = run(words)
-                        assert code == 0, f"{where}: {shlex.join(words)}: {err.getvalue()}"
+                        assert code == 0, f"{where}: {shlex.join(words)}: {out.getvalue()}"
             if block.prints is not None:
                 assert_prints(out.getvalue(), block.prints, where)
 

@@ -25,7 +25,7 @@ VILLAGE = [
     for line in (EXAMPLES / "village-questions.jsonl").read_text(encoding="utf-8").splitlines()
 ]
 CONFIGS = Path(__file__).parents[1] / "configs"
-K = 6  # chunks a question, as scripts/demo.py asks for
+K = 6  # chunks a question, as `jaxrag demo` asks for
 CHARACTERS = 700  # of a chunk here; about 150 tokens of English
 
 

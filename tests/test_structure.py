@@ -14,7 +14,7 @@ FILES = {
     "jaxrag/serve/batch.py": "def f():\n    from jaxrag.train.loop import g\n",
     "jaxrag/train/loop.py": "from jaxrag.serve.batch import f\nimport jaxrag.store.keys\n",
     "pallas_kernels/tiles.py": "import jax\n",
-    "scripts/demo.py": "from jaxrag import serve\n",
+    "scripts/make.py": "from jaxrag import serve\n",
     "benchmarks/gpu.py": "import scenes\n",
     "benchmarks/scenes.py": "import gpu\nimport jaxrag.store\n",
 }

@@ -33,6 +33,7 @@ from jaxrag.documents.chunking import Chunk
 from jaxrag.retrieve.base import searched_text
 from jaxrag.retrieve.bm25 import BM25Index, BM25Snapshot, Sizes
 from jaxrag.retrieve.filters import Filter
+from jaxrag.store.keys import ID_DIGITS, is_hex
 from jaxrag.types import Connection, HostArray
 
 
@@ -303,7 +304,7 @@ class Reader:
         return found
 
     def all_keys(self) -> Iterator[str]:
-        """Every store key of every chunk, ascending, each once; streamed."""
+        """Every store key of every chunk, ascending, each once, streamed; not what is none."""
         last = ""
         while True:
             with self._database.use() as connection:
@@ -313,7 +314,7 @@ class Reader:
                 ).fetchall()
             if not rows:
                 return
-            yield from (row[0] for row in rows)
+            yield from (row[0] for row in rows if is_hex(row[0], ID_DIGITS))
             last = rows[-1][0]
 
     def keys_of(self, chunk_ids: Iterable[int], encoder: str) -> dict[int, str]:

@@ -178,7 +178,8 @@ class _Found:
     """Rows as they stand in the pages, held against their digests, which they keep.
 
     Attributes:
-      settings, documents: by name, and by id.
+      settings: by name.
+      documents: by id.
       chunks: by document and id.
       keys: by chunk.
       contexts: content ids by place, by chunk and encoder.

@@ -7,25 +7,32 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from jaxrag.cli import ask, bench, convert, eval, ingest, kb, serve, train
+from jaxrag import __version__
+from jaxrag.cli import ask, bench, check, convert, demo, eval, ingest, kb, serve, train
 from jaxrag.errors import JaxragError
 from jaxrag.text.printable import printable
 
-COMMANDS = (ingest, ask, serve, kb, convert, train, eval, bench)
+COMMANDS = (demo, ingest, ask, serve, kb, check, convert, train, eval, bench)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 success, 1 a reported error, 2 bad usage."""
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the program, with all commands."""
     parser = argparse.ArgumentParser(
         prog="jaxrag",
         description="Retrieval-augmented generation that never prefills a document twice.",
         epilog="example: jaxrag ingest docs/ --kb kb --model MODEL && "
         'jaxrag ask "Who built the bridge?" --kb kb',
     )
+    parser.add_argument("--version", action="version", version=f"jaxrag {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_parser(commands)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 success, 1 a reported error, 2 bad usage."""
+    args = make_parser().parse_args(argv)
     return run_command(args.run, args)
 
 

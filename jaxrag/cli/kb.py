@@ -4,6 +4,7 @@ import argparse
 import collections
 import dataclasses
 import sys
+import textwrap
 from typing import TYPE_CHECKING
 
 from jaxrag.cli import export, gate
@@ -20,6 +21,7 @@ from jaxrag.cli.options import (
     parse_seconds,
     print_json,
     secret_of,
+    shorten,
     table,
     where_of,
 )
@@ -119,6 +121,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     export.add_parser(actions)
 
 
+_TITLE = 30  # columns of it, so that an id of forty has place beside it in 80
 _GROUPS = ("stored", "attention_index", "vectors", "last_gc", "gates")  # a line for each number
 
 
@@ -139,11 +142,16 @@ def run_stats(args: argparse.Namespace) -> None:
             rows += [[f"{prefix} {part}", _plain(number)] for part, number in value.items()]
         else:
             rows.append([name, _plain(value)])
-    print(table(rows))
+    room = 80 - 2 - max(len(name) for name, _ in rows)
+    wrapped = []
+    for name, value in rows:
+        lines = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False)
+        wrapped += [[name if i == 0 else "", line] for i, line in enumerate(lines or [""])]
+    print(table(wrapped))
 
 
 def run_list(args: argparse.Namespace) -> None:
-    """Print one line a document, or a JSON object with all of them."""
+    """Print one line a document, or a JSON object with all that is known of them."""
     from jaxrag.knowledge_base import KnowledgeBase
 
     with KnowledgeBase.open(args.kb, secret=secret_of(args.secret_file)) as kb:
@@ -154,9 +162,9 @@ def run_list(args: argparse.Namespace) -> None:
     if args.json:
         print_json({"documents": [dataclasses.asdict(document) for document in documents]})
         return
-    rows = [["document", "title", "chunks", "file"]]
-    rows += [[d.id, d.title, str(d.num_chunks), d.file or ""] for d in documents]
-    print(table(rows, right=(2,)))
+    rows = [["document", "chunks", "title"]]
+    rows += [[d.id, str(d.num_chunks), shorten(d.title, _TITLE)] for d in documents]
+    print(table(rows, right=(1,)))
 
 
 def run_remove(args: argparse.Namespace) -> int:
@@ -196,7 +204,7 @@ def run_gc(args: argparse.Namespace) -> None:
 def run_verify(args: argparse.Namespace) -> int:
     """Exit code 0 when all rows and chunks are whole at the end and nothing is lost, 3 when not."""
     from jaxrag.knowledge_base import KnowledgeBase
-    from jaxrag.knowledge_base.location import find_folder, mend_catalog
+    from jaxrag.knowledge_base.location import find_folder, mend_catalog, mend_settings
 
     secret = secret_of(args.secret_file)
     if args.reseal and not args.repair:
@@ -205,6 +213,9 @@ def run_verify(args: argparse.Namespace) -> int:
     if mended is not None and not args.json:
         for line in _of_salvage(mended):
             print(printable(line))
+    settings = mend_settings(find_folder(args.kb)) if args.repair else ()
+    if settings and not args.json:
+        print(printable(f"settings repaired: {', '.join(name or 'totals' for name in settings)}"))
     if args.reseal:
         KnowledgeBase.open(args.kb, mode="rw", secret=secret, reseal=True).close()
     kb = open_kb(args) if args.repair else KnowledgeBase.open(args.kb, secret=secret)
@@ -224,7 +235,7 @@ def run_verify(args: argparse.Namespace) -> int:
         _note(kb.unchecked)
     if args.json:
         salvaged = None if mended is None else dataclasses.asdict(mended)
-        print_json(dataclasses.asdict(report) | {"catalog": salvaged})
+        print_json(dataclasses.asdict(report) | {"catalog": salvaged, "settings": settings})
     else:
         print(
             f"chunks: {report.ok} whole, {report.repaired} repaired, {len(report.damaged)} damaged"
@@ -276,9 +287,8 @@ def _about_rows(report: "VerifyReport") -> list[str]:
             if fault.name and not rows.repaired
         ]
         if rows.lost:
-            lines.append(
-                f"{counted(len(rows.lost), 'document')} lost, add again: {', '.join(rows.lost)}"
-            )
+            fate = "lost, add again" if rows.repaired else "that nothing proves"
+            lines.append(f"{counted(len(rows.lost), 'document')} {fate}: {', '.join(rows.lost)}")
         if rows.unnamed:
             lines.append(
                 f"{counted(rows.unnamed, 'document')} lost without a name; add again what "

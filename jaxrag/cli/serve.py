@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxrag.cli.options import add_command, add_model, add_secret, load, secret_of
+from jaxrag.cli.options import (
+    add_command,
+    add_model,
+    add_secret,
+    load,
+    parse_count,
+    secret_of,
+)
 from jaxrag.errors import ConfigError, KnowledgeBaseError
 
 if TYPE_CHECKING:
@@ -32,7 +39,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "serve a model and its knowledge bases over HTTP, as OpenAI's clients ask",
         "jaxrag serve --kb kb --kb laws=other/kb --port 8000",
     )
-    parser.add_argument("--config", metavar="FILE", help="TOML with the keys of ServerSettings")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="TOML with the keys of ServerSettings, or the name of an installed one: village",
+    )
     parser.add_argument(
         "--kb",
         action="append",
@@ -55,7 +66,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--method", help="where a request names none (turborag)")
     parser.add_argument("--decode", metavar="RULE", help="likewise (the method's own)")
     parser.add_argument("--k", type=int, metavar="N", help="chunks to retrieve (5)")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="of an answer (256)")
+    parser.add_argument(
+        "--max-new-tokens", type=parse_count, metavar="N", help="of an answer (256)"
+    )
     parser.add_argument("--rows", type=int, metavar="N", help="answers decoded together (8)")
     parser.add_argument(
         "--allow-history-dependent",
@@ -97,9 +110,9 @@ def run(args: argparse.Namespace) -> int:
 def settings_of(args: argparse.Namespace) -> "ServerSettings":
     """Those of --config, and of flags in front of them. Raises ConfigError."""
     from jaxrag.server.settings import ServerSettings
-    from jaxrag.tables import build, read_toml
+    from jaxrag.tables import build
 
-    values: dict[str, Any] = {} if args.config is None else read_toml(Path(args.config))
+    values: dict[str, Any] = {} if args.config is None else _read(args.config)
     where = args.config or "jaxrag serve"
     given = {name: getattr(args, name) for name in _FLAGS}
     values |= {name: value for name, value in given.items() if value is not None}
@@ -117,6 +130,20 @@ def settings_of(args: argparse.Namespace) -> "ServerSettings":
     if args.kb:
         values["knowledge_bases"] = dict(_named(kb) for kb in args.kb)
     return build(ServerSettings, values, where)
+
+
+def _read(config: str) -> dict[str, Any]:
+    """The table of --config: a file by its path, or one of configs/serve by name."""
+    from jaxrag.installed import config_names, config_path
+    from jaxrag.tables import read_toml
+
+    path = config_path(config, "serve")
+    if path is None:
+        raise ConfigError(
+            f"--config {config}: expected the path of a .toml file or one of "
+            f"{', '.join(config_names('serve'))}"
+        )
+    return read_toml(path)
 
 
 def _named(kb: str) -> tuple[str, str]:
@@ -137,7 +164,7 @@ def _model(settings: "ServerSettings") -> "Model":
         with KnowledgeBase.open(folder, secret=secret_of(settings.secret_file)) as remembered:
             path = path or remembered.model_path
             dtype = dtype or remembered.store.layout.dtype
-        if path is None or not Path(path).is_dir():
+        if given.path is None and (path is None or not Path(path).is_dir()):
             raise KnowledgeBaseError(
                 f"{folder} was made with the model in {path}, which is not there; pass --model DIR"
             )

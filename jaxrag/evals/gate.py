@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from jaxrag.cache import PagePool, PageTable
 from jaxrag.documents import Shard
@@ -31,10 +30,11 @@ from jaxrag.methods import METHODS, Method
 from jaxrag.models.decoder import Decoder, unembed
 from jaxrag.select import NoTokens
 from jaxrag.serve.answers import Result, serve
-from jaxrag.serve.batch_files import BadQuestion, QuestionFile
+from jaxrag.serve.question_files import BadQuestion, QuestionFile
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.serve.suits import gate_subject
 from jaxrag.shapes import bucket
+from jaxrag.text.progress import progress_bar
 from jaxrag.text.prompts import PromptTemplate
 from jaxrag.types import Array, HostArray, Step
 
@@ -127,7 +127,7 @@ def gate(
       where: as for ``generate``.
       answer_tokens: of every answer, compared at most.
       batch_size: questions that run together.
-      progress: draw a bar on stderr.
+      progress: show how far it is, on stderr.
 
     Raises:
       RequestError: a bad line or ratio, a method that reuses nothing, a probe that finds no chunk
@@ -160,9 +160,43 @@ def gate(
         for one in (METHODS["full_attention"], *tried)
     ]
     prepared = [_prepare(one, questions) for one in settings]
-    tallies = [_Tally() for _ in tried]
+    measured, tokens = compare(settings, prepared, target, batch_size, progress=progress)
+    report = GateReport(
+        method=method.name,
+        questions=len(prepared[0]),
+        answer_tokens=tokens,
+        target=target,
+        measured=measured,
+        ratio=next((one.ratio for one in measured if one.meets), None),
+    )
+    if report.ratio is not None:
+        found = {"subject": gate_subject(method, settings[0].template), "k": k, "where": where}
+        kb.set_gate(method.name, report.to_dict() | found | {"probes": questions.digest})
+    return report
+
+
+def compare(
+    settings: Sequence[Settings],
+    prepared: Sequence[Sequence[ReadyQuestion]],
+    target: Target,
+    batch_size: int,
+    *,
+    progress: bool = False,
+) -> tuple[tuple[Measured, ...], int]:
+    """How the methods of all settings but the first agree with the first's answers.
+
+    Args:
+      settings: that of full attention, then those that are compared with it.
+      prepared: the same questions under each of them.
+      target: what to reach.
+      batch_size: questions that are answered together.
+      progress: draw a bar on stderr.
+
+    Returns one ``Measured`` for each but the first, and how many answer tokens were compared.
+    """
+    tallies = [_Tally() for _ in settings[1:]]
     total = len(prepared[0]) * len(settings)
-    with tqdm(total=total, unit="question", desc="gate", disable=None if progress else True) as bar:
+    with progress_bar(total, "gate", "question", shown=progress) as bar:
         requests = [question.request for question in prepared[0]]
         for batch in itertools.batched(range(len(requests)), batch_size):
             here = [prepared[0][i] for i in batch]
@@ -175,21 +209,10 @@ def gate(
                 bar.update(len(batch))
     chunk_tokens = sum(len(chunk) for one in requests for chunk in one.prompt.chunks)
     measured = tuple(
-        tally.measured(one.recompute_ratio or 0.0, chunk_tokens, target)
-        for one, tally in zip(tried, tallies, strict=True)
+        tally.measured(one.method.recompute_ratio or 0.0, chunk_tokens, target)
+        for one, tally in zip(settings[1:], tallies, strict=True)
     )
-    report = GateReport(
-        method=method.name,
-        questions=len(prepared[0]),
-        answer_tokens=sum(map(len, tallies[0].agree)),
-        target=target,
-        measured=measured,
-        ratio=next((one.ratio for one in measured if one.meets), None),
-    )
-    if report.ratio is not None:
-        found = {"subject": gate_subject(method, settings[0].template), "k": k, "where": where}
-        kb.set_gate(method.name, report.to_dict() | found | {"probes": questions.digest})
-    return report
+    return measured, sum(map(len, tallies[0].agree)) if tallies else 0
 
 
 def _prepare(settings: Settings, questions: QuestionFile) -> list[ReadyQuestion]:

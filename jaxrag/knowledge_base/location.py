@@ -1,17 +1,20 @@
 """Where a knowledge base lies: its folder, its catalog, and the repository of its chunks."""
 
+import itertools
 import os
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrag.catalog import Catalog
+from jaxrag.catalog import Catalog, lost_settings
 from jaxrag.catalog.database import damaged
 from jaxrag.catalog.salvage import Salvage, salvage
+from jaxrag.encode import ENCODERS
 from jaxrag.errors import KnowledgeBaseError
 from jaxrag.knowledge_base.settings import (
     NEEDED,
+    REPLACED,
     Wanted,
     check_settings,
     neighbour_settings,
@@ -23,6 +26,8 @@ from jaxrag.knowledge_base.writers import FOLDER as WRITERS
 from jaxrag.models.model import Model
 from jaxrag.store import ChunkStore, KVLayout, ReadThrough
 from jaxrag.store.chunk_store import Mode
+from jaxrag.store.keys import derive
+from jaxrag.text.prompts import TEMPLATES
 
 CATALOG = "catalog.sqlite"
 TIER = "tier"  # folder of the local copies of a repository that lies elsewhere
@@ -61,6 +66,30 @@ def mend_catalog(folder: Path) -> Salvage | None:
     """
     path = folder / CATALOG
     return salvage(path, NEEDED) if path.is_file() and os.access(folder, os.W_OK) else None
+
+
+def mend_settings(folder: Path) -> tuple[str, ...]:
+    """Make settings whole that are not as written, where something tells what they were.
+
+    Returns their names, "" for what had none. Raises StoreError where nothing tells.
+    """
+    path = folder / CATALOG
+    if not path.is_file() or not os.access(folder, os.W_OK):
+        return ()
+    return lost_settings.mend_settings(path, NEEDED, _may_have_been, REPLACED)
+
+
+def _may_have_been(name: str, settings: Mapping[str, Any]) -> Iterator[Any]:
+    """Values that a setting may have had, by the others."""
+    yield from (None, "", False, True)
+    if name == "template":
+        yield from (template.to_dict() for template in TEMPLATES.values())
+    if name == "encoders":
+        for count in range(1, len(ENCODERS) + 1):
+            yield from map(list, itertools.permutations(ENCODERS, count))
+    if name == "fingerprint" and {"model", "layout", "salt"} <= settings.keys():
+        model, layout, salt = (settings[it] for it in ("model", "layout", "salt"))
+        yield derive(model["fingerprint"], stored=layout["stored"], salt=salt)
 
 
 def open_catalog(

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from jaxrag.catalog import Catalog, ChunkTokens
 from jaxrag.encode import ChunkEncoding, ChunkInContext
+from jaxrag.errors import StoreError
 from jaxrag.knowledge_base.ingest import RefreshReport
 from jaxrag.knowledge_base.staleness import NeighbourSearch
 from jaxrag.knowledge_base.vectors import ChunkVectors
@@ -84,7 +85,7 @@ class Neighbours:
         return self.vectors.index
 
     def find(self, chunk_ids: Sequence[int]) -> dict[int, Placed]:
-        """Search the neighbours of chunks; ids of no chunk are left out."""
+        """Search the neighbours of chunks; ids of no chunk, or of one that leaves, are left out."""
         own = self.catalog.tokens(chunk_ids)
         found: dict[int, list[ChunkTokens]] = {}
         waiting, depth = list(own), self.top_n + 1
@@ -102,7 +103,7 @@ class Neighbours:
                 else:
                     found[chunk_id] = list(others.values())[: self.top_n]
             depth *= 2
-        return {chunk_id: self._place(own[chunk_id], found[chunk_id]) for chunk_id in own}
+        return {i: self._place(own[i], found[i]) for i in own if i in found}
 
     def recorded(self, chunk_ids: Sequence[int], encoder: str) -> dict[int, Placed]:
         """The neighbours that chunks were encoded behind; of those with KV of this encoder."""
@@ -118,7 +119,7 @@ class Neighbours:
     def _rank(self, chunk_ids: Sequence[int], depth: int) -> dict[int, list[int]]:
         """For every chunk up to ``depth`` chunk ids, most similar first, itself perhaps included.
 
-        Where fewer are returned, there are no others.
+        Where fewer are returned, there are no others. A chunk that left meanwhile is left out.
         """
         if self.by == "bm25":
             search = self.catalog.search if self.words is None else self.words.search
@@ -128,7 +129,14 @@ class Neighbours:
             }
         index = self.index
         assert index is not None
-        found, _ = index.search(index.get(np.asarray(chunk_ids, np.int64)), depth)
+        try:
+            vectors = index.get(np.asarray(chunk_ids, np.int64))
+        except StoreError:
+            standing = list(self.catalog.tokens(chunk_ids))
+            if len(standing) == len(chunk_ids):
+                raise
+            return self._rank(standing, depth)  # a chunk that left took its vector along
+        found, _ = index.search(vectors, depth)
         return {
             chunk_id: row[row != NOTHING].tolist()
             for chunk_id, row in zip(chunk_ids, found, strict=True)

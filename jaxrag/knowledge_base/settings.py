@@ -26,6 +26,8 @@ NEEDED = (
     "chunking", "encoders", "fingerprint", "id", "layout", "max_bytes", "model", "neighbours",
     "prefix_content", "salt", "store", "template", "tokenizer", "vectors", "vectors_complete",
 )  # fmt: skip
+# What takes the place of one that is lost: no answer depends on it.
+REPLACED: Mapping[str, Any] = {"max_bytes": None, "last_gc": None, "vectors_complete": False}
 DEFAULT_CHUNK_TOKENS = 512
 DEFAULT_ENCODERS = ("isolated",)
 DEFAULT_INDEX = "lance"

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxrag.catalog import Catalog
+from jaxrag.errors import StoreError
 from jaxrag.retrieve.base import VectorIndex
 from jaxrag.retrieve.exact import ExactIndex
 from jaxrag.types import HostArray
@@ -75,10 +76,15 @@ class NeighbourSearch:
         if not isinstance(index, ExactIndex) or copies or 2 * len(new) >= len(ids):
             return ids
         outdated = np.zeros(len(ids), bool)
-        for encoder in encoders:
-            own, last = self.catalog.last_neighbours(encoder, top_n)
-            outdated |= ~np.isin(ids, own)
-            outdated |= np.isin(ids, own[_entered(index, own, last, new)])
+        try:
+            for encoder in encoders:
+                own, last = self.catalog.last_neighbours(encoder, top_n)
+                outdated |= ~np.isin(ids, own)
+                outdated |= np.isin(ids, own[_entered(index, own, last, new)])
+        except StoreError:
+            if np.array_equal(self.catalog.chunk_ids(), ids):
+                raise
+            return ids  # a chunk that left meanwhile took its vector along: all are searched
         return ids[outdated]
 
     def check(self) -> None:

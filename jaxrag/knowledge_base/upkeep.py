@@ -158,8 +158,11 @@ def sweep(
 ) -> GcReport:
     """Remove KV that no claim holds and vectors of no chunk, where older than the grace.
 
-    What writers at work have announced stays, at any grace.
+    What writers at work have announced stays, at any grace. Raises DamagedCatalogError for a claim
+    whose catalog lost rows: their KV would be nobody's.
     """
+    for claim in claims:
+        claim.catalog.check_whole()
     now = time.time()  # a writer that is not seen below reserves its ids later than this
     report = store.gc(
         lambda record: any(claim.holds(record) for claim in claims),

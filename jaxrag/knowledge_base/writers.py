@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Self
 
-from jaxrag.errors import StoreError
+from jaxrag.errors import disk_errors
 from jaxrag.store.keys import is_hex
 from jaxrag.store.record import ATTEMPT_DIGITS, attempt_begun, new_attempt
 
@@ -36,7 +36,7 @@ class Writer:
 
         Raises StoreError when its file cannot be made.
         """
-        with _errors(folder):
+        with disk_errors(folder):
             (folder / FOLDER).mkdir(exist_ok=True)
             writer = cls(*_locked_file(folder / FOLDER))
         try:
@@ -53,7 +53,7 @@ class Writer:
         written down.
         """
         data = memoryview(bytes.fromhex("".join(keys)))
-        with _errors(self._path):
+        with disk_errors(self._path):
             while data:
                 data = data[os.write(self._descriptor, data) :]
 
@@ -78,7 +78,7 @@ class Writers:
     def _at_work(self) -> dict[str, set[bytes]]:
         """The keys that each writer at work has named so far, by its file."""
         found = {}
-        with _errors(self._folder):
+        with disk_errors(self._folder):
             try:
                 names = os.listdir(self._folder)
             except FileNotFoundError:
@@ -126,14 +126,3 @@ def _locked_file(folder: Path) -> tuple[int, Path]:
             os.close(descriptor)
             raise
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(
-            f"{path}: {error.strerror or error}; check the disk, its free space and your "
-            "permissions"
-        ) from error

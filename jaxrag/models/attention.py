@@ -6,7 +6,7 @@ the cache it may have written to, and whatever should be stacked over the layers
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jaxrag.sharding import attention_axes
 from jaxrag.types import Array, Partial, Tokens
 from pallas_kernels import (
     BODIES,
+    Impl,
     KernelError,
     Pages,
     Placed,
@@ -28,6 +29,7 @@ from pallas_kernels import (
     Rotary,
     Rows,
     check_impl,
+    default_impl,
     key_mass,
     paged_attention,
     paged_attention_by_row,
@@ -51,8 +53,10 @@ __all__ = [
     "attend_placed",
     "attend_pool",
     "attention_received",
+    "body_of",
     "check_kernels",
     "kept_mixture",
+    "measured_kernels",
     "merge",
     "paged_attention",
     "paged_decode_attention",
@@ -122,7 +126,7 @@ class PackedAttend:
                 scale=config.head_dim**-0.5,
                 prefix_visible=self.prefix_visible,
                 window=window,
-                impl=config.kernels,
+                impl=body_of("segment_attention", config.kernels),
             )
             return out
 
@@ -188,7 +192,7 @@ class PagedAttend:
     def _op(self, num_queries: int) -> PagedOp:
         """What queries [B, num_queries] attend with."""
         in_turn = self.rows_in_turn and num_queries >= _QUERIES_IN_TURN
-        if in_turn and self.config.kernels == "xla":
+        if in_turn and body_of("sparse_attention", self.config.kernels) == "xla":
             return paged_attention_by_row
         return paged_decode_attention if num_queries == 1 else sparse_attention
 
@@ -318,8 +322,9 @@ def attend_pool(
 
     def attend(operands: tuple[Any, ...], window: Array | int | None) -> tuple[Array, Array]:
         limits: dict[str, Any] = {} if window is None else {"window": window}
-        if config.kernels != "xla":
-            limits["impl"] = config.kernels
+        name = getattr(op, "func", op).__name__
+        if name in BODIES and (impl := body_of(name, config.kernels)) != "xla":
+            limits["impl"] = impl
         return op(*operands, **limits, scale=config.head_dim**-0.5)
 
     kv, rotary = Pool(pool.k, pool.v), rotary_of(config, rope)
@@ -377,11 +382,21 @@ def rotary_of(config: ModelConfig, rope: RopeTable) -> Rotary:
     return Rotary(rope.cos, rope.sin, config.rope.interleaved)
 
 
+def body_of(op: str, kernels: str) -> Impl:
+    """The body of an op: as ``kernels`` says, or what was measured to be best on this device."""
+    return default_impl(op) if kernels == "measured" else cast(Impl, kernels)
+
+
+def measured_kernels() -> bool:
+    """Whether "measured" means another body than "xla" for any op on this device."""
+    return any(default_impl(op) != "xla" for op in BODIES)
+
+
 def check_kernels(kernels: str) -> None:
     """ConfigError unless the attention ops have these bodies and they run here."""
     try:
         for op in BODIES:
-            check_impl(op, kernels)
+            check_impl(op, body_of(op, kernels))
     except KernelError as error:
         raise ConfigError(f"kernels={kernels!r}: {error}") from None
 

@@ -283,7 +283,7 @@ def _among(ids: Ids) -> str:
 def _errors(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # of a damaged table LanceDB raises whatever comes, also RustPanic
         reason = (str(error) or type(error).__name__).splitlines()[0][:200]
         raise StoreError(
             f"{folder}: LanceDB: {reason}; check the disk, its free space and your permissions, or "

@@ -31,7 +31,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from jaxrag.errors import StoreError
+from jaxrag.errors import StoreError, disk_errors
 from jaxrag.retrieve.base import Ids, Mode, Vectors, in_order, refuse_missing
 
 FORMAT = 1
@@ -85,7 +85,7 @@ class RowFile:
         whose bytes do not match their digests. ``name`` is the index's in errors.
         """
         rows = cls(folder, dim, mode)
-        with rows._errors():
+        with disk_errors(folder):
             if not (folder / _META).is_file():
                 if mode == "r":
                     raise refuse_missing(folder, name)
@@ -98,7 +98,7 @@ class RowFile:
 
     def refresh(self) -> Rows:
         """The rows as they are now, whoever wrote them; what is returned never changes."""
-        with self._lock, self._errors():
+        with self._lock, disk_errors(self.folder):
             for _ in range(_TRIES):
                 try:
                     self._state = self._read(self._state)
@@ -204,7 +204,7 @@ class RowFile:
         """The rows as they are while nobody else writes; afterwards this object sees the change."""
         if self._mode == "r":
             raise StoreError(f"{self.folder} was opened for reading; open it with mode 'rw'")
-        with self._lock, self._errors(), self._exclusive():
+        with self._lock, disk_errors(self.folder), self._exclusive():
             yield self.refresh()
             rows = self.refresh()
             dead = len(rows.ids) - int(rows.live.sum())
@@ -265,16 +265,6 @@ class RowFile:
         with self._lock, open(self.folder / "lock", "ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
-
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise StoreError(
-                f"{self.folder}: {error.strerror or error}; check the disk, its free space and "
-                "your permissions"
-            ) from error
 
 
 def _write(path: Path, data: memoryview, offset: int) -> None:

@@ -1,12 +1,10 @@
 """Files and folders that are there, whole, after a crash."""
 
-import contextlib
 import os
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 
-from jaxrag.errors import StoreError
+from jaxrag.errors import disk_errors
 
 PRIVATE = 0o700  # of the data folder: nobody else reads what was uploaded
 UNFINISHED = ".new-"  # begins the name of a file that is being written
@@ -45,15 +43,3 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Errors of the disk leave as StoreError."""
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(
-            f"{path}: {error.strerror or error}; check the disk, its free space and your "
-            "permissions"
-        ) from error

@@ -22,12 +22,12 @@ from typing import Any
 
 from jaxrag.catalog import Hit
 from jaxrag.engine.engine import Engine
-from jaxrag.errors import ConfigError, JaxragError
+from jaxrag.errors import ConfigError, JaxragError, disk_errors
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.knowledge_base.maintained import DEFAULT_GRACE_SECONDS
 from jaxrag.knowledge_base.search import Hits
 from jaxrag.models.model import Model
-from jaxrag.server.durable import PRIVATE, disk_errors, make_folder, sync_folder
+from jaxrag.server.durable import PRIVATE, make_folder, sync_folder
 from jaxrag.server.errors import forbidden, invalid, not_found
 from jaxrag.server.indexing import Indexer
 from jaxrag.server.recipe import Recipe

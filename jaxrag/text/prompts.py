@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 
 from jaxrag.errors import ConfigError, TokenizerError
+from jaxrag.installed import config_names, config_path
 from jaxrag.tables import build, read_toml
 from jaxrag.text.tokenizer import PROMPT_FILE, Tokenizer
 from jaxrag.types import HostArray
@@ -177,6 +178,16 @@ class PromptTemplate:
                 "template, or add the token to tokenizer and embedding and train with it"
             )
 
+    def parts(self, tokenizer: Tokenizer) -> tuple[tuple[str, str], ...]:
+        """The text of prefix, chunk and final block as a model reads them, with placeholders.
+
+        Raises TokenizerError as ``prefix_ids`` does.
+        """
+        [(before, after)] = self._around_chunks(tokenizer)
+        leading = tokenizer.decode(tokenizer.leading_ids, skip_special=False)
+        before = before if before.startswith(leading) else leading + before
+        return ("prefix", before), ("chunk", self.chunk), ("final block", after)
+
     def question_span(self, tokenizer: Tokenizer, question: str) -> tuple[int, int]:
         """Where the question's own tokens stand in ``final_ids``: the first, and one past them."""
         before = self._around_chunks(tokenizer)[0][1].partition("{question}")[0]
@@ -310,14 +321,16 @@ def template_from_dict(values: dict[str, Any], where: str) -> PromptTemplate:
 
 
 def template_named(name: str) -> PromptTemplate:
-    """A built-in template by name, or one from a TOML file by path."""
+    """A built-in template or one of configs/templates by name, or from a TOML file by path."""
     if name in TEMPLATES:
         return TEMPLATES[name]
-    if name.endswith(".toml"):
-        return template_from_dict({"name": Path(name).stem, **read_toml(Path(name))}, name)
-    raise ConfigError(
-        f"template {name!r}: expected one of {', '.join(TEMPLATES)} or the path of a .toml file"
-    )
+    path = config_path(name, "templates")
+    if path is None:
+        names = (*TEMPLATES, *config_names("templates"))
+        raise ConfigError(
+            f"template {name!r}: expected one of {', '.join(names)} or the path of a .toml file"
+        )
+    return template_from_dict({"name": path.stem, **read_toml(path)}, name)
 
 
 def suited_template(tokenizer: Tokenizer | None, wanted: PromptTemplate) -> PromptTemplate:

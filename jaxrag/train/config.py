@@ -1,6 +1,7 @@
 """Everything that decides a training run, as one frozen description read from a TOML file.
 
-Paths are relative to the working directory. ``[run]`` and the mesh may change when a run is
+Paths are relative to the working directory, and of configs/ where that has none to the package's
+(``installed.located``). ``[run]`` and the mesh may change when a run is
 resumed; everything else is part of what makes its result.
 """
 
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxrag.errors import ConfigError
+from jaxrag.installed import config_names, config_path
 from jaxrag.models.reading import Reading
 from jaxrag.models.segments import PositionScheme
 from jaxrag.tables import build, flatten, override, read_toml
@@ -290,8 +292,15 @@ class TrainConfig:
 
 
 def load_config(path: str | Path, assignments: Sequence[str] = ()) -> TrainConfig:
-    """Read a TOML file, with ``a.b=c`` assignments in place of its values. Raises ConfigError."""
-    values = read_toml(Path(path))
+    """Read a TOML file, with ``a.b=c`` assignments in place of its values. Raises ConfigError.
+
+    ``path`` may be the name of one of configs/train, such as "turborag-qwen2-7b".
+    """
+    file = config_path(str(path), "train")
+    if file is None:
+        names = ", ".join(config_names("train"))
+        raise ConfigError(f"{path}: expected the path of a .toml file or one of {names}")
+    values = read_toml(file)
     for assignment in assignments:
         values = override(values, assignment)
     return build(TrainConfig, values, Path(path).name)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrag.config import ModelConfig, config_from_dict
 from jaxrag.errors import ConfigError
+from jaxrag.installed import located
 from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
 from jaxrag.models.digest import weights_digest
 from jaxrag.models.hf import load_config, load_hf
@@ -135,7 +136,7 @@ def set_up(config: TrainConfig) -> Setup:
     Raises ConfigError, ModelError or TokenizerError.
     """
     model = model_config(config)
-    tokenizer_dir = Path(config.model.tokenizer or config.model.path or "")
+    tokenizer_dir = located(config.model.tokenizer or config.model.path or "")
     tokenizer = Tokenizer.load(tokenizer_dir)
     check_vocab(tokenizer, model)
     template_named(config.data.template).check_markers(tokenizer)
@@ -179,7 +180,7 @@ def _stored_config(config: TrainConfig, planned: bool) -> ModelConfig:
     part = config.model
     stated = None
     if part.config is not None:
-        stated = config_from_dict(read_toml(Path(part.config)), part.config)
+        stated = config_from_dict(read_toml(located(part.config)), part.config)
     if stated is not None and (part.path is None or (planned and not Path(part.path).exists())):
         return stated
     path = Path(part.path or "")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxrag.catalog import Catalog, Entry, database
+from jaxrag.catalog.digests import Totals
 from jaxrag.documents import Document
 from jaxrag.documents.chunking import Chunk
 from jaxrag.errors import KnowledgeBaseError, StoreError
@@ -391,3 +392,33 @@ def test_keys_of_kv_that_has_seen_other_chunks_live_as_long_as_these(catalog):
         (names[three], b"3")
     ]
     assert catalog.tokens([one, 999])[one].content_id == names[one]
+
+
+def test_totals_are_those_of_the_tables_after_every_change(catalog):
+    def hold():
+        with catalog._database.snapshot() as connection:
+            assert Totals.read(connection, catalog.path) == Totals.counted(connection)
+        return catalog.totals()
+
+    catalog.set("vectors", None)
+    empty = hold()
+    catalog.put([entry(catalog, "a", "lamp", "oil lamp"), entry(catalog, "b", "sea")])
+    assert hold().chunks == 3
+    catalog.put([entry(catalog, "a", "other"), entry(catalog, "a", "lamp again")])
+    assert hold().chunks == 2
+    catalog.put_contexts("near", [(catalog.ids_of_document("b")[0], "k", [])])
+    catalog.set("gate:x", 1)
+    catalog.swap("gate:x", lambda value: [value])
+    catalog.extend("gate:x", ["y"])
+    assert hold().settings == 4
+    catalog.forget(["gate:x"])
+    catalog.remove(["a", "b", "nobody"])
+    assert hold() == empty
+
+
+def test_a_failed_change_leaves_the_totals(catalog):
+    catalog.put([entry(catalog, "a", "lamp")])
+    before = catalog.totals()
+    with pytest.raises(ZeroDivisionError):
+        catalog.swap("n", lambda value: 1 // 0)
+    assert catalog.totals() == before

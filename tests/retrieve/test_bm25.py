@@ -7,6 +7,7 @@ import apsw
 import numpy as np
 import pytest
 
+from jaxrag.errors import DamagedCatalogError
 from jaxrag.retrieve.bm25 import BM25Index, terms
 from jaxrag.retrieve.filters import Filter
 
@@ -163,3 +164,43 @@ def test_a_snapshot_ranks_as_the_index(index, monkeypatch):
 
 def test_a_snapshot_of_nothing_finds_nothing(index):
     assert index.snapshot().search("lamp", 5) == []
+
+
+def test_terms_tell_of_their_postings_after_every_change(index):
+    """Each term has the number of its postings and the sum that tells which, in any order."""
+    rng = np.random.default_rng(6)
+    words = [*(f"w{n}" for n in range(12)), "\u706f\u5854"]
+    texts: dict[int, str] = {}
+    for round_number in range(30):
+        new = {10 * round_number + n: " ".join(rng.choice(words, 6)) for n in range(3)}
+        assert index.add(new) == sum(len(terms(text)) for text in new.values())
+        texts |= new
+        gone = {int(i): texts.pop(int(i)) for i in rng.choice(list(texts), 2, replace=False)}
+        index.remove(gone)
+        assert index.count_unlike(sorted(texts.items())) == 0
+        index.counted()
+    assert index.count_unlike(sorted(texts.items())[1:]) > 0
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "DELETE FROM postings WHERE term = 'lamp' AND chunk_id = 2",
+        "UPDATE postings SET count = 9 WHERE term = 'lamp' AND chunk_id = 2",
+        "UPDATE postings SET chunk_id = 7 WHERE term = 'lamp' AND chunk_id = 2",
+        "UPDATE postings SET count = 3 - count WHERE term = 'lamp'",
+        "UPDATE terms SET holders = holders + 1 WHERE term = 'lamp'",
+        "DELETE FROM terms WHERE term = 'lamp'",
+        "DELETE FROM postings WHERE term = 'lamp'",
+    ],
+)
+def test_postings_that_are_not_as_written_are_refused(index, statement):
+    index.add_all([(1, "lamp lamp oil"), (2, "lamp sea"), (3, "rain")])
+    assert index.search("rain lamp", 5, version=1)
+    index.connection.execute(statement)
+    with pytest.raises(DamagedCatalogError, match=r"'lamp' are not as written; run `jaxrag kb"):
+        index.search("rain lamp", 5, version=2)
+    with pytest.raises(DamagedCatalogError, match="'lamp'"):
+        index.snapshot()
+    assert [found.chunk_id for found in index.search("rain", 5, version=2)] == [3]
+    assert index.count_unlike([(1, "lamp lamp oil"), (2, "lamp sea"), (3, "rain")]) == 1

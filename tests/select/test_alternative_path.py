@@ -124,7 +124,7 @@ def test_law_3_whatever_the_selector_and_in_small_pieces(rng, work, model_of, na
     ("family", "stored"),
     [
         ("mistral", (0, 1, 3)),
-        ("llama", (1,)),
+        pytest.param("llama", (1,), marks=pytest.mark.slow),
         pytest.param("qwen3", (2, 3), marks=pytest.mark.slow),
     ],
 )

@@ -222,6 +222,7 @@ def test_token_ids_need_no_tokenizer(bare_model, kind):
     assert batch[0].token_ids == one.token_ids
 
 
+@pytest.mark.slow  # tests/engine/test_faults.py asks a pool for ten times what it holds
 def test_a_small_cache_makes_questions_wait(bare_model):
     """Those that do not fit beside others are served after them; the answers are the same."""
 

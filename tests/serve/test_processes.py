@@ -74,6 +74,7 @@ def alone(wide_model_dir, tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.slow  # law 11 holds in one process in every run (tests/test_laws.py)
 @pytest.mark.parametrize(
     ("mesh", "order", "shares"),
     [

@@ -1,4 +1,4 @@
-"""The whole path with the model that ships: ingest a village once, then ask about it.
+"""`jaxrag demo`: the whole path with the model that comes along: ingest a village, ask about it.
 
 Encodes the documents of examples/village into a knowledge base and asks the questions beside them
 with full attention, which reads every found document anew, and with TurboRAG and Block-Attention,
@@ -10,18 +10,15 @@ gave a wrong answer.
 import argparse
 import dataclasses
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrag.cli import run_command
-from jaxrag.cli.options import add_json, human_count, print_json, shorten, table
-from jaxrag.engine.engine import engine_of
+from jaxrag.cli.options import add_command, add_json, human_count, print_json, shorten, table
+from jaxrag.installed import DATA, unpack
 
-ROOT = Path(__file__).resolve().parents[1]
 METHODS = ("full_attention", "turborag", "block_attention")
 WEIGHTS = {"full": "trained with full attention", "dual": "then fine-tuned to read both ways"}
 CHUNK_TOKENS = 20  # the village's paragraphs have 8 to 19
@@ -43,45 +40,67 @@ class Asked:
         return self.results[method].text.strip() in self.answers
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the arguments and run; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: python scripts/demo.py --k 6",
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Register the command."""
+    parser = add_command(
+        commands,
+        "demo",
+        "ingest the example documents and ask about them, with the model that comes along",
+        "jaxrag demo --k 6",
+    )
+    parser.add_argument("--k", type=int, default=6, metavar="N", help="chunks a question (6)")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("jaxrag-demo"),
+        metavar="DIR",
+        help="for the knowledge bases, made anew each time (jaxrag-demo)",
     )
     parser.add_argument(
         "--models",
         type=Path,
-        default=ROOT / "checkpoints" / "synthetic-0.8m",
+        default=DATA / "checkpoints" / "synthetic-0.8m",
         metavar="DIR",
-        help="with the model directories full/ and dual/ (checkpoints/synthetic-0.8m)",
+        help="with the model directories full/ and dual/ (those that come along)",
     )
-    parser.add_argument("--k", type=int, default=6, metavar="N", help="chunks a question (6)")
     parser.add_argument(
-        "--work", type=Path, default=ROOT / ".cache" / "demo", metavar="DIR", help="(.cache/demo)"
+        "--unpack",
+        type=Path,
+        metavar="DIR",
+        help="instead, copy model, documents and configurations there, as the manual names them: "
+        "checkpoints/, examples/ and configs/",
     )
     add_json(parser)
-    return run_command(run, parser.parse_args(argv))
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo and print it, or one JSON object."""
+    if args.unpack is not None:
+        made = [str(path) for path in unpack(args.unpack)]
+        if args.json:
+            print_json({"unpacked": made})
+        else:
+            print("\n".join(made))
+        return 0
+    from jaxrag.engine.engine import engine_of
+    from jaxrag.models.compiled import keep_compiled
     from jaxrag.models.model import load_model
     from jaxrag.models.spec import num_params
 
-    lines = (ROOT / "examples" / "village-questions.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
+    keep_compiled()
+    questions = DATA / "examples" / "village-questions.jsonl"
+    rows = [json.loads(line) for line in questions.read_text(encoding="utf-8").splitlines()]
     found: dict[str, list[Asked]] = {}
     warm: list[Asked] = []
     for weights in ("dual", "full"):
         say = _silent if args.json or weights == "full" else print
         model = load_model(args.models / weights)
         say(
-            f"1. The model: {os.path.relpath(args.models / weights)}, "
-            f"{human_count(num_params(model.config))} parameters,\n"
-            f"   {WEIGHTS['full']}, {WEIGHTS[weights]}. Its vocabulary: "
-            f"{model.text_tokenizer().vocab_size} words of a small invented language."
+            f"1. The model: synthetic-0.8m/{weights}, "
+            f"{human_count(num_params(model.config))} parameters, {WEIGHTS['full']},\n"
+            f"   {WEIGHTS[weights]}. Its vocabulary: {model.text_tokenizer().vocab_size} words "
+            "of a small invented\n   language."
         )
         with _ingest(model, args.work / f"kb-{weights}", say) as kb:
             if weights == "dual":
@@ -120,12 +139,16 @@ def run(args: argparse.Namespace) -> int:
         _print_comparison(right, len(rows))
         print(
             f"\nturborag and block_attention encoded {encoded} chunk tokens at question time"
-            + (": everything came from the knowledge base." if not encoded else ".")
+            + (":\neverything came from the knowledge base." if not encoded else ".")
+        )
+        print(
+            "\nAsk it yourself:\n"
+            f'  jaxrag ask "{rows[0]["question"]}" --kb {args.work / "kb-dual"} --k {args.k}'
         )
         if not passed:
             print(
-                f"demo: FAILED: expected {NEEDED} right answers of the fine-tuned weights with "
-                "every method, and nothing encoded at question time",
+                f"jaxrag demo: FAILED: expected {NEEDED} right answers of the fine-tuned weights "
+                "with every method, and nothing encoded at question time",
                 file=sys.stderr,
             )
     return 0 if passed else 1
@@ -143,10 +166,10 @@ def _ingest(model: Any, folder: Path, say: Callable[[str], None]) -> Any:
     kb = jaxrag.KnowledgeBase.open(
         folder, model=model, chunk_by="sentence", chunk_tokens=CHUNK_TOKENS, overlap=0
     )
-    report = kb.add(jaxrag.read_paths([ROOT / "examples" / "village"]))
+    report = kb.add(jaxrag.read_paths([DATA / "examples" / "village"]))
     say(
         f"2. Ingest examples/village: {report.documents} documents, {report.chunks} chunks, "
-        f"{report.tokens} tokens, each encoded once ({report.seconds:.1f} s)."
+        f"{report.tokens} tokens,\n   each encoded once ({report.seconds:.1f} s)."
     )
     for bad in report.skipped:
         print(f"   skipped {bad.source}: {bad.reason}", file=sys.stderr)
@@ -175,25 +198,31 @@ def _ask(kb: Any, rows: Sequence[dict[str, Any]], k: int) -> list[Asked]:
 
 def _print_answers(asked: Sequence[Asked]) -> None:
     full, turbo = METHODS[:2]
-    head = ["kind", "question", "expected", "full attention", "", "turborag", ""]
-    rows = [[*head, "TTFT full, ms", "turbo, ms", "tokens reused", "full FLOP", "turbo FLOP"]]
-    for one in asked:
-        cells = [one.kind, one.question, shorten(one.answers[0], 14)]
-        for method in (full, turbo):
-            cells.append(shorten(one.results[method].text, 14))
-            cells.append("right" if one.is_right(method) else "WRONG")
+    print(table([[str(n), one.kind, one.question] for n, one in enumerate(asked, 1)], right=(0,)))
+    rows = [
+        ["", "", "", "", "TTFT", "(ms)", "FLOP", ""],
+        ["", "expected", "full attention", turbo, "full", "turbo", "full", "turbo"],
+    ]
+    reused = total = 0
+    for number, one in enumerate(asked, 1):
         results = [one.results[method] for method in (full, turbo)]
+        cells = [str(number), shorten(one.answers[0], 12)]
+        for method in (full, turbo):
+            mark = "" if one.is_right(method) else " WRONG"
+            cells.append(shorten(one.results[method].text, 12 - len(mark)) + mark)
         cells += [f"{1000 * result.timings['ttft']:.1f}" for result in results]
-        counts = results[1].counts
-        cells.append(f"{counts['reused']} of {sum(counts.values())}")
         cells += [human_count(result.flops) for result in results]
         rows.append(cells)
-    print(table(rows, right=(7, 8, 9, 10, 11)))
+        reused += results[1].counts["reused"]
+        total += sum(results[1].counts.values())
+    print("\n" + table(rows, right=(0, 4, 5, 6, 7)))
     print(
-        "\n   hop1: said of the person by name; cross: said of 'she' or 'he', whose name is in\n"
-        "   the chunk before; latest: a later chunk corrects it; hop2: through a second document.\n"
-        "   A chunk is read from disk when it is first needed, then it is in the pool. So small a\n"
-        "   model prefills in no time; `jaxrag bench ttft` shows what larger ones save."
+        f"\n   turborag reused {reused} of {total} chunk tokens. "
+        "hop1: said of the person by name;\n"
+        "   cross: said of 'she' or 'he', whose name is in the chunk before; latest: a later\n"
+        "   chunk corrects it; hop2: through a second document. A chunk is read from disk\n"
+        "   when it is first needed, then it is in the pool. So small a model prefills in no\n"
+        "   time; `jaxrag bench ttft` shows what larger ones save."
     )
 
 
@@ -203,7 +232,3 @@ def _print_comparison(right: dict[str, dict[str, int]], count: int) -> None:
         rows.append([name, *(f"{right[weights][method]} of {count}" for method in METHODS)])
     print("\n4. Why fine-tuning matters: the same questions to both sets of weights.\n")
     print(table(rows, right=(1, 2, 3)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

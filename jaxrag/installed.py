@@ -1,0 +1,64 @@
+"""The files that come with the package: configurations, the example documents and their model.
+
+They lie in ``jaxrag/data`` as in a checkout, where that folder holds links to the top level; a
+wheel holds copies. What a user has in the working folder is always meant first.
+"""
+
+import shutil
+from pathlib import Path
+
+from jaxrag.errors import ConfigError
+
+DATA = Path(__file__).with_name("data")
+
+
+def located(name: str | Path) -> Path:
+    """A file or folder by its path, or by its path in the package where nothing is at that.
+
+    ``configs/models/qwen2-7b.toml`` is that of the working folder, else the one that was installed.
+    A path that is nowhere is returned as it is.
+    """
+    path = Path(name)
+    if path.exists() or path.is_absolute() or ".." in path.parts or not path.parts:
+        return path
+    ours = DATA / path
+    return ours if ours.exists() else path
+
+
+def config_path(name: str, kind: str) -> Path | None:
+    """The TOML file that a name stands for; None where it is none.
+
+    Args:
+      name: a path, as ``located`` takes it where it ends in .toml, or the name of an installed file
+        of that kind without its ending, such as "village".
+      kind: a folder of configs/: "methods", "serve", "templates", "train", "models".
+    """
+    if name.endswith(".toml") or Path(name).is_file():
+        return located(name)
+    path = DATA / "configs" / kind / f"{name}.toml"
+    return path if name in config_names(kind) else None
+
+
+def config_names(kind: str) -> list[str]:
+    """The names of the installed files of a folder of configs/, sorted."""
+    return sorted(path.stem for path in (DATA / "configs" / kind).glob("*.toml"))
+
+
+def unpack(folder: Path) -> list[Path]:
+    """Copy everything into a folder, laid out as in a checkout; returns what is now at its top.
+
+    Raises ConfigError, before anything is written, where one of these is there already, and where
+    the folder cannot be written to.
+    """
+    parts = sorted(DATA.iterdir())
+    for part in parts:
+        if (folder / part.name).exists():
+            raise ConfigError(
+                f"{folder / part.name} is there already; name another folder, or remove it first"
+            )
+    try:
+        for part in parts:
+            shutil.copytree(part, folder / part.name)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written to ({error.strerror or error})") from None
+    return [folder / part.name for part in parts]
