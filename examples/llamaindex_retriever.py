@@ -1,9 +1,15 @@
 """A knowledge base as a LlamaIndex retriever: scored nodes of found chunks."""
 
+import argparse
+from pathlib import Path
 from typing import Any
 
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
+
+import jaxrag
+
+ROOT = Path(__file__).parents[1]
 
 
 class KnowledgeBaseRetriever(BaseRetriever):
@@ -30,3 +36,23 @@ class KnowledgeBaseRetriever(BaseRetriever):
             )
             for hit in self._kb.search(query_bundle.query_str, self._k, where=self._where)
         ]
+
+
+def main() -> None:
+    """Ask the example documents, and print what was found and what the model makes of it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("question", nargs="?", default="Which animal does Kora Felell keep?")
+    parser.add_argument("--kb", default=".cache/village-llamaindex", help="made when absent")
+    parser.add_argument("--model", default=str(ROOT / "checkpoints" / "synthetic-0.8m" / "dual"))
+    args = parser.parse_args()
+    model = jaxrag.load_model(args.model)
+    settings: dict[str, Any] = {"chunk_by": "sentence", "chunk_tokens": 20, "overlap": 0}
+    with jaxrag.KnowledgeBase.open(args.kb, model, **settings) as kb:
+        kb.add(jaxrag.read_paths([ROOT / "examples" / "village"]))
+        for found in KnowledgeBaseRetriever(kb, k=3).retrieve(args.question):
+            print(f"{found.node.metadata['document_id']}:", *found.node.get_content().split())
+        print(jaxrag.generate(args.question, kb=kb, k=3).text)
+
+
+if __name__ == "__main__":
+    main()

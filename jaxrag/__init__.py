@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxrag.serve.answers import AsyncStream, Result, Stream
     from jaxrag.serve.conversation import Source
     from jaxrag.serve.generate import agenerate, generate
+    from jaxrag.serve.warm import Warmed, warm_up
     from jaxrag.sharding import make_mesh
     from jaxrag.text.prompts import TEMPLATES, PromptTemplate
 
@@ -41,11 +42,13 @@ _MODULES = {
     "SamplingParams": "jaxrag.engine.sampling",
     "Source": "jaxrag.serve.conversation",
     "TEMPLATES": "jaxrag.text.prompts",
+    "Warmed": "jaxrag.serve.warm",
     "agenerate": "jaxrag.serve.generate",
     "generate": "jaxrag.serve.generate",
     "load_model": "jaxrag.models.model",
     "make_mesh": "jaxrag.sharding",
     "read_paths": "jaxrag.documents",
+    "warm_up": "jaxrag.serve.warm",
 }
 
 __all__ = [
@@ -65,11 +68,13 @@ __all__ = [
     "SamplingParams",
     "Source",
     "Stream",
+    "Warmed",
     "agenerate",
     "generate",
     "load_model",
     "make_mesh",
     "read_paths",
+    "warm_up",
 ]
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrag.errors import ConfigError
+from jaxrag.tables import require_kind
 from jaxrag.types import Array, HostArray
 
 _LOG = logging.getLogger("jaxrag")
@@ -52,9 +53,12 @@ def make_mesh(
 ) -> Mesh:
     """A (data, fsdp, tensor) mesh over the first data * fsdp * tensor devices.
 
-    Raises ConfigError when there are fewer devices than that, or a process would have none of them.
+    Raises ConfigError when there are fewer devices than that, or a process would have none of them,
+    and RequestError for what is no number.
     """
     devices = list(jax.devices() if devices is None else devices)
+    for name, count in (("data", data), ("fsdp", fsdp), ("tensor", tensor)):
+        require_kind(name, count, (int,), "how many devices", optional=False)
     need = data * fsdp * tensor
     if min(data, fsdp, tensor) < 1 or need > len(devices):
         raise ConfigError(

@@ -8,6 +8,7 @@ word for it; in place of the table of a dataclass may stand an instance.
 
 import dataclasses
 import re
+import reprlib
 import tomllib
 import types
 import typing
@@ -15,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrag.errors import ConfigError
+from jaxrag.errors import ConfigError, RequestError
 
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
@@ -188,6 +189,17 @@ def _tuple(arguments: tuple[Any, ...], value: Any, where: str, keep_ints: bool) 
         _value(kind, item, f"{where}[{index}]", keep_ints)
         for index, (kind, item) in enumerate(zip(arguments, value, strict=True))
     )
+
+
+def require_kind(
+    name: str, value: Any, kinds: tuple[type, ...], expected: str, *, optional: bool = True
+) -> None:
+    """Refuse an argument of another kind, and True for a number: RequestError. None may pass."""
+    if value is None and optional:
+        return
+    flag = isinstance(value, bool) and bool not in kinds
+    if flag or not isinstance(value, kinds):
+        raise RequestError(f"{name}={reprlib.repr(value)}: expected {expected}")
 
 
 def override(values: Mapping[str, Any], assignment: str) -> dict[str, Any]:

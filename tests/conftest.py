@@ -14,6 +14,7 @@ from typing import Any
 # Inherited by the subprocesses of the tests. Most of the time of a test is XLA's, which compiles
 # programs that run once: without LLVM's optimisations it takes two thirds as long.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0"

@@ -1,6 +1,7 @@
 """The example retrievers, asked by the real LangChain and LlamaIndex, and adapted back."""
 
 import importlib.util
+import runpy
 import types
 from pathlib import Path
 
@@ -66,3 +67,16 @@ def test_llamaindex(chunks):
     assert (first.score, second.node.get_content()) == (2.5, "It was lit in 1871.")
     assert second.node.metadata["chunk_id"] == 9
     assert from_llamaindex(made, chunks).search(["When?"], 5) == [[(4, 2.5), (9, 1.5)]]
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("langchain_retriever", "langchain_core"), ("llamaindex_retriever", "llama_index.core")],
+)
+def test_run_as_a_program_it_asks_the_village(name, package, tmp_path, monkeypatch, capsys):
+    pytest.importorskip(package)
+    monkeypatch.setattr("sys.argv", [name, "--kb", str(tmp_path / "kb")])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    *found, answer = capsys.readouterr().out.splitlines()
+    assert found[0].startswith("kora-felell.md: File 23: Kora Felell works as a weaver. She")
+    assert (len(found), answer) == (3, "falcon")

@@ -5,11 +5,11 @@ Heads come first, so that the keys of a head lie behind each other and are searc
 
 import math
 import threading
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrag.cache.budget import available_bytes
 from jaxrag.cache.host import Moved, host_buffer
 from jaxrag.cache.pool import PAGE
 from jaxrag.config import ModelConfig
@@ -101,21 +101,5 @@ def host_pool_bytes(config: ModelConfig, tokens: int, first_layer: int, keys: bo
     return math.prod(shape) * int(jnp.dtype(config.dtype).itemsize)
 
 
-def default_host_tokens(config: ModelConfig) -> int:
-    """Tokens of K and V that fit into a quarter of the memory that is free."""
-    free = available_bytes() or 4 << 30
-    return free // 4 // config.kv_bytes_per_token
-
-
 def _named(config: ModelConfig, first_layer: int, keys: bool) -> str:
     return "K and V" if keys else f"V of {config.num_layers - first_layer} layers"
-
-
-def available_bytes() -> int | None:
-    """Of memory, that the system could give now; None where it does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    fields = (line.split() for line in lines)
-    return next((int(it[1]) * 1024 for it in fields if it and it[0] == "MemAvailable:"), None)

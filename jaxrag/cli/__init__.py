@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable, Sequence
 
 from jaxrag import __version__
-from jaxrag.cli import ask, bench, convert, demo, eval, ingest, kb, serve, train
+from jaxrag.cli import ask, bench, check, convert, demo, eval, ingest, kb, serve, train
 from jaxrag.errors import JaxragError
 from jaxrag.text.printable import printable
 
-COMMANDS = (demo, ingest, ask, serve, kb, convert, train, eval, bench)
+COMMANDS = (demo, ingest, ask, serve, kb, check, convert, train, eval, bench)
 
 
 def make_parser() -> argparse.ArgumentParser:

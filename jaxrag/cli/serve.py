@@ -153,7 +153,7 @@ def _model(settings: "ServerSettings") -> "Model":
         with KnowledgeBase.open(folder) as remembered:
             path = path or remembered.model_path
             dtype = dtype or remembered.store.layout.dtype
-        if path is None or not Path(path).is_dir():
+        if given.path is None and (path is None or not Path(path).is_dir()):
             raise KnowledgeBaseError(
                 f"{folder} was made with the model in {path}, which is not there; pass --model DIR"
             )

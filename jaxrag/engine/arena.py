@@ -5,8 +5,8 @@ import heapq
 import threading
 from collections.abc import Callable, Iterable
 
+from jaxrag.cache.budget import available_bytes
 from jaxrag.cache.heat import HALF_LIFE, NEVER, DecayedHeat
-from jaxrag.cache.host_pool import available_bytes
 from jaxrag.types import HostArray
 
 _SHARE = 4  # of the memory that is free: one part in so many, where nobody says

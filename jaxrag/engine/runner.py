@@ -8,16 +8,14 @@ from typing import Any
 import jax
 
 from jaxrag.cache import PAGE, PagedCache, pages_for
+from jaxrag.cache.budget import default_host_tokens, default_pool_tokens, pool_budget
 from jaxrag.cache.heat import HALF_LIFE
 from jaxrag.cache.host import StagingBlocks
-from jaxrag.cache.host_pool import default_host_tokens
 from jaxrag.decode import HostSearch
+from jaxrag.models.memory import free_bytes
 from jaxrag.models.model import Model
 from jaxrag.models.spec import num_params
 from jaxrag.sharding import Rules, sharding
-
-_CPU_CACHE_BYTES = 1 << 30
-_GPU_CACHE_SHARE = 0.5  # of the memory that is free once the parameters are loaded
 
 BLOCK_TOKENS = 256  # of a chunk that are written to the pool at once
 
@@ -94,20 +92,10 @@ class ModelRunner:
         return self.model.cache_tokens or self._default_tokens()
 
     def _default_tokens(self) -> int:
-        config = self.model.config
-        if self.model.kv == "host":
-            return min(default_host_tokens(config), 8 * config.max_positions)
-        device = jax.tree.leaves(self.model.params)[0].addressable_shards[0].device
-        stats = device.memory_stats() if device.platform != "cpu" else None
-        budget = _CPU_CACHE_BYTES
-        if stats:
-            budget = int((stats["bytes_limit"] - stats["bytes_in_use"]) * _GPU_CACHE_SHARE)
-        budget = min(self.model.exchange(budget))  # of every process: the pool is one array
-        layers = config.num_layers
-        here = layers + (layers if self.model.value_layers is None else self.model.value_layers)
-        tokens = budget * 2 * layers // (here * config.kv_bytes_per_token)
-        if self.model.max_host_bytes is not None and here < 2 * layers:
-            per_token = (2 * layers - here) * config.kv_bytes_per_token // (2 * layers)
-            there = self.model.max_host_bytes // per_token // PAGE * PAGE
-            tokens = min(tokens, max(there, PAGE))  # a ceiling below a page is refused later
-        return min(tokens, 8 * config.max_positions)
+        model = self.model
+        if model.kv == "host":
+            return default_host_tokens(model.config)
+        device = jax.tree.leaves(model.params)[0].addressable_shards[0].device
+        budget = pool_budget(free_bytes(device), device.platform == "cpu")
+        budget = min(model.exchange(budget))  # of every process: the pool is one array
+        return default_pool_tokens(model.config, budget, model.value_layers, model.max_host_bytes)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrag.errors import RequestError
+from jaxrag.tables import require_kind
 from jaxrag.types import Array
 
 
@@ -25,6 +26,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Refuse values that name no distribution."""
+        for name in ("temperature", "top_p"):
+            require_kind(name, getattr(self, name), (int, float), "a number", optional=False)
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise RequestError(
                 f"temperature={self.temperature}: expected a finite number, 0 (greedy) or more"

@@ -160,7 +160,41 @@ def gate(
         for one in (METHODS["full_attention"], *tried)
     ]
     prepared = [_prepare(one, questions) for one in settings]
-    tallies = [_Tally() for _ in tried]
+    measured, tokens = compare(settings, prepared, target, batch_size, progress=progress)
+    report = GateReport(
+        method=method.name,
+        questions=len(prepared[0]),
+        answer_tokens=tokens,
+        target=target,
+        measured=measured,
+        ratio=next((one.ratio for one in measured if one.meets), None),
+    )
+    if report.ratio is not None:
+        found = {"subject": gate_subject(method, settings[0].template), "k": k, "where": where}
+        kb.set_gate(method.name, report.to_dict() | found | {"probes": questions.digest})
+    return report
+
+
+def compare(
+    settings: Sequence[Settings],
+    prepared: Sequence[Sequence[ReadyQuestion]],
+    target: Target,
+    batch_size: int,
+    *,
+    progress: bool = False,
+) -> tuple[tuple[Measured, ...], int]:
+    """How the methods of all settings but the first agree with the first's answers.
+
+    Args:
+      settings: that of full attention, then those that are compared with it.
+      prepared: the same questions under each of them.
+      target: what to reach.
+      batch_size: questions that are answered together.
+      progress: draw a bar on stderr.
+
+    Returns one ``Measured`` for each but the first, and how many answer tokens were compared.
+    """
+    tallies = [_Tally() for _ in settings[1:]]
     total = len(prepared[0]) * len(settings)
     with tqdm(total=total, unit="question", desc="gate", disable=None if progress else True) as bar:
         requests = [question.request for question in prepared[0]]
@@ -175,21 +209,10 @@ def gate(
                 bar.update(len(batch))
     chunk_tokens = sum(len(chunk) for one in requests for chunk in one.prompt.chunks)
     measured = tuple(
-        tally.measured(one.recompute_ratio or 0.0, chunk_tokens, target)
-        for one, tally in zip(tried, tallies, strict=True)
+        tally.measured(one.method.recompute_ratio or 0.0, chunk_tokens, target)
+        for one, tally in zip(settings[1:], tallies, strict=True)
     )
-    report = GateReport(
-        method=method.name,
-        questions=len(prepared[0]),
-        answer_tokens=sum(map(len, tallies[0].agree)),
-        target=target,
-        measured=measured,
-        ratio=next((one.ratio for one in measured if one.meets), None),
-    )
-    if report.ratio is not None:
-        found = {"subject": gate_subject(method, settings[0].template), "k": k, "where": where}
-        kb.set_gate(method.name, report.to_dict() | found | {"probes": questions.digest})
-    return report
+    return measured, sum(map(len, tallies[0].agree)) if tallies else 0
 
 
 def _prepare(settings: Settings, questions: QuestionFile) -> list[ReadyQuestion]:

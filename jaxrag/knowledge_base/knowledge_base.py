@@ -27,6 +27,7 @@ from jaxrag.retrieve.base import Reranker, Retriever
 from jaxrag.retrieve.filters import Filter
 from jaxrag.store.chunk_store import Mode
 from jaxrag.store.prefetch import Tier
+from jaxrag.tables import require_kind
 from jaxrag.text.prompts import PromptTemplate, template_named
 from jaxrag.text.tokenizer import Tokenizer
 
@@ -107,13 +108,23 @@ class KnowledgeBase(Maintained):
           KnowledgeBaseError: no knowledge base and no model to make one with; a model, tokenizer,
             embedder or setting other than the remembered one; a path that cannot hold one.
           ConfigError: an unknown template, sizes that make no chunks, an embedder that is none.
-          RequestError: an unknown encoder.
+          RequestError: an argument of another kind, or an unknown encoder.
           RetrievalError: an unknown index.
           TokenizerError: a new knowledge base for a model without a tokenizer.
           StoreError: files that cannot be read or written.
         """
         if mode is not None and mode not in get_args(Mode):
             raise KnowledgeBaseError(f"mode={mode!r}: expected one of {', '.join(get_args(Mode))}")
+        require_kind("path", path, (str, os.PathLike), "a folder", optional=False)
+        require_kind("model", model, (Model,), "a Model, as load_model(DIR) gives it")
+        require_kind(
+            "template", template, (str, PromptTemplate), "a template's name, a .toml file or a "
+            "PromptTemplate",
+        )  # fmt: skip
+        require_kind("chunk_tokens", chunk_tokens, (int,), "how many tokens")
+        require_kind("overlap", overlap, (int,), "how many tokens")
+        if isinstance(encoders, str):
+            raise RequestError(f"encoders={encoders!r} is one text: expected a list of names")
         folder = find_folder(path)
         given, embedder_path = choose_embedder(embedder)
         wanted = Wanted(
@@ -174,6 +185,10 @@ class KnowledgeBase(Maintained):
           ConfigError: a shard that does not exist.
           StoreError: KV, vectors or catalog cannot be written; documents committed before stay.
         """
+        if shard is not None:
+            pair = isinstance(shard, tuple | list) and len(shard) == 2
+            if not pair or not all(type(number) is int for number in shard):
+                raise RequestError(f"shard={shard!r}: expected two integers, (i, n)")
         model = self._require_model("add documents")
         self._require_writable("add documents")
         if self._vectors is not None:
@@ -201,6 +216,7 @@ class KnowledgeBase(Maintained):
 
         Raises RequestError for a single text, KnowledgeBaseError when opened for reading.
         """
+        require_kind("ids", ids, (Iterable,), "a list of document ids", optional=False)
         if isinstance(ids, str):
             raise RequestError(f"ids={ids!r} is one text; expected a list of document ids")
         self._require_writable("remove documents")
@@ -304,6 +320,7 @@ class KnowledgeBase(Maintained):
         """
         if tier not in get_args(Tier):
             raise RequestError(f"tier={tier!r}: expected one of {', '.join(get_args(Tier))}")
+        require_kind("what", what, (Sequence,), "a question or a list of keys", optional=False)
         if isinstance(what, str):
             ids = [hit.chunk_id for hit in self.search(what, k)]
             found = [self._catalog.keys_of(ids, encoder) for encoder in self.encoders]
@@ -346,6 +363,10 @@ class KnowledgeBase(Maintained):
         Raises RequestError for arguments that contradict each other, KnowledgeBaseError for an
         unknown document, encoder or another tokenizer, StoreError for a folder that cannot take it.
         """
+        require_kind("out", out, (str, os.PathLike), "a folder", optional=False)
+        for name, texts in (("documents", documents), ("keys", keys)):
+            if isinstance(texts, str):
+                raise RequestError(f"{name}={texts!r} is one text: expected a list")
         request = ExportRequest(
             format=format,
             documents=None if documents is None else tuple(documents),

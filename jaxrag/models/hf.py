@@ -59,6 +59,11 @@ def is_hf_directory(directory: Path) -> bool:
     return path.is_file() and bool({"architectures", "model_type"} & read_json(path).keys())
 
 
+def names_dtype(directory: Path) -> bool:
+    """Does ``config.json`` say in which dtype the weights are?"""
+    return bool({"dtype", "torch_dtype"} & read_json(Path(directory) / "config.json").keys())
+
+
 def find_family(hf: Mapping[str, Any], where: str) -> Family:
     """The family of a ``config.json``. Raises ModelError listing what is supported."""
     architectures, model_type = hf.get("architectures") or [], hf.get("model_type")
@@ -84,13 +89,9 @@ def load_config(directory: Path) -> ModelConfig:
     """
     directory = Path(directory)
     if not directory.is_dir():
-        fix = "name a Hugging Face directory or a checkpoint"
-        if len(directory.parts) == 2 and not directory.parent.exists():  # ORG/NAME
-            fix += (
-                f", or fetch the model with `hf download {directory} --local-dir {directory.name}` "
-                f"and name {directory.name}"
-            )
-        raise ModelError(f"{directory}: no such model directory; {fix}")
+        raise ModelError(
+            f"{directory}: no such model directory; name a Hugging Face directory or a checkpoint"
+        )
     path = directory / "config.json"
     if not path.is_file():
         if (directory / "adapter_config.json").is_file():
@@ -115,6 +116,33 @@ def load_config(directory: Path) -> ModelConfig:
         kind = type(error).__name__
         raise ConfigError(f"{directory}: config.json is malformed ({kind}: {error})") from None
     return config
+
+
+def ignored_keys(directory: Path) -> tuple[str, ...]:
+    """Keys of ``config.json`` that nothing reads. Raises as ``load_config`` does."""
+    hf = _Noting(read_json(Path(directory) / "config.json"))
+    find_family(hf, str(directory)).read_config(hf)
+    return tuple(key for key in hf if key not in hf.asked)
+
+
+class _Noting(dict[str, Any]):
+    """A mapping that notes which of its keys are asked for."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.asked = {"dtype", "torch_dtype"}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
 
 
 def load_hf(

@@ -6,6 +6,7 @@ not the same as ``null``: a Mistral config without ``sliding_window`` has a wind
 """
 
 import dataclasses
+import reprlib
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -29,6 +30,10 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_mrope": (None, False),
     "use_qk_norm": (None, False),
 }
+
+
+_QUANTISED = ("quantization_config", "compression_config")
+_UNQUANTISED = "; take the weights that were quantised, in bfloat16, float16 or float32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +113,8 @@ def read_decoder(
     for key, neutral in _UNSUPPORTED.items():
         if hf.get(key) not in neutral:
             raise ConfigError(
-                f"config.json: {key}={hf[key]!r} is not supported for {family} models"
+                f"config.json: {key}={reprlib.repr(hf[key])} is not supported for {family} models"
+                + (_UNQUANTISED if key in _QUANTISED else "")
             )
     activation = hf.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):

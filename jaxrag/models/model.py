@@ -3,30 +3,33 @@
 import dataclasses
 import functools
 import logging
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrag.cache import PAGE
 from jaxrag.cache.host import to_device
-from jaxrag.config import Kernels, ModelConfig, config_to_dict
-from jaxrag.errors import ConfigError, RequestError, TokenizerError
+from jaxrag.config import DType, Kernels, ModelConfig, config_to_dict
+from jaxrag.errors import RequestError, TokenizerError
 from jaxrag.models.attention import PackedAttend, check_kernels
 from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
 from jaxrag.models.compiled import keep_compiled
 from jaxrag.models.decoder import Decoder, forward, unembed
 from jaxrag.models.digest import params_digest, weights_digest
-from jaxrag.models.hf import load_hf
+from jaxrag.models.hf import load_config, load_hf, names_dtype
+from jaxrag.models.hub import fetched, is_hub_name
+from jaxrag.models.memory import Placement, check_pool, memory_of, require_room
 from jaxrag.models.reading import Reading, read_reading
+from jaxrag.models.record import read_record
 from jaxrag.models.rope import RopeFactors, RopeTable, rope_factors, rope_table
 from jaxrag.models.segments import positions_follow_order
 from jaxrag.models.shares import as_held, by_heads, head_share, put_share
-from jaxrag.models.spec import Params, init_params, param_shardings
+from jaxrag.models.spec import Params, init_params, num_params, param_shardings
 from jaxrag.shapes import bucket
 from jaxrag.sharding import Rules, exchange, put, replicated
 from jaxrag.store import HeadShare, KVLayout, KVStore, fingerprint
@@ -42,14 +45,12 @@ from jaxrag.types import EMPTY, FINAL, Array, HostArray, Tokens
 
 _LOG = logging.getLogger("jaxrag")
 
-Placement = Literal["device", "host"]  # of the KV pool
-
 _KEPT_ROPE = 8192  # positions of a table that is small beside what host memory frees
 
 KV_VERSION = 1  # of what a stored chunk means; part of every key
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Model:
     """Weights and what belongs to them. Make one with ``load_model`` or ``random_model``.
 
@@ -98,41 +99,23 @@ class Model:
             self.config = dataclasses.replace(self.config, kernel_mesh=self.mesh)
         if self.tokenizer is not None:
             check_vocab(self.tokenizer, self.config)
-        if self.cache_tokens is not None and self.cache_tokens < PAGE:
-            raise RequestError(f"cache_tokens={self.cache_tokens}: expected at least {PAGE}")
-        layers = self.config.num_layers
-        if self.value_layers is not None and not 0 <= self.value_layers < layers:
-            raise RequestError(
-                f"value_layers={self.value_layers}, the model has {layers} layers; choose fewer, "
-                "or leave it out to keep V of all of them on the device"
-            )
-        if self.max_host_bytes is not None and self.max_host_bytes < 1:
-            raise RequestError(f"max_host_bytes={self.max_host_bytes}: expected at least 1")
-        if self.kv not in get_args(Placement):
-            raise RequestError(f"kv={self.kv!r}: expected one of {', '.join(get_args(Placement))}")
-        self._check_host_memory()
+        check_pool(
+            self.config,
+            self.mesh,
+            self.cache_tokens,
+            self.value_layers,
+            self.max_host_bytes,
+            self.kv,
+        )
 
-    def _check_host_memory(self) -> None:
-        """Refuse what host memory does not serve."""
-        away = None if self.value_layers is None else f"value_layers={self.value_layers}"
-        if self.kv == "host":
-            if away is not None:
-                raise RequestError(
-                    f"{away} with kv='host': K and V are both in host memory then; leave one out"
-                )
-            away = "kv='host'"
-        if away is None:
-            return
-        if self.config.kernels != "xla":
-            raise ConfigError(
-                f"kernels={self.config.kernels!r} read K and V on the device, and {away} keeps "
-                "them in host memory; choose 'xla', or leave it out"
-            )
-        if self.mesh is not None and self.mesh.size > 1:
-            raise RequestError(
-                f"{away}: host memory serves one device, and the model is on {self.mesh.size}; "
-                "load it without a mesh"
-            )
+    def __repr__(self) -> str:
+        """What it is and where, on one line."""
+        c = self.config
+        place = "default device" if self.mesh is None else f"{self.mesh.size} devices"
+        return (
+            f"<Model {self.path or 'random'!r}: {c.family}, {num_params(c):,} parameters in "
+            f"{c.dtype}, context {c.max_positions}, {place}, KV on the {self.kv}>"
+        )
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -327,7 +310,10 @@ def _logits(
 
 def _int_rows(name: str, x: Any, shape: tuple[int, ...] | None) -> HostArray:
     """x as int32 [B, T]; RequestError when it is not integers of that shape."""
-    x = np.asarray(x)
+    try:
+        x = np.asarray(x)
+    except ValueError:
+        raise RequestError(f"{name}: expected integers [B, T], got rows of other lengths") from None
     if x.ndim != 2 or not np.issubdtype(x.dtype, np.integer):
         raise RequestError(f"{name}: expected integers [B, T], got {x.dtype} {x.shape}")
     if shape is not None and x.shape != shape:
@@ -347,15 +333,16 @@ def load_model(
 ) -> Model:
     """Load a Hugging Face directory or a jaxrag checkpoint.
 
-    What is compiled from then on is kept in the user's cache directory for the next process, unless
-    JAX was given another one.
+    What does not fit is refused before a weight is read or fetched. What is compiled from then on
+    is kept in the user's cache directory for the next process, unless JAX was given another one.
 
     Args:
-      path: the directory.
+      path: the directory; or ORG/NAME, or ORG/NAME@REVISION, of a model on the Hugging Face hub,
+        which is fetched where huggingface_hub is installed (`pip install 'jaxrag[hub]'`).
       mesh: where to put it (sharding.make_mesh); None = the default device.
       dtype: "float32", "bfloat16" or "float16" for parameters, activations and KV; None = as the
         model's config says.
-      cache_tokens: size of the paged pool; None = 1 GiB on CPU, half of the free memory on GPU.
+      cache_tokens: size of the paged pool; None = half of the memory left, on CPUs 1 GiB at most.
       kernels: which body of the attention ops runs, "xla" or, on NVIDIA GPUs, "pallas_triton".
       value_layers: keep V of this many layers on the device, of the others in host memory; None =
         all on the device.
@@ -364,14 +351,30 @@ def load_model(
         None = a quarter of the memory that is free.
 
     Raises:
-      ModelError, ConfigError: a missing, truncated, unsupported or inconsistent directory, or a
-        ``prompt.toml`` or ``reading.toml`` that is none, or kernels that do not run here.
+      ModelError, ConfigError: a missing, truncated, unsupported or inconsistent directory, one that
+        cannot be fetched, weights or a pool that find no room, a ``prompt.toml`` or
+        ``reading.toml`` that is none, or kernels that do not run here.
+      RequestError: an argument of another kind, or a pool that no model can have.
       TokenizerError: a tokenizer that cannot be read or is larger than the vocabulary.
     """
-    path = Path(path)
+    if not isinstance(path, str | Path):
+        raise RequestError(f"path={reprlib.repr(path)}: expected a directory, or ORG/NAME")
+    if not (mesh is None or isinstance(mesh, Mesh)):
+        raise RequestError(f"mesh={reprlib.repr(mesh)}: expected one that make_mesh gives, or None")
     keep_compiled()
     check_kernels(kernels)
+    pool = (cache_tokens, value_layers, max_host_bytes, kv)
+
+    def require(directory: Path) -> None:
+        planned = dataclasses.replace(read_config(directory, dtype), kernels=kernels)
+        check_pool(planned, mesh, *pool)
+        require_room(directory, planned, memory_of(planned, mesh, *pool), kv)
+
+    if is_hub_name(path):
+        path = fetched(str(path), lambda config: require(config) if names_dtype(config) else None)
+    path = Path(path)
     template, reading = read_prompt(path), read_reading(path)
+    require(path)
     load = load_checkpoint if is_checkpoint(path) else load_hf
     config, params, tokenizer = load(path, mesh=mesh, dtype=dtype)
     return Model(
@@ -388,6 +391,15 @@ def load_model(
         max_host_bytes=max_host_bytes,
         kv=kv,
     )
+
+
+def read_config(path: Path, dtype: str | None = None) -> ModelConfig:
+    """The config of a directory, in ``dtype`` if one is named; no weight is read.
+
+    Raises ModelError and ConfigError as ``load_model`` does.
+    """
+    config = read_record(path).config if is_checkpoint(path) else load_config(path)
+    return config if dtype is None else dataclasses.replace(config, dtype=cast(DType, dtype))
 
 
 def random_model(

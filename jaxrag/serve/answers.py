@@ -114,6 +114,11 @@ class Stream:
     def __next__(self) -> str:
         return next(self._pieces)
 
+    def __repr__(self) -> str:
+        """Whether it is at its end, on one line."""
+        method = self._settings.method.name
+        return f"<Stream {method}: {'not at its end' if self.result is None else self.result!r}>"
+
     @property
     def prompt(self) -> list[dict[str, Any]]:
         """What is asked, part by part: "part", "tokens" and "text" (questions.shown_prompt)."""

@@ -13,6 +13,7 @@ from jaxrag.errors import RequestError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import Method
 from jaxrag.models.model import Model
+from jaxrag.tables import require_kind
 from jaxrag.text.prompts import PromptTemplate
 from jaxrag.types import HostArray
 
@@ -43,6 +44,8 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "method": ((str, Method), "a preset's name, a .toml file or a Method"),
     "template": ((str, PromptTemplate), "a template's name, a .toml file or a PromptTemplate"),
     "recompute_ratio": ((int, float, np.number), "a number from 0 to 1"),
+    "prefix_cache": ((bool,), "True or False"),
+    "stream": ((bool,), "True or False"),
 }
 
 
@@ -132,9 +135,7 @@ def _message(what: str, message: Any) -> tuple[str, Text]:
 def check_kinds(**given: Any) -> None:
     """Refuse arguments of another kind than they must be; None passes. Raises RequestError."""
     for name, value in given.items():
-        kinds, expected = _KINDS[name]
-        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
-            raise RequestError(f"{name}={reprlib.repr(value)}: expected {expected}")
+        require_kind(name, value, *_KINDS[name])
 
 
 def check_counts(**given: Any) -> None:

@@ -18,6 +18,7 @@ from jaxrag.serve.door import (
     Text,
     check_counts,
     check_documents,
+    check_kinds,
     conversation_of,
     questions_of,
     samplings_of,
@@ -159,6 +160,7 @@ def generate(
         the cache; nothing is served then.
       TokenizerError: text for a model without a tokenizer.
     """
+    check_kinds(stream=stream)
     if batch_size is not None:
         check_counts(batch_size=batch_size)
     keeps = prefix_cache is not False
@@ -269,6 +271,7 @@ def agenerate(
         ready = prepare(settings, asked[0], documents, own, blocks)
         return settings, _in_rows(ready, batch_size)
 
+    check_kinds(stream=stream)
     return AsyncStream(prepared) if stream else _answered(prepared)
 
 

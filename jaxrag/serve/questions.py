@@ -98,7 +98,12 @@ def resolve(
     Raises RequestError, and TokenizerError when stop strings are given to a model without text.
     """
     check_kinds(
-        kb=kb, model=model, method=method, template=template, recompute_ratio=recompute_ratio
+        kb=kb,
+        model=model,
+        method=method,
+        template=template,
+        recompute_ratio=recompute_ratio,
+        prefix_cache=prefix_cache,
     )
     check_counts(k=k, max_new_tokens=max_new_tokens)
     named = isinstance(method, str)

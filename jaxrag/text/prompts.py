@@ -178,6 +178,16 @@ class PromptTemplate:
                 "template, or add the token to tokenizer and embedding and train with it"
             )
 
+    def parts(self, tokenizer: Tokenizer) -> tuple[tuple[str, str], ...]:
+        """The text of prefix, chunk and final block as a model reads them, with placeholders.
+
+        Raises TokenizerError as ``prefix_ids`` does.
+        """
+        [(before, after)] = self._around_chunks(tokenizer)
+        leading = tokenizer.decode(tokenizer.leading_ids, skip_special=False)
+        before = before if before.startswith(leading) else leading + before
+        return ("prefix", before), ("chunk", self.chunk), ("final block", after)
+
     def question_span(self, tokenizer: Tokenizer, question: str) -> tuple[int, int]:
         """Where the question's own tokens stand in ``final_ids``: the first, and one past them."""
         before = self._around_chunks(tokenizer)[0][1].partition("{question}")[0]

@@ -229,6 +229,12 @@ class Tokenizer:
         return unknown or (skip_special and token_id in self._special_ids)
 
     @functools.cached_property
+    def added_tokens(self) -> dict[str, bool]:
+        """Tokens that are no words of the vocabulary, in order of their ids: special or not."""
+        added = sorted(self._special.get_added_tokens_decoder().items())
+        return {token.content: token.special for _, token in added}
+
+    @functools.cached_property
     def _special_ids(self) -> frozenset[int]:
         added = self._special.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)

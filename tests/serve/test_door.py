@@ -7,8 +7,11 @@ import pytest
 
 from jaxrag import KnowledgeBase, agenerate, generate
 from jaxrag.engine.sampling import SamplingParams
-from jaxrag.errors import RequestError
+from jaxrag.errors import ModelError, RequestError
+from jaxrag.models import model
+from jaxrag.models.model import load_model
 from jaxrag.serve.door import questions_of, samplings_of
+from jaxrag.sharding import make_mesh
 
 QUESTION = "Who carries the salt?"
 
@@ -40,6 +43,8 @@ def refusal(call):
         ({"max_new_tokens": 2.5}, "max_new_tokens=2.5: expected a positive integer"),
         ({"batch_size": 1.5}, "batch_size=1.5: expected a positive integer"),
         ({"recompute_ratio": "half", "method": "epic"}, "recompute_ratio='half': expected a numb"),
+        ({"prefix_cache": "yes"}, "prefix_cache='yes': expected True or False"),
+        ({"stream": 1}, "stream=1: expected True or False"),
         ({"stop": None}, "stop=None: expected a list of non-empty strings"),
         ({"sampling": {"temperature": 1}}, "sampling={'temperature': 1}: expected jaxrag.Samplin"),
         ({"sampling": [1]}, "sampling=[1]: expected jaxrag.Sampling"),
@@ -83,3 +88,54 @@ def test_a_sampling_for_all_or_for_each():
 def test_one_question_at_a_time_in_asyncio(kb):
     words = "agenerate takes one question"
     assert words in refusal(lambda: asyncio.run(agenerate([QUESTION], kb=kb)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"path": 3}, "path=3: expected a folder"),
+        ({"model": "models/a"}, "model='models/a': expected a Model, as load_model(DIR)"),
+        ({"template": 3}, "template=3: expected a template's name"),
+        ({"chunk_tokens": "20"}, "chunk_tokens='20': expected how many tokens"),
+        ({"overlap": 1.5}, "overlap=1.5: expected how many tokens"),
+        ({"encoders": "isolated"}, "encoders='isolated' is one text: expected a list of names"),
+    ],
+)
+def test_a_knowledge_base_of_another_kind(tmp_path, text_model, changes, words):
+    given = {"path": tmp_path / "kb", "model": text_model, **changes}
+    assert words in refusal(lambda: KnowledgeBase.open(given.pop("path"), **given))
+    assert not (tmp_path / "kb").exists()
+
+
+def test_what_a_knowledge_base_is_handed(kb, tmp_path):
+    for call, words in (
+        (lambda: kb.add(["x"], shard=3), "shard=3: expected two integers"),
+        (lambda: kb.remove(3), "ids=3: expected a list of document ids"),
+        (lambda: kb.prefetch(3), "what=3: expected a question or a list of keys"),
+        (lambda: kb.export(3), "out=3: expected a folder"),
+        (lambda: kb.export(tmp_path, documents="a"), "documents='a' is one text: expected a list"),
+    ):
+        assert words in refusal(call)
+
+
+def test_models_meshes_and_samplings_of_another_kind(model_dir, text_model):
+    for call, words in (
+        (lambda: load_model(3), "path=3: expected a directory, or ORG/NAME"),
+        (lambda: load_model(model_dir, mesh="1,1,2"), "mesh='1,1,2': expected one that make_mesh"),
+        (lambda: load_model(model_dir, cache_tokens="4k"), "cache_tokens='4k': expected an integ"),
+        (lambda: load_model(model_dir, kv=["host"]), "kv=['host']: expected one of device, host"),
+        (lambda: make_mesh("1"), "data='1': expected how many devices"),
+        (lambda: SamplingParams(temperature="hot"), "temperature='hot': expected a number"),
+        (lambda: SamplingParams(top_p=None), "top_p=None: expected a number"),
+        (lambda: text_model.logits([[1, 2], [3]]), "ids: expected integers [B, T], got rows of"),
+    ):
+        assert words in refusal(call)
+
+
+def test_a_pool_that_finds_no_room_is_refused_before_weights_are_read(model_dir, monkeypatch):
+    monkeypatch.setattr(model, "load_hf", lambda *_, **__: pytest.fail("weights are read"))
+    with pytest.raises(ModelError) as refused:
+        load_model(model_dir, cache_tokens=10**11)
+    message = str(refused.value)
+    assert "a pool of 100000000000 tokens takes" in message and "\n" not in message
+    assert "GiB" in message and "lower cache_tokens, to " in message

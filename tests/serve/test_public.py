@@ -25,6 +25,13 @@ def test_results_hits_and_knowledge_bases_are_printed_on_one_line(kb):
     assert repr(kb) == (
         f"<KnowledgeBase {str(kb.path)!r}: template 'turborag', encoders isolated, mode 'rw'>"
     )
+    assert repr(kb.model) == (
+        f"<Model {kb.model.path!r}: llama, 42,360 parameters in float32, context 1024, default "
+        "device, KV on the device>"
+    )
+    assert repr(jaxrag.generate(QUESTION, kb=kb, stream=True)) == (
+        "<Stream turborag: not at its end>"
+    )
     (hit,) = kb.search(QUESTION, k=1)
     assert isinstance(hit, jaxrag.Hit) and len(hit.ids) > 0 and "ids=" not in repr(hit)
 

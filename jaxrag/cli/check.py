@@ -1,0 +1,263 @@
+"""`jaxrag check`: what a model directory is, whether it runs here, and what to type next."""
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from jaxrag.cli.options import add_command, add_json, human_count, print_json, shorten
+from jaxrag.text.printable import printable
+
+if TYPE_CHECKING:
+    from jaxrag.bench.model_check import Checked, Parity
+    from jaxrag.models.memory import Memory
+    from jaxrag.models.overview import Overview
+    from jaxrag.serve.choice import Choice
+
+_WIDTH = 80
+_LABEL = 14
+_DIFFERS = 3  # exit code where transformers gives other logits
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Register the command."""
+    parser = add_command(
+        commands,
+        "check",
+        "say what a model is understood as, what it takes here, and which methods suit",
+        "jaxrag check models/llama-3-8b-instruct --quick",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a directory, or ORG/NAME of the hub")
+    parser.add_argument(
+        "--quick", action="store_true", help="read no weights: files, headers and memory only"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of weights, activations and KV (as the model is stored)",
+    )
+    parser.add_argument(
+        "--cache-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of KV that the device pool holds (by memory, at most 8 contexts)",
+    )
+    parser.add_argument(
+        "--peer-python",
+        metavar="FILE",
+        help="interpreter with torch and transformers, to compare logits (this one)",
+    )
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0; 1 for what cannot be served; 3 where transformers gives other logits."""
+    from jaxrag.bench.model_check import Parity, check_model
+    from jaxrag.models.overview import overview
+    from jaxrag.serve.choice import choices
+
+    found = overview(args.model, dtype=args.dtype, cache_tokens=args.cache_tokens)
+    suited = choices(found.config, found.reading)
+    if not args.json:
+        _show(_understood(found))
+    checked = None
+    if not args.quick:
+        checked = check_model(
+            found, dtype=args.dtype, cache_tokens=args.cache_tokens, peer_python=args.peer_python
+        )
+    if args.json:
+        values = found.to_dict() | {"methods": [_choice_values(one) for one in suited]}
+        print_json(values | {"checked": None if checked is None else checked.to_dict()})
+    else:
+        if checked is not None:
+            _show(_measured(checked))
+        _show(_next(found, suited, checked))
+    if checked is None or not isinstance(checked.parity, Parity) or checked.parity.same:
+        return 0
+    print(
+        f"jaxrag: refused: {args.model} gives other logits than transformers "
+        f"{checked.parity.peer['transformers']}; is config.json that of these weights?",
+        file=sys.stderr,
+    )
+    return _DIFFERS
+
+
+def _show(rows: Iterable[tuple[str, str]]) -> None:
+    """Rows of a name and a text, broken at words to the width of a terminal; unnamed as it is."""
+    for name, text in rows:
+        if not name:
+            print(printable(text, keep="\n"), flush=True)
+            continue
+        for number, line in enumerate(_broken(printable(text), _WIDTH - _LABEL)):
+            print(f"{'' if number else name:<{_LABEL}}{line}", flush=True)
+
+
+def _broken(text: str, width: int) -> Iterator[str]:
+    line = ""
+    for word in text.split(" "):
+        if line and len(line) + 1 + len(word) > width:
+            yield line
+            line = ""
+        while len(word) > width:
+            yield word[:width]
+            word = word[width:]
+        line = f"{line} {word}" if line else word
+    yield line
+
+
+def _understood(found: "Overview") -> list[tuple[str, str]]:
+    from jaxrag.models.memory import gib
+    from jaxrag.models.overview import rope_words
+
+    c, files = found.config, found.files
+    stored = f"{gib(files.nbytes)} of weights in {' and '.join(files.dtypes)}"
+    head = "tied to the embedding" if c.tie_embeddings else "of its own"
+    window = "" if c.sliding_window is None else f"; sliding window of {c.sliding_window} tokens"
+    positions = ", ".join(found.reading.block_positions)
+    trained = "with full attention, as far as is known (no reading.toml)"
+    if positions:
+        trained = f"to read chunks block-wise ({positions} positions)"
+    rows = [
+        ("model", found.path),
+        ("files", f"{files.kind}, {files.count} with {stored}"),
+        ("architecture", f"{found.architecture}, {human_count(files.parameters)} parameters"),
+        ("layers", f"{c.num_layers} of width {c.model_dim}, MLP {c.mlp_dim}; head {head}"),
+        (
+            "attention",
+            f"{c.num_heads} query and {c.num_kv_heads} KV heads of {c.head_dim}{window}",
+        ),
+        ("positions", f"RoPE {rope_words(c)}; context {c.max_positions} tokens"),
+        ("runs in", c.dtype),
+        ("trained", trained),
+    ]
+    if found.ignored:
+        rows.append(("ignored", f"of config.json: {', '.join(found.ignored)}"))
+    return [*rows, *_text(found), *_memory(found)]
+
+
+def _text(found: "Overview") -> list[tuple[str, str]]:
+    """Of tokenizer and template."""
+    words, prompt = found.vocabulary, found.prompt
+    if words is None or prompt is None:
+        return [("tokenizer", "none: it takes token ids, no text; add its tokenizer.json")]
+    special, chat = sum(words.added.values()), "a" if words.chat else "no"
+    of = f"{words.size} ids of {found.config.vocab_size} in the embedding"
+    ends = ", ".join(f"{text} ({end})" for text, end in words.ends.items())
+    most = 3 * (_WIDTH - _LABEL)
+    rows = [
+        ("tokenizer", f"{of}; {len(words.added)} added, {special} special; {chat} chat template"),
+        ("answers end", f"at {ends or 'no token, only at --max-new-tokens or --stop'}"),
+        ("template", f"{prompt.template}: {prompt.source}"),
+        *((f"  {part}", shorten(repr(text), most) if text else "-") for part, text in prompt.parts),
+    ]
+    return rows if prompt.note is None else [*rows, ("  note", prompt.note)]
+
+
+def _memory(found: "Overview") -> list[tuple[str, str]]:
+    from jaxrag.models.memory import gib
+    from jaxrag.models.overview import eight_billion
+
+    memory, other = found.memory, eight_billion()
+    lies = f"{memory.pool_tokens} tokens in {gib(memory.pool + memory.host_pool)}"
+    rows = [("memory", _need(memory, found.config.dtype)), ("  pool", lies)]
+    if memory.free is not None:
+        rows.append(("  free", f"{gib(memory.free)} on {memory.device}"))
+    if memory.missing:
+        rows.append(("  verdict", f"the weights do not fit: {gib(memory.missing)} are missing"))
+    elif memory.most_tokens is not None:
+        most = f"KV of {human_count(memory.most_tokens)} tokens beside the weights"
+        whole = " (its context)" if found.longest_context == found.config.max_positions else ""
+        longest = f"prompt and answer of {found.longest_context}{whole}"
+        rows.append(("  verdict", f"fits; at most {most}, {longest}"))
+    fits = f"{gib(other.missing)} missing" if other.missing else "it fits"
+    return [*rows, ("  an 8B", f"as Llama-3-8B: {_need(other, 'bfloat16')}; {fits}")]
+
+
+def _need(memory: "Memory", dtype: str) -> str:
+    from jaxrag.models.memory import gib
+
+    return f"weights {gib(memory.weights)} in {dtype}, KV {gib(memory.kv_per_token)} a token"
+
+
+def _measured(checked: "Checked") -> list[tuple[str, str]]:
+    speed, prefill, decode = checked.speed, checked.speed.prefill, checked.speed.decode
+    rows = [
+        ("loaded", f"in {checked.load_seconds:.1f} s; logits are finite"),
+        ("transformers", _beside(checked.parity)),
+        (
+            "speed",
+            f"prefill {human_count(prefill)} tokens/s ({speed.prompt_tokens} tokens), generation "
+            f"{human_count(decode)} tokens/s",
+        ),
+    ]
+    if isinstance(checked.agreement, str):
+        return [*rows, ("agreement", f"not measured: {checked.agreement}")]
+    what = "an indication, which `jaxrag kb gate` replaces on your own documents"
+    tokens = f"over {checked.answer_tokens} answer tokens of short questions"
+    rows.append(("agreement", f"with full attention {tokens}: {what}"))
+    for one in checked.agreement:
+        ratio = one.choice.method.recompute_ratio
+        again = "" if ratio is None else f", recomputing {ratio:g}"
+        verdict = "meets" if one.meets else "misses"
+        rows.append(
+            (
+                f"  {one.choice.method.name:<{_LABEL - 3}}",
+                f"{one.agreement:.0%}, KL {one.kl:.3f}{again}: {verdict} the gate's target",
+            )
+        )
+    return rows
+
+
+def _beside(parity: "Parity | str") -> str:
+    if isinstance(parity, str):
+        return f"not compared: {parity}"
+    same, version = "the same" if parity.same else "OTHER", parity.peer["transformers"]
+    largest = f"largest difference {parity.difference:.2g} of {parity.largest:.3g}"
+    first = f"first choices {parity.first_choice:.0%} the same, {parity.tokens} tokens"
+    return f"{version}: {same} logits in float32 ({largest}, {first})"
+
+
+def _choice_values(choice: "Choice") -> dict[str, object]:
+    return {
+        "method": choice.method.name,
+        "encoders": list(choice.encoders),
+        "refused": choice.refused,
+    }
+
+
+def _next(
+    found: "Overview", suited: "tuple[Choice, ...]", checked: "Checked | None"
+) -> list[tuple[str, str]]:
+    """Which methods suit, those first that met the target, and what to type."""
+    rows = [("refused", one.refused) for one in suited if one.refused is not None]
+    served = [one for one in suited if one.refused is None]
+    if checked is not None and not isinstance(checked.agreement, str):
+        misses = {one.choice.method.name: not one.meets for one in checked.agreement}
+        served.sort(key=lambda one: misses[one.method.name])
+    if not served or found.memory.missing:
+        return rows
+    names = ", ".join(f"{one.method.name} ({' and '.join(one.encoders)} KV)" for one in served)
+    first = served[0]
+    method = () if first.method.name == "turborag" else (f"--method {first.method.name}",)
+    ingest = ("jaxrag ingest DOCUMENTS --kb kb", f"--model {found.path}", *first.flags)
+    return [
+        *rows,
+        ("methods", f"{names}; full_attention always"),
+        ("", "next"),
+        ("", _command(ingest)),
+        ("", _command(('jaxrag ask "QUESTION" --kb kb', *method))),
+        ("", _command(("jaxrag kb gate kb --questions PROBES.jsonl", *method))),
+    ]
+
+
+def _command(words: Sequence[str]) -> str:
+    """A command as a shell reads it, continued where it is longer than a line."""
+    lines = [f"  {words[0]}"]
+    for word in words[1:]:
+        if len(lines[-1]) + len(word) + 3 > _WIDTH:
+            lines[-1] += " \\"
+            lines.append(f"      {word}")
+        else:
+            lines[-1] += f" {word}"
+    return "\n".join(lines)

@@ -1,0 +1,251 @@
+"""What a model directory is understood as: from its small files and headers, weights unread."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any, cast
+
+from jaxrag.config import DType, ModelConfig, YarnScaling, config_to_dict
+from jaxrag.errors import ModelError
+from jaxrag.models import FAMILIES
+from jaxrag.models.hf import find_sources, ignored_keys
+from jaxrag.models.hub import fetched, is_hub_name
+from jaxrag.models.llama import read_config as read_llama
+from jaxrag.models.memory import Memory, check_pool, memory_of
+from jaxrag.models.model import read_config
+from jaxrag.models.reading import Reading, read_reading
+from jaxrag.models.record import is_checkpoint, read_record
+from jaxrag.models.spec import num_params
+from jaxrag.models.tensor_files import read_tensors
+from jaxrag.text.prompts import (
+    DEFAULT_TEMPLATE,
+    PromptTemplate,
+    read_prompt,
+    suited_template,
+    template_named,
+)
+from jaxrag.text.tokenizer import Tokenizer, check_vocab
+
+# What most people mean by "an 8B model"; Llama-3-8B as it is published.
+LLAMA_3_8B = read_llama(
+    {
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "rope_theta": 500_000.0,
+        "dtype": "bfloat16",
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Files:
+    """The weights on disk.
+
+    Attributes:
+      kind: "Hugging Face directory" or "jaxrag checkpoint".
+      count: files that hold weights.
+      nbytes: of them.
+      dtypes: that weights are stored in.
+      parameters: in all.
+    """
+
+    kind: str
+    count: int
+    nbytes: int
+    dtypes: tuple[str, ...]
+    parameters: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """The tokenizer.
+
+    Attributes:
+      size: one more than its largest id.
+      added: tokens that are no words, by their text: special or not.
+      ends: tokens that end an answer, ids by text; of config, generation config and tokenizer.
+      leading: what stands before every prompt.
+      chat: has it a chat template?
+    """
+
+    size: int
+    added: dict[str, bool]
+    ends: dict[str, int]
+    leading: str
+    chat: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """The prompt where nobody names a template.
+
+    Attributes:
+      template: its name.
+      source: why it is this one.
+      parts: prefix, chunk and final block as the model reads them.
+      note: what is wrong with it here; None where nothing is.
+    """
+
+    template: str
+    source: str
+    parts: tuple[tuple[str, str], ...]
+    note: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Overview:
+    """What a directory is understood as. Make one with ``overview``.
+
+    Attributes:
+      path: the directory.
+      architecture: as ``config.json`` of its family names it.
+      config: sizes, RoPE, dtype.
+      files: the weights on disk.
+      ignored: keys of ``config.json`` that nothing reads.
+      vocabulary: None without a tokenizer.
+      prompt: None without a tokenizer.
+      reading: how the weights were trained to read chunks.
+      memory: what it takes here.
+    """
+
+    path: str
+    architecture: str
+    config: ModelConfig
+    files: Files
+    ignored: tuple[str, ...]
+    vocabulary: Vocabulary | None
+    prompt: Prompt | None
+    reading: Reading
+    memory: Memory
+
+    @property
+    def longest_context(self) -> int | None:
+        """Tokens of one prompt and its answer: the model's, or what memory holds if that is less.
+
+        None where nobody knows the memory.
+        """
+        most = self.memory.most_tokens
+        return None if most is None else min(self.config.max_positions, most)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        values = dataclasses.asdict(dataclasses.replace(self, config=None))  # type: ignore[arg-type]
+        values["memory"] |= {
+            "missing": self.memory.missing,
+            "most_tokens": self.memory.most_tokens,
+            "longest_context": self.longest_context,
+        }
+        return {**values, "config": config_to_dict(self.config)}
+
+
+def overview(
+    path: str | Path, *, dtype: str | None = None, cache_tokens: int | None = None
+) -> Overview:
+    """Understand a directory, or ORG/NAME of the hub, as ``load_model`` would.
+
+    Every file but the weights is read, and of these the headers: their names, shapes and sizes are
+    held against the config. Whether weights and pool fit is told, not required.
+
+    Raises ModelError, ConfigError and TokenizerError as ``load_model`` does.
+    """
+    path = fetched(str(path)) if is_hub_name(path) else Path(path)
+    config = read_config(path, dtype)
+    check_pool(config, None, cache_tokens, None, None, "device")
+    kept = is_checkpoint(path)
+    files = _checkpoint_files(path, config) if kept else _hf_files(path, config)
+    tokenizer = Tokenizer.load(path) if (path / "tokenizer.json").is_file() else None
+    if tokenizer is not None:
+        check_vocab(tokenizer, config)
+    return Overview(
+        path=str(path),
+        architecture=FAMILIES[config.family].architecture,
+        config=config,
+        files=files,
+        ignored=() if kept else ignored_keys(path),
+        vocabulary=None if tokenizer is None else _vocabulary(tokenizer, config),
+        prompt=None if tokenizer is None else _prompt(path, tokenizer),
+        reading=read_reading(path),
+        memory=memory_of(config, cache_tokens=cache_tokens),
+    )
+
+
+def eight_billion(dtype: DType = "bfloat16") -> Memory:
+    """What a model of Llama-3-8B's sizes takes here."""
+    return memory_of(dataclasses.replace(LLAMA_3_8B, dtype=dtype))
+
+
+def rope_words(config: ModelConfig) -> str:
+    """The rotary embedding in a few words."""
+    rope, scaling = config.rope, config.rope.scaling
+    words = f"theta {rope.theta:g}"
+    if rope.rotary_dim != config.head_dim:
+        words += f", {rope.rotary_dim} of {config.head_dim} dimensions"
+    if rope.interleaved:
+        words += ", interleaved"
+    if scaling is None:
+        return words
+    kind = type(scaling).__name__.removesuffix("Scaling").lower()
+    words += f", {kind} x {scaling.factor:g}"
+    original = getattr(scaling, "original_max_positions", None)
+    words += "" if original is None else f" from {original}"
+    if isinstance(scaling, YarnScaling):
+        words += f", attention factor {scaling.attention_factor:.4g}"
+    return words
+
+
+def _hf_files(path: Path, config: ModelConfig) -> Files:
+    sources = find_sources(path, config)
+    tensors = read_tensors(path)
+    used = {tensor.name for source in sources.values() for tensor in source.tensors}
+    found = {tensor.path for tensor in tensors.values()}
+    return Files(
+        kind="Hugging Face directory",
+        count=len(found),
+        nbytes=sum(file.stat().st_size for file in found),
+        dtypes=tuple(sorted({tensors[name].dtype.name for name in used})),
+        parameters=sum(math.prod(tensors[name].shape) for name in used),
+    )
+
+
+def _checkpoint_files(path: Path, config: ModelConfig) -> Files:
+    files = [path / name for name in read_record(path).files]
+    lost = [file for file in files if not file.is_file()]
+    if lost:
+        raise ModelError(f"{lost[0]}: missing; copy the checkpoint again")
+    return Files(
+        kind="jaxrag checkpoint",
+        count=len(files),
+        nbytes=sum(file.stat().st_size for file in files),
+        dtypes=(cast(str, config.dtype),),
+        parameters=num_params(config),
+    )
+
+
+def _vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> Vocabulary:
+    ends = dict.fromkeys((*config.eos_ids, *tokenizer.eos_ids))
+    return Vocabulary(
+        size=tokenizer.vocab_size,
+        added=tokenizer.added_tokens,
+        ends={tokenizer.decode([end], skip_special=False): end for end in ends},
+        leading=tokenizer.decode(tokenizer.leading_ids, skip_special=False),
+        chat=tokenizer.has_chat_template,
+    )
+
+
+def _prompt(path: Path, tokenizer: Tokenizer) -> Prompt:
+    own, default = read_prompt(path), template_named(DEFAULT_TEMPLATE)
+    chosen: PromptTemplate = own or suited_template(tokenizer, default)
+    if own is not None:
+        source = "the directory's prompt.toml"
+    elif chosen.chat:
+        source = "the model has a chat template"
+    elif chosen == default:
+        source = "the tokenizer has its markers, and no chat template"
+    else:
+        source = f"no chat template, and no tokens for the markers of {default.name!r}"
+    return Prompt(chosen.name, source, chosen.parts(tokenizer), chosen.split_marker(tokenizer))

@@ -1,0 +1,155 @@
+"""Programs compiled ahead: requests of the shapes that will be asked for, served before anybody."""
+
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from jaxrag.decode import DecodeRule
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.prefilled import PREFILL_TOKENS
+from jaxrag.engine.request import Prompt, Request
+from jaxrag.engine.sampling import SamplingParams
+from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.methods import Method
+from jaxrag.models.model import Model
+from jaxrag.serve.door import Text, check_counts, check_documents, check_kinds
+from jaxrag.serve.questions import prepare, resolve
+from jaxrag.shapes import bucket
+from jaxrag.store import MemoryStore
+from jaxrag.text.prompts import PromptTemplate
+from jaxrag.types import HostArray
+
+_FINAL_TOKENS = (16, 32, 64, 128)  # of final blocks, one a width
+_ASKED = "What?"
+_CHUNK_TOKENS = 512  # where there is no knowledge base
+_BYTES = 1 << 30  # of the chunks, which nobody keeps
+_NOTHING = np.zeros(0, np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Warmed:
+    """What ``warm_up`` did.
+
+    Attributes:
+      programs: that were compiled, or read from the disk.
+      prompts: that were served for it.
+      seconds: that it took.
+    """
+
+    programs: int
+    prompts: int
+    seconds: float
+
+
+def warm_up(
+    questions: Sequence[Text] = (),
+    *,
+    kb: KnowledgeBase | None = None,
+    model: Model | None = None,
+    method: str | Method = "turborag",
+    recompute_ratio: float | None = None,
+    decode: str | DecodeRule | None = None,
+    template: str | PromptTemplate | None = None,
+    k: int = 5,
+    max_new_tokens: int = 64,
+    stream: bool = False,
+    batch_size: int = 1,
+) -> Warmed:
+    """Compile what ``generate`` with these arguments will need, so that no question waits for it.
+
+    Programs have shapes: of the question and of the chunks, in steps of powers of two, of
+    ``batch_size`` (8 for a list of questions), and of ``stream``. On disk they stay for the next
+    process (``load_model``), where warming up takes a fraction of the time.
+
+    Args:
+      questions: like those that will come; their chunks are in the pool afterwards. None: questions
+        of 16 to 128 tokens over ``k`` chunks of the largest size, and prompts of every length
+        without any; the pool is empty afterwards.
+      kb: as for ``generate``.
+      model: needed without ``kb``; without questions only.
+      method: as for ``generate``; what its selector and its encoders need is compiled, too.
+      recompute_ratio: as for ``generate``.
+      decode: as for ``generate``.
+      template: as for ``generate``.
+      k: as for ``generate``.
+      max_new_tokens: as for ``generate``.
+      stream: whether answers will be read as they grow.
+      batch_size: as for ``generate``.
+
+    Raises RequestError as ``generate`` does.
+    """
+    start = time.perf_counter()
+    check_kinds(stream=stream)
+    check_counts(batch_size=batch_size)
+    check_documents(questions, "questions")
+    settings = resolve(
+        kb=kb,
+        model=model,
+        method=method,
+        recompute_ratio=recompute_ratio,
+        decode=decode,
+        template=template,
+        k=k,
+        max_new_tokens=max_new_tokens,
+        stop=(),
+    )
+    engine = engine_of(settings.model)
+    if len(questions):
+        asked = (prepare(settings, text, None, SamplingParams()).request for text in questions)
+        requests = [dataclasses.replace(one, rows=batch_size, watched=stream) for one in asked]
+        programs = engine.warm_up(requests)
+    else:
+        if kb is not None:
+            kb.search(_ASKED, 1)
+        sizes = () if kb is None else (kb.chunking.chunk_tokens,)
+        shapes = requests_like(
+            settings.model, settings.method, sizes, k, max_new_tokens, batch_size, watched=stream
+        )
+        requests = list(shapes)
+        programs = engine.warm_up(requests)
+        engine.forget()
+    return Warmed(programs, len(requests), time.perf_counter() - start)
+
+
+def requests_like(
+    model: Model,
+    method: Method,
+    chunk_tokens: Iterable[int],
+    k: int,
+    max_new_tokens: int,
+    rows: int,
+    *,
+    watched: bool,
+) -> Iterator[Request]:
+    """Requests of random ids in the shapes of questions that are to come.
+
+    Final blocks of usual lengths over ``k`` chunks of each of these sizes (of 512 tokens where none
+    is given), or as many as the context holds, and prompts without chunks in all widths.
+    """
+    most = model.config.max_positions
+    draw = np.random.default_rng(0)
+
+    def ids(length: int) -> HostArray:
+        return draw.integers(0, model.config.vocab_size, length, dtype=np.int32)
+
+    store = MemoryStore(model.fingerprint, model.kv_layout, max_tokens=most, max_bytes=_BYTES)
+    prompts = []
+    for size in set(chunk_tokens) or {_CHUNK_TOKENS}:
+        room = most - _FINAL_TOKENS[-1] - max_new_tokens
+        count = min(k, room // size)
+        chunks = tuple(ids(size) for _ in range(count))
+        prompts += [Prompt(_NOTHING, chunks, ids(length)) for length in _FINAL_TOKENS if count > 0]
+    prompts += [Prompt(_NOTHING, (), ids(width)) for width in _widths(most)]
+    for prompt in prompts:
+        tokens = max(min(max_new_tokens, most - prompt.num_tokens), 1)
+        yield Request(prompt, store, method, tokens, rows=rows, watched=watched)
+
+
+def _widths(most: int) -> list[int]:
+    """Lengths of prompts that are run in one piece each, one a width."""
+    widths = [bucket(1)]
+    while widths[-1] < min(most, PREFILL_TOKENS):
+        widths.append(2 * widths[-1])
+    return [min(width, most - 1) for width in widths]

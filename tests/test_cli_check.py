@@ -1,0 +1,298 @@
+"""`jaxrag check`: what a directory is understood as, from its headers and at work."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxrag.bench import model_check
+from jaxrag.cache import budget
+from jaxrag.cli import main
+from jaxrag.models import FAMILIES, model
+from jaxrag.models.memory import memory_of
+from jaxrag.models.model import load_model
+from jaxrag.models.names import by_name
+from jaxrag.models.overview import LLAMA_3_8B, overview
+from jaxrag.models.spec import num_params, param_specs
+from jaxrag.models.tensor_files import DTYPES, NewTensor, file_header
+
+ROOT = Path(__file__).parents[1]
+GOLDENS = ROOT / "tests" / "goldens"
+SHIPPED = ROOT / "checkpoints" / "synthetic-0.8m"
+MODELS = sorted(path.parent.name for path in GOLDENS.glob("*/model*.safetensors*"))
+MODELS = [name for name in dict.fromkeys(MODELS) if name != "embed"]
+
+
+@pytest.fixture
+def check(capsys):
+    """Run the command in this process: exit code, stdout, stderr."""
+
+    def call(*arguments):
+        capsys.readouterr()
+        code = main(["check", *map(str, arguments)])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory, tokenizer_dir):
+    """A directory of Llama-3-8B's shapes whose weights are a hole in a file."""
+    folder = tmp_path_factory.mktemp("large") / "llama-3-8b"
+    shutil.copytree(tokenizer_dir, folder)
+    family, specs = FAMILIES["llama"], by_name(param_specs(LLAMA_3_8B))
+    (folder / "config.json").write_text(json.dumps(family.write_config(LLAMA_3_8B)))
+    tensors = []
+    for rule in family.tensors:
+        if rule.paths[0] not in specs:
+            continue
+        shape = specs[rule.paths[0]].shape
+        layers = range(LLAMA_3_8B.num_layers) if rule.per_layer else range(1)
+        expected = rule.file_shape(shape[1:] if rule.per_layer else shape)
+        tensors += [
+            NewTensor(rule.key.format(layer=layer), DTYPES["BF16"], expected, None)
+            for layer in layers
+        ]
+    with (folder / "model.safetensors").open("wb") as file:
+        header = file_header(tensors, {})
+        file.write(header)
+        file.truncate(len(header) + sum(tensor.num_bytes for tensor in tensors))
+    return folder
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """``memory(gib)``: so much is free."""
+
+    def free(gib):
+        monkeypatch.setattr(budget, "_system_bytes", lambda: int(gib * 2**30))
+        monkeypatch.setattr(budget, "_container_bytes", lambda: None)
+
+    return free
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_golden_directory_is_understood(name):
+    found = overview(GOLDENS / name)
+    assert found.files.parameters == num_params(found.config)
+    assert (
+        found.architecture
+        in json.loads((GOLDENS / name / "config.json").read_text())["architectures"]
+    )
+    width = 4 if found.config.dtype == "float32" else 2
+    assert found.memory.weights == width * num_params(found.config)
+    assert found.memory.kv_per_token == found.config.kv_bytes_per_token
+    assert "rms_norm_eps" not in found.ignored and "hidden_size" not in found.ignored
+
+
+def test_keys_that_nothing_reads_are_named(tmp_path):
+    shutil.copytree(GOLDENS / "llama", tmp_path / "llama")
+    path = tmp_path / "llama" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pretraining_tp": 4}))
+    before = overview(GOLDENS / "llama").ignored
+    assert set(overview(tmp_path / "llama").ignored) == {*before, "pretraining_tp"}
+
+
+def test_the_shipped_model(check):
+    code, out, err = check(SHIPPED / "dual", "--quick")
+    assert (code, err) == (0, "")
+    for words in (
+        "LlamaForCausalLM, 820k parameters",
+        "4 query and 4 KV heads of 32",
+        "block-wise (reordered positions)",
+        "the directory's prompt.toml",
+        "'<|doc_start|>{text}<|doc_end|>'",
+        "at <|end|> (1)",
+        "turborag (isolated KV)",
+    ):
+        assert words in out
+    assert max(map(len, out.replace(str(SHIPPED), "").splitlines())) <= 80
+    found = json.loads(check(SHIPPED / "full", "--quick", "--json")[1])
+    assert [one["method"] for one in found["methods"]] == ["fusionrag", "cacheblend", "epic"]
+    assert found["methods"][0]["encoders"] == ["after_prefix", "neighbours"]
+    assert found["checked"] is None
+
+
+def test_a_chat_model_is_shown_with_its_own_template(check, chat_model_dir):
+    found = json.loads(check(chat_model_dir, "--quick", "--json")[1])
+    assert found["prompt"]["template"] == "chat"
+    parts = dict(found["prompt"]["parts"])
+    assert parts["prefix"].startswith("<|im_start|>system\nYou are helpful.<|im_end|>\n")
+    assert parts["final block"].endswith("<|im_end|>\n<|im_start|>assistant\n")
+    assert found["vocabulary"]["ends"] == {"<|im_end|>": 2, "<|endoftext|>": 0}
+
+
+def test_an_8b_model_that_does_not_fit_is_told_and_not_read(check, large, memory, monkeypatch):
+    memory(4)
+    code, out, err = check(large, "--quick")
+    assert (code, err) == (0, "")
+    assert "8.03G parameters" in out and "15.0 GiB in bfloat16, KV 128.0 KiB a token" in out
+    assert "the weights do not fit: 1" in out  # 11 and what reads them
+    assert "jaxrag ingest" not in out
+    monkeypatch.setattr(model, "load_hf", lambda *_, **__: pytest.fail("weights are read"))
+    code, out, err = check(large)
+    assert code == 1 and "8.03G parameters" in out
+    assert err.count("\n") == 1
+    assert "15.0 GiB of bfloat16 weights and 3.5 GiB to read them, and 4.0 GiB of memory" in err
+
+
+def test_an_8b_model_that_fits(large, memory):
+    memory(24)
+    found = overview(large)
+    assert (found.memory.missing, found.longest_context) == (0, 8192)
+    assert found.memory.pool_tokens == 8192  # 1 GiB
+    memory(15.5)
+    tight = overview(large).memory
+    assert tight.missing > 0 and tight.most_tokens * 128 * 1024 < 0.6 * 2**30
+
+
+def quantised(config):
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "modules": ["x"] * 99}
+
+
+def other(config):
+    config["architectures"] = ["Gemma2ForCausalLM"]
+
+
+def deeper(config):
+    config["num_hidden_layers"] += 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (quantised, "take the weights that were quantised, in bfloat16, float16 or float32"),
+        (other, "architecture Gemma2ForCausalLM is not supported; supported are LlamaForCausalLM"),
+        (deeper, "is missing; the llama config asks for it"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(check, tmp_path, change, words):
+    shutil.copytree(GOLDENS / "llama", tmp_path / "llama")
+    path = tmp_path / "llama" / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+    code, out, err = check(tmp_path / "llama", "--quick")
+    assert (code, out) == (1, "")
+    assert words in err and err.count("\n") == 1 and len(err) < 400 + len(str(path))
+
+
+def test_what_is_truncated_is_one_line(check, tmp_path):
+    shutil.copytree(GOLDENS / "llama", tmp_path / "llama")
+    weights = tmp_path / "llama" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-7])
+    code, out, err = check(tmp_path / "llama", "--quick")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "truncated" in err
+
+
+def peer(tmp_path, logits):
+    """An interpreter that answers as peer_logits.py does, with these logits."""
+    np.save(tmp_path / "theirs.npy", logits)
+    script = tmp_path / "peer"
+    script.write_text(
+        f"#!{sys.executable}\n"
+        "import json, shutil, sys\n"
+        'print(json.dumps({"torch": "2", "transformers": "5"}), flush=True)\n'
+        "for line in sys.stdin:\n"
+        f"    shutil.copy({str(tmp_path / 'theirs.npy')!r}, json.loads(line)['out'])\n"
+        '    print(json.dumps({"tokens": 1}), flush=True)\n'
+    )
+    script.chmod(0o755)
+    return script
+
+
+def test_logits_are_held_against_a_peer(check, model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(model_check, "_speed", lambda model: model_check.Speed(64, 100.0, 10.0))
+    monkeypatch.setattr(model_check, "_agreement", lambda model: ("left out here", 0))
+    loaded = load_model(model_dir)
+    ids = model_check._random_ids(loaded, model_check.LOGIT_TOKENS)
+    logits = np.asarray(loaded.logits(ids[None])[0])
+    code, out, err = check(model_dir, "--peer-python", peer(tmp_path, logits))
+    assert (code, err) == (0, "")
+    out = " ".join(out.split())  # lines are broken anywhere
+    assert "5: the same logits in float32" in out and "first choices 100% the same" in out
+    assert "prefill 100 tokens/s" in out and "not measured: left out here" in out
+    other = peer(tmp_path, logits + 0.1)
+    code, out, err = check(model_dir, "--peer-python", other, "--json")
+    assert code == 3 and "gives other logits than transformers 5" in err
+    parity = json.loads(out)["checked"]["parity"]
+    assert not parity["same"] and parity["difference"] == pytest.approx(0.1, abs=1e-4)
+    code, out, err = check(model_dir, "--peer-python", tmp_path / "absent")
+    assert code == 1 and "cannot be run" in err
+
+
+def test_a_model_at_work(model_dir, monkeypatch):
+    monkeypatch.setattr(model_check, "_SAMPLES", 1)
+    monkeypatch.setattr(model_check, "_LONGEST", 64)
+    monkeypatch.setattr(model_check, "choices", lambda *given: choices(*given)[:1])
+    choices = sys.modules["jaxrag.serve.choice"].choices
+    checked = model_check.check_model(overview(model_dir), peer_python=None)
+    assert checked.speed.prompt_tokens == 64
+    assert checked.speed.prefill > 0 < checked.speed.decode
+    (one,) = checked.agreement
+    assert one.choice.method.name == "turborag"
+    assert 0 <= one.agreement <= 1 and one.kl >= 0
+    assert checked.answer_tokens >= model_check._ASKED
+
+
+def test_weights_that_give_no_numbers_are_refused(tmp_path, tiny_config):
+    import jax
+
+    from jaxrag.errors import ModelError
+    from jaxrag.models.export import export_hf
+    from jaxrag.models.spec import init_params
+
+    config = tiny_config(num_layers=1, dtype="float16")
+    params = init_params(config, jax.random.key(0))
+    huge = params.replace(embed=params.embed * 1e4, final_norm=params.final_norm * 6e4)
+    export_hf(tmp_path / "huge", huge, config)
+    with pytest.raises(ModelError, match="logits hold NaN or infinity in float16; load it in a"):
+        model_check.check_model(overview(tmp_path / "huge"))
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", ["llama_llama3", "qwen2", "glm4", "llama_sharded_bf16"])
+def test_the_goldens_are_as_transformers_has_them(name, monkeypatch):
+    import os
+
+    monkeypatch.setattr(model_check, "_speed", lambda model: model_check.Speed(64, 1.0, 1.0))
+    monkeypatch.setattr(model_check, "_agreement", lambda model: ("left out here", 0))
+    python = os.environ.get("PEER_PYTHON", sys.executable)
+    checked = model_check.check_model(overview(GOLDENS / name), peer_python=python)
+    assert checked.parity.same and checked.parity.first_choice == 1.0
+
+
+@pytest.mark.slow
+def test_the_untuned_shipped_model_at_work(check):
+    code, out, err = check(SHIPPED / "full")
+    assert (code, err) == (0, "")
+    assert max(map(len, out.replace(str(SHIPPED), "").splitlines())) <= 80
+    for words in ("fusionrag", "cacheblend", "epic", "meets the gate's target", "tokens/s"):
+        assert words in out
+
+
+def test_the_memory_of_a_model_grows_with_what_is_asked(tiny_config):
+    config = tiny_config(dtype="bfloat16")
+    asked = memory_of(config, cache_tokens=1000)
+    assert (asked.pool_tokens, asked.host_pool) == (1008, 0)  # whole pages
+    assert asked.pool == 1008 * config.kv_bytes_per_token
+    away = memory_of(config, cache_tokens=1000, kv="host")
+    assert (away.pool, away.host_pool) == (0, asked.pool)
+    values = memory_of(config, cache_tokens=1000, value_layers=1)
+    assert values.host_pool == asked.pool // 3  # V of two layers of three
+    assert values.pool + values.host_pool == asked.pool
+
+
+def test_a_container_is_no_larger_than_its_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(budget, "_CGROUP", tmp_path)
+    assert budget._container_bytes() is None
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("300\n")
+    (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 50\n")
+    assert budget._container_bytes() is None
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert budget._container_bytes() == budget.available_bytes() == 750
