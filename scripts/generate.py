@@ -78,7 +78,8 @@ def _joined(args: argparse.Namespace) -> Iterator[bool]:
 def _answer(args: argparse.Namespace, first: bool) -> int:
     from jaxrag.documents import Shard
     from jaxrag.serve.batch import answer_file
-    from jaxrag.serve.batch_files import QuestionFile, written_once
+    from jaxrag.serve.batch_files import written_once
+    from jaxrag.serve.question_files import QuestionFile
     from jaxrag.serve.questions import resolve
 
     shard, sampling = Shard.parse(args.shard), sampling_of(args)

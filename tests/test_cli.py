@@ -1,10 +1,12 @@
 """The program: every command, its exit codes, and one line for everything that can go wrong."""
 
+import dataclasses
 import io
 import json
 import shutil
 import subprocess
 import sys
+import types
 import unicodedata
 
 import numpy as np
@@ -14,8 +16,21 @@ from tokenizers import models, pre_tokenizers
 
 from jaxrag import KnowledgeBase
 from jaxrag.cli import COMMANDS, main
-from jaxrag.cli.options import parse_bytes, parse_seconds, shorten, table
+from jaxrag.cli.account import explained, sources
+from jaxrag.cli.options import (
+    columns,
+    parse_bytes,
+    parse_count,
+    parse_counts,
+    parse_seconds,
+    shorten,
+    table,
+    titled,
+)
+from jaxrag.engine.reuse import PartReuse
+from jaxrag.evals.synthetic_report import Table
 from jaxrag.methods import METHODS
+from jaxrag.serve.conversation import Source
 from jaxrag.text.printable import printable
 
 QUESTION = "Who works the salt wells?"
@@ -98,12 +113,62 @@ def in_a_process(*arguments):
 
 
 def test_ask_prints_the_answer_and_its_account(jaxrag, kb):
-    code, out, err = jaxrag("ask", QUESTION, "--kb", kb, "--max-new-tokens", 4, *POOL)
-    assert (code, err) == (0, "")
-    assert "salt.txt #0" in out
-    assert "turborag: length; retrieve " in out
-    assert "chunk tokens: reused " in out
-    assert "note:" not in out
+    """The answer on stdout, alone; beside it what it came from and what it took, in 80 columns."""
+    asked = ("ask", QUESTION, "--kb", kb, "--max-new-tokens", 4, *POOL)
+    code, out, err = jaxrag(*asked)
+    assert code == 0
+    answer = json.loads(jaxrag(*asked, "--json")[1])
+    assert out == printable(answer["text"], keep="\n\t") + "\n"
+    lines = err.splitlines()
+    first, *_ = [line for line in lines if line.startswith("[1]")]
+    assert first.split()[1:3] == ["salt.txt", "#0"]
+    counts = answer["counts"]
+    told = " ".join(err.split())
+    assert f"turborag: {counts['reused']} of {sum(counts.values())} chunk tokens reused, " in told
+    assert told.endswith(", cut off at 4 tokens")
+    assert "note:" not in err
+    assert max(map(columns, lines)) <= 80
+
+
+@pytest.mark.parametrize(("encoding", "sign"), [("utf-8", "█"), ("ascii", "#"), (None, "█")])
+def test_what_became_of_the_chunks_is_drawn(encoding, sign):
+    counts = {"reused": 996, "recomputed": 0, "encoded": 4}
+    rows = [
+        PartReuse("prefix", 9, "prefix hit", "pool", 0, ""),
+        PartReuse("chunk 0", 996, "chunk hit", "store", 0, ""),
+        PartReuse(
+            "chunk 1", 4, "encoded", None, 0, "not in kb/kv; it was there once: evicted " * 3
+        ),
+    ]
+    times = {"retrieve": 0.001, "load": 0.02, "ttft": 0.021, "per_token": 0.5}
+    result = types.SimpleNamespace(counts=counts, reuse=rows, timings=times, flops=5000, indexes={})
+    drawn, legend, *lines = explained(result, encoding)
+    assert drawn.count(sign) == 69 and len(drawn) == 80  # and one column of what was encoded
+    assert "reused 996" in legend and "encoded 4" in legend
+    assert max(map(len, lines)) <= 80
+    shown = " ".join(" ".join(lines).split())
+    assert "[1] 996 tokens, chunk hit in the store" in shown
+    assert "[2] 4 tokens, encoded: not in kb/kv" in shown
+    assert "= 21.0 ms to the first token, then 500.0 ms a token" in shown
+
+
+def test_sources_have_pages_and_fit():
+    source = Source("a-report-with-a-very-long-name-indeed.pdf", 12, None, 3.5, "word " * 40, 7)
+    result = types.SimpleNamespace(sources=[source, dataclasses.replace(source, page=None)])
+    first, second = sources(result, given=False)
+    assert "#12, p. 7  3.50  word word" in first and "p. 7" not in second
+    assert columns(first) == columns(second) == 80
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_wide_tables_are_folded(width):
+    rows = [["method", *(f"column {i}" for i in range(20))], ["turborag", *map(str, range(20))]]
+    lines = list(titled([Table("A title of words. " * 8, rows, names=1)], width))
+    shown = "\n".join(lines).splitlines()
+    assert max(map(len, shown)) <= width
+    assert [int(n) for it in shown if it.startswith("turborag") for n in it.split()[1:]] == [
+        *range(20)
+    ]
 
 
 def test_ask_json_is_one_object_with_the_public_names(jaxrag, kb, documents):
@@ -143,9 +208,10 @@ def test_ask_documents_given_on_the_spot(jaxrag, model_dir, documents):
     assert [s["document_id"] for s in sources] == ["documents[0]", "documents[1]"]
     assert sources[1]["text"] == "Tea bricks were traded for salt."
     assert [s["file"] for s in sources] == [str(path) for path in given]
-    _, shown, _ = jaxrag(*asked[:-3], *POOL, "--max-new-tokens", 2, "--documents", *given)
-    assert "\nsalt.txt " in shown and "\ntea.jsonl " in shown and "[0]" not in shown
-    assert "encoded (" in shown and "and kept in memory" in shown
+    asked = (*asked[:-3], *POOL, "--explain", "--max-new-tokens", 2, "--documents", *given)
+    _, _, shown = jaxrag(*asked)
+    assert "[1]  salt.txt #0" in shown and "[2]  tea.jsonl #0" in shown and "[0]" not in shown
+    assert "encoded: " in shown and "and kept in memory" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize("method", REUSE)
@@ -188,7 +254,13 @@ def test_kb_stats_and_list(jaxrag, kb, model_dir, documents):
     assert listed[0]["title"] == "The bridge"
     code, out, _ = jaxrag("kb", "list", kb)
     assert code == 0
-    assert str(documents / "salt.txt") in out
+    assert [line.split()[:2] for line in out.splitlines()[1:]] == [
+        ["bridge.md", "1"], ["salt.txt", "1"], ["tea", "1"],
+    ]  # fmt: skip
+    assert listed[1]["file"] == str(documents / "salt.txt")
+    for action in ("list", "stats"):
+        words = jaxrag("kb", action, kb)[1].splitlines()
+        assert all(columns(line) <= 80 or len(line.split()) <= 2 for line in words)
 
 
 @pytest.fixture
@@ -280,6 +352,28 @@ def test_bad_sizes_are_bad_usage(jaxrag, kb, text):
     code, out, err = jaxrag("kb", "verify", kb, "--rate", text)
     assert (code, out) == (2, "")
     assert "expected a size such as 200MB or 64GiB" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("0", 0), ("4096", 4096), ("4k", 4096), ("2M", 2 << 20)]
+)
+def test_counts_of_tokens(text, count):
+    assert parse_count(text) == count
+    assert parse_counts(f"512,{text}") == (512, count)
+
+
+@pytest.mark.parametrize("text", ["", "4kB", "-1", "1.5k", "k", "4 k"])
+def test_bad_counts_are_bad_usage(jaxrag, kb, text):
+    """One parser wherever tokens are counted."""
+    for command in (
+        ("ask", QUESTION, "--kb", kb, f"--max-new-tokens={text}"),
+        ("ingest", "x", "--kb", kb, f"--chunk-tokens={text}"),
+        ("bench", "ttft", f"--contexts=1k,{text or 'many'}"),
+        ("eval", "needle", "--model", "m", f"--lengths=1k,{text or 'many'}"),
+    ):
+        code, out, err = jaxrag(*command)
+        assert (code, out) == (2, "")
+        assert "expected a number of tokens, as 4096 or 4k" in err
 
 
 def test_convert_there_and_back(jaxrag, model_dir, tmp_path):
@@ -592,7 +686,7 @@ def test_a_model_that_moved_is_asked_for(jaxrag, refused, copy_of, tmp_path):
     for command in (("ask", QUESTION, "--kb", kb), ("ingest", text, "--kb", kb)):
         refused(*command, words=words)
     code, _, err = jaxrag("ask", QUESTION, "--kb", kb, "--model", moved, "--max-new-tokens", 1)
-    assert (code, err) == (0, "")
+    assert code == 0 and "error" not in err
 
 
 def test_a_name_of_the_hub_says_how_to_fetch_it(refused, tmp_path):

@@ -358,14 +358,14 @@ def run_page(page, folder):
             if block.tag not in ("bash", "python"):
                 continue
             where = f"{page.relative_to(ROOT)}:{block.line}"
-            out, err = io.StringIO(), io.StringIO()
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            out = io.StringIO()  # a page shows what a terminal shows
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
                 if block.tag == "python":
                     exec(compile(block.text, where, "exec"), namespace)
                 else:
                     for words in commands(block.text):
                         code = run(words)
-                        assert code == 0, f"{where}: {shlex.join(words)}: {err.getvalue()}"
+                        assert code == 0, f"{where}: {shlex.join(words)}: {out.getvalue()}"
             if block.prints is not None:
                 assert_prints(out.getvalue(), block.prints, where)
 

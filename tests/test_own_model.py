@@ -66,7 +66,7 @@ def test_the_model_is_asked_in_its_own_chat_format(jaxrag, kb):
 
 
 def test_the_prompt_is_printed_above_the_answer(jaxrag, kb):
-    code, out, _ = jaxrag("ask", QUESTION, "--kb", kb, "--show-prompt", "--max-new-tokens", 2)
+    code, _, out = jaxrag("ask", QUESTION, "--kb", kb, "--show-prompt", "--max-new-tokens", 2)
     assert code == 0
     heads = [line for line in out.splitlines() if line.startswith("--- ")]
     assert [head.split(",")[0] for head in heads] == [

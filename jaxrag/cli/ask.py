@@ -4,22 +4,20 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxrag.cli.account import explained, sources, summary
 from jaxrag.cli.options import (
     add_command,
     add_generation,
     add_json,
     add_model,
-    human_count,
+    few_collections,
     load,
     method_of,
     open_kb,
     print_json,
     sampling_of,
-    shorten,
-    table,
     where_of,
 )
 from jaxrag.errors import DocumentError, RequestError
@@ -45,17 +43,28 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_model(parser, required=False, text="(the one that the knowledge base remembers)")
     add_generation(parser)
-    parser.add_argument(
+    shown = parser.add_argument_group("what is printed")
+    shown.add_argument(
+        "--explain",
+        action="store_true",
+        help="what was reused, recomputed and encoded, and why, with the times of the phases",
+    )
+    shown.add_argument(
         "--show-prompt",
         action="store_true",
-        help="print the prompt too, part by part, as the model reads it",
+        help="the prompt too, part by part, as the model reads it",
     )
-    add_json(parser)
+    add_json(shown)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the answer as it grows, then its sources and its account; or one JSON object."""
+    """Print the answer as it grows; on stderr its sources and its account. Or one JSON object."""
+    with few_collections():
+        return _ask(args)
+
+
+def _ask(args: argparse.Namespace) -> int:
     from jaxrag.serve.answers import Result
     from jaxrag.serve.generate import generate
 
@@ -95,14 +104,14 @@ def run(args: argparse.Namespace) -> int:
         if args.show_prompt:
             for part in answer.prompt:
                 text = printable(part["text"], keep="\n\t")
-                print(f"--- {printable(part['part'])}, {part['tokens']} tokens\n{text}")
-            print("--- answer")
+                _tell(f"--- {printable(part['part'])}, {part['tokens']} tokens\n{text}")
+            _tell("--- answer")
         for piece in answer:
             sys.stdout.write(printable(piece, keep="\n\t"))
             sys.stdout.flush()
-        print()
+        print(flush=True)
         assert isinstance(answer.result, Result)
-        _print_account(_named(answer.result, documents), documents is not None)
+        _account(args, _named(answer.result, documents))
     finally:
         if "kb" in options:
             options["kb"].close()
@@ -134,35 +143,16 @@ def _named(result: "Result", documents: "Sequence[Document] | None") -> "Result"
     )
 
 
-def _print_account(result: "Result", given: bool) -> None:
-    if result.sources:
-        rows = [["source", "score", "text"]]
-        for source in result.sources:
-            score = "" if source.score is None else f"{source.score:.2f}"
-            name = f"{source.document_id} #{source.chunk_index}"
-            if given and source.file is not None:
-                name = Path(source.file).name
-            rows.append([shorten(name, 40), score, shorten(source.text, 60)])
-        print("\n" + table(rows, right=(1,)))
-    times = "  ".join(f"{name} {1000 * value:.1f} ms" for name, value in result.timings.items())
-    counts = "  ".join(f"{name} {value}" for name, value in result.counts.items())
-    print(f"\n{result.method}: {result.finish_reason}; {times}")
-    print(f"chunk tokens: {counts}; {human_count(result.flops)}FLOP to the first token")
-    if result.reuse:
-        print(f"reuse: {printable(_reuse_line(result.reuse))}")
-    if result.indexes:
-        print("indexes: " + "  ".join(f"{name} {n}" for name, n in result.indexes.items()))
+def _account(args: argparse.Namespace, result: "Result") -> None:
+    lines = list(sources(result, args.documents is not None))
+    _tell("".join(f"\n{line}" for line in lines) + "\n" * bool(lines))
+    _tell(summary(result, args.max_new_tokens))
+    for line in explained(result, sys.stderr.encoding) if args.explain else ():
+        _tell(line)
     for note in result.notes:
-        print(f"note: {printable(note)}")
+        _tell(f"note: {printable(note)}")
 
 
-def _reuse_line(rows: Sequence[Any]) -> str:
-    """Parts by how they came, such as "prefix hit: prefix; in place: chunk 0 (not in kb/kv)"."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        again = f" ({row.recomputed} recomputed)" if row.recomputed else ""
-        groups.setdefault((row.how, row.why), []).append(row.part + again)
-    return "; ".join(
-        f"{how}: {', '.join(parts)}" + (f" ({why})" if why else "")
-        for (how, why), parts in groups.items()
-    )
+def _tell(text: str) -> None:
+    """Beside the answer, which a pipe gets alone."""
+    print(text, file=sys.stderr, flush=True)

@@ -13,6 +13,8 @@ from jaxrag.cli.options import (
     add_where,
     give_out,
     open_kb,
+    parse_count,
+    parse_counts,
     require_folder,
     where_of,
 )
@@ -33,11 +35,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     _add_dtype(ttft)
     ttft.add_argument(
         "--contexts",
+        type=parse_counts,
         default="512,1024,2048,4096,8192",
         metavar="N,N,...",
         help="tokens of all chunks, multiples of 512 (512,1024,2048,4096,8192)",
     )
-    ttft.add_argument("--question-tokens", type=int, default=50, metavar="N", help="(50)")
+    ttft.add_argument("--question-tokens", type=parse_count, default=50, metavar="N", help="(50)")
     ttft.add_argument("--method", default="full_reuse", help="a method that reuses (full_reuse)")
     ttft.add_argument(
         "--ratios",
@@ -56,7 +59,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="also batches of so many requests at one moment, such as 1,2,4,8 (none)",
     )
     ttft.add_argument(
-        "--batch-context", type=int, default=4096, metavar="N", help="of each request (4096)"
+        "--batch-context",
+        type=parse_count,
+        default=4096,
+        metavar="N",
+        help="of each request (4096)",
     )
     ttft.add_argument(
         "--batch-repeats", type=int, default=3, metavar="N", help="after a warm-up (3)"
@@ -75,7 +82,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     store.add_argument("--chunks", type=int, default=8, metavar="N", help="of one request (8)")
     store.add_argument("--layers", type=int, default=32, metavar="L", help="(32)")
-    store.add_argument("--tokens", type=int, default=512, metavar="T", help="of a chunk (512)")
+    store.add_argument(
+        "--tokens", type=parse_count, default=512, metavar="T", help="of a chunk (512)"
+    )
     store.add_argument("--kv-heads", type=int, default=8, metavar="K", help="(8)")
     store.add_argument("--head-dim", type=int, default=128, metavar="H", help="(128)")
     store.add_argument("--rounds", type=int, default=7, metavar="N", help="after a warm-up (7)")
@@ -93,8 +102,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     ingest.add_argument("--model", metavar="DIR", help="(a random Llama of 100M parameters)")
     _add_dtype(ingest)
-    ingest.add_argument("--tokens", type=int, default=16_384, metavar="N", help="(16384)")
-    ingest.add_argument("--chunk-tokens", type=int, default=512, metavar="N", help="(512)")
+    ingest.add_argument("--tokens", type=parse_count, default=16_384, metavar="N", help="(16384)")
+    ingest.add_argument("--chunk-tokens", type=parse_count, default=512, metavar="N", help="(512)")
     ingest.add_argument("--repeats", type=int, default=5, metavar="N", help="after a warm-up (5)")
     ingest.add_argument("--folder", metavar="DIR", help="a disk to measure (temporary files)")
     ingest.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
@@ -144,7 +153,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     train.add_argument("--models", default="0.8M,15M", metavar="NAME,...", help="(0.8M,15M)")
     train.add_argument("--rows", type=int, default=8, metavar="B", help="of a step (8)")
-    train.add_argument("--row-tokens", type=int, default=512, metavar="T", help="(512)")
+    train.add_argument("--row-tokens", type=parse_count, default=512, metavar="T", help="(512)")
     train.add_argument("--repeats", type=int, default=5, metavar="N", help="after a warm-up (5)")
     train.add_argument(
         "--growth", default="8,16,32,64,128", metavar="N,...", help="chunks of a row; '' for none"
@@ -170,7 +179,7 @@ def run_ttft(args: argparse.Namespace) -> None:
     options = Options(
         model=args.model,
         dtype=args.dtype,
-        contexts=_integers("--contexts", args.contexts, "512,4096"),
+        contexts=args.contexts,
         question_tokens=args.question_tokens,
         method=args.method,
         ratios=_numbers("--ratios", args.ratios),

@@ -2,8 +2,14 @@
 
 import argparse
 
-from jaxrag.cli.options import add_command, add_json, give_out, require_folder
-from jaxrag.errors import RequestError
+from jaxrag.cli.options import (
+    add_command,
+    add_json,
+    give_out,
+    parse_count,
+    parse_counts,
+    require_folder,
+)
 
 
 def add_decode(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -16,6 +22,7 @@ def add_decode(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     )
     parser.add_argument(
         "--contexts",
+        type=parse_counts,
         default="4096,16384,65536,131072",
         metavar="N,N,...",
         help="tokens in the cache (4096,16384,65536,131072)",
@@ -40,7 +47,11 @@ def add_decode(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     )
     parser.add_argument("--layers", type=int, default=4, metavar="L", help="of the model (4)")
     parser.add_argument(
-        "--question-tokens", type=int, default=2048, metavar="N", help="run, not reused (2048)"
+        "--question-tokens",
+        type=parse_count,
+        default=2048,
+        metavar="N",
+        help="run, not reused (2048)",
     )
     parser.add_argument(
         "--steps", type=int, default=16, metavar="N", help="tokens timed, and counted (16)"
@@ -59,12 +70,9 @@ def run_decode(args: argparse.Namespace) -> None:
     """Print a table, or one JSON object."""
     from jaxrag.bench.decode import Options, report, rules_of, run
 
-    sizes = args.contexts.split(",")
-    if not all(size.isdigit() for size in sizes):
-        raise RequestError(f"--contexts {args.contexts!r}: expected integers such as 4096,16384")
     require_folder(args.out)
     options = Options(
-        contexts=tuple(map(int, sizes)),
+        contexts=args.contexts,
         rules=rules_of(args.rules),
         dtype=args.dtype,
         layers=args.layers,

@@ -2,7 +2,13 @@
 
 import argparse
 
-from jaxrag.cli.options import add_command, add_json, give_out, require_folder
+from jaxrag.cli.options import (
+    add_command,
+    add_json,
+    give_out,
+    parse_count,
+    require_folder,
+)
 
 
 def add_document(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -15,7 +21,7 @@ def add_document(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     parser.add_argument("--text", metavar="FILE", help="the document (invented words)")
     parser.add_argument(
-        "--tokens", type=int, default=32_768, metavar="N", help="of it at most (32768)"
+        "--tokens", type=parse_count, default=32_768, metavar="N", help="of it at most (32768)"
     )
     parser.add_argument(
         "--attention-index",
@@ -24,7 +30,10 @@ def add_document(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         help="as of jaxrag ingest (lists:exact_below=4096,probes=3)",
     )
     parser.add_argument(
-        "--chunk-tokens", type=int, metavar="N", help="of its chunks, all retrieved (one chunk)"
+        "--chunk-tokens",
+        type=parse_count,
+        metavar="N",
+        help="of its chunks, all retrieved (one chunk)",
     )
     parser.add_argument(
         "--kinds",
@@ -35,7 +44,7 @@ def add_document(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument(
         "--questions", type=int, default=3, metavar="N", help="after one that compiles (3)"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=16, metavar="N", help="(16)")
+    parser.add_argument("--max-new-tokens", type=parse_count, default=16, metavar="N", help="(16)")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
     parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
     add_json(parser)

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxrag.cli import eval_long, eval_methods
+from jaxrag.cli import eval_long, eval_methods, eval_own
 from jaxrag.cli.options import (
     add_command,
     add_json,
@@ -27,9 +27,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         commands,
         "eval",
         "measure how well models answer",
-        "jaxrag eval synthetic --model full=runs/full/model --model dual=runs/dual/model",
+        "jaxrag eval own --kb kb --questions questions.jsonl",
     )
     kinds = parser.add_subparsers(title="evaluations", metavar="NAME", required=True)
+    eval_own.add_parser(kinds)
     synthetic = add_command(
         kinds,
         "synthetic",

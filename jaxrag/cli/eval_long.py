@@ -11,6 +11,8 @@ from jaxrag.cli.options import (
     add_command,
     add_json,
     give_out,
+    parse_count,
+    parse_counts,
     print_json,
     require_folder,
     titled,
@@ -76,6 +78,7 @@ def _add_arguments(parser: argparse.ArgumentParser, suite: str) -> None:
     )
     parser.add_argument(
         "--lengths",
+        type=parse_counts,
         required=True,
         metavar="N,...",
         help="tokens of the whole prompt without the answer; 4k is 4096",
@@ -132,7 +135,7 @@ def _add_arguments(parser: argparse.ArgumentParser, suite: str) -> None:
     parser.add_argument("--seed", type=int, default=7, help="of the prompts (7)")
     parser.add_argument(
         "--chunk-tokens",
-        type=int,
+        type=parse_count,
         metavar="N",
         help="cut the haystack between sentences into chunks of up to N tokens (one chunk)",
     )
@@ -142,7 +145,7 @@ def _add_arguments(parser: argparse.ArgumentParser, suite: str) -> None:
         help="do not end prompts with the first words of the answer",
     )
     parser.add_argument(
-        "--max-new-tokens", type=int, metavar="N", help="of an answer (the benchmark's)"
+        "--max-new-tokens", type=parse_count, metavar="N", help="of an answer (the benchmark's)"
     )
     parser.add_argument(
         "--batch-size", type=int, default=1, metavar="N", help="questions that run together (1)"
@@ -219,7 +222,7 @@ def _options(args: argparse.Namespace) -> "Options":
     return Options(
         suite=args.suite,
         model=args.model,
-        lengths=tuple(map(_length, _listed(args.lengths))),
+        lengths=args.lengths,
         methods=tuple(_listed(args.methods)),
         decode=tuple(args.decode),
         tasks=tuple(_listed(getattr(args, "tasks", ""))),
@@ -242,13 +245,6 @@ def _options(args: argparse.Namespace) -> "Options":
 
 def _listed(text: str) -> list[str]:
     return [part for part in text.split(",") if part]
-
-
-def _length(text: str) -> int:
-    found = re.fullmatch(r"(\d+)([kK]?)", text)
-    if found is None:
-        raise RequestError(f"--lengths {text}: expected tokens such as 4096 or 4k")
-    return int(found[1]) * (1024 if found[2] else 1)
 
 
 def _depth(text: str) -> float:

@@ -10,6 +10,7 @@ from jaxrag.cli.options import (
     add_model,
     add_where,
     open_kb,
+    parse_count,
     print_json,
     ratios_of,
     table,
@@ -36,7 +37,7 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--questions",
         required=True,
         metavar="FILE",
-        help='probes as JSON lines, {"question": "...", "documents"?: ["...", ...]}',
+        help="probes, as of `jaxrag eval own`: JSON lines or .csv; right answers are not looked at",
     )
     parser.add_argument(
         "--method",
@@ -71,7 +72,7 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     parser.add_argument(
         "--answer-tokens",
-        type=int,
+        type=parse_count,
         default=8,
         metavar="N",
         help="first tokens of an answer to compare (8)",
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     """Exit code 0 when a ratio was found and is remembered, 3 when none reaches the target."""
     from jaxrag.evals.gate import Target, gate
     from jaxrag.methods import method_named
-    from jaxrag.serve.batch_files import QuestionFile
+    from jaxrag.serve.question_files import QuestionFile
 
     method, questions = method_named(args.method), QuestionFile.open(args.questions)
     ratios = None if args.ratios is None else ratios_of(args.ratios)

@@ -16,6 +16,7 @@ from jaxrag.cli.options import (
     load,
     model_of_kb,
     parse_bytes,
+    parse_count,
     print_json,
 )
 from jaxrag.errors import KnowledgeBaseError
@@ -76,8 +77,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="chat (the model's own chat template), turborag, block_attention, plain or a .toml "
         "file (that of the model, else chat where it has a chat template, else turborag or plain)",
     )
-    parser.add_argument("--chunk-tokens", type=int, metavar="N", help="largest chunk (512)")
-    parser.add_argument("--overlap", type=int, metavar="N", help="tokens two chunks share (10)")
+    parser.add_argument("--chunk-tokens", type=parse_count, metavar="N", help="largest chunk (512)")
+    parser.add_argument(
+        "--overlap", type=parse_count, metavar="N", help="tokens two chunks share (10)"
+    )
     parser.add_argument(
         "--chunk-by",
         metavar="HOW",

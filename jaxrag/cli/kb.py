@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import sys
+import textwrap
 
 from jaxrag.cli import export, gate
 from jaxrag.cli.options import (
@@ -16,6 +17,7 @@ from jaxrag.cli.options import (
     parse_bytes,
     parse_seconds,
     print_json,
+    shorten,
     table,
     where_of,
 )
@@ -103,6 +105,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     export.add_parser(actions)
 
 
+_TITLE = 30  # columns of it, so that an id of forty has place beside it in 80
 _GROUPS = ("stored", "attention_index", "vectors", "last_gc", "gates")  # a line for each number
 
 
@@ -122,11 +125,16 @@ def run_stats(args: argparse.Namespace) -> None:
             rows += [[f"{prefix} {part}", _plain(number)] for part, number in value.items()]
         else:
             rows.append([name, _plain(value)])
-    print(table(rows))
+    room = 80 - 2 - max(len(name) for name, _ in rows)
+    wrapped = []
+    for name, value in rows:
+        lines = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False)
+        wrapped += [[name if i == 0 else "", line] for i, line in enumerate(lines or [""])]
+    print(table(wrapped))
 
 
 def run_list(args: argparse.Namespace) -> None:
-    """Print one line a document, or a JSON object with all of them."""
+    """Print one line a document, or a JSON object with all that is known of them."""
     from jaxrag.knowledge_base import KnowledgeBase
 
     with KnowledgeBase.open(args.kb) as kb:
@@ -137,9 +145,9 @@ def run_list(args: argparse.Namespace) -> None:
     if args.json:
         print_json({"documents": [dataclasses.asdict(document) for document in documents]})
         return
-    rows = [["document", "title", "chunks", "file"]]
-    rows += [[d.id, d.title, str(d.num_chunks), d.file or ""] for d in documents]
-    print(table(rows, right=(2,)))
+    rows = [["document", "chunks", "title"]]
+    rows += [[d.id, str(d.num_chunks), shorten(d.title, _TITLE)] for d in documents]
+    print(table(rows, right=(1,)))
 
 
 def run_remove(args: argparse.Namespace) -> int:

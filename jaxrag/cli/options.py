@@ -1,8 +1,10 @@
 """Arguments that several commands share, and how they are turned into objects."""
 
 import argparse
+import atexit
 import contextlib
 import dataclasses
+import gc
 import json
 import re
 import sys
@@ -36,8 +38,12 @@ def add_command(
     )
 
 
-def add_model(parser: argparse.ArgumentParser, required: bool, text: str) -> None:
+Options = argparse._ActionsContainer  # a parser, or a group of one
+
+
+def add_model(to: argparse.ArgumentParser, required: bool, text: str) -> None:
     """--model, --dtype, --mesh, --cache-tokens, --kernels and where V lies."""
+    parser = to.add_argument_group("the model, and where it runs")
     parser.add_argument("--model", metavar="DIR", required=required, help=text)
     parser.add_argument(
         "--dtype",
@@ -51,7 +57,7 @@ def add_model(parser: argparse.ArgumentParser, required: bool, text: str) -> Non
     )
     parser.add_argument(
         "--cache-tokens",
-        type=int,
+        type=parse_count,
         metavar="N",
         help="tokens of KV that the device pool holds (by memory, at most 8 contexts)",
     )
@@ -73,12 +79,12 @@ def add_model(parser: argparse.ArgumentParser, required: bool, text: str) -> Non
     )
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
+def add_json(parser: Options) -> None:
     """--json."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def add_where(parser: argparse.ArgumentParser) -> None:
+def add_where(parser: Options) -> None:
     """--where."""
     parser.add_argument(
         "--where",
@@ -87,8 +93,9 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_generation(parser: argparse.ArgumentParser) -> None:
+def add_generation(to: argparse.ArgumentParser) -> None:
     """--method and what changes it, --template, --k, --max-new-tokens, --stop and sampling."""
+    parser = to.add_argument_group("how chunks are reused and read")
     parser.add_argument(
         "--method",
         default="turborag",
@@ -130,9 +137,11 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a template's name or .toml file (that of --kb or --model)",
     )
+    parser = to.add_argument_group("what is retrieved")
     parser.add_argument("--k", type=int, default=5, metavar="N", help="chunks to retrieve (5)")
     add_where(parser)
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="(64)")
+    parser = to.add_argument_group("the answer")
+    parser.add_argument("--max-new-tokens", type=parse_count, default=64, metavar="N", help="(64)")
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (0)"
     )
@@ -142,6 +151,21 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="ends the answer; repeatable"
     )
+
+
+@contextlib.contextmanager
+def few_collections() -> Iterator[None]:
+    """Look for garbage seldom, in a process that ends soon, and not once more at its end.
+
+    Importing and tracing make a million objects that live as long as the process.
+    """
+    usual = gc.get_threshold()
+    gc.set_threshold(200_000, 50, 50)
+    atexit.register(gc.freeze)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
 
 
 def ratios_of(text: str) -> tuple[float, ...]:
@@ -281,18 +305,18 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
     Control characters of a cell, the ends of its lines too, are shown as their escapes.
     """
     rows = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(_width(row[i]) for row in rows) for i in range(len(rows[0]))]
+    widths = [max(columns(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
         cells = []
         for i, (cell, width) in enumerate(zip(row, widths, strict=True)):
-            space = " " * (width - _width(cell))
+            space = " " * (width - columns(cell))
             cells.append(space + cell if i in right else cell + space)
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
 
-def _width(text: str) -> int:
+def columns(text: str) -> int:
     """Columns of a terminal that the text takes; wide characters take two."""
     import unicodedata
 
@@ -304,7 +328,7 @@ def shorten(text: str, width: int) -> str:
     text = " ".join(text.split())
     used, fits = 0, 0  # columns; characters of which "…" still finds a place behind
     for number, character in enumerate(text, 1):
-        used += _width(character)
+        used += columns(character)
         if used > width:
             return text[:fits] + "…"
         if used < width:
@@ -324,6 +348,19 @@ def parse_bytes(text: str) -> int:
         units[f"{letter}B"] = 1000**power
         units[f"{letter.upper()}iB"] = 1024**power
     return round(_scaled(text, units, "a size such as 200MB or 64GiB"))
+
+
+def parse_count(text: str) -> int:
+    """4096 or 4k (1024 times as many; also M) as a number of tokens, for ``type=`` of an option."""
+    found = re.fullmatch(r"([0-9]+)([kKM]?)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of tokens, as 4096 or 4k")
+    return int(found[1]) * {"": 1, "k": 1024, "K": 1024, "M": 1024**2}[found[2]]
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Several of them, such as 512,4k."""
+    return tuple(map(parse_count, filter(None, text.split(","))))
 
 
 def _scaled(text: str, units: Mapping[str, int], expected: str) -> float:
@@ -371,7 +408,26 @@ def give_out(
         print("\n".join(lines))
 
 
-def titled(tables: "Iterable[Table]") -> Iterator[str]:
-    """Tables as lines: each under its title and followed by an empty line."""
+def titled(tables: "Iterable[Table]", width: int = 80) -> Iterator[str]:
+    """Tables as lines: each under its title and followed by an empty line.
+
+    A table that is wider is folded: some columns after the others, the names in front of each.
+    """
+    import textwrap
+
     for one in tables:
-        yield f"{one.title}\n{table(one.rows, range(one.names, len(one.rows[0])))}\n"
+        title = "\n".join(textwrap.fill(line, width) for line in one.title.splitlines())
+        folds = _folded(one.rows, one.names, width)
+        yield title + "".join(f"\n{table(it, range(one.names, len(it[0])))}\n" for it in folds)
+
+
+def _folded(rows: Sequence[Sequence[str]], names: int, width: int) -> list[list[list[str]]]:
+    """The rows, cut between columns so that each part has the names and fits the width."""
+    widths = [2 + max(columns(row[i]) for row in rows) for i in range(len(rows[0]))]
+    room = width + 2 - sum(widths[:names])
+    parts: list[list[int]] = [[]]
+    for i in range(names, len(widths)):
+        if parts[-1] and sum(widths[j] for j in parts[-1]) + widths[i] > room:
+            parts.append([])
+        parts[-1].append(i)
+    return [[[*row[:names], *(row[i] for i in part)] for row in rows] for part in parts]

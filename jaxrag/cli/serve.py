@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxrag.cli.options import add_command, add_model, load
+from jaxrag.cli.options import (
+    add_command,
+    add_model,
+    load,
+    parse_count,
+)
 from jaxrag.errors import ConfigError, KnowledgeBaseError
 
 if TYPE_CHECKING:
@@ -57,7 +62,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--method", help="where a request names none (turborag)")
     parser.add_argument("--decode", metavar="RULE", help="likewise (the method's own)")
     parser.add_argument("--k", type=int, metavar="N", help="chunks to retrieve (5)")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="of an answer (256)")
+    parser.add_argument(
+        "--max-new-tokens", type=parse_count, metavar="N", help="of an answer (256)"
+    )
     parser.add_argument("--rows", type=int, metavar="N", help="answers decoded together (8)")
     parser.add_argument(
         "--allow-history-dependent",

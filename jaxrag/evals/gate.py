@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from jaxrag.cache import PagePool, PageTable
 from jaxrag.documents import Shard
@@ -31,10 +30,11 @@ from jaxrag.methods import METHODS, Method
 from jaxrag.models.decoder import Decoder, unembed
 from jaxrag.select import NoTokens
 from jaxrag.serve.answers import Result, serve
-from jaxrag.serve.batch_files import BadQuestion, QuestionFile
+from jaxrag.serve.question_files import BadQuestion, QuestionFile
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.serve.suits import gate_subject
 from jaxrag.shapes import bucket
+from jaxrag.text.progress import progress_bar
 from jaxrag.text.prompts import PromptTemplate
 from jaxrag.types import Array, HostArray, Step
 
@@ -127,7 +127,7 @@ def gate(
       where: as for ``generate``.
       answer_tokens: of every answer, compared at most.
       batch_size: questions that run together.
-      progress: draw a bar on stderr.
+      progress: show how far it is, on stderr.
 
     Raises:
       RequestError: a bad line or ratio, a method that reuses nothing, a probe that finds no chunk
@@ -196,7 +196,7 @@ def compare(
     """
     tallies = [_Tally() for _ in settings[1:]]
     total = len(prepared[0]) * len(settings)
-    with tqdm(total=total, unit="question", desc="gate", disable=None if progress else True) as bar:
+    with progress_bar(total, "gate", "question", shown=progress) as bar:
         requests = [question.request for question in prepared[0]]
         for batch in itertools.batched(range(len(requests)), batch_size):
             here = [prepared[0][i] for i in batch]

@@ -27,6 +27,7 @@ from jaxrag.evals.synthetic import ALL, Asked
 from jaxrag.methods import Method
 from jaxrag.models.model import load_model
 from jaxrag.serve.answers import Result, serve
+from jaxrag.text.progress import progress_bar
 from jaxrag.text.prompts import template_named
 from jaxrag.types import HostArray
 
@@ -72,8 +73,7 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
             for kb in pool.kbs:
                 stack.enter_context(kb)
             total = len(distinct) * len(asked.kind)
-            off = None if progress else True
-            bar = tqdm(total=total, unit="question", desc="eval", disable=off)
+            bar = progress_bar(total, "eval", "question", shown=progress)
             stack.enter_context(bar)
             prompts = pool.prompts()
             for served, method in distinct.items():

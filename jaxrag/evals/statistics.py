@@ -9,12 +9,13 @@ more is added up within each sample, and those sums are squared. Intervals are
   effect (cluster-robust variance over that of independent questions, at least 1);
 - of a difference and of a ratio of differences: estimate +- 1.96 standard errors; for a difference
   never less than those of independent pairs with half a question added to each cell of their
-  2 x 2 table (Agresti and Min 2005), so that agreement on few questions is not taken for certain.
+  2 x 2 table (Agresti and Min 2005), so that agreement on few questions is not taken for certain;
 
 A question's verdict is a bool, or a score from 0 to 1 such as F1: scores vary less than verdicts of
 the same mean, so the terms for independent questions bound theirs from above.
 
 All of them are asymptotic in the number of samples; with less than some thirty they are too narrow.
+Not so that of a median, which goes from one order statistic to another.
 """
 
 import math
@@ -36,6 +37,35 @@ class Estimate(NamedTuple):
     low: float
     high: float
     n: int  # questions
+
+
+class Median(NamedTuple):
+    """The middle of some values with its 95 % interval; no interval for fewer than six."""
+
+    value: float
+    low: float | None
+    high: float | None
+    n: int
+
+
+def median(values: HostArray) -> Median | None:
+    """Of independent values, float [N]; None for no value.
+
+    The interval is from one order statistic to another, by the binomial distribution of how many
+    values lie below the median: it supposes nothing of how values are distributed.
+    """
+    n = len(values)
+    if not n:
+        return None
+    ordered = np.sort(values)
+    below, left = 0.0, -1  # the chance that at most `left` values lie below the median
+    while below + math.comb(n, left + 1) / 2**n <= (1 - LEVEL) / 2:
+        left += 1
+        below += math.comb(n, left) / 2**n
+    middle = float(np.median(ordered))
+    if left < 0:
+        return Median(middle, None, None, n)
+    return Median(middle, float(ordered[left]), float(ordered[n - 1 - left]), n)
 
 
 def share(right: HostArray, samples: HostArray) -> Estimate | None:

@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import xxhash
 from jax.sharding import Mesh
 
@@ -46,6 +45,8 @@ def save_checkpoint(
     half-written.
     """
     with new_directory(Path(directory)) as temporary:
+        import orbax.checkpoint as ocp  # a tenth of a second, for nothing in other directories
+
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(temporary / _PARAMS, by_name(params))
         if tokenizer_dir is not None:
@@ -95,6 +96,8 @@ def restore_params(
         shardings = dict.fromkeys(specs, jax.device_put(np.zeros(())).sharding)
     else:
         shardings = by_name(param_shardings(config, mesh))
+    import orbax.checkpoint as ocp
+
     with ocp.StandardCheckpointer() as checkpointer:
         path = directory / _PARAMS
         stored = dict(checkpointer.metadata(path).item_metadata.items())

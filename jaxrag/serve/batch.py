@@ -13,7 +13,8 @@ from jaxrag.documents import Shard
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.errors import RequestError
 from jaxrag.serve.answers import Result, serve
-from jaxrag.serve.batch_files import AnswerFile, BadQuestion, Id, Question, QuestionFile
+from jaxrag.serve.batch_files import AnswerFile
+from jaxrag.serve.question_files import BadQuestion, Id, Question, QuestionFile
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare
 from jaxrag.store import MemoryStore
 

@@ -1,15 +1,10 @@
-"""Questions and answers of a batch run as JSON lines, written so that a killed run can go on.
+"""Answers of a batch run as JSON lines, written so that a killed run can go on.
 
-A question is ``{"question": str, "id"?: str | int, "documents"?: [str, ...]}``; other keys are
-ignored, so a data set with gold answers is read as it is. A line without an id has its line number
-(from 1). An answer is ``{"id", ...}`` with the names of ``generation.Result``, or
-``{"id", "error"}``.
+An answer is ``{"id", ...}`` with the names of ``answers.Result``, or ``{"id", "error"}``.
 """
 
 import contextlib
-import dataclasses
 import fcntl
-import hashlib
 import json
 import os
 import tempfile
@@ -19,98 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from jaxrag.documents import Shard
-from jaxrag.errors import ConfigError, RequestError
-
-Id = str | int
-
-
-@dataclasses.dataclass(frozen=True)
-class Question:
-    """One line: a question, and the documents to answer it from (None = retrieve them)."""
-
-    id: Id
-    text: str
-    documents: tuple[str, ...] | None
-
-
-@dataclasses.dataclass(frozen=True)
-class BadQuestion:
-    """A line or question that is not answered, and why."""
-
-    id: Id
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class QuestionFile:
-    """A question file whose ids were found to be unique. Make one with ``open``."""
-
-    path: Path
-    digest: str  # of the bytes
-
-    @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Read the file once. Raises RequestError: not readable, no lines, or an id twice."""
-        file = cls(Path(path), "")
-        digest = hashlib.blake2b(digest_size=16)
-        lines: dict[str, int] = {}
-        for number, raw in file._lines():
-            digest.update(raw)
-            if not raw.strip():
-                continue
-            name = str(_question(number, raw).id)
-            first = lines.setdefault(name, number)
-            if first != number:
-                raise RequestError(
-                    f"{path}:{number}: id {name!r} is that of line {first} already (a line without "
-                    "an id has its line number); make the ids unique"
-                )
-        if not lines:
-            raise RequestError(f"{path}: holds no questions; expected one JSON object per line")
-        return cls(Path(path), digest.hexdigest())
-
-    def entries(self, shard: Shard) -> Iterator[Question | BadQuestion]:
-        """The questions of a shard, in order; blank lines are left out."""
-        for number, raw in self._lines():
-            if raw.strip() and shard.holds_line(number - 1):
-                yield _question(number, raw)
-
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
-        try:
-            with self.path.open("rb") as file:
-                yield from enumerate(file, 1)
-        except OSError as error:
-            raise RequestError(
-                f"{self.path}: cannot be read ({error.strerror}); name a file of JSON lines"
-            ) from None
-
-
-def _question(number: int, raw: bytes) -> Question | BadQuestion:
-    try:
-        line = json.loads(raw.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        return BadQuestion(f"line {number}", f"not a line of JSON in UTF-8 ({error})")
-    if not isinstance(line, dict):
-        kind = type(line).__name__
-        return BadQuestion(f"line {number}", f'holds a {kind}; expected {{"question": "..."}}')
-    name = line.get("id", number)
-    if not _is_id(name):
-        return BadQuestion(f"line {number}", f"id {name!r:.60}: expected a text or an integer")
-    text, documents = line.get("question"), line.get("documents")
-    if not isinstance(text, str):
-        return BadQuestion(name, f'"question" is {text!r:.60}; expected a text')
-    if documents is not None and not (
-        isinstance(documents, list) and all(isinstance(document, str) for document in documents)
-    ):
-        return BadQuestion(name, f'"documents" is {documents!r:.60}; expected a list of texts')
-    return Question(name, text, None if documents is None else tuple(documents))
-
-
-def _is_id(name: Any) -> bool:
-    if isinstance(name, str):
-        return bool(name) and not any("\ud800" <= c <= "\udfff" for c in name)
-    return isinstance(name, int) and not isinstance(name, bool)
+from jaxrag.errors import ConfigError
+from jaxrag.serve.question_files import Id
 
 
 class AnswerFile:

@@ -1,5 +1,6 @@
 """Whether method, model, template and knowledge base suit each other, and what is said of it."""
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -105,6 +106,29 @@ def _to_place(model: Model, method: Method) -> dict[str, Any]:
     """``methods.placement_of`` for a model with all KV on the device; {} for others."""
     on_device = model.kv == "device" and model.value_layers is None
     return placement_of(method) if on_device else {}
+
+
+def suiting(kb: KnowledgeBase, model: Model) -> tuple[str, ...]:
+    """Presets that answer from what the knowledge base keeps, full attention first.
+
+    Of presets that only their templates set apart, the one of the knowledge base's template. Those
+    that are about how answers attend, and reuse nothing, are left out; so are composite positions
+    for weights that were not trained to read them.
+    """
+    found: dict[Method, str] = {}
+    for name, method in METHODS.items():
+        wanted = {method.encoder, method.first_encoder} - {None}
+        composite = method.positions == "composite"
+        if (method.encoder is None and name != "full_attention") or not wanted <= set(kb.encoders):
+            continue
+        if composite and "composite" not in model.reading.block_positions:
+            continue
+        with contextlib.suppress(RequestError, ConfigError):
+            method.check(model.config)
+            same = dataclasses.replace(method, name="", template="")
+            if same not in found or method.template == kb.template.name:
+                found[same] = name
+    return tuple(found.values())
 
 
 def renamed(method: Method, template: PromptTemplate) -> tuple[str, ...]:

@@ -145,9 +145,9 @@ def test_ask_shows_the_account(kb, capsys):
     assert [row["part"] for row in rows] == ["prefix", "chunk 0", "chunk 1", "chunk 2"]
     assert sorted(row["how"] for row in rows[1:]) == ["chunk hit", "chunk hit", "in place"]
     assert list(rows[0]) == ["part", "tokens", "how", "where", "recomputed", "why"]
-    assert main(arguments) == 0
-    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("reuse: ")]
-    assert "chunk hit: chunk " in line and "; it was there once" in line
+    assert main([*arguments, "--explain"]) == 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert "chunk hit in the " in told and "; it was there once" in told
     assert main([*arguments, "--method", "full_attention"]) == 1
     assert "no chunk is missed" in capsys.readouterr().err
 

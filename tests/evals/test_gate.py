@@ -12,8 +12,8 @@ from jaxrag.errors import KnowledgeBaseError, RequestError
 from jaxrag.evals.gate import Target, forced_logits, gate, kl_divergence
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import METHODS
-from jaxrag.serve.batch_files import QuestionFile
 from jaxrag.serve.generate import generate
+from jaxrag.serve.question_files import QuestionFile
 from jaxrag.serve.questions import prepare, resolve
 from jaxrag.types import FINAL
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrag.evals.metrics import exact_match, normalised, token_f1
+from jaxrag.evals.metrics import exact_match, holds, normalised, token_f1
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,19 @@ def test_the_best_of_several_right_answers_counts():
 def test_normalisation_keeps_what_is_not_ascii():
     assert normalised("An  “Apple”, twenty-one\n") == "“apple” twentyone"
     assert normalised("theatre anthem") == "theatre anthem"  # articles are words of their own
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "held", "score"),
+    [
+        ("It is fired with larch, I think.", "Larch", True, 1 / 4),
+        ("a larchwood oven", "larch", False, 0),
+        ("村里的竹桥长八十六米。", "八十六米", True, 8 / 14),  # characters are words
+        ("", "x", False, 0),
+        ("anything", "the", False, 0),  # nothing is left of it
+    ],
+)
+def test_an_answer_that_says_more_holds_the_right_one(answer, gold, held, score):
+    assert holds(answer, [gold]) == held
+    assert token_f1(answer, [gold]) == pytest.approx(score)
+    assert exact_match("八十六米。", ["八十六米"])

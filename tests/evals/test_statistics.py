@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrag.evals.statistics import difference, recovery, share
+from jaxrag.evals.statistics import difference, median, recovery, share
 
 Z = 1.959963984540054
 
@@ -119,3 +119,15 @@ def test_no_question_has_no_share():
     none = np.zeros(0, np.bool_)
     assert share(none, none) is None
     assert difference(none, none, none) is None
+
+
+def test_the_interval_of_a_median_covers_it_as_often_as_it_says():
+    """Of skewed values, whose mean is far from it; few values have no interval of 95 %."""
+    rng = np.random.default_rng(3)
+    for n, least in ((6, 0.95), (25, 0.95)):
+        found = [median(rng.lognormal(size=n)) for _ in range(2000)]
+        covered = np.mean([it.low <= 1.0 <= it.high for it in found])
+        assert least - 0.01 <= covered <= 0.985
+    assert median(np.array([3.0, 1.0, 2.0])) == (2.0, None, None, 3)
+    assert median(np.arange(6.0)) == (2.5, 0.0, 5.0, 6)
+    assert median(np.array([])) is None

@@ -17,13 +17,8 @@ from jaxrag.engine.sampling import SamplingParams
 from jaxrag.errors import ConfigError, RequestError, StoreError, TokenizerError
 from jaxrag.serve import batch
 from jaxrag.serve.batch import answer_file, question_seed
-from jaxrag.serve.batch_files import (
-    AnswerFile,
-    BadQuestion,
-    Question,
-    QuestionFile,
-    settings_path,
-)
+from jaxrag.serve.batch_files import AnswerFile, settings_path
+from jaxrag.serve.question_files import BadQuestion, Question, QuestionFile
 from jaxrag.serve.questions import resolve
 from jaxrag.text.prompts import PromptTemplate
 

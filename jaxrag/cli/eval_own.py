@@ -1,0 +1,95 @@
+"""`jaxrag eval own`: one's own questions to one's own knowledge base, method by method."""
+
+import argparse
+import json
+import textwrap
+from pathlib import Path
+
+from jaxrag.cli.options import (
+    add_command,
+    add_json,
+    add_model,
+    add_where,
+    open_kb,
+    parse_count,
+    print_json,
+    require_folder,
+    titled,
+    where_of,
+)
+from jaxrag.text.printable import printable
+
+
+def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Register the evaluation."""
+    parser = add_command(
+        kinds,
+        "own",
+        "your questions to your knowledge base: right answers, recall, agreement with full "
+        "attention and time, by method",
+        "jaxrag eval own --kb kb --questions questions.jsonl --k 6",
+    )
+    parser.add_argument("--kb", required=True, metavar="DIR", help="folder of the knowledge base")
+    parser.add_argument(
+        "--questions",
+        required=True,
+        metavar="FILE",
+        help='JSON lines, {"question": "...", "answers": ["...", ...], "sources"?: [ids of '
+        "documents]}, or a .csv file with these columns, lists parted by |",
+    )
+    parser.add_argument(
+        "--methods",
+        default="",
+        metavar="NAME,...",
+        help="presets or .toml files; full attention is measured always (all that suit what the "
+        "knowledge base keeps)",
+    )
+    parser.add_argument(
+        "--template", metavar="NAME", help="a template's name or .toml file (that of --kb)"
+    )
+    parser.add_argument("--k", type=int, default=5, metavar="N", help="chunks to retrieve (5)")
+    add_where(parser)
+    parser.add_argument("--max-new-tokens", type=parse_count, default=32, metavar="N", help="(32)")
+    parser.add_argument(
+        "--out", metavar="FILE", help="also write a JSON line for every question and method there"
+    )
+    add_model(parser, required=False, text="(the one that the knowledge base remembers)")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the tables, or one JSON object."""
+    from jaxrag.bench.machine import describe
+    from jaxrag.evals.own import evaluate
+    from jaxrag.evals.own_report import heading, tables, warnings
+    from jaxrag.methods import method_named
+    from jaxrag.serve.question_files import QuestionFile
+
+    methods = tuple(name for name in args.methods.split(",") if name)
+    for name in methods:
+        method_named(name)  # refused before a model is read
+    require_folder(args.out)
+    questions, where = QuestionFile.open(args.questions), where_of(args)
+    with open_kb(args) as kb:
+        found = evaluate(
+            kb,
+            questions,
+            methods=methods,
+            template=args.template,
+            k=args.k,
+            where=where,
+            max_new_tokens=args.max_new_tokens,
+            progress=not args.json,
+        )
+    result = found.to_dict()
+    if args.out:
+        lines = (json.dumps(record, ensure_ascii=False) for record in found.records())
+        Path(args.out).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    if args.json:
+        print_json(result | {"kb": args.kb, "file": args.questions, "machine": describe()})
+        return
+    print(heading(result), end="\n\n")
+    print("\n".join(titled(tables(result))))
+    for warning in warnings(result):
+        print(textwrap.fill(f"note: {printable(warning)}", 80))
