@@ -39,7 +39,7 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--questions",
         required=True,
         metavar="FILE",
-        help='probes as JSON lines, {"question": "...", "documents"?: ["...", ...]}',
+        help="probes, as of `jaxrag eval own`: JSON lines or .csv; right answers are not looked at",
     )
     parser.add_argument(
         "--method",
