@@ -23,6 +23,8 @@ class DocumentFiles:
       options: how to read it.
       limits: of the process that parses what needs one.
       wanted: which documents, by id; files of one document that is not wanted are not opened.
+      missing_ok: a path that is not there holds nothing.
+      whole: resolved paths of the files that the last iteration read without a BadDocument.
     """
 
     def __init__(
@@ -31,12 +33,15 @@ class DocumentFiles:
         options: ReadOptions,
         limits: ParseLimits,
         wanted: Wanted | None = None,
+        missing_ok: bool = False,
     ) -> None:
         """Use ``read_paths``, which checks the paths."""
         self.paths = tuple(paths)
         self.options = options
         self.limits = limits
         self.wanted = wanted
+        self.missing_ok = missing_ok
+        self.whole: set[str] = set()
         self._done = 0  # bytes of the files that the iteration under way has left behind
         self._current: BinaryIO | None = None
 
@@ -48,25 +53,26 @@ class DocumentFiles:
     def read_with(self, parser: Parser) -> Iterator[Document | BadDocument]:
         """Read once, with a parsing process of the caller's, which may have read others before."""
         self._done = 0
-        for found in _files(self.paths, self.options.follow_links):
+        self.whole.clear()
+        for found in self._files():
             yield from self._read(found, parser)
 
     def only(self, wanted: Wanted) -> "DocumentFiles":
         """The same files, reduced to the documents whose id is wanted."""
-        return DocumentFiles(self.paths, self.options, self.limits, wanted)
+        return DocumentFiles(self.paths, self.options, self.limits, wanted, self.missing_ok)
 
     def total_bytes(self) -> int:
         """Size of all files, from their directory entries."""
-        return sum(
-            _size(found.path)
-            for found in _files(self.paths, self.options.follow_links)
-            if not found.refused
-        )
+        return sum(_size(found.path) for found in self._files() if not found.refused)
 
     def read_bytes(self) -> int:
         """How much of it the iteration under way has passed."""
         current = self._current
         return self._done + (current.tell() if current is not None and not current.closed else 0)
+
+    def _files(self) -> Iterator["_Found"]:
+        there = (it for it in self.paths if not self.missing_ok or os.path.lexists(it))
+        return _files(there, self.options.follow_links)
 
     def _read(self, found: "_Found", parser: Parser) -> Iterator[Document | BadDocument]:
         file = File(found.path, found.name, self.options)
@@ -76,7 +82,14 @@ class DocumentFiles:
                 yield file.bad(found.refused)
             else:
                 documents = self._open(file, parser)
-                yield from filter(self._belongs(file), documents) if many else documents
+                belongs = self._belongs(file) if many else lambda it: True
+                whole = True
+                for it in documents:
+                    whole = whole and isinstance(it, Document)
+                    if belongs(it):
+                        yield it
+                if whole:
+                    self.whole.add(str(file.path.resolve()))
         self._done += 0 if found.refused else _size(found.path)
 
     def _open(self, file: File, parser: Parser) -> Iterator[Document | BadDocument]:
@@ -130,6 +143,7 @@ def read_paths(
     follow_links: bool = False,
     parse_seconds: float = ParseLimits.seconds,
     parse_bytes: int = ParseLimits.nbytes,
+    missing_ok: bool = False,
 ) -> DocumentFiles:
     """Read files and folders (recursively, sorted, hidden entries left out), document by document.
 
@@ -148,6 +162,7 @@ def read_paths(
       parse_seconds: that a file may take to parse.
       parse_bytes: of memory that it may take. PDF, DOCX, HTML and JSON are parsed in a process of
         their own, so that a file which comes to a limit, or crashes its parser, is left out alone.
+      missing_ok: take a path that does not exist for an empty folder.
 
     Raises DocumentError at once for a path that does not exist, for an unknown encoding and for
     limits that no file keeps.
@@ -158,9 +173,9 @@ def read_paths(
     limits = ParseLimits(parse_seconds, parse_bytes)
     named = [Path(path) for path in paths]
     for path in named:
-        if not os.path.exists(path):
+        if not missing_ok and not os.path.exists(path):
             raise DocumentError(f"{path}: no such file or folder")
-    return DocumentFiles(named, options, limits)
+    return DocumentFiles(named, options, limits, missing_ok=missing_ok)
 
 
 def _files(named: Iterable[Path], follow_links: bool) -> Iterator[_Found]:
