@@ -307,12 +307,14 @@ class KnowledgeBase(Maintained):
     def search(
         self, question: str, k: int = 5, *,
         where: Mapping[str, Any] | None = None, mode: SearchMode | None = None,
+        min_score: float | None = None,
     ) -> Hits: ...  # fmt: skip
 
     @overload
     def search(
         self, question: list[str] | tuple[str, ...], k: int = 5, *,
         where: Mapping[str, Any] | None = None, mode: SearchMode | None = None,
+        min_score: float | None = None,
     ) -> list[Hits]: ...  # fmt: skip
 
     def search(
@@ -322,6 +324,7 @@ class KnowledgeBase(Maintained):
         *,
         where: Mapping[str, Any] | None = None,
         mode: SearchMode | None = None,
+        min_score: float | None = None,
     ) -> Hits | list[Hits]:
         """The up to ``k`` best chunks for a question, best first; a list of them for a list.
 
@@ -336,8 +339,13 @@ class KnowledgeBase(Maintained):
           mode: "bm25" ranks by shared words, "vector" by embeddings, "hybrid" by both ranks. None
             asks the retriever if one was given; else "hybrid" where every chunk has a vector, and
             "bm25" where not.
+          min_score: leaves out chunks that score less: by "bm25" the weights of shared words, a sum
+            that grows with their number and rarity and has no upper end; by "vector" the inner
+            product of the embedder's vectors, where these have length 1 the cosine, up to 1; of a
+            reranker or a retriever of yours, its own. "hybrid" without a reranker has only ranks.
 
-        Raises RequestError for an empty question, k < 1, a bad filter, or a mode without vectors.
+        Raises RequestError for an empty question, k < 1, a bad filter, a mode without vectors, or
+        a least score in "hybrid" without a reranker.
         """
         questions = [question] if isinstance(question, str) else question
         if not isinstance(questions, list | tuple):
@@ -352,7 +360,7 @@ class KnowledgeBase(Maintained):
         given = self.retriever
         retriever = None if given is None else adopted(given, self.chunks)
         search = Search(self._catalog, self._vectors, complete, retriever, self.reranker)
-        found = search.run(questions, k, where, mode)
+        found = search.run(questions, k, where, mode, min_score)
         return found[0] if isinstance(question, str) else found
 
     def chunk_of(self, key: str) -> str:
