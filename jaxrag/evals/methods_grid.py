@@ -107,7 +107,7 @@ class Options:
         if not any(cell.ratio is not None for cell in cells) and self.ratios != RATIOS:
             raise RequestError(
                 f"--recompute-ratios {','.join(map(str, self.ratios))}: none of the methods "
-                "recomputes anything; name fusionrag, cacheblend, cache_craft, epic or random too"
+                f"recomputes anything; name fusionrag, cacheblend, cache_craft, epic or random as well"
             )
         distinct = list(dict.fromkeys(cells))
         shown = [(cell.name, cell.method.encoder, cell.ratio) for cell in distinct]
