@@ -149,7 +149,8 @@ def one_turn(args: argparse.Namespace) -> int:
         adds = time.process_time() - start
         rng = np.random.default_rng(1)
         questions = [" ".join(draw(rng, 8)) for _ in range(QUESTIONS)]
-        first, times = [], []
+        first: list[float] = []
+        times: list[float] = []
         for number, question in enumerate(questions):
             if number % 30 == 0:
                 kb.remove([f"one-{number // 30}"])
