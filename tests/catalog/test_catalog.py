@@ -164,14 +164,15 @@ def test_strays_are_ids_of_no_chunk_whose_writer_had_time_enough(catalog):
 def test_further_keys_leave_the_chunks_as_they_are(catalog):
     catalog.put([entry(catalog, "a", "lamp", "oil")])
     before = catalog.chunk_ids().tolist()
-    more = {"after_prefix": ["x", "y"]}
+    x, y = "1" * 40, "2" * 40
+    more = {"after_prefix": [x, y]}
     catalog.put_keys([("a", "digest", more), ("a", "another", {"isolated": ["!", "!"]})])
     assert catalog.keys("a") == {"isolated": ["a-0", "a-1"], **more}
     assert catalog.chunk_ids().tolist() == before
-    assert catalog.keys_of(before[1:], "after_prefix") == {before[1]: "y"}
-    assert list(catalog.all_keys()) == ["a-0", "a-1", "x", "y"]
-    assert catalog.chunk_of("y").encoder == "after_prefix"
-    assert bytes(catalog.chunk_of("y").ids.astype(np.uint8)) == b"oil"
+    assert catalog.keys_of(before[1:], "after_prefix") == {before[1]: y}
+    assert list(catalog.all_keys()) == [x, y], "what is no key is left out"
+    assert catalog.chunk_of(y).encoder == "after_prefix"
+    assert bytes(catalog.chunk_of(y).ids.astype(np.uint8)) == b"oil"
     assert catalog.chunk_of("z") is None
 
 
