@@ -365,13 +365,14 @@ def test_a_secret_is_named_by_its_file_and_asked_for_from_then_on(
     refused("kb", "verify", own_kb, *other, "--reseal", words="--reseal without --repair")
     refused("kb", "stats", own_kb, "--secret-file", documents, words="the secret cannot be read")
     monkeypatch.setenv("JAXRAG_SECRET_FILE", str(secrets[0]))
-    assert jaxrag("kb", "verify", own_kb)[:2] == (0, "chunks: 6 whole, 0 repaired, 0 damaged\n")
+    code, out, _ = jaxrag("kb", "verify", own_kb)
+    assert code == 0 and out.startswith("chunks: 6 whole, 0 repaired, 0 damaged\n")
     code, out, err = jaxrag("ask", QUESTION, "--kb", own_kb, "--max-new-tokens", "4", *POOL)
     assert code == 0 and "not sealed" not in out + err
     stored = json.loads(jaxrag("kb", "stats", own_kb, "--json")[1])["stored"]
     assert (stored["sealed"], stored["unsealed"]) == (True, 0)
     code, out, _ = jaxrag("kb", "verify", own_kb, "--repair", "--reseal", *other, *POOL)
-    assert (code, out) == (0, "chunks: 0 whole, 6 repaired, 0 damaged\n")
+    assert code == 0 and out.startswith("chunks: 0 whole, 6 repaired, 0 damaged\n")
     refused("kb", "stats", own_kb, words=asks)
 
 
@@ -431,7 +432,8 @@ def test_bad_counts_are_bad_usage(jaxrag, kb, text):
     for command in (("ask", QUESTION, "--kb", kb, f"--max-new-tokens={text}"),
                     ("ingest", "x", "--kb", kb, f"--chunk-tokens={text}"),
                     ("bench", "ttft", f"--contexts={text},1k"),
-                    ("eval", "needle", "--model", "m", f"--lengths=1k,{text or 'many'}")):  # fmt: skip
+                    ("eval", "needle", "--model", "m", f"--lengths=1k,{text or 'many'}"),
+                    ):  # fmt: skip
         if text == "" and command[0] == "bench":
             continue  # nothing between commas is left out
         code, out, err = jaxrag(*command)

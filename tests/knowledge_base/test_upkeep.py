@@ -135,7 +135,7 @@ def test_kv_that_is_no_numbers_is_encoded_again(kb, text_of):
     broken[-1, ..., 3] = np.nan
     kb.store.put(key, broken, record=record.provenance, replace=True)
     assert np.isnan(kb.store.get(key)).any()
-    assert dataclasses.astuple(kb.verify()) == (len(others), 0, (key,), 0, ())
+    assert dataclasses.astuple(kb.verify())[:5] == (len(others), 0, (key,), 0, ())
     assert kb.verify(repair=True).repaired == 1
     np.testing.assert_allclose(kb.store.get(key), before, rtol=1e-4, atol=1e-5)
     assert kb.verify().ok == len(others) + 1
