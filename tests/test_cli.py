@@ -431,7 +431,7 @@ def test_bad_counts_are_bad_usage(jaxrag, kb, text):
     for command in (("ask", QUESTION, "--kb", kb, f"--max-new-tokens={text}"),
                     ("ingest", "x", "--kb", kb, f"--chunk-tokens={text}"),
                     ("bench", "ttft", f"--contexts={text},1k"),
-                    ("eval", "needle", "--model", "m", f"--lengths=1k,{text or 'many'}")):  # fmt: skip
+                    ("eval", "needle", "--model", "m", f"--lengths=1k,{text or 'x'}")):  # fmt: skip
         if text == "" and command[0] == "bench":
             continue  # nothing between commas is left out
         code, out, err = jaxrag(*command)
