@@ -660,7 +660,11 @@ def test_a_terminal_that_cannot_show_the_text_gets_it_escaped(
 
 @pytest.mark.parametrize("tokens", [10**11, 10**18], ids=str)
 def test_a_pool_that_nothing_has_room_for_is_refused(refused, kb, tokens):
-    words = ["the pool of ", "GiB, more than there is free", "lower cache_tokens"]
+    words = [
+        f"a pool of {tokens} tokens takes ",
+        "more than there is of memory",
+        "lower cache_tokens",
+    ]
     refused("ask", QUESTION, "--kb", kb, "--cache-tokens", tokens, words=words)
 
 
