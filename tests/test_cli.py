@@ -374,6 +374,7 @@ def test_bad_counts_are_bad_usage(jaxrag, kb, text):
         code, out, err = jaxrag(*command)
         assert (code, out) == (2, "")
         assert "expected a number of tokens, as 4096 or 4k" in err
+        assert command[-1].split("=")[0] in err
 
 
 def test_convert_there_and_back(jaxrag, model_dir, tmp_path):
@@ -418,6 +419,18 @@ def test_every_help_has_an_example(jaxrag, command):
     assert (code, err) == (0, "")
     assert f"example: jaxrag {command[0]} " in " ".join(out.split())
     assert out.startswith(f"usage: jaxrag {' '.join(command)} ")
+
+
+@pytest.mark.parametrize("command", [("bench", "ttft"), ("eval", "methods"), ("kb", "gate")])
+def test_an_earlier_name_of_an_option_is_understood_and_not_shown(jaxrag, command, monkeypatch):
+    seen = []
+    monkeypatch.setattr("jaxrag.cli.run_command", lambda run, args: seen.append(args) or 0)
+    needed = {"methods": ["--model", "m"], "gate": ["kb", "--questions", "q"]}.get(command[1], [])
+    for name in ("--ratios", "--recompute-ratios"):
+        assert jaxrag(*command, *needed, name, "0,0.5")[0] == 0
+    assert [args.recompute_ratios for args in seen] == ["0,0.5"] * 2
+    shown = jaxrag(*command, "--help")[1]
+    assert "--recompute-ratios" in shown and "--ratios" not in shown
 
 
 def test_program_without_a_command_is_bad_usage(jaxrag):
