@@ -23,10 +23,10 @@ CMD ["--help"]
 FROM base AS cuda
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     pip install -c /tmp/constraints.txt "$(echo /wheels/*.whl)[serve,cuda]"
-USER jaxrag
+USER 1000
 
 FROM base AS cpu
 ENV JAX_PLATFORMS=cpu
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     pip install -c /tmp/constraints.txt "$(echo /wheels/*.whl)[serve]"
-USER jaxrag
+USER 1000

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jaxrag.documents import Document, read_paths
     from jaxrag.engine.sampling import Sampling, SamplingParams
     from jaxrag.errors import JaxragError
+    from jaxrag.installed import __version__ as __version__
     from jaxrag.knowledge_base import KnowledgeBase
     from jaxrag.knowledge_base.ingest import AddReport
     from jaxrag.methods import METHODS, Method
@@ -23,9 +24,8 @@ if TYPE_CHECKING:
     from jaxrag.sharding import make_mesh
     from jaxrag.text.prompts import TEMPLATES, PromptTemplate
 
-__version__ = "0.1.0"
-
 _MODULES = {
+    "__version__": "jaxrag.installed",
     "AddReport": "jaxrag.knowledge_base.ingest",
     "AsyncStream": "jaxrag.serve.answers",
     "Hit": "jaxrag.catalog",

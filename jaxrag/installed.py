@@ -1,6 +1,6 @@
-"""The files that come with the package: configurations, the example documents and their model.
+"""What is installed: the version, configurations, the example documents and their model.
 
-They lie in ``jaxrag/data`` as in a checkout, where that folder holds links to the top level; a
+The files lie in ``jaxrag/data`` as in a checkout, where that folder holds links to the top level; a
 wheel holds copies. What a user has in the working folder is always meant first.
 """
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jaxrag.errors import ConfigError
 
+__version__ = "0.1.0"
 DATA = Path(__file__).with_name("data")
 
 

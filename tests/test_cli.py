@@ -420,7 +420,9 @@ def test_bad_sizes_are_bad_usage(jaxrag, kb, text):
     assert "expected a size such as 200MB or 64GiB" in err
 
 
-@pytest.mark.parametrize(("text", "count"), [("0", 0), ("4096", 4096), ("4k", 4096), ("2M", 2**21)])
+@pytest.mark.parametrize(
+    ("text", "count"), [("0", 0), ("4096", 4096), ("4k", 4096), ("2M", 2 << 20)]
+)
 def test_counts_of_tokens(text, count):
     assert parse_count(text) == count
     assert parse_counts(f"512,{text}") == (512, count)
@@ -429,16 +431,16 @@ def test_counts_of_tokens(text, count):
 @pytest.mark.parametrize("text", ["", "4kB", "-1", "1.5k", "k", "4 k"])
 def test_bad_counts_are_bad_usage(jaxrag, kb, text):
     """One parser wherever tokens are counted."""
-    for command in (("ask", QUESTION, "--kb", kb, f"--max-new-tokens={text}"),
-                    ("ingest", "x", "--kb", kb, f"--chunk-tokens={text}"),
-                    ("bench", "ttft", f"--contexts={text},1k"),
-                    ("eval", "needle", "--model", "m", f"--lengths=1k,{text or 'many'}"),
-                    ):  # fmt: skip
-        if text == "" and command[0] == "bench":
-            continue  # nothing between commas is left out
+    for command in (
+        ("ask", QUESTION, "--kb", kb, f"--max-new-tokens={text}"),
+        ("ingest", "x", "--kb", kb, f"--chunk-tokens={text}"),
+        ("bench", "ttft", f"--contexts=1k,{text or 'many'}"),
+        ("eval", "needle", "--model", "m", f"--lengths=1k,{text or 'many'}"),
+    ):
         code, out, err = jaxrag(*command)
         assert (code, out) == (2, "")
         assert "expected a number of tokens, as 4096 or 4k" in err
+        assert command[-1].split("=")[0] in err
 
 
 def test_convert_there_and_back(jaxrag, model_dir, tmp_path):
@@ -483,6 +485,18 @@ def test_every_help_has_an_example(jaxrag, command):
     assert (code, err) == (0, "")
     assert f"example: jaxrag {command[0]} " in " ".join(out.split())
     assert out.startswith(f"usage: jaxrag {' '.join(command)} ")
+
+
+@pytest.mark.parametrize("command", [("bench", "ttft"), ("eval", "methods"), ("kb", "gate")])
+def test_an_earlier_name_of_an_option_is_understood_and_not_shown(jaxrag, command, monkeypatch):
+    seen = []
+    monkeypatch.setattr("jaxrag.cli.run_command", lambda run, args: seen.append(args) or 0)
+    needed = {"methods": ["--model", "m"], "gate": ["kb", "--questions", "q"]}.get(command[1], [])
+    for name in ("--ratios", "--recompute-ratios"):
+        assert jaxrag(*command, *needed, name, "0,0.5")[0] == 0
+    assert [args.recompute_ratios for args in seen] == ["0,0.5"] * 2
+    shown = jaxrag(*command, "--help")[1]
+    assert "--recompute-ratios" in shown and "--ratios" not in shown
 
 
 def test_program_without_a_command_is_bad_usage(jaxrag):
@@ -725,7 +739,11 @@ def test_a_terminal_that_cannot_show_the_text_gets_it_escaped(
 
 @pytest.mark.parametrize("tokens", [10**11, 10**18], ids=str)
 def test_a_pool_that_nothing_has_room_for_is_refused(refused, kb, tokens):
-    words = ["the pool of ", "GiB, more than there is free", "lower cache_tokens"]
+    words = [
+        f"a pool of {tokens} tokens takes ",
+        "more than there is of memory",
+        "lower cache_tokens",
+    ]
     refused("ask", QUESTION, "--kb", kb, "--cache-tokens", tokens, words=words)
 
 

@@ -1,22 +1,27 @@
 """`jaxrag check`: what a directory is understood as, from its headers and at work."""
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from jaxrag.bench import model_check
 from jaxrag.cache import budget
 from jaxrag.cli import main
+from jaxrag.errors import ModelError
 from jaxrag.models import FAMILIES, model
+from jaxrag.models import memory as memories
+from jaxrag.models.export import export_hf
 from jaxrag.models.memory import memory_of
 from jaxrag.models.model import load_model
 from jaxrag.models.names import by_name
 from jaxrag.models.overview import LLAMA_3_8B, overview
-from jaxrag.models.spec import num_params, param_specs
+from jaxrag.models.spec import init_params, num_params, param_specs
 from jaxrag.models.tensor_files import DTYPES, NewTensor, file_header
 
 ROOT = Path(__file__).parents[1]
@@ -240,12 +245,6 @@ def test_a_model_at_work(model_dir, monkeypatch):
 
 
 def test_weights_that_give_no_numbers_are_refused(tmp_path, tiny_config):
-    import jax
-
-    from jaxrag.errors import ModelError
-    from jaxrag.models.export import export_hf
-    from jaxrag.models.spec import init_params
-
     config = tiny_config(num_layers=1, dtype="float16")
     params = init_params(config, jax.random.key(0))
     huge = params.replace(embed=params.embed * 1e4, final_norm=params.final_norm * 6e4)
@@ -257,8 +256,6 @@ def test_weights_that_give_no_numbers_are_refused(tmp_path, tiny_config):
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", ["llama_llama3", "qwen2", "glm4", "llama_sharded_bf16"])
 def test_the_goldens_are_as_transformers_has_them(name, monkeypatch):
-    import os
-
     monkeypatch.setattr(model_check, "_speed", lambda model: model_check.Speed(64, 1.0, 1.0))
     monkeypatch.setattr(model_check, "_agreement", lambda model: ("left out here", 0))
     python = os.environ.get("PEER_PYTHON", sys.executable)
@@ -296,3 +293,31 @@ def test_a_container_is_no_larger_than_its_limit(tmp_path, monkeypatch):
     assert budget._container_bytes() is None
     (tmp_path / "memory.max").write_text("1000\n")
     assert budget._container_bytes() == budget.available_bytes() == 750
+
+
+class Accelerator:
+    """A device of another platform, with so much memory."""
+
+    platform, device_kind, process_index = "gpu", "H200", 0
+
+    def __init__(self, limit, used):
+        self.stats = {"bytes_limit": limit, "bytes_in_use": used}
+
+    def memory_stats(self):
+        return self.stats
+
+
+def test_an_accelerator_says_what_it_has(large, memory, monkeypatch):
+    memory(64)
+    two = [Accelerator(80 << 30, 60 << 30), Accelerator(80 << 30, 61 << 30)]
+    monkeypatch.setattr(memories, "_devices", lambda mesh: two)
+    found = memory_of(LLAMA_3_8B)
+    assert (found.device, found.devices, found.free) == ("H200", 2, 19 << 30)
+    assert found.missing == 0 and found.pool <= (19 << 30) // 2
+    with pytest.raises(ModelError, match=r"a pool of 1000000 tokens .* on H200; lower cache_tok"):
+        load_model(large, cache_tokens=1_000_000)
+    two[1].stats["bytes_in_use"] = 70 << 30
+    with pytest.raises(ModelError, match=r"15\.0 GiB of bfloat16 weights, and 10\.0 GiB on H200"):
+        load_model(large)
+    away = memory_of(LLAMA_3_8B, cache_tokens=100_000, kv="host")
+    assert (away.pool, away.missing > 0) == (0, True)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxrag import cli
 from jaxrag.cli import demo
-from jaxrag.cli.options import _width
+from jaxrag.cli.options import columns
 from jaxrag.config import config_from_dict
 from jaxrag.engine.engine import engine_of
 from jaxrag.models.export import export_hf
@@ -56,7 +56,7 @@ def test_it_counts_answers_and_fails_where_they_are_wrong(
     assert "13 documents, 16 chunks" in out
     assert "encoded 0 chunk tokens at question time:\neverything came from" in out
     assert out.count(" of 8 ") >= 4
-    assert max(map(_width, out.replace(str(tmp_path), ".").splitlines())) <= 80
+    assert max(map(columns, out.replace(str(tmp_path), ".").splitlines())) <= 80
 
 
 def test_missing_models_are_one_line(tmp_path, capsys):

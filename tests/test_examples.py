@@ -50,13 +50,13 @@ def test_corpus_has_every_format_and_both_languages(catalog):
     assert {Path(d.file).suffix for d in documents} == {".md", ".txt", ".jsonl"}
     assert sum(d.id.endswith(("-zh.md", "-zh.txt")) for d in documents) == 2
     assert len(documents) >= 12
-    assert {question["document"] for question in QUESTIONS} <= {d.id for d in documents}
+    assert {question["sources"][0] for question in QUESTIONS} <= {d.id for d in documents}
 
 
-@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question["document"])
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question["sources"][0])
 def test_question_finds_its_document_first_and_its_answer_among_three(catalog, question):
     hits = catalog.search(question["question"], 3)
-    assert hits[0].document_id == question["document"]
+    assert hits[0].document_id == question["sources"][0]
     found = " ".join(" ".join(hit.text.split()) for hit in hits).lower()
     assert any(answer.lower() in found for answer in question["answers"])
 

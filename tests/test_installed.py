@@ -1,10 +1,14 @@
 """Files that come with the package: links in a checkout, copies in a wheel, found by name."""
 
-import io
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
-import tarfile
+import sysconfig
+import urllib.request
+import venv
 import zipfile
 from pathlib import Path
 
@@ -70,22 +74,20 @@ def test_what_is_nowhere_is_named_as_it_was_given(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """A wheel, built from what git tracks or would track."""
+    """A wheel, built from what git tracks or would track and a container's builder is given."""
     listing = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
         capture_output=True,
         check=True,
     ).stdout.decode()
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    given = {line[1:] for line in ignored if line.startswith("!")}
     tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        for name in filter(None, listing.split("\0")):
-            if not name.startswith(("tests/", "benchmarks/")) and os.path.lexists(ROOT / name):
-                archive.add(ROOT / name, name)
-    packed.seek(0)
-    with tarfile.open(fileobj=packed) as archive:
-        archive.extractall(tree, filter="tar")
+    for name in filter(None, listing.split("\0")):
+        if name.split("/")[0] in given and os.path.lexists(ROOT / name):
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name, follow_symlinks=False)
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet",
          "--no-index", "--disable-pip-version-check", "--wheel-dir", out, tree],
@@ -116,3 +118,87 @@ def test_a_wheel_holds_what_it_needs(wheel):
     assert tops == {"jaxrag", "pallas_kernels", "jaxrag-0.1.0.dist-info"}
     assert wheel.stat().st_size < 10_000_000
     assert "Requires-Python: >=3.12" in metadata
+
+
+@pytest.fixture(scope="module")
+def new_user(wheel, tmp_path_factory):
+    """Runs a command in an empty folder, with the wheel and this environment's other packages."""
+    made = tmp_path_factory.mktemp("made")
+    venv.create(made, with_pip=False, symlinks=True)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(made)}))
+    # A path file of a path file is not read: of a package that is installed there as a link to a
+    # checkout, nothing is seen.
+    (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--python", made / "bin" / "python", "install", "--no-deps",
+         "--no-index", "--quiet", "--disable-pip-version-check", wheel],
+        check=True,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("empty")
+    environment = {**os.environ, "PATH": f"{made / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    environment.pop("PYTHONPATH", None)
+
+    def run(*words, start=subprocess.run, **options):
+        return start(words, cwd=folder, env=environment, text=True, **options)
+
+    return run, folder
+
+
+def said(done):
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_new_user_gets_from_the_wheel_to_a_server(new_user):
+    """Install, demo, ingest a folder, ask, change a file, ask again, measure, serve."""
+    run, folder = new_user
+    where = run("python", "-c", "import jaxrag; print(jaxrag.__file__)", capture_output=True)
+    assert str(ROOT) not in said(where)
+    assert "8 of 8" in said(run("jaxrag", "demo", capture_output=True))
+    asked = ("jaxrag", "ask", "What is the home of Giso Berow?", "--k", "6", "--json")
+    told = json.loads(said(run(*asked, "--kb", "jaxrag-demo/kb-dual", capture_output=True)))
+    assert told["text"] == "Kerdorf"
+
+    said(run("jaxrag", "demo", "--unpack", ".", capture_output=True))
+    ingest = (
+        "jaxrag", "ingest", "examples/village", "--kb", "kb", "--chunk-by", "sentence",
+        "--chunk-tokens", "20", "--overlap", "0", "--model", "checkpoints/synthetic-0.8m/dual",
+        "--encoder", "isolated", "--encoder", "after_prefix",
+    )  # fmt: skip
+    assert "13 documents (0 unchanged" in said(run(*ingest, capture_output=True))
+    told = json.loads(said(run(*asked, "--kb", "kb", capture_output=True)))
+    assert (told["text"], told["counts"]["encoded"]) == ("Kerdorf", 0)
+
+    changed = folder / "examples/village/giso-berow.md"
+    changed.write_text(changed.read_text().replace("Kerdorf", "Tondorf"))
+    again = run("jaxrag", "ingest", "examples/village", "--kb", "kb", capture_output=True)
+    assert "13 documents (12 unchanged, 1 replaced)" in said(again)
+    told = json.loads(said(run(*asked, "--kb", "kb", capture_output=True)))
+    assert told["text"] == "Tondorf"
+
+    measured = run(
+        "jaxrag", "eval", "own", "--kb", "kb", "--questions", "examples/village-questions.jsonl",
+        "--k", "6", "--methods", "turborag", "--max-new-tokens", "8", capture_output=True,
+    )  # fmt: skip
+    assert re.search(r"turborag\s+87\.5", said(measured)), measured.stdout  # one answer changed
+
+    served = run(
+        "jaxrag", "serve", "--kb", "kb", "--port", "0", "--no-warm-up",
+        start=subprocess.Popen, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        banner = served.stdout.readline()  # said when it takes requests
+        body = {"messages": [{"role": "user", "content": "Who is the teacher of Jodo Dudin?"}]}
+        request = urllib.request.Request(
+            f"{re.search(r'http://[^ ]*:[0-9]+', banner)[0]}/v1/chat/completions",
+            json.dumps(body | {"k": 6}).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            answered = json.load(answer)
+        assert answered["choices"][0]["message"]["content"].strip() == "Radia Dalell"
+    finally:
+        served.terminate()
+        served.communicate(timeout=60)
+    assert served.returncode == 0

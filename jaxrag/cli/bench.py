@@ -8,6 +8,7 @@ from jaxrag.cli.bench_document import add_document
 from jaxrag.cli.bench_serve import add_serve
 from jaxrag.cli.options import (
     add_command,
+    add_earlier_name,
     add_json,
     add_model,
     add_secret,
@@ -44,10 +45,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     ttft.add_argument("--question-tokens", type=parse_count, default=50, metavar="N", help="(50)")
     ttft.add_argument("--method", default="full_reuse", help="a method that reuses (full_reuse)")
     ttft.add_argument(
-        "--ratios",
+        "--recompute-ratios",
         metavar="R,R,...",
         help="recompute ratios such as 0,0.05,0.15,0.30,1.0, of a method that recomputes (its own)",
     )
+    add_earlier_name(ttft, "--ratios", "recompute_ratios")
     ttft.add_argument(
         "--repeats",
         default="5",
@@ -184,7 +186,7 @@ def run_ttft(args: argparse.Namespace) -> None:
         contexts=args.contexts,
         question_tokens=args.question_tokens,
         method=args.method,
-        ratios=_numbers("--ratios", args.ratios),
+        ratios=_numbers("--recompute-ratios", args.recompute_ratios),
         repeats=_integers("--repeats", args.repeats, "5 or 5,1"),
         batches=_integers("--batch", args.batch, "1,2,4,8"),
         batch_context=args.batch_context,
@@ -292,7 +294,7 @@ def _add_dtype(parser: argparse.ArgumentParser) -> None:
 
 
 def _numbers(option: str, text: str | None) -> tuple[float, ...]:
-    """The numbers of an option such as --ratios 0,0.15; none where it is left out."""
+    """The numbers of an option such as --recompute-ratios 0,0.15; none where it is left out."""
     try:
         return () if text is None else tuple(map(float, text.split(",")))
     except ValueError:

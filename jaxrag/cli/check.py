@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from jaxrag.cli.options import add_command, add_json, human_count, print_json, shorten
+from jaxrag.cli.options import add_command, add_json, human_count, parse_count, print_json, shorten
 from jaxrag.text.printable import printable
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument(
         "--cache-tokens",
-        type=int,
+        type=parse_count,
         metavar="N",
         help="tokens of KV that the device pool holds (by memory, at most 8 contexts)",
     )

@@ -160,13 +160,14 @@ def _silent(text: str) -> None:
 
 def _ingest(model: Any, folder: Path, say: Callable[[str], None]) -> Any:
     """A new knowledge base of the village; returns it open."""
-    import jaxrag
+    from jaxrag.documents import read_paths
+    from jaxrag.knowledge_base import KnowledgeBase
 
     shutil.rmtree(folder, ignore_errors=True)
-    kb = jaxrag.KnowledgeBase.open(
+    kb = KnowledgeBase.open(
         folder, model=model, chunk_by="sentence", chunk_tokens=CHUNK_TOKENS, overlap=0
     )
-    report = kb.add(jaxrag.read_paths([DATA / "examples" / "village"]))
+    report = kb.add(read_paths([DATA / "examples" / "village"]))
     say(
         f"2. Ingest examples/village: {report.documents} documents, {report.chunks} chunks, "
         f"{report.tokens} tokens,\n   each encoded once ({report.seconds:.1f} s)."
@@ -178,7 +179,7 @@ def _ingest(model: Any, folder: Path, say: Callable[[str], None]) -> Any:
 
 def _ask(kb: Any, rows: Sequence[dict[str, Any]], k: int) -> list[Asked]:
     """Every question with every method, one at a time."""
-    import jaxrag
+    from jaxrag.serve.generate import generate
 
     return [
         Asked(
@@ -186,7 +187,7 @@ def _ask(kb: Any, rows: Sequence[dict[str, Any]], k: int) -> list[Asked]:
             tuple(row["answers"]),
             row["kind"],
             {
-                method: jaxrag.generate(
+                method: generate(
                     row["question"], kb=kb, method=method, k=k, max_new_tokens=MAX_NEW_TOKENS
                 )
                 for method in METHODS

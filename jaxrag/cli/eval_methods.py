@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrag.cli.options import (
     add_command,
+    add_earlier_name,
     add_json,
     chunks_of,
     give_out,
@@ -25,7 +26,7 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         "methods",
         "methods of reuse on the synthetic task, by recompute ratio",
         "jaxrag eval methods --model checkpoints/synthetic-0.8m/dual "
-        "--methods turborag,fusionrag,cacheblend,random --ratios 0,0.15,1.0 --out x.json",
+        "--methods turborag,fusionrag,cacheblend,random --recompute-ratios 0,0.15,1.0 --out x.json",
     )
     parser.add_argument("--model", required=True, metavar="DIR", help="the model directory")
     parser.add_argument(
@@ -36,11 +37,12 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         "(these two, turborag, fusionrag, cacheblend, cache_craft, epic, random)",
     )
     parser.add_argument(
-        "--ratios",
+        "--recompute-ratios",
         default="0,0.05,0.10,0.15,0.30,1.0",
         metavar="R,...",
         help="recompute ratios, of methods that recompute (0,0.05,0.10,0.15,0.30,1.0)",
     )
+    add_earlier_name(parser, "--ratios", "recompute_ratios")
     parser.add_argument(
         "--encoders",
         default="after_prefix,neighbours",
@@ -137,7 +139,7 @@ def _options(args: argparse.Namespace) -> "Options":
     return Options(
         model=args.model,
         methods=tuple(name for name in args.methods.split(",") if name),
-        ratios=ratios_of(args.ratios),
+        ratios=ratios_of(args.recompute_ratios),
         encoders=() if args.encoders == "own" else tuple(filter(None, args.encoders.split(","))),
         neighbours=args.neighbours,
         task=build(SyntheticTask, task, "the task"),

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import textwrap
 from pathlib import Path
 
 from jaxrag.cli.options import (
@@ -91,4 +92,4 @@ def run(args: argparse.Namespace) -> None:
     print(heading(result), end="\n\n")
     print("\n".join(titled(tables(result))))
     for warning in warnings(result):
-        print(f"note: {printable(warning)}")
+        print(textwrap.fill(f"note: {printable(warning)}", 80))

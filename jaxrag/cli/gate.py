@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from jaxrag.cli.options import (
     add_command,
+    add_earlier_name,
     add_json,
     add_model,
     add_secret,
@@ -39,7 +40,7 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--questions",
         required=True,
         metavar="FILE",
-        help='probes as JSON lines, {"question": "...", "documents"?: ["...", ...]}',
+        help="probes, as of `jaxrag eval own`: JSON lines or .csv; right answers are not looked at",
     )
     parser.add_argument(
         "--method",
@@ -47,10 +48,11 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         help="one that reuses chunks: a preset or a .toml file (turborag)",
     )
     parser.add_argument(
-        "--ratios",
+        "--recompute-ratios",
         metavar="R,...",
         help="to try (0,0.05,0.1,0.15,0.2,0.3,0.5; 0 for a method that recomputes nothing)",
     )
+    add_earlier_name(parser, "--ratios", "recompute_ratios")
     parser.add_argument(
         "--target-agreement",
         type=float,
@@ -99,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxrag.serve.question_files import QuestionFile
 
     method, questions = method_named(args.method), QuestionFile.open(args.questions)
-    ratios = None if args.ratios is None else ratios_of(args.ratios)
+    ratios = None if args.recompute_ratios is None else ratios_of(args.recompute_ratios)
     target = Target(args.target_agreement, args.max_kl, args.target_answers)
     with open_kb(args) as kb:
         report = gate(
@@ -125,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"jaxrag: refused: {args.method} reaches agreement {target.agreement:g}, KL "
         f"{target.max_kl:g} and answers {target.answers:g} at none of the ratios {tried}; nothing "
-        "was stored: try higher --ratios, another method or a lower target",
+        "was stored: try higher --recompute-ratios, another method or a lower target",
         file=sys.stderr,
     )
     return 3

@@ -84,6 +84,13 @@ def add_model(to: argparse.ArgumentParser, required: bool, text: str) -> None:
     )
 
 
+def add_earlier_name(parser: Options, name: str, now: str, **options: Any) -> None:
+    """An option's earlier spelling, understood and shown nowhere."""
+    parser.add_argument(
+        name, dest=now, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **options
+    )
+
+
 def add_json(parser: Options) -> None:
     """--json."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -203,7 +210,9 @@ def ratios_of(text: str) -> tuple[float, ...]:
         except ValueError:
             ratios.append(-1.0)
         if not 0 <= ratios[-1] <= 1:
-            raise RequestError(f"--ratios {text}: {part!r} is no number from 0 to 1, such as 0.15")
+            raise RequestError(
+                f"--recompute-ratios {text}: {part!r} is no number from 0 to 1, such as 0.15"
+            )
     return tuple(ratios)
 
 

@@ -145,7 +145,7 @@ def gate(
         ratios = (0.0,) if isinstance(method.selector, NoTokens) else RATIOS
     tried = [method.with_ratio(ratio) for ratio in sorted(set(ratios))]
     if not tried:
-        raise RequestError("no ratio to try; name some, such as --ratios 0,0.15,0.3")
+        raise RequestError("no ratio to try; name some, such as --recompute-ratios 0,0.15,0.3")
     settings = [
         resolve(
             kb=kb,

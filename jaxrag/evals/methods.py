@@ -77,7 +77,9 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
             stack.enter_context(bar)
             prompts = pool.prompts()
             for served, method in distinct.items():
-                bar.set_postfix_str(f"{method.name} {method.encoder} {method.recompute_ratio}")
+                bar.set_postfix_str(
+                    f"{method.name} {method.encoder} {method.recompute_ratio}", refresh=False
+                )
                 answers[served] = _answer(pool, method, options.batch_size, bar)
                 if options.deviation:
                     deviations[served] = _deviation(pool, method, options.deviation)

@@ -67,7 +67,9 @@ class Options:
             if len(set(values)) < len(values):
                 raise RequestError(f"--{name} {','.join(map(str, values))}: name each once")
         if not self.ratios:
-            raise RequestError("no recompute ratio; name some, such as --ratios 0,0.15,1.0")
+            raise RequestError(
+                "no recompute ratio; name some, such as --recompute-ratios 0,0.15,1.0"
+            )
         for name in ("questions", "batch_size", "neighbours"):
             if getattr(self, name) < 1:
                 option = name.replace("_", "-")
@@ -103,9 +105,10 @@ class Options:
             method = RANDOM if named == RANDOM.name else method_named(named)
             cells += _cells(method, self)
         if not any(cell.ratio is not None for cell in cells) and self.ratios != RATIOS:
+            tried = ",".join(map(str, self.ratios))
             raise RequestError(
-                f"--ratios {','.join(map(str, self.ratios))}: none of the methods recomputes "
-                f"anything; name fusionrag, cacheblend, cache_craft, epic or random as well"
+                f"--recompute-ratios {tried}: none of the methods recomputes anything; name "
+                "fusionrag, cacheblend, cache_craft, epic or random as well"
             )
         distinct = list(dict.fromkeys(cells))
         shown = [(cell.name, cell.method.encoder, cell.ratio) for cell in distinct]

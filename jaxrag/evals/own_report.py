@@ -92,18 +92,20 @@ def warnings(result: Mapping[str, Any]) -> Iterator[str]:
         )
     if result["without_chunks"]:
         yield f"{result['without_chunks']} questions found no chunk, and were asked without any"
-    for row in result["methods"]:
-        if row["cut_off"] > _CUT * asked:
-            yield (
-                f"{row['method']}: {row['cut_off']} of {asked} answers were cut off at "
-                f"{result['max_new_tokens']} tokens; with longer ones (--max-new-tokens) the right "
-                "answer may still come, and exact match wants nothing but it"
-            )
-        if row["tokens"]["encoded"]:
-            yield (
-                f"{row['method']}: the knowledge base lacked chunks as it wants them; they were "
-                "encoded when they were first asked for, and that is not in its time"
-            )
+    cut = [
+        f"{r['cut_off']} of {r['method']}" for r in result["methods"] if r["cut_off"] > _CUT * asked
+    ]
+    if cut:
+        yield (
+            f"answers were cut off at {result['max_new_tokens']} tokens ({', '.join(cut)}): the "
+            "right one may have come later (--max-new-tokens), and exact match wants nothing else"
+        )
+    lacked = [row["method"] for row in result["methods"] if row["tokens"]["encoded"]]
+    if lacked:
+        yield (
+            f"{', '.join(lacked)}: the knowledge base lacked chunks as they are wanted there; they "
+            "were encoded when they were first asked for, and that is in no time"
+        )
     if not full["holds"]["high"] > 0.5:
         yield (
             "full attention itself seldom holds the right answer: that others agree with it says "

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from jaxrag.errors import RequestError
 from jaxrag.evals.scoring import READS, answered, draw, scored, write
 from jaxrag.evals.statistics import LEVEL, Estimate, difference, recovery, share
 from jaxrag.models.model import load_model
 from jaxrag.tasks.synthetic import KINDS, Sample, SyntheticTask
+from jaxrag.text.progress import progress_bar
 from jaxrag.text.prompts import template_named
 from jaxrag.types import HostArray
 
@@ -142,10 +142,10 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
     right: dict[Cell, HostArray] = {}
     agreement: list[dict[str, Any]] = []
     steps = len(options.models) * len(options.reads) * (len(asked.samples) + options.answer)
-    with tqdm(total=steps, desc="eval", disable=not progress) as bar:
+    with progress_bar(steps, "eval", "question", shown=progress) as bar:
         for cell in (Cell(name, read) for name in options.models for read in options.reads):
             read = READS[cell.read]
-            bar.set_postfix_str(str(cell))
+            bar.set_postfix_str(str(cell), refresh=False)
             right[cell] = scored(written[cell.model], read, bar.update)
             if options.answer:
                 really = answered(written[cell.model], read, options.answer, bar.update)

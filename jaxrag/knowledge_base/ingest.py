@@ -24,6 +24,7 @@ from jaxrag.knowledge_base.prepare import Prepared, Preparer
 from jaxrag.knowledge_base.writers import Writer
 from jaxrag.retrieve.base import searched_text
 from jaxrag.store import ChunkWriter, PutResult
+from jaxrag.text.progress import progress_bar
 
 BATCH_TOKENS = 1 << 16  # of one catalog commit
 UNKNOWN_EXAMPLES = 5  # words that a report shows
@@ -129,7 +130,7 @@ class Ingest:
 
         Args:
           documents: what to add, each id once. Held a batch at a time.
-          progress: draw a bar on stderr where that is a terminal.
+          progress: show how far it is, on stderr.
           shard: (i, n) adds only the part i of n that falls to it by the hash of the id, so that
             n processes share the work.
 
@@ -142,9 +143,7 @@ class Ingest:
         skipped: list[BadDocument] = []
         with (
             Writer.at_work(preparer.catalog.path.parent) as at_work,
-            tqdm(
-                desc="cut", unit="token", unit_scale=True, disable=None if progress else True
-            ) as bar,
+            progress_bar(None, "cut", "token", shown=progress, scale=True) as bar,
             preparer.encoding.store.writer() as writer,
             concurrent.futures.ThreadPoolExecutor(1, "jaxrag-commit") as committer,
         ):

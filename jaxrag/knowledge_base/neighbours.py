@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from tqdm import tqdm
 
 from jaxrag.catalog import Catalog, ChunkTokens
 from jaxrag.encode import ChunkEncoding, ChunkInContext
@@ -27,6 +26,7 @@ from jaxrag.knowledge_base.writers import Writer
 from jaxrag.models.model import Model
 from jaxrag.retrieve.base import NOTHING, VectorIndex
 from jaxrag.retrieve.bm25 import BM25Snapshot
+from jaxrag.text.progress import progress_bar
 from jaxrag.text.prompts import PromptTemplate
 from jaxrag.types import HostArray
 
@@ -207,11 +207,8 @@ def refresh(
     count.update(chunks=left_alone, unchanged=left_alone)
     with (
         Writer.at_work(neighbours.catalog.path.parent) as at_work,
-        tqdm(
-            desc="encode behind neighbours",
-            unit="chunk",
-            total=len(outdated) * len(encoders),
-            disable=None if progress else True,
+        progress_bar(
+            len(outdated) * len(encoders), "encode behind neighbours", "chunk", shown=progress
         ) as bar,
     ):
         for batch in itertools.batched(map(int, outdated), _BATCH):

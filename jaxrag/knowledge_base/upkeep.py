@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from jaxrag.attention_index.document import Indexing, is_indexed
 from jaxrag.catalog import Catalog
 from jaxrag.catalog.audit import RowsReport
@@ -23,6 +21,7 @@ from jaxrag.knowledge_base.vectors import ChunkVectors
 from jaxrag.knowledge_base.writers import Writer, Writers
 from jaxrag.store import ChunkStore, ReadThrough, Record
 from jaxrag.store.owners import Owner, Owners, this_owner
+from jaxrag.text.progress import progress_bar
 from jaxrag.text.prompts import PromptTemplate
 
 _REPAIR_BATCH = 256  # chunks that are encoded together
@@ -258,9 +257,7 @@ def _unindexed(
 def embed_missing(catalog: Catalog, vectors: ChunkVectors, progress: bool) -> int:
     """Make the vectors of chunks that have none; returns how many."""
     missing = vectors.compared(catalog).lost
-    with tqdm(
-        desc="embed", unit="chunk", total=len(missing), disable=None if progress else True
-    ) as bar:
+    with progress_bar(len(missing), "embed", "chunk", shown=progress) as bar:
         for start in range(0, len(missing), _EMBED_BATCH):
             texts = catalog.searched_texts(missing[start : start + _EMBED_BATCH])
             vectors.add(list(texts), list(texts.values()))

@@ -79,7 +79,7 @@ class Retriever(Protocol):
     """Anything that ranks chunks for questions. Only ``search`` is needed.
 
     It may answer with ids of chunks that are gone or that ``where`` excludes; the catalog drops
-    them. One that keeps an index of its own may have ``add(ids, texts)`` and ``remove(ids)``.
+    them. Nothing tells it of chunks that come and go: an index of its own is its own business.
     """
 
     def search(

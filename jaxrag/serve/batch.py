@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import xxhash
-from tqdm import tqdm
 
 from jaxrag.documents import Shard
 from jaxrag.engine.sampling import SamplingParams
@@ -17,6 +16,7 @@ from jaxrag.serve.batch_files import AnswerFile
 from jaxrag.serve.question_files import BadQuestion, Id, Question, QuestionFile
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare
 from jaxrag.store import MemoryStore
+from jaxrag.text.progress import progress_bar
 
 _LOOK_AHEAD = 8  # batches whose questions are retrieved together and sorted by length
 
@@ -78,7 +78,7 @@ def answer_file(
       sampling: of all; each question draws from its own seed.
       shard: which lines.
       batch_size: questions that are prefilled and decoded together.
-      progress: draw a bar on stderr, where that is a terminal.
+      progress: show how far it is, on stderr.
 
     Raises:
       ConfigError: ``out`` was begun with other settings, or is in use.
@@ -94,12 +94,8 @@ def answer_file(
     with AnswerFile(out, _record(questions, settings, sampling, shard)) as answers:
         start = time.perf_counter()
         waiting = (q for q in questions.entries(shard) if q.id not in answers.done)
-        with tqdm(
-            desc="answer",
-            unit="question",
-            total=total - len(answers.done),
-            disable=None if progress else True,
-        ) as bar:
+        left = total - len(answers.done)
+        with progress_bar(left, "answer", "question", shown=progress) as bar:
             for window in itertools.batched(waiting, batch_size * _LOOK_AHEAD):
                 own = _with_store(settings)
                 ready, bad = _prepare_all(own, window, sampling)

@@ -61,7 +61,8 @@ def test_synthetic_writes_what_it_prints(jaxrag, village_dir, tmp_path):
     assert "| questions |  | 12 |" in tables.read_text()
 
 
-def test_synthetic_prints_tables(jaxrag, village_dir):
+def test_synthetic_prints_tables(jaxrag, village_dir, monkeypatch):
+    monkeypatch.setattr("jaxrag.text.progress._SECONDS", 0)  # as if it took long
     code, out, err = jaxrag(
         "eval", "synthetic", "--model", f"small={village_dir}", "--questions", 5, "--read", "block"
     )

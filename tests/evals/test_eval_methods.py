@@ -19,7 +19,7 @@ def measured(village_dir, tmp_path_factory):
     """Exit code, result and Markdown of one run."""
     folder = tmp_path_factory.mktemp("methods")
     out, tables = folder / "result.json", folder / "tables.md"
-    arguments = ("--methods", "fusionrag", "--ratios", "0,1", "--encoders", "own", *TASK)
+    arguments = ("--methods", "fusionrag", "--recompute-ratios", "0,1", "--encoders", "own", *TASK)
     code = main([str(a) for a in ("eval", "methods", "--model", village_dir, *arguments,
                                   "--out", out, "--markdown", tables, "--json")])  # fmt: skip
     return code, json.loads(out.read_text()), tables.read_text()
@@ -103,9 +103,9 @@ def test_answers_are_those_of_generate(village_model, cell_of):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--ratios", "0,most"), "'most'"),
-        (("--ratios", "0,1.5"), "'1.5'"),
-        (("--methods", "turborag", "--ratios", "0.1"), "none of the methods"),
+        (("--recompute-ratios", "0,most"), "'most'"),
+        (("--recompute-ratios", "0,1.5"), "'1.5'"),
+        (("--methods", "turborag", "--recompute-ratios", "0.1"), "none of the methods"),
         (("--encoders", "isolated"), "--encoders isolated"),
         (("--chunks", "six"), "--chunks six"),
         (("--out", "no/where.json"), "--out no/where.json"),

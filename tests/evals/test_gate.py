@@ -179,12 +179,12 @@ def test_command(kb, probes, folder, model_dir, capsys):
         return code, *capsys.readouterr()
 
     call = ("kb", "gate", folder, "--questions", probes.path, "--method", "cacheblend", "--k", 3)
-    code, out, err = jaxrag(*call, "--ratios", "0", "--max-kl", "0", "--json")
+    code, out, err = jaxrag(*call, "--recompute-ratios", "0", "--max-kl", "0", "--json")
     assert (code, json.loads(out)["ratio"]) == (3, None)
     assert "refused" in err and "nothing was stored" in err
     with KnowledgeBase.open(folder) as again:
         assert again.gates == {}
-    code, out, err = jaxrag(*call, "--ratios", "0,1", "--max-kl", "1e-6")
+    code, out, err = jaxrag(*call, "--recompute-ratios", "0,1", "--max-kl", "1e-6")
     assert code == 0 and "remembered: cacheblend recomputes every chunk token where no" in out
     asked = ("ask", PROBES[0], "--kb", folder, "--method", "cacheblend", "--k", 3, "--json")
     code, out, _ = jaxrag(*asked, "--max-new-tokens", 2)

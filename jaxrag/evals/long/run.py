@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from jaxrag.cache import PAGE
 from jaxrag.config import ModelConfig
@@ -30,6 +29,7 @@ from jaxrag.methods import Method, placement_of
 from jaxrag.models.model import Model, load_model
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.tasks.long.case import Frame
+from jaxrag.text.progress import progress_bar
 from jaxrag.text.prompts import template_named
 from jaxrag.types import HostArray
 
@@ -195,9 +195,8 @@ def _answer(
     methods of one model that differ in their decode rules only.
     """
     found: dict[str, dict[int, Reply]] = {method.name: {} for method in options.resolved}
-    silent = None if progress else True
     total = len(items) * len(options.resolved)
-    with tqdm(total=total, unit="answer", desc="eval", disable=silent) as bar:
+    with progress_bar(total, "eval", "answer", shown=progress) as bar:
         for names in _sharing(options, settings):
             engine = engine_of(settings[names[0], items[0].task].model)
             asker = engine.call(Asker)

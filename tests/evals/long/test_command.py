@@ -206,7 +206,6 @@ GIVEN = ("--model", "nowhere", "--lengths")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("needle", *GIVEN, "4x"), ["--lengths 4x", "4k"]),
         (("needle", *GIVEN, "4k", "--depths", "0,half"), ["--depths half"]),
         (("needle", *GIVEN, "4k", "--depths", "1.5"), ["--depths 1.5", "0 to 1"]),
         (("needle", *GIVEN, "4k", "--heatmap", "x.txt"), ["x.txt", ".png"]),
