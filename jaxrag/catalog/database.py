@@ -250,8 +250,8 @@ class Database:
 def damaged(path: Path, what: str) -> DamagedCatalogError:
     """The error for a catalog that cannot be believed."""
     return DamagedCatalogError(
-        f"catalog {path} is damaged: {what}; run `jaxrag kb verify --repair {path.parent}`, "
-        "or restore a copy"
+        f"catalog {path} is damaged: {what}; close whatever has it open and run `jaxrag kb verify "
+        f"--repair {path.parent}`, or restore a copy"
     )
 
 

@@ -106,7 +106,7 @@ def _lock(descriptor: int) -> bool:
     start, length = _LOCKS
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
-    except BlockingIOError:
+    except (BlockingIOError, PermissionError):
         return False
     return True
 
@@ -159,15 +159,14 @@ def _saved(path: Path, pages: HostArray, new: Path, needed: Collection[str]) -> 
             f"catalog {path}: the setting {missing[0]!r} is lost, and nothing can be told without "
             "it; restore a copy, or ingest again into another folder"
         )
-    whole = found.whole_documents()
-    if not whole:
+    whole, totals = found.whole_documents(), found.totals
+    if not whole and (totals is None or totals.documents):
         raise StoreError(
             f"catalog {path}: no document can be read of it; restore a copy, or ingest again into "
             "another folder"
         )
     lost = sorted((found.documents.keys() | found.chunks.keys()) - set(whole))
     found.write(new, whole, lost)
-    totals = found.totals
     nameless = None if totals is None else max(0, totals.documents - len(whole) - len(lost))
     settings = 0 if totals is None else max(0, totals.settings - len(found.settings))
     return Salvage(mended, unreadable, len(whole), settings, tuple(lost), nameless, str(kept))

@@ -140,7 +140,7 @@ class Spans:
             if first < last
         ]
 
-    def _at(self, character: int) -> list[int]:
+    def _at(self, character: int) -> Sequence[int]:
         key = self._ends.__getitem__
         first = bisect_left(self._cuts, character, key=key)
         return self._cuts[first : bisect_right(self._cuts, character, key=key)]

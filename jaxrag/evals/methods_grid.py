@@ -105,9 +105,10 @@ class Options:
             method = RANDOM if named == RANDOM.name else method_named(named)
             cells += _cells(method, self)
         if not any(cell.ratio is not None for cell in cells) and self.ratios != RATIOS:
+            tried = ",".join(map(str, self.ratios))
             raise RequestError(
-                f"--recompute-ratios {','.join(map(str, self.ratios))}: none of the methods "
-                f"recomputes anything; name fusionrag, cacheblend, cache_craft, epic or random as well"
+                f"--recompute-ratios {tried}: none of the methods recomputes anything; name "
+                "fusionrag, cacheblend, cache_craft, epic or random as well"
             )
         distinct = list(dict.fromkeys(cells))
         shown = [(cell.name, cell.method.encoder, cell.ratio) for cell in distinct]

@@ -86,7 +86,8 @@ def fetched(name: str, look: Callable[[Path], None] | None = None) -> Path:
 
 def _unreached(name: str, error: Exception) -> str:
     why = " ".join(str(error).split())
-    why = why if len(why) <= _LONGEST else why[:_LONGEST] + "…"
-    return (
-        f"{name}: no such model directory, and it was not fetched ({type(error).__name__}: {why})"
-    )
+    why = f"{type(error).__name__}: {why if len(why) <= _LONGEST else why[:_LONGEST] + '…'}"
+    if type(error).__name__ == "LocalEntryNotFoundError":  # its text is three sentences
+        cause = type(error.__cause__ or error).__name__
+        why = f"the hub was not reached, {cause}, and it was not fetched before"
+    return f"{name}: no such model directory, and it cannot be fetched ({why})"

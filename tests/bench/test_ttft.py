@@ -232,7 +232,10 @@ def test_bad_options_are_refused(change, message):
 def test_ratios_that_are_no_numbers_are_refused(capsys):
     assert main(["bench", "ttft", "--method", "epic", "--recompute-ratios", "0,half"]) == 1
     assert "--recompute-ratios '0,half': expected numbers such as" in capsys.readouterr().err
-    for option in ("--contexts", "--batch", "--repeats"):
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "ttft", "--contexts", "4,many"])
+    assert "--contexts: 'many': expected a number of tokens" in capsys.readouterr().err
+    for option in ("--batch", "--repeats"):
         assert main(["bench", "ttft", option, "4,many"]) == 1
         assert f"{option} '4,many': expected integers such as" in capsys.readouterr().err
 

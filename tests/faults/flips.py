@@ -64,7 +64,15 @@ NOT_SEARCHED = "the vectors of "  # begins the note of a ranking by less than al
 BY_WORDS = 2  # the first of the answers, in which no vector has a part
 LOG = "catalog.sqlite-wal"
 HANG_SECONDS = 60
-WEIGHTS = {"catalog": 12, "catalog's log": 12, "vectors": 6, "KV": 3, "record": 3}  # others: 1
+WEIGHTS = {
+    "catalog": 12,
+    "catalog's log": 12,
+    "vectors": 6,
+    "KV": 3,
+    "record": 3,
+    "int8 scale": 3,
+    "attention index": 3,
+}  # of a class of files; 1 of the others
 CHANGED = ("sqlite", "-wal", "vectors", "writers")  # in names of what is not written once and kept
 
 

@@ -150,6 +150,7 @@ def test_a_name_is_fetched_once_and_a_revision_by_its_own(endpoint, tmp_path):
     endpoint.asked.clear()
     again = ask(FETCH, tmp_path, url, "org/tiny", "org/other", HF_HUB_OFFLINE="1")
     assert again["org/tiny"][0] == found["org/tiny"][0]  # as it was fetched before
+    assert "the hub was not reached, OfflineModeIsEnabled" in again["org/other"][1]
     assert "`hf download org/other --local-dir other`" in again["org/other"][1]
     assert not endpoint.asked
 
