@@ -48,8 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "paths",
         nargs="+",
         metavar="PATH",
-        help="a folder, or a file: .txt .md .html .pdf .docx (one document each), .jsonl .json "
-        ".csv .tsv (one an object or row)",
+        help="a folder, or a file: .txt .md .html .pdf .docx .ipynb .eml (one document each), "
+        ".jsonl .json .csv .tsv (one an object or row); pictures, sound, archives and programs in "
+        "a folder are passed over, and any other file that cannot be read makes the exit code 3",
     )
     parser.add_argument("--kb", required=True, metavar="DIR", help="made when missing")
     add_model(
@@ -137,7 +138,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=60.0,
         metavar="S",
-        help="that a .pdf, .docx, .html or .json file may take to parse, else it is left out (60)",
+        help="that a .pdf, .docx, .html, .json, .ipynb or .eml file may take to parse, else it is "
+        "left out (60)",
     )
     parser.add_argument(
         "--parse-bytes",
@@ -310,6 +312,8 @@ def print_report(report: "AddReport", as_json: bool, sync: bool = False) -> None
     if report.removed:
         print(f"removed {counted(len(report.removed), 'document')}: no longer in the files")
     _print_left(report.gone, report.kept, sync)
+    if report.passed:
+        print(f"passed over {counted(report.passed, 'file')} without text, such as pictures")
     if report.skipped:
         print(f"left out {len(report.skipped)}; see above")
 

@@ -23,6 +23,7 @@ class Intake:
       seen: ids of the documents that were read so far.
       part: of the documents that are taken in.
       paths: the files and folders that were given to be read, so far.
+      passed: files of folders that hold no text by their nature, so far.
     """
 
     def __init__(self, given: Iterable[Source], shard: Shard) -> None:
@@ -38,6 +39,7 @@ class Intake:
         self.characters = 0
         self.seen: set[str] = set()
         self.paths: list[Path] = []
+        self.passed = 0
         self._whole: set[str] = set()
         self._refused: set[str] = set()  # files with a document that another file had
         self._index = 0
@@ -87,6 +89,7 @@ class Intake:
             self.paths += self._given.paths
             yield from self._given
             self._whole |= self._given.whole
+            self.passed += self._given.passed
             return
         with Parser(ParseLimits()) as parser:
             yield from self._listed(self._given, parser)
@@ -107,6 +110,7 @@ class Intake:
                     self.paths += self._files.paths
                     yield from self._files.read_with(parser)
                     self._whole |= self._files.whole
+                    self.passed += self._files.passed
                     self._files = None
                 else:
                     found = _document(item)

@@ -9,7 +9,7 @@ from typing import BinaryIO
 from jaxrag.documents.document import BadDocument, Document
 from jaxrag.documents.files import File, ReadOptions
 from jaxrag.documents.parser import ParseLimits, Parser, ParserFailed
-from jaxrag.documents.readers import is_of_records, is_parsed_apart, read_open
+from jaxrag.documents.readers import is_of_records, is_parsed_apart, is_without_text, read_open
 from jaxrag.errors import DocumentError
 
 Wanted = Callable[[str], bool]
@@ -24,6 +24,7 @@ class DocumentFiles:
       limits: of the process that parses what needs one.
       wanted: which documents, by id; files of one document that is not wanted are not opened.
       missing_ok: a path that is not there holds nothing.
+      passed: files of folders that the last iteration passed over, as they hold no text (pictures).
       whole: resolved paths of the files that the last iteration read without a BadDocument.
     """
 
@@ -41,6 +42,7 @@ class DocumentFiles:
         self.limits = limits
         self.wanted = wanted
         self.missing_ok = missing_ok
+        self.passed = 0
         self.whole: set[str] = set()
         self._done = 0  # bytes of the files that the iteration under way has left behind
         self._current: BinaryIO | None = None
@@ -53,6 +55,7 @@ class DocumentFiles:
     def read_with(self, parser: Parser) -> Iterator[Document | BadDocument]:
         """Read once, with a parsing process of the caller's, which may have read others before."""
         self._done = 0
+        self.passed = 0
         self.whole.clear()
         for found in self._files():
             yield from self._read(found, parser)
@@ -76,6 +79,10 @@ class DocumentFiles:
 
     def _read(self, found: "_Found", parser: Parser) -> Iterator[Document | BadDocument]:
         file = File(found.path, found.name, self.options)
+        if found.inside and not found.refused and is_without_text(found.name):
+            self.passed += self._wants(found.name)
+            self._done += _size(found.path)
+            return
         many = is_of_records(file.path.name) and not found.refused
         if self._wants(file.name) or many:
             if found.refused:
@@ -133,6 +140,7 @@ class _Found:
     path: Path
     name: str  # relative to the folder that was named
     refused: str = ""  # why it cannot be read
+    inside: bool = False  # of a folder that was named, and not named itself
 
 
 def read_paths(
@@ -147,8 +155,9 @@ def read_paths(
 ) -> DocumentFiles:
     """Read files and folders (recursively, sorted, hidden entries left out), document by document.
 
-    ``.txt``, ``.md``, ``.html``, ``.pdf`` and ``.docx`` hold one document each; ``.jsonl``,
-    ``.json``, ``.csv`` and ``.tsv`` one an object or row. A document's id is its path relative to
+    ``.txt``, ``.md``, ``.html``, ``.pdf``, ``.docx``, ``.ipynb`` and ``.eml`` hold one document
+    each; ``.jsonl``, ``.json``, ``.csv`` and ``.tsv`` one an object or row. Pictures, sound,
+    archives and programs in a folder are passed over. A document's id is its path relative to
     the folder that was named (its file name where a file was named), for an object or row its
     ``id`` or else the path with the line or index. Whatever cannot be read comes as a BadDocument
     in its place.
@@ -160,8 +169,9 @@ def read_paths(
       follow_links: also read what links inside a folder name outside of it, and the folders that
         links in it name, each folder once; else these are reported.
       parse_seconds: that a file may take to parse.
-      parse_bytes: of memory that it may take. PDF, DOCX, HTML and JSON are parsed in a process of
-        their own, so that a file which comes to a limit, or crashes its parser, is left out alone.
+      parse_bytes: of memory that it may take. PDF, DOCX, HTML, JSON, notebooks and mail are parsed
+        in a process of their own, so that a file which comes to a limit, or crashes its parser, is
+        left out alone.
       missing_ok: take a path that does not exist for an empty folder.
 
     Raises DocumentError at once for a path that does not exist, for an unknown encoding and for
@@ -218,7 +228,7 @@ def _walk(folder: Path, follow_links: bool) -> Iterator[_Found]:
                 entry, name, "is a link out of its folder; name the file, or pass --follow-links"
             )
         else:
-            yield _Found(entry, name)
+            yield _Found(entry, name, inside=True)
 
 
 def _is_below(path: str, folder: str) -> bool:

@@ -87,6 +87,7 @@ class AddReport:
     unsealed: int = 0  # of ``encoded``, chunks that were stored, but not sealed with the secret
     removed: tuple[str, ...] = ()  # ids of documents of which the files had nothing any more
     gone: tuple[str, ...] = ()  # ids of those that a ``sync`` would remove, or one with ``empty``
+    passed: int = 0  # files of folders that hold no text by their nature, such as pictures
     kept: int = 0  # documents of files that are there and could not be read whole
 
     @property
@@ -161,6 +162,7 @@ class Ingest:
             unknown_tokens=count["unknown"],
             unknown_words=tuple(pipeline.unknown_words),
             unsealed=count["unsealed"],
+            passed=intake.passed,
         )
 
     def commit(self, batch: Sequence[Prepared]) -> None:

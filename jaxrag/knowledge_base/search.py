@@ -118,5 +118,5 @@ def _check_least(min_score: float, ranks: bool) -> None:
     if ranks:
         raise RequestError(
             f"min_score={min_score}: hybrid search scores by rank, which says nothing of how well "
-            "a chunk fits; search with mode 'bm25' or 'vector', or give the knowledge base a reranker"
+            "a chunk fits; search with mode 'bm25' or 'vector', or with a reranker"
         )

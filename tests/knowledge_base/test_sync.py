@@ -196,3 +196,14 @@ def test_the_command_counts_and_warns(tmp_path, folder, model_dir, capsys):
     ):
         code, _, err = run(*options)
         assert (code, words in err) == (1, True)
+
+
+def test_pictures_are_counted_and_no_failure(tmp_path, folder, model_dir, capsys):
+    docs = folder("a.txt", "b.png", "sub/c.jpg")
+    made = ["--model", str(model_dir), "--template", "plain", "--chunk-tokens", "64"]
+    assert main(["ingest", str(docs), "--kb", str(tmp_path / "cli"), *made]) == 0
+    out, err = capsys.readouterr()
+    assert "passed over 2 files without text" in out
+    assert "skipped" not in err
+    (docs / "d.rst").write_text("Wells\n=====\n")
+    assert main(["ingest", str(docs), "--kb", str(tmp_path / "cli")]) == 3
