@@ -32,6 +32,19 @@ _READERS: dict[str, Reader] = {
 _RECORDS = (".jsonl", ".json", ".csv", ".tsv")  # of many documents, each with an id of its own
 # Their parsers build trees, or are programs of others: they run in a process of their own.
 _APART = (".json", ".html", ".htm", ".pdf", ".docx", ".ipynb", ".eml")
+_FIXES = {
+    ".rst": "convert it, as with `pandoc FILE -o FILE.md`",
+    ".org": "convert it, as with `pandoc FILE -o FILE.md`",
+    ".epub": "convert it, as with `pandoc FILE -o FILE.html`",
+    ".xlsx": "save its sheets as .csv",
+    ".xls": "save its sheets as .csv",
+    ".ods": "save its sheets as .csv",
+    ".pptx": "save it as .pdf",
+    ".ppt": "save it as .pdf",
+    ".odp": "save it as .pdf",
+    ".doc": "save it as .docx",
+    ".odt": "save it as .docx",
+}
 # Pictures, sound, archives and programs: nobody expects their text.
 _NO_TEXT = (
     "png jpg jpeg gif bmp tif tiff webp ico heic svg psd mp3 wav ogg flac m4a mp4 mov avi mkv webm "
@@ -77,7 +90,8 @@ def read_open(
     file = File(Path(filename), name, options or ReadOptions(), reported)
     reader = _READERS.get(file.suffix)
     if reader is None:
-        yield file.bad(f"file type {file.suffix!r} is not one of {', '.join(_READERS)}; convert it")
+        fix = _FIXES.get(file.suffix, "convert it")
+        yield file.bad(f"file type {file.suffix!r} is not one of {', '.join(_READERS)}; {fix}")
         return
     try:
         yield from reader(stream, file)

@@ -93,5 +93,7 @@ def test_pictures_of_a_folder_are_passed_over(tmp_path, read_here):
         (tmp_path / name).write_text("text")
     found = {getattr(it, "id", None) or it.source for it in read_here([tmp_path])}
     assert found == {"a.txt", str(tmp_path / "d.rst")}
+    [rest] = read_here([tmp_path / "d.rst"])
+    assert rest.reason.endswith("; convert it, as with `pandoc FILE -o FILE.md`")
     [named] = read_here([tmp_path / "b.PNG"])
     assert "file type '.png' is not one of" in named.reason
