@@ -117,7 +117,8 @@ class Stream:
     def __repr__(self) -> str:
         """Whether it is at its end, on one line."""
         method = self._settings.method.name
-        return f"<Stream {method}: {'not at its end' if self.result is None else self.result!r}>"
+        state = "not at its end" if self.result is None else repr(self.result)
+        return f"<Stream {method}: {state}>"
 
     @property
     def prompt(self) -> list[dict[str, Any]]:
