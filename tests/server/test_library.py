@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from jaxrag.documents import BadDocument
+from jaxrag.documents import BadDocument, parser, parser_process
 from jaxrag.engine.engine import Engine
 from jaxrag.errors import ConfigError
 from jaxrag.knowledge_base import KnowledgeBase
-from jaxrag.server import indexing, worker
+from jaxrag.server import indexing
 from jaxrag.server.errors import Problem
 from jaxrag.server.library import Library
 from jaxrag.server.recipe import Recipe
@@ -32,28 +32,32 @@ def model(served_model):
 
 
 class Here:
-    """A worker without a process, which would be most of the time of these tests."""
+    """A parser without a process, which would be most of the time of these tests."""
 
-    def __init__(self, tokenizer, seconds):
-        self._tokenizer = tokenizer
+    def __init__(self, limits, tokenizer):
+        self._cut = parser_process._cutter(tokenizer.to_json())
 
-    def parse(self, path, filename, name, chunking, wanted):
-        job = {"path": path, "filename": filename, "name": name,
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        pass
+
+    def parse(self, path, filename, name, options, reported=None, *, chunking, wanted):
+        job = {"path": path, "filename": filename, "name": name, "reported": reported,
+               "options": dataclasses.asdict(options),
                "chunking": dataclasses.asdict(chunking)}  # fmt: skip
-        for told in worker._messages(job, self._tokenizer):
+        for told in parser_process._messages(job, self._cut):
             if "document" in told:
-                yield worker._parsed(told["document"])
+                yield parser._parsed(told["document"])
             else:
                 yield BadDocument(**told["bad"])
-
-    def close(self):
-        pass
 
 
 @pytest.fixture
 def open_library(model, tmp_path, monkeypatch):
     """``open_library(served={}, **settings)``: a library over one data folder."""
-    monkeypatch.setattr(indexing, "Worker", Here)
+    monkeypatch.setattr(indexing, "Parser", Here)
     with contextlib.ExitStack() as stack:
 
         def make(served=None, recipe=RECIPE, **settings):
