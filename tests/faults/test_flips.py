@@ -2,6 +2,7 @@
 
 import collections
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,16 @@ def test_damaged_kv_of_a_chunk_that_is_asked_for_is_told(made):
     base = made["native"]
     shards = (shard(base, number) for number in range(len(base.files["KV"])))
     assert "healed" in (base.try_out(damage)[0] for damage in shards)
+
+
+@pytest.mark.parametrize("name", ["jaxrag.json", "layouts", "owners", "vectors"])
+def test_what_is_removed_is_made_again(made, name):
+    base = made["native"]
+    base._copy()
+    gone = base._folder / name
+    gone.unlink() if gone.is_file() else shutil.rmtree(gone)
+    assert base.repair() == ("whole", "")
+    assert gone.exists()
 
 
 def test_another_answer_is_wrong_whatever_is_noted_of_chunks(made, monkeypatch):
