@@ -9,6 +9,7 @@ from jaxrag.cli.options import (
     add_command,
     add_json,
     add_model,
+    add_secret,
     add_where,
     open_kb,
     parse_count,
@@ -30,6 +31,7 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         "jaxrag eval own --kb kb --questions questions.jsonl --k 6",
     )
     parser.add_argument("--kb", required=True, metavar="DIR", help="folder of the knowledge base")
+    add_secret(parser)
     parser.add_argument(
         "--questions",
         required=True,

@@ -193,7 +193,7 @@ def _dry_run(args: argparse.Namespace, files: "DocumentFiles") -> int:
     """Say what --sync would remove."""
     from jaxrag.knowledge_base import KnowledgeBase
 
-    with KnowledgeBase.open(args.kb) as kb:
+    with KnowledgeBase.open(args.kb, secret=secret_of(args.secret_file)) as kb:
         found = kb.gone(files, empty=args.sync_empty)
     if args.json:
         print_json({"removed": found.ids, "gone": found.doubtful, "kept": found.kept})

@@ -198,6 +198,18 @@ def test_the_command_counts_and_warns(tmp_path, folder, model_dir, capsys):
         assert (code, words in err) == (1, True)
 
 
+def test_a_dry_run_opens_what_is_sealed(tmp_path, folder, model_dir, capsys):
+    docs, secret = folder("a.txt", "b.txt"), tmp_path / "secret"
+    secret.write_bytes(b"sixteen bytes or more")
+    call = ["ingest", str(docs), "--kb", str(tmp_path / "cli"), "--secret-file", str(secret)]
+    made = ["--model", str(model_dir), "--template", "plain", "--chunk-tokens", "64"]
+    assert main([*call, *made]) == 0
+    (docs / "a.txt").unlink()
+    capsys.readouterr()
+    assert main([*call, "--sync", "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["removed"] == ["a.txt"]
+
+
 def test_pictures_are_counted_and_no_failure(tmp_path, folder, model_dir, capsys):
     docs = folder("a.txt", "b.png", "sub/c.jpg")
     made = ["--model", str(model_dir), "--template", "plain", "--chunk-tokens", "64"]
