@@ -106,6 +106,9 @@ def _answer(args: argparse.Namespace, first: bool) -> int:
             max_new_tokens=args.max_new_tokens,
             stop=args.stop,
             where=where_of(args),
+            search_mode=args.search,
+            min_score=args.min_score,
+            unanswerable=args.unanswerable,
         )
         with written_once(args.out, settings.model.exchange, first) as out:
             report = answer_file(

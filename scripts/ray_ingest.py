@@ -72,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
         import ray.data
     except ImportError:
         raise RequestError("ray is not installed; pip install 'jaxrag[ray]'") from None
+    if args.sync:
+        raise RequestError("--sync needs all documents; run `jaxrag ingest --sync` afterwards")
     if args.shard is not None:
         raise RequestError(f"--shard {args.shard}: the parts are dealt here; use --parts N")
     parts = args.parts or _PARTS_PER_ACTOR * args.actors
@@ -105,7 +107,7 @@ def merged(reports: Sequence["AddReport"], seconds: float) -> "AddReport":
     """One report of several parts: counts are added, ``seconds`` is the whole run's."""
     from jaxrag.knowledge_base.ingest import UNKNOWN_EXAMPLES
 
-    own = ("skipped", "seconds", "unknown_words", "neighbours")
+    own = ("skipped", "seconds", "unknown_words", "neighbours", "removed", "gone")
     names = [f.name for f in dataclasses.fields(reports[0]) if f.name not in own]
     unknown = dict.fromkeys(word for report in reports for word in report.unknown_words)
     return dataclasses.replace(

@@ -42,6 +42,8 @@ def _named(source: "Source", given: bool) -> str:
 
 def summary(result: "Result", max_new_tokens: int) -> str:
     """The account in short."""
+    if result.finish_reason == "abstained":
+        return "abstained: the model was not asked"
     total = sum(result.counts.values())
     line = f"{result.method}: {result.counts['reused']} of {total} chunk tokens reused"
     if result.counts["encoded"]:

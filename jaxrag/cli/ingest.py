@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,8 @@ from jaxrag.cli.options import (
     print_json,
     secret_of,
 )
-from jaxrag.errors import KnowledgeBaseError
+from jaxrag.errors import KnowledgeBaseError, RequestError
+from jaxrag.text.printable import printable
 
 if TYPE_CHECKING:
     from jaxrag.documents import DocumentFiles, Shard
@@ -46,8 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "paths",
         nargs="+",
         metavar="PATH",
-        help="a folder, or a file: .txt .md .html .pdf .docx (one document each), .jsonl .json "
-        ".csv .tsv (one an object or row)",
+        help="a folder, or a file: .txt .md .html .pdf .docx .ipynb .eml (one document each), "
+        ".jsonl .json .csv .tsv (one an object or row); pictures, sound, archives and programs in "
+        "a folder are passed over, and any other file that cannot be read makes the exit code 3",
     )
     parser.add_argument("--kb", required=True, metavar="DIR", help="made when missing")
     add_model(
@@ -135,7 +138,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=60.0,
         metavar="S",
-        help="that a .pdf, .docx, .html or .json file may take to parse, else it is left out (60)",
+        help="that a .pdf, .docx, .html, .json, .ipynb or .eml file may take to parse, else it is "
+        "left out (60)",
     )
     parser.add_argument(
         "--parse-bytes",
@@ -150,6 +154,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only the documents that fall to part I of N by their id, so that N processes share "
         "the work; a last run without it encodes what sees neighbours (0/1)",
     )
+    parser.add_argument(
+        "--sync",
+        action="store_true",
+        help="then remove the documents whose files or rows below the paths are gone",
+    )
+    parser.add_argument(
+        "--sync-empty",
+        action="store_true",
+        help="with --sync also those of paths that are missing and of folders that are empty, "
+        "as a disk is that is not mounted",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="with --sync: name what would be removed, and change nothing",
+    )
     add_json(parser)
 
 
@@ -158,10 +178,31 @@ def run(args: argparse.Namespace) -> int:
     from jaxrag.documents import Shard
 
     shard = Shard() if args.shard is None else Shard.parse(args.shard)
+    for name in ("sync_empty", "dry_run"):
+        if getattr(args, name) and not args.sync:
+            raise RequestError(f"--{name.replace('_', '-')} is about --sync; pass --sync with it")
     files = files_of(args)
+    if args.dry_run:
+        return _dry_run(args, files)
     report = ingest(args, model_for(args), files, shard, not args.json)
-    print_report(report, args.json)
+    print_report(report, args.json, args.sync)
     return 3 if report.skipped else 0
+
+
+def _dry_run(args: argparse.Namespace, files: "DocumentFiles") -> int:
+    """Say what --sync would remove."""
+    from jaxrag.knowledge_base import KnowledgeBase
+
+    with KnowledgeBase.open(args.kb) as kb:
+        found = kb.gone(files, empty=args.sync_empty)
+    if args.json:
+        print_json({"removed": found.ids, "gone": found.doubtful, "kept": found.kept})
+        return 0
+    for name in found.ids:
+        print(f"would remove {printable(name)}")
+    print(f"would remove {counted(len(found.ids), 'document')}; nothing was changed")
+    _print_left(found.doubtful, found.kept, sync=True)
+    return 0
 
 
 def model_for(args: argparse.Namespace) -> "Model":
@@ -186,6 +227,7 @@ def files_of(args: argparse.Namespace) -> "DocumentFiles":
         follow_links=args.follow_links,
         parse_seconds=args.parse_seconds,
         parse_bytes=args.parse_bytes,
+        missing_ok=args.sync_empty,
     )
 
 
@@ -199,6 +241,10 @@ def ingest(
     """Ingest one part of the documents into the knowledge base that the arguments describe."""
     from jaxrag.knowledge_base import KnowledgeBase
 
+    if args.sync and shard.count > 1:
+        raise RequestError(
+            f"--sync needs all documents, and part {shard} has some; run it once without parts"
+        )
     with KnowledgeBase.open(
         args.kb,
         model=model,
@@ -218,13 +264,16 @@ def ingest(
         index=args.index,
         attention_index=args.attention_index,
     ) as kb:
-        report = kb.add(files, progress=progress, shard=(shard.index, shard.count))
+        if args.sync:
+            report = kb.sync(files, empty=args.sync_empty, progress=progress)
+        else:
+            report = kb.add(files, progress=progress, shard=(shard.index, shard.count))
         if kb.unchecked is not None:
             print(f"note: {kb.unchecked}", file=sys.stderr)
         return report
 
 
-def print_report(report: "AddReport", as_json: bool) -> None:
+def print_report(report: "AddReport", as_json: bool, sync: bool = False) -> None:
     """What was left out on stderr, the rest on stdout."""
     for bad in report.skipped:
         print(f"skipped {bad.source}: {bad.reason}", file=sys.stderr)
@@ -260,5 +309,23 @@ def print_report(report: "AddReport", as_json: bool) -> None:
             f"{near.encoded}, reused {near.reused}, unchanged {near.unchanged}; "
             f"{near.seconds:.1f} s, {human_count(near.chunks_per_minute)} chunks/min"
         )
+    if report.removed:
+        print(f"removed {counted(len(report.removed), 'document')}: no longer in the files")
+    _print_left(report.gone, report.kept, sync)
+    if report.passed:
+        print(f"passed over {counted(report.passed, 'file')} without text, such as pictures")
     if report.skipped:
         print(f"left out {len(report.skipped)}; see above")
+
+
+def _print_left(gone: Sequence[str], kept: int, sync: bool) -> None:
+    """What stays though it was not read."""
+    if gone and sync:
+        print(
+            f"kept {counted(len(gone), 'document')} of missing paths and empty folders: "
+            "--sync-empty removes what is no longer there"
+        )
+    elif gone:
+        print(f"{counted(len(gone), 'document')} no longer in the files: --sync removes them")
+    if kept:
+        print(f"kept {counted(kept, 'document')} of files that were not read to their end")

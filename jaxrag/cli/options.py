@@ -126,6 +126,28 @@ def add_where(parser: Options) -> None:
     )
 
 
+def add_search(parser: Options) -> None:
+    """--where, --search, --min-score and --unanswerable."""
+    add_where(parser)
+    parser.add_argument(
+        "--search",
+        choices=("bm25", "vector", "hybrid"),
+        help="by words, by meaning, or by both (hybrid where every chunk has a vector, else bm25)",
+    )
+    parser.add_argument(
+        "--min-score",
+        type=float,
+        metavar="X",
+        help="leave out chunks that score less, by words or by meaning (none)",
+    )
+    parser.add_argument(
+        "--unanswerable",
+        choices=("abstain", "ask"),
+        default="abstain",
+        help="where --where or --min-score leave no chunk: say so, or ask without any (abstain)",
+    )
+
+
 def add_generation(to: argparse.ArgumentParser) -> None:
     """--method and what changes it, --template, --k, --max-new-tokens, --stop and sampling."""
     parser = to.add_argument_group("how chunks are reused and read")
@@ -172,7 +194,7 @@ def add_generation(to: argparse.ArgumentParser) -> None:
     )
     parser = to.add_argument_group("what is retrieved")
     parser.add_argument("--k", type=int, default=5, metavar="N", help="chunks to retrieve (5)")
-    add_where(parser)
+    add_search(parser)
     parser = to.add_argument_group("the answer")
     parser.add_argument("--max-new-tokens", type=parse_count, default=64, metavar="N", help="(64)")
     parser.add_argument(

@@ -85,6 +85,7 @@ def document_from_mapping(
 ) -> Document:
     """A Document from ``{"text", "id"?, "title"?}``; every other key becomes metadata.
 
+    So do the keys of an object under "metadata", in place of that object.
     Without an ``id`` the document takes ``default_id``, or else a name made of its text's hash.
     ``text_field`` is the key that holds the text. Raises DocumentError.
     """
@@ -102,6 +103,13 @@ def document_from_mapping(
     title = values.get("title")
     used = (text_field, "id", "title")
     rest = {key: value for key, value in values.items() if key not in used}
+    if isinstance(inner := rest.get("metadata"), Mapping):
+        del rest["metadata"]
+        if twice := sorted(str(key) for key in inner if key in rest):
+            raise DocumentError(
+                f'the key "{twice[0]}" stands beside "metadata" and in it; leave one of them out'
+            )
+        rest |= inner
     return Document(name, text, "" if title is None else title, file, rest)
 
 

@@ -15,6 +15,7 @@ from jaxrag.documents.files import (
     read_bytes,
     require_few_tags,
 )
+from jaxrag.documents.metadata import typed
 from jaxrag.errors import DocumentError
 
 
@@ -35,6 +36,12 @@ _CELLS = frozenset(("td", "th"))
 _SPACE = re.compile(r"[ \t\n\r\f\v\u00a0]+")
 _DECLARED = re.compile(rb"""<meta[^>]{0,500}?charset\s*=\s*["']?\s*([A-Za-z0-9_:.-]{1,40})""", re.I)
 _XML_DECLARED = re.compile(rb"""^\s*<\?xml[^>]{0,100}?encoding\s*=\s*["']([A-Za-z0-9_.-]{1,40})""")
+_META = 64  # names that a page may give
+_META_CHARACTERS = 2_000  # of a name or value; what is longer is left out
+_META_OF_DISPLAY = _tags(
+    "viewport theme-color color-scheme referrer robots googlebot format-detection generator "
+    "handheldfriendly mobileoptimized apple-mobile-web-app-capable csrf-token csrf-param"
+)
 _DECLARED_WITHIN = 4096  # bytes
 # Pages that name the left one mean the right one, as browsers read them.
 _MEANT = {
@@ -54,6 +61,8 @@ _MEANT = {
 def read_html(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     """One document: the main text of a page, titled by its <title>.
 
+    Metadata are what ``<meta name=... content=...>`` say, under names in lower case, and the
+    ``lang`` of the page; names about how a page is shown are left out.
     Scripts, styles, menus and footers are left out; where the page marks its <main> part or single
     <article>, so is everything around it. The encoding is that of a byte order mark, the option,
     the page's own declaration or UTF-8, in this order.
@@ -64,7 +73,9 @@ def read_html(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     if not text.strip():
         raise DocumentError("the file is empty; leave it out")
     try:
-        title, body = html_text(text)
+        root = _parsed(text)
+        title, body = _text_of(root)
+        metadata = {} if root is None else _metadata_of(root)
     except (DocumentError, MemoryError):
         raise
     except Exception as error:  # whatever the parser may raise
@@ -72,7 +83,7 @@ def read_html(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
         raise DocumentError(f"cannot be parsed as HTML ({one_line(error)})") from None
     if not body:
         raise DocumentError("holds no text outside of scripts and menus; leave the file out")
-    yield Document(file.name, body, title or file.path.stem, file.reported)
+    yield Document(file.name, body, title or file.path.stem, file.reported, metadata)
 
 
 def declared_encoding(data: bytes) -> str | None:
@@ -95,6 +106,10 @@ def html_text(page: str) -> tuple[str, str]:
 
     Raises DocumentError for a page nested more than 2048 deep, of which the parser drops the rest.
     """
+    return _text_of(_parsed(page))
+
+
+def _parsed(page: str) -> Any:
     from lxml import etree, html  # only who reads HTML waits for it
 
     parser = html.HTMLParser(
@@ -104,6 +119,24 @@ def html_text(page: str) -> tuple[str, str]:
     root = etree.fromstring(page.encode("utf-8", "replace"), parser)
     if any(entry.type_name == "ERR_RESOURCE_LIMIT" for entry in parser.error_log):
         raise DocumentError("is nested too deeply to be read to its end; flatten the page")
+    return root
+
+
+def _metadata_of(root: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if lang := (root.get("lang") or "").strip():
+        found["lang"] = lang[:_META_CHARACTERS]
+    for element in root.iter("meta"):
+        name = (element.get("name") or "").strip().lower()
+        content = _SPACE.sub(" ", element.get("content") or "").strip()
+        if not name or not content or name in _META_OF_DISPLAY or len(found) >= _META:
+            continue
+        if name not in found and max(len(name), len(content)) <= _META_CHARACTERS:
+            found[name] = typed(content)
+    return found
+
+
+def _text_of(root: Any) -> tuple[str, str]:
     if root is None:
         return "", ""
     titles = [element for element in root.iter("title") if element.getparent().tag == "head"]

@@ -16,8 +16,14 @@ Source = Document | BadDocument | str | Path | Mapping[str, Any]
 class Intake:
     """One pass over given documents: read, dealt to a shard, each id once.
 
-    Holds the ids it has seen, never the documents. ``characters`` is the length of the texts that
-    have been read so far.
+    Holds the ids it has seen, never the documents.
+
+    Attributes:
+      characters: length of the texts that have been read so far.
+      seen: ids of the documents that were read so far.
+      part: of the documents that are taken in.
+      paths: the files and folders that were given to be read, so far.
+      passed: files of folders that hold no text by their nature, so far.
     """
 
     def __init__(self, given: Iterable[Source], shard: Shard) -> None:
@@ -29,9 +35,13 @@ class Intake:
                 "Document, of text, or of pathlib.Path to read"
             )
         self._given = given.only(shard.holds) if isinstance(given, DocumentFiles) else given
-        self._shard = shard
+        self.part = shard
         self.characters = 0
-        self._seen: set[str] = set()
+        self.seen: set[str] = set()
+        self.paths: list[Path] = []
+        self.passed = 0
+        self._whole: set[str] = set()
+        self._refused: set[str] = set()  # files with a document that another file had
         self._index = 0
         self._files: DocumentFiles | None = None
         self._total_bytes: int | None = None
@@ -40,16 +50,22 @@ class Intake:
         """The documents of the shard; an id that came before comes as a BadDocument."""
         for found in self._found():
             if isinstance(found, Document):
-                if found.id in self._seen:
+                if found.id in self.seen:
+                    self._refused.add(found.file or "")
                     yield BadDocument(
                         found.file or found.id,
                         f"id {found.id!r} was given before in this run; give one of the two "
                         "another name or id",
                     )
                     continue
-                self._seen.add(found.id)
+                self.seen.add(found.id)
                 self.characters += len(found.text)
             yield found
+
+    @property
+    def whole(self) -> set[str]:
+        """Resolved paths of the files that were taken in whole; of one part of several, none."""
+        return set() if self.part.count > 1 else self._whole - self._refused
 
     def fraction(self) -> float | None:
         """How much has been read, 0 to 1: of the bytes of files, of the items of a list.
@@ -70,7 +86,10 @@ class Intake:
 
     def _found(self) -> Iterator[Document | BadDocument]:
         if isinstance(self._given, DocumentFiles):
+            self.paths += self._given.paths
             yield from self._given
+            self._whole |= self._given.whole
+            self.passed += self._given.passed
             return
         with Parser(ParseLimits()) as parser:
             yield from self._listed(self._given, parser)
@@ -86,17 +105,20 @@ class Intake:
                 )
             try:
                 if isinstance(item, Path):
-                    self._files = read_paths([item]).only(self._shard.holds)
+                    self._files = read_paths([item]).only(self.part.holds)
                     self._total_bytes = None
+                    self.paths += self._files.paths
                     yield from self._files.read_with(parser)
+                    self._whole |= self._files.whole
+                    self.passed += self._files.passed
                     self._files = None
                 else:
                     found = _document(item)
                     name = found.id if isinstance(found, Document) else found.source
-                    if self._shard.holds(name):
+                    if self.part.holds(name):
                         yield found
             except DocumentError as error:
-                if self._shard.holds(where):
+                if self.part.holds(where):
                     yield BadDocument(where, str(error))
             self._index = index + 1
 

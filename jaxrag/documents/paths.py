@@ -9,7 +9,7 @@ from typing import BinaryIO
 from jaxrag.documents.document import BadDocument, Document
 from jaxrag.documents.files import File, ReadOptions
 from jaxrag.documents.parser import ParseLimits, Parser, ParserFailed
-from jaxrag.documents.readers import is_of_records, is_parsed_apart, read_open
+from jaxrag.documents.readers import is_of_records, is_parsed_apart, is_without_text, read_open
 from jaxrag.errors import DocumentError
 
 Wanted = Callable[[str], bool]
@@ -23,6 +23,9 @@ class DocumentFiles:
       options: how to read it.
       limits: of the process that parses what needs one.
       wanted: which documents, by id; files of one document that is not wanted are not opened.
+      missing_ok: a path that is not there holds nothing.
+      passed: files of folders that the last iteration passed over, as they hold no text (pictures).
+      whole: resolved paths of the files that the last iteration read without a BadDocument.
     """
 
     def __init__(
@@ -31,12 +34,16 @@ class DocumentFiles:
         options: ReadOptions,
         limits: ParseLimits,
         wanted: Wanted | None = None,
+        missing_ok: bool = False,
     ) -> None:
         """Use ``read_paths``, which checks the paths."""
         self.paths = tuple(paths)
         self.options = options
         self.limits = limits
         self.wanted = wanted
+        self.missing_ok = missing_ok
+        self.passed = 0
+        self.whole: set[str] = set()
         self._done = 0  # bytes of the files that the iteration under way has left behind
         self._current: BinaryIO | None = None
 
@@ -48,35 +55,48 @@ class DocumentFiles:
     def read_with(self, parser: Parser) -> Iterator[Document | BadDocument]:
         """Read once, with a parsing process of the caller's, which may have read others before."""
         self._done = 0
-        for found in _files(self.paths, self.options.follow_links):
+        self.passed = 0
+        self.whole.clear()
+        for found in self._files():
             yield from self._read(found, parser)
 
     def only(self, wanted: Wanted) -> "DocumentFiles":
         """The same files, reduced to the documents whose id is wanted."""
-        return DocumentFiles(self.paths, self.options, self.limits, wanted)
+        return DocumentFiles(self.paths, self.options, self.limits, wanted, self.missing_ok)
 
     def total_bytes(self) -> int:
         """Size of all files, from their directory entries."""
-        return sum(
-            _size(found.path)
-            for found in _files(self.paths, self.options.follow_links)
-            if not found.refused
-        )
+        return sum(_size(found.path) for found in self._files() if not found.refused)
 
     def read_bytes(self) -> int:
         """How much of it the iteration under way has passed."""
         current = self._current
         return self._done + (current.tell() if current is not None and not current.closed else 0)
 
+    def _files(self) -> Iterator["_Found"]:
+        there = (it for it in self.paths if not self.missing_ok or os.path.lexists(it))
+        return _files(there, self.options.follow_links)
+
     def _read(self, found: "_Found", parser: Parser) -> Iterator[Document | BadDocument]:
         file = File(found.path, found.name, self.options)
+        if found.inside and not found.refused and is_without_text(found.name):
+            self.passed += self._wants(found.name)
+            self._done += _size(found.path)
+            return
         many = is_of_records(file.path.name) and not found.refused
         if self._wants(file.name) or many:
             if found.refused:
                 yield file.bad(found.refused)
             else:
                 documents = self._open(file, parser)
-                yield from filter(self._belongs(file), documents) if many else documents
+                belongs = self._belongs(file) if many else lambda it: True
+                whole = True
+                for it in documents:
+                    whole = whole and isinstance(it, Document)
+                    if belongs(it):
+                        yield it
+                if whole:
+                    self.whole.add(str(file.path.resolve()))
         self._done += 0 if found.refused else _size(found.path)
 
     def _open(self, file: File, parser: Parser) -> Iterator[Document | BadDocument]:
@@ -120,6 +140,7 @@ class _Found:
     path: Path
     name: str  # relative to the folder that was named
     refused: str = ""  # why it cannot be read
+    inside: bool = False  # of a folder that was named, and not named itself
 
 
 def read_paths(
@@ -130,11 +151,13 @@ def read_paths(
     follow_links: bool = False,
     parse_seconds: float = ParseLimits.seconds,
     parse_bytes: int = ParseLimits.nbytes,
+    missing_ok: bool = False,
 ) -> DocumentFiles:
     """Read files and folders (recursively, sorted, hidden entries left out), document by document.
 
-    ``.txt``, ``.md``, ``.html``, ``.pdf`` and ``.docx`` hold one document each; ``.jsonl``,
-    ``.json``, ``.csv`` and ``.tsv`` one an object or row. A document's id is its path relative to
+    ``.txt``, ``.md``, ``.html``, ``.pdf``, ``.docx``, ``.ipynb`` and ``.eml`` hold one document
+    each; ``.jsonl``, ``.json``, ``.csv`` and ``.tsv`` one an object or row. Pictures, sound,
+    archives and programs in a folder are passed over. A document's id is its path relative to
     the folder that was named (its file name where a file was named), for an object or row its
     ``id`` or else the path with the line or index. Whatever cannot be read comes as a BadDocument
     in its place.
@@ -146,8 +169,10 @@ def read_paths(
       follow_links: also read what links inside a folder name outside of it, and the folders that
         links in it name, each folder once; else these are reported.
       parse_seconds: that a file may take to parse.
-      parse_bytes: of memory that it may take. PDF, DOCX, HTML and JSON are parsed in a process of
-        their own, so that a file which comes to a limit, or crashes its parser, is left out alone.
+      parse_bytes: of memory that it may take. PDF, DOCX, HTML, JSON, notebooks and mail are parsed
+        in a process of their own, so that a file which comes to a limit, or crashes its parser, is
+        left out alone.
+      missing_ok: take a path that does not exist for an empty folder.
 
     Raises DocumentError at once for a path that does not exist, for an unknown encoding and for
     limits that no file keeps.
@@ -158,9 +183,9 @@ def read_paths(
     limits = ParseLimits(parse_seconds, parse_bytes)
     named = [Path(path) for path in paths]
     for path in named:
-        if not os.path.exists(path):
+        if not missing_ok and not os.path.exists(path):
             raise DocumentError(f"{path}: no such file or folder")
-    return DocumentFiles(named, options, limits)
+    return DocumentFiles(named, options, limits, missing_ok=missing_ok)
 
 
 def _files(named: Iterable[Path], follow_links: bool) -> Iterator[_Found]:
@@ -203,7 +228,7 @@ def _walk(folder: Path, follow_links: bool) -> Iterator[_Found]:
                 entry, name, "is a link out of its folder; name the file, or pass --follow-links"
             )
         else:
-            yield _Found(entry, name)
+            yield _Found(entry, name, inside=True)
 
 
 def _is_below(path: str, folder: str) -> bool:

@@ -8,6 +8,8 @@ from jaxrag.documents.document import BadDocument, Document
 from jaxrag.documents.docx import read_docx
 from jaxrag.documents.files import File, Reader, ReadOptions
 from jaxrag.documents.html import read_html
+from jaxrag.documents.mail import read_mail
+from jaxrag.documents.notebook import read_notebook
 from jaxrag.documents.pdf import read_pdf
 from jaxrag.documents.records import read_json, read_json_lines, read_table
 from jaxrag.documents.text import read_text
@@ -24,15 +26,42 @@ _READERS: dict[str, Reader] = {
     ".htm": read_html,
     ".pdf": read_pdf,
     ".docx": read_docx,
+    ".ipynb": read_notebook,
+    ".eml": read_mail,
 }
 _RECORDS = (".jsonl", ".json", ".csv", ".tsv")  # of many documents, each with an id of its own
 # Their parsers build trees, or are programs of others: they run in a process of their own.
-_APART = (".json", ".html", ".htm", ".pdf", ".docx")
+_APART = (".json", ".html", ".htm", ".pdf", ".docx", ".ipynb", ".eml")
+_FIXES = {
+    ".rst": "convert it, as with `pandoc FILE -o FILE.md`",
+    ".org": "convert it, as with `pandoc FILE -o FILE.md`",
+    ".epub": "convert it, as with `pandoc FILE -o FILE.html`",
+    ".xlsx": "save its sheets as .csv",
+    ".xls": "save its sheets as .csv",
+    ".ods": "save its sheets as .csv",
+    ".pptx": "save it as .pdf",
+    ".ppt": "save it as .pdf",
+    ".odp": "save it as .pdf",
+    ".doc": "save it as .docx",
+    ".odt": "save it as .docx",
+}
+# Pictures, sound, archives and programs: nobody expects their text.
+_NO_TEXT = (
+    "png jpg jpeg gif bmp tif tiff webp ico heic svg psd mp3 wav ogg flac m4a mp4 mov avi mkv webm "
+    "zip gz bz2 xz zst 7z rar tar tgz iso dmg exe dll so dylib o a class jar whl pyc "
+    "ttf otf woff woff2 bin npy npz safetensors sqlite db"
+)
+_WITHOUT_TEXT = frozenset(_NO_TEXT.split())
 
 
 def is_of_records(filename: str) -> bool:
     """Whether a file of that name holds many documents, each with an id of its own."""
     return filename.lower().endswith(_RECORDS)
+
+
+def is_without_text(filename: str) -> bool:
+    """Whether a file of that name holds no text by its nature, as a picture does."""
+    return filename.lower().rpartition(".")[2] in _WITHOUT_TEXT
 
 
 def is_parsed_apart(filename: str) -> bool:
@@ -61,7 +90,8 @@ def read_open(
     file = File(Path(filename), name, options or ReadOptions(), reported)
     reader = _READERS.get(file.suffix)
     if reader is None:
-        yield file.bad(f"file type {file.suffix!r} is not one of {', '.join(_READERS)}; convert it")
+        fix = _FIXES.get(file.suffix, "convert it")
+        yield file.bad(f"file type {file.suffix!r} is not one of {', '.join(_READERS)}; {fix}")
         return
     try:
         yield from reader(stream, file)

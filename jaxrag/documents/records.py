@@ -1,10 +1,12 @@
 """Readers of files that hold many documents: .jsonl, .json, .csv and .tsv."""
 
 import codecs
+import contextlib
 import csv
+import dataclasses
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 from jaxrag.documents.document import BadDocument, Document, document_from_mapping
@@ -17,6 +19,7 @@ from jaxrag.documents.files import (
     read_bytes,
     require_few_values,
 )
+from jaxrag.documents.metadata import Column
 from jaxrag.errors import DocumentError
 
 _TEXT_COLUMNS = ("text", "content", "body")
@@ -76,24 +79,56 @@ def read_json(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
 def read_table(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     """One document a row of .csv or .tsv, under a first row of column names.
 
-    Columns ``id`` and ``title`` are what they say, one holds the text, the others are metadata;
-    every cell is text. A .csv whose names are separated by semicolons is read with them. A row's id
-    is ``name:line`` where there is no id column.
+    Columns ``id`` and ``title`` are what they say, one holds the text, the others are metadata. A
+    column whose cells all spell integers, numbers or true and false has that type, and an empty
+    cell of it is no value; any other is text, so that 007 stays what it is. A .csv whose names are
+    separated by semicolons is read with them. A row's id is ``name:line`` where there is no id
+    column.
     """
     start = stream.read(4)
     stream.seek(0)
     encoding = marked_encoding(start) or file.options.encoding or "utf-8"
     # A byte that cannot be decoded must cost its own row only, so it is escaped and found again.
     text = io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline="")
+    columns: dict[str, Column] = {}
     try:
-        yield from _rows(text, file, encoding)
+        with contextlib.suppress(UnicodeError):  # said where the rows are read
+            for found in _rows(text, file):
+                if isinstance(found, _Row) and len(found.cells) == len(found.names):
+                    for name, cell in zip(found.names, found.cells, strict=True):
+                        columns.setdefault(name, Column()).tell(cell)
+        text.seek(0)
+        yield from _documents(_rows(text, file), columns, file, encoding)
     except UnicodeError:
         yield file.bad(f"is not {encoding.upper()} to its end; the rest is left out")
     finally:
         text.detach()
 
 
-def _rows(text: io.TextIOWrapper, file: File, encoding: str) -> Iterator[Document | BadDocument]:
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """One row of a table, under the names of its columns."""
+
+    names: Sequence[str]
+    cells: Sequence[str]
+    text_column: str
+    where: str
+
+
+def _documents(
+    rows: Iterator[_Row | BadDocument], columns: Mapping[str, Column], file: File, encoding: str
+) -> Iterator[Document | BadDocument]:
+    for found in rows:
+        if isinstance(found, BadDocument):
+            yield found
+            continue
+        try:
+            yield _document(found, columns, file, encoding)
+        except DocumentError as error:
+            yield file.bad(error, found.where)
+
+
+def _rows(text: io.TextIOWrapper, file: File) -> Iterator[_Row | BadDocument]:
     first = text.readline(MAX_LINE_BYTES)
     text.seek(0)
     semicolons = file.suffix == ".csv" and ";" in first and "," not in first
@@ -128,10 +163,7 @@ def _rows(text: io.TextIOWrapper, file: File, encoding: str) -> Iterator[Documen
             names, text_column = _columns(row, file.options.text_field)
             continue
         found = True
-        try:
-            yield _row(names, row, text_column, file, where, encoding)
-        except DocumentError as error:
-            yield file.bad(error, where)
+        yield _Row(names, row, text_column, where)
     if not found:
         yield file.bad("holds no rows under its column names; leave the file out")
 
@@ -182,16 +214,18 @@ def _columns(names: Sequence[str], wanted: str | None) -> tuple[list[str], str]:
     return stripped, text_column
 
 
-def _row(
-    names: Sequence[str], row: Sequence[str], text_column: str, file: File, where: str, coded: str
-) -> Document:
-    if len(row) != len(names):
-        raise DocumentError(f"the row has {len(row)} cells; expected {len(names)}, one a column")
-    if not _UNDECODED.isdisjoint("".join(row)):
+def _document(row: _Row, columns: Mapping[str, Column], file: File, coded: str) -> Document:
+    names, cells, text_column = row.names, row.cells, row.text_column
+    if len(cells) != len(names):
+        raise DocumentError(f"the row has {len(cells)} cells; expected {len(names)}, one a column")
+    if not _UNDECODED.isdisjoint("".join(cells)):
         raise DocumentError(f"a byte is not {coded.upper()}; name the encoding of the file")
-    values = dict(zip(names, row, strict=True))
+    values: dict[str, Any] = dict(zip(names, cells, strict=True))
     values[text_column] = values[text_column].replace("\r\n", "\n").replace("\r", "\n")
-    return document_from_mapping(values, file.name + where, file.reported, text_column)
+    for name in values.keys() - {text_column, "id", "title"}:
+        values[name] = columns[name].value(values[name])
+    values = {name: value for name, value in values.items() if value is not None}
+    return document_from_mapping(values, file.name + row.where, file.reported, text_column)
 
 
 def _record(value: Any, file: File, where: str) -> Document:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from jaxrag.documents import BadDocument, Intake, Shard, Source
+from jaxrag.documents import BadDocument, Intake
 from jaxrag.encode import ChunkInContext, Encoded
 from jaxrag.encode.packed import ROW_TOKENS
 from jaxrag.knowledge_base.prepare import Prepared, Preparer
@@ -85,6 +85,10 @@ class AddReport:
     unknown_words: tuple[str, ...] = ()  # a few of what they stand for
     neighbours: RefreshReport | None = None  # the variants that see neighbours, of all documents
     unsealed: int = 0  # of ``encoded``, chunks that were stored, but not sealed with the secret
+    removed: tuple[str, ...] = ()  # ids of documents of which the files had nothing any more
+    gone: tuple[str, ...] = ()  # ids of those that a ``sync`` would remove, or one with ``empty``
+    passed: int = 0  # files of folders that hold no text by their nature, such as pictures
+    kept: int = 0  # documents of files that are there and could not be read whole
 
     @property
     def tokens_per_second(self) -> float:
@@ -123,23 +127,13 @@ class Ingest:
     vectors: Vectors | None = None
     turn: Turn | None = None
 
-    def run(
-        self, documents: Iterable[Source], progress: bool, shard: tuple[int, int] | None = None
-    ) -> AddReport:
-        """Add documents.
+    def run(self, intake: Intake, progress: bool) -> AddReport:
+        """Add documents, held a batch at a time; ``progress`` shows how far it is, on stderr.
 
-        Args:
-          documents: what to add, each id once. Held a batch at a time.
-          progress: show how far it is, on stderr.
-          shard: (i, n) adds only the part i of n that falls to it by the hash of the id, so that
-            n processes share the work.
-
-        Raises DocumentError for an argument that is no list of documents, ConfigError for a shard
-        that does not exist. Single bad documents are skipped and reported.
+        Single bad documents are skipped and reported.
         """
         start = time.perf_counter()
         preparer = self.preparer
-        intake = Intake(documents, Shard(*shard) if shard is not None else Shard())
         skipped: list[BadDocument] = []
         with (
             Writer.at_work(preparer.catalog.path.parent) as at_work,
@@ -168,6 +162,7 @@ class Ingest:
             unknown_tokens=count["unknown"],
             unknown_words=tuple(pipeline.unknown_words),
             unsealed=count["unsealed"],
+            passed=intake.passed,
         )
 
     def commit(self, batch: Sequence[Prepared]) -> None:

@@ -4,16 +4,19 @@ import concurrent.futures
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self, get_args, overload
+from pathlib import Path
+from typing import Any, Literal, Self, get_args, overload
 
 from jaxrag.attention_index.document import Indexing, indexing_from
 from jaxrag.catalog import DocumentEntry
+from jaxrag.documents import DocumentFiles, Intake, Shard, Source, read_paths
 from jaxrag.documents.chunking import ChunkBy
 from jaxrag.encode import prefix_key
 from jaxrag.errors import KnowledgeBaseError, RequestError
 from jaxrag.export import ExportReport, ExportRequest, Piece, Selector, export_selected
 from jaxrag.knowledge_base import upkeep
-from jaxrag.knowledge_base.ingest import AddReport, Ingest, Source, Turn
+from jaxrag.knowledge_base.gone import Gone, compare
+from jaxrag.knowledge_base.ingest import AddReport, Ingest, Turn
 from jaxrag.knowledge_base.location import find_folder, open_catalog, store_location
 from jaxrag.knowledge_base.maintained import Maintained
 from jaxrag.knowledge_base.neighbours import SimilarBy
@@ -31,6 +34,7 @@ from jaxrag.tables import require_kind
 from jaxrag.text.prompts import PromptTemplate, template_named
 from jaxrag.text.tokenizer import Tokenizer
 
+_Removes = Literal["nothing", "certain", "all"]  # of what has left its files
 _MOST = 1 << 31  # chunks that a search gives; no index counts further
 
 
@@ -193,10 +197,23 @@ class KnowledgeBase(Maintained):
           ConfigError: a shard that does not exist.
           StoreError: KV, vectors or catalog cannot be written; documents committed before stay.
         """
+        return self._add(documents, "nothing", progress=progress, shard=shard, cut=cut, turn=turn)
+
+    def _add(
+        self,
+        documents: Iterable[Source],
+        removes: _Removes,
+        *,
+        progress: bool,
+        shard: tuple[int, int] | None = None,
+        cut: Cut | None = None,
+        turn: Turn | None = None,
+    ) -> AddReport:
         if shard is not None:
             pair = isinstance(shard, tuple | list) and len(shard) == 2
             if not pair or not all(type(number) is int for number in shard):
                 raise RequestError(f"shard={shard!r}: expected two integers, (i, n)")
+        part = Shard() if shard is None else Shard(*shard)
         model = self._require_model("add documents")
         self._require_writable("add documents")
         self._catalog.upgrade()
@@ -208,11 +225,60 @@ class KnowledgeBase(Maintained):
         preparer = Preparer(
             self._encoding(model), self.template, self.chunking, alone, self._catalog, cut
         )
+        intake = Intake(documents, part)
         with self._acknowledged():
-            report = Ingest(preparer, self._vectors, turn).run(documents, progress, shard)
-        if self._behind_others and (shard is None or shard[1] == 1):
+            report = Ingest(preparer, self._vectors, turn).run(intake, progress)
+            report = self._without_gone(report, intake, removes)
+        if self._behind_others and part.count == 1:
             return dataclasses.replace(report, neighbours=self.refresh(progress=progress))
         return report
+
+    def sync(
+        self,
+        paths: Iterable[str | Path] | DocumentFiles,
+        *,
+        empty: bool = False,
+        progress: bool = False,
+    ) -> AddReport:
+        """Add what files and folders hold, then remove what they hold no more.
+
+        Removed are documents whose ``file`` lies below the paths and is there no more, or was read
+        to its end without them: a row that was taken out. All of them leave in one transaction,
+        after the new documents came. Documents of files that could not be read, of other folders
+        and without a file stay. A path that is missing, or a folder in which nothing is left,
+        removes nothing: it may be a disk that is not mounted.
+
+        Args:
+          paths: as of ``read_paths``, or what that gives.
+          empty: remove also what came from paths that are missing and folders that are empty.
+          progress: as of ``add``.
+
+        Raises as ``add``, and DocumentError for a missing path without ``empty``.
+        """
+        files = _files_of(paths, empty)
+        return self._add(files, "all" if empty else "certain", progress=progress)
+
+    def gone(self, paths: Iterable[str | Path] | DocumentFiles, *, empty: bool = False) -> Gone:
+        """What ``sync`` would remove; reads the files and changes nothing."""
+        intake = Intake(_files_of(paths, empty), Shard())
+        for _ in intake:
+            pass
+        found = compare(self._catalog.documents(), intake.paths, intake.seen, intake.whole)
+        if not empty:
+            return found
+        return Gone((*found.ids, *found.doubtful), (), found.kept)
+
+    def _without_gone(self, report: AddReport, intake: Intake, removes: _Removes) -> AddReport:
+        """Remove what has left the files that were read, or report it."""
+        if not intake.paths or intake.part.count > 1:
+            return report
+        found = compare(self._catalog.documents(), intake.paths, intake.seen, intake.whole)
+        removed = found.ids * (removes != "nothing") + found.doubtful * (removes == "all")
+        left = found.ids * (removes == "nothing") + found.doubtful * (removes != "all")
+        if removed:
+            self._catalog.remove(removed)
+            self._finish_removals()
+        return dataclasses.replace(report, removed=removed, gone=left, kept=found.kept)
 
     def update(self, documents: Iterable[Source], *, progress: bool = False) -> AddReport:
         """Replace documents by others of the same ids; ``add`` by another name."""
@@ -241,12 +307,14 @@ class KnowledgeBase(Maintained):
     def search(
         self, question: str, k: int = 5, *,
         where: Mapping[str, Any] | None = None, mode: SearchMode | None = None,
+        min_score: float | None = None,
     ) -> Hits: ...  # fmt: skip
 
     @overload
     def search(
         self, question: list[str] | tuple[str, ...], k: int = 5, *,
         where: Mapping[str, Any] | None = None, mode: SearchMode | None = None,
+        min_score: float | None = None,
     ) -> list[Hits]: ...  # fmt: skip
 
     def search(
@@ -256,6 +324,7 @@ class KnowledgeBase(Maintained):
         *,
         where: Mapping[str, Any] | None = None,
         mode: SearchMode | None = None,
+        min_score: float | None = None,
     ) -> Hits | list[Hits]:
         """The up to ``k`` best chunks for a question, best first; a list of them for a list.
 
@@ -270,8 +339,13 @@ class KnowledgeBase(Maintained):
           mode: "bm25" ranks by shared words, "vector" by embeddings, "hybrid" by both ranks. None
             asks the retriever if one was given; else "hybrid" where every chunk has a vector, and
             "bm25" where not.
+          min_score: leaves out chunks that score less: by "bm25" the weights of shared words, a sum
+            that grows with their number and rarity and has no upper end; by "vector" the inner
+            product of the embedder's vectors, where these have length 1 the cosine, up to 1; of a
+            reranker or a retriever of yours, its own. "hybrid" without a reranker has only ranks.
 
-        Raises RequestError for an empty question, k < 1, a bad filter, or a mode without vectors.
+        Raises RequestError for an empty question, k < 1, a bad filter, a mode without vectors, or
+        a least score in "hybrid" without a reranker.
         """
         questions = [question] if isinstance(question, str) else question
         if not isinstance(questions, list | tuple):
@@ -286,7 +360,7 @@ class KnowledgeBase(Maintained):
         given = self.retriever
         retriever = None if given is None else adopted(given, self.chunks)
         search = Search(self._catalog, self._vectors, complete, retriever, self.reranker)
-        found = search.run(questions, k, where, mode)
+        found = search.run(questions, k, where, mode, min_score)
         return found[0] if isinstance(question, str) else found
 
     def chunk_of(self, key: str) -> str:
@@ -394,3 +468,7 @@ class KnowledgeBase(Maintained):
             prefix = Piece(prefix_key(self.store.fingerprint, checked.digest, ids), ids)
         selector = Selector(self._catalog, self.template, checked, chosen, prefix)
         return export_selected(request, selector, self.store, self.config, out, progress)
+
+
+def _files_of(paths: Iterable[str | Path] | DocumentFiles, empty: bool) -> DocumentFiles:
+    return paths if isinstance(paths, DocumentFiles) else read_paths(paths, missing_ok=empty)

@@ -5,6 +5,7 @@ found, however long the index remembers it.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -48,18 +49,25 @@ class Search:
         k: int,
         where: Mapping[str, Any] | None,
         mode: SearchMode | None,
+        min_score: float | None = None,
     ) -> list[Hits]:
-        """The up to ``k`` best chunks of every question, best first.
+        """The up to ``k`` best chunks of every question, best first; none below ``min_score``.
 
-        Raises RequestError for a bad filter, an unknown mode, or one whose vectors are not there.
+        Raises RequestError for a bad filter, an unknown mode, or one whose vectors are not there,
+        and for a least score where scores are ranks.
         """
         chosen = None if where is None else Filter.parse(where)
         retriever, notes = self._retriever(mode)
+        if min_score is not None:
+            _check_least(min_score, isinstance(retriever, HybridRetriever) and not self.reranker)
         if self.reranker is not None:
             retriever = Reranked(retriever, self.reranker, self.catalog.texts)
         depth = k
         while True:
-            rankings = retriever.search(questions, depth, where=where)
+            rankings = [
+                [one for one in ranking if min_score is None or one.score >= min_score]
+                for ranking in retriever.search(questions, depth, where=where)
+            ]
             rows = [self.catalog.hits(ranking, chosen) for ranking in rankings]
             cut = [
                 len(hits) < k and len(ranking) >= depth  # chunks that are gone took places
@@ -100,3 +108,15 @@ class Search:
             strays=compared.strays,
         )
         return near if mode == "vector" else HybridRetriever((words, near)), notes
+
+
+def _check_least(min_score: float, ranks: bool) -> None:
+    if isinstance(min_score, bool) or not isinstance(min_score, int | float):
+        raise RequestError(f"min_score={min_score!r}: expected a number")
+    if not math.isfinite(min_score):
+        raise RequestError(f"min_score={min_score}: expected a finite number")
+    if ranks:
+        raise RequestError(
+            f"min_score={min_score}: hybrid search scores by rank, which says nothing of how well "
+            "a chunk fits; search with mode 'bm25' or 'vector', or with a reranker"
+        )

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import queue
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.progress import Outcome, Progress
@@ -17,6 +17,8 @@ from jaxrag.serve.output import Answer
 from jaxrag.serve.questions import ReadyQuestion, Settings, shown_prompt
 from jaxrag.serve.suits import explained
 
+NOTHING_FOUND = "Nothing was found to answer this from."
+
 _SHOWN = 60  # characters of an answer where a result is printed
 _AHEAD = 4  # times as many questions are with the engine as it has rows, so that loads come early
 
@@ -26,6 +28,9 @@ class Result:
     """An answer with its account.
 
     Attributes:
+      text: the answer, or NOTHING_FOUND.
+      finish_reason: "stop", "length" (cut off), or "abstained": the filter or the least score left
+        no chunk, and the model was not asked.
       timings: seconds: retrieve, wait (until the pool had room), load (storage and encoding to
         pool), prefill (and waiting for a row), ttft (all of them up to the first token on the
         host), per_token (mean of the others).
@@ -44,7 +49,7 @@ class Result:
 
     text: str
     token_ids: list[int]
-    finish_reason: FinishReason
+    finish_reason: FinishReason | Literal["abstained"]
     method: str
     sources: list[Source]
     timings: dict[str, float]
@@ -126,6 +131,10 @@ class Stream:
         return shown_prompt(self._settings.model, self._question.request.prompt)
 
     def _run(self) -> Iterator[str]:
+        if self._question.abstains:
+            self.result = abstained(self._settings, self._question)
+            yield self.result.text
+            return
         news: queue.SimpleQueue[str | Result | BaseException] = queue.SimpleQueue()
         engine = engine_of(self._settings.model)
         growing = _Growing(self._settings, self._question, news.put)
@@ -156,6 +165,10 @@ class AsyncStream:
 
     async def __aiter__(self) -> AsyncIterator[str]:
         settings, question = await asyncio.to_thread(self._prepared)
+        if question.abstains:
+            self.result = abstained(settings, question)
+            yield self.result.text
+            return
         loop = asyncio.get_running_loop()
         news: asyncio.Queue[str | Result | BaseException] = asyncio.Queue()
 
@@ -195,7 +208,10 @@ def serve(
     engine = engine_of(settings.model)
     news: queue.SimpleQueue[tuple[int, Result | BaseException]] = queue.SimpleQueue()
     with_engine: dict[int, int] = {}  # by index the number there
-    waiting = iter(range(len(questions)))
+    waiting = (i for i, question in enumerate(questions) if not question.abstains)
+    silent = {i: abstained(settings, it) for i, it in enumerate(questions) if it.abstains}
+    if silent:
+        yield silent
 
     def ask(count: int) -> None:
         """Hand the next questions over, at one moment."""
@@ -207,7 +223,8 @@ def serve(
             )
             for i in indices
         ]
-        with_engine.update(zip(indices, engine.add_all(asked), strict=True))
+        if asked:
+            with_engine.update(zip(indices, engine.add_all(asked), strict=True))
 
     try:
         ask(len(questions) if engine.settings.lockstep else batch_size * _AHEAD)
@@ -234,6 +251,8 @@ def _whole(
 
 async def answer(settings: Settings, question: ReadyQuestion) -> Result:
     """Serve one question; cancelling the task aborts it."""
+    if question.abstains:
+        return abstained(settings, question)
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Result] = loop.create_future()
 
@@ -256,6 +275,24 @@ async def answer(settings: Settings, question: ReadyQuestion) -> Result:
     finally:
         if not done.done() or done.cancelled():
             engine.abort(number)
+
+
+def abstained(settings: Settings, question: ReadyQuestion) -> Result:
+    """What a question comes to that the model is not asked."""
+    spent = {"retrieve": question.retrieve_seconds, "wait": 0.0, "load": 0.0, "prefill": 0.0}
+    return Result(
+        text=NOTHING_FOUND,
+        token_ids=[],
+        finish_reason="abstained",
+        method=settings.method.name,
+        sources=[],
+        timings={**spent, "ttft": sum(spent.values()), "per_token": 0.0},
+        counts=token_counts([]),
+        flops=0,
+        reuse=[],
+        indexes={},
+        notes=list(question.notes),
+    )
 
 
 def result_of(

@@ -9,6 +9,7 @@ from jaxrag.decode import DecodeRule
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.errors import RequestError
 from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.knowledge_base.search import SearchMode
 from jaxrag.methods import Method, Misses
 from jaxrag.models.model import Model
 from jaxrag.serve.answers import AsyncStream, Result, Stream, answer, serve
@@ -23,7 +24,7 @@ from jaxrag.serve.door import (
     questions_of,
     samplings_of,
 )
-from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
+from jaxrag.serve.questions import ReadyQuestion, Settings, Unanswerable, prepare, resolve
 from jaxrag.shapes import bucket
 from jaxrag.text.prompts import PromptTemplate
 
@@ -53,6 +54,9 @@ class Options(TypedDict, total=False):
     template: str | PromptTemplate | None
     k: int
     where: Mapping[str, Any] | None
+    search_mode: SearchMode | None
+    min_score: float | None
+    unanswerable: Unanswerable
     max_new_tokens: int
     stop: Sequence[str]
 
@@ -111,6 +115,9 @@ def generate(
     template: str | PromptTemplate | None = None,
     k: int = 5,
     where: Mapping[str, Any] | None = None,
+    search_mode: SearchMode | None = None,
+    min_score: float | None = None,
+    unanswerable: Unanswerable = "abstain",
     max_new_tokens: int = 64,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     stop: Sequence[str] = (),
@@ -144,6 +151,10 @@ def generate(
         method's own when None.
       template: a prompts.TEMPLATES name, TOML path or PromptTemplate; that of the knowledge base,
         else of the model, else of the method, when None.
+      search_mode: "bm25", "vector" or "hybrid"; as of ``KnowledgeBase.search``.
+      min_score: least score of a chunk; what it means depends on the search, see there.
+      unanswerable: what to do where ``where`` or ``min_score`` leave no chunk: "abstain" does not
+        ask the model and says so, with the finish_reason "abstained"; "ask" asks it without any.
       max_new_tokens: upper bound of the answer.
       sampling: greedy when None; for a list of questions one for all of them, seed included, or a
         list with one for each.
@@ -180,6 +191,9 @@ def generate(
         max_new_tokens=max_new_tokens,
         stop=stop,
         where=where,
+        search_mode=search_mode,
+        min_score=min_score,
+        unanswerable=unanswerable,
     )
     if stream and not single:
         raise RequestError("stream=True takes one question, got a list; call generate for each")
@@ -233,6 +247,9 @@ def agenerate(
     template: str | PromptTemplate | None = None,
     k: int = 5,
     where: Mapping[str, Any] | None = None,
+    search_mode: SearchMode | None = None,
+    min_score: float | None = None,
+    unanswerable: Unanswerable = "abstain",
     max_new_tokens: int = 64,
     sampling: SamplingParams | None = None,
     stop: Sequence[str] = (),
@@ -267,6 +284,9 @@ def agenerate(
             max_new_tokens=max_new_tokens,
             stop=stop,
             where=where,
+            search_mode=search_mode,
+            min_score=min_score,
+            unanswerable=unanswerable,
         )
         ready = prepare(settings, asked[0], documents, own, blocks)
         return settings, _in_rows(ready, batch_size)

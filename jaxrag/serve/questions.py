@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from jaxrag.engine.sampling import SamplingParams
 from jaxrag.errors import RequestError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.knowledge_base.neighbours import each_other
+from jaxrag.knowledge_base.search import SearchMode
 from jaxrag.methods import Method, Misses, method_named
 from jaxrag.models.model import Model, as_token_ids
 from jaxrag.retrieve.filters import Filter
@@ -27,6 +28,8 @@ from jaxrag.store import KVStore
 from jaxrag.text.prompts import PromptTemplate, QuestionIds, template_named
 from jaxrag.text.tokenizer import Tokenizer
 from jaxrag.types import HostArray
+
+Unanswerable = Literal["abstain", "ask"]  # what to do where a filter or least score leaves nothing
 
 _SHOWN_WORDS = 5  # of those that a tokenizer lacks
 _SHOWN_CHARACTERS = 40  # of each
@@ -45,6 +48,9 @@ class Settings:
     max_new_tokens: int
     stop: tuple[str, ...]
     where: Mapping[str, Any] | None = None  # which documents may be retrieved
+    search_mode: SearchMode | None = None
+    min_score: float | None = None  # of what is retrieved
+    unanswerable: Unanswerable = "abstain"
     notes: tuple[str, ...] = ()  # of every request
 
     @property
@@ -63,6 +69,7 @@ class ReadyQuestion:
       retrieve_seconds: what finding them took.
       notes: what a result says about all that happened so far.
       retrieved: whether the chunks are those of the knowledge base.
+      abstains: whether the model is not asked, as the filter or the least score left no chunk.
     """
 
     request: Request
@@ -70,6 +77,7 @@ class ReadyQuestion:
     retrieve_seconds: float
     notes: list[str]
     retrieved: bool = True
+    abstains: bool = False
 
 
 def resolve(
@@ -86,6 +94,9 @@ def resolve(
     max_new_tokens: int,
     stop: Sequence[str],
     where: Mapping[str, Any] | None = None,
+    search_mode: SearchMode | None = None,
+    min_score: float | None = None,
+    unanswerable: Unanswerable = "abstain",
     store: KVStore | None = None,
 ) -> Settings:
     """Check the arguments that all questions share; they are those of ``generate``.
@@ -130,6 +141,13 @@ def resolve(
         Filter.parse(where)
         if kb is None:
             raise RequestError("where= chooses documents of a knowledge base; pass kb= with it")
+    for name, value in (("search_mode", search_mode), ("min_score", min_score)):
+        if value is not None and kb is None:
+            raise RequestError(f"{name}= is about a knowledge base; pass kb= with it")
+    if unanswerable not in get_args(Unanswerable):
+        raise RequestError(
+            f"unanswerable={unanswerable!r}: expected one of {', '.join(get_args(Unanswerable))}"
+        )
     chosen, notes = _template(template, kb, model, method)
     if kb is not None and named and recompute_ratio is None:
         method, told = gated(kb, method, chosen)
@@ -151,6 +169,9 @@ def resolve(
         max_new_tokens=max_new_tokens,
         stop=tuple(stop),
         where=where,
+        search_mode=search_mode,
+        min_score=min_score,
+        unanswerable=unanswerable,
         notes=notes,
     )
 
@@ -215,8 +236,16 @@ def prepare(
     elif not (len(blocks) or talk is question):
         raise RequestError("no knowledge base and no documents to answer from; give one of them")
     retrieve_seconds = time.perf_counter() - start
-    if not any(found) and (settings.kb is not None or documents is not None):
-        notes.append("no chunk was found for the question; it was asked without any")
+    chosen = settings.where is not None or settings.min_score is not None
+    nothing = not any(found) and (settings.kb is not None or documents is not None)
+    abstains = nothing and chosen and documents is None and settings.unanswerable == "abstain"
+    if nothing:
+        what = "was asked without any"
+        if abstains:
+            what = "was not asked; unanswerable='ask' (--unanswerable ask) asks it without any"
+        notes.append(f"no chunk was found for the question; it {what}")
+        if settings.min_score is not None:
+            notes.append(f"only chunks with a score of {settings.min_score:g} or more count")
         if settings.where is not None and settings.kb is not None:
             notes += (f"where: {why}" for why in settings.kb.why_nothing(settings.where))
     bare = [_given(f"blocks[{i}]", it, model) for i, it in enumerate(blocks)]
@@ -244,9 +273,10 @@ def prepare(
         keeps=talk.keeps,
     )
     engine_of(model).check_fits(request)
-    engine_of(model).prefetch([request])
+    if not abstains:
+        engine_of(model).prefetch([request])
     sources = [chunk.source for chunk in members]
-    return ReadyQuestion(request, sources, retrieve_seconds, notes, retrieved)
+    return ReadyQuestion(request, sources, retrieve_seconds, notes, retrieved, abstains)
 
 
 def _keeping(method: Method) -> Method:
@@ -394,7 +424,13 @@ def _retrieve(settings: Settings, question: Text) -> tuple[list[FoundChunk], tup
     assert settings.kb is not None
     if not isinstance(question, str):
         raise RequestError("retrieval needs the question as text; pass documents= with token ids")
-    hits = settings.kb.search(question, settings.k, where=settings.where)
+    hits = settings.kb.search(
+        question,
+        settings.k,
+        where=settings.where,
+        mode=settings.search_mode,
+        min_score=settings.min_score,
+    )
     return [
         FoundChunk(
             Source(h.document_id, h.chunk_index, h.file, h.score, h.text, h.page, h.start, h.end),

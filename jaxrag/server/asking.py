@@ -12,7 +12,7 @@ from typing import Any
 from jaxrag.engine.progress import Progress
 from jaxrag.errors import DeadlineExceeded
 from jaxrag.methods import METHODS
-from jaxrag.serve.answers import Result, result_of
+from jaxrag.serve.answers import Result, abstained, result_of
 from jaxrag.serve.door import Conversation, Text
 from jaxrag.serve.output import Answer
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
@@ -201,19 +201,24 @@ class Asking:
         """Make the prompt ready on a thread. Raises what ``make`` raises."""
         self._asked = await self._loop.run_in_executor(self._state.prepare, make)
         settings, question = self._asked
-        self.prompt_tokens = question.request.prompt.num_tokens
+        self.prompt_tokens = 0 if question.abstains else question.request.prompt.num_tokens
         tokenizer = settings.model.tokenizer
         self._answer = Answer(settings.stop, None if tokenizer is None else tokenizer.stream())
 
     async def begin(self, deadline: float) -> None:
         """Hand it to the engine; it fails at ``deadline``, by ``time.monotonic``."""
         assert self._asked is not None
-        _, question = self._asked
+        settings, question = self._asked
         if self._failed is not None:
             raise self._failed
         left = deadline - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded(LATE)
+        if question.abstains:  # an answer as others, for clients that know no other end
+            result = dataclasses.replace(abstained(settings, question), finish_reason="stop")
+            self._inbox.put(self._place, Piece(result.text, [], []))
+            self._end(result)
+            return
         request = dataclasses.replace(question.request, timeout=left)
 
         def add() -> None:

@@ -19,7 +19,7 @@ def folder(tmp_path, make_pdf):
     lines = [f'{{"text": "line {n}", "id": "line {n}"}}' for n in range(8)] + ["{", "{"]
     (root / "lines.jsonl").write_text("\n".join(lines))
     (root / "bad.txt").write_bytes(b"\xff")
-    (root / "image.png").write_bytes(b"")
+    (root / "page.odt").write_bytes(b"")
     (root / "page.pdf").write_bytes(make_pdf(["page"]))
     return root
 

@@ -103,7 +103,7 @@ def test_line_ends_are_unified(tmp_path):
         ("empty.jsonl", b"\n", "no JSON lines"),
         ("wide.jsonl", '{"text": "x"}'.encode("utf-16"), "UTF-16"),
         ("paper.pdf", b"%PDF", "cannot be parsed as PDF"),
-        ("image.png", b"\x89PNG", "not one of .txt, .md, .jsonl"),
+        ("page.odt", b"PK", "not one of .txt, .md, .jsonl"),
     ],
 )
 def test_one_bad_file_is_named_and_the_others_are_read(tmp_path, name, data, reason):

@@ -71,7 +71,7 @@ def test_rows_become_documents_with_the_other_columns_as_metadata(tmp_path, read
         ("w", "Wells", 'Salt, and "more".\nSecond line'),
         ("b", "", "Bridge"),
     ]
-    assert good[0].metadata == {"year": "1901"}
+    assert good[0].metadata == {"year": 1901}
     assert good[0].file == str(path)
 
 
@@ -87,7 +87,7 @@ def test_rows_without_id_are_named_by_the_line_they_begin_on(tmp_path, read):
 def test_tabs_and_semicolons(tmp_path, read, name, content):
     (tmp_path / name).write_text(content)
     document = read(tmp_path)[0][0]
-    assert (document.text, document.metadata) == ("one, two", {"n": "1"})
+    assert (document.text, document.metadata) == ("one, two", {"n": 1})
 
 
 def test_bad_rows_cost_only_themselves(tmp_path, read):

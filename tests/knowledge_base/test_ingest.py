@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxrag.documents import Document
+from jaxrag.documents import Document, Intake, Shard
 from jaxrag.encode import encode_chunks
 from jaxrag.errors import ConfigError, StoreError
 from jaxrag.knowledge_base import KnowledgeBase, ingest, prepare
@@ -66,7 +66,9 @@ def run(kb, vectors):
     """``run(documents, shard=None)`` with vectors that are watched."""
     encoding = kb._encoding(kb.model)
     preparer = Preparer(encoding, kb.template, kb.chunking, kb.encoders, kb._catalog)
-    return lambda documents, shard=None: Ingest(preparer, vectors).run(documents, False, shard)
+    return lambda documents, shard=(0, 1): Ingest(preparer, vectors).run(
+        Intake(documents, Shard(*shard)), False
+    )
 
 
 def test_kv_then_vectors_then_catalog(kb, run, vectors):

@@ -292,7 +292,7 @@ def test_an_answer_without_chunks_says_what_is_wrong_with_the_filter(make_kb):
         "no document has 'year' in its metadata, which has no field at all"
     ]
     kb.add(DOCUMENTS)
-    out = generate("amber?", kb=kb, where={"year": "2019"}, max_new_tokens=1)
+    out = generate("amber?", kb=kb, where={"year": "2019"}, max_new_tokens=1, unanswerable="ask")
     assert out.notes[0] == "no chunk was found for the question; it was asked without any"
     assert out.notes[1].startswith("where: 'year' is a number in every document that has it")
     assert len(generate("amber?", kb=kb, where={"year": 2019}, max_new_tokens=1).sources) == 1

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from jaxrag.serve.answers import NOTHING_FOUND
 from jaxrag.serve.generate import generate
 
 CHAT = "/v1/chat/completions"
@@ -214,6 +215,12 @@ def test_where_narrows_and_k_counts(server):
     assert len(server.chat(k=1).json()["jaxrag"]["sources"]) == 1
     told = server.chat(where={"nothing": "has this"}).json()
     assert told["jaxrag"]["sources"] == []
+    assert (text_of(told), told["choices"][0]["finish_reason"]) == (NOTHING_FOUND, "stop")
+    assert told["usage"]["total_tokens"] == 0
+    assert "it was not asked" in told["jaxrag"]["notes"][0]
+    streamed = events(server.chat(where={"nothing": "has this"}, stream=True))
+    deltas = [it["choices"][0]["delta"].get("content", "") for it in streamed if it["choices"]]
+    assert "".join(deltas) == NOTHING_FOUND
 
 
 def test_stop_ends_an_answer_before_the_text(server):

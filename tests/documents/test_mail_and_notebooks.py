@@ -1,0 +1,99 @@
+"""Readers of .eml and .ipynb, and the files of a folder that nobody expects to be read."""
+
+import json
+from email.message import EmailMessage
+
+import pytest
+
+
+def message(text="The salt wells.", html=None, attached=True):
+    made = EmailMessage()
+    made["Subject"] = "Wells of Yánjing"
+    made["From"] = "Bo <bo@example.org>"
+    made["To"] = "Ka <ka@example.org>"
+    made["Date"] = "Thu, 04 Mar 2021 10:00:00 +0100"
+    if text is not None:
+        made.set_content(text)
+    if html is not None and text is None:
+        made.set_content(html, subtype="html")
+    elif html is not None:
+        made.add_alternative(html, subtype="html")
+    if attached:
+        made.add_attachment(b"\x89PNG", maintype="image", subtype="png", filename="wells.png")
+    return made.as_bytes()
+
+
+def test_a_message_is_its_text(tmp_path, read):
+    (tmp_path / "a.eml").write_bytes(message(html="<p>not this"))
+    [mail] = read(tmp_path)[0]
+    assert (mail.title, mail.text) == ("Wells of Yánjing", "The salt wells.\n")
+    assert mail.metadata == {
+        "from": "Bo <bo@example.org>", "to": "Ka <ka@example.org>",
+        "date": "2021-03-04T10:00:00+01:00", "attachments": ["wells.png"],
+    }  # fmt: skip
+
+
+def test_a_message_without_plain_text_is_its_page(tmp_path, read):
+    page = "<h1>Wells</h1><script>x</script><p>Salt."
+    (tmp_path / "a.eml").write_bytes(message(None, page, attached=False))
+    [mail] = read(tmp_path)[0]
+    assert mail.text == "# Wells\n\nSalt."
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"Subject: x\n\n", "holds no text"),
+        (b"Content-Type: text/plain; charset=klingon\n\nx\xff", "cannot be parsed as a message"),
+        (b"Content-Type: image/png\n\nabc", "holds no text"),
+        (b"\0" * 50, "NUL"),
+    ],
+)
+def test_bad_messages_are_named(tmp_path, read, data, reason):
+    (tmp_path / "a.eml").write_bytes(data)
+    good, bad = read(tmp_path)
+    assert (good, len(bad)) == ([], 1)
+    assert reason in bad[0].reason
+
+
+def notebook(*cells, **metadata):
+    made = [{"cell_type": kind, "source": source, "outputs": ["x"]} for kind, source in cells]
+    return json.dumps({"cells": made, "metadata": metadata, "nbformat": 4})
+
+
+def test_a_notebook_is_prose_and_code(tmp_path, read):
+    cells = ("markdown", ["# Wells\n", "Salt."]), ("code", "print(1)\n"), ("code", " ")
+    (tmp_path / "a.ipynb").write_text(notebook(*cells, language_info={"name": "python"}))
+    [found] = read(tmp_path)[0]
+    assert found.title == "Wells"
+    assert found.text == "# Wells\nSalt.\n\n```python\nprint(1)\n```"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "not JSON"),
+        ("[]", "no notebook of format 4"),
+        ('{"worksheets": []}', "no notebook of format 4"),
+        (notebook(), "holds no cell"),
+        (notebook(("code", 3)), "without a text for its source"),
+        ('{"cells": [3]}', "without a text for its source"),
+    ],
+)
+def test_bad_notebooks_are_named(tmp_path, read, content, reason):
+    (tmp_path / "a.ipynb").write_text(content)
+    good, bad = read(tmp_path)
+    assert (good, len(bad)) == ([], 1)
+    assert reason in bad[0].reason
+
+
+def test_pictures_of_a_folder_are_passed_over(tmp_path, read_here):
+    for name in ("a.txt", "b.PNG", "sub/c.zip", "d.rst"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    found = {getattr(it, "id", None) or it.source for it in read_here([tmp_path])}
+    assert found == {"a.txt", str(tmp_path / "d.rst")}
+    [rest] = read_here([tmp_path / "d.rst"])
+    assert rest.reason.endswith("; convert it, as with `pandoc FILE -o FILE.md`")
+    [named] = read_here([tmp_path / "b.PNG"])
+    assert "file type '.png' is not one of" in named.reason
