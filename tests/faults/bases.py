@@ -120,12 +120,14 @@ class Base:
       options: of ``KnowledgeBase.open``, beside those that all kinds have.
       vectors: whether its chunks have vectors.
       methods: that answer from it; the last one is asked with reuse.
+      decode: the decode rule of its last question; None: the method's own.
       unfinished: whether its last changes are in the write-ahead log alone, as a kill leaves it.
     """
 
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     vectors: bool = True
     methods: tuple[str, ...] = ("turborag", "epic")
+    decode: str | None = None
     unfinished: bool = False
 
     def open(
@@ -151,6 +153,7 @@ BASES: dict[str, Base] = {
         {"attention_index": "lists:exact_below=24,min_queries=24,reach=256,clusters=4"},
         vectors=False,
         methods=("turborag", "turborag"),
+        decode="retrieval:k=4,sink=2,recent=4",
     ),
     "lance": Base({"index": "lance"}),
     "faiss": Base({"index": "faiss"}),
@@ -190,9 +193,9 @@ def gate_of(kb: KnowledgeBase, method: str, ratio: float) -> dict[str, Any]:
     return {"ratio": ratio, "questions": 7, "subject": subject}
 
 
-def ask_once(kb: KnowledgeBase, question: str, method: str) -> Any:
+def ask_once(kb: KnowledgeBase, question: str, method: str, decode: str | None = None) -> Any:
     """An answer of a few tokens."""
-    return generate(question, kb=kb, k=3, method=method, max_new_tokens=4)
+    return generate(question, kb=kb, k=3, method=method, decode=decode, max_new_tokens=4)
 
 
 Told = tuple[str, ...]
@@ -211,8 +214,9 @@ def ask(kb: KnowledgeBase, base: Base, questions: Sequence[str]) -> Answers:
     hits = kb.search(words, 3, mode="bm25", where={"year": {"$gte": 2000}})
     told += hits.notes
     seen.append([(*plain(hit), hit.ids.tolist()) for hit in hits])
-    for question, method in ((every, base.methods[0]), (reuse, base.methods[1])):
-        answer = ask_once(kb, question, method)
+    asked = ((every, base.methods[0], None), (reuse, base.methods[1], base.decode))
+    for question, method, decode in asked:
+        answer = ask_once(kb, question, method, decode)
         told += answer.notes
         seen.append((answer.token_ids, answer.text, answer.method))
         seen.append([dataclasses.astuple(source) for source in answer.sources])

@@ -48,7 +48,7 @@ from jaxrag.models.model import Model
 
 NAMES = (*KINDS, "store")
 EARLY_KILLS = 0.1  # share of the rounds that are killed while it is being opened
-EARLY_SECONDS = 0.1
+EARLY_SECONDS = 0.02  # after it was told to open
 MOST_CHANGES = 6  # acknowledged before the kill, by all processes together
 LATE_SECONDS = 0.2  # after the last of these
 APART_SECONDS = 0.1  # between two kills of one round, at most
