@@ -16,6 +16,8 @@ from jaxrag.errors import DocumentError
 
 MAX_FRONT_CHARACTERS = 64 << 10  # of front matter
 
+_MOST_NESTED = 32  # the time of the parser grows with the square of it
+
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,17})")  # whatever has as many digits fits 64 bits
 _REAL = re.compile(r"-?(?:0|[1-9][0-9]{0,17})(?:\.[0-9]{1,30})?(?:[eE][-+]?[0-9]{1,2})?")
 _BOOLEANS = {"true": True, "false": False}
@@ -107,8 +109,16 @@ def _yaml(text: str) -> dict[str, Any]:
     import yaml  # only who reads front matter waits for it
 
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-            raise DocumentError("its front matter has an alias (*); write the value out")
+        depth = 0
+        for event in yaml.parse(text, yaml.SafeLoader):  # as far as it may go, and no further
+            if isinstance(event, yaml.AliasEvent):
+                raise DocumentError("its front matter has an alias (*); write the value out")
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MOST_NESTED:
+                raise DocumentError(
+                    f"its front matter nests more than {_MOST_NESTED} deep; write it flatter"
+                )
         values = yaml.load(text, _loader())
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise _unreadable("YAML", error) from None
