@@ -117,15 +117,13 @@ def test_methods_that_suit_are_those_whose_chunks_are_there(kb):
     assert not {"turborag", "fusionrag", "retrieval_attention"} & set(names)
 
 
-def test_a_gate_on_the_same_questions_is_told(kb, file):
+def test_a_gate_on_the_same_questions_is_told(tmp_path, text_model, file):
     """The same file feeds both; what was tuned on it looks better than it is."""
     questions = QuestionFile.open(file)
-    gate(kb, METHODS["cacheblend"], questions, ratios=(0.3,), target=Target(0.0, 99.0), k=1)
-    try:
+    with KnowledgeBase.open(tmp_path, text_model, template="plain", encoders=["after_prefix"]) as kb:
+        kb.add(DOCUMENTS)
+        gate(kb, METHODS["cacheblend"], questions, ratios=(0.3,), target=Target(0.0, 99.0), k=1)
         found = evaluate(kb, questions, methods=("cacheblend",), **ASK)
-    finally:
-        with kb._catalog._database.transaction() as connection:
-            connection.execute("DELETE FROM settings WHERE name LIKE 'gate:%'")
     assert found.to_dict()["methods"][1]["ratio"] == 0.3
     assert any("chosen on these very questions" in note for note in found.notes)
 
