@@ -122,7 +122,8 @@ def test_a_gate_on_the_same_questions_is_told(tmp_path, text_model, file):
     questions = QuestionFile.open(file)
     with KnowledgeBase.open(tmp_path, text_model, template="plain", encoders=["after_prefix"]) as kb:
         kb.add(DOCUMENTS)
-        gate(kb, METHODS["cacheblend"], questions, ratios=(0.3,), target=Target(0.0, 99.0), k=1)
+        target = Target(0.0, 99.0)
+        gate(kb, METHODS["cacheblend"], questions, ratios=(0.3,), target=target, k=1)
         found = evaluate(kb, questions, methods=("cacheblend",), **ASK)
     assert found.to_dict()["methods"][1]["ratio"] == 0.3
     assert any("chosen on these very questions" in note for note in found.notes)
