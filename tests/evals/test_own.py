@@ -120,7 +120,8 @@ def test_methods_that_suit_are_those_whose_chunks_are_there(kb):
 def test_a_gate_on_the_same_questions_is_told(tmp_path, text_model, file):
     """The same file feeds both; what was tuned on it looks better than it is."""
     questions = QuestionFile.open(file)
-    with KnowledgeBase.open(tmp_path, text_model, template="plain", encoders=["after_prefix"]) as kb:
+    options = {"template": "plain", "encoders": ["after_prefix"]}
+    with KnowledgeBase.open(tmp_path, text_model, **options) as kb:
         kb.add(DOCUMENTS)
         target = Target(0.0, 99.0)
         gate(kb, METHODS["cacheblend"], questions, ratios=(0.3,), target=target, k=1)
