@@ -67,10 +67,10 @@ lint: $(VENV)/.installed-dev ## Check style, formatting, types, the links of the
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_docs.py -k links
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 docs: $(VENV)/.installed-docs ## Build the site of these pages into .cache/site; a dead link is an error
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo ".cache/site/index.html"
 
 format: $(VENV)/.installed-dev ## Rewrite files in the project's style
