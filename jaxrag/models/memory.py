@@ -236,7 +236,7 @@ def check_pool(
         away = "kv='host'"
     if away is None:
         return
-    if config.kernels != "xla":
+    if config.kernels not in ("xla", "measured"):
         raise ConfigError(
             f"kernels={config.kernels!r} read K and V on the device, and {away} keeps "
             "them in host memory; choose 'xla', or leave it out"

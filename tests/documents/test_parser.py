@@ -246,9 +246,11 @@ def test_the_process_waits_for_neither_jax_nor_a_tokenizer():
 def test_an_interrupt_leaves_no_process(tmp_path):
     os.mkfifo(tmp_path / "endless")
     (tmp_path / "run.py").write_text(
-        "import pathlib, sys\n"
+        "import pathlib, signal, sys\n"
         "from jaxrag.documents.files import ReadOptions\n"
         "from jaxrag.documents.parser import ParseLimits, Parser\n"
+        # A shell makes what it runs behind its back ignore interrupts.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "with Parser(ParseLimits()) as parser:\n"
         "    def look():\n"
         "        print(parser.pid, flush=True)\n"

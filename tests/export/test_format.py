@@ -10,6 +10,7 @@ import pytest
 
 from jaxrag.catalog import Catalog
 from jaxrag.export import MANIFEST, Placement, export_bundles
+from jaxrag.store import ChunkStore
 from jaxrag.store.owners import Owners, this_owner
 
 TEXT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
@@ -20,6 +21,18 @@ def table(heading):
     rows = re.search(rf"^{heading}\n\n((?:\|.*\n)+)", TEXT, re.M)[1].splitlines()[2:]
     cells = [re.split(r" \| ", row.strip("| ")) for row in rows]
     return {name: rest for first, *rest in cells for name in re.findall(r"`(\w+)`", first)}
+
+
+def sealed_record(chunks, folder):
+    """The record of a chunk of these, put with a secret."""
+    layout = chunks.store.layout
+    name = chunks.bundles[0].name
+    [record] = chunks.store.head([name])
+    secret = b"sixteen random bytes"
+    store = ChunkStore.open(folder / "sealed", "5e" * 32, layout, mode="rw", secret=secret)
+    store.put(name, chunks.kv[0], record=record.provenance)
+    (path,) = (folder / "sealed").glob("kv/*/*/*/commit.json")
+    return path
 
 
 @pytest.fixture
@@ -35,6 +48,9 @@ def test_fields_of_the_json_files(repository, tmp_path):
     owners.register(this_owner("0" * 32, tmp_path))
     (layout,) = root.glob("layouts/*.json")
     (owner,) = root.glob("owners/*/*/owner.json")
+    whole = table("`commit.json`, the record").keys()
+    assert json.loads(commit.read_text()).keys() == whole - {"seal", "seals"}
+    commit = sealed_record(chunks, tmp_path)
     for heading, path in (
         ("`jaxrag.json`", root / "jaxrag.json"),
         ("`layouts/<fingerprint>.json`", layout),

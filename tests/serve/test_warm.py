@@ -30,8 +30,8 @@ def test_questions_like_those_that_come(kb):
         out = jaxrag.generate(question, kb=kb, k=2, max_new_tokens=4)
         assert out.counts["encoded"] == 0
     assert sum(engine.compiled.values()) == before
-    again = jaxrag.warm_up(QUESTIONS, kb=kb, k=2, max_new_tokens=4)
-    assert again.programs < warmed.programs
+    jaxrag.warm_up(QUESTIONS, kb=kb, k=2, max_new_tokens=4)
+    assert sum(engine.compiled.values()) == before  # nothing was left to compile
 
 
 def test_what_is_no_question_is_refused(kb):
