@@ -249,7 +249,7 @@ class Lane:
         away = runner.cache.away
         host = runner.host_search if away or rule.searches is not None else None
         plan = Plan(rule, host, runner.cache.values, away)
-        decoder = runner.model.decoder(self.key.pages * PAGE)
+        decoder = runner.model.decoder(self.key.pages * PAGE, few_rows=True)
         return self._rows, self._decoding, decoder, np.int32(block), plan
 
     def leave(self, rows: Iterable[int]) -> None:

@@ -1,5 +1,6 @@
 """The decoder: one pure ``forward`` that training, encoding, prefill and decode all call."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,15 +35,29 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return weight * wide.astype(x.dtype)
 
 
+def _product(terms: str, x: Array, weight: Array, dtype: Any = None) -> Array:
+    """``jnp.einsum`` of x [B, ...] and a weight, accumulated in ``dtype``.
+
+    XLA:CPU multiplies a single row of 16 bits with weights that it has made float32 before, two
+    rows by a library that reads them as they are: 2 and 22 GB/s. So a single row goes in twice.
+    """
+    contracted = sum(axis not in terms.partition("->")[2] for axis in terms.partition(",")[0])
+    single = math.prod(x.shape[: x.ndim - contracted]) == 1
+    if not (single and x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"):
+        return jnp.einsum(terms, x, weight, preferred_element_type=dtype)
+    twice = lax.optimization_barrier(jnp.concatenate([x, x]))  # else XLA sees through it
+    return jnp.einsum(terms, twice, weight, preferred_element_type=dtype)[:1]
+
+
 def _project(x: Array, weight: Array, bias: Array | None) -> Array:
     """x [B, T, D] @ weight [D, heads, H] (+ bias) -> [B, T, heads, H]."""
-    out = jnp.einsum("btd,dnh->btnh", x, weight)
+    out = _product("btd,dnh->btnh", x, weight)
     return out if bias is None else out + bias
 
 
 def _linear(x: Array, weight: Array, bias: Array | None) -> Array:
     """x [B, T, I] @ weight [I, O] (+ bias)."""
-    out = x @ weight
+    out = _product("bti,io->bto", x, weight)
     return out if bias is None else out + bias
 
 
@@ -59,7 +74,8 @@ def heads_of(x: Array, p: LayerParams, config: ModelConfig) -> tuple[Array, Arra
 
 def finish_layer(x: Array, out: Array, p: LayerParams, config: ModelConfig) -> Array:
     """What one layer makes of its input x [B, T, D] and the output of its attention."""
-    out = jnp.einsum("btnh,nhd->btd", out, p.o)
+    flat = (out.reshape(*x.shape[:-1], -1), p.o.reshape(-1, x.shape[-1]))
+    out = _product("bti,io->bto", *flat)  # by heads XLA:CPU copies the weight first
     out = out if p.o_bias is None else out + p.o_bias
     if config.post_norms:
         out = rms_norm(out, p.post_attn_norm, config.norm_eps)
@@ -76,7 +92,7 @@ def _mlp(x: Array, p: LayerParams) -> Array:
 
 
 def layer_of(params: Params, layer: Array | int) -> LayerParams:
-    """The weights of one layer."""
+    """The weights of one layer, of stacked ones."""
     weights: LayerParams = jax.tree.map(lambda a: a[layer], params.layers)
     return weights
 
@@ -132,7 +148,7 @@ def run_layers(
     The first result is the residual stream x [B, T, D] before any further norm.
     """
     x = params.embed[tokens.ids]
-    layer_ids = jnp.arange(config.num_layers, dtype=jnp.int32)
+    layer_ids, windows = jnp.arange(config.num_layers, dtype=jnp.int32), layer_windows(config)
 
     def layer(carry: _Carry, scanned: Any) -> tuple[_Carry, Any]:
         x, cache = carry
@@ -141,10 +157,17 @@ def run_layers(
         out, cache, collected = attend(index, window, q, k, v, tokens, cache)
         return (finish_layer(x, out, p, config), cache), collected
 
-    scanned = (params.layers, layer_ids, layer_windows(config))
+    body = layer if wrap_layer is None else wrap_layer(layer)
+    if isinstance(params.layers, tuple):
+        each = []
+        for index, p in enumerate(params.layers[:num_layers]):
+            window = None if windows is None else windows[index]
+            (x, cache), collected = body((x, cache), (p, layer_ids[index], window))
+            each.append(collected)
+        return x, cache, jax.tree.map(lambda *layers: jnp.stack(layers), *each)
+    scanned = (params.layers, layer_ids, windows)
     if num_layers < config.num_layers:
         scanned = jax.tree.map(lambda a: a[:num_layers], scanned)
-    body = layer if wrap_layer is None else wrap_layer(layer)
     (x, cache), collected = lax.scan(body, (x, cache), scanned)
     return x, cache, collected
 
@@ -163,6 +186,9 @@ def keys_and_values(
 
 def unembed(params: Params, hidden: Array) -> Array:
     """Logits in float32: hidden [..., D] -> [..., V]."""
+    rows = hidden.reshape(-1, hidden.shape[-1])
     if params.lm_head is None:
-        return jnp.einsum("...d,vd->...v", hidden, params.embed, preferred_element_type=jnp.float32)
-    return jnp.einsum("...d,dv->...v", hidden, params.lm_head, preferred_element_type=jnp.float32)
+        logits = _product("rd,vd->rv", rows, params.embed, jnp.float32)
+    else:
+        logits = _product("rd,dv->rv", rows, params.lm_head, jnp.float32)
+    return logits.reshape(*hidden.shape[:-1], -1)

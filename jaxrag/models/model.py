@@ -17,6 +17,7 @@ from jaxrag.cache.host import to_device
 from jaxrag.config import DType, Kernels, ModelConfig, config_to_dict
 from jaxrag.errors import RequestError, TokenizerError
 from jaxrag.models.attention import PackedAttend, check_kernels, measured_kernels
+from jaxrag.models.by_layer import by_layer, gains_by_layer
 from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
 from jaxrag.models.compiled import keep_compiled
 from jaxrag.models.decoder import Decoder, forward, unembed
@@ -192,10 +193,18 @@ class Model:
         """The same for the whole context, in a memory that hardly grows with it."""
         return rope_factors(self.config.rope, self.config.max_positions)
 
-    def decoder(self, num_positions: int) -> Decoder:
-        """What a compiled step over at most ``num_positions`` positions needs of this model."""
+    @functools.cached_property
+    def _by_layer(self) -> Params:
+        """The weights for steps of few rows, in the memory of ``params``."""
+        return by_layer(self.params) if gains_by_layer(self.params, self.mesh) else self.params
+
+    def decoder(self, num_positions: int, few_rows: bool = False) -> Decoder:
+        """What a compiled step over at most ``num_positions`` positions needs of this model.
+
+        ``few_rows``: of a step that spends its time on reading weights.
+        """
         return Decoder(
-            params=self.params,
+            params=self._by_layer if few_rows else self.params,
             rope=self.rope(num_positions),
             config=self.config,
             factors=self.rope_factors if self.kv == "host" else None,

@@ -27,7 +27,7 @@ class ParamSpec:
 
 
 class LayerParams(struct.PyTreeNode):
-    """Weights of all layers; every leaf leads with L. Absent weights are None."""
+    """Weights of all layers; every leaf leads with L, or not (Params). Absent weights are None."""
 
     attn_norm: Any  # [L, D]
     q: Any  # [L, D, N, H]
@@ -52,10 +52,13 @@ class LayerParams(struct.PyTreeNode):
 
 
 class Params(struct.PyTreeNode):
-    """All weights of a decoder. ``lm_head`` is None when the embedding is tied."""
+    """All weights of a decoder. ``lm_head`` is None when the embedding is tied.
+
+    ``layers`` is a LayerParams, or a tuple of one a layer, whose leaves lack L (by_layer).
+    """
 
     embed: Any  # [V, D]
-    layers: LayerParams
+    layers: Any
     final_norm: Any  # [D]
     lm_head: Any = None  # [D, V]
 

@@ -1,0 +1,115 @@
+"""Weights with an array for every layer: the same numbers, in the same memory, and no copies."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrag.decode import Dense
+from jaxrag.engine.decoding import Lane, LaneKey
+from jaxrag.engine.runner import ModelRunner
+from jaxrag.models import by_layer as room
+from jaxrag.models.attention import PackedAttend
+from jaxrag.models.by_layer import by_layer, gains_by_layer
+from jaxrag.models.decoder import forward, unembed
+from jaxrag.models.model import random_model
+from jaxrag.models.rope import rope_table
+from jaxrag.models.taps import Tap
+from jaxrag.sharding import make_mesh
+from jaxrag.types import FINAL, Tokens
+
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+@pytest.fixture
+def wide(tiny_config):
+    """A config whose layers are multiples of 64 bytes, and no two of its matrices of one size."""
+
+    def make(family="llama", **changes):
+        sizes = {"model_dim": 64, "mlp_dim": 224, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32}
+        return tiny_config(family, **sizes, **changes)
+
+    return make
+
+
+@pytest.fixture
+def params(wide, random_params):
+    return jax.jit(lambda x: x)(random_params(wide()))  # out of XLA's own memory
+
+
+def test_layers_lie_in_the_memory_of_the_stacked_weights(params):
+    apart = by_layer(params)
+    assert len(apart.layers) == len(params.layers.q)
+    for index, layer in enumerate(apart.layers):
+        for name in MATRICES:
+            whole, part = getattr(params.layers, name), getattr(layer, name)
+            np.testing.assert_array_equal(whole[index], part)
+            here = part.unsafe_buffer_pointer() - whole.unsafe_buffer_pointer()
+            assert here == index * part.nbytes, name
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "glm4"])
+def test_the_numbers_are_those_of_the_scan(wide, random_params, family):
+    changes = {"window_layers": (True, False, True)} if family == "mistral" else {}
+    if family == "glm4":
+        changes = {"rope": wide().rope}
+    config = wide(family, **changes)
+    params = random_params(config)
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, (2, 19)), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(19, dtype=jnp.int32), ids.shape)
+    tokens = Tokens(ids=ids, positions=positions, segments=jnp.full_like(ids, FINAL))
+    plain = PackedAttend(config, rope_table(config.rope, 32), prefix_visible=False)
+    attend = Tap(plain, lambda q, k, v: (k, v))
+
+    @jax.jit
+    def run(params):
+        hidden, _, collected = forward(params, config, tokens, None, attend)
+        return unembed(params, hidden), collected
+
+    for one, other in zip(*map(jax.tree.leaves, map(run, (params, by_layer(params)))), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+
+
+def test_who_gains(params, monkeypatch):
+    assert not gains_by_layer(params, None)  # the caches hold it
+    monkeypatch.setattr(room, "IN_CACHE", 0)
+    assert gains_by_layer(params, None)
+    assert not gains_by_layer(params, make_mesh(tensor=2))
+    odd = params.replace(layers=params.layers.replace(up=params.layers.up[:, :-1, :3]))
+    assert not gains_by_layer(odd, None)  # a view of it would be copied
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert not gains_by_layer(params, None)
+
+
+def copies_of_weights(config, rows):
+    """Instructions of the compiled decode step that write something as large as a weight matrix."""
+    model = random_model(config, cache_tokens=1280)
+    lane = Lane(ModelRunner(model), LaneKey(Dense(), 8, 0, rows))
+    text = lane.lower().compile().as_text()
+    sizes = {getattr(model.params.layers, name)[0].size for name in MATRICES}
+    sizes.add(model.params.lm_head.size)
+    found = []
+    for computation in re.split(r"\n(?=%|ENTRY)", text):
+        if "fused" in computation.partition("(")[0]:
+            continue  # what a fusion writes is its result, in the computation that calls it
+        for line in computation.splitlines()[1:]:
+            made = re.match(r"\s*(?:ROOT )?%\S+ = (?:bf16|f32)\[([\d,]+)\]\S* ([\w-]+)\(", line)
+            if made is None or made[2] in ("parameter", "get-tuple-element", "bitcast"):
+                continue
+            if np.prod([int(size) for size in made[1].split(",")]) in sizes:
+                found.append(line.strip())
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_decode_step_holds_no_copy_of_a_weight_matrix(wide, monkeypatch, dtype, rows):
+    monkeypatch.setattr(room, "IN_CACHE", 0)
+    assert copies_of_weights(wide(dtype=dtype), rows) == []
+
+
+def test_a_copy_would_be_seen(wide):
+    """The scan over stacked weights takes every layer's out of them."""
+    assert copies_of_weights(wide(), 1)
