@@ -7,6 +7,7 @@ copy of a chunk therefore serves every request, wherever it stands (Block-Attent
 arXiv:2409.15355, without rewriting the keys).
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -16,8 +17,10 @@ from jax import lax
 from pallas_kernels.operands import Pages, Placed, Pool, Rotary
 from pallas_kernels.tiles import (
     TILE,
+    Mix,
     Tiles,
     join_queries,
+    mix,
     pad_to,
     query_tile,
     split_queries,
@@ -28,6 +31,8 @@ from pallas_kernels.visibility import cached_visible, tile_range, within_window
 Array = jax.Array
 
 _HIDDEN = jnp.iinfo(jnp.int32).max
+JOINED_TILE = 512  # keys; measured best of 256..1024
+_JOINED_HEADS = 8  # KV heads; of more, the zeros of a joined product cost more than copies of keys
 
 
 def paged_attention(
@@ -53,7 +58,8 @@ def paged_attention(
         offsets are all 0, that stand at their positions.
       scale: factor on the scores.
       window: sliding window in tokens, or None.
-      rotate_side: "query" or "keys"; None chooses.
+      rotate_side: "query" or "keys"; "joined" for keys, and products of one query with all KV heads
+        of a key at once; None chooses.
       out_dtype: of ``out``, None for q's.
 
     Returns:
@@ -64,8 +70,10 @@ def paged_attention(
     _, page, num_kv_heads, dim = pool.k.shape
     group = num_heads // num_kv_heads
     if rotate_side is None:
-        rotate_side = "query" if length == 1 else "keys"
-    pages_per_tile = max(1, TILE // page)
+        rotate_side = _best_side(length, num_kv_heads)
+    joined = rotate_side == "joined"
+    pages_per_tile = max(1, (JOINED_TILE if joined else TILE) // page)
+    pages_per_tile = min(pages_per_tile, pages.shape[1]) if joined else pages_per_tile
     kv_size = pages_per_tile * page
     pages, offsets = pad_to(pages, 1, pages_per_tile), pad_to(offsets, 1, pages_per_tile)
     slot_position = pad_to(slot_position, 1, kv_size, _HIDDEN)
@@ -94,15 +102,15 @@ def paged_attention(
         seen = cut(slot_position, j, kv_size).reshape(batch, pages_per_tile, page, 1, 1)
         # A hidden slot may hold anything, NaN included; weight 0 times NaN would still be NaN.
         values = jnp.where(seen != _HIDDEN, pool.v[ids], 0)
-        return pool.k[ids], heads_first(values), cut(offsets, j, pages_per_tile)
+        return pool.k[ids], values, cut(offsets, j, pages_per_tile)
 
     def heads_first(x: Array) -> Array:
         return x.reshape(batch, kv_size, num_kv_heads, dim).transpose(0, 2, 1, 3)
 
     def keys_in_place(j: Array) -> tuple[Array, Array]:
-        keys, values, at = gather(j)  # [B, pages_per_tile, page, K, H], [B, K, S, H], offsets
+        keys, values, at = gather(j)  # [B, pages_per_tile, page, K, H] twice, offsets
         keys = lax.cond((at != 0).any(), lambda x: rotary.turn(x, at), lambda x: x, keys)
-        return heads_first(keys), values
+        return keys, values
 
     def rotated_queries(turn: Array) -> Array:
         """Queries [B, T, N, H] turned by [B, T] positions, as tiles [B, K, I, R, H]."""
@@ -114,23 +122,34 @@ def paged_attention(
         see = cached_visible(q_pos, k_pos) & within_window(q_pos, k_pos, window)
         return jnp.tile(see, (1, group, 1))[:, None]
 
-    if rotate_side == "query":
+    if joined:
+        q_rows = _apart(rotated_queries(query_position)[:, :, 0])
 
-        def score_tile(i: Array, j: Array) -> tuple[Array, Array]:
+        def score_tile(i: Array, j: Array) -> tuple[Array, Mix]:
+            # Keys [B, S, K * H] as they lie, and no copy of them by heads.
+            keys, values = (x.reshape(batch, kv_size, -1) for x in keys_in_place(j))
+            scores = jnp.einsum("bnc,bsc->bns", q_rows, keys, preferred_element_type=jnp.float32)
+            scores = scores.reshape(batch, num_kv_heads, group, kv_size)
+            return scores * scale, functools.partial(_mix_joined, values=values)
+
+    elif rotate_side == "query":
+
+        def score_tile(i: Array, j: Array) -> tuple[Array, Mix]:
             keys, values, at = gather(j)
             per_page = jax.vmap(lambda a: rotated_queries(query_position - a[:, None]), 1, 1)(at)
             q_i = lax.dynamic_index_in_dim(per_page, i, 3, keepdims=False)  # [B, p, K, R, H]
             scores = jnp.einsum("bpkrh,bpskh->bkrps", q_i, keys, preferred_element_type=jnp.float32)
-            return scores.reshape(*scores.shape[:3], kv_size) * scale, values
+            scores = scores.reshape(*scores.shape[:3], kv_size)
+            return scores * scale, functools.partial(mix, values=heads_first(values))
 
     else:
         q_tiles = rotated_queries(query_position)
 
-        def score_tile(i: Array, j: Array) -> tuple[Array, Array]:
-            keys, values = keys_in_place(j)
+        def score_tile(i: Array, j: Array) -> tuple[Array, Mix]:
+            keys, values = map(heads_first, keys_in_place(j))
             q_i = lax.dynamic_index_in_dim(q_tiles, i, 2, keepdims=False)
             scores = jnp.einsum("bkrh,bksh->bkrs", q_i, keys, preferred_element_type=jnp.float32)
-            return scores * scale, values
+            return scores * scale, functools.partial(mix, values=values)
 
     tiles, shape = Tiles(live, whole, visible), (batch, num_kv_heads, group * tile, dim)
     out, lse = tiled_attention(tiles, score_tile, shape, out_dtype or q.dtype)
@@ -138,6 +157,33 @@ def paged_attention(
     lse = join_queries(lse, group, tile)[:, :length]
     real = (query_position >= 0)[:, :length, None]
     return jnp.where(real[..., None], out, 0), jnp.where(real, lse, -jnp.inf)
+
+
+def _best_side(length: int, num_kv_heads: int) -> str:
+    """How queries [B, length, N, H] attend; on a CPU joined products of one query, measured.
+
+    A query turned to every page makes a product of its own of each; keys of a page have few rows.
+    """
+    if length > 1:
+        return "keys"
+    joined = num_kv_heads <= _JOINED_HEADS and jax.default_backend() == "cpu"
+    return "joined" if joined else "query"
+
+
+def _apart(q: Array) -> Array:
+    """Queries [B, K, G, H] as [B, K * G, K * H], zero but for the columns of their KV head."""
+    batch, kv_heads, group, dim = q.shape
+    own = jnp.eye(kv_heads, dtype=q.dtype)[:, None, :, None]
+    return (q[:, :, :, None] * own).reshape(batch, kv_heads * group, kv_heads * dim)
+
+
+def _mix_joined(weights: Array, values: Array) -> Array:
+    """Weights [B, K, G, S] times values [B, S, K * H] of the same KV head: [B, K, G, H] float32."""
+    batch, kv_heads, group, size = weights.shape
+    rows = weights.reshape(batch, kv_heads * group, size).astype(values.dtype)
+    every = jnp.einsum("bns,bsc->bnc", rows, values, preferred_element_type=jnp.float32)
+    every = every.reshape(batch, kv_heads, group, kv_heads, -1)
+    return jnp.stack([every[:, head, :, head] for head in range(kv_heads)], axis=1)
 
 
 def paged_attention_by_row(

@@ -20,8 +20,10 @@ from pallas_kernels.bodies import Impl, check_impl
 from pallas_kernels.operands import Rows
 from pallas_kernels.packed_tiles import Residuals, Rule, classify_tiles
 from pallas_kernels.tiles import (
+    Mix,
     Tiles,
     join_queries,
+    mix,
     pad_to,
     split_queries,
     tiled_attention,
@@ -105,11 +107,11 @@ def _attend(
     q_tiles = split_queries(q, num_kv_heads, tile)  # [B, K, I, R, H]
     k_heads, v_heads = _heads_first(k), _heads_first(v)
 
-    def score_tile(i: Array, j: Array) -> tuple[Array, Array]:
+    def score_tile(i: Array, j: Array) -> tuple[Array, Mix]:
         q_i = lax.dynamic_index_in_dim(q_tiles, i, 2, keepdims=False)
         k_j, v_j = (lax.dynamic_slice_in_dim(x, j * tile, tile, 2) for x in (k_heads, v_heads))
         scores = jnp.einsum("bkrh,bksh->bkrs", q_i, k_j, preferred_element_type=jnp.float32)
-        return scores * scale, v_j
+        return scores * scale, functools.partial(mix, values=v_j)
 
     tiles = _tiles(rule, prefix_visible, tile, group)
     shape = (q.shape[0], num_kv_heads, group * tile, q.shape[3])

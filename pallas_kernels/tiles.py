@@ -14,6 +14,7 @@ from jax import lax
 
 Array = jax.Array
 _State = tuple[Array, Array, Array]  # what a loop over key tiles carries
+Mix = Callable[[Array], Array]  # weights [B, K, R, S] of a key tile -> [B, K, R, H] float32
 
 TILE = 256  # queries and keys; measured best of 128..1024 on CPU, and a sane GPU size
 _FLOOR = -1e30  # running maximum before any key was seen; finite, so that differences stay finite
@@ -49,9 +50,19 @@ class Tiles(NamedTuple):
     visible: Callable[[Array, Array], Array]
 
 
+def mix(weights: Array, values: Array) -> Array:
+    """Weights [B, K, R, S], rounded to values' dtype, times values [B, K, S, H], in float32."""
+    return jnp.einsum(
+        "bkrs,bksh->bkrh",
+        weights.astype(values.dtype),
+        values,
+        preferred_element_type=jnp.float32,
+    )
+
+
 def tiled_attention(
     tiles: Tiles,
-    score_tile: Callable[[Array, Array], tuple[Array, Array]],
+    score_tile: Callable[[Array, Array], tuple[Array, Mix]],
     shape: tuple[int, int, int, int],
     dtype: jnp.dtype,
 ) -> tuple[Array, Array]:
@@ -59,8 +70,8 @@ def tiled_attention(
 
     Args:
       tiles: what is visited.
-      score_tile: (i, j) -> scaled scores [B, K, R, S] float32 and values [B, K, S, H] of query tile
-        i and key tile j.
+      score_tile: (i, j) -> scaled scores [B, K, R, S] float32 of query tile i and key tile j, and
+        how weights of the same shape mix the values of the key tile to [B, K, R, H] float32.
       shape: (B, K, R, H); R rows of a query tile are G query heads times queries.
       dtype: of the returned ``out``.
 
@@ -75,7 +86,7 @@ def tiled_attention(
     def query_tile(_: None, i: Array) -> tuple[None, tuple[Array, Array]]:
         def update(j: Array, state: _State, *, mask: bool) -> _State:
             out, top, total = state
-            scores, values = score_tile(i, j)
+            scores, mix_values = score_tile(i, j)
             if mask:
                 see = visible(i, j)
                 scores = jnp.where(see, scores, _FLOOR)
@@ -84,12 +95,7 @@ def tiled_attention(
             if mask:
                 weights = jnp.where(see, weights, 0.0)
             shrink = jnp.exp(top - new_top)
-            part = jnp.einsum(
-                "bkrs,bksh->bkrh",
-                weights.astype(values.dtype),
-                values,
-                preferred_element_type=jnp.float32,
-            )
+            part = mix_values(weights)
             return out * shrink[..., None] + part, new_top, total * shrink + weights.sum(-1)
 
         state = (

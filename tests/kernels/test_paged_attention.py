@@ -108,6 +108,18 @@ def test_equals_dense_with_poisoned_unused_slots(rng, rope, side):
     assert (np.asarray(out)[0, 0] == 0).all() and np.isneginf(np.asarray(lse)[0, 0]).all()
 
 
+@pytest.mark.parametrize("side", ["query", "joined", None])
+@pytest.mark.parametrize("at", [3, 104, 336, 900, -1])
+def test_one_query_equals_dense(rng, side, at):
+    """Over one tile of joined heads and several of the others; chunks placed and in place."""
+    for offsets in ([300, 0, 100], [0, 600, 700]):
+        scene = Scene(rng, ROPES["half"], [590, 16, 5], offsets, [at])
+        out, lse = scene.attend(rotate_side=side)
+        expected, expected_lse = scene.dense()
+        np.testing.assert_allclose(out[0], expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(lse[0], expected_lse, rtol=1e-5, atol=1e-5)
+
+
 def test_many_query_tiles_and_key_tiles(rng):
     queries = [*range(500, 800), *[-1] * 20]
     scene = Scene(rng, ROPES["half"], [290, 130], [150, 0], queries)
