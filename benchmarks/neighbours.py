@@ -19,8 +19,10 @@ from jaxrag.bench.machine import describe
 from jaxrag.cli import run_command
 from jaxrag.cli.options import (
     add_json,
-    give_out,
     ratios_of,
+)
+from jaxrag.cli.output import (
+    give_out,
     require_folder,
     titled,
 )

@@ -17,12 +17,8 @@ from tokenizers import models, pre_tokenizers
 from jaxrag import KnowledgeBase
 from jaxrag.cli import COMMANDS, main
 from jaxrag.cli.account import explained, sources
-from jaxrag.cli.options import (
+from jaxrag.cli.output import (
     columns,
-    parse_bytes,
-    parse_count,
-    parse_counts,
-    parse_seconds,
     shorten,
     table,
     titled,
@@ -30,6 +26,12 @@ from jaxrag.cli.options import (
 from jaxrag.engine.reuse import PartReuse
 from jaxrag.evals.synthetic_report import Table
 from jaxrag.methods import METHODS
+from jaxrag.options import (
+    parse_bytes,
+    parse_count,
+    parse_counts,
+    parse_seconds,
+)
 from jaxrag.serve.conversation import Source
 from jaxrag.text.printable import printable
 

@@ -27,7 +27,7 @@ FLOORS = (
     ("attention_index", "embed", "catalog", "train", "select"),
     ("models", "documents", "tasks"),
     ("cache", "store", "text", "retrieve"),
-    ("errors", "types", "shapes", "tables", "config", "sharding", "installed"),
+    ("errors", "types", "shapes", "tables", "config", "options", "sharding", "installed"),
 )
 DOORS = {"jaxrag", "__main__"}
 GROUND = set(FLOORS[-1])

@@ -6,21 +6,27 @@ from pathlib import Path
 from jaxrag.cli.bench_decode import add_decode
 from jaxrag.cli.bench_document import add_document
 from jaxrag.cli.bench_serve import add_serve
+from jaxrag.cli.opening import (
+    open_kb,
+    where_of,
+)
 from jaxrag.cli.options import (
     add_command,
     add_earlier_name,
+    add_found,
     add_json,
     add_model,
     add_secret,
-    add_where,
+)
+from jaxrag.cli.output import (
     give_out,
-    open_kb,
-    parse_count,
-    parse_counts,
     require_folder,
-    where_of,
 )
 from jaxrag.errors import RequestError
+from jaxrag.options import (
+    parse_count,
+    parse_counts,
+)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -129,7 +135,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     explain.add_argument("--kb", required=True, metavar="DIR", help="where chunks come from")
     add_secret(explain)
     explain.add_argument("--question", required=True, metavar="Q", help="the question, as text")
-    add_model(explain, required=False, text="(the one that the knowledge base remembers)")
+    add_model(explain)
     explain.add_argument(
         "--method", default="fusionrag", help="whose stored KV is looked at (fusionrag)"
     )
@@ -142,8 +148,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     explain.add_argument(
         "--template", metavar="NAME", help="a template's name or .toml file (that of --kb)"
     )
-    explain.add_argument("--k", type=int, default=5, metavar="N", help="chunks to retrieve (5)")
-    add_where(explain)
+    add_found(explain)
     explain.add_argument(
         "--out", required=True, metavar="DIR", help="folder for the pictures and explain.json"
     )

@@ -5,10 +5,14 @@ import argparse
 from jaxrag.cli.options import (
     add_command,
     add_json,
+)
+from jaxrag.cli.output import (
     give_out,
+    require_folder,
+)
+from jaxrag.options import (
     parse_count,
     parse_counts,
-    require_folder,
 )
 
 

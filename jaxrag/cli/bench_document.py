@@ -5,9 +5,13 @@ import argparse
 from jaxrag.cli.options import (
     add_command,
     add_json,
+)
+from jaxrag.cli.output import (
     give_out,
-    parse_count,
     require_folder,
+)
+from jaxrag.options import (
+    parse_count,
 )
 
 

@@ -4,8 +4,18 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from jaxrag.cli.options import add_command, add_json, give_out, parse_bytes, require_folder
+from jaxrag.cli.options import (
+    add_command,
+    add_json,
+)
+from jaxrag.cli.output import (
+    give_out,
+    require_folder,
+)
 from jaxrag.errors import RequestError
+from jaxrag.options import (
+    parse_bytes,
+)
 
 
 def add_serve(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -5,7 +5,18 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from jaxrag.cli.options import add_command, add_json, human_count, parse_count, print_json, shorten
+from jaxrag.cli.options import (
+    add_command,
+    add_json,
+)
+from jaxrag.cli.output import (
+    human_count,
+    print_json,
+    shorten,
+)
+from jaxrag.options import (
+    parse_count,
+)
 from jaxrag.text.printable import printable
 
 if TYPE_CHECKING:

@@ -10,6 +10,8 @@ from jaxrag.cli.options import (
     add_command,
     add_json,
     chunks_of,
+)
+from jaxrag.cli.output import (
     give_out,
     print_json,
     require_folder,

@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING
 from jaxrag.cli.options import (
     add_command,
     add_json,
+)
+from jaxrag.cli.output import (
     give_out,
-    parse_count,
-    parse_counts,
     print_json,
     require_folder,
     titled,
 )
 from jaxrag.errors import RequestError
+from jaxrag.options import (
+    parse_count,
+    parse_counts,
+)
 
 if TYPE_CHECKING:
     from jaxrag.evals.long.plan import Options

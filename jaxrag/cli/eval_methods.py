@@ -9,8 +9,10 @@ from jaxrag.cli.options import (
     add_earlier_name,
     add_json,
     chunks_of,
-    give_out,
     ratios_of,
+)
+from jaxrag.cli.output import (
+    give_out,
     require_folder,
     titled,
 )

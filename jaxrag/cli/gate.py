@@ -4,19 +4,25 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from jaxrag.cli.opening import (
+    open_kb,
+    where_of,
+)
 from jaxrag.cli.options import (
     add_command,
     add_earlier_name,
+    add_found,
     add_json,
     add_model,
     add_secret,
-    add_where,
-    open_kb,
-    parse_count,
-    print_json,
     ratios_of,
+)
+from jaxrag.cli.output import (
+    print_json,
     table,
-    where_of,
+)
+from jaxrag.options import (
+    parse_count,
 )
 
 if TYPE_CHECKING:
@@ -84,12 +90,11 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument(
         "--template", metavar="NAME", help="a template's name or .toml file (that of DIR)"
     )
-    parser.add_argument("--k", type=int, default=5, metavar="N", help="chunks to retrieve (5)")
-    add_where(parser)
+    add_found(parser)
     parser.add_argument(
         "--batch-size", type=int, default=8, metavar="N", help="questions that run together (8)"
     )
-    add_model(parser, required=False, text="(the one that the knowledge base remembers)")
+    add_model(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 

@@ -7,21 +7,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxrag.cli.fields import from_fields
+from jaxrag.cli.opening import (
+    load,
+    model_of_kb,
+    secret_of,
+)
 from jaxrag.cli.options import (
     add_command,
     add_json,
     add_model,
     add_secret,
+)
+from jaxrag.cli.output import (
     counted,
     human_count,
-    load,
-    model_of_kb,
+    print_json,
+)
+from jaxrag.config import ModelOptions
+from jaxrag.errors import KnowledgeBaseError, RequestError
+from jaxrag.options import (
     parse_bytes,
     parse_count,
-    print_json,
-    secret_of,
 )
-from jaxrag.errors import KnowledgeBaseError, RequestError
 from jaxrag.text.printable import printable
 
 if TYPE_CHECKING:
@@ -53,11 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a folder are passed over, and any other file that cannot be read makes the exit code 3",
     )
     parser.add_argument("--kb", required=True, metavar="DIR", help="made when missing")
-    add_model(
-        parser,
-        required=False,
-        text="Hugging Face or jaxrag checkpoint directory (the one that --kb remembers)",
-    )
+    add_model(parser, "the one that --kb remembers")
     parser.add_argument(
         "--encoder",
         action="append",
@@ -210,7 +214,7 @@ def model_for(args: argparse.Namespace) -> "Model":
     from jaxrag.knowledge_base.location import CATALOG
 
     if args.model is not None:
-        return load(args, args.model, args.dtype)
+        return load(args.model, from_fields(ModelOptions, args))
     if not (Path(args.kb) / CATALOG).is_file():
         raise KnowledgeBaseError(f"{args.kb} is no knowledge base yet; pass --model DIR to make it")
     return model_of_kb(args)

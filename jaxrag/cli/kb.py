@@ -8,24 +8,30 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from jaxrag.cli import export, gate
+from jaxrag.cli.opening import (
+    open_kb,
+    secret_of,
+    where_of,
+)
 from jaxrag.cli.options import (
     add_command,
     add_json,
     add_model,
     add_secret,
     add_where,
+)
+from jaxrag.cli.output import (
     counted,
     human_count,
-    open_kb,
-    parse_bytes,
-    parse_seconds,
     print_json,
-    secret_of,
     shorten,
     table,
-    where_of,
 )
 from jaxrag.errors import RequestError
+from jaxrag.options import (
+    parse_bytes,
+    parse_seconds,
+)
 from jaxrag.text.printable import printable
 
 if TYPE_CHECKING:
@@ -112,9 +118,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="with --repair: take this secret, or none, in place of the one that it was sealed "
         "with; what that sealed is encoded again",
     )
-    add_model(
-        verify, required=False, text="for --repair (the one that the knowledge base remembers)"
-    )
+    add_model(verify, use="for --repair")
     verify.set_defaults(run=run_verify)
 
     gate.add_parser(actions)
