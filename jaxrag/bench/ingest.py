@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from jaxrag.bench.limits import matmul_peak
 from jaxrag.bench.machine import describe
 from jaxrag.bench.ttft import LLAMA_100M
 from jaxrag.config import DType, ModelConfig
@@ -53,7 +53,6 @@ Clock = tuple[float, float]  # seconds on the wall, and of all processors togeth
 
 TEMPLATE = "plain"
 _DOCUMENT_WORDS = 1500
-_MATMUL = {"cpu": 2048}  # side of the square matrices whose product is the peak; 8192 elsewhere
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,20 +252,6 @@ def report(result: dict[str, Any]) -> Iterator[str]:
             f"{row['time_ratio']:.2f} times an isolated one's time for {row['flops_ratio']:.2f} "
             f"times its FLOPs ({row['time_over_flops']:.2f})"
         )
-
-
-def matmul_peak(dtype: DType, repeats: int = 5) -> float:
-    """FLOP/s of a large square matrix product on the default device, the best of some."""
-    side = _MATMUL.get(jax.default_backend(), 8192)
-    a = jnp.ones((side, side), dtype)
-    product = jax.jit(jnp.matmul)
-    product(a, a).block_until_ready()
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        product(a, a).block_until_ready()
-        seconds.append(time.perf_counter() - start)
-    return 2 * side**3 / min(seconds)
 
 
 @functools.partial(jax.jit, static_argnames=("config",))

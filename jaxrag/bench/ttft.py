@@ -158,7 +158,9 @@ def run(options: Options) -> dict[str, Any]:
     """Measure every context; returns the rows, the machine and the setting, JSON-able."""
     with contextlib.ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxrag-bench-")))
-        path = options.model or str(_write_random(work / "model", options))
+        path = options.model or str(
+            write_random(work / "model", LLAMA_100M, options.dtype, options.seed)
+        )
         in_batch = max(options.batches, default=0) * (
             options.batch_context + options.question_tokens
         )
@@ -201,9 +203,10 @@ def run(options: Options) -> dict[str, Any]:
         }
 
 
-def _write_random(directory: Path, options: Options) -> Path:
-    config = dataclasses.replace(LLAMA_100M, dtype=options.dtype)
-    params = jax.jit(lambda key: init_params(config, key))(jax.random.key(options.seed))
+def write_random(directory: Path, config: ModelConfig, dtype: DType, seed: int) -> Path:
+    """A Hugging Face directory of random weights of that dtype; returns it."""
+    config = dataclasses.replace(config, dtype=dtype)
+    params = jax.jit(lambda key: init_params(config, key))(jax.random.key(seed))
     export_hf(directory, params, config)
     return directory
 

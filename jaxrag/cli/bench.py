@@ -5,6 +5,7 @@ from pathlib import Path
 
 from jaxrag.cli.bench_decode import add_decode
 from jaxrag.cli.bench_document import add_document
+from jaxrag.cli.bench_peer import add_peer_benchmarks
 from jaxrag.cli.bench_serve import add_serve
 from jaxrag.cli.opening import (
     open_kb,
@@ -174,6 +175,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_json(train)
     train.set_defaults(run=run_train_step)
     add_decode(kinds)
+    add_peer_benchmarks(kinds)
     add_document(kinds)
     add_serve(kinds)
 
