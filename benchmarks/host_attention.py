@@ -25,8 +25,8 @@ from index_measure import BLOCK, HEADS
 from tqdm import tqdm
 
 from jaxrag.attention_index.faiss_objects import faiss_module
-from jaxrag.bench.decode import rules_of
 from jaxrag.bench.machine import describe
+from jaxrag.bench.options import rules_of
 from jaxrag.cli import run_command
 from jaxrag.cli.options import (
     add_json,

@@ -32,6 +32,7 @@ from jaxrag.attention_index.document import indexing_from
 from jaxrag.bench.decode import Options as DecodeOptions
 from jaxrag.bench.ingest import invented_texts
 from jaxrag.bench.machine import describe
+from jaxrag.bench.options import DocumentOptions
 from jaxrag.errors import RequestError
 from jaxrag.models.export import export_hf
 from jaxrag.models.spec import init_params, num_params
@@ -48,29 +49,14 @@ _SLACK = 512  # tokens of a prompt beside the document: question, answer, pages
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(DocumentOptions):
     """What to measure.
 
     Attributes:
-      text: a file; None invents words.
-      tokens: of the document at most.
-      chunk_tokens: of its chunks, all of which are retrieved; None: it is one chunk.
       kinds: of KINDS, how it is asked.
-      attention_index: what it is stored with, as ``jaxrag ingest --attention-index``.
-      layers: of a random Llama, as in ``bench decode``.
-      questions: after one that compiles.
-      max_new_tokens: of an answer.
     """
 
-    text: str | None = None
-    tokens: int = 32_768
-    chunk_tokens: int | None = None
     kinds: tuple[str, ...] = tuple(KINDS)
-    attention_index: str = "lists:exact_below=4096,probes=3"
-    layers: int = 4
-    questions: int = 3
-    max_new_tokens: int = 16
-    seed: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""

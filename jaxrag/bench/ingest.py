@@ -29,8 +29,9 @@ from tqdm import tqdm
 
 from jaxrag.bench.limits import matmul_peak
 from jaxrag.bench.machine import describe
+from jaxrag.bench.options import IngestOptions
 from jaxrag.bench.ttft import LLAMA_100M
-from jaxrag.config import DType, ModelConfig
+from jaxrag.config import ModelConfig
 from jaxrag.documents import Document
 from jaxrag.documents.chunking import Chunking, split
 from jaxrag.encode import encoder_named
@@ -56,18 +57,8 @@ _DOCUMENT_WORDS = 1500
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """What to measure. ``model`` None makes a random Llama of 100M parameters."""
-
-    model: str | None = None
-    dtype: DType = "float32"
-    tokens: int = 16_384
-    chunk_tokens: int = 512
-    repeats: int = 5
-    folder: str | None = None  # where the knowledge bases go; None is the temporary folder
-    seed: int = 0
-    encoder: str = "isolated"
-    neighbours: int = 10  # read by encoders that see them
+class Options(IngestOptions):
+    """What to measure."""
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be measured."""

@@ -23,6 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrag.bench.machine import describe
+from jaxrag.bench.options import StoreOptions
 from jaxrag.errors import RequestError
 from jaxrag.store import (
     ChunkStore,
@@ -42,18 +43,8 @@ Way = Callable[[], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(StoreOptions):
     """Sizes of the chunks ([L, 2, T, K, H] bfloat16) and how often to measure."""
-
-    chunks: int = 8
-    layers: int = 32
-    tokens: int = 512
-    kv_heads: int = 8
-    head_dim: int = 128
-    rounds: int = 7
-    cold: bool = True
-    folder: str | None = None  # where the files go; None is the system's temporary folder
-    seed: int = 0
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be measured."""

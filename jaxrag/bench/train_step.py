@@ -20,6 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrag.bench.machine import describe
+from jaxrag.bench.options import TrainStepOptions
 from jaxrag.bench.peer import Peer
 from jaxrag.bench.ttft import LLAMA_100M, SETTLE_SECONDS
 from jaxrag.config import ModelConfig
@@ -68,16 +69,8 @@ MODELS: dict[str, ModelConfig] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(TrainStepOptions):
     """What to measure."""
-
-    models: tuple[str, ...] = ("0.8M", "15M")
-    rows: int = 8
-    row_tokens: int = 512
-    repeats: int = 5
-    growth: tuple[int, ...] = (8, 16, 32, 64, 128)  # numbers of chunks; none = not measured
-    peer_python: str | None = None
-    seed: int = 0
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be measured."""

@@ -31,6 +31,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrag.bench.machine import describe
+from jaxrag.bench.options import TtftOptions
 from jaxrag.bench.peer import Peer
 from jaxrag.bench.ttft_batch import measure_batches, report_batches
 from jaxrag.bench.ttft_ratios import report_ratios, slopes
@@ -83,36 +84,8 @@ LLAMA_100M = ModelConfig(
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """What to measure.
-
-    Attributes:
-      model: a directory; None makes a random Llama of 100M parameters.
-      dtype: of weights, activations and KV.
-      contexts: tokens of all chunks.
-      question_tokens: of the final block.
-      method: that reuses.
-      ratios: recompute ratios, of methods that recompute; none stands for the method's own.
-      repeats: timed rounds: of every context one number, or one for all of them.
-      batches: sizes of batches, each request with ``batch_context`` tokens of chunks of its own.
-      batch_context: see there.
-      batch_repeats: timed rounds of every batch.
-      peer_python: interpreter with torch and transformers; None measures no peer.
-      seed: of what is drawn.
-    """
-
-    model: str | None = None
-    dtype: DType = "float32"
-    contexts: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
-    question_tokens: int = 50
-    method: str = "full_reuse"
-    ratios: tuple[float, ...] = ()
-    repeats: tuple[int, ...] = (5,)
-    batches: tuple[int, ...] = ()
-    batch_context: int = 4096
-    batch_repeats: int = 3
-    peer_python: str | None = None
-    seed: int = 0
+class Options(TtftOptions):
+    """What to measure."""
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be measured."""

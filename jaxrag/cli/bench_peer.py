@@ -6,12 +6,16 @@ from typing import Any
 from jaxrag.cli.options import (
     add_command,
     add_json,
+)
+from jaxrag.cli.output import (
     give_out,
-    parse_count,
-    parse_counts,
     require_folder,
 )
 from jaxrag.errors import RequestError
+from jaxrag.options import (
+    parse_count,
+    parse_counts,
+)
 
 
 def add_peer_benchmarks(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -27,14 +31,14 @@ def add_peer_benchmarks(kinds: "argparse._SubParsersAction[argparse.ArgumentPars
         "--batch",
         type=parse_counts,
         default="1,4,8,32",
-        metavar="N,N,...",
+        metavar="N,...",
         help="rows that are decoded together (1,4,8,32)",
     )
     decode.add_argument(
         "--contexts",
         type=parse_counts,
         default="512,4k",
-        metavar="N,N,...",
+        metavar="N,...",
         help="tokens before the first that is generated (512,4k)",
     )
     decode.add_argument(
@@ -42,7 +46,7 @@ def add_peer_benchmarks(kinds: "argparse._SubParsersAction[argparse.ArgumentPars
     )
     _add_rest(decode)
     decode.add_argument(
-        "--llama-python", metavar="PATH", help="interpreter that imports llama_cpp and gguf"
+        "--llama-python", metavar="FILE", help="interpreter that imports llama_cpp and gguf"
     )
     decode.set_defaults(run=run_decode_throughput)
 
@@ -64,7 +68,7 @@ def run_decode_throughput(args: argparse.Namespace) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="DIR", help="(a random Llama of 300M parameters)")
+    parser.add_argument("--model", metavar="MODEL", help="(a random Llama of 300M parameters)")
     parser.add_argument(
         "--dtype",
         default="float32,bfloat16",
@@ -76,8 +80,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _add_rest(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="after a warm-up (5)")
     parser.add_argument("--peer", choices=("transformers",), help="measure this one beside ours")
-    parser.add_argument("--peer-python", metavar="PATH", help="interpreter that imports the peer")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
+    parser.add_argument("--peer-python", metavar="FILE", help="interpreter that imports the peer")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (0)")
     parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
     add_json(parser)
 

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import sys
 from typing import Any
 
 from jaxrag.cli.fields import Options, add_fields
@@ -64,6 +65,29 @@ def add_earlier_name(parser: Options, name: str, now: str, **options: Any) -> No
 def add_json(parser: Options) -> None:
     """--json."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_result(parser: Options, *, markdown: bool = False) -> None:
+    """--out and --json, and --markdown."""
+    parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
+    if markdown:
+        parser.add_argument("--markdown", metavar="FILE", help="also write the tables there")
+    add_json(parser)
+
+
+def add_peer(parser: Options) -> None:
+    """--peer and --peer-python."""
+    parser.add_argument("--peer", choices=("transformers",), help="measure this one beside ours")
+    parser.add_argument(
+        "--peer-python", metavar="FILE", help="interpreter that imports the peer (this one)"
+    )
+
+
+def peer_of(args: argparse.Namespace) -> str | None:
+    """The interpreter of the peer; None without --peer. RequestError for one without the other."""
+    if args.peer_python and not args.peer:
+        raise RequestError("--peer-python without --peer; add --peer transformers")
+    return (args.peer_python or sys.executable) if args.peer else None
 
 
 def add_secret(parser: Options) -> None:
