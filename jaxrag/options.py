@@ -55,6 +55,19 @@ def option_of(field: "dataclasses.Field[Any]") -> Option | None:
     return found if isinstance(found, Option) else None
 
 
+def flag_of(field: "dataclasses.Field[Any]") -> str:
+    """What the option of a field is called, dashes in front; for errors that name it, too."""
+    said = option_of(field)
+    if said is not None and said.flag is not None:
+        return said.flag
+    return f"--{'no-' * (field.default is True)}{field.name.replace('_', '-')}"
+
+
+def flags_of(cls: type) -> dict[str, str]:
+    """The options of a dataclass by the names of its fields."""
+    return {field.name: flag_of(field) for field in dataclasses.fields(cls)}
+
+
 def parse_seconds(text: str) -> float:
     """90s, 30m, 1h or 7d as seconds."""
     return _scaled(text, _SECONDS, "a time such as 30m or 1h")
@@ -92,6 +105,17 @@ def parse_numbers(text: str) -> tuple[float, ...]:
         return tuple(map(float, filter(None, text.split(","))))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: expected numbers such as 0,0.15,1.0") from None
+
+
+def parse_ratios(text: str) -> tuple[float, ...]:
+    """Shares from 0 to 1 such as 0,0.15,1.0."""
+    parts = [part for part in text.split(",") if part]
+    for part in parts:
+        if not re.fullmatch(r"0*(0?\.[0-9]+|0|1(\.0*)?)", part):
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: {part!r} is no number from 0 to 1, such as 0.15"
+            )
+    return tuple(map(float, parts))
 
 
 def parse_names(text: str) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from jaxrag.config import DType
 from jaxrag.errors import RequestError
-from jaxrag.options import option, parse_count, parse_counts
+from jaxrag.options import option, parse_count, parse_counts, parse_ratios
 
 _DTYPE = "of weights, activations and KV"
 _DRAWN = "of what is drawn"
@@ -47,6 +47,7 @@ class TtftOptions:
         (),
         "recompute ratios such as 0,0.05,0.15,0.30,1.0, of a method that recomputes",
         "R,...",
+        parse=parse_ratios,
         flag="--recompute-ratios",
         unset="its own",
     )
@@ -72,7 +73,7 @@ class StoreOptions:
 
     chunks: int = option(8, "of one request", "N")
     layers: int = option(32, "of the model", "N")
-    tokens: int = option(512, "of a chunk", "N", parse=parse_count)
+    tokens: int = option(512, "of a chunk", "N", parse=parse_count, flag="--chunk-tokens")
     kv_heads: int = option(8, "of a layer", "N")
     head_dim: int = option(128, "of a head", "N")
     rounds: int = option(7, _WARM, "N", flag="--repeats")

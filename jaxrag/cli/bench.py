@@ -28,7 +28,6 @@ from jaxrag.cli.output import (
     give_out,
     require_folder,
 )
-from jaxrag.options import parse_numbers
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -42,7 +41,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "jaxrag bench ttft --peer transformers --peer-python PEER/bin/python --out result.json",
     )
     add_fields(ttft, TtftOptions)
-    add_earlier_name(ttft, "--ratios", "ratios", type=parse_numbers)
+    add_earlier_name(ttft, "--ratios", "ratios")
     add_peer(ttft)
     add_result(ttft)
     ttft.set_defaults(run=run_ttft)
@@ -50,10 +49,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         kinds,
         "store",
         "throughput of the chunk store beside memcpy, plain reads, safetensors and zarr-python",
-        "jaxrag bench store --chunks 8 --layers 32 --tokens 512 --out result.json",
+        "jaxrag bench store --chunks 8 --layers 32 --chunk-tokens 512 --out result.json",
     )
     add_fields(store, StoreOptions)
-    add_earlier_name(store, "--rounds", "rounds", type=int)
+    add_earlier_name(store, "--rounds", "rounds")
+    add_earlier_name(store, "--tokens", "tokens")
     add_result(store)
     store.set_defaults(run=run_store)
     ingest = add_command(
@@ -73,10 +73,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     explain.add_argument("--kb", required=True, metavar="DIR", help="where chunks come from")
     add_secret(explain)
-    explain.add_argument("--question", required=True, metavar="Q", help="the question, as text")
+    explain.add_argument("--question", required=True, metavar="TEXT", help="the question, as text")
     add_model(explain)
     explain.add_argument(
-        "--method", default="fusionrag", help="whose stored KV is looked at (fusionrag)"
+        "--method",
+        default="fusionrag",
+        metavar="NAME",
+        help="whose stored KV is looked at (fusionrag)",
     )
     explain.add_argument(
         "--recompute-ratio",

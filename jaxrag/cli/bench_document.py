@@ -17,7 +17,7 @@ def add_document(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "jaxrag bench document --text long.txt --tokens 32768 --out result.json",
     )
     add_fields(parser, DocumentOptions)
-    add_earlier_name(parser, "--questions", "questions", type=int)
+    add_earlier_name(parser, "--questions", "questions")
     parser.add_argument(
         "--kinds",
         metavar="KIND;...",

@@ -17,8 +17,6 @@ from jaxrag.cli.output import (
 from jaxrag.errors import RequestError
 from jaxrag.options import (
     parse_bytes,
-    parse_count,
-    parse_integers,
 )
 
 
@@ -34,9 +32,9 @@ def add_serve(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     add_fields(parser, ServeOptions)
     add_earlier_name(parser, "--peer", "peer")
     add_fields(parser, TrafficOptions)
-    add_earlier_name(parser, "--documents", "documents", type=int)
-    add_earlier_name(parser, "--question", "question", type=parse_count)
-    add_earlier_name(parser, "--answers", "answers", type=parse_integers)
+    add_earlier_name(parser, "--documents", "documents")
+    add_earlier_name(parser, "--question", "question")
+    add_earlier_name(parser, "--answers", "answers")
     parser.add_argument(
         "--arms",
         default="static;inline;asynchronous;full",

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxrag.options import (
     Option,
+    flag_of,
     option_of,
     parse_integers,
     parse_names,
@@ -83,7 +84,7 @@ def _found(cls: type, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _add(to: Options, field: "dataclasses.Field[Any]", said: Option, defaults: bool) -> None:
-    flag = said.flag or f"--{'no-' * (field.default is True)}{field.name.replace('_', '-')}"
+    flag = flag_of(field)
     common: dict[str, Any] = {"dest": field.name, "help": _help(field, said)}
     if isinstance(field.default, bool):
         common["default"] = field.default if defaults else None

@@ -15,7 +15,6 @@ from jaxrag.cli.options import (
     add_json,
     add_model,
     add_secret,
-    ratios_of,
 )
 from jaxrag.cli.output import (
     print_json,
@@ -23,6 +22,7 @@ from jaxrag.cli.output import (
 )
 from jaxrag.options import (
     parse_count,
+    parse_ratios,
 )
 
 if TYPE_CHECKING:
@@ -51,10 +51,12 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument(
         "--method",
         default="turborag",
+        metavar="NAME",
         help="one that reuses chunks: a preset or a .toml file (turborag)",
     )
     parser.add_argument(
         "--recompute-ratios",
+        type=parse_ratios,
         metavar="R,...",
         help="to try (0,0.05,0.1,0.15,0.2,0.3,0.5; 0 for a method that recomputes nothing)",
     )
@@ -106,14 +108,13 @@ def run(args: argparse.Namespace) -> int:
     from jaxrag.serve.question_files import QuestionFile
 
     method, questions = method_named(args.method), QuestionFile.open(args.questions)
-    ratios = None if args.recompute_ratios is None else ratios_of(args.recompute_ratios)
     target = Target(args.target_agreement, args.max_kl, args.target_answers)
     with open_kb(args) as kb:
         report = gate(
             kb,
             method,
             questions,
-            ratios=ratios,
+            ratios=args.recompute_ratios,
             target=target,
             template=args.template,
             k=args.k,

@@ -15,6 +15,7 @@ from jaxrag.cli.opening import (
 )
 from jaxrag.cli.options import (
     add_command,
+    add_earlier_name,
     add_json,
     add_model,
     add_secret,
@@ -95,10 +96,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens, sentence (whole sentences) or markdown (sections under headings) (tokens)",
     )
     parser.add_argument(
-        "--kv",
+        "--stored",
         choices=("native", "int8"),
         help="how KV is stored: in the model's dtype, or int8 in half the bytes or less (native)",
     )
+    add_earlier_name(parser, "--kv", "stored")
     parser.add_argument("--salt", metavar="TEXT", help="of a tenant; other salts share no KV")
     add_secret(parser)
     parser.add_argument(
@@ -259,7 +261,7 @@ def ingest(
         encoders=args.encoder,
         neighbours=args.neighbours,
         similar_by=args.similar_by,
-        stored=args.kv,
+        stored=args.stored,
         salt=args.salt,
         secret=secret_of(args.secret_file),
         store=args.store,

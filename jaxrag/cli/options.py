@@ -55,11 +55,22 @@ def add_model(
     add_fields(group, ModelOptions, but=() if kv else ("kv",), defaults=defaults)
 
 
-def add_earlier_name(parser: Options, name: str, now: str, **options: Any) -> None:
-    """An option's earlier spelling, understood and shown nowhere."""
-    parser.add_argument(
-        name, dest=now, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **options
-    )
+def add_earlier_name(parser: Options, name: str, now: str, **read: Any) -> None:
+    """An option's earlier spelling, understood and shown nowhere.
+
+    Args:
+      parser: that has the option.
+      name: the earlier spelling.
+      now: the destination of the option.
+      read: how its value was written, where that was another way.
+    """
+    if read:
+        parser.add_argument(
+            name, dest=now, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **read
+        )
+        return
+    (action,) = (one for one in parser._actions if one.dest == now and one.option_strings)
+    parser._option_string_actions[name] = action
 
 
 def add_json(parser: Options) -> None:
@@ -117,21 +128,6 @@ def add_generation(to: argparse.ArgumentParser) -> None:
     group = to.add_argument_group("the answer")
     add_fields(group, AnswerOptions)
     add_fields(group, SamplingParams)
-
-
-def ratios_of(text: str) -> tuple[float, ...]:
-    """Recompute ratios such as 0,0.15,1.0; RequestError when one is not a number from 0 to 1."""
-    ratios = []
-    for part in filter(None, text.split(",")):
-        try:
-            ratios.append(float(part))
-        except ValueError:
-            ratios.append(-1.0)
-        if not 0 <= ratios[-1] <= 1:
-            raise RequestError(
-                f"--recompute-ratios {text}: {part!r} is no number from 0 to 1, such as 0.15"
-            )
-    return tuple(ratios)
 
 
 def chunks_of(text: str) -> list[int]:

@@ -22,7 +22,7 @@ class SamplingParams:
     temperature: float = option(0.0, "0 is greedy", "T")
     top_k: int = option(0, "0 keeps all", "N")
     top_p: float = option(1.0, "1 keeps all", "P")
-    seed: int = option(0, "of sampling")
+    seed: int = option(0, "of sampling", "N")
 
     def __post_init__(self) -> None:
         """Refuse values that name no distribution."""

@@ -231,7 +231,7 @@ def test_bad_options_are_refused(change, message):
 
 def test_ratios_that_are_no_numbers_are_refused(capsys):
     for option, text, words in (
-        ("--recompute-ratios", "0,half", "'0,half': expected numbers such as"),
+        ("--recompute-ratios", "0,half", "'0,half': 'half' is no number from 0 to 1"),
         ("--contexts", "4,many", "'many': expected a number of tokens"),
         ("--batch", "4,many", "'4,many': expected integers such as"),
         ("--repeats", "4,many", "'4,many': expected integers such as"),

@@ -17,6 +17,7 @@ from jaxrag.options import (
     parse_counts,
     parse_integers,
     parse_numbers,
+    parse_ratios,
     parse_seconds,
     written,
 )
@@ -123,7 +124,7 @@ def test_a_type_that_no_text_is_read_as_is_refused():
         ("90s", parse_seconds), ("7d", parse_seconds), ("0s", parse_seconds),
         ("200MB", parse_bytes), ("64MiB", parse_bytes), ("3kB", parse_bytes), ("7B", parse_bytes),
         ("512,4096", parse_counts), ("17", parse_count), ("8,16", parse_integers),
-        ("0,0.15", parse_numbers),
+        ("0,0.15", parse_numbers), ("0,0.5,1", parse_ratios),
     ],
 )  # fmt: skip
 def test_what_is_written_is_read_again(text, parse):
