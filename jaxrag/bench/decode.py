@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from jaxrag.bench.machine import describe
 from jaxrag.bench.options import DecodeOptions
@@ -40,6 +39,7 @@ from jaxrag.methods import METHODS, placement_of
 from jaxrag.models.model import Model, random_model
 from jaxrag.models.spec import num_params
 from jaxrag.shapes import bucket
+from jaxrag.text.progress import progress_bar
 
 CHUNK_TOKENS = 512
 BLOCK = 32  # steps whose recall is averaged
@@ -88,13 +88,13 @@ def run(options: Options) -> dict[str, Any]:
     """Measure every context and rule; returns rows, machine and setting, JSON-able."""
     config = options.config()
     rows = []
-    with tqdm(total=len(options.contexts) * len(options.rules), disable=None) as bar:
+    with progress_bar(len(options.contexts) * len(options.rules), "decode", "row") as bar:
         for context in options.contexts:
             tokens = context + options.steps + options.warm + 4 * PAGE
             model = random_model(config, options.seed, cache_tokens=tokens)
             prompt = _prompt(model, options, context)
             for rule in options.rules:
-                bar.set_description(f"{context} {rule}")
+                bar.set_postfix_str(f"{context} {rule}", refresh=False)
                 rows.append(_measure(model, options, prompt, rule))
                 bar.update()
     return {

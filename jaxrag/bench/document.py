@@ -26,7 +26,6 @@ from typing import Any
 import jax
 import numpy as np
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
 from jaxrag.attention_index.document import indexing_from
 from jaxrag.bench.decode import Options as DecodeOptions
@@ -37,6 +36,7 @@ from jaxrag.errors import RequestError
 from jaxrag.models.export import export_hf
 from jaxrag.models.spec import init_params, num_params
 from jaxrag.text import byte_level
+from jaxrag.text.progress import followed
 
 KINDS: dict[str, tuple[str, ...]] = {
     "retrieval": ("--method", "turborag", "--decode", "retrieval", "--kv", "device"),
@@ -102,7 +102,7 @@ def run(options: Options) -> dict[str, Any]:
         ask += ["--max-new-tokens", str(options.max_new_tokens)]
         kinds = {kind: KINDS[kind] for kind in options.kinds}
         rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
-        for word in tqdm(question_words, desc="questions", disable=None):
+        for word in followed(question_words, "ask", "question"):
             for kind, how in kinds.items():
                 answer, seconds = _jaxrag(["ask", f"What is said of {word}?", *ask, *how])
                 if len(answer["sources"]) != made["chunks"]:

@@ -25,7 +25,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from jaxrag.bench.limits import matmul_peak
 from jaxrag.bench.machine import describe
@@ -47,6 +46,7 @@ from jaxrag.models.model import Model, load_model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import Params, init_params, num_params
 from jaxrag.text import byte_level
+from jaxrag.text.progress import followed
 from jaxrag.text.prompts import TEMPLATES
 from jaxrag.types import Array, HostArray, Tokens
 
@@ -86,7 +86,7 @@ def run(options: Options) -> dict[str, Any]:
         clocks: dict[str, list[Clock]] = {"plain": [], "ingest": []}
         behind: list[_Behind] = []
         peaks: list[float] = []
-        for round_ in tqdm(range(options.repeats + 1), desc="rounds", disable=None):
+        for round_ in followed(range(options.repeats + 1), "ingest", "round"):
             peaks.append(matmul_peak(options.dtype))
             with _clock(clocks["plain"]):
                 _plain(model, batches)

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from jaxrag.bench.machine import describe
 from jaxrag.bench.options import ServeOptions
@@ -50,6 +49,7 @@ from jaxrag.methods import METHODS, Method
 from jaxrag.models.model import Model, load_model, random_model
 from jaxrag.models.spec import num_params
 from jaxrag.store import ChunkStore, KVStore
+from jaxrag.text.progress import progress_bar
 
 PEER, REPEATED = "peer", "peer_repeated"
 _WARM = 3  # requests of every length of an answer
@@ -120,21 +120,21 @@ def run(options: Options) -> dict[str, Any]:
         highest: dict[str, Any] = {}
         extra: dict[str, Any] = {}
         steps = len(options.arms) * len(options.rates)
-        bar = stack.enter_context(tqdm(total=steps, desc="serve", disable=None))
+        bar = stack.enter_context(progress_bar(steps, "serve", "arm"))
         for rate in options.rates:
             for arm in options.arms:
-                bar.set_postfix_str(f"{arm.name} at {rate:g}/s")
+                bar.set_postfix_str(f"{arm.name} at {rate:g}/s", refresh=False)
                 rows.append(bench.measure(arm, rate))
                 bar.update()
         if options.highest_rate:
             for arm in options.arms:
-                bar.set_postfix_str(f"highest rate of {arm.name}")
+                bar.set_postfix_str(f"highest rate of {arm.name}", refresh=False)
                 highest[arm.name] = bench.highest(arm)
         if options.fusionrag:
-            bar.set_postfix_str("FusionRAG's figures")
+            bar.set_postfix_str("FusionRAG's figures", refresh=False)
             extra["fusionrag"] = figures(options.traffic, bench.measure, bench.highest)
         if options.http:
-            bar.set_postfix_str("our own server")
+            bar.set_postfix_str("our own server", refresh=False)
             for rate in options.rates:
                 rows.append(bench.measure_in_process(rate))
             with bench.own_server(Path(name)) as own:
@@ -142,7 +142,7 @@ def run(options: Options) -> dict[str, Any]:
                     rows.append(bench.measure_http(own, rate))
         peer = None
         if options.peer_python is not None or options.peer is not None:
-            bar.set_postfix_str("peer")
+            bar.set_postfix_str("peer", refresh=False)
             with _peer(model, options, Path(name)) as server:
                 peer = server.about
                 for rate in options.rates:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from jaxrag.bench.machine import describe
 from jaxrag.bench.options import StoreOptions
@@ -34,6 +33,7 @@ from jaxrag.store import (
     context_id,
     fingerprint,
 )
+from jaxrag.text.progress import followed
 from jaxrag.types import HostArray
 
 _BLOCK = 1 << 24  # bytes a plain read asks for
@@ -211,7 +211,7 @@ def _measure(
 ) -> dict[str, list[float]]:
     """Seconds of every way in every round after one that is not counted."""
     times: dict[str, list[float]] = {way: [] for way in ways}
-    for number in tqdm(range(rounds + 1), desc=name, disable=None):
+    for number in followed(range(rounds + 1), name, "round"):
         for way, fill in ways.items():
             prepare()
             start = time.perf_counter()

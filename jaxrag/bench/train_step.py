@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from jaxrag.bench.machine import describe
 from jaxrag.bench.options import TrainStepOptions
@@ -30,6 +29,7 @@ from jaxrag.models.rope import rope_table
 from jaxrag.models.segments import lay_out
 from jaxrag.models.spec import init_params, num_params
 from jaxrag.sharding import make_mesh
+from jaxrag.text.progress import followed
 from jaxrag.train.config import (
     ComputePart,
     DataPart,
@@ -155,7 +155,7 @@ def run(options: Options) -> dict[str, Any]:
     rng = np.random.default_rng(options.seed)
     rows = []
     about = None
-    for name in tqdm(options.models, desc="models", disable=None):
+    for name in followed(options.models, "train step", "model"):
         model = MODELS[name]
         with contextlib.ExitStack() as stack:
             work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxrag-bench-")))
@@ -224,7 +224,7 @@ def _growth(options: Options, rng: np.random.Generator) -> list[dict[str, Any]]:
         return []
     model = MODELS["0.8M"]
     trainer, rows = Trainer(model, options.seed), []
-    for chunks in tqdm(options.growth, desc="chunks", disable=None):
+    for chunks in followed(options.growth, "growth", "size"):
         tokens = chunks * CHUNK_TOKENS + FINAL_TOKENS
         ids = rng.integers(3, model.vocab_size, (1, tokens)).astype(np.int32)
         batch = rows_of(ids, chunks)

@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from jaxrag.bench.machine import describe
 from jaxrag.bench.options import TtftOptions
@@ -52,6 +51,7 @@ from jaxrag.models.flops import block_attention_flops, turborag_flops
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.spec import init_params, num_params
 from jaxrag.store import ChunkStore, KVStore
+from jaxrag.text.progress import progress_bar
 
 CHUNK_TOKENS = 512
 SETTLE_SECONDS = 1.0  # idle worker threads of one process spin for a while and slow the other's
@@ -155,7 +155,7 @@ def run(options: Options) -> dict[str, Any]:
             max_tokens=CHUNK_TOKENS,
         )
         rows = []
-        with tqdm(total=len(options.contexts), desc="contexts", disable=None) as bar:
+        with progress_bar(len(options.contexts), "ttft", "context") as bar:
             repeats = options.repeats * (len(options.contexts) // len(options.repeats))
             for context, count in zip(options.contexts, repeats, strict=True):
                 rows.append(_measure(model, store, work / "store", options, context, count, peer))

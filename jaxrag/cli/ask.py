@@ -23,6 +23,7 @@ from jaxrag.cli.options import (
     add_secret,
 )
 from jaxrag.cli.output import (
+    note,
     print_json,
 )
 from jaxrag.config import ModelOptions
@@ -148,8 +149,8 @@ def _account(args: argparse.Namespace, result: "Result") -> None:
     _tell(summary(result, args.max_new_tokens))
     for line in explained(result, sys.stderr.encoding) if args.explain else ():
         _tell(line)
-    for note in result.notes:
-        _tell(f"note: {printable(note)}")
+    for remark in result.notes:
+        note(remark)
 
 
 def _tell(text: str) -> None:

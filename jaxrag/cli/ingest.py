@@ -23,6 +23,7 @@ from jaxrag.cli.options import (
 from jaxrag.cli.output import (
     counted,
     human_count,
+    note,
     print_json,
 )
 from jaxrag.config import ModelOptions
@@ -275,7 +276,7 @@ def ingest(
         else:
             report = kb.add(files, progress=progress, shard=(shard.index, shard.count))
         if kb.unchecked is not None:
-            print(f"note: {kb.unchecked}", file=sys.stderr)
+            note(kb.unchecked)
         return report
 
 

@@ -3,7 +3,6 @@
 import argparse
 import collections
 import dataclasses
-import sys
 import textwrap
 from typing import TYPE_CHECKING
 
@@ -23,6 +22,7 @@ from jaxrag.cli.options import (
 from jaxrag.cli.output import (
     counted,
     human_count,
+    note,
     print_json,
     shorten,
     table,
@@ -135,7 +135,8 @@ def run_stats(args: argparse.Namespace) -> None:
 
     with KnowledgeBase.open(args.kb, secret=secret_of(args.secret_file)) as kb:
         stats = kb.stats()
-        _note(kb.unchecked)
+        if kb.unchecked is not None:
+            note(kb.unchecked)
     if args.json:
         print_json(stats)
         return
@@ -162,7 +163,7 @@ def run_list(args: argparse.Namespace) -> None:
         where = where_of(args)
         documents = kb.documents(where)
         for why in [] if documents or where is None else kb.why_nothing(where):
-            print(f"note: --where: {printable(why)}", file=sys.stderr)
+            note(f"--where: {why}")
     if args.json:
         print_json({"documents": [dataclasses.asdict(document) for document in documents]})
         return
@@ -236,7 +237,8 @@ def run_verify(args: argparse.Namespace) -> int:
             )
             for key in keys
         ]
-        _note(kb.unchecked)
+        if kb.unchecked is not None:
+            note(kb.unchecked)
     if args.json:
         salvaged = None if mended is None else dataclasses.asdict(mended)
         print_json(dataclasses.asdict(report) | {"catalog": salvaged, "settings": settings})
@@ -267,11 +269,6 @@ def _of_salvage(found: "Salvage") -> list[str]:
     if found.settings:
         lines.append(f"{counted(found.settings, 'setting')} lost, such as of `jaxrag kb gate`")
     return lines
-
-
-def _note(text: str | None) -> None:
-    if text is not None:
-        print(f"note: {text}", file=sys.stderr)
 
 
 def _about_rows(report: "VerifyReport") -> list[str]:

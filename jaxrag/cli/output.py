@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,14 @@ def print_json(value: Any) -> None:
     except UnicodeEncodeError:
         text = json.dumps(value)
     print(text)
+
+
+def note(text: str) -> None:
+    """A remark on stderr: on a terminal broken at words to 80 columns, in a pipe one line."""
+    line = f"note: {printable(text)}"
+    if sys.stderr.isatty():
+        line = textwrap.fill(line, 80, break_long_words=False, break_on_hyphens=False)
+    print(line, file=sys.stderr, flush=True)
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
@@ -102,8 +111,6 @@ def titled(tables: "Iterable[Table]", width: int = 80) -> Iterator[str]:
 
     A table that is wider is folded: some columns after the others, the names in front of each.
     """
-    import textwrap
-
     for one in tables:
         title = "\n".join(textwrap.fill(line, width) for line in one.title.splitlines())
         folds = _folded(one.rows, one.names, width)

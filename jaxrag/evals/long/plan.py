@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args
 
-from tqdm import tqdm
-
 from jaxrag.decode import rule_from
 from jaxrag.errors import RequestError
 from jaxrag.evals.options import LongOptions
@@ -17,6 +15,7 @@ from jaxrag.tasks.long.case import Fitted, Frame
 from jaxrag.tasks.long.tasks import ANSWERS, SUITES, Draw, Task
 from jaxrag.tasks.long.words import Prose, prose, text_prose
 from jaxrag.tasks.world import Split
+from jaxrag.text.progress import followed
 
 GRID_DEPTHS = tuple(n / 10 for n in range(11))
 
@@ -160,10 +159,9 @@ def plan(options: Options, frame: Frame, max_positions: int, progress: bool) -> 
     shortest = [place for place in places if place.length == min(options.lengths)]
     for place in {place.task: place for place in shortest}.values():
         _item(options, frame, filler, place)  # what cannot be asked, before the long prompts
-    silent = None if progress else True
     return [
         _item(options, frame, filler, place)
-        for place in tqdm(places, unit="prompt", desc="prompts", disable=silent, leave=False)
+        for place in followed(places, "prompts", "prompt", shown=progress)
     ]
 
 
