@@ -167,12 +167,12 @@ def deeper(config):
 
 
 def test_a_mesh_is_taken_into_account(check):
-    """Each of two devices holds less of the weights."""
+    """What is not split, such as norms, lies on each device."""
     alone, parted = (
         json.loads(check(SHIPPED / "dual", "--quick", "--json", *mesh)[1])["memory"]
         for mesh in ((), ("--mesh", "1,1,2"))
     )
-    assert alone["weights"] / 2 <= parted["weights"] < alone["weights"]
+    assert alone["weights"] < parted["weights"] < 1.1 * alone["weights"]
     code, _, err = check(SHIPPED / "dual", "--quick", "--mesh", "2,2")
     assert code == 1 and "--mesh '2,2': expected three integers such as 1,1,8" in err
 
