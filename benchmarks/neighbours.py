@@ -19,8 +19,9 @@ from jaxrag.bench.machine import describe
 from jaxrag.cli import run_command
 from jaxrag.cli.options import (
     add_json,
+)
+from jaxrag.cli.output import (
     give_out,
-    ratios_of,
     require_folder,
     titled,
 )
@@ -29,6 +30,7 @@ from jaxrag.evals.methods_grid import Options
 from jaxrag.evals.methods_report import verdict
 from jaxrag.evals.synthetic import ALL
 from jaxrag.evals.synthetic_report import Table, markdown_table, shown
+from jaxrag.options import parse_ratios
 from jaxrag.tasks.synthetic import SyntheticTask
 
 BEHIND = {"after_prefix": "the prefix", "neighbours": "neighbours"}
@@ -43,8 +45,16 @@ def main() -> int:
     parser.add_argument(
         "--neighbours", type=int, nargs="+", default=[2, 5, 10, 15], metavar="N", help="(2 5 10 15)"
     )
-    parser.add_argument("--ratios", default="0,0.05,0.15", metavar="R,...", help="(0,0.05,0.15)")
-    parser.add_argument("--questions", type=int, default=500, metavar="N", help="of a cell (500)")
+    parser.add_argument(
+        "--ratios", type=parse_ratios, default="0,0.05,0.15", metavar="R,...", help="(0,0.05,0.15)"
+    )
+    parser.add_argument(
+        "--num-questions",
+        type=int,
+        default=500,
+        metavar="N",
+        help="of a cell (500)",
+    )
     parser.add_argument("--documents", type=int, default=48, metavar="N", help="of a base (48)")
     parser.add_argument("--retrieve", type=int, default=6, metavar="K", help="of a prompt (6)")
     parser.add_argument("--seed", type=int, default=7, help="of the questions (7)")
@@ -60,10 +70,10 @@ def _measure(args: argparse.Namespace) -> int:
     first = Options(
         model=args.model,
         methods=("fusionrag",),
-        ratios=ratios_of(args.ratios),
+        ratios=args.ratios,
         task=SyntheticTask(chunks=(args.documents,) * 2, split="test", questions=50),
         seed=args.seed,
-        questions=args.questions,
+        questions=args.num_questions,
         deviation=0,
         retrieve=args.retrieve,
         dtype="float32",

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jaxrag.errors import ConfigError
+from jaxrag.options import option, parse_bytes, parse_count
 from jaxrag.tables import build, build_named
 
 if TYPE_CHECKING:
@@ -19,6 +20,60 @@ DType = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = get_args(DType)
 Kernels = Literal["measured", "xla", "pallas_triton", "pallas_interpret"]
 KERNELS: tuple[str, ...] = get_args(Kernels)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions:
+    """How a model is loaded, beside which one.
+
+    Attributes:
+      dtype: of weights, activations and KV; None: as it is stored.
+      mesh: devices along the data, fsdp and tensor axes, such as "1,1,8"; None: one device.
+      cache_tokens: tokens of KV that the device pool holds; None: by memory.
+      kernels: body of the attention ops.
+      value_layers: layers whose V stays on the device; None: all, but under a decode rule that is
+        meant to have fewer there.
+      max_host_bytes: ceiling of KV in host memory.
+      kv: "device" or "host", where K and V are; None: where the method's decode rule is meant to
+        have them.
+    """
+
+    dtype: str | None = option(
+        None, "of weights, activations and KV", choices=DTYPES, unset="as the model is stored"
+    )
+    mesh: str | None = option(
+        None,
+        "devices along the data, fsdp and tensor axes, such as 1,1,8",
+        "D,F,T",
+        unset="one device",
+    )
+    cache_tokens: int | None = option(
+        None,
+        "tokens of KV that the device pool holds",
+        "N",
+        parse=parse_count,
+        unset="by memory, at most 8 contexts",
+    )
+    kernels: Kernels = option(
+        "measured",
+        "body of the attention ops; pallas_triton needs NVIDIA GPUs",
+        choices=("measured", "xla", "pallas_triton"),
+        unset="measured: of each the fastest that was right on such a device",
+    )
+    value_layers: int | None = option(
+        None,
+        "keep V of N layers on the device, of the others in host memory",
+        "N",
+        unset="under --decode topn its device_layers, else all",
+    )
+    max_host_bytes: int | None = option(
+        None, "ceiling of that host memory", "SIZE", parse=parse_bytes
+    )
+    kv: Literal["device", "host"] | None = option(
+        None,
+        "where K and V are",
+        unset="where the method's decode rule is meant to have them",
+    )
 
 
 # Of every size, far above any model's: beyond it a name list or a table would take all memory.

@@ -17,18 +17,24 @@ from collections.abc import Iterator, Sequence
 
 from jaxrag.cli import run_command
 from jaxrag.cli.distributed import add_distributed, ending_all, join
+from jaxrag.cli.fields import from_fields
+from jaxrag.cli.opening import (
+    asked_of,
+    load,
+    method_of,
+    open_kb,
+)
 from jaxrag.cli.options import (
     add_generation,
     add_json,
     add_model,
     add_secret,
-    load,
-    method_of,
-    open_kb,
-    print_json,
-    sampling_of,
-    where_of,
 )
+from jaxrag.cli.output import (
+    print_json,
+)
+from jaxrag.config import ModelOptions
+from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.errors import RequestError
 
 
@@ -44,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", required=True, metavar="FILE", help="made, or continued")
     parser.add_argument("--kb", metavar="DIR", help="knowledge base to retrieve from")
     add_secret(parser)
-    add_model(parser, required=False, text="the one that the knowledge base remembers")
+    add_model(parser, kv=True)
     add_generation(parser)
     parser.add_argument(
         "--batch-size", type=int, default=8, metavar="N", help="questions run together (8)"
@@ -84,7 +90,7 @@ def _answer(args: argparse.Namespace, first: bool) -> int:
     from jaxrag.serve.question_files import QuestionFile
     from jaxrag.serve.questions import resolve
 
-    shard, sampling = Shard.parse(args.shard), sampling_of(args)
+    shard, sampling = Shard.parse(args.shard), from_fields(SamplingParams, args)
     method = method_of(args)  # refused before a model is read
     if args.kb is None and args.model is None:
         raise RequestError(
@@ -95,20 +101,8 @@ def _answer(args: argparse.Namespace, first: bool) -> int:
     try:
         settings = resolve(
             kb=kb,
-            model=load(args, args.model, args.dtype, method) if kb is None else None,
-            method=args.method,
-            recompute_ratio=args.recompute_ratio,
-            misses=args.misses,
-            prefix_cache=args.prefix_cache or None,
-            decode=args.decode,
-            template=args.template,
-            k=args.k,
-            max_new_tokens=args.max_new_tokens,
-            stop=args.stop,
-            where=where_of(args),
-            search_mode=args.search,
-            min_score=args.min_score,
-            unanswerable=args.unanswerable,
+            model=load(args.model, from_fields(ModelOptions, args), method) if kb is None else None,
+            **asked_of(args),
         )
         with written_once(args.out, settings.model.exchange, first) as out:
             report = answer_file(

@@ -166,6 +166,17 @@ def deeper(config):
     config["num_hidden_layers"] += 1
 
 
+def test_a_mesh_is_taken_into_account(check):
+    """What is not split, such as norms, lies on each device."""
+    alone, parted = (
+        json.loads(check(SHIPPED / "dual", "--quick", "--json", *mesh)[1])["memory"]
+        for mesh in ((), ("--mesh", "1,1,2"))
+    )
+    assert alone["weights"] < parted["weights"] < 1.1 * alone["weights"]
+    code, _, err = check(SHIPPED / "dual", "--quick", "--mesh", "2,2")
+    assert code == 1 and "--mesh '2,2': expected three integers such as 1,1,8" in err
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -29,8 +29,9 @@ import jaxrag.cli
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import METHODS
 from jaxrag.models.model import load_model
+from jaxrag.server.options import ModelSettings
 from jaxrag.server.run import Server, bind, url_of
-from jaxrag.server.settings import ModelSettings, ServerSettings
+from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state import make_state
 
 ROOT = Path(__file__).parents[1]

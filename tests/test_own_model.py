@@ -114,14 +114,15 @@ def test_a_template_with_markers_that_the_tokenizer_lacks_is_refused(jaxrag, kb,
 @pytest.mark.parametrize(
     "command",
     [
-        ("needle", "--lengths", 500, "--questions", 1, "--methods", "turborag"),
+        ("needle", "--contexts", 500, "--num-questions", 1, "--methods", "turborag"),
         pytest.param(
-            ("methods", "--questions", 2, "--chunks", 2, "--methods", "turborag", "--deviation", 0),
+            ("methods", "--num-questions", 2, "--chunks", 2, "--methods", "turborag",
+             "--deviation", 0),
             marks=pytest.mark.slow,
         ),
     ],
     ids=lambda command: command[0],
-)
+)  # fmt: skip
 def test_eval_takes_the_directory_that_ask_takes(jaxrag, chat_model_dir, command):
     name, *options = command
     code, out, err = jaxrag("eval", name, "--model", chat_model_dir, *options, "--json")

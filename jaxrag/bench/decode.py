@@ -14,17 +14,17 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from jaxrag.bench.machine import describe
+from jaxrag.bench.options import DecodeOptions
 from jaxrag.bench.ttft import LLAMA_100M
 from jaxrag.cache import PAGE
-from jaxrag.config import DType, ModelConfig
-from jaxrag.decode import DECODE_RULES, Account, Decoding, rule_from
+from jaxrag.config import ModelConfig
+from jaxrag.decode import Account, Decoding, rule_from
 from jaxrag.decode.footprint import A100
 from jaxrag.engine.away import start_away
 from jaxrag.engine.decoding import FEWEST_ROOM, Lane, lane_of, start_decoding
@@ -39,34 +39,15 @@ from jaxrag.methods import METHODS, placement_of
 from jaxrag.models.model import Model, random_model
 from jaxrag.models.spec import num_params
 from jaxrag.shapes import bucket
+from jaxrag.text.progress import progress_bar
 
 CHUNK_TOKENS = 512
 BLOCK = 32  # steps whose recall is averaged
-RULES = "dense,static_window,flat,ivf,retrieval,topn"
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """What to measure.
-
-    Attributes:
-      rules: names or texts that decode.rule_from reads, settings after a colon.
-      question_tokens: of the final block, which is run; an index trains on its queries.
-      steps: tokens that are timed, after ``warm`` others.
-      kv: where K and V are, for rules that can have them there; None: where the rule is meant to.
-      measure: also count what indexes scan and find in so many steps, in a pass of its own.
-    """
-
-    contexts: tuple[int, ...] = (4096, 16_384, 65_536, 131_072)
-    rules: tuple[str, ...] = tuple(RULES.split(","))
-    dtype: DType = "float32"
-    layers: int = 4
-    question_tokens: int = 2048
-    steps: int = 16
-    warm: int = 3
-    measure: bool = True
-    kv: Literal["device", "host"] | None = None
-    seed: int = 0
+class Options(DecodeOptions):
+    """What to measure."""
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be measured, and rules that the model cannot run."""
@@ -107,13 +88,13 @@ def run(options: Options) -> dict[str, Any]:
     """Measure every context and rule; returns rows, machine and setting, JSON-able."""
     config = options.config()
     rows = []
-    with tqdm(total=len(options.contexts) * len(options.rules), disable=None) as bar:
+    with progress_bar(len(options.contexts) * len(options.rules), "decode", "row") as bar:
         for context in options.contexts:
             tokens = context + options.steps + options.warm + 4 * PAGE
             model = random_model(config, options.seed, cache_tokens=tokens)
             prompt = _prompt(model, options, context)
             for rule in options.rules:
-                bar.set_description(f"{context} {rule}")
+                bar.set_postfix_str(f"{context} {rule}", refresh=False)
                 rows.append(_measure(model, options, prompt, rule))
                 bar.update()
     return {
@@ -330,11 +311,3 @@ def report(result: dict[str, Any]) -> Iterator[str]:
 
 def _share(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f}%"
-
-
-def rules_of(text: str) -> tuple[str, ...]:
-    """The rules of --rules, split at semicolons, or at commas where no rule has settings."""
-    rules = tuple(filter(None, text.split(";" if ";" in text or ":" in text else ",")))
-    if not rules:
-        raise RequestError(f"--rules {text!r}: expected names such as {', '.join(DECODE_RULES)}")
-    return rules

@@ -26,16 +26,17 @@ from typing import Any
 import jax
 import numpy as np
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
 from jaxrag.attention_index.document import indexing_from
 from jaxrag.bench.decode import Options as DecodeOptions
 from jaxrag.bench.ingest import invented_texts
 from jaxrag.bench.machine import describe
+from jaxrag.bench.options import DocumentOptions
 from jaxrag.errors import RequestError
 from jaxrag.models.export import export_hf
 from jaxrag.models.spec import init_params, num_params
 from jaxrag.text import byte_level
+from jaxrag.text.progress import followed
 
 KINDS: dict[str, tuple[str, ...]] = {
     "retrieval": ("--method", "turborag", "--decode", "retrieval", "--kv", "device"),
@@ -48,29 +49,14 @@ _SLACK = 512  # tokens of a prompt beside the document: question, answer, pages
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(DocumentOptions):
     """What to measure.
 
     Attributes:
-      text: a file; None invents words.
-      tokens: of the document at most.
-      chunk_tokens: of its chunks, all of which are retrieved; None: it is one chunk.
       kinds: of KINDS, how it is asked.
-      attention_index: what it is stored with, as ``jaxrag ingest --attention-index``.
-      layers: of a random Llama, as in ``bench decode``.
-      questions: after one that compiles.
-      max_new_tokens: of an answer.
     """
 
-    text: str | None = None
-    tokens: int = 32_768
-    chunk_tokens: int | None = None
     kinds: tuple[str, ...] = tuple(KINDS)
-    attention_index: str = "lists:exact_below=4096,probes=3"
-    layers: int = 4
-    questions: int = 3
-    max_new_tokens: int = 16
-    seed: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
@@ -116,7 +102,7 @@ def run(options: Options) -> dict[str, Any]:
         ask += ["--max-new-tokens", str(options.max_new_tokens)]
         kinds = {kind: KINDS[kind] for kind in options.kinds}
         rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
-        for word in tqdm(question_words, desc="questions", disable=None):
+        for word in followed(question_words, "ask", "question"):
             for kind, how in kinds.items():
                 answer, seconds = _jaxrag(["ask", f"What is said of {word}?", *ask, *how])
                 if len(answer["sources"]) != made["chunks"]:

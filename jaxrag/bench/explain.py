@@ -44,6 +44,7 @@ from jaxrag.select import (
     layer_deviations,
 )
 from jaxrag.serve.questions import ReadyQuestion, Settings
+from jaxrag.text.progress import progress_bar
 from jaxrag.types import FINAL, Array, HostArray, Tokens
 
 DEFAULT_RATIO = 0.15  # of methods that recompute nothing, or have a number of their own
@@ -113,7 +114,7 @@ def _explained(runner: ModelRunner, settings: Settings, question: ReadyQuestion)
     lengths = [len(chunk) for chunk in prompt.chunks]
     ratio = settings.method.recompute_ratio
     room = max(selector.room(lengths, ratio) for selector in COMPARED.values())
-    with tqdm(total=len(_STEPS), desc="explain", disable=None) as bar:
+    with progress_bar(len(_STEPS), "explain", "step") as bar:
         mapped: RequestState | None = None
         try:
             mapped = map_request(runner, request, room)

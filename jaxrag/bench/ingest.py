@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
+from jaxrag.bench.limits import matmul_peak
 from jaxrag.bench.machine import describe
+from jaxrag.bench.options import IngestOptions
 from jaxrag.bench.ttft import LLAMA_100M
-from jaxrag.config import DType, ModelConfig
+from jaxrag.config import ModelConfig
 from jaxrag.documents import Document
 from jaxrag.documents.chunking import Chunking, split
 from jaxrag.encode import encoder_named
@@ -46,6 +46,7 @@ from jaxrag.models.model import Model, load_model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import Params, init_params, num_params
 from jaxrag.text import byte_level
+from jaxrag.text.progress import followed
 from jaxrag.text.prompts import TEMPLATES
 from jaxrag.types import Array, HostArray, Tokens
 
@@ -53,22 +54,11 @@ Clock = tuple[float, float]  # seconds on the wall, and of all processors togeth
 
 TEMPLATE = "plain"
 _DOCUMENT_WORDS = 1500
-_MATMUL = {"cpu": 2048}  # side of the square matrices whose product is the peak; 8192 elsewhere
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """What to measure. ``model`` None makes a random Llama of 100M parameters."""
-
-    model: str | None = None
-    dtype: DType = "float32"
-    tokens: int = 16_384
-    chunk_tokens: int = 512
-    repeats: int = 5
-    folder: str | None = None  # where the knowledge bases go; None is the temporary folder
-    seed: int = 0
-    encoder: str = "isolated"
-    neighbours: int = 10  # read by encoders that see them
+class Options(IngestOptions):
+    """What to measure."""
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be measured."""
@@ -96,7 +86,7 @@ def run(options: Options) -> dict[str, Any]:
         clocks: dict[str, list[Clock]] = {"plain": [], "ingest": []}
         behind: list[_Behind] = []
         peaks: list[float] = []
-        for round_ in tqdm(range(options.repeats + 1), desc="rounds", disable=None):
+        for round_ in followed(range(options.repeats + 1), "ingest", "round"):
             peaks.append(matmul_peak(options.dtype))
             with _clock(clocks["plain"]):
                 _plain(model, batches)
@@ -253,20 +243,6 @@ def report(result: dict[str, Any]) -> Iterator[str]:
             f"{row['time_ratio']:.2f} times an isolated one's time for {row['flops_ratio']:.2f} "
             f"times its FLOPs ({row['time_over_flops']:.2f})"
         )
-
-
-def matmul_peak(dtype: DType, repeats: int = 5) -> float:
-    """FLOP/s of a large square matrix product on the default device, the best of some."""
-    side = _MATMUL.get(jax.default_backend(), 8192)
-    a = jnp.ones((side, side), dtype)
-    product = jax.jit(jnp.matmul)
-    product(a, a).block_until_ready()
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        product(a, a).block_until_ready()
-        seconds.append(time.perf_counter() - start)
-    return 2 * side**3 / min(seconds)
 
 
 @functools.partial(jax.jit, static_argnames=("config",))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxrag.bench.peer import Peer
 from jaxrag.cache import PAGE
@@ -136,6 +137,7 @@ def check_model(
     *,
     dtype: str | None = None,
     cache_tokens: int | None = None,
+    mesh: Mesh | None = None,
     peer_python: str | None = None,
 ) -> Checked:
     """Load a model and try it.
@@ -144,13 +146,14 @@ def check_model(
       found: what it is understood as.
       dtype: as for ``load_model``.
       cache_tokens: as for ``load_model``.
+      mesh: as for ``load_model``.
       peer_python: interpreter with torch and transformers; None: this one, where it has both.
 
     Raises ModelError for weights that do not fit or give logits that are no numbers, and
     RequestError where ``peer_python`` is named and does not answer.
     """
     start = time.perf_counter()
-    model = load_model(found.path, dtype=dtype, cache_tokens=cache_tokens)
+    model = load_model(found.path, mesh=mesh, dtype=dtype, cache_tokens=cache_tokens)
     load_seconds = time.perf_counter() - start
     ids = _random_ids(model, LOGIT_TOKENS)
     logits = np.asarray(model.logits(ids[None]))

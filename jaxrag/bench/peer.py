@@ -16,8 +16,19 @@ class Peer:
       about: what the peer says of itself: versions, threads, device.
     """
 
-    def __init__(self, python: str, script: str, *arguments: str) -> None:
-        """Start ``script`` under the interpreter ``python``. Raises RequestError if it cannot."""
+    def __init__(
+        self,
+        python: str,
+        script: str,
+        *arguments: str,
+        option: str = "--peer-python",
+        needs: str = "torch and transformers",
+    ) -> None:
+        """Start ``script`` under the interpreter ``python``. Raises RequestError if it cannot.
+
+        ``option`` named the interpreter, and ``needs`` is what it must import, for messages.
+        """
+        self._needs = needs
         path = Path(__file__).with_name(script)
         try:
             self._process = subprocess.Popen(
@@ -27,7 +38,7 @@ class Peer:
                 text=True,
             )
         except OSError as error:
-            raise RequestError(f"--peer-python {python}: cannot be run ({error})") from None
+            raise RequestError(f"{option} {python}: cannot be run ({error})") from None
         self.about = self._read()
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,6 +62,6 @@ class Peer:
             self.close()
             raise RequestError(
                 f"the peer ended with exit code {self._process.returncode}; does its interpreter "
-                "import torch and transformers? Its messages stand above"
+                f"import {self._needs}? Its messages stand above"
             )
         return dict(json.loads(line))

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from jaxrag.bench.machine import describe
+from jaxrag.bench.options import ServeOptions
 from jaxrag.bench.serve_arms import FULL, Arm, arms_of
 from jaxrag.bench.serve_client import offer, offer_http
 from jaxrag.bench.serve_http import HTTP, IN_PROCESS, OwnServer, own_server
@@ -49,6 +49,7 @@ from jaxrag.methods import METHODS, Method
 from jaxrag.models.model import Model, load_model, random_model
 from jaxrag.models.spec import num_params
 from jaxrag.store import ChunkStore, KVStore
+from jaxrag.text.progress import progress_bar
 
 PEER, REPEATED = "peer", "peer_repeated"
 _WARM = 3  # requests of every length of an answer
@@ -71,46 +72,26 @@ SMALL_LLAMA: ModelConfig = dataclasses.replace(
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(ServeOptions):
     """What to measure.
 
     Attributes:
-      model: a directory; None makes random weights of SMALL_LLAMA.
       traffic: what is asked.
       arms: what is compared.
       rates: requests a second; infinity sends all at once.
-      rows: that decode together.
-      watched: each token is read as it comes; else an engine may run several at once.
-      pool_chunks: size of the page pool, in chunks of the traffic's size.
       link: bytes a second of the store; None: as fast as it is.
       slo: what a good request meets.
       patience: seconds after the last request was due in which all answers must come.
-      highest_rate: also look for the highest rate that each arm sustains.
       probe_seconds: for how long requests come at each rate that is tried for it.
-      fusionrag: also FusionRAG's figures 11 and 15 in miniature.
-      http: also measure a server of this package, and an engine beside it.
-      peer: the URL of a peer; None measures none, unless ``peer_python`` is given.
-      peer_python: interpreter with vLLM, which is started on a copy of the model.
-      folder: where the store goes; None is the system's temporary folder.
     """
 
-    model: str | None = None
     traffic: Traffic = dataclasses.field(default_factory=Traffic)
     arms: tuple[Arm, ...] = arms_of("static;inline;asynchronous;full")
     rates: tuple[float, ...] = (2.0, 4.0)
-    rows: int = 8
-    watched: bool = True
-    pool_chunks: int = 64
     link: float | None = None
     slo: Slo = dataclasses.field(default_factory=Slo)
     patience: float = 120.0
-    highest_rate: bool = False
     probe_seconds: float = 10.0
-    fusionrag: bool = False
-    http: bool = False
-    peer: str | None = None
-    peer_python: str | None = None
-    folder: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
@@ -139,21 +120,21 @@ def run(options: Options) -> dict[str, Any]:
         highest: dict[str, Any] = {}
         extra: dict[str, Any] = {}
         steps = len(options.arms) * len(options.rates)
-        bar = stack.enter_context(tqdm(total=steps, desc="serve", disable=None))
+        bar = stack.enter_context(progress_bar(steps, "serve", "arm"))
         for rate in options.rates:
             for arm in options.arms:
-                bar.set_postfix_str(f"{arm.name} at {rate:g}/s")
+                bar.set_postfix_str(f"{arm.name} at {rate:g}/s", refresh=False)
                 rows.append(bench.measure(arm, rate))
                 bar.update()
         if options.highest_rate:
             for arm in options.arms:
-                bar.set_postfix_str(f"highest rate of {arm.name}")
+                bar.set_postfix_str(f"highest rate of {arm.name}", refresh=False)
                 highest[arm.name] = bench.highest(arm)
         if options.fusionrag:
-            bar.set_postfix_str("FusionRAG's figures")
+            bar.set_postfix_str("FusionRAG's figures", refresh=False)
             extra["fusionrag"] = figures(options.traffic, bench.measure, bench.highest)
         if options.http:
-            bar.set_postfix_str("our own server")
+            bar.set_postfix_str("our own server", refresh=False)
             for rate in options.rates:
                 rows.append(bench.measure_in_process(rate))
             with bench.own_server(Path(name)) as own:
@@ -161,7 +142,7 @@ def run(options: Options) -> dict[str, Any]:
                     rows.append(bench.measure_http(own, rate))
         peer = None
         if options.peer_python is not None or options.peer is not None:
-            bar.set_postfix_str("peer")
+            bar.set_postfix_str("peer", refresh=False)
             with _peer(model, options, Path(name)) as server:
                 peer = server.about
                 for rate in options.rates:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxrag.bench.options import TrafficOptions
 from jaxrag.engine.request import Prompt
 from jaxrag.errors import RequestError
 from jaxrag.types import HostArray
@@ -23,39 +24,19 @@ _ARRIVALS, _DOCUMENTS, _REQUESTS = range(3)  # streams of random numbers
 
 
 @dataclasses.dataclass(frozen=True)
-class Traffic:
+class Traffic(TrafficOptions):
     """What is drawn.
 
     Attributes:
-      requests: how many come.
-      documents: there are, of one chunk each.
-      chunk_tokens: of each.
-      chunks: that a request asks for, none twice.
-      question: tokens of its final block.
-      answers: lengths; each request gets one of them, all equally likely.
-      zipf: the n-th document is asked for n ** -zipf as often as the first.
-      topics: document n is of topic n modulo so many.
       focus: the probability that a chunk is of the request's topic, and not any.
-      tenants: that requests are of, all equally likely.
       neighbours: chunks in front of which a chunk is encoded, for encoders that see some: the most
         popular others of its topic.
       batch: requests that come at one moment; above 1 these moments are equally far apart.
-      seed: of everything.
     """
 
-    requests: int = 60
-    documents: int = 160
-    chunk_tokens: int = 256
-    chunks: int = 4
-    question: int = 24
-    answers: tuple[int, ...] = (8, 8, 8, 8, 16, 16, 16, 32, 32, 64)
-    zipf: float = 1.0
-    topics: int = 8
     focus: float = 0.8
-    tenants: int = 4
     neighbours: int = 2
     batch: int = 1
-    seed: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what cannot be drawn."""

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from jaxrag.bench.machine import describe
+from jaxrag.bench.options import StoreOptions
 from jaxrag.errors import RequestError
 from jaxrag.store import (
     ChunkStore,
@@ -33,6 +33,7 @@ from jaxrag.store import (
     context_id,
     fingerprint,
 )
+from jaxrag.text.progress import followed
 from jaxrag.types import HostArray
 
 _BLOCK = 1 << 24  # bytes a plain read asks for
@@ -42,18 +43,8 @@ Way = Callable[[], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(StoreOptions):
     """Sizes of the chunks ([L, 2, T, K, H] bfloat16) and how often to measure."""
-
-    chunks: int = 8
-    layers: int = 32
-    tokens: int = 512
-    kv_heads: int = 8
-    head_dim: int = 128
-    rounds: int = 7
-    cold: bool = True
-    folder: str | None = None  # where the files go; None is the system's temporary folder
-    seed: int = 0
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be measured."""
@@ -220,7 +211,7 @@ def _measure(
 ) -> dict[str, list[float]]:
     """Seconds of every way in every round after one that is not counted."""
     times: dict[str, list[float]] = {way: [] for way in ways}
-    for number in tqdm(range(rounds + 1), desc=name, disable=None):
+    for number in followed(range(rounds + 1), name, "round"):
         for way, fill in ways.items():
             prepare()
             start = time.perf_counter()

@@ -17,9 +17,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from jaxrag.bench.machine import describe
+from jaxrag.bench.options import TrainStepOptions
 from jaxrag.bench.peer import Peer
 from jaxrag.bench.ttft import LLAMA_100M, SETTLE_SECONDS
 from jaxrag.config import ModelConfig
@@ -29,6 +29,7 @@ from jaxrag.models.rope import rope_table
 from jaxrag.models.segments import lay_out
 from jaxrag.models.spec import init_params, num_params
 from jaxrag.sharding import make_mesh
+from jaxrag.text.progress import followed
 from jaxrag.train.config import (
     ComputePart,
     DataPart,
@@ -68,16 +69,8 @@ MODELS: dict[str, ModelConfig] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(TrainStepOptions):
     """What to measure."""
-
-    models: tuple[str, ...] = ("0.8M", "15M")
-    rows: int = 8
-    row_tokens: int = 512
-    repeats: int = 5
-    growth: tuple[int, ...] = (8, 16, 32, 64, 128)  # numbers of chunks; none = not measured
-    peer_python: str | None = None
-    seed: int = 0
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be measured."""
@@ -162,7 +155,7 @@ def run(options: Options) -> dict[str, Any]:
     rng = np.random.default_rng(options.seed)
     rows = []
     about = None
-    for name in tqdm(options.models, desc="models", disable=None):
+    for name in followed(options.models, "train step", "model"):
         model = MODELS[name]
         with contextlib.ExitStack() as stack:
             work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxrag-bench-")))
@@ -231,7 +224,7 @@ def _growth(options: Options, rng: np.random.Generator) -> list[dict[str, Any]]:
         return []
     model = MODELS["0.8M"]
     trainer, rows = Trainer(model, options.seed), []
-    for chunks in tqdm(options.growth, desc="chunks", disable=None):
+    for chunks in followed(options.growth, "growth", "size"):
         tokens = chunks * CHUNK_TOKENS + FINAL_TOKENS
         ids = rng.integers(3, model.vocab_size, (1, tokens)).astype(np.int32)
         batch = rows_of(ids, chunks)

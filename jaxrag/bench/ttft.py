@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from jaxrag.bench.machine import describe
+from jaxrag.bench.options import TtftOptions
 from jaxrag.bench.peer import Peer
 from jaxrag.bench.ttft_batch import measure_batches, report_batches
 from jaxrag.bench.ttft_ratios import report_ratios, slopes
@@ -51,6 +51,7 @@ from jaxrag.models.flops import block_attention_flops, turborag_flops
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.spec import init_params, num_params
 from jaxrag.store import ChunkStore, KVStore
+from jaxrag.text.progress import progress_bar
 
 CHUNK_TOKENS = 512
 SETTLE_SECONDS = 1.0  # idle worker threads of one process spin for a while and slow the other's
@@ -83,36 +84,8 @@ LLAMA_100M = ModelConfig(
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """What to measure.
-
-    Attributes:
-      model: a directory; None makes a random Llama of 100M parameters.
-      dtype: of weights, activations and KV.
-      contexts: tokens of all chunks.
-      question_tokens: of the final block.
-      method: that reuses.
-      ratios: recompute ratios, of methods that recompute; none stands for the method's own.
-      repeats: timed rounds: of every context one number, or one for all of them.
-      batches: sizes of batches, each request with ``batch_context`` tokens of chunks of its own.
-      batch_context: see there.
-      batch_repeats: timed rounds of every batch.
-      peer_python: interpreter with torch and transformers; None measures no peer.
-      seed: of what is drawn.
-    """
-
-    model: str | None = None
-    dtype: DType = "float32"
-    contexts: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
-    question_tokens: int = 50
-    method: str = "full_reuse"
-    ratios: tuple[float, ...] = ()
-    repeats: tuple[int, ...] = (5,)
-    batches: tuple[int, ...] = ()
-    batch_context: int = 4096
-    batch_repeats: int = 3
-    peer_python: str | None = None
-    seed: int = 0
+class Options(TtftOptions):
+    """What to measure."""
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be measured."""
@@ -158,7 +131,9 @@ def run(options: Options) -> dict[str, Any]:
     """Measure every context; returns the rows, the machine and the setting, JSON-able."""
     with contextlib.ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxrag-bench-")))
-        path = options.model or str(_write_random(work / "model", options))
+        path = options.model or str(
+            write_random(work / "model", LLAMA_100M, options.dtype, options.seed)
+        )
         in_batch = max(options.batches, default=0) * (
             options.batch_context + options.question_tokens
         )
@@ -180,7 +155,7 @@ def run(options: Options) -> dict[str, Any]:
             max_tokens=CHUNK_TOKENS,
         )
         rows = []
-        with tqdm(total=len(options.contexts), desc="contexts", disable=None) as bar:
+        with progress_bar(len(options.contexts), "ttft", "context") as bar:
             repeats = options.repeats * (len(options.contexts) // len(options.repeats))
             for context, count in zip(options.contexts, repeats, strict=True):
                 rows.append(_measure(model, store, work / "store", options, context, count, peer))
@@ -201,9 +176,10 @@ def run(options: Options) -> dict[str, Any]:
         }
 
 
-def _write_random(directory: Path, options: Options) -> Path:
-    config = dataclasses.replace(LLAMA_100M, dtype=options.dtype)
-    params = jax.jit(lambda key: init_params(config, key))(jax.random.key(options.seed))
+def write_random(directory: Path, config: ModelConfig, dtype: DType, seed: int) -> Path:
+    """A Hugging Face directory of random weights of that dtype; returns it."""
+    config = dataclasses.replace(config, dtype=dtype)
+    params = jax.jit(lambda key: init_params(config, key))(jax.random.key(seed))
     export_hf(directory, params, config)
     return directory
 

@@ -12,12 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tqdm import tqdm
-
 from jaxrag.engine.engine import Engine
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.methods import Method
 from jaxrag.store import KVStore
+from jaxrag.text.progress import followed
 
 WAYS = ("full", "disk", "pool")
 
@@ -49,7 +48,7 @@ def measure_batches(
     """
     full, reuse = methods
     rows = []
-    for size in tqdm(sizes, desc="batches", disable=None):
+    for size in followed(sizes, "ttft", "batch"):
         batch = prompts[:size]
         rounds: dict[str, list[list[float]]] = {way: [] for way in WAYS}
         row: dict[str, Any] = {"batch": size, "repeats": repeats, "flops": {}, "found": {}}

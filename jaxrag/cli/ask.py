@@ -7,20 +7,27 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.cli.account import explained, sources, summary
+from jaxrag.cli.fields import from_fields
+from jaxrag.cli.opening import (
+    asked_of,
+    few_collections,
+    load,
+    method_of,
+    open_kb,
+)
 from jaxrag.cli.options import (
     add_command,
     add_generation,
     add_json,
     add_model,
     add_secret,
-    few_collections,
-    load,
-    method_of,
-    open_kb,
-    print_json,
-    sampling_of,
-    where_of,
 )
+from jaxrag.cli.output import (
+    note,
+    print_json,
+)
+from jaxrag.config import ModelOptions
+from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.errors import DocumentError, RequestError
 from jaxrag.text.printable import printable
 
@@ -43,7 +50,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--documents", nargs="+", metavar="FILE", help="use these texts as the chunks instead"
     )
-    add_model(parser, required=False, text="(the one that the knowledge base remembers)")
+    add_model(parser, kv=True)
     add_generation(parser)
     shown = parser.add_argument_group("what is printed")
     shown.add_argument(
@@ -73,26 +80,14 @@ def _ask(args: argparse.Namespace) -> int:
     method = method_of(args)  # refused before a model is read
     documents = None if args.documents is None else _read(args.documents)
     options: dict[str, Any] = {
+        **asked_of(args),
         "documents": None if documents is None else [document.text for document in documents],
-        "method": args.method,
-        "recompute_ratio": args.recompute_ratio,
-        "misses": args.misses,
-        "prefix_cache": args.prefix_cache or None,
-        "decode": args.decode,
-        "template": args.template,
-        "k": args.k,
-        "where": where_of(args),
-        "search_mode": args.search,
-        "min_score": args.min_score,
-        "unanswerable": args.unanswerable,
-        "max_new_tokens": args.max_new_tokens,
-        "sampling": sampling_of(args),
-        "stop": args.stop,
+        "sampling": from_fields(SamplingParams, args),
     }
     if args.kb is None:
         if args.model is None or args.documents is None:
             raise RequestError("pass --kb DIR, or --documents FILE... and --model DIR")
-        options["model"] = load(args, args.model, args.dtype, method)
+        options["model"] = load(args.model, from_fields(ModelOptions, args), method)
     else:
         options["kb"] = open_kb(args, method)
     try:
@@ -154,8 +149,8 @@ def _account(args: argparse.Namespace, result: "Result") -> None:
     _tell(summary(result, args.max_new_tokens))
     for line in explained(result, sys.stderr.encoding) if args.explain else ():
         _tell(line)
-    for note in result.notes:
-        _tell(f"note: {printable(note)}")
+    for remark in result.notes:
+        note(remark)
 
 
 def _tell(text: str) -> None:

@@ -2,14 +2,14 @@
 
 import argparse
 
+from jaxrag.bench.options import DecodeOptions, rules_of
+from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.options import (
     add_command,
-    add_json,
-    give_out,
-    parse_count,
-    parse_counts,
-    require_folder,
+    add_earlier_name,
+    add_result,
 )
+from jaxrag.cli.output import give_out, require_folder
 
 
 def add_decode(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -18,70 +18,18 @@ def add_decode(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         kinds,
         "decode",
         "latency per generated token by context length and decode rule, random weights",
-        "jaxrag bench decode --contexts 4096,131072 --rules dense,retrieval --out result.json",
+        "jaxrag bench decode --contexts 4k,128k --decode dense --decode retrieval",
     )
-    parser.add_argument(
-        "--contexts",
-        type=parse_counts,
-        default="4096,16384,65536,131072",
-        metavar="N,N,...",
-        help="tokens in the cache (4096,16384,65536,131072)",
-    )
-    parser.add_argument(
-        "--rules",
-        default="dense,static_window,flat,ivf,retrieval,topn",
-        metavar="RULE,...",
-        help="decode rules; separated by semicolons where one has settings, as in "
-        '"dense;topn:n=64" (dense,static_window,flat,ivf,retrieval,topn)',
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="float32",
-        help="of weights, activations and KV (float32)",
-    )
-    parser.add_argument(
-        "--kv",
-        choices=("device", "host"),
-        help="where K and V are (where each rule is meant to have them)",
-    )
-    parser.add_argument("--layers", type=int, default=4, metavar="L", help="of the model (4)")
-    parser.add_argument(
-        "--question-tokens",
-        type=parse_count,
-        default=2048,
-        metavar="N",
-        help="run, not reused (2048)",
-    )
-    parser.add_argument(
-        "--steps", type=int, default=16, metavar="N", help="tokens timed, and counted (16)"
-    )
-    parser.add_argument("--warm", type=int, default=3, metavar="N", help="tokens before them (3)")
-    parser.add_argument(
-        "--no-measure", action="store_true", help="leave recall and the share scanned out"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
-    parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
-    add_json(parser)
+    add_fields(parser, DecodeOptions)
+    add_earlier_name(parser, "--rules", "rules", type=rules_of)
+    add_result(parser)
     parser.set_defaults(run=run_decode)
 
 
 def run_decode(args: argparse.Namespace) -> None:
     """Print a table, or one JSON object."""
-    from jaxrag.bench.decode import Options, report, rules_of, run
+    from jaxrag.bench.decode import Options, report, run
 
     require_folder(args.out)
-    options = Options(
-        contexts=args.contexts,
-        rules=rules_of(args.rules),
-        dtype=args.dtype,
-        layers=args.layers,
-        question_tokens=args.question_tokens,
-        steps=args.steps,
-        warm=args.warm,
-        measure=not args.no_measure,
-        kv=args.kv,
-        seed=args.seed,
-    )
-    result = run(options)
+    result = run(from_fields(Options, args))
     give_out(args, result, report(result))

@@ -2,13 +2,10 @@
 
 import argparse
 
-from jaxrag.cli.options import (
-    add_command,
-    add_json,
-    give_out,
-    parse_count,
-    require_folder,
-)
+from jaxrag.bench.options import DocumentOptions
+from jaxrag.cli.fields import add_fields, from_fields
+from jaxrag.cli.options import add_command, add_earlier_name, add_result
+from jaxrag.cli.output import give_out, require_folder
 
 
 def add_document(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -19,35 +16,14 @@ def add_document(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "questions about a document that is stored with attention indexes, each by a new process",
         "jaxrag bench document --text long.txt --tokens 32768 --out result.json",
     )
-    parser.add_argument("--text", metavar="FILE", help="the document (invented words)")
-    parser.add_argument(
-        "--tokens", type=parse_count, default=32_768, metavar="N", help="of it at most (32768)"
-    )
-    parser.add_argument(
-        "--attention-index",
-        default="lists:exact_below=4096,probes=3",
-        metavar="KIND",
-        help="as of jaxrag ingest (lists:exact_below=4096,probes=3)",
-    )
-    parser.add_argument(
-        "--chunk-tokens",
-        type=parse_count,
-        metavar="N",
-        help="of its chunks, all retrieved (one chunk)",
-    )
+    add_fields(parser, DocumentOptions)
+    add_earlier_name(parser, "--questions", "questions")
     parser.add_argument(
         "--kinds",
         metavar="KIND;...",
         help="how it is asked, such as 'retrieval, kv=host;dense' (all)",
     )
-    parser.add_argument("--layers", type=int, default=4, metavar="L", help="of the model (4)")
-    parser.add_argument(
-        "--questions", type=int, default=3, metavar="N", help="after one that compiles (3)"
-    )
-    parser.add_argument("--max-new-tokens", type=parse_count, default=16, metavar="N", help="(16)")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
-    parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
-    add_json(parser)
+    add_result(parser)
     parser.set_defaults(run=run_document)
 
 
@@ -56,16 +32,7 @@ def run_document(args: argparse.Namespace) -> None:
     from jaxrag.bench.document import Options, report, run
 
     require_folder(args.out)
-    options = Options(
-        text=args.text,
-        tokens=args.tokens,
-        chunk_tokens=args.chunk_tokens,
-        **({} if args.kinds is None else {"kinds": tuple(args.kinds.split(";"))}),
-        attention_index=args.attention_index,
-        layers=args.layers,
-        questions=args.questions,
-        max_new_tokens=args.max_new_tokens,
-        seed=args.seed,
-    )
+    kinds = {} if args.kinds is None else {"kinds": tuple(args.kinds.split(";"))}
+    options = from_fields(Options, args, **kinds)
     result = run(options)
     give_out(args, result, report(result))

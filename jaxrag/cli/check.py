@@ -5,7 +5,18 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from jaxrag.cli.options import add_command, add_json, human_count, parse_count, print_json, shorten
+from jaxrag.cli.fields import add_fields
+from jaxrag.cli.opening import mesh_of
+from jaxrag.cli.options import (
+    add_command,
+    add_json,
+)
+from jaxrag.cli.output import (
+    human_count,
+    print_json,
+    shorten,
+)
+from jaxrag.config import ModelOptions
 from jaxrag.text.printable import printable
 
 if TYPE_CHECKING:
@@ -31,17 +42,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--quick", action="store_true", help="read no weights: files, headers and memory only"
     )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="of weights, activations and KV (as the model is stored)",
-    )
-    parser.add_argument(
-        "--cache-tokens",
-        type=parse_count,
-        metavar="N",
-        help="tokens of KV that the device pool holds (by memory, at most 8 contexts)",
-    )
+    add_fields(parser, ModelOptions, only=("dtype", "mesh", "cache_tokens"))
     parser.add_argument(
         "--peer-python",
         metavar="FILE",
@@ -57,14 +58,19 @@ def run(args: argparse.Namespace) -> int:
     from jaxrag.models.overview import overview
     from jaxrag.serve.choice import choices
 
-    found = overview(args.model, dtype=args.dtype, cache_tokens=args.cache_tokens)
+    mesh = mesh_of(args.mesh)
+    found = overview(args.model, dtype=args.dtype, cache_tokens=args.cache_tokens, mesh=mesh)
     suited = choices(found.config, found.reading)
     if not args.json:
         _show(_understood(found))
     checked = None
     if not args.quick:
         checked = check_model(
-            found, dtype=args.dtype, cache_tokens=args.cache_tokens, peer_python=args.peer_python
+            found,
+            dtype=args.dtype,
+            cache_tokens=args.cache_tokens,
+            mesh=mesh,
+            peer_python=args.peer_python,
         )
     if args.json:
         values = found.to_dict() | {"methods": [_choice_values(one) for one in suited]}

@@ -2,7 +2,9 @@
 
 import argparse
 
-from jaxrag.cli.options import add_command
+from jaxrag.cli.options import (
+    add_command,
+)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

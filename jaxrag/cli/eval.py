@@ -6,16 +6,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.cli import eval_long, eval_methods, eval_own
+from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.options import (
     add_command,
+    add_earlier_name,
     add_json,
+    add_result,
     chunks_of,
+)
+from jaxrag.cli.output import (
     give_out,
     print_json,
     require_folder,
     titled,
 )
 from jaxrag.errors import RequestError
+from jaxrag.evals.options import SyntheticOptions
 
 if TYPE_CHECKING:
     from jaxrag.evals.synthetic import Cell, Options
@@ -45,13 +51,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="NAME=DIR",
         help="a model directory and what to call it; repeatable",
     )
-    synthetic.add_argument(
-        "--questions", type=int, default=4000, metavar="N", help="of every model (4000)"
-    )
+    add_fields(synthetic, SyntheticOptions)
+    add_earlier_name(synthetic, "--questions", "questions")
     synthetic.add_argument(
         "--chunks", default="6", metavar="N|N-M", help="documents of a question, as 6 or 4-6 (6)"
     )
-    synthetic.add_argument("--seed", type=int, default=7, help="of the questions (7)")
     synthetic.add_argument("--split", choices=("test", "train"), default="test", help="(test)")
     synthetic.add_argument(
         "--set",
@@ -61,45 +65,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="another setting of the task, such as relations=4; repeatable",
     )
     synthetic.add_argument(
-        "--read",
-        default="full,block,composite",
-        metavar="NAME,...",
-        help="how prompts are read (full,block,composite)",
-    )
-    synthetic.add_argument(
-        "--baseline", metavar="NAME", help="the model that losses refer to (the first one)"
-    )
-    synthetic.add_argument(
         "--compare",
         action="append",
         default=[],
         metavar="A:READ,B:READ",
         help="also the paired difference of these two; repeatable",
     )
-    synthetic.add_argument(
-        "--generate",
-        type=int,
-        default=0,
-        metavar="N",
-        help="also answer the first N questions one at a time from cached chunks (0)",
-    )
-    synthetic.add_argument(
-        "--template", metavar="NAME", help="a template's name or .toml file (the model's own)"
-    )
-    synthetic.add_argument(
-        "--response-start",
-        default="",
-        metavar="TEXT",
-        help="text before every answer, as data.response_start of the training ('')",
-    )
-    synthetic.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="of weights and activations (the model's)",
-    )
-    synthetic.add_argument("--out", metavar="FILE", help="also write the JSON result there")
-    synthetic.add_argument("--markdown", metavar="FILE", help="also write the tables there")
-    add_json(synthetic)
+    add_result(synthetic, markdown=True)
     synthetic.set_defaults(run=run_synthetic)
     eval_methods.add_parser(kinds)
     eval_long.add_parsers(kinds)
@@ -169,18 +141,12 @@ def _options(args: argparse.Namespace) -> "Options":
     task: dict[str, Any] = {"chunks": chunks_of(args.chunks), "split": args.split}
     for assignment in args.set:
         task = override(task, assignment)
-    return Options(
+    return from_fields(
+        Options,
+        args,
         models=models,
         task=build(SyntheticTask, task, "the task"),
-        seed=args.seed,
-        questions=args.questions,
-        reads=tuple(read for read in args.read.split(",") if read),
-        baseline=args.baseline,
         compare=tuple(map(_compared, args.compare)),
-        answer=args.generate,
-        template=args.template,
-        response_start=args.response_start,
-        dtype=args.dtype,
     )
 
 

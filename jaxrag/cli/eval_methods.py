@@ -4,16 +4,20 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
+from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.options import (
     add_command,
     add_earlier_name,
-    add_json,
+    add_result,
     chunks_of,
+)
+from jaxrag.cli.output import (
     give_out,
-    ratios_of,
     require_folder,
     titled,
 )
+from jaxrag.evals.options import MethodsOptions
+from jaxrag.options import parse_names
 
 if TYPE_CHECKING:
     from jaxrag.evals.methods_grid import Options
@@ -28,43 +32,13 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         "jaxrag eval methods --model checkpoints/synthetic-0.8m/dual "
         "--methods turborag,fusionrag,cacheblend,random --recompute-ratios 0,0.15,1.0 --out x.json",
     )
-    parser.add_argument("--model", required=True, metavar="DIR", help="the model directory")
-    parser.add_argument(
-        "--methods",
-        default="full_attention,full_reuse,turborag,fusionrag,cacheblend,cache_craft,epic,random",
-        metavar="NAME,...",
-        help="presets, random or .toml files; full attention and full reuse are measured always "
-        "(these two, turborag, fusionrag, cacheblend, cache_craft, epic, random)",
-    )
-    parser.add_argument(
-        "--recompute-ratios",
-        default="0,0.05,0.10,0.15,0.30,1.0",
-        metavar="R,...",
-        help="recompute ratios, of methods that recompute (0,0.05,0.10,0.15,0.30,1.0)",
-    )
-    add_earlier_name(parser, "--ratios", "recompute_ratios")
-    parser.add_argument(
-        "--encoders",
-        default="after_prefix,neighbours",
-        metavar="NAME,...|own",
-        help="measure every method that encodes chunks behind the prefix with each of these; "
-        "own: as the method says (after_prefix,neighbours)",
-    )
-    parser.add_argument(
-        "--neighbours", type=int, default=10, metavar="N", help="of a chunk, at most (10)"
-    )
-    parser.add_argument("--questions", type=int, default=500, metavar="N", help="of a cell (500)")
+    add_fields(parser, MethodsOptions)
+    add_earlier_name(parser, "--ratios", "ratios")
+    add_earlier_name(parser, "--encoders", "encoders", type=parse_names)
+    add_earlier_name(parser, "--questions", "questions")
     parser.add_argument(
         "--chunks", default="6", metavar="N|N-M", help="documents of a question, as 6 or 4-6 (6)"
     )
-    parser.add_argument(
-        "--retrieve",
-        type=int,
-        metavar="K",
-        help="ask a question over the K of its documents that a search finds (all of them); with "
-        "many: --chunks 48 --set questions=50 --retrieve 6",
-    )
-    parser.add_argument("--seed", type=int, default=7, help="of the questions (7)")
     parser.add_argument("--split", choices=("test", "train"), default="test", help="(test)")
     parser.add_argument(
         "--set",
@@ -80,26 +54,7 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         help="sets of chunks whose KV is compared with full attention's, 0 for none (32; with "
         "--retrieve 0)",
     )
-    parser.add_argument(
-        "--batch-size", type=int, default=32, metavar="N", help="questions that run together (32)"
-    )
-    parser.add_argument(
-        "--template", metavar="NAME", help="a template's name or .toml file (the model's own)"
-    )
-    parser.add_argument(
-        "--response-start",
-        default="",
-        metavar="TEXT",
-        help="text before every answer, as data.response_start of the training ('')",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="of weights, activations and KV (the model's)",
-    )
-    parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
-    parser.add_argument("--markdown", metavar="FILE", help="also write the tables there")
-    add_json(parser)
+    add_result(parser, markdown=True)
     parser.set_defaults(run=run)
 
 
@@ -136,19 +91,10 @@ def _options(args: argparse.Namespace) -> "Options":
     for assignment in args.set:
         task = override(task, assignment)
     deviation = 0 if args.retrieve else 32
-    return Options(
-        model=args.model,
-        methods=tuple(name for name in args.methods.split(",") if name),
-        ratios=ratios_of(args.recompute_ratios),
-        encoders=() if args.encoders == "own" else tuple(filter(None, args.encoders.split(","))),
-        neighbours=args.neighbours,
+    return from_fields(
+        Options,
+        args,
+        encoders=() if args.encoders == ("own",) else args.encoders,
         task=build(SyntheticTask, task, "the task"),
-        seed=args.seed,
-        questions=args.questions,
-        batch_size=args.batch_size,
         deviation=deviation if args.deviation is None else args.deviation,
-        retrieve=args.retrieve,
-        template=args.template,
-        response_start=args.response_start,
-        dtype=args.dtype,
     )

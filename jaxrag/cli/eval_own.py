@@ -5,18 +5,24 @@ import json
 import textwrap
 from pathlib import Path
 
+from jaxrag.cli.opening import (
+    open_kb,
+    where_of,
+)
 from jaxrag.cli.options import (
     add_command,
+    add_found,
     add_json,
     add_model,
     add_secret,
-    add_where,
-    open_kb,
-    parse_count,
+)
+from jaxrag.cli.output import (
     print_json,
     require_folder,
     titled,
-    where_of,
+)
+from jaxrag.options import (
+    parse_count,
 )
 from jaxrag.text.printable import printable
 
@@ -49,13 +55,12 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     parser.add_argument(
         "--template", metavar="NAME", help="a template's name or .toml file (that of --kb)"
     )
-    parser.add_argument("--k", type=int, default=5, metavar="N", help="chunks to retrieve (5)")
-    add_where(parser)
+    add_found(parser)
     parser.add_argument("--max-new-tokens", type=parse_count, default=32, metavar="N", help="(32)")
     parser.add_argument(
         "--out", metavar="FILE", help="also write a JSON line for every question and method there"
     )
-    add_model(parser, required=False, text="(the one that the knowledge base remembers)")
+    add_model(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 

@@ -3,15 +3,19 @@
 import argparse
 import dataclasses
 
-from jaxrag.cli.options import (
-    add_command,
-    add_json,
-    add_secret,
-    add_where,
-    human_count,
-    print_json,
+from jaxrag.cli.opening import (
     secret_of,
     where_of,
+)
+from jaxrag.cli.options import (
+    add_command,
+    add_found,
+    add_json,
+    add_secret,
+)
+from jaxrag.cli.output import (
+    human_count,
+    print_json,
 )
 from jaxrag.text.printable import printable
 
@@ -52,8 +56,7 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         metavar="TEXT",
         help="the prompt of a question as one file: prefix, retrieved chunks, final block's ids",
     )
-    parser.add_argument("--k", type=int, default=5, metavar="N", help="chunks to retrieve (5)")
-    add_where(parser)
+    add_found(parser)
     parser.add_argument(
         "--joined",
         action="store_true",

@@ -4,19 +4,25 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from jaxrag.cli.opening import (
+    open_kb,
+    where_of,
+)
 from jaxrag.cli.options import (
     add_command,
     add_earlier_name,
+    add_found,
     add_json,
     add_model,
     add_secret,
-    add_where,
-    open_kb,
-    parse_count,
+)
+from jaxrag.cli.output import (
     print_json,
-    ratios_of,
     table,
-    where_of,
+)
+from jaxrag.options import (
+    parse_count,
+    parse_ratios,
 )
 
 if TYPE_CHECKING:
@@ -45,10 +51,12 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument(
         "--method",
         default="turborag",
+        metavar="NAME",
         help="one that reuses chunks: a preset or a .toml file (turborag)",
     )
     parser.add_argument(
         "--recompute-ratios",
+        type=parse_ratios,
         metavar="R,...",
         help="to try (0,0.05,0.1,0.15,0.2,0.3,0.5; 0 for a method that recomputes nothing)",
     )
@@ -84,12 +92,11 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument(
         "--template", metavar="NAME", help="a template's name or .toml file (that of DIR)"
     )
-    parser.add_argument("--k", type=int, default=5, metavar="N", help="chunks to retrieve (5)")
-    add_where(parser)
+    add_found(parser)
     parser.add_argument(
         "--batch-size", type=int, default=8, metavar="N", help="questions that run together (8)"
     )
-    add_model(parser, required=False, text="(the one that the knowledge base remembers)")
+    add_model(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -101,14 +108,13 @@ def run(args: argparse.Namespace) -> int:
     from jaxrag.serve.question_files import QuestionFile
 
     method, questions = method_named(args.method), QuestionFile.open(args.questions)
-    ratios = None if args.recompute_ratios is None else ratios_of(args.recompute_ratios)
     target = Target(args.target_agreement, args.max_kl, args.target_answers)
     with open_kb(args) as kb:
         report = gate(
             kb,
             method,
             questions,
-            ratios=ratios,
+            ratios=args.recompute_ratios,
             target=target,
             template=args.template,
             k=args.k,

@@ -7,21 +7,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxrag.cli.fields import from_fields
+from jaxrag.cli.opening import (
+    load,
+    model_of_kb,
+    secret_of,
+)
 from jaxrag.cli.options import (
     add_command,
+    add_earlier_name,
     add_json,
     add_model,
     add_secret,
+)
+from jaxrag.cli.output import (
     counted,
     human_count,
-    load,
-    model_of_kb,
+    note,
+    print_json,
+)
+from jaxrag.config import ModelOptions
+from jaxrag.errors import KnowledgeBaseError, RequestError
+from jaxrag.options import (
     parse_bytes,
     parse_count,
-    print_json,
-    secret_of,
 )
-from jaxrag.errors import KnowledgeBaseError, RequestError
 from jaxrag.text.printable import printable
 
 if TYPE_CHECKING:
@@ -53,11 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a folder are passed over, and any other file that cannot be read makes the exit code 3",
     )
     parser.add_argument("--kb", required=True, metavar="DIR", help="made when missing")
-    add_model(
-        parser,
-        required=False,
-        text="Hugging Face or jaxrag checkpoint directory (the one that --kb remembers)",
-    )
+    add_model(parser, "the one that --kb remembers")
     parser.add_argument(
         "--encoder",
         action="append",
@@ -91,10 +97,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens, sentence (whole sentences) or markdown (sections under headings) (tokens)",
     )
     parser.add_argument(
-        "--kv",
+        "--stored",
         choices=("native", "int8"),
         help="how KV is stored: in the model's dtype, or int8 in half the bytes or less (native)",
     )
+    add_earlier_name(parser, "--kv", "stored")
     parser.add_argument("--salt", metavar="TEXT", help="of a tenant; other salts share no KV")
     add_secret(parser)
     parser.add_argument(
@@ -210,7 +217,7 @@ def model_for(args: argparse.Namespace) -> "Model":
     from jaxrag.knowledge_base.location import CATALOG
 
     if args.model is not None:
-        return load(args, args.model, args.dtype)
+        return load(args.model, from_fields(ModelOptions, args))
     if not (Path(args.kb) / CATALOG).is_file():
         raise KnowledgeBaseError(f"{args.kb} is no knowledge base yet; pass --model DIR to make it")
     return model_of_kb(args)
@@ -255,7 +262,7 @@ def ingest(
         encoders=args.encoder,
         neighbours=args.neighbours,
         similar_by=args.similar_by,
-        stored=args.kv,
+        stored=args.stored,
         salt=args.salt,
         secret=secret_of(args.secret_file),
         store=args.store,
@@ -269,7 +276,7 @@ def ingest(
         else:
             report = kb.add(files, progress=progress, shard=(shard.index, shard.count))
         if kb.unchecked is not None:
-            print(f"note: {kb.unchecked}", file=sys.stderr)
+            note(kb.unchecked)
         return report
 
 

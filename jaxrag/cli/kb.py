@@ -3,29 +3,35 @@
 import argparse
 import collections
 import dataclasses
-import sys
 import textwrap
 from typing import TYPE_CHECKING
 
 from jaxrag.cli import export, gate
+from jaxrag.cli.opening import (
+    open_kb,
+    secret_of,
+    where_of,
+)
 from jaxrag.cli.options import (
     add_command,
     add_json,
     add_model,
     add_secret,
     add_where,
+)
+from jaxrag.cli.output import (
     counted,
     human_count,
-    open_kb,
-    parse_bytes,
-    parse_seconds,
+    note,
     print_json,
-    secret_of,
     shorten,
     table,
-    where_of,
 )
 from jaxrag.errors import RequestError
+from jaxrag.options import (
+    parse_bytes,
+    parse_seconds,
+)
 from jaxrag.text.printable import printable
 
 if TYPE_CHECKING:
@@ -112,9 +118,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="with --repair: take this secret, or none, in place of the one that it was sealed "
         "with; what that sealed is encoded again",
     )
-    add_model(
-        verify, required=False, text="for --repair (the one that the knowledge base remembers)"
-    )
+    add_model(verify, use="for --repair")
     verify.set_defaults(run=run_verify)
 
     gate.add_parser(actions)
@@ -131,7 +135,8 @@ def run_stats(args: argparse.Namespace) -> None:
 
     with KnowledgeBase.open(args.kb, secret=secret_of(args.secret_file)) as kb:
         stats = kb.stats()
-        _note(kb.unchecked)
+        if kb.unchecked is not None:
+            note(kb.unchecked)
     if args.json:
         print_json(stats)
         return
@@ -158,7 +163,7 @@ def run_list(args: argparse.Namespace) -> None:
         where = where_of(args)
         documents = kb.documents(where)
         for why in [] if documents or where is None else kb.why_nothing(where):
-            print(f"note: --where: {printable(why)}", file=sys.stderr)
+            note(f"--where: {why}")
     if args.json:
         print_json({"documents": [dataclasses.asdict(document) for document in documents]})
         return
@@ -232,7 +237,8 @@ def run_verify(args: argparse.Namespace) -> int:
             )
             for key in keys
         ]
-        _note(kb.unchecked)
+        if kb.unchecked is not None:
+            note(kb.unchecked)
     if args.json:
         salvaged = None if mended is None else dataclasses.asdict(mended)
         print_json(dataclasses.asdict(report) | {"catalog": salvaged, "settings": settings})
@@ -263,11 +269,6 @@ def _of_salvage(found: "Salvage") -> list[str]:
     if found.settings:
         lines.append(f"{counted(found.settings, 'setting')} lost, such as of `jaxrag kb gate`")
     return lines
-
-
-def _note(text: str | None) -> None:
-    if text is not None:
-        print(f"note: {text}", file=sys.stderr)
 
 
 def _about_rows(report: "VerifyReport") -> list[str]:

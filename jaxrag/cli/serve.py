@@ -8,15 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxrag.cli.fields import add_fields, given_fields
+from jaxrag.cli.opening import (
+    load,
+    secret_of,
+)
 from jaxrag.cli.options import (
     add_command,
     add_model,
     add_secret,
-    load,
-    parse_count,
-    secret_of,
 )
+from jaxrag.config import ModelOptions
 from jaxrag.errors import ConfigError, KnowledgeBaseError
+from jaxrag.server.options import ServerOptions
 
 if TYPE_CHECKING:
     from jaxrag.knowledge_base import KnowledgeBase
@@ -24,11 +28,6 @@ if TYPE_CHECKING:
     from jaxrag.server.settings import ServerSettings
 
 _NAMED = re.compile(r"([\w.-]+)=(.+)")
-_OF_MODEL = ("dtype", "mesh", "cache_tokens", "kernels", "value_layers", "max_host_bytes", "kv")
-_FLAGS = (
-    "host", "port", "data", "keys", "secret_file", "method", "decode", "k", "max_new_tokens",
-    "rows",
-)  # fmt: skip
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -53,34 +52,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "where a chat names none",
     )
     parser.add_argument("--name", help="what clients call the model (the name of its folder)")
-    parser.add_argument("--host", help="address to listen on (127.0.0.1)")
-    parser.add_argument("--port", type=int, metavar="N", help="0 takes any that is free (8000)")
-    parser.add_argument("--data", metavar="DIR", help="folder for uploads (none are taken)")
-    parser.add_argument("--keys", metavar="FILE", help="TOML of the keys that are let in (anybody)")
     add_secret(parser)
-    parser.add_argument(
-        "--open",
-        action="store_true",
-        help="listen on an address that others can reach though no key is asked for",
-    )
-    parser.add_argument("--method", help="where a request names none (turborag)")
-    parser.add_argument("--decode", metavar="RULE", help="likewise (the method's own)")
-    parser.add_argument("--k", type=int, metavar="N", help="chunks to retrieve (5)")
-    parser.add_argument(
-        "--max-new-tokens", type=parse_count, metavar="N", help="of an answer (256)"
-    )
-    parser.add_argument("--rows", type=int, metavar="N", help="answers decoded together (8)")
-    parser.add_argument(
-        "--allow-history-dependent",
-        action="store_true",
-        help="requests may use what depends on earlier ones: prefix_cache, misses in place",
-    )
-    parser.add_argument(
-        "--no-warm-up", action="store_true", help="compile when a request needs it, not before"
-    )
-    add_model(parser, required=False, text="(the one that the first knowledge base remembers)")
-    parser.add_argument("--kv", choices=("device", "host"), help="where K and V are")
-    parser.set_defaults(run=run, kernels=None)
+    add_fields(parser, ServerOptions, defaults=False)
+    add_model(parser, "the one that the first knowledge base remembers", kv=True, defaults=False)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -114,19 +89,14 @@ def settings_of(args: argparse.Namespace) -> "ServerSettings":
 
     values: dict[str, Any] = {} if args.config is None else _read(args.config)
     where = args.config or "jaxrag serve"
-    given = {name: getattr(args, name) for name in _FLAGS}
-    values |= {name: value for name, value in given.items() if value is not None}
-    of_model = {name: getattr(args, name) for name in _OF_MODEL}
-    of_model |= {"path": args.model, "name": args.name}
-    named = {name: value for name, value in of_model.items() if value is not None}
+    values |= given_fields(ServerOptions, args)
+    if args.secret_file is not None:
+        values["secret_file"] = args.secret_file
+    named = {"path": args.model, "name": args.name}
+    named = {name: value for name, value in named.items() if value is not None}
+    named |= given_fields(ModelOptions, args)
     if named:
         values["model"] = {**values.get("model", {}), **named}
-    if args.allow_history_dependent:
-        values["allow_history_dependent"] = True
-    if args.open:
-        values["open_to_all"] = True
-    if args.no_warm_up:
-        values["warm_up"] = False
     if args.kb:
         values["knowledge_bases"] = dict(_named(kb) for kb in args.kb)
     return build(ServerSettings, values, where)
@@ -170,7 +140,7 @@ def _model(settings: "ServerSettings") -> "Model":
             )
     if path is None:
         raise ConfigError("nothing to serve: pass --kb DIR, or --model DIR")
-    return load(argparse.Namespace(**dataclasses.asdict(given)), path, dtype, method)
+    return load(path, dataclasses.replace(given, dtype=dtype), method)
 
 
 def open_bases(settings: "ServerSettings", model: "Model") -> "dict[str, KnowledgeBase]":

@@ -4,43 +4,11 @@ The key of a draw is folded from the request's seed and the index of the token i
 from nothing else, so a request gets the same tokens in any batch slot and any batch size.
 """
 
-import dataclasses
-import math
-
 import jax
 import jax.numpy as jnp
 
-from jaxrag.errors import RequestError
-from jaxrag.tables import require_kind
+from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.types import Array
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingParams:
-    """One request's settings. Raises RequestError for a value out of range."""
-
-    temperature: float = 0.0  # 0 = greedy
-    top_k: int = 0  # keep the k most likely tokens; 0 = all
-    top_p: float = 1.0  # then keep the fewest whose probability reaches p; 1 = all
-    seed: int = 0  # 0 .. 2**32 - 1
-
-    def __post_init__(self) -> None:
-        """Refuse values that name no distribution."""
-        for name in ("temperature", "top_p"):
-            require_kind(name, getattr(self, name), (int, float), "a number", optional=False)
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise RequestError(
-                f"temperature={self.temperature}: expected a finite number, 0 (greedy) or more"
-            )
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
-            raise RequestError(f"top_k={self.top_k}: expected an integer, 0 (all tokens) or more")
-        if not 0 < self.top_p <= 1:
-            raise RequestError(f"top_p={self.top_p}: expected a number above 0, up to 1 (all)")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise RequestError(f"seed={self.seed!r}: expected an integer")
-        if not 0 <= self.seed < 2**32:
-            raise RequestError(f"seed={self.seed}: expected 0 to {2**32 - 1}")
-
 
 Sampling = SamplingParams  # its first public name
 

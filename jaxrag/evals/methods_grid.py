@@ -5,9 +5,10 @@ from collections.abc import Iterator, Sequence
 
 from jaxrag.encode import encoder_named
 from jaxrag.errors import RequestError
+from jaxrag.evals.options import MethodsOptions
 from jaxrag.evals.synthetic import TASK
-from jaxrag.knowledge_base.neighbours import DEFAULT_TOP_N
 from jaxrag.methods import METHODS, Method, method_named
+from jaxrag.options import flags_of
 from jaxrag.select import AllTokens, NoTokens, RandomTokens, Selector
 from jaxrag.tasks.synthetic import SyntheticTask
 
@@ -15,65 +16,35 @@ FULL, REUSE = METHODS["full_attention"], METHODS["full_reuse"]
 RANDOM = Method(
     "random", encoder="after_prefix", selector=RandomTokens(), recompute_ratio=0.15
 )  # what choosing has to beat; no preset, as nobody would serve with it
-RATIOS = (0.0, 0.05, 0.10, 0.15, 0.30, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(MethodsOptions):
     """What to measure.
 
     Attributes:
-      model: a model directory.
-      methods: presets, .toml files or "random"; full attention and full reuse are measured whatever
-        is named.
-      ratios: of every method that recomputes.
-      encoders: each method that encodes chunks behind the prefix is measured with each of these
-        instead of its own; none = its own.
-      neighbours: how many chunks a chunk is encoded behind, at most.
       task: what is asked about.
-      seed: of what is asked.
-      questions: how many.
-      batch_size: questions that run together.
       deviation: samples whose first question's KV is compared with full attention's, 0 for none.
-      retrieve: chunks that a question is asked over, found by a search in those of its sample,
-        which are a knowledge base of their own; None asks it over all of them.
-      template: as ``synthetic.Options``.
-      response_start: as ``synthetic.Options``.
-      dtype: as ``synthetic.Options``.
     """
 
-    model: str
-    methods: tuple[str, ...]
-    ratios: tuple[float, ...] = RATIOS
-    encoders: tuple[str, ...] = ("after_prefix", "neighbours")
-    neighbours: int = DEFAULT_TOP_N
     task: SyntheticTask = TASK
-    seed: int = 7
-    questions: int = 500
-    batch_size: int = 32
     deviation: int = 32
-    retrieve: int | None = None
-    template: str | None = None
-    response_start: str = ""
-    dtype: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured: RequestError, ConfigError for a bad .toml file."""
-        for name, values in (
-            ("methods", self.methods),
-            ("ratios", self.ratios),
-            ("encoders", self.encoders),
-        ):
+        flags = flags_of(MethodsOptions)
+        for name in ("methods", "ratios", "encoders"):
+            values = getattr(self, name)
             if len(set(values)) < len(values):
-                raise RequestError(f"--{name} {','.join(map(str, values))}: name each once")
+                raise RequestError(f"{flags[name]} {','.join(map(str, values))}: name each once")
         if not self.ratios:
             raise RequestError(
                 "no recompute ratio; name some, such as --recompute-ratios 0,0.15,1.0"
             )
         for name in ("questions", "batch_size", "neighbours"):
             if getattr(self, name) < 1:
-                option = name.replace("_", "-")
-                raise RequestError(f"--{option} {getattr(self, name)}: expected a positive integer")
+                value = getattr(self, name)
+                raise RequestError(f"{flags[name]} {value}: expected a positive integer")
         if self.deviation < 0:
             raise RequestError(f"--deviation {self.deviation}: expected a number of samples, or 0")
         if self.retrieve is not None and not 1 <= self.retrieve <= self.task.chunks[0]:
@@ -89,7 +60,7 @@ class Options:
         for encoder in self.encoders:
             if not encoder_named(encoder).sees_prefix:
                 raise RequestError(
-                    f"--encoders {encoder}: it takes the place of what is encoded behind the "
+                    f"--encoder {encoder}: it takes the place of what is encoded behind the "
                     f"prefix; expected after_prefix, neighbours or neighbours_joint"
                 )
         self.cells()
@@ -104,7 +75,10 @@ class Options:
         for named in self.methods:
             method = RANDOM if named == RANDOM.name else method_named(named)
             cells += _cells(method, self)
-        if not any(cell.ratio is not None for cell in cells) and self.ratios != RATIOS:
+        if (
+            not any(cell.ratio is not None for cell in cells)
+            and self.ratios != MethodsOptions.ratios
+        ):
             tried = ",".join(map(str, self.ratios))
             raise RequestError(
                 f"--recompute-ratios {tried}: none of the methods recomputes anything; name "

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrag.errors import RequestError
+from jaxrag.evals.options import SyntheticOptions
 from jaxrag.evals.scoring import READS, answered, draw, scored, write
 from jaxrag.evals.statistics import LEVEL, Estimate, difference, recovery, share
 from jaxrag.models.model import load_model
@@ -38,34 +39,16 @@ class Cell(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(SyntheticOptions):
     """What to measure.
 
     Attributes:
-      models: name -> model directory.
       task: what is asked about.
-      seed: of what is asked.
-      questions: how many.
-      reads: of ``scoring.READS``.
-      baseline: the model that losses and recoveries refer to; the first one when None.
       compare: further pairs of cells whose difference is wanted.
-      answer: so many questions are also answered one at a time through cached KV.
-      template: prompt format; None = what each model brings.
-      response_start: text before answers.
-      dtype: of weights and activations; None = the model's.
     """
 
-    models: Mapping[str, str]
     task: SyntheticTask = TASK
-    seed: int = 7
-    questions: int = 4000
-    reads: tuple[str, ...] = tuple(READS)
-    baseline: str | None = None
     compare: tuple[tuple[Cell, Cell], ...] = ()
-    answer: int = 0
-    template: str | None = None
-    response_start: str = ""
-    dtype: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured: RequestError."""
@@ -80,7 +63,7 @@ class Options:
                 f"--read {','.join(self.reads)}: expected some of {', '.join(READS)}, each once"
             )
         if self.questions < 1:
-            raise RequestError(f"--questions {self.questions}: expected a positive integer")
+            raise RequestError(f"--num-questions {self.questions}: expected a positive integer")
         if not 0 <= self.answer <= self.questions:
             raise RequestError(
                 f"--generate {self.answer}: expected 0 to {self.questions}, the number of questions"

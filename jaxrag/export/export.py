@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from tqdm import tqdm
-
 from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
 from jaxrag.export.bundle import Bundle, Placement, describe, find_records
 from jaxrag.export.files import Written, file_errors, held, write_json, write_safetensors
 from jaxrag.export.tensors import huggingface_tensors, lmcache_tensors
 from jaxrag.export.tree import write_tree
 from jaxrag.store import KVStore, Record
+from jaxrag.text.progress import followed
 
 MANIFEST = "manifest.json"
 VERSION = 1  # of manifests and of the records in exported files
@@ -93,7 +92,7 @@ def export_bundles(
         out: a new or empty folder, or that of an earlier export with the same settings.
         format: a key of FORMATS.
         documents: JSON-able, for the manifest: where the chunks' texts come from.
-        progress: draw a bar on stderr, where that is a terminal.
+        progress: show how far it is, on stderr.
 
     Raises:
         StoreError: an unknown format or a placement it cannot have, a folder that holds something
@@ -110,7 +109,7 @@ def export_bundles(
     _make_folder(folder)
     with held(folder):
         _prepare(folder, settings)
-        for bundle in tqdm(bundles, desc="export", unit="file", disable=None if progress else True):
+        for bundle in followed(bundles, "export", "file", shown=progress):
             try:
                 records = find_records(store, bundle)
                 placement.check(sum(record.tokens for record in records), bundle.name)

@@ -183,7 +183,7 @@ class KnowledgeBase(Maintained):
 
         Args:
           documents: what to add.
-          progress: draw a bar on stderr, where that is a terminal.
+          progress: show how far it is, on stderr.
           shard: (i, n) takes the i-th of n parts of them, for n processes with the same list;
             with n > 1, call ``refresh`` when all have ended.
           cut: gives the chunks of a document where they were made elsewhere, with ``chunking`` and
@@ -441,7 +441,7 @@ class KnowledgeBase(Maintained):
           encoder: the KV variant, by default the first of ``encoders``.
           first_position: rotate keys to this position and the following; see ``ExportRequest``.
           tokenizer: of the model; by default read from the model's directory.
-          progress: draw a bar on stderr, where that is a terminal.
+          progress: show how far it is, on stderr.
 
         Raises RequestError for arguments that contradict each other, KnowledgeBaseError for an
         unknown document, encoder or another tokenizer, StoreError for a folder that cannot take it.

@@ -150,7 +150,7 @@ class Maintained(Parts):
             nothing does; encode damaged and missing chunks again, and those without the index that
             they should have, and embed those whose vectors are gone.
           max_bytes_per_second: of reading.
-          progress: draw a bar on stderr, where that is a terminal.
+          progress: show how far it is, on stderr.
 
         Raises KnowledgeBaseError for a repair without a model or when opened for reading.
         """

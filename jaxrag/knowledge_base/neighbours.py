@@ -195,7 +195,7 @@ def refresh(
       neighbours: of the knowledge base.
       encoding: of its chunks.
       encoders: those of its variants that see neighbours.
-      progress: draw a bar on stderr, where that is a terminal.
+      progress: show how far it is, on stderr.
     """
     start = time.perf_counter()
     count: collections.Counter[str] = collections.Counter()

@@ -207,12 +207,13 @@ def verify(
 
     Under a size limit (``limited``), a chunk that is missing has been dropped and is left so.
     """
-    found = store.verify(
-        catalog.all_keys(),
-        max_bytes_per_second=max_bytes_per_second,
-        progress=progress,
-        finite=True,
-    )
+    with progress_bar(None, "verify", "B", shown=progress, scale=True) as bar:
+        found = store.verify(
+            catalog.all_keys(),
+            max_bytes_per_second=max_bytes_per_second,
+            told=bar.update,
+            finite=True,
+        )
     damaged = (*found.corrupt, *found.unsealed, *(() if limited else found.missing))
     dropped = len(found.missing) if limited else 0
     bare = [] if indexing is None else _unindexed(store, catalog, indexing, set(damaged))

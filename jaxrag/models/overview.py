@@ -5,6 +5,8 @@ import math
 from pathlib import Path
 from typing import Any, cast
 
+from jax.sharding import Mesh
+
 from jaxrag.config import DType, ModelConfig, YarnScaling, config_to_dict
 from jaxrag.errors import ModelError
 from jaxrag.models import FAMILIES
@@ -144,9 +146,13 @@ class Overview:
 
 
 def overview(
-    path: str | Path, *, dtype: str | None = None, cache_tokens: int | None = None
+    path: str | Path,
+    *,
+    dtype: str | None = None,
+    cache_tokens: int | None = None,
+    mesh: Mesh | None = None,
 ) -> Overview:
-    """Understand a directory, or ORG/NAME of the hub, as ``load_model`` would.
+    """Understand a directory, or ORG/NAME of the hub, as ``load_model`` would on this mesh.
 
     Every file but the weights is read, and of these the headers: their names, shapes and sizes are
     held against the config. Whether weights and pool fit is told, not required.
@@ -155,7 +161,7 @@ def overview(
     """
     path = fetched(str(path)) if is_hub_name(path) else Path(path)
     config = read_config(path, dtype)
-    check_pool(config, None, cache_tokens, None, None, "device")
+    check_pool(config, mesh, cache_tokens, None, None, "device")
     kept = is_checkpoint(path)
     files = _checkpoint_files(path, config) if kept else _hf_files(path, config)
     tokenizer = Tokenizer.load(path) if (path / "tokenizer.json").is_file() else None
@@ -170,7 +176,7 @@ def overview(
         vocabulary=None if tokenizer is None else _vocabulary(tokenizer, config),
         prompt=None if tokenizer is None else _prompt(path, tokenizer),
         reading=read_reading(path),
-        memory=memory_of(config, cache_tokens=cache_tokens),
+        memory=memory_of(config, mesh=mesh, cache_tokens=cache_tokens),
     )
 
 

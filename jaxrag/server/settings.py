@@ -6,6 +6,7 @@ from typing import Literal
 
 from jaxrag.engine.state import EngineSettings
 from jaxrag.errors import ConfigError
+from jaxrag.server.options import ServerOptions
 
 _COUNTS = (
     "k", "max_new_tokens", "max_answer_tokens", "rows", "classes", "max_body_bytes",
@@ -16,63 +17,22 @@ _CLASSES = 3  # of priority: interactive, default, batch
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelSettings:
-    """Which model is served, and where its weights and its KV are.
-
-    Attributes:
-      path: its directory; None: the one that the first knowledge base remembers.
-      name: what clients call it; None: the name of its directory.
-      dtype: of weights, activations and KV; None: as it is stored.
-      mesh: devices along the data, fsdp and tensor axes, such as "1,1,8"; None: one device.
-      cache_tokens: tokens of KV that the device pool holds; None: by memory.
-      kernels: body of the attention ops.
-      value_layers: layers whose V stays on the device; None: all.
-      max_host_bytes: ceiling of KV in host memory.
-      kv: where K and V are; None: where the method's decode rule is meant to have them.
-    """
-
-    path: str | None = None
-    name: str | None = None
-    dtype: str | None = None
-    mesh: str | None = None
-    cache_tokens: int | None = None
-    kernels: str = "xla"
-    value_layers: int | None = None
-    max_host_bytes: int | None = None
-    kv: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class ServerSettings:
+class ServerSettings(ServerOptions):
     """How a server serves. ``tables.build`` makes it from a TOML file.
 
     Attributes:
-      model: which model, and where it lies.
       knowledge_bases: folders by the name that clients give; the first is asked where a chat names
         none.
-      host: address to listen on.
-      port: port to listen on; 0: any that is free.
       origins: of pages elsewhere that may ask from a browser, such as "https://chat.example".
-      data: folder for what clients upload; None: uploads are refused.
-      keys: TOML file of the keys that are let in; None: anybody is.
-      secret_file: file of the secret that seals the KV of the knowledge bases; None: of none.
-      open_to_all: listen on an address that others can reach without asking for keys.
       index_threads: uploaded files that are indexed at once.
       parse_seconds: that one document of an upload may take to parse.
       grace_seconds: longer than any request takes; bytes of what was removed stay so long.
       memory_bytes: of KV of documents that come with requests, all tenants together.
-      method: a preset's name or a TOML file, where a request names none.
-      decode: how generated tokens attend, where a request names no rule; None: the method's own.
       methods: presets that a request may name beside ``method``; None: all of them.
       decode_rules: rules that a request may name, as written here; None: all, with their default
         settings.
-      k: chunks that are retrieved where a request does not say how many.
-      max_new_tokens: bound of an answer whose request names none, or less where the context ends.
       max_answer_tokens: most tokens that a request may ask for.
-      rows: answers that are decoded together.
       classes: of priority; 0 is served first.
-      allow_history_dependent: requests may use what depends on what the pool held before:
-        ``prefix_cache`` and ``misses = "in_place"``.
       max_seconds: after which a request without a ``timeout`` fails, and the longest ``timeout``.
       max_body_bytes: largest body of a request that uploads nothing.
       max_upload_bytes: largest file that may be uploaded.
@@ -89,30 +49,16 @@ class ServerSettings:
       stall_seconds: an engine with work that does nothing for so long is not healthy.
       watchdog_seconds: after which the process of such an engine ends itself; None: never.
       log_format: "text" or "json", one line an event.
-      warm_up: compile what requests will need before the server is ready.
       questions: examples that the page offers, about the first of the knowledge bases.
       engine: of the engine itself.
     """
 
-    model: ModelSettings = dataclasses.field(default_factory=ModelSettings)
     knowledge_bases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    host: str = "127.0.0.1"
-    port: int = 8000
     origins: tuple[str, ...] = ()
-    data: str | None = None
-    keys: str | None = None
-    secret_file: str | None = None
-    open_to_all: bool = False
-    method: str = "turborag"
-    decode: str | None = None
     methods: tuple[str, ...] | None = None
     decode_rules: tuple[str, ...] | None = None
-    k: int = 5
-    max_new_tokens: int = 256
     max_answer_tokens: int = 4096
-    rows: int = 8
     classes: int = _CLASSES
-    allow_history_dependent: bool = False
     max_seconds: float = 300.0
     max_body_bytes: int = 16 << 20
     max_upload_bytes: int = 512 << 20
@@ -127,7 +73,6 @@ class ServerSettings:
     stall_seconds: float = 60.0
     watchdog_seconds: float | None = None
     log_format: Literal["text", "json"] = "text"
-    warm_up: bool = True
     questions: tuple[str, ...] = ()
     index_threads: int = 2
     parse_seconds: float = 120.0

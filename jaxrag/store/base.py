@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from numpy.typing import NDArray
@@ -224,7 +224,7 @@ class KVStore(abc.ABC):
         keys: Iterable[str] | None = None,
         *,
         max_bytes_per_second: float | None = None,
-        progress: bool = False,
+        told: Callable[[int], object] = lambda nbytes: None,
         finite: bool = False,
     ) -> ScrubReport:
         """Read chunks and their auxiliary arrays, whole, against their digests.
@@ -232,7 +232,7 @@ class KVStore(abc.ABC):
         Args:
             keys: which; None takes every key of the store.
             max_bytes_per_second: a limit on what is read, to leave the disk to others.
-            progress: draw a bar on stderr, where that is a terminal.
+            told: is called with the bytes of every chunk that was read.
             finite: count a chunk whose KV holds NaN or infinity, as a broken model encodes it, as
                 corrupt.
 
@@ -240,7 +240,7 @@ class KVStore(abc.ABC):
             StoreError: the storage failed, or a rate that is not positive.
         """
         chosen = self.keys() if keys is None else _distinct(keys)
-        return scrub(self, chosen, max_bytes_per_second, progress, finite)
+        return scrub(self, chosen, max_bytes_per_second, told, finite)
 
     @abc.abstractmethod
     def keys(self) -> Iterator[str]:

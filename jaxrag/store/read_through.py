@@ -99,12 +99,12 @@ class ReadThrough(KVStore):
         keys: Iterable[str] | None = None,
         *,
         max_bytes_per_second: float | None = None,
-        progress: bool = False,
+        told: Callable[[int], object] = lambda nbytes: None,
         finite: bool = False,
     ) -> ScrubReport:
         """``KVStore.verify`` of the remote store. Local copies are verified by every read."""
         return self.remote.verify(
-            keys, max_bytes_per_second=max_bytes_per_second, progress=progress, finite=finite
+            keys, max_bytes_per_second=max_bytes_per_second, told=told, finite=finite
         )
 
     def gc(

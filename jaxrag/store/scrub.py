@@ -3,12 +3,11 @@
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from jaxrag.errors import ChunkCorrupt, ChunkMissing, ChunkNotSealed, StoreError
 from jaxrag.store.layout import KVLayout
@@ -48,7 +47,7 @@ def scrub(
     store: Scrubbed,
     keys: Iterable[str],
     max_bytes_per_second: float | None,
-    progress: bool,
+    told: Callable[[int], object],
     finite: bool,
 ) -> ScrubReport:
     """``KVStore.verify`` says what this does."""
@@ -60,27 +59,26 @@ def scrub(
     buffer = np.empty(0, store.layout.numpy_dtype)
     ok = 0
     corrupt, missing, unsealed = [], [], []
-    with tqdm(desc="verify", unit="B", unit_scale=True, disable=None if progress else True) as bar:
-        for batch in itertools.batched(keys, _RECORDS_AT_ONCE):
-            for key, found in store.find(batch).items():
-                refused: Refused | None = None
-                if isinstance(found, Record):
-                    elements = int(np.prod(found.shape))
-                    if buffer.size < elements:
-                        buffer = np.empty(elements, buffer.dtype)
-                    refused = _check(store, found, buffer[:elements].reshape(found.shape), finite)
-                    bar.update(found.nbytes)
-                    pace.wait(found.nbytes)
-                else:
-                    refused = found
-                if refused is None:
-                    ok += 1
-                elif isinstance(refused, ChunkMissing):
-                    missing.append(key)
-                elif isinstance(refused, ChunkNotSealed):
-                    unsealed.append(key)
-                else:
-                    corrupt.append(key)
+    for batch in itertools.batched(keys, _RECORDS_AT_ONCE):
+        for key, found in store.find(batch).items():
+            refused: Refused | None = None
+            if isinstance(found, Record):
+                elements = int(np.prod(found.shape))
+                if buffer.size < elements:
+                    buffer = np.empty(elements, buffer.dtype)
+                refused = _check(store, found, buffer[:elements].reshape(found.shape), finite)
+                told(found.nbytes)
+                pace.wait(found.nbytes)
+            else:
+                refused = found
+            if refused is None:
+                ok += 1
+            elif isinstance(refused, ChunkMissing):
+                missing.append(key)
+            elif isinstance(refused, ChunkNotSealed):
+                unsealed.append(key)
+            else:
+                corrupt.append(key)
     return ScrubReport(ok, tuple(corrupt), tuple(missing), tuple(unsealed))
 
 

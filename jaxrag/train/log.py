@@ -10,9 +10,9 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from tqdm import tqdm
 
 from jaxrag.errors import ConfigError
+from jaxrag.text.progress import progress_bar
 
 METRICS_FILE = "metrics.jsonl"
 _PEAK_SIZES = {"cpu": 1024}  # rows and columns of the matrices that peak FLOP/s is measured with
@@ -37,7 +37,7 @@ class Log:
         temporary.replace(path)
         self._file = path.open("a", encoding="utf-8")
         self._board = _board(folder / "tensorboard", done) if tensorboard else None
-        self._bar = tqdm(total=steps, initial=done, desc="train", unit="step", disable=not progress)
+        self._bar = progress_bar(steps, "train", "step", shown=progress, done=done)
 
     def __enter__(self) -> Self:
         return self
@@ -74,7 +74,7 @@ class Log:
             if key in values
         }
         if shown:
-            self._bar.set_postfix(shown)
+            self._bar.set_postfix(shown, refresh=False)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

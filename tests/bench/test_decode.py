@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxrag.attention_index import Exact, Hnsw, Ivf, ProjectedGraph, QueryLists, build, open_index
-from jaxrag.bench.decode import Options, report, rules_of, run
+from jaxrag.bench.decode import Options, report, run
+from jaxrag.bench.options import rules_of
 from jaxrag.decode import Dense, Flat, TopN, rule_from
 from jaxrag.decode.footprint import A100, break_even, index_bytes
 from jaxrag.errors import ConfigError, RequestError

@@ -40,7 +40,7 @@ def test_synthetic_writes_what_it_prints(jaxrag, village_dir, tmp_path):
     out, tables = tmp_path / "result.json", tmp_path / "tables.md"
     code, printed, err = jaxrag(
         "eval", "synthetic", "--model", f"a={village_dir}", "--model", f"b={village_dir}",
-        "--questions", 12, "--chunks", "2-3", "--generate", 4, "--compare", "a:block,b:block",
+        "--num-questions", 12, "--chunks", "2-3", "--generate", 4, "--compare", "a:block,b:block",
         "--set", "relations=2", "--set", "headers=0.5",
         "--out", out, "--markdown", tables, "--json",
     )  # fmt: skip
@@ -64,8 +64,9 @@ def test_synthetic_writes_what_it_prints(jaxrag, village_dir, tmp_path):
 def test_synthetic_prints_tables(jaxrag, village_dir, monkeypatch):
     monkeypatch.setattr("jaxrag.text.progress._SECONDS", 0)  # as if it took long
     code, out, err = jaxrag(
-        "eval", "synthetic", "--model", f"small={village_dir}", "--questions", 5, "--read", "block"
-    )
+        "eval", "synthetic", "--model", f"small={village_dir}", "--num-questions", 5,
+        "--read", "block",
+    )  # fmt: skip
     assert code == 0
     assert "exact match in %, 5 questions" in out
     assert "shortcut" in out and "small" in out
@@ -79,7 +80,7 @@ def test_synthetic_prints_tables(jaxrag, village_dir, monkeypatch):
         (("--model", "DIR"), ["--model DIR: expected NAME=DIR"]),
         (("--model", "a=nowhere"), ["nowhere"]),
         (("--model", "a=x", "--model", "a=y"), ["'a' already"]),
-        (("--model", "a=x", "--questions", "0"), ["--questions 0"]),
+        (("--model", "a=x", "--num-questions", "0"), ["--num-questions 0"]),
         (("--model", "a=x", "--read", "full,diagonal"), ["diagonal", "composite"]),
         (("--model", "a=x", "--chunks", "six"), ["--chunks six"]),
         (("--model", "a=x", "--chunks", "6-4"), ["chunks=(6, 4)"]),
@@ -96,7 +97,7 @@ def test_synthetic_refuses_bad_options(refused, arguments, words):
 
 
 def test_synthetic_refuses_models_that_cannot_be_asked(refused, village_dir, model_dir, tmp_path):
-    ask = ("--questions", 2)
+    ask = ("--num-questions", 2)
     named = ("--template", "chat")
     refused("synthetic", "--model", f"a={model_dir}", *named, *ask, words=["no chat template"])
     bare = shutil.copytree(village_dir, tmp_path / "bare")

@@ -11,7 +11,7 @@ from jaxrag.evals.scoring import draw, write
 from jaxrag.serve.generate import generate
 from jaxrag.tasks.synthetic import SyntheticTask
 
-TASK = ("--questions", 6, "--chunks", 3, "--batch-size", 4, "--deviation", 1)
+TASK = ("--num-questions", 6, "--chunks", 3, "--batch-size", 4, "--deviation", 1)
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def measured(village_dir, tmp_path_factory):
     """Exit code, result and Markdown of one run."""
     folder = tmp_path_factory.mktemp("methods")
     out, tables = folder / "result.json", folder / "tables.md"
-    arguments = ("--methods", "fusionrag", "--recompute-ratios", "0,1", "--encoders", "own", *TASK)
+    arguments = ("--methods", "fusionrag", "--recompute-ratios", "0,1", "--encoder", "own", *TASK)
     code = main([str(a) for a in ("eval", "methods", "--model", village_dir, *arguments,
                                   "--out", out, "--markdown", tables, "--json")])  # fmt: skip
     return code, json.loads(out.read_text()), tables.read_text()
@@ -103,10 +103,8 @@ def test_answers_are_those_of_generate(village_model, cell_of):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--recompute-ratios", "0,most"), "'most'"),
-        (("--recompute-ratios", "0,1.5"), "'1.5'"),
         (("--methods", "turborag", "--recompute-ratios", "0.1"), "none of the methods"),
-        (("--encoders", "isolated"), "--encoders isolated"),
+        (("--encoder", "isolated"), "--encoder isolated"),
         (("--chunks", "six"), "--chunks six"),
         (("--out", "no/where.json"), "--out no/where.json"),
     ],
@@ -121,3 +119,10 @@ def test_verdicts_need_the_whole_interval():
     assert verdict({"value": -0.1, "low": -0.2, "high": -0.01}) == "worse"
     assert verdict({"value": 0.1, "low": 0.0, "high": 0.2}) == "not different"
     assert verdict(None) == "not different"
+
+
+@pytest.mark.parametrize("part", ["most", "1.5", "-1", "nan", "1e-1", "2"])
+def test_what_is_no_ratio_is_bad_usage(capsys, part):
+    with pytest.raises(SystemExit, match="2"):
+        main(["eval", "methods", "--model", "nowhere", "--recompute-ratios", f"0,{part}"])
+    assert f"'{part}' is no number from 0 to 1, such as 0.15" in capsys.readouterr().err

@@ -124,7 +124,7 @@ def test_a_loss_that_is_none_has_no_recovery(verdicts):
         ({"reads": ("full", "sideways")}, "full,sideways"),
         ({"reads": ()}, "--read"),
         ({"reads": ("full", "full")}, "each once"),
-        ({"questions": 0}, "--questions 0"),
+        ({"questions": 0}, "--num-questions 0"),
         ({"answer": 4001}, "--generate 4001"),
         ({"answer": -1}, "--generate -1"),
         ({"baseline": "other"}, "--baseline other"),

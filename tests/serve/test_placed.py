@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from jaxrag import KnowledgeBase, generate
-from jaxrag.cli.options import add_generation, add_model, load, method_of
+from jaxrag.cli.fields import from_fields
+from jaxrag.cli.opening import (
+    load,
+    method_of,
+)
+from jaxrag.cli.options import (
+    add_generation,
+    add_model,
+)
+from jaxrag.config import ModelOptions
 from jaxrag.decode import Retrieval, TopN
 from jaxrag.engine.engine import engine_of
 from jaxrag.errors import ConfigError, RequestError
@@ -27,12 +36,12 @@ def loaded(model_dir):
 
     def make(*options):
         parser = argparse.ArgumentParser()
-        add_model(parser, required=True, text="")
+        add_model(parser, required=True, kv=True)
         add_generation(parser)
         pool = ["--model", str(model_dir), "--cache-tokens", "2048"]
         args = parser.parse_args([*pool, *map(str, options)])
         method = method_of(args)
-        return load(args, args.model, args.dtype, method), method
+        return load(args.model, from_fields(ModelOptions, args), method), method
 
     return make
 

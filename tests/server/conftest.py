@@ -16,8 +16,9 @@ from starlette.applications import Starlette
 from jaxrag.documents import read_paths
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model, load_model
+from jaxrag.server.options import ModelSettings
 from jaxrag.server.run import Server, bind, url_of
-from jaxrag.server.settings import ModelSettings, ServerSettings
+from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state import ServerState, make_state
 
 ROOT = Path(__file__).parents[2]

@@ -306,7 +306,8 @@ def test_settings_survive_the_trip_through_the_record(train_config):
     assert build(TrainConfig, to_dict(config), "again") == config
 
 
-def test_the_bar_counts_to_the_step_that_was_asked_for(train_config, tmp_path, capsys):
+def test_the_bar_counts_to_the_step_that_was_asked_for(train_config, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("jaxrag.text.progress._SECONDS", 0)  # as if it took long
     train(train_config(), tmp_path / "run", stop_after=2, progress=True)
     shown = capsys.readouterr().err
     assert "2/2" in shown and "/6" not in shown

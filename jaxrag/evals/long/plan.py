@@ -7,66 +7,30 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args
 
-from tqdm import tqdm
-
 from jaxrag.decode import rule_from
 from jaxrag.errors import RequestError
+from jaxrag.evals.options import LongOptions
 from jaxrag.methods import Method, method_named, placement_of
 from jaxrag.tasks.long.case import Fitted, Frame
 from jaxrag.tasks.long.tasks import ANSWERS, SUITES, Draw, Task
 from jaxrag.tasks.long.words import Prose, prose, text_prose
 from jaxrag.tasks.world import Split
+from jaxrag.text.progress import followed
 
 GRID_DEPTHS = tuple(n / 10 for n in range(11))
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(LongOptions):
     """What to measure.
 
     Attributes:
-      suite: "needle", "ruler" or "infinitebench".
-      flavour: "plain", or "village" for models that know the words of the synthetic task only.
-      model: a model directory.
-      methods: presets or .toml files; the others are compared with the first one.
-      decode: rules of jaxrag.decode, NAME=RULE to call one so; every method answers under each of
-        them; none = as the method says.
-      lengths: tokens of a prompt, template and lead included, the answer not.
       tasks: of the suite; empty = all of them.
       depths: of the needle suite; the others spread theirs evenly.
-      questions: of each task, length and depth.
-      answers: names that an answer of RULER's village flavour has.
-      chunk_tokens: the haystack is cut into chunks of at most so many tokens; None = it is one.
-      filler: text files whose sentences are the haystack of tasks that hide needles in prose.
-      split: "test" or "train", the people whom the village flavour asks about.
-      lead: end prompts with the first words of the answer, where the task has some.
-      max_new_tokens: of an answer; None = the task's.
-      batch_size: questions that run together.
-      host_values: K and V, or V alone, are in host memory where a rule is meant to have them so.
-      template: None = the model's own.
-      dtype: None = the model's own.
     """
 
-    suite: str
-    model: str
-    lengths: tuple[int, ...]
-    methods: tuple[str | Method, ...] = ("full_attention",)
-    decode: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
-    flavour: str = "plain"
     depths: tuple[float, ...] = GRID_DEPTHS
-    questions: int = 10
-    seed: int = 7
-    split: Split = "test"
-    answers: int = ANSWERS
-    chunk_tokens: int | None = None
-    filler: tuple[str, ...] = ()
-    lead: bool = True
-    max_new_tokens: int | None = None
-    batch_size: int = 1
-    host_values: bool = False
-    template: str | None = None
-    dtype: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured: RequestError, ConfigError for a bad .toml file."""
@@ -82,18 +46,18 @@ class Options:
                 f"{', '.join(SUITES[self.suite, self.flavour])}"
             )
         for option, values in (
-            ("lengths", self.lengths),
+            ("contexts", self.lengths),
             ("depths", self.depths),
             ("tasks", self.tasks),
         ):
             if len(set(values)) < len(values):
                 raise RequestError(f"--{option} {','.join(map(str, values))}: name each once")
-        for option, values in (("lengths", self.lengths), ("depths", self.depths)):
+        for option, values in (("contexts", self.lengths), ("depths", self.depths)):
             if not values:
                 raise RequestError(f"--{option}: name at least one")
         for option, value in (
-            *(("lengths", length) for length in self.lengths),
-            ("questions", self.questions),
+            *(("contexts", length) for length in self.lengths),
+            ("num-questions", self.questions),
             ("batch-size", self.batch_size),
             ("answers", self.answers),
             ("chunk-tokens", 1 if self.chunk_tokens is None else self.chunk_tokens),
@@ -187,7 +151,7 @@ def plan(options: Options, frame: Frame, max_positions: int, progress: bool) -> 
     longest = max(options.lengths)
     if longest + answer > max_positions:
         raise RequestError(
-            f"--lengths {longest}: with {answer} tokens for the answer the prompt does not fit "
+            f"--contexts {longest}: with {answer} tokens for the answer the prompt does not fit "
             f"into the model's context of {max_positions}; ask for at most {max_positions - answer}"
         )
     filler = text_prose(options.filler) if options.filler else prose
@@ -195,10 +159,9 @@ def plan(options: Options, frame: Frame, max_positions: int, progress: bool) -> 
     shortest = [place for place in places if place.length == min(options.lengths)]
     for place in {place.task: place for place in shortest}.values():
         _item(options, frame, filler, place)  # what cannot be asked, before the long prompts
-    silent = None if progress else True
     return [
         _item(options, frame, filler, place)
-        for place in tqdm(places, unit="prompt", desc="prompts", disable=silent, leave=False)
+        for place in followed(places, "prompts", "prompt", shown=progress)
     ]
 
 

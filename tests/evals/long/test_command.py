@@ -42,8 +42,8 @@ def test_needle_writes_what_it_prints(jaxrag, village_dir, village_model, tmp_pa
     pytest.importorskip("matplotlib")
     out, text, picture = (tmp_path / name for name in ("x.json", "x.md", "x.png"))
     code, printed, err = jaxrag(
-        "needle", "--model", village_dir, "--flavour", "village", "--lengths", "70",
-        "--depths", "0,1", "--questions", 1, "--chunk-tokens", 32, "--methods", "turborag",
+        "needle", "--model", village_dir, "--flavour", "village", "--contexts", "70",
+        "--depths", "0,1", "--num-questions", 1, "--chunk-tokens", 32, "--methods", "turborag",
         "--batch-size", 2, "--max-new-tokens", 1, "--out", out, "--markdown", text,
         "--heatmap", picture, "--json",
     )  # fmt: skip
@@ -62,8 +62,8 @@ def test_needle_writes_what_it_prints(jaxrag, village_dir, village_model, tmp_pa
 
 def test_single_questions_can_be_left_out(jaxrag, village_dir):
     code, printed, _ = jaxrag(
-        "needle", "--model", village_dir, "--flavour", "village", "--lengths", "70", "--depths",
-        "0.5", "--questions", 1, "--max-new-tokens", 1, "--no-items", "--json",
+        "needle", "--model", village_dir, "--flavour", "village", "--contexts", "70", "--depths",
+        "0.5", "--num-questions", 1, "--max-new-tokens", 1, "--no-items", "--json",
     )  # fmt: skip
     result = json.loads(printed)
     assert code == 0 and "items" not in result and len(result["cells"]) == 1
@@ -72,8 +72,8 @@ def test_single_questions_can_be_left_out(jaxrag, village_dir):
 def test_prompts_are_written_without_asking(jaxrag, village_dir, tmp_path):
     path = tmp_path / "prompts.jsonl"
     code, printed, _ = jaxrag(
-        "infinitebench", "--model", village_dir, "--flavour", "village", "--lengths", "90",
-        "--questions", 3, "--split", "train", "--prompts", path,
+        "infinitebench", "--model", village_dir, "--flavour", "village", "--contexts", "90",
+        "--num-questions", 3, "--split", "train", "--prompts", path,
     )  # fmt: skip
     assert (code, printed) == (0, f"{path}: 6 prompts\n")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -87,8 +87,8 @@ def test_answers_are_those_of_generate(jaxrag, village_dir, village_model, villa
 
     methods = ("full_attention", "turborag", "epic")
     code, printed, _ = jaxrag(
-        "infinitebench", "--model", village_dir, "--flavour", "village", "--lengths", "90,150",
-        "--questions", 2, "--chunk-tokens", 40, "--methods", ",".join(methods),
+        "infinitebench", "--model", village_dir, "--flavour", "village", "--contexts", "90,150",
+        "--num-questions", 2, "--chunk-tokens", 40, "--methods", ",".join(methods),
         "--batch-size", 3, "--json",
     )  # fmt: skip
     assert code == 0
@@ -117,8 +117,8 @@ def test_rules_that_attend_to_everything_answer_as_dense(jaxrag, village_dir):
         "topn:n=256,renormalise=true",
     )
     code, printed, err = jaxrag(
-        "needle", "--model", village_dir, "--flavour", "village", "--lengths", "100",
-        "--depths", "0,1", "--questions", 2, "--batch-size", 4,
+        "needle", "--model", village_dir, "--flavour", "village", "--contexts", "100",
+        "--depths", "0,1", "--num-questions", 2, "--batch-size", 4,
         *(word for rule in rules for word in ("--decode", rule)), "--json",
     )  # fmt: skip
     assert (code, err) == (0, "")
@@ -139,8 +139,8 @@ def test_values_in_host_memory_change_no_answer(jaxrag, village_dir, monkeypatch
 
     monkeypatch.setattr(running, "resolve", resolved)
     asked = (
-        "infinitebench", "--model", village_dir, "--flavour", "village", "--lengths", "100,150",
-        "--questions", 3, "--batch-size", 3, "--decode", "dense", "--decode",
+        "infinitebench", "--model", village_dir, "--flavour", "village", "--contexts", "100,150",
+        "--num-questions", 3, "--batch-size", 3, "--decode", "dense", "--decode",
         "topn:n=24,device_layers=1", "--json",
     )  # fmt: skip
     results = []
@@ -160,8 +160,9 @@ def test_ruler_asks_a_model_of_any_words(jaxrag, model_dir, tmp_path):
     story = tmp_path / "story.txt"
     story.write_text("The rain fell. Nobody saw it. The cat slept on, and the dog did too. " * 5)
     code, printed, err = jaxrag(
-        "ruler", "--model", model_dir, "--template", "plain", "--lengths", 600, "--questions", 1,
-        "--tasks", "niah_single_2,niah_multikey_3,vt", "--filler", story, "--max-new-tokens", 4,
+        "ruler", "--model", model_dir, "--template", "plain", "--contexts", 600,
+        "--num-questions", 1, "--tasks", "niah_single_2,niah_multikey_3,vt", "--filler", story,
+        "--max-new-tokens", 4,
     )  # fmt: skip
     assert (code, err) == (0, "")
     assert "RULER's tasks in words of our own" in printed
@@ -174,8 +175,8 @@ def test_ruler_asks_a_model_of_any_words(jaxrag, model_dir, tmp_path):
 def test_ruler_in_the_village(jaxrag, village_dir, tmp_path):
     text = tmp_path / "x.md"
     code, printed, err = jaxrag(
-        "ruler", "--model", village_dir, "--flavour", "village", "--lengths", "300,560",
-        "--tasks", "vt,copy", "--questions", 2, "--max-new-tokens", 3, "--batch-size", 2,
+        "ruler", "--model", village_dir, "--flavour", "village", "--contexts", "300,560",
+        "--tasks", "vt,copy", "--num-questions", 2, "--max-new-tokens", 3, "--batch-size", 2,
         "--decode", "dense", "--decode", "few=topn:n=8", "--host-values", "--markdown", text,
         "--json",
     )  # fmt: skip
@@ -200,7 +201,7 @@ def test_every_help_has_an_example(jaxrag, name):
     assert f"example: jaxrag eval {name} " in " ".join(out.split())
 
 
-GIVEN = ("--model", "nowhere", "--lengths")
+GIVEN = ("--model", "nowhere", "--contexts")
 
 
 @pytest.mark.parametrize(
@@ -215,7 +216,7 @@ GIVEN = ("--model", "nowhere", "--lengths")
         (("needle", *GIVEN, "4k", "--methods", "turbo"), ["'turbo'", "turborag"]),
         (("needle", *GIVEN, "4k"), ["nowhere"]),
         (("ruler", *GIVEN, "4k", "--tasks", "qa_1"), ["--tasks qa_1", "niah_single_1"]),
-        (("ruler", *GIVEN, "4k", "--questions", "0"), ["--questions 0"]),
+        (("ruler", *GIVEN, "4k", "--num-questions", "0"), ["--num-questions 0"]),
         (("infinitebench", *GIVEN, "4k", "--flavour", "village", "--tasks", "number_string"),
          ["number_string", "passkey, kv_retrieval"]),
     ],
@@ -226,17 +227,17 @@ def test_bad_options_are_refused(refused, arguments, words):
 
 def test_models_that_cannot_be_asked_are_refused(refused, village_dir, model_dir, tmp_path):
     village = ("--model", village_dir)
-    refused("needle", *village, "--lengths", 100, words=["lacks 'secret'", "village flavour"])
-    own = ("--flavour", "village", "--lengths")
-    refused("needle", *village, *own, "1k", words=["--lengths 1024", "context of 1024", "1016"])
+    refused("needle", *village, "--contexts", 100, words=["lacks 'secret'", "village flavour"])
+    own = ("--flavour", "village", "--contexts")
+    refused("needle", *village, *own, "1k", words=["--contexts 1024", "context of 1024", "1016"])
     refused("needle", *village, *own, 20, words=["length 20", "ask for a longer one"])
     refused("needle", *village, *own, 100, "--chunk-tokens", 4, words=["chunks of 4 tokens"])
     refused("needle", *village, *own, 100, "--template", "plian", words=["'plian'"])
     refused("ruler", *village, *own, 300, "--tasks", "majority", words=["length 300", "longer one"])
     refused("ruler", *village, *own, 600, "--answers", 17, words=["--answers 17", "at most 16"])
-    refused("ruler", "--model", model_dir, "--lengths", 300, words=["length 300", "longer one"])
+    refused("ruler", "--model", model_dir, "--contexts", 300, words=["length 300", "longer one"])
     missing = tmp_path / "none.txt"
-    refused("ruler", "--model", model_dir, "--lengths", 600, "--template", "plain",
+    refused("ruler", "--model", model_dir, "--contexts", 600, "--template", "plain",
             "--filler", missing, words=["none.txt", "cannot be read"])  # fmt: skip
 
 

@@ -280,13 +280,13 @@ def test_prompts_can_be_trained_on(monkeypatch, village_model):
         ({"answers": 0}, "--answers 0"),
         ({"answers": 17}, "--answers 17: expected at most 16"),
         ({"tasks": ("niah",)}, "--tasks niah: the village tasks of needle are needle"),
-        ({"lengths": ()}, "--lengths: name at least one"),
-        ({"lengths": (5, 5)}, "--lengths 5,5"),
-        ({"lengths": (0,)}, "--lengths 0"),
+        ({"lengths": ()}, "--contexts: name at least one"),
+        ({"lengths": (5, 5)}, "--contexts 5,5"),
+        ({"lengths": (0,)}, "--contexts 0"),
         ({"depths": (0.5, 1.01)}, r"--depths 1.01: expected 0 to 1"),
         ({"depths": (float("nan"),)}, "--depths nan"),
         ({"depths": ()}, "--depths: name"),
-        ({"questions": 0}, "--questions 0"),
+        ({"questions": 0}, "--num-questions 0"),
         ({"batch_size": 0}, "--batch-size 0"),
         ({"chunk_tokens": 0}, "--chunk-tokens 0"),
         ({"max_new_tokens": 0}, "--max-new-tokens 0"),
@@ -308,7 +308,7 @@ def test_impossible_options_are_refused(changes, named):
 
 def test_a_length_beyond_the_context_is_refused_before_any_prompt(village_frame):
     options = dataclasses.replace(NEEDLE, lengths=(100, 1020))
-    with pytest.raises(RequestError, match=r"--lengths 1020: .* context of 1024; .* at most 1016"):
+    with pytest.raises(RequestError, match=r"--contexts 1020: .* context of 1024; .* at most 1016"):
         plan(options, village_frame, 1024, progress=False)
 
 

@@ -1,0 +1,159 @@
+"""Objects that commands work with, from their arguments: secret, filter, method, model, base."""
+
+import argparse
+import atexit
+import contextlib
+import dataclasses
+import gc
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxrag.cli.fields import from_fields
+from jaxrag.cli.options import (
+    SECRET_VARIABLE,
+)
+from jaxrag.config import ModelOptions
+from jaxrag.errors import ConfigError, KnowledgeBaseError, RequestError
+from jaxrag.serve.options import AnswerOptions, ReuseOptions, SearchOptions
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from jaxrag.knowledge_base import KnowledgeBase
+    from jaxrag.methods import Method
+    from jaxrag.models.model import Model
+
+
+@contextlib.contextmanager
+def few_collections() -> Iterator[None]:
+    """Look for garbage seldom, in a process that ends soon, and not once more at its end.
+
+    Importing and tracing make a million objects that live as long as the process.
+    """
+    usual = gc.get_threshold()
+    gc.set_threshold(200_000, 50, 50)
+    atexit.register(gc.freeze)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
+
+
+def secret_of(given: str | None) -> bytes | None:
+    """The secret of --secret-file, else of the file in the environment; None where none is named.
+
+    Raises StoreError for a file that holds none.
+    """
+    from jaxrag.store.seal import read_secret
+
+    path = given or os.environ.get(SECRET_VARIABLE)
+    return None if not path else read_secret(path)
+
+
+def where_of(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The filter of --where; RequestError when it is not JSON of an object."""
+    if args.where is None:
+        return None
+    try:
+        where = json.loads(args.where)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(
+            f"--where {args.where[:200]!r} is not JSON ({error}); write it as '{{\"year\": 2020}}'"
+        ) from None
+    if not isinstance(where, dict):
+        raise RequestError(
+            f'--where {args.where[:200]!r}: expected an object such as {{"year": 2020}}'
+        )
+    return where
+
+
+def asked_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What ``generate`` and ``resolve`` take of the arguments of ``add_generation``."""
+    groups = (ReuseOptions, SearchOptions, AnswerOptions)
+    given = {name: value for cls in groups for name, value in vars(from_fields(cls, args)).items()}
+    return given | {"where": where_of(args), "prefix_cache": args.prefix_cache or None}
+
+
+def method_of(args: argparse.Namespace) -> "Method":
+    """The method of --method, --recompute-ratio and --decode."""
+    from jaxrag.decode import rule_from
+    from jaxrag.methods import method_named
+
+    method = method_named(args.method)
+    if args.recompute_ratio is not None:
+        method = method.with_ratio(args.recompute_ratio)
+    if args.decode is not None:
+        method = dataclasses.replace(method, decode=rule_from(args.decode, "--decode"))
+    return method
+
+
+def load(path: str, options: ModelOptions, method: "Method | None" = None) -> "Model":
+    """A model as the options beside --model say.
+
+    Where these leave it open, K and V are where the method is meant to have them, if the model can
+    have them there; ``serve.suits.unplaced`` says so in every answer if it cannot.
+    """
+    from jaxrag.models.model import load_model
+    from jaxrag.serve.suits import placed
+
+    model = load_model(
+        path,
+        mesh=mesh_of(options.mesh),
+        dtype=options.dtype,
+        cache_tokens=options.cache_tokens,
+        value_layers=options.value_layers,
+        max_host_bytes=options.max_host_bytes,
+        kernels=options.kernels,
+        kv=options.kv or "device",
+    )
+    if method is None or options.kv is not None:
+        return model
+    with contextlib.suppress(ConfigError, RequestError):
+        model = placed(model, method)
+    return model
+
+
+def mesh_of(text: str | None) -> "Mesh | None":
+    """The mesh of --mesh; ConfigError for what is none, or needs more devices than there are."""
+    if text is None:
+        return None
+    from jaxrag.sharding import make_mesh
+
+    sizes = text.split(",")
+    if len(sizes) != 3 or not all(size.isdigit() for size in sizes):
+        raise ConfigError(f"--mesh {text!r}: expected three integers such as 1,1,8")
+    data, fsdp, tensor = map(int, sizes)
+    return make_mesh(data, fsdp, tensor)
+
+
+def open_kb(args: argparse.Namespace, method: "Method | None" = None) -> "KnowledgeBase":
+    """The knowledge base of --kb with the model it remembers, or that of --model, as ``load``."""
+    from jaxrag.knowledge_base import KnowledgeBase
+
+    model = model_of_kb(args, method)
+    return KnowledgeBase.open(args.kb, model=model, secret=secret_of(args.secret_file))
+
+
+def model_of_kb(args: argparse.Namespace, method: "Method | None" = None) -> "Model":
+    """The model that the knowledge base of --kb remembers, or that of --model, as ``load``.
+
+    The knowledge base is opened without a model first, so that what is wrong with it is said before
+    weights are read.
+    """
+    from jaxrag.knowledge_base import KnowledgeBase
+
+    with KnowledgeBase.open(args.kb, secret=secret_of(args.secret_file)) as remembered:
+        path = args.model or remembered.model_path
+        given = from_fields(ModelOptions, args)
+        options = dataclasses.replace(given, dtype=given.dtype or remembered.store.layout.dtype)
+    if path is None:
+        raise KnowledgeBaseError(f"{args.kb} does not remember a model directory; pass --model DIR")
+    if args.model is None and not Path(path).is_dir():
+        raise KnowledgeBaseError(
+            f"{args.kb} was made with the model in {path}, which is not there any more; pass "
+            "--model DIR to say where it is now"
+        )
+    return load(path, options, method)

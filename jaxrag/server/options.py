@@ -1,0 +1,64 @@
+"""What a server is told by flags; ``settings.ServerSettings`` adds what only its file says."""
+
+import dataclasses
+
+from jaxrag.config import ModelOptions
+from jaxrag.options import option, parse_count
+from jaxrag.serve.options import ReuseOptions, SearchOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSettings(ModelOptions):
+    """Which model is served, and where its weights and its KV are.
+
+    Attributes:
+      path: its directory; None: the one that the first knowledge base remembers.
+      name: what clients call it; None: the name of its directory.
+    """
+
+    path: str | None = None
+    name: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerOptions:
+    """Those that flags say too.
+
+    Attributes:
+      model: which model, and where it lies.
+      host: address to listen on.
+      port: port to listen on; 0: any that is free.
+      data: folder for what clients upload; None: uploads are refused.
+      keys: TOML file of the keys that are let in; None: anybody is.
+      secret_file: file of the secret that seals the KV of the knowledge bases; None: of none.
+      open_to_all: listen on an address that others can reach without asking for keys.
+      method: a preset's name or a TOML file, where a request names none.
+      decode: how generated tokens attend, where a request names no rule; None: the method's own.
+      k: chunks that are retrieved where a request does not say how many.
+      max_new_tokens: bound of an answer whose request names none, or less where the context ends.
+      rows: answers that are decoded together.
+      allow_history_dependent: requests may use what depends on what the pool held before:
+        ``prefix_cache`` and ``misses = "in_place"``.
+      warm_up: compile what requests will need before the server is ready.
+    """
+
+    model: ModelSettings = dataclasses.field(default_factory=ModelSettings)
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "0 takes any that is free", "N")
+    data: str | None = option(None, "folder for uploads", "DIR", unset="none are taken")
+    keys: str | None = option(None, "TOML of the keys that are let in", "FILE", unset="anybody")
+    secret_file: str | None = None
+    open_to_all: bool = option(
+        False,
+        "listen on an address that others can reach though no key is asked for",
+        flag="--open",
+    )
+    method: str = option(ReuseOptions.method, "where a request names none", "NAME")
+    decode: str | None = option(None, "likewise", "RULE", unset="the method's own")
+    k: int = option(SearchOptions.k, "chunks to retrieve", "N")
+    max_new_tokens: int = option(256, "of an answer", "N", parse=parse_count)
+    rows: int = option(8, "answers decoded together", "N")
+    allow_history_dependent: bool = option(
+        False, "requests may use what depends on earlier ones: prefix_cache, misses in place"
+    )
+    warm_up: bool = option(True, "compile when a request needs it, not before")

@@ -1,0 +1,124 @@
+"""One name per option: what is meant by two commands is called the same, and taken the same way."""
+
+import argparse
+import collections
+import re
+
+import pytest
+
+from jaxrag.cli import make_parser
+
+# What means what: an option with more than one kind of value, and what each is.
+TWOFOLD = {
+    "--kb": {"DIR": "a knowledge base", "[NAME=]DIR": "several, with names of their own"},
+    "--model": {"MODEL": "one", "NAME=DIR": "several", "DIR": "its tokenizer, nothing else"},
+    "--models": {"DIR": "a folder with several", "NAME,...": "sizes of random ones"},
+    "--out": {"FILE": "the result", "DIR": "a folder: pictures, a run"},
+    "--dtype": {"{float32,bfloat16,float16}": "one", "DTYPE,...": "several, one after the other"},
+    "--encoder": {"NAME": "any", "{isolated,neighbours,neighbours_joint}": "that can be timed"},
+    "--chunks": {"N": "so many", "N|N-M": "fewest and most"},
+    "--repeats": {"N": "of everything", "N[,N,...]": "of each context"},
+}
+# Spellings that are not to come back, by the name that took their place.
+RETIRED = {
+    "--contexts": ["--lengths"],
+    "--decode": ["--rules", "--decode-rule", "--decode-rules"],
+    "--encoder": ["--encoders"],
+    "--num-questions": ["--count"],
+    "--recompute-ratios": ["--ratios"],
+    "--repeats": ["--rounds"],
+    "--stored": ["--kv-dtype"],
+    "--batch-size": ["--batch-rows"],
+    "--method": ["--preset"],
+    "--k": ["--top", "--retrieved"],
+}
+# Words that say so little that different options share them.
+SHARED = {"", "none", "of each", "repeatable", "after a warm-up", "at most", "of a request",
+          "of the model", "of a step"}  # fmt: skip
+
+
+def options():
+    """Every option that is shown: (command, option, what stands for its value, help)."""
+    found = []
+
+    def walk(parser):
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for child in action.choices.values():
+                    walk(child)
+            elif action.option_strings and action.help is not argparse.SUPPRESS:
+                value = action.metavar or (
+                    "{" + ",".join(action.choices) + "}" if action.choices else ""
+                )
+                if action.nargs != 0 and not value:
+                    value = action.dest.upper()
+                found.append((parser.prog, action.option_strings[-1], value, action.help))
+
+    walk(make_parser())
+    return found
+
+
+OPTIONS = options()
+USES = collections.defaultdict(lambda: collections.defaultdict(list))
+for command, name, value, _ in OPTIONS:
+    USES[name][value].append(command)
+
+
+@pytest.mark.parametrize("name", USES)
+def test_one_name_takes_one_kind_of_value(name):
+    assert set(USES[name]) == set(TWOFOLD.get(name, list(USES[name])[:1])), dict(USES[name])
+
+
+def test_what_has_two_kinds_of_value_still_has():
+    assert set(TWOFOLD) <= set(USES)
+
+
+def test_one_meaning_has_one_name():
+    names = collections.defaultdict(set)
+    for _, name, _, text in OPTIONS:
+        words = re.sub(r"\(.*", "", text or "").split(";")[0].strip()
+        if words not in SHARED and len(words.split()) > 2:
+            names[words].add(name)
+    assert {words: found for words, found in names.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize("now", RETIRED)
+def test_earlier_spellings_are_not_shown(now):
+    assert now in USES
+    assert not set(RETIRED[now]) & set(USES)
+
+
+def test_questions_are_a_file_and_their_number_is_called_so():
+    assert set(USES["--questions"]) == {"FILE"}
+    assert set(USES["--num-questions"]) == {"N"}
+
+
+@pytest.mark.parametrize(
+    ("command", "earlier", "value", "field", "read"),
+    [
+        ("eval needle --model m", "--lengths", "1k,7", "lengths", (1024, 7)),
+        ("eval ruler --model m --contexts 4k", "--questions", "5", "questions", 5),
+        ("eval methods --model m", "--questions", "5", "questions", 5),
+        ("eval methods --model m", "--encoders", "a,b", "encoders", ("a", "b")),
+        ("eval methods --model m", "--ratios", "0,0.5", "ratios", (0.0, 0.5)),
+        ("eval synthetic", "--questions", "5", "questions", 5),
+        ("kb gate kb --questions q", "--ratios", "0,0.5", "recompute_ratios", (0.0, 0.5)),
+        ("ingest d --kb kb", "--kv", "int8", "stored", "int8"),
+        ("bench ttft", "--ratios", "0,0.5", "ratios", (0.0, 0.5)),
+        ("bench store", "--rounds", "3", "rounds", 3),
+        ("bench store", "--tokens", "1k", "tokens", 1024),
+        ("bench decode", "--rules", "dense;topn:n=8", "rules", ("dense", "topn:n=8")),
+        ("bench decode", "--rules", "dense,flat", "rules", ("dense", "flat")),
+        ("bench document", "--questions", "5", "questions", 5),
+        ("bench serve", "--documents", "5", "documents", 5),
+        ("bench serve", "--question", "5", "question", 5),
+        ("bench serve", "--answers", "5,6", "answers", (5, 6)),
+        ("bench serve", "--peer", "http://x", "peer", "http://x"),
+    ],
+)
+def test_an_earlier_name_is_understood_and_not_shown(capsys, command, earlier, value, field, read):
+    parser, words = make_parser(), command.split()
+    assert getattr(parser.parse_args([*words, earlier, value]), field) == read
+    with pytest.raises(SystemExit):
+        parser.parse_args([*words, "--help"])
+    assert not re.search(rf"{earlier}\b(?!-)", capsys.readouterr().out.split("\nexample:")[0])
