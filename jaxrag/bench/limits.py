@@ -1,5 +1,6 @@
 """What the machine itself can do: copy, read, multiply. The limits that results stand beside."""
 
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -36,7 +37,7 @@ def _host_bandwidth(size: int, repeats: int) -> dict[str, float]:
     cores = len(os.sched_getaffinity(0))
     source, target = np.ones(size // 8, np.int64), np.zeros(size // 8, np.int64)
     edges = np.linspace(0, len(source), cores + 1).astype(int)
-    parts = [slice(*pair) for pair in zip(edges[:-1], edges[1:], strict=True)]
+    parts = [slice(*pair) for pair in itertools.pairwise(edges)]
 
     with ThreadPoolExecutor(cores) as threads:
 
@@ -49,9 +50,14 @@ def _host_bandwidth(size: int, repeats: int) -> dict[str, float]:
     return {"read": size / read, "copy": 2 * size / copy}
 
 
+def matmul_side() -> int:
+    """Of the square matrices whose product is the peak."""
+    return _MATMUL.get(jax.default_backend(), 8192)
+
+
 def matmul_peak(dtype: DType, repeats: int = 5) -> float:
     """FLOP/s of a large square matrix product on the default device, the best of some."""
-    side = _MATMUL.get(jax.default_backend(), 8192)
+    side = matmul_side()
     a = jnp.ones((side, side), dtype)
     product = jax.jit(jnp.matmul)
     return 2 * side**3 / _best(lambda: product(a, a).block_until_ready(), repeats)
