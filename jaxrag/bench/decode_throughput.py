@@ -283,8 +283,9 @@ def report(result: dict[str, Any]) -> Iterator[str]:
         limits = row["limits"]
         yield (
             f"{row['dtype']}, batch {row['batch']}, context {row['context']}, {row['tokens']} "
-            f"tokens, {row['repeats']} rounds; memory reads {limits['read'] / 1e9:.1f} GB/s, "
-            f"copies {limits['copy'] / 1e9:.1f}: at most {row['limit_tokens_per_second']:.1f} tokens/s"
+            f"tokens, {row['repeats']} rounds; at most {row['limit_tokens_per_second']:.1f} "
+            f"tokens/s: memory reads {limits['read'] / 1e9:.1f} GB/s, copies "
+            f"{limits['copy'] / 1e9:.1f}"
         )
         for name, arm in row["arms"].items():
             line = f"  {name:<20} {between(arm['tokens_per_second'], '.1f'):>22}"
