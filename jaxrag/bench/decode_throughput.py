@@ -51,7 +51,8 @@ from jaxrag.methods import METHODS
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.spec import Params
 
-CACHES = ("dynamic", "static")  # of transformers
+TRANSFORMERS, LLAMA = "transformers", "llama.cpp"
+CACHES = {TRANSFORMERS: ("dynamic", "static"), LLAMA: ("",)}  # each an arm of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +84,8 @@ class Options:
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
         check_lists(self, "dtypes", "batches", "contexts")
+        if self.llama_python and "float16" in self.dtypes:
+            raise RequestError("dtype 'float16': llama.cpp is measured in float32 and bfloat16")
         if min(*self.batches, *self.contexts, self.tokens, self.repeats) < 1:
             raise RequestError("batches, contexts, tokens and repeats must be positive")
 
@@ -169,7 +172,7 @@ def run(options: Options, out: str | None = None, resume: bool = False) -> dict[
                 write_random(Path(folder) / "model", LLAMA_300M, dtype, options.seed)
             )
             limits = bandwidth()
-            peers = _peers(options, path, dtype, stack)
+            peers = _peers(options, path, dtype, folder, stack)
             about = {name: peer.about for name, peer in peers.items()}
             model = load_model(path, dtype=dtype)
             for batch, context in tqdm(left, desc=dtype, disable=None):
@@ -179,13 +182,24 @@ def run(options: Options, out: str | None = None, resume: bool = False) -> dict[
 
 
 def _peers(
-    options: Options, path: str, dtype: DType, stack: contextlib.ExitStack
+    options: Options, path: str, dtype: DType, folder: str, stack: contextlib.ExitStack
 ) -> dict[str, Peer]:
     """The peers that were asked for, started on the model; they end with the stack."""
     peers = {}
     if options.peer_python:
-        peers["transformers"] = Peer(options.peer_python, "peer_decode.py", path, dtype)
-        stack.callback(peers["transformers"].close)
+        peers[TRANSFORMERS] = Peer(options.peer_python, "peer_decode.py", path, dtype)
+        stack.callback(peers[TRANSFORMERS].close)
+    if options.llama_python:
+        peers[LLAMA] = Peer(
+            options.llama_python,
+            "peer_llama.py",
+            path,
+            dtype,
+            str(Path(folder) / "model.gguf"),
+            option="--llama-python",
+            needs="llama_cpp and gguf",
+        )
+        stack.callback(peers[LLAMA].close)
     return peers
 
 
@@ -213,7 +227,7 @@ def _measure(
     arms: dict[str, Callable[[], Decoded]] = {OURS: lambda: engine.call(ours.decode)}
     question = {"ids": ids.tolist(), "rows": batch, "tokens": options.tokens}
     for name, peer in peers.items():
-        for cache in CACHES if name == "transformers" else ("",):
+        for cache in CACHES[name]:
             asked = functools.partial(_ask, peer, {**question, "cache": cache})
             arms[f"{name} {cache}".strip()] = asked
     try:
@@ -221,7 +235,7 @@ def _measure(
     finally:
         engine.call(ours.close)
     bytes_ = step_bytes(model, batch, context, options.tokens)
-    row = {
+    row: dict[str, Any] = {
         "batch": batch,
         "context": context,
         "tokens": options.tokens,
