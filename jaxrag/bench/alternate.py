@@ -17,6 +17,7 @@ from jaxrag.bench import ttft
 from jaxrag.bench.machine import describe
 from jaxrag.config import DTYPES, ModelConfig, RopeConfig
 from jaxrag.errors import RequestError
+from jaxrag.models.spec import num_params
 from jaxrag.types import HostArray
 
 OURS = "jaxrag"
@@ -33,6 +34,11 @@ LLAMA_300M: ModelConfig = dataclasses.replace(
     head_dim=64,
     rope=RopeConfig(theta=10_000.0, rotary_dim=64, interleaved=False, scaling=None),
 )
+
+
+def named(model: str | None) -> str:
+    """What a result says of its model: a directory, or None."""
+    return model or f"random Llama, {num_params(LLAMA_300M) / 1e6:.1f}M"
 
 
 def in_turn[Answer](

@@ -31,6 +31,7 @@ from jaxrag.bench.alternate import (
     check_lists,
     draw,
     in_turn,
+    named,
     ratios,
     spread,
 )
@@ -153,7 +154,7 @@ def run(options: Options, out: str | None = None, resume: bool = False) -> dict[
     """
     setting = {
         "benchmark": "decode-throughput",
-        "model": options.model or "random",
+        "model": named(options.model),
         "seed": options.seed,
     }
     table = Rows.open(setting, ("dtype", "batch", "context"), out, resume)

@@ -24,6 +24,7 @@ from jaxrag.bench.alternate import (
     check_lists,
     draw,
     in_turn,
+    named,
     ratios,
     spread,
 )
@@ -73,7 +74,7 @@ def run(options: Options, out: str | None = None, resume: bool = False) -> dict[
 
     The result is written to ``out`` after every row; ``resume`` keeps the rows that are there.
     """
-    setting = {"benchmark": "prefill", "model": options.model or "random", "seed": options.seed}
+    setting = {"benchmark": "prefill", "model": named(options.model), "seed": options.seed}
     table = Rows.open(setting, ("dtype", "context"), out, resume)
     for dtype in options.dtypes:
         left = [n for n in options.contexts if not table.has(dtype=dtype, context=n)]
