@@ -10,6 +10,7 @@ from jax import lax
 
 from jaxrag.config import ModelConfig
 from jaxrag.models.attention import Attend
+from jaxrag.models.linear import linear
 from jaxrag.models.rope import RopeFactors, RopeTable
 from jaxrag.models.spec import LayerParams, Params
 from jaxrag.types import Array, Tokens
@@ -36,13 +37,13 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 def _project(x: Array, weight: Array, bias: Array | None) -> Array:
     """x [B, T, D] @ weight [D, heads, H] (+ bias) -> [B, T, heads, H]."""
-    out = jnp.einsum("btd,dnh->btnh", x, weight)
+    out = linear(x, weight)
     return out if bias is None else out + bias
 
 
 def _linear(x: Array, weight: Array, bias: Array | None) -> Array:
     """x [B, T, I] @ weight [I, O] (+ bias)."""
-    out = x @ weight
+    out = linear(x, weight)
     return out if bias is None else out + bias
 
 
@@ -59,7 +60,7 @@ def heads_of(x: Array, p: LayerParams, config: ModelConfig) -> tuple[Array, Arra
 
 def finish_layer(x: Array, out: Array, p: LayerParams, config: ModelConfig) -> Array:
     """What one layer makes of its input x [B, T, D] and the output of its attention."""
-    out = jnp.einsum("btnh,nhd->btd", out, p.o)
+    out = linear(out, p.o)
     out = out if p.o_bias is None else out + p.o_bias
     if config.post_norms:
         out = rms_norm(out, p.post_attn_norm, config.norm_eps)
