@@ -209,11 +209,14 @@ def _measure(
         "mode": mode,
         "seconds": median,
         "best_seconds": best,
+        "runs": {name: t[1:] for name, t in times.items() if t},
         "tokens_per_second": {name: tokens / seconds for name, seconds in best.items()},
         "losses": losses,
     }
     if peer is not None:
-        row["peer_over_ours"] = median["peer"] / median["ours"]
+        pairs = zip(times["peer"][1:], times["ours"][1:], strict=True)
+        row["ratios"] = [theirs / ours for theirs, ours in pairs]
+        row["peer_over_ours"] = statistics.median(row["ratios"])
         row["peer_over_ours_best"] = best["peer"] / best["ours"]
     return row
 
@@ -244,18 +247,17 @@ def report(result: dict[str, Any]) -> Iterator[str]:
     """The result as lines of two tables."""
     yield (
         f"training steps of {result['rows_per_step']} rows of {result['row_tokens']} tokens, "
-        f"float32; milliseconds, best of {result['repeats']}"
+        f"float32; milliseconds, median of {result['repeats']} and their range"
     )
     peer = result["peer"]
-    head = f"{'model':>6} {'mode':>6} {'ours':>9} {'tokens/s':>9}"
-    yield head + (f" {'peer':>9} {'tokens/s':>9} {'peer/ours':>9}" if peer else "")
+    head = f"{'model':>6} {'mode':>6} {'ours':>7} {'range':>13} {'tokens/s':>9}"
+    yield head + (f" {'peer':>7} {'range':>13} {'peer/ours':>9} {'range':>11}" if peer else "")
     for row in result["rows"]:
-        best, rate = row["best_seconds"], row["tokens_per_second"]
-        line = f"{row['model']:>6} {row['mode']:>6} {1000 * best['ours']:>9.1f}"
-        line += f" {rate['ours']:>9.0f}"
+        rate = result["rows_per_step"] * result["row_tokens"] / row["seconds"]["ours"]
+        line = f"{row['model']:>6} {row['mode']:>6} {_timed(row, 'ours')} {rate:>9.0f}"
         if peer:
-            line += f" {1000 * best['peer']:>9.1f} {rate['peer']:>9.0f}"
-            line += f" {row['peer_over_ours_best']:>9.2f}"
+            low, high = min(row["ratios"]), max(row["ratios"])
+            line += f" {_timed(row, 'peer')} {row['peer_over_ours']:>9.2f} {low:>6.2f}-{high:.2f}"
         yield line
     if result["growth"]:
         yield ""
@@ -267,3 +269,10 @@ def report(result: dict[str, Any]) -> Iterator[str]:
                 f"{1e6 * row['seconds'] / row['tokens']:>9.1f} {row['bytes'] / 2**20:>8.1f} "
                 f"{row['bytes'] / 1024 / row['tokens']:>9.1f}"
             )
+
+
+def _timed(row: dict[str, Any], side: str) -> str:
+    """Milliseconds of one side: the median, and the range."""
+    times = [1000 * seconds for seconds in row["runs"][side]]
+    between = f"{min(times):.0f}-{max(times):.0f}"
+    return f"{1000 * row['seconds'][side]:>7.0f} {between:>13}"

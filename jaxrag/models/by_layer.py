@@ -28,15 +28,15 @@ def gains_by_layer(params: Params, mesh: Mesh | None) -> bool:
 
 
 def by_layer(params: Params) -> Params:
-    """The same weights, ``layers`` a tuple of one LayerParams a layer, without the leading L.
+    """The same weights, ``layers`` a list of one LayerParams a layer, without the leading L.
 
     Of weights on a CPU; the arrays lie in the memory of ``params``, and keep it.
     """
     leaves, tree = jax.tree.flatten(params.layers)
     apart = [[_in_place(layer) for layer in np.asarray(leaf)] for leaf in leaves]
-    layers: tuple[LayerParams, ...] = tuple(
+    layers: list[LayerParams] = [
         jax.tree.unflatten(tree, weights) for weights in zip(*apart, strict=True)
-    )
+    ]
     return params.replace(layers=layers)
 
 

@@ -1,6 +1,5 @@
 """The decoder: one pure ``forward`` that training, encoding, prefill and decode all call."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from jax import lax
 
 from jaxrag.config import ModelConfig
 from jaxrag.models.attention import Attend
+from jaxrag.models.linear import linear, product
 from jaxrag.models.rope import RopeFactors, RopeTable
 from jaxrag.models.spec import LayerParams, Params
 from jaxrag.types import Array, Tokens
@@ -35,29 +35,15 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return weight * wide.astype(x.dtype)
 
 
-def _product(terms: str, x: Array, weight: Array, dtype: Any = None) -> Array:
-    """``jnp.einsum`` of x [B, ...] and a weight, accumulated in ``dtype``.
-
-    XLA:CPU multiplies a single row of 16 bits with weights that it has made float32 before, two
-    rows by a library that reads them as they are: 2 and 22 GB/s. So a single row goes in twice.
-    """
-    contracted = sum(axis not in terms.partition("->")[2] for axis in terms.partition(",")[0])
-    single = math.prod(x.shape[: x.ndim - contracted]) == 1
-    if not (single and x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"):
-        return jnp.einsum(terms, x, weight, preferred_element_type=dtype)
-    twice = lax.optimization_barrier(jnp.concatenate([x, x]))  # else XLA sees through it
-    return jnp.einsum(terms, twice, weight, preferred_element_type=dtype)[:1]
-
-
 def _project(x: Array, weight: Array, bias: Array | None) -> Array:
     """x [B, T, D] @ weight [D, heads, H] (+ bias) -> [B, T, heads, H]."""
-    out = _product("btd,dnh->btnh", x, weight)
+    out = linear(x, weight)
     return out if bias is None else out + bias
 
 
 def _linear(x: Array, weight: Array, bias: Array | None) -> Array:
     """x [B, T, I] @ weight [I, O] (+ bias)."""
-    out = _product("bti,io->bto", x, weight)
+    out = linear(x, weight)
     return out if bias is None else out + bias
 
 
@@ -74,8 +60,7 @@ def heads_of(x: Array, p: LayerParams, config: ModelConfig) -> tuple[Array, Arra
 
 def finish_layer(x: Array, out: Array, p: LayerParams, config: ModelConfig) -> Array:
     """What one layer makes of its input x [B, T, D] and the output of its attention."""
-    flat = (out.reshape(*x.shape[:-1], -1), p.o.reshape(-1, x.shape[-1]))
-    out = _product("bti,io->bto", *flat)  # by heads XLA:CPU copies the weight first
+    out = linear(out, p.o)
     out = out if p.o_bias is None else out + p.o_bias
     if config.post_norms:
         out = rms_norm(out, p.post_attn_norm, config.norm_eps)
@@ -158,7 +143,7 @@ def run_layers(
         return (finish_layer(x, out, p, config), cache), collected
 
     body = layer if wrap_layer is None else wrap_layer(layer)
-    if isinstance(params.layers, tuple):
+    if isinstance(params.layers, list):
         each = []
         for index, p in enumerate(params.layers[:num_layers]):
             window = None if windows is None else windows[index]
@@ -188,7 +173,7 @@ def unembed(params: Params, hidden: Array) -> Array:
     """Logits in float32: hidden [..., D] -> [..., V]."""
     rows = hidden.reshape(-1, hidden.shape[-1])
     if params.lm_head is None:
-        logits = _product("rd,vd->rv", rows, params.embed, jnp.float32)
+        logits = product(rows, params.embed, 1, jnp.float32)
     else:
-        logits = _product("rd,dv->rv", rows, params.lm_head, jnp.float32)
+        logits = product(rows, params.lm_head, 0, jnp.float32)
     return logits.reshape(*hidden.shape[:-1], -1)

@@ -54,7 +54,7 @@ class LayerParams(struct.PyTreeNode):
 class Params(struct.PyTreeNode):
     """All weights of a decoder. ``lm_head`` is None when the embedding is tied.
 
-    ``layers`` is a LayerParams, or a tuple of one a layer, whose leaves lack L (by_layer).
+    ``layers`` is a LayerParams, or a list of one a layer, whose leaves lack L (by_layer).
     """
 
     embed: Any  # [V, D]

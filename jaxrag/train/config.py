@@ -213,9 +213,10 @@ class ComputePart:
 
     Attributes:
       dtype: of activations and of the weights as they are multiplied; masters are float32.
-      remat: what the backward pass computes again: "none"; "attention" keeps what attention put
-        out and computes the rest of a layer again; "dots" keeps every matrix product; "full" keeps
-        the layers' inputs only.
+      remat: what the backward pass computes again: "none" (on the CPU what is elementwise, which
+        is faster there than to keep it); "attention" keeps what attention put out and computes the
+        rest of a layer again; "dots" keeps that and every product with a weight; "full" keeps the
+        layers' inputs only.
       accumulate: parts that a step's rows are computed in, one after the other.
       data: devices of the mesh along this axis.
       fsdp: the same.

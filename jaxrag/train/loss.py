@@ -11,7 +11,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from jaxrag.models.linear import over_rows
 from jaxrag.types import Array
+
+_CACHED_LOGITS = 2**22  # measured: 16 MiB of float32 logits; more are written to memory
+_FEWEST_TOKENS = 512  # measured: of fewer, adding up the gradient of the head takes longer
 
 
 class TokenLoss(struct.PyTreeNode):
@@ -26,13 +30,11 @@ def token_loss(hidden: Array, head: Array, targets: Array, tied: bool, tokens: i
 
     ``head`` is [V, D] when ``tied``, else [D, V]; ``tokens`` at most have their logits at once.
     """
-    slices, length = _slices((hidden, targets), tokens)
+    slices, length = _slices((hidden, targets), tokens, head.shape[0 if tied else 1])
 
     def one(_: None, part: tuple[Array, Array]) -> tuple[None, TokenLoss]:
         hidden, targets = part
-        logits = _logits(hidden, head, tied)
-        loss = jax.nn.logsumexp(logits, axis=-1) - _at(logits, _hits(targets, logits))
-        return None, TokenLoss(loss, jnp.argmax(logits, axis=-1) == targets)
+        return None, _found(_logits(hidden, head, tied), targets)[0]
 
     _, found = lax.scan(one, None, slices)
     return jax.tree.map(lambda x: _joined(x, length), found)
@@ -61,22 +63,20 @@ _Gradients = tuple[Array, Array]  # of hidden and head, for a cotangent of 1
 def _forward(
     hidden: Array, head: Array, targets: Array, weights: Array, tied: bool, tokens: int
 ) -> tuple[tuple[Array, TokenLoss], _Gradients]:
-    slices, length = _slices((hidden, targets, weights), tokens)
+    slices, length = _slices((hidden, targets, weights), tokens, head.shape[0 if tied else 1])
 
     def one(
         d_head: Array, part: tuple[Array, Array, Array]
     ) -> tuple[Array, tuple[TokenLoss, Array]]:
         hidden, targets, weights = part
         logits = _logits(hidden, head, tied)
-        total = jax.nn.logsumexp(logits, axis=-1)
-        hits = _hits(targets, logits)
+        found, total, hits = _found(logits, targets)
         d_logits = (jnp.exp(logits - total[..., None]) - hits) * weights[..., None]
         d_logits = d_logits.astype(hidden.dtype)
-        terms = "bcv,bcd->vd" if tied else "bcv,bcd->dv"
-        d_head += jnp.einsum(terms, d_logits, hidden, preferred_element_type=jnp.float32)
+        rows = hidden.reshape(-1, hidden.shape[-1]), d_logits.reshape(-1, d_logits.shape[-1])
+        d_head += over_rows(*(rows[::-1] if tied else rows), jnp.float32)
         terms = "bcv,vd->bcd" if tied else "bcv,dv->bcd"
         d_hidden = jnp.einsum(terms, d_logits, head).astype(hidden.dtype)
-        found = TokenLoss(total - _at(logits, hits), jnp.argmax(logits, axis=-1) == targets)
         return d_head, (found, d_hidden)
 
     start = jnp.zeros(head.shape, jnp.float32)
@@ -104,20 +104,35 @@ def _logits(hidden: Array, head: Array, tied: bool) -> Array:
     return jnp.einsum(terms, hidden, head, preferred_element_type=jnp.float32)
 
 
-def _hits(targets: Array, logits: Array) -> Array:
-    """[..., V] bool: which entry is the target. A comparison, so V may be split over devices."""
-    return targets[..., None] == jnp.arange(logits.shape[-1], dtype=targets.dtype)
+def _found(logits: Array, targets: Array) -> tuple[TokenLoss, Array, Array]:
+    """What was predicted, the logsumexp [...] of logits [..., V], and which entry is the target.
+
+    Comparisons and no index, so V may be split over devices; and no argmax, which the CPU computes
+    entry by entry.
+    """
+    order = jnp.arange(logits.shape[-1], dtype=targets.dtype)
+    hits = targets[..., None] == order
+    at = jnp.where(hits, logits, 0.0).sum(-1)
+    before = jnp.where(order < targets[..., None], logits, -jnp.inf).max(-1)
+    total = jax.nn.logsumexp(logits, axis=-1)
+    return TokenLoss(total - at, (at > before) & (at >= logits.max(-1))), total, hits
 
 
-def _at(logits: Array, hits: Array) -> Array:
-    return jnp.where(hits, logits, 0.0).sum(-1)
+def _at_once(tokens: int, vocabulary: int) -> int:
+    """How many of at most ``tokens`` tokens have their logits at once.
+
+    On the CPU as many as its cache holds, where that is enough for fast products.
+    """
+    if jax.default_backend() != "cpu":
+        return tokens
+    return min(tokens, max(_CACHED_LOGITS // vocabulary, _FEWEST_TOKENS))
 
 
-def _slices[T](tree: T, tokens: int) -> tuple[T, int]:
+def _slices[T](tree: T, tokens: int, vocabulary: int) -> tuple[T, int]:
     """Arrays [B, T, ...] as slices [n, B, c, ...] with B * c <= tokens, and T."""
     first = jax.tree.leaves(tree)[0]
     batch, length = first.shape[:2]
-    count = -(-length // max(1, tokens // batch))
+    count = -(-length // max(1, _at_once(tokens, vocabulary) // batch))
     width = -(-length // count)
 
     def cut(x: Array) -> Array:

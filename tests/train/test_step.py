@@ -79,6 +79,26 @@ def test_accumulation_and_remat_change_nothing(train_config, settings, usual, ch
     np.testing.assert_allclose(found, usual[0][:2], rtol=1e-4)
 
 
+def test_what_is_kept_for_the_backward_pass(train_config, settings):
+    """Products and what attention put out are kept by name, or computed again."""
+
+    def kept(remat):
+        setup = set_up(train_config(**settings, **{"compute.remat": remat}))
+        packer = Packer(2, 200)
+        assert packer.add([lay_piece(SAMPLE, False, "reordered")])
+        batch = setup.place(packer.batch(), None)
+
+        def gradient(trained):
+            return jax.vjp(lambda w: setup.program.hidden(w, None, setup.rope, batch), trained)[1]
+
+        leaves = jax.tree.leaves(jax.eval_shape(gradient, setup.first_state().trained))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+    none, dots, attention, full = (kept(r) for r in ("none", "dots", "attention", "full"))
+    assert full < attention < 0.7 * dots
+    assert none == dots if jax.default_backend() == "cpu" else none > dots
+
+
 def test_one_compilation_serves_both_modes_and_every_batch(usual):
     found, _, step = usual
     assert len(found) == 4

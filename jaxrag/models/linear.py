@@ -1,0 +1,83 @@
+"""The products of activations and weights, with gradients that are fast on the CPU as well.
+
+This is the one place that says what is particular to the CPU about them. A product whose left
+operand is read transposed is slow there where that operand is the wider one. One of several axes
+copies the weight first. A single row of bfloat16 is multiplied with a weight that was made float32
+before, two rows by a library that reads it as it is: 2 and 22 GB/s.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from jaxrag.types import Array
+
+PRODUCT = "linear"  # checkpoint_name of what ``linear`` returns, for rematerialisation policies
+
+_Kept = tuple[Array | None, Array | None]  # x and weight, each None where the gradient needs none
+
+
+@jax.custom_vjp
+def linear(x: Array, weight: Array) -> Array:
+    """x [B, T, *I] @ weight [*I, *O], of one dtype -> [B, T, *O]; reverse mode only."""
+    rows = x.reshape(*x.shape[:2], -1)
+    return product(rows, weight.reshape(rows.shape[-1], *weight.shape[x.ndim - 2 :]))
+
+
+def product(x: Array, weight: Array, axis: int = 0, dtype: Any = None) -> Array:
+    """x [..., I] times a weight of which ``axis`` is I, accumulated in ``dtype``."""
+
+    def plain(x: Array) -> Array:
+        over = (((x.ndim - 1,), (axis,)), ((), ()))
+        return lax.dot_general(x, weight, over, preferred_element_type=dtype)
+
+    single = x.size == x.shape[-1] and x.dtype == jnp.bfloat16
+    if not (single and jax.default_backend() == "cpu"):
+        return plain(x)
+    # Without the barrier the compiler would see that the rows are one.
+    return plain(lax.optimization_barrier(jnp.concatenate([x, x])))[:1]
+
+
+def _forward(x: Any, weight: Any) -> tuple[Array, _Kept]:
+    kept = x.value if weight.perturbed else None, weight.value if x.perturbed else None
+    return checkpoint_name(linear(x.value, weight.value), PRODUCT), kept
+
+
+def _backward(kept: _Kept, d_out: Array | SymbolicZero) -> tuple[Array | None, Array | None]:
+    if isinstance(d_out, SymbolicZero):
+        return None, None
+    x, weight = kept
+    outer = d_out.shape[2:]
+    rows = d_out.reshape(-1, math.prod(outer))
+    d_x = d_weight = None
+    if weight is not None:
+        inner = weight.shape[: weight.ndim - len(outer)]
+        d_x = rows @ weight.reshape(-1, math.prod(outer)).T
+        d_x = d_x.reshape(*d_out.shape[:2], *inner)
+    if x is not None:
+        inner = x.shape[2:]
+        d_weight = over_rows(x.reshape(-1, math.prod(inner)), rows).reshape(*inner, *outer)
+    return d_x, d_weight
+
+
+linear.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def over_rows(a: Array, b: Array, dtype: Any = None) -> Array:
+    """a [M, I] and b [M, O], summed over M: a.T @ b [I, O] in ``dtype``, by default theirs."""
+
+    def product(a: Array, b: Array) -> Array:
+        return lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
+
+    def swapped(a: Array, b: Array) -> Array:
+        # Without the barrier the compiler would swap them back.
+        return lax.optimization_barrier(product(b, a)).T
+
+    if a.shape[1] <= b.shape[1]:
+        return product(a, b)
+    return lax.platform_dependent(a, b, cpu=swapped, default=product)
