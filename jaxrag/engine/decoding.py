@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 from jax.stages import Lowered
 
+from jaxrag import struct
 from jaxrag.cache import MIN_TABLE_PAGES, PAGE, PagePool, PageTable, TableBuilder, table_width
 from jaxrag.cache.host import HostValues
 from jaxrag.decode import (

@@ -10,8 +10,8 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
+from jaxrag import struct
 from jaxrag.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 from jaxrag.types import Array, HostArray
 from pallas_kernels.rotation import rotate
