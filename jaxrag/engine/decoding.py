@@ -334,6 +334,7 @@ def sample_first(logits: Array, sampling: SamplingRows) -> Drawn:
     return _sample(logits, sampling, jnp.zeros(logits.shape[0], jnp.int32))
 
 
+@jax.jit  # within others: traced once for the first token and those after it
 def _sample(logits: Array, settings: SamplingRows, token_index: Array) -> Drawn:
     s = settings
     drawn = sample(logits, s.temperature, s.top_k, s.top_p, s.seeds, token_index)
