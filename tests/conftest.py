@@ -45,7 +45,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("steady")
 
 # Tracing makes a million objects that live on; at the usual threshold of 700 new ones, to look for
-# garbage among them is a sixth of a run.
+# garbage among them is a thirtieth of a run.
 gc.set_threshold(50_000, 10, 10)
 
 jax.config.update("jax_num_cpu_devices", 8)
