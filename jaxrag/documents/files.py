@@ -1,6 +1,7 @@
 """What every reader of files works with: the file, the options, bytes within bounds, text."""
 
 import codecs
+import contextlib
 import dataclasses
 import io
 from collections.abc import Callable, Iterator
@@ -128,7 +129,24 @@ def decode(data: bytes, encoding: str | None = None) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def raise_if_memory(error: Exception) -> None:
+@contextlib.contextmanager
+def parsing(kind: str) -> Iterator[None]:
+    """Whatever a parser of this kind of file raises comes as a DocumentError of one line.
+
+    Want of memory passes, and so do DocumentErrors.
+    """
+    try:
+        yield
+    except (DocumentError, MemoryError):
+        raise
+    except Exception as error:
+        _raise_if_memory(error)
+        raise DocumentError(
+            f"cannot be parsed as {kind} ({one_line(error)}); save it anew"
+        ) from None
+
+
+def _raise_if_memory(error: Exception) -> None:
     """MemoryError where that is what lxml means: it calls this an unknown error of syntax."""
     if type(error).__name__ == "XMLSyntaxError" and getattr(error, "code", None) == _NO_MEMORY:
         raise MemoryError from None

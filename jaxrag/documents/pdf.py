@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from jaxrag.documents.document import BadDocument, Document
-from jaxrag.documents.files import MAX_TEXT_CHARACTERS, File, one_line, read_bytes
+from jaxrag.documents.files import MAX_TEXT_CHARACTERS, File, one_line, parsing, read_bytes
 from jaxrag.errors import DocumentError
 
 _BETWEEN = "\n\n"  # pages
@@ -21,13 +21,9 @@ def read_pdf(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     MAX_TEXT_CHARACTERS. The parser bounds what a compressed stream may grow to.
     """
     data = read_bytes(stream)
-    try:
+    with parsing("PDF"):
         reader = _open(data)
         num_pages = len(reader.pages)
-    except (DocumentError, MemoryError):
-        raise
-    except Exception as error:  # whatever the parser may raise
-        raise DocumentError(f"cannot be parsed as PDF ({one_line(error)}); repair it") from None
     texts: list[str] = []
     size = bad = 0
     for number in range(num_pages):
