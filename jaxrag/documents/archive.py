@@ -15,13 +15,17 @@ _OLE = b"\xd0\xcf\x11\xe0"  # how Office stores what needs a password, and store
 
 
 def parts(
-    data: bytes, kind: str, suffixes: tuple[str, ...] = (".xml", ".rels")
+    data: bytes,
+    kind: str,
+    suffixes: tuple[str, ...] = (".xml", ".rels"),
+    streamed: tuple[str, ...] = (),
 ) -> Iterator[tuple[str, bytes]]:
     """The parts of an archive by name; those without one of the suffixes are not unpacked: b"".
 
-    Bounded by what is unpacked in truth, whatever the directory of the archive says. Raises
-    DocumentError for what comes to a bound, holds too many tags or is packed in another way than
-    files of this kind are, and what ``zipfile`` raises for a broken one.
+    Bounded by what is unpacked in truth, whatever the directory of the archive says. Parts whose
+    names begin with one of ``streamed`` are never a tree as a whole, and may have any number of
+    tags. Raises DocumentError for what comes to a bound, holds too many tags or is packed in
+    another way than files of this kind are, and what ``zipfile`` raises for a broken one.
     """
     if data.startswith(_OLE):
         raise DocumentError(
@@ -30,7 +34,9 @@ def parts(
         )
     left = MAX_UNPACKED_BYTES
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        for name, entry in {entry.filename: entry for entry in archive.infolist()}.items():
+        entries = {entry.filename: entry for entry in archive.infolist()}
+        for path, entry in entries.items():
+            name = path.replace("\\", "/")  # as some programs of Windows write it
             if not name.lower().endswith(suffixes):
                 yield name, b""
                 continue
@@ -38,7 +44,8 @@ def parts(
                 raise DocumentError(f"{name} is packed in a way that {kind} lacks; save it anew")
             part = _read(archive, entry, min(MAX_PART_BYTES, left))
             left -= len(part)
-            require_few_tags(part)
+            if not name.startswith(streamed):
+                require_few_tags(part)
             yield name, part
 
 

@@ -4,7 +4,7 @@ import codecs
 import contextlib
 import dataclasses
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,6 +18,7 @@ MAX_TAGS = 4 << 20  # of markup that is parsed as a whole: its tree takes far mo
 
 MAX_VALUES = 4 << 20  # objects and lists in JSON that is parsed as a whole
 MAX_CELLS = 256 << 10  # of a row of a table
+BETWEEN_PAGES = "\n\n"
 
 _NO_MEMORY = 2  # XML_ERR_NO_MEMORY of libxml2
 _MARKS = {
@@ -127,6 +128,15 @@ def decode(data: bytes, encoding: str | None = None) -> str:
             f"{at} is not {known}; save the file as UTF-8 or name its encoding"
         ) from None
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def join_pages(texts: Sequence[str]) -> tuple[str, tuple[int, ...]]:
+    """The text of all pages, and the first character of each; one without text takes no room."""
+    starts = [0]
+    for text in texts[:-1]:
+        starts.append(starts[-1] + (len(text) + len(BETWEEN_PAGES) if text else 0))
+    body = BETWEEN_PAGES.join(text for text in texts if text)
+    return body, tuple(min(start, len(body)) for start in starts)
 
 
 @contextlib.contextmanager
