@@ -13,25 +13,27 @@ _MAX_LINE = 1 << 20  # characters; docutils would take 10,000
 _DIRECTIVE = re.compile(r"^[ \t]*\.\. (?:\|[^|\n]{1,200}\| )?([A-Za-z][\w:.+-]{0,60}?)::", re.M)
 _ROLE = re.compile(r":([A-Za-z][\w:.+-]{0,60}):`")
 _TARGET = re.compile(r"(?s)(.+?)\s*<[^<>]*>")
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # What shows something of elsewhere, or says how pages are made.
-_WITHOUT_TEXT = frozenset(
+_WITHOUT_TEXT = _names(
     "raw include literalinclude toctree contents index highlight currentmodule module meta image "
-    "graphviz mermaid plot default-role sectionauthor codeauthor tabularcolumns".split()
+    "graphviz mermaid plot default-role sectionauthor codeauthor tabularcolumns"
 )
-_OF_CODE = frozenset(
+_OF_CODE = _names(
     "code-block sourcecode testcode testoutput testsetup testcleanup doctest ipython prompt "
-    "productionlist".split()
+    "productionlist"
 )
 _OTHERS = _WITHOUT_TEXT | _OF_CODE | {"class"}  # than docutils takes these for
-_ADMONITIONS = frozenset(
-    "attention caution danger error hint important note tip warning".split()
-)
-_DROPPED = frozenset(
-    "comment target substitution_definition pending meta decoration image raw".split()
-)
-_LINES = frozenset(("literal_block", "doctest_block", "math_block"))
-_PARAGRAPHS = frozenset(
-    "paragraph title subtitle rubric term caption attribution field_name option_string".split()
+_ADMONITIONS = _names("attention caution danger error hint important note tip warning")
+_DROPPED = _names("comment target substitution_definition pending meta decoration image raw")
+_LINES = _names("literal_block doctest_block math_block")
+_PARAGRAPHS = _names(
+    "paragraph title subtitle rubric term caption attribution field_name option_string"
 )
 
 

@@ -30,7 +30,8 @@ VALID = {
     ".tsv": b"text\tyear\none\t1901\n",
     ".html": b'<html><head><meta charset="utf-8"><title>t</title></head><body><h1>a</h1><table>'
     b"<tr><td>b<td>c</table><pre>d</pre><ul><li>e</ul></body></html>",
-    ".rst": b"Wells\n=====\n\n.. note:: |a| :x:`b`\n\n- c\n\n.. |a| replace:: d\n\n== ==\ne  f\n== ==\n",
+    ".rst": b"Wells\n=====\n\n.. note:: |a| :x:`b`\n\n- c\n\n.. |a| replace:: d\n\n"
+    b"== ==\ne  f\n== ==\n",
     ".org": b"#+TITLE: t\n* TODO a :b:\n| c | d |\n#+begin_src x\ne\n#+end_src\n<2021-03-04>\n",
     ".htm": b'<?xml version="1.0" encoding="utf-8"?><html><p>&#55296;&amp;x</p></html>',
 }

@@ -243,7 +243,8 @@ def test_nothing_of_other_files_comes_into_restructuredtext(tmp_path, read):
 
 
 def test_what_docutils_refuses_stays_as_it_was_written(tmp_path, read):
-    (tmp_path / "a.rst").write_text("Wells\n\n.. csv-table:: T\n   :widths: x\n\n   a, b\n\nend_ `x\n")
+    table = ".. csv-table:: T\n   :widths: x\n\n   a, b\n\n"
+    (tmp_path / "a.rst").write_text(f"Wells\n\n{table}end_ `x\n")
     text = only(read(tmp_path)).text
     assert ".. csv-table:: T" in text
     assert "a, b" in text
