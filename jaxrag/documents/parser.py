@@ -54,11 +54,11 @@ class ParseLimits:
 
     def __post_init__(self) -> None:
         """Refuse limits that no file keeps."""
-        if not 0 < self.seconds < float("inf"):
-            raise DocumentError(f"parse_seconds={self.seconds}: expected a finite number above 0")
-        if self.nbytes < _LEAST_BYTES:
+        if not isinstance(self.seconds, int | float) or not 0 < self.seconds < float("inf"):
+            raise DocumentError(f"parse_seconds={self.seconds!r}: expected a finite number above 0")
+        if not isinstance(self.nbytes, int) or self.nbytes < _LEAST_BYTES:
             raise DocumentError(
-                f"parse_bytes={self.nbytes}: expected at least {_LEAST_BYTES}, which the parsers "
+                f"parse_bytes={self.nbytes!r}: expected at least {_LEAST_BYTES}, which the parsers "
                 "take without a file"
             )
 

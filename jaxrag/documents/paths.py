@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -174,11 +175,19 @@ def read_paths(
         left out alone.
       missing_ok: take a path that does not exist for an empty folder.
 
-    Raises DocumentError at once for a path that does not exist, for an unknown encoding and for
-    limits that no file keeps.
+    Raises DocumentError at once for what is no list of paths, for a path that does not exist, for
+    an unknown encoding and for limits that no file keeps.
     """
     if isinstance(paths, str | Path):
         raise DocumentError(f"{str(paths)!r} is one path; expected a list of paths")
+    if not isinstance(paths, Iterable):
+        raise DocumentError(f"paths={paths!r}: expected a list of files and folders")
+    paths = list(paths)
+    for index, path in enumerate(paths):
+        if not isinstance(path, str | Path):
+            raise DocumentError(
+                f"paths[{index}]={reprlib.repr(path)}: expected a text or a pathlib.Path"
+            )
     options = ReadOptions(encoding, text_field, follow_links)
     limits = ParseLimits(parse_seconds, parse_bytes)
     named = [Path(path) for path in paths]
