@@ -40,11 +40,7 @@ _READERS: dict[str, Reader] = {
     ".eml": read_mail,
 }
 _RECORDS = (".jsonl", ".json", ".csv", ".tsv")  # of many documents, each with an id of its own
-# Their parsers build trees, or are programs of others: they run in a process of their own.
-_APART = (
-    ".json", ".html", ".htm", ".pdf", ".docx", ".pptx", ".xlsx", ".epub", ".rst", ".org", ".ipynb",
-    ".eml",
-)  # fmt: skip
+_HERE = (".txt", ".md")  # read without a parser, and so in the process that asks for them
 _FIXES = {
     ".xls": "save it as .xlsx",
     ".xlsm": "save it as .xlsx",
@@ -81,7 +77,8 @@ def is_without_text(filename: str) -> bool:
 
 def is_parsed_apart(filename: str) -> bool:
     """Whether a file of that name is to be parsed in a process of its own."""
-    return filename.lower().endswith(_APART)
+    suffix = Path(filename).suffix.lower()
+    return suffix in _READERS and suffix not in _HERE
 
 
 def read_open(
