@@ -346,7 +346,8 @@ TABLES = (
     file("csv: a cell of 1 MB", text("a.csv", "text\n" + "river " * 170_000), documents=2),
     file("csv: a quotation mark that is never closed",
          text("a.csv", lambda: b'text\ncopper\n"open\n' + b"more\n" * (14 << 20)),
-         "close its quotation mark|the rest of the file", lines=2, documents=2),
+         "close its quotation mark|the rest of the file", lines=2, documents=2,
+         options="--parse-seconds 30"),  # it comes to the bound of a row, not to that of time
     file("csv: a row of 30,000,000 cells",
          text("a.csv", lambda: b"text\ncopper\n" + b"," * 30_000_000),
          "close its quotation mark|the rest of the file", lines=2, documents=2),
