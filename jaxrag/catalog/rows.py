@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxrag.documents import Document
 from jaxrag.documents.chunking import Chunk
+from jaxrag.documents.document import begun
 from jaxrag.types import HostArray
 
 
@@ -44,6 +45,14 @@ class Hit:
     text: str
     # [T] int32, the text's tokens without the prompt template's markers
     ids: HostArray = dataclasses.field(repr=False)
+
+    def __repr__(self) -> str:
+        """Where it stands, its score and how it begins, on one line."""
+        page = "" if self.page is None else f", page {self.page}"
+        return (
+            f"<Hit {self.document_id!r} #{self.chunk_index}{page}, score {self.score:.4g}: "
+            f"{begun(self.text)!r}>"
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

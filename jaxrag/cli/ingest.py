@@ -58,9 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "paths",
         nargs="+",
         metavar="PATH",
-        help="a folder, or a file: .txt .md .html .pdf .docx .ipynb .eml (one document each), "
-        ".jsonl .json .csv .tsv (one an object or row); pictures, sound, archives and programs in "
-        "a folder are passed over, and any other file that cannot be read makes the exit code 3",
+        help="a folder, or a file: .txt .md .rst .org .html .pdf .epub .docx .pptx .xlsx .ipynb "
+        ".eml (one document each), .jsonl .json .csv .tsv (one an object or row); pictures, sound, "
+        "archives and programs in a folder are passed over, and any other file that cannot be read "
+        "makes the exit code 3",
     )
     parser.add_argument("--kb", required=True, metavar="DIR", help="made when missing")
     add_model(parser, "the one that --kb remembers")
@@ -145,8 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=60.0,
         metavar="S",
-        help="that a .pdf, .docx, .html, .json, .ipynb or .eml file may take to parse, else it is "
-        "left out (60)",
+        help="that a file, or a row or object of one, may take to parse, else it is left out (60)",
     )
     parser.add_argument(
         "--parse-bytes",

@@ -10,6 +10,7 @@ from typing import Any
 from jaxrag.errors import DocumentError
 
 MAX_TITLE_CHARACTERS = 2_000
+_SHOWN = 60  # characters of a text, where it is one of several things that are told
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,10 @@ class Document:
                 f"pages begin at characters {str(self.pages)[:60]}; expected 0 and then ascending "
                 f"numbers up to {len(self.text)}"
             )
+
+    def __repr__(self) -> str:
+        """Its name, its length and how it begins, on one line."""
+        return f"<Document {self.id!r}, {len(self.text)} characters: {begun(self.text)!r}>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +116,11 @@ def document_from_mapping(
             )
         rest |= inner
     return Document(name, text, "" if title is None else title, file, rest)
+
+
+def begun(text: str) -> str:
+    """The beginning of a text, to be told on a line with other things."""
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 
 def text_id(text: str) -> str:

@@ -1,24 +1,15 @@
 """Reader of .docx: paragraphs, headings, lists and tables in document order."""
 
 import io
-import zipfile
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from jaxrag.documents.archive import parts, repacked
+from jaxrag.documents.blocks import Block, heading, item, joined, one_spaced
 from jaxrag.documents.document import BadDocument, Document
-from jaxrag.documents.files import (
-    File,
-    one_line,
-    raise_if_memory,
-    read_bytes,
-    require_few_tags,
-)
+from jaxrag.documents.files import File, parsing, read_bytes
 from jaxrag.errors import DocumentError
 
-MAX_PART_BYTES = 64 << 20  # of one XML part once it is unpacked
-MAX_UNPACKED_BYTES = 128 << 20  # of all of them
-
-_PIECE = 1 << 16  # bytes that are unpacked at a time
 _W = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _TEXT, _PARAGRAPH, _RUN, _TABLE = (f"{_W}{name}" for name in ("t", "p", "r", "tbl"))
 _FALLBACK = "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"
@@ -32,49 +23,14 @@ def read_docx(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     """One document: the body with text boxes and tracked insertions, headings as "# " lines.
 
     Tables become rows of cells between bars. Headers, footers, notes and comments are left out.
-    Refused: a file that unpacks to more than the bounds of this module.
+    Refused: a file that unpacks to more than the bounds of ``archive``.
     """
     data = read_bytes(stream)
-    try:
-        title, body = _text(_unpacked(data))
-    except (DocumentError, MemoryError):
-        raise
-    except Exception as error:  # whatever the parser may raise
-        raise_if_memory(error)
-        raise DocumentError(f"cannot be parsed as DOCX ({one_line(error)}); save it anew") from None
+    with parsing("DOCX"):
+        title, body = _text(repacked(parts(data, "DOCX")))
     if not body:
         raise DocumentError("holds no text; leave the file out")
     yield Document(file.name, body, title or file.path.stem, file.reported)
-
-
-def _unpacked(data: bytes) -> bytes:
-    """The archive with its XML parts unpacked and all others, such as pictures, emptied.
-
-    Bounded by what is unpacked in truth, whatever the directory of the archive says.
-    """
-    out = io.BytesIO()
-    left = MAX_UNPACKED_BYTES
-    with zipfile.ZipFile(io.BytesIO(data)) as archive, zipfile.ZipFile(out, "w") as plain:
-        for name, entry in {entry.filename: entry for entry in archive.infolist()}.items():
-            part = b""
-            if name.lower().endswith((".xml", ".rels")):
-                if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                    raise DocumentError(f"{name} is packed in a way that DOCX lacks; save it anew")
-                pieces, size, limit = [], 0, min(MAX_PART_BYTES, left)
-                with archive.open(entry) as stream:
-                    while size <= limit and (piece := stream.read(_PIECE)):
-                        pieces.append(piece)
-                        size += len(piece)
-                if size > limit:
-                    raise DocumentError(
-                        f"{name} unpacks to more than {MAX_PART_BYTES >> 20} MiB, or all parts to "
-                        f"more than {MAX_UNPACKED_BYTES >> 20} MiB; split the file"
-                    )
-                left -= size
-                part = b"".join(pieces)
-                require_few_tags(part)
-            plain.writestr(name, part)
-    return out.getvalue()
 
 
 def _text(data: bytes) -> tuple[str, str]:
@@ -82,8 +38,8 @@ def _text(data: bytes) -> tuple[str, str]:
 
     document = docx.Document(io.BytesIO(data))
     styles = _style_names(document.styles.element)
-    blocks: list[tuple[str, str]] = []  # (kind, text)
-    heading = ""
+    blocks: list[Block] = []
+    first = ""
     for kind, node in _blocks(document.element.body):
         if kind == "table":
             blocks += [("row", row) for row in _rows(node)]
@@ -95,21 +51,13 @@ def _text(data: bytes) -> tuple[str, str]:
         name = styles.get(None if named is None else named.get(f"{_W}val"), styles[None])
         level = 1 if name == "Title" else _heading_level(name)
         if level:
-            text = " ".join(text.split())
-            heading = heading or text
-            blocks.append(("", "#" * level + " " + text))
+            first = first or one_spaced(text)
+            blocks.append(heading(level, text))
         elif name.startswith("List") or node.find(f"./{_W}pPr/{_W}numPr") is not None:
-            blocks.append(("item", "- " + text))
+            blocks.append(item(text))
         else:
             blocks.append(("", text))
-    pieces: list[str] = []
-    before = None
-    for kind, text in blocks:
-        pieces += ["\n" if kind and kind == before else "\n\n"] if pieces else []
-        pieces.append(text)
-        before = kind
-    title = " ".join((document.core_properties.title or "").split())
-    return title or heading, "".join(pieces)
+    return one_spaced(document.core_properties.title or "") or first, joined(blocks)
 
 
 def _style_names(styles: Any) -> dict[str | None, str]:

@@ -1,9 +1,10 @@
 """What every reader of files works with: the file, the options, bytes within bounds, text."""
 
 import codecs
+import contextlib
 import dataclasses
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,6 +18,7 @@ MAX_TAGS = 4 << 20  # of markup that is parsed as a whole: its tree takes far mo
 
 MAX_VALUES = 4 << 20  # objects and lists in JSON that is parsed as a whole
 MAX_CELLS = 256 << 10  # of a row of a table
+BETWEEN_PAGES = "\n\n"
 
 _NO_MEMORY = 2  # XML_ERR_NO_MEMORY of libxml2
 _MARKS = {
@@ -128,7 +130,33 @@ def decode(data: bytes, encoding: str | None = None) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def raise_if_memory(error: Exception) -> None:
+def join_pages(texts: Sequence[str]) -> tuple[str, tuple[int, ...]]:
+    """The text of all pages, and the first character of each; one without text takes no room."""
+    starts = [0]
+    for text in texts[:-1]:
+        starts.append(starts[-1] + (len(text) + len(BETWEEN_PAGES) if text else 0))
+    body = BETWEEN_PAGES.join(text for text in texts if text)
+    return body, tuple(min(start, len(body)) for start in starts)
+
+
+@contextlib.contextmanager
+def parsing(kind: str) -> Iterator[None]:
+    """Whatever a parser of this kind of file raises comes as a DocumentError of one line.
+
+    Want of memory passes, and so do DocumentErrors.
+    """
+    try:
+        yield
+    except (DocumentError, MemoryError):
+        raise
+    except Exception as error:
+        _raise_if_memory(error)
+        raise DocumentError(
+            f"cannot be parsed as {kind} ({one_line(error)}); save it anew"
+        ) from None
+
+
+def _raise_if_memory(error: Exception) -> None:
     """MemoryError where that is what lxml means: it calls this an unknown error of syntax."""
     if type(error).__name__ == "XMLSyntaxError" and getattr(error, "code", None) == _NO_MEMORY:
         raise MemoryError from None

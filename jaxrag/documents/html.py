@@ -4,14 +4,14 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from jaxrag.documents.blocks import Block, joined
 from jaxrag.documents.document import BadDocument, Document
 from jaxrag.documents.files import (
     File,
     decode,
     is_encoding,
     marked_encoding,
-    one_line,
-    raise_if_memory,
+    parsing,
     read_bytes,
     require_few_tags,
 )
@@ -72,15 +72,10 @@ def read_html(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     text = decode(data, file.options.encoding or declared_encoding(data))
     if not text.strip():
         raise DocumentError("the file is empty; leave it out")
-    try:
+    with parsing("HTML"):
         root = _parsed(text)
-        title, body = _text_of(root)
+        title, body = text_of(root)
         metadata = {} if root is None else _metadata_of(root)
-    except (DocumentError, MemoryError):
-        raise
-    except Exception as error:  # whatever the parser may raise
-        raise_if_memory(error)
-        raise DocumentError(f"cannot be parsed as HTML ({one_line(error)})") from None
     if not body:
         raise DocumentError("holds no text outside of scripts and menus; leave the file out")
     yield Document(file.name, body, title or file.path.stem, file.reported, metadata)
@@ -106,7 +101,7 @@ def html_text(page: str) -> tuple[str, str]:
 
     Raises DocumentError for a page nested more than 2048 deep, of which the parser drops the rest.
     """
-    return _text_of(_parsed(page))
+    return text_of(_parsed(page))
 
 
 def _parsed(page: str) -> Any:
@@ -136,7 +131,8 @@ def _metadata_of(root: Any) -> dict[str, Any]:
     return found
 
 
-def _text_of(root: Any) -> tuple[str, str]:
+def text_of(root: Any) -> tuple[str, str]:
+    """Title and main text of a parsed page, whose tags are in no namespace."""
     if root is None:
         return "", ""
     titles = [element for element in root.iter("title") if element.getparent().tag == "head"]
@@ -157,7 +153,7 @@ class _Writer:
     """Turns one element into text: blocks apart by empty lines, items and rows one a line."""
 
     def __init__(self) -> None:
-        self._blocks: list[tuple[str, str]] = []  # (kind, text)
+        self._blocks: list[Block] = []
         self._inline: list[str] = []
         self._lead = ""  # "# " or "- " of the block under way
         self._kind = ""
@@ -182,13 +178,7 @@ class _Writer:
                 if node is not element:
                     self._add(node.tail)
         self._flush()
-        pieces: list[str] = []
-        before = None
-        for kind, block in self._blocks:
-            pieces += ["\n" if kind and kind == before else "\n\n"] if pieces else []
-            pieces.append(block)
-            before = kind
-        return "".join(pieces)
+        return joined(self._blocks)
 
     def _open(self, tag: str, node: Any) -> None:
         if tag == "pre":

@@ -8,7 +8,7 @@ from email.message import EmailMessage
 from typing import Any, BinaryIO
 
 from jaxrag.documents.document import MAX_TITLE_CHARACTERS, BadDocument, Document
-from jaxrag.documents.files import File, one_line, read_bytes, require_few_tags
+from jaxrag.documents.files import File, parsing, read_bytes, require_few_tags
 from jaxrag.documents.html import html_text
 from jaxrag.errors import DocumentError
 
@@ -20,14 +20,10 @@ def read_mail(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     are not read.
     """
     data = read_bytes(stream)
-    try:
+    with parsing("a message"):
         message = email.message_from_bytes(data, policy=email.policy.default)
         body, metadata = _body(message), _metadata(message)
         subject = " ".join(str(message["subject"] or "").split())
-    except (DocumentError, MemoryError):
-        raise
-    except Exception as error:  # whatever its parsers may raise for a broken header
-        raise DocumentError(f"cannot be parsed as a message ({one_line(error)})") from None
     if not body.strip():
         raise DocumentError("holds no text; leave the file out")
     title = subject[:MAX_TITLE_CHARACTERS] or file.path.stem

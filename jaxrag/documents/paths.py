@@ -2,9 +2,9 @@
 
 import dataclasses
 import os
+import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from jaxrag.documents.document import BadDocument, Document
 from jaxrag.documents.files import File, ReadOptions
@@ -45,7 +45,7 @@ class DocumentFiles:
         self.passed = 0
         self.whole: set[str] = set()
         self._done = 0  # bytes of the files that the iteration under way has left behind
-        self._current: BinaryIO | None = None
+        self._read_of_current = 0  # bytes of the file under way
 
     def __iter__(self) -> Iterator[Document | BadDocument]:
         """Read: documents, and BadDocuments in the place of those that cannot be read."""
@@ -70,8 +70,7 @@ class DocumentFiles:
 
     def read_bytes(self) -> int:
         """How much of it the iteration under way has passed."""
-        current = self._current
-        return self._done + (current.tell() if current is not None and not current.closed else 0)
+        return self._done + self._read_of_current
 
     def _files(self) -> Iterator["_Found"]:
         there = (it for it in self.paths if not self.missing_ok or os.path.lexists(it))
@@ -104,11 +103,16 @@ class DocumentFiles:
         try:
             if is_parsed_apart(shown):
                 for found in parser.parse(file.path, shown, file.name, self.options, reported):
-                    yield found if isinstance(found, BadDocument) else found.document
+                    if isinstance(found, BadDocument):
+                        yield found
+                    else:
+                        self._read_of_current = found.read
+                        yield found.document
             else:
                 with open(file.path, "rb") as stream:
-                    self._current = stream
-                    yield from read_open(stream, file.path, file.name, self.options, reported)
+                    for it in read_open(stream, file.path, file.name, self.options, reported):
+                        self._read_of_current = stream.tell()
+                        yield it
         except ParserFailed as error:
             yield file.bad(f"{error}, or raise {error.limit}" if error.limit else error)
         except DocumentError as error:
@@ -116,7 +120,7 @@ class DocumentFiles:
         except OSError as error:
             yield file.bad(f"cannot be read ({error.strerror or error})")
         finally:
-            self._current = None
+            self._read_of_current = 0
 
     def _wants(self, name: str) -> bool:
         return self.wanted is None or self.wanted(name)
@@ -155,12 +159,12 @@ def read_paths(
 ) -> DocumentFiles:
     """Read files and folders (recursively, sorted, hidden entries left out), document by document.
 
-    ``.txt``, ``.md``, ``.html``, ``.pdf``, ``.docx``, ``.ipynb`` and ``.eml`` hold one document
-    each; ``.jsonl``, ``.json``, ``.csv`` and ``.tsv`` one an object or row. Pictures, sound,
-    archives and programs in a folder are passed over. A document's id is its path relative to
-    the folder that was named (its file name where a file was named), for an object or row its
-    ``id`` or else the path with the line or index. Whatever cannot be read comes as a BadDocument
-    in its place.
+    ``.txt``, ``.md``, ``.rst``, ``.org``, ``.html``, ``.pdf``, ``.epub``, ``.docx``, ``.pptx``,
+    ``.xlsx``, ``.ipynb`` and ``.eml`` hold one document each; ``.jsonl``, ``.json``, ``.csv`` and
+    ``.tsv`` one an object or row. Pictures, sound, archives and programs in a folder are passed
+    over. A document's id is its path relative to the folder that was named (its file name where a
+    file was named), for an object or row its ``id`` or else the path with the line or index.
+    Whatever cannot be read comes as a BadDocument in its place.
 
     Args:
       paths: files and folders.
@@ -168,17 +172,24 @@ def read_paths(
       text_field: of records; see ReadOptions.
       follow_links: also read what links inside a folder name outside of it, and the folders that
         links in it name, each folder once; else these are reported.
-      parse_seconds: that a file may take to parse.
-      parse_bytes: of memory that it may take. PDF, DOCX, HTML, JSON, notebooks and mail are parsed
-        in a process of their own, so that a file which comes to a limit, or crashes its parser, is
-        left out alone.
+      parse_seconds: that a file may take to parse, or each of its objects or rows.
+      parse_bytes: of memory that it may take. All but .txt and .md are parsed in a process of
+        their own, so that a file which comes to a limit, or crashes its parser, is left out alone.
       missing_ok: take a path that does not exist for an empty folder.
 
-    Raises DocumentError at once for a path that does not exist, for an unknown encoding and for
-    limits that no file keeps.
+    Raises DocumentError at once for what is no list of paths, for a path that does not exist, for
+    an unknown encoding and for limits that no file keeps.
     """
     if isinstance(paths, str | Path):
         raise DocumentError(f"{str(paths)!r} is one path; expected a list of paths")
+    if not isinstance(paths, Iterable):
+        raise DocumentError(f"paths={paths!r}: expected a list of files and folders")
+    paths = list(paths)
+    for index, path in enumerate(paths):
+        if not isinstance(path, str | Path):
+            raise DocumentError(
+                f"paths[{index}]={reprlib.repr(path)}: expected a text or a pathlib.Path"
+            )
     options = ReadOptions(encoding, text_field, follow_links)
     limits = ParseLimits(parse_seconds, parse_bytes)
     named = [Path(path) for path in paths]

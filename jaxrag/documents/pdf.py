@@ -7,10 +7,17 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from jaxrag.documents.document import BadDocument, Document
-from jaxrag.documents.files import MAX_TEXT_CHARACTERS, File, one_line, read_bytes
+from jaxrag.documents.files import (
+    BETWEEN_PAGES,
+    MAX_TEXT_CHARACTERS,
+    File,
+    join_pages,
+    one_line,
+    parsing,
+    read_bytes,
+)
 from jaxrag.errors import DocumentError
 
-_BETWEEN = "\n\n"  # pages
 _FULL_LINE = 0.9  # of the longest line of its page
 
 
@@ -21,13 +28,9 @@ def read_pdf(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     MAX_TEXT_CHARACTERS. The parser bounds what a compressed stream may grow to.
     """
     data = read_bytes(stream)
-    try:
+    with parsing("PDF"):
         reader = _open(data)
         num_pages = len(reader.pages)
-    except (DocumentError, MemoryError):
-        raise
-    except Exception as error:  # whatever the parser may raise
-        raise DocumentError(f"cannot be parsed as PDF ({one_line(error)}); repair it") from None
     texts: list[str] = []
     size = bad = 0
     for number in range(num_pages):
@@ -40,7 +43,7 @@ def read_pdf(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
             text = ""
             bad += 1
         texts.append(text)
-        size += len(text) + len(_BETWEEN)
+        size += len(text) + len(BETWEEN_PAGES)
         if size > MAX_TEXT_CHARACTERS:
             raise DocumentError(
                 f"holds more than {MAX_TEXT_CHARACTERS >> 20} Mi characters; split it"
@@ -51,11 +54,7 @@ def read_pdf(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
         raise DocumentError(
             f"no text layer on its {num_pages} pages; run text recognition (OCR) on it first"
         )
-    starts = [0]
-    for text in texts[:-1]:
-        starts.append(starts[-1] + (len(text) + len(_BETWEEN) if text else 0))
-    body = _BETWEEN.join(text for text in texts if text)
-    pages = tuple(min(start, len(body)) for start in starts)
+    body, pages = join_pages(texts)
     yield Document(file.name, body, _title(reader) or file.path.stem, file.reported, {}, pages)
 
 

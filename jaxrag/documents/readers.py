@@ -6,13 +6,18 @@ from typing import BinaryIO
 
 from jaxrag.documents.document import BadDocument, Document
 from jaxrag.documents.docx import read_docx
+from jaxrag.documents.epub import read_epub
 from jaxrag.documents.files import File, Reader, ReadOptions
 from jaxrag.documents.html import read_html
 from jaxrag.documents.mail import read_mail
 from jaxrag.documents.notebook import read_notebook
+from jaxrag.documents.org import read_org
 from jaxrag.documents.pdf import read_pdf
+from jaxrag.documents.pptx import read_pptx
 from jaxrag.documents.records import read_json, read_json_lines, read_table
+from jaxrag.documents.rst import read_rst
 from jaxrag.documents.text import read_text
+from jaxrag.documents.xlsx import read_xlsx
 from jaxrag.errors import DocumentError
 
 _READERS: dict[str, Reader] = {
@@ -26,24 +31,30 @@ _READERS: dict[str, Reader] = {
     ".htm": read_html,
     ".pdf": read_pdf,
     ".docx": read_docx,
+    ".pptx": read_pptx,
+    ".xlsx": read_xlsx,
+    ".epub": read_epub,
+    ".rst": read_rst,
+    ".org": read_org,
     ".ipynb": read_notebook,
     ".eml": read_mail,
 }
 _RECORDS = (".jsonl", ".json", ".csv", ".tsv")  # of many documents, each with an id of its own
-# Their parsers build trees, or are programs of others: they run in a process of their own.
-_APART = (".json", ".html", ".htm", ".pdf", ".docx", ".ipynb", ".eml")
+_HERE = (".txt", ".md")  # read without a parser, and so in the process that asks for them
 _FIXES = {
-    ".rst": "convert it, as with `pandoc FILE -o FILE.md`",
-    ".org": "convert it, as with `pandoc FILE -o FILE.md`",
-    ".epub": "convert it, as with `pandoc FILE -o FILE.html`",
-    ".xlsx": "save its sheets as .csv",
-    ".xls": "save its sheets as .csv",
-    ".ods": "save its sheets as .csv",
-    ".pptx": "save it as .pdf",
-    ".ppt": "save it as .pdf",
-    ".odp": "save it as .pdf",
+    ".xls": "save it as .xlsx",
+    ".xlsm": "save it as .xlsx",
+    ".xlsb": "save it as .xlsx",
+    ".ods": "save it as .xlsx",
+    ".ppt": "save it as .pptx",
+    ".pptm": "save it as .pptx",
+    ".odp": "save it as .pptx",
     ".doc": "save it as .docx",
+    ".docm": "save it as .docx",
     ".odt": "save it as .docx",
+    ".mobi": "convert it to .epub",
+    ".azw3": "convert it to .epub",
+    ".tex": "convert it, as with `pandoc FILE -o FILE.md`",
 }
 # Pictures, sound, archives and programs: nobody expects their text.
 _NO_TEXT = (
@@ -66,7 +77,8 @@ def is_without_text(filename: str) -> bool:
 
 def is_parsed_apart(filename: str) -> bool:
     """Whether a file of that name is to be parsed in a process of its own."""
-    return filename.lower().endswith(_APART)
+    suffix = Path(filename).suffix.lower()
+    return suffix in _READERS and suffix not in _HERE
 
 
 def read_open(

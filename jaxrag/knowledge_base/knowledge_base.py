@@ -289,12 +289,16 @@ class KnowledgeBase(Maintained):
 
         So is the KV of chunks that have seen them; with a model it is encoded again (``refresh``).
 
-        Raises RequestError for a single text, KnowledgeBaseError when opened for reading.
+        Raises RequestError for a single text and for ids that are none, KnowledgeBaseError when
+        opened for reading.
         """
         require_kind("ids", ids, (Iterable,), "a list of document ids", optional=False)
         if isinstance(ids, str):
             raise RequestError(f"ids={ids!r} is one text; expected a list of document ids")
         self._require_writable("remove documents")
+        ids = list(ids)
+        for index, one in enumerate(ids):
+            require_kind(f"ids[{index}]", one, (str,), "a text, a document's id", optional=False)
         distinct = list(dict.fromkeys(ids))
         unknown = tuple(i for i in distinct if self._catalog.document(i) is None)
         with self._acknowledged():

@@ -7,6 +7,7 @@ import queue
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Literal
 
+from jaxrag.documents.document import begun
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.progress import Outcome, Progress
 from jaxrag.engine.request import FinishReason
@@ -19,7 +20,6 @@ from jaxrag.serve.suits import explained
 
 NOTHING_FOUND = "Nothing was found to answer this from."
 
-_SHOWN = 60  # characters of an answer where a result is printed
 _AHEAD = 4  # times as many questions are with the engine as it has rows, so that loads come early
 
 
@@ -61,11 +61,10 @@ class Result:
 
     def __repr__(self) -> str:
         """The answer and the sums of its account, on one line; ``to_dict`` is all of it."""
-        text = self.text if len(self.text) <= _SHOWN else self.text[:_SHOWN] + "…"
         counts = ", ".join(f"{name} {count}" for name, count in self.counts.items())
         return (
-            f"<Result {text!r} ({self.finish_reason}), {self.method}: {len(self.sources)} sources, "
-            f"{counts}, {len(self.notes)} notes>"
+            f"<Result {begun(self.text)!r} ({self.finish_reason}), {self.method}: "
+            f"{len(self.sources)} sources, {counts}, {len(self.notes)} notes>"
         )
 
     def to_dict(self) -> dict[str, Any]:

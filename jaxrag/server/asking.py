@@ -83,6 +83,9 @@ def make_ready(
         max_new_tokens=fields.max_tokens or 1,
         stop=fields.stop,
         where=fields.where,
+        search_mode=fields.search_mode,
+        min_score=fields.min_score,
+        unanswerable=fields.unanswerable,
         store=state.memory.store(access.tenant) if base is None else None,
     )
     ready = prepare(settings, asked, fields.documents, fields.sampling, fields.blocks)

@@ -40,8 +40,8 @@ _ASKED = (
 _NAMES = {"max_new_tokens": "max_tokens", "question": "messages"}  # of generate: of the request
 _PARAMS = frozenset({
     "blocks", "decode", "documents", "earlier_turns", "k", "max_new_tokens", "messages", "method",
-    "misses", "priority", "question", "recompute_ratio", "seed", "stop", "temperature", "timeout",
-    "tokens", "top_k", "top_p", "where",
+    "min_score", "misses", "priority", "question", "recompute_ratio", "search_mode", "seed", "stop",
+    "temperature", "timeout", "tokens", "top_k", "top_p", "unanswerable", "where",
 })  # fmt: skip
 
 

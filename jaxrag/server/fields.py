@@ -6,17 +6,20 @@ import math
 import reprlib
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast, get_args
 
 from starlette.requests import Request
 
 from jaxrag.engine.sampling import SamplingParams
+from jaxrag.knowledge_base.search import SearchMode
 from jaxrag.serve.door import Passage, Text
+from jaxrag.serve.questions import Unanswerable
 from jaxrag.server.errors import invalid
 
 _MOST_STOPS = 16
 _MOST_CHUNKS = 1000
 _SEEDS = 2**32
+_UNANSWERABLE = get_args(Unanswerable)
 _UNSUPPORTED = {  # field: what it may be all the same
     "tools": ([],),
     "functions": ([],),
@@ -150,6 +153,9 @@ class Generation:
       blocks: texts that stand before all chunks.
       k: chunks to retrieve.
       where: which documents may be retrieved.
+      search_mode: by words, by meaning, or by both.
+      min_score: of what is retrieved.
+      unanswerable: what to do where those leave no chunk.
       method: name of one that is offered.
       recompute_ratio: of the chunk tokens.
       misses: what becomes of chunks that the store lacks.
@@ -173,6 +179,9 @@ class Generation:
     blocks: tuple[str, ...]
     k: int | None
     where: Mapping[str, Any] | None
+    search_mode: SearchMode | None
+    min_score: float | None
+    unanswerable: Unanswerable
     method: str | None
     recompute_ratio: float | None
     misses: str | None
@@ -214,6 +223,9 @@ def generation_of(body: Body) -> Generation:
         blocks=body.texts("blocks"),
         k=body.integer("k", 1, _MOST_CHUNKS),
         where=body.table("where"),
+        search_mode=search_mode_of(body),
+        min_score=body.number("min_score"),
+        unanswerable=cast(Unanswerable, body.choice("unanswerable", _UNANSWERABLE) or "abstain"),
         method=body.text("method"),
         recompute_ratio=body.number("recompute_ratio"),
         misses=body.text("misses"),
@@ -230,6 +242,11 @@ def generation_of(body: Body) -> Generation:
         timeout=timeout,
         return_text=body.flag("return_text"),
     )
+
+
+def search_mode_of(body: Body) -> SearchMode | None:
+    """How it is searched; None: as the knowledge base has it. Raises Problem 400."""
+    return cast(SearchMode | None, body.choice("search_mode", get_args(SearchMode)))
 
 
 def _refuse_unsupported(body: Body) -> None:

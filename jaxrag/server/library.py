@@ -25,7 +25,7 @@ from jaxrag.engine.engine import Engine
 from jaxrag.errors import ConfigError, JaxragError, disk_errors
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.knowledge_base.maintained import DEFAULT_GRACE_SECONDS
-from jaxrag.knowledge_base.search import Hits
+from jaxrag.knowledge_base.search import Hits, SearchMode
 from jaxrag.models.model import Model
 from jaxrag.server.durable import PRIVATE, make_folder, sync_folder
 from jaxrag.server.errors import forbidden, invalid, not_found
@@ -369,13 +369,15 @@ class Library:
                 self.registry.settle_member(member.number, "cancelled")
 
     def search(
-        self, access: Access, name: str, questions: Sequence[str], k: int, where: Any
-    ) -> Hits:
+        self, access: Access, name: str, questions: Sequence[str], k: int, where: Any,
+        *, mode: SearchMode | None = None, min_score: float | None = None,
+    ) -> Hits:  # fmt: skip
         """The best chunks for questions: of several, by the best place that a chunk has in any."""
         base = self.base(self.shelf(access, name))
         places: dict[int, tuple[int, Hit]] = {}
         notes: dict[str, None] = {}
-        for hits in base.search(list(questions), k, where=where):
+        asked = list(questions)
+        for hits in base.search(asked, k, where=where, mode=mode, min_score=min_score):
             notes |= dict.fromkeys(hits.notes)
             for place, hit in enumerate(hits):
                 before = places.get(hit.chunk_id)

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 
 from jaxrag.catalog import DocumentEntry, Hit
 from jaxrag.server.errors import invalid
-from jaxrag.server.fields import Body, read_body
+from jaxrag.server.fields import Body, read_body, search_mode_of
 from jaxrag.server.files import entered
 from jaxrag.server.library import Library, Shelf, no_member
 from jaxrag.server.lists import page
@@ -108,7 +108,16 @@ async def search_store(request: Request) -> JSONResponse:
     given = body.table("filters")
     where = body.table("where") if given is None else where_of(given)
     name = request.path_params["store"]
-    search = functools.partial(state.library.search, access, name, questions, count, where)
+    search = functools.partial(
+        state.library.search,
+        access,
+        name,
+        questions,
+        count,
+        where,
+        mode=search_mode_of(body),
+        min_score=body.number("min_score"),
+    )
     hits = await asyncio.get_running_loop().run_in_executor(state.prepare, search)
     return JSONResponse(
         {

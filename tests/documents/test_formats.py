@@ -5,7 +5,7 @@ import zipfile
 
 import pytest
 
-from jaxrag.documents import docx as docx_module
+from jaxrag.documents import archive as archive_module
 from jaxrag.documents import pdf as pdf_module
 from jaxrag.documents.html import html_text
 
@@ -242,9 +242,9 @@ def test_docx_that_unpacks_to_too_much_is_refused_unread(tmp_path, read, make_do
     with zipfile.ZipFile(bomb, "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("word/extra.xml", b"\0" * 3_000_000)
     (tmp_path / "a.docx").write_bytes(bomb.getvalue())
-    monkeypatch.setattr(docx_module, "MAX_PART_BYTES", 2_000_000)
+    monkeypatch.setattr(archive_module, "MAX_PART_BYTES", 2_000_000)
     assert "word/extra.xml unpacks to more than" in refused(read(tmp_path))
-    monkeypatch.setattr(docx_module, "MAX_UNPACKED_BYTES", 1_000_000)
+    monkeypatch.setattr(archive_module, "MAX_UNPACKED_BYTES", 1_000_000)
     assert "unpacks to more than" in refused(read(tmp_path))
 
 

@@ -1,8 +1,12 @@
 """Whatever the bytes and names: documents or reports, and no exception but a JaxragError."""
 
+import io
 import json
 import os
+import zipfile
 
+import openpyxl
+import pptx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -26,7 +30,15 @@ VALID = {
     ".tsv": b"text\tyear\none\t1901\n",
     ".html": b'<html><head><meta charset="utf-8"><title>t</title></head><body><h1>a</h1><table>'
     b"<tr><td>b<td>c</table><pre>d</pre><ul><li>e</ul></body></html>",
+    ".rst": b"Wells\n=====\n\n.. note:: |a| :x:`b`\n\n- c\n\n.. |a| replace:: d\n\n"
+    b"== ==\ne  f\n== ==\n",
+    ".org": b"#+TITLE: t\n* TODO a :b:\n| c | d |\n#+begin_src x\ne\n#+end_src\n<2021-03-04>\n",
     ".htm": b'<?xml version="1.0" encoding="utf-8"?><html><p>&#55296;&amp;x</p></html>',
+}
+BOOK = {
+    "META-INF/container.xml": '<container><rootfile full-path="o.opf"/></container>',
+    "o.opf": '<package><title>t</title><item id="a" href="a.xhtml"/><itemref idref="a"/></package>',
+    "a.xhtml": '<html xmlns="http://www.w3.org/1999/xhtml"><body><h1>a</h1>&nbsp;b</body></html>',
 }
 SPLICES = st.sampled_from(
     [b"", b"\0", b"\xff\xfe", b"\xef\xbb\xbf", b'"', b"\r\n", b"\n", b"[" * 50, b"{", b"\\ud800",
@@ -82,10 +94,26 @@ def binaries(make_pdf, make_docx):
         document.add_paragraph("Salt 盐井", style="List Bullet")
         document.add_table(rows=1, cols=2).cell(0, 0).text = "cell"
 
-    return {".pdf": make_pdf(["one\ntwo", "盐井"], title="T"), ".docx": make_docx(fill)}
+    presentation = pptx.Presentation()
+    slide = presentation.slides.add_slide(presentation.slide_layouts[1])
+    slide.shapes.title.text, slide.placeholders[1].text = "Wells", "Salt\n盐井"
+    book = openpyxl.Workbook()
+    book.active.append(["name", "depth"])
+    book.active.append(["盐井", 7.5])
+    made = {".pptx": io.BytesIO(), ".xlsx": io.BytesIO(), ".epub": io.BytesIO()}
+    presentation.save(made[".pptx"])
+    book.save(made[".xlsx"])
+    with zipfile.ZipFile(made[".epub"], "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, part in BOOK.items():
+            archive.writestr(name, part)
+    return {
+        ".pdf": make_pdf(["one\ntwo", "盐井"], title="T"),
+        ".docx": make_docx(fill),
+        **{suffix: out.getvalue() for suffix, out in made.items()},
+    }
 
 
-@pytest.mark.parametrize("suffix", [".pdf", ".docx"])
+@pytest.mark.parametrize("suffix", [".pdf", ".docx", ".pptx", ".xlsx", ".epub"])
 @FUZZ
 @given(data=st.data())
 def test_damaged_binary_files(tmp_path, read_here, binaries, suffix, data):
@@ -94,20 +122,18 @@ def test_damaged_binary_files(tmp_path, read_here, binaries, suffix, data):
     check(read_here([path]))
 
 
+@pytest.mark.parametrize("suffix", [".docx", ".pptx", ".xlsx", ".epub"])
 @FUZZ
 @given(data=st.data())
-def test_damaged_parts_of_a_docx(tmp_path, read_here, binaries, data):
+def test_damaged_parts_of_an_archive(tmp_path, read_here, binaries, suffix, data):
     """Damage inside the archive, behind intact checksums."""
-    import io
-    import zipfile
-
-    with zipfile.ZipFile(io.BytesIO(binaries[".docx"])) as archive:
+    with zipfile.ZipFile(io.BytesIO(binaries[suffix])) as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}
     name = data.draw(st.sampled_from(sorted(name for name in parts if len(parts[name]) < 20_000)))
     parts[name] = data.draw(mutations(parts[name]))
     if data.draw(st.booleans()):
         del parts[data.draw(st.sampled_from(sorted(parts)))]
-    path = tmp_path / "a.docx"
+    path = tmp_path / f"a{suffix}"
     with zipfile.ZipFile(path, "w") as archive:
         for part, content in parts.items():
             archive.writestr(part, content)

@@ -88,12 +88,12 @@ def test_bad_notebooks_are_named(tmp_path, read, content, reason):
 
 
 def test_pictures_of_a_folder_are_passed_over(tmp_path, read_here):
-    for name in ("a.txt", "b.PNG", "sub/c.zip", "d.rst"):
+    for name in ("a.txt", "b.PNG", "sub/c.zip", "d.tex"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("text")
     found = {getattr(it, "id", None) or it.source for it in read_here([tmp_path])}
-    assert found == {"a.txt", str(tmp_path / "d.rst")}
-    [rest] = read_here([tmp_path / "d.rst"])
+    assert found == {"a.txt", str(tmp_path / "d.tex")}
+    [rest] = read_here([tmp_path / "d.tex"])
     assert rest.reason.endswith("; convert it, as with `pandoc FILE -o FILE.md`")
     [named] = read_here([tmp_path / "b.PNG"])
     assert "file type '.png' is not one of" in named.reason

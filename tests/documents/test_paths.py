@@ -134,6 +134,27 @@ def test_missing_path_is_refused_before_anything_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("paths", "options", "why"),
+    [
+        (3, {}, r"^paths=3: expected a list of files and folders$"),
+        ([3], {}, r"^paths\[0\]=3: expected a text or a pathlib\.Path$"),
+        ([b"a"], {}, r"^paths\[0\]=b'a': expected a text"),
+        ([], {"parse_seconds": "9"}, r"^parse_seconds='9': expected a finite number"),
+        ([], {"parse_bytes": None}, r"^parse_bytes=None: expected at least"),
+    ],
+)
+def test_what_is_no_list_of_paths(paths, options, why):
+    with pytest.raises(DocumentError, match=why):
+        read_paths(paths, **options)
+
+
+def test_a_document_is_printed_on_one_short_line():
+    document = Document("a.txt", "word\n" * 10_000)
+    assert repr(document) == f"<Document 'a.txt', 50000 characters: {'word\n' * 12 + '…'!r}>"
+    assert repr(Document("b", "short")) == "<Document 'b', 5 characters: 'short'>"
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"id": "", "text": "x"},

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import docx
+import openpyxl
+import pptx
 from hostile_case import Case
 
 DEEP = 200_000
@@ -48,12 +50,13 @@ def text(name: str, content: str | bytes | Callable[[], bytes]) -> Fill:
     return fill
 
 
-def edited(**changes: Callable[[bytes], bytes]) -> bytes:
-    """A .docx of one paragraph, with parts changed that are named so: ``word_document``."""
+def edited(made: Any = None, **changes: Callable[[bytes], bytes]) -> bytes:
+    """A .docx of one paragraph, or another file, with parts changed named so: ``word_document``."""
     plain, out = io.BytesIO(), io.BytesIO()
-    document = docx.Document()
-    document.add_paragraph("copper")
-    document.save(plain)
+    if made is None:
+        made = docx.Document()
+        made.add_paragraph("copper")
+    made.save(plain)
     with zipfile.ZipFile(plain) as old, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as new:
         for name in old.namelist():
             change = changes.get(name.replace("/", "_").partition(".")[0], lambda part: part)
@@ -198,6 +201,120 @@ HTML = (
 )  # fmt: skip
 
 
+def book() -> Any:
+    made = openpyxl.Workbook()
+    made.active.append(["copper", "river"])
+    return made
+
+
+def sheet(change: Callable[[bytes], bytes]) -> Fill:
+    """An .xlsx whose only sheet is changed."""
+    return text("a.xlsx", lambda: edited(book(), xl_worksheets_sheet1=change))
+
+
+def rows(count: int, cell: bytes) -> Callable[[bytes], bytes]:
+    def change(part: bytes) -> bytes:
+        more = b"".join(b'<row r="%d">%s</row>' % (n, cell % n) for n in range(2, count + 2))
+        return part.replace(b"</sheetData>", more + b"</sheetData>")
+
+    return change
+
+
+def repeated() -> bytes:
+    """A column whose name of 30,000 letters is said with each of its 20,000 numbers."""
+    made = book()
+    made.active["A1"] = "x" * 30_000
+    cells = rows(20_000, b'<c r="A%d"><v>1</v></c>')
+    return edited(made, xl_worksheets_sheet1=cells)
+
+
+def slides(change: Callable[[bytes], bytes]) -> Fill:
+    """A .pptx whose only slide is changed."""
+
+    def make() -> bytes:
+        made = pptx.Presentation()
+        made.slides.add_slide(made.slide_layouts[5]).shapes.title.text = "copper"
+        return edited(made, ppt_slides_slide1=change)
+
+    return text("a.pptx", make)
+
+
+def chapters(chapter: bytes, package: bytes = b'<itemref idref="a"/>', href: bytes = b"a.xhtml",
+             head: bytes = b"", blanks: int = 0) -> Fill:  # fmt: skip
+    """An .epub of one chapter, which its package refers to so."""
+
+    def make() -> bytes:
+        out = io.BytesIO()
+        with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("META-INF/container.xml",
+                             '<container><rootfile full-path="o.opf"/></container>')  # fmt: skip
+            item = b'<item id="a" href="%s"/>' % href
+            archive.writestr("o.opf", head + b"<package>" + item + package + b"</package>")
+            archive.writestr("a.xhtml", chapter + b" " * blanks)
+        return out.getvalue()
+
+    return text("a.epub", make)
+
+
+TYPE = b"<!DOCTYPE d [" + LAUGHS + b'<!ENTITY x SYSTEM "file:///etc/passwd">]>'
+OFFICE = (
+    file("xlsx: a sheet of 600 MB", sheet(lambda part: part + b" " * (600 << 20)),
+         "unpacks to more than"),
+    file("xlsx: entities that grow", sheet(lambda part: TYPE + part.replace(b"</row>",
+         b'<c r="C1" t="inlineStr"><is><t>&a11;</t></is></c></row>')),
+         "cannot be parsed as XLSX|" + TOO_MUCH),
+    file("xlsx: 300,000 rows that are 16,384 columns wide",
+         sheet(rows(300_000, b'<c r="XFD%d"><v>1</v></c>')), TOO_MUCH),
+    file("xlsx: a row 4,000,000,000", sheet(lambda part: part.replace(b'r="1"', b'r="4000000000"')),
+         "XLSX|holds no text"),
+    file("xlsx: a long name of a column, said 20,000 times",
+         text("a.xlsx", repeated), "split it|" + TOO_MUCH),
+    file("xlsx: an archive of nothing",
+         text("a.xlsx", b"PK\x05\x06" + bytes(18)), "cannot be parsed as XLSX"),
+    file("pptx: a slide of 600 MB", slides(lambda part: part + b" " * (600 << 20)),
+         "unpacks to more than"),
+    file("pptx: groups 5,000 deep", slides(lambda part: part.replace(
+         b"</p:spTree>", b"<p:grpSp>" * 5000 + b"</p:grpSp>" * 5000 + b"</p:spTree>")),
+         "cannot be parsed as PPTX"),
+    file("pptx: groups 250 deep", slides(lambda part: part.replace(
+         b"</p:spTree>", b"<p:grpSp>" * 230 + b"</p:grpSp>" * 230 + b"</p:spTree>")),
+         documents=2),
+    file("pptx: 5,000,000 tags", slides(lambda part: part.replace(
+         b"</p:spTree>", b"<p:sp/>" * 5_000_000 + b"</p:spTree>")), "tags; split the file"),
+    file("pptx: no archive", text("a.pptx", b"PK\x03\x04" + bytes(99)), "cannot be parsed as PPTX"),
+)  # fmt: skip
+MARKUP = (
+    file("epub: a chapter of 600 MB",
+         chapters(b"<p>", blanks=600 << 20), "unpacks to more than"),
+    file("epub: entities that grow", chapters(TYPE + b"<p>copper &a11;</p>"), documents=2),
+    file("epub: an entity of a file", chapters(TYPE + b"<p>copper &x;</p>"), documents=2),
+    file("epub: entities that grow in its package",
+         chapters(b"<p>copper", b"<title>&a11;</title>", head=TYPE), "cannot be parsed as EPUB"),
+    file("epub: a chapter outside of it",
+         chapters(b"<p>copper", href=b"../../../../etc/passwd.xml"), "is not in it"),
+    file("epub: a chapter read 1,000,000 times",
+         chapters(b"<p>copper", b'<itemref idref="a"/>' * 1_000_000), documents=2),
+    file("epub: 100,000 deep", chapters(b"<div>" * 100_000 + b"x"), "nested too deeply"),
+    file("rst: lists 1,000 deep",
+         text("a.rst", lambda: "".join(" " * n + "- x\n\n" for n in range(1_000))),
+         "reStructuredText|" + TOO_MUCH),
+    file("rst: a substitution of 1 MB, 10,000 times", text(
+         "a.rst", lambda: ".. |a| replace:: " + "x " * 400_000 + "\n\n" + "|a| " * 10_000),
+         "split it|" + TOO_MUCH),
+    file("rst: substitutions in one another",
+         text("a.rst", "".join(f".. |a{n}| replace:: " + f"|a{n + 1}| " * 10 + "\n"
+                               for n in range(12)) + ".. |a12| replace:: copper\n\n|a0|\n"),
+         "split it|" + TOO_MUCH),
+    file("rst: 1,000,000 marks that begin nothing", text("a.rst", "*`|_:" * 200_000), TOO_MUCH),
+    file("rst: a file of elsewhere",
+         text("a.rst", "copper\n\n.. include:: /etc/passwd\n\n.. raw:: html\n   :file: /etc/hosts"),
+         documents=2),
+    file("org: a row that never ends", text("a.org", "| " + "copper " * 100_000), documents=2),
+    file("org: 1,000,000 headings", text("a.org", "* a\n" * 1_000_000), TOO_MUCH),
+    file("org: a heading 100,000 deep", text("a.org", "*" * 100_000 + " copper"), documents=2),
+)  # fmt: skip
+
+
 NEXT = b'\n{"text": "copper", "id": "next"}\n'
 JSON = (
     file("json: lists 200,000 deep", text("a.json", "[" * DEEP), "not JSON|RecursionError"),
@@ -229,7 +346,8 @@ TABLES = (
     file("csv: a cell of 1 MB", text("a.csv", "text\n" + "river " * 170_000), documents=2),
     file("csv: a quotation mark that is never closed",
          text("a.csv", lambda: b'text\ncopper\n"open\n' + b"more\n" * (14 << 20)),
-         "close its quotation mark|the rest of the file", lines=2, documents=2),
+         "close its quotation mark|the rest of the file", lines=2, documents=2,
+         options="--parse-seconds 30"),  # it comes to the bound of a row, not to that of time
     file("csv: a row of 30,000,000 cells",
          text("a.csv", lambda: b"text\ncopper\n" + b"," * 30_000_000),
          "close its quotation mark|the rest of the file", lines=2, documents=2),
@@ -331,4 +449,4 @@ QUESTIONS = (
     where("$or", {"$or": [{"year": 1}]}),
 )  # fmt: skip
 
-CASES = (*DOCX, *PDF, *HTML, *JSON, *TABLES, *TEXTS, *FOLDERS, *QUESTIONS)
+CASES = (*DOCX, *PDF, *OFFICE, *HTML, *MARKUP, *JSON, *TABLES, *TEXTS, *FOLDERS, *QUESTIONS)

@@ -217,5 +217,5 @@ def test_pictures_are_counted_and_no_failure(tmp_path, folder, model_dir, capsys
     out, err = capsys.readouterr()
     assert "passed over 2 files without text" in out
     assert "skipped" not in err
-    (docs / "d.rst").write_text("Wells\n=====\n")
+    (docs / "d.tex").write_text("\\section{Wells}")
     assert main(["ingest", str(docs), "--kb", str(tmp_path / "cli")]) == 3

@@ -111,6 +111,7 @@ def test_what_a_knowledge_base_is_handed(kb, tmp_path):
     for call, words in (
         (lambda: kb.add(["x"], shard=3), "shard=3: expected two integers"),
         (lambda: kb.remove(3), "ids=3: expected a list of document ids"),
+        (lambda: kb.remove(["a", 3]), "ids[1]=3: expected a text, a document's id"),
         (lambda: kb.prefetch(3), "what=3: expected a question or a list of keys"),
         (lambda: kb.export(3), "out=3: expected a folder"),
         (lambda: kb.export(tmp_path, documents="a"), "documents='a' is one text: expected a list"),

@@ -33,7 +33,12 @@ def test_results_hits_and_knowledge_bases_are_printed_on_one_line(kb):
         "<Stream turborag: not at its end>"
     )
     (hit,) = kb.search(QUESTION, k=1)
-    assert isinstance(hit, jaxrag.Hit) and len(hit.ids) > 0 and "ids=" not in repr(hit)
+    assert isinstance(hit, jaxrag.Hit) and len(hit.ids) > 0
+    page = "" if hit.page is None else f", page {hit.page}"
+    assert repr(hit) == (
+        f"<Hit {hit.document_id!r} #{hit.chunk_index}{page}, score {hit.score:.4g}: "
+        f"{hit.text[:60] + '…'!r}>"
+    )
 
 
 def test_a_stream_is_an_iterator_that_shows_its_prompt(kb):

@@ -13,6 +13,7 @@ FIELDS = (
     "response_format", "return_text", "seed", "stop", "stream", "stream_options", "temperature",
     "timeout", "tokens", "content", "top_k", "top_logprobs", "top_p", "where", "input", "file",
     "purpose", "name", "attributes", "filters", "encoding_format", "keys", "question", "tier",
+    "search_mode", "min_score", "unanswerable",
 )  # fmt: skip
 TEXT = st.text(max_size=8) | st.sampled_from(
     ["", " ", "Tondorf", "village", "synthetic", "synthetic@", "@village", "user", "\x00", "\u2028"]

@@ -223,6 +223,43 @@ def test_where_narrows_and_k_counts(server):
     assert "".join(deltas) == NOTHING_FOUND
 
 
+def test_a_least_score_narrows_and_unanswerable_says_what_then(server):
+    [best, *_] = server.chat(k=3, search_mode="bm25").json()["jaxrag"]["sources"]
+    least = {"k": 3, "search_mode": "bm25", "min_score": best["score"]}
+    assert server.chat(**least).json()["jaxrag"]["sources"] == [best]
+    nothing = least | {"min_score": best["score"] + 1}
+    told = server.chat(**nothing).json()
+    assert (text_of(told), told["jaxrag"]["sources"]) == (NOTHING_FOUND, [])
+    assert "only chunks with a score of" in told["jaxrag"]["notes"][1]
+    asked = server.chat(**nothing, unanswerable="ask").json()
+    assert text_of(asked) != NOTHING_FOUND and asked["jaxrag"]["sources"] == []
+    assert "it was asked without any" in asked["jaxrag"]["notes"][0]
+    prompt = server.post("/v1/completions", prompt=QUESTION, knowledge_base="village", **nothing)
+    assert prompt.json()["choices"][0]["text"] == NOTHING_FOUND
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({"search_mode": "magic"}, "search_mode", "expected one of bm25, vector, hybrid"),
+        ({"search_mode": "vector"}, None, "vector"),
+        ({"min_score": "3"}, "min_score", "expected a number"),
+        ({"min_score": 1e999}, None, "not JSON"),
+        ({"min_score": 1.0, "search_mode": "hybrid"}, None, "hybrid"),
+        ({"unanswerable": "guess"}, "unanswerable", "expected one of abstain, ask"),
+        ({"documents": ["text"], "min_score": 1.0}, "min_score", "about a knowledge base"),
+    ],
+    ids=lambda it: str(it) if isinstance(it, dict) else None,
+)
+def test_how_it_is_searched_is_refused_as_by_the_command_line(server, body, param, says):
+    content = json.dumps({"messages": [{"role": "user", "content": QUESTION}], **body})
+    headers = {"content-type": "application/json"}
+    answer = server.client.post("/v1/chat/completions", content=content, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert says in answer.json()["error"]["message"]
+
+
 def test_stop_ends_an_answer_before_the_text(server):
     drawn = {"ignore_eos": True, "max_tokens": 8, "temperature": 50.0, "seed": 7}
     free = server.chat(**drawn).json()

@@ -58,6 +58,8 @@ def test_a_document_is_found_once_its_file_is_completed(client, kept):
     assert found.data[0].file_id == file.id
     assert found.data[0].filename == "story.txt"
     assert "Tondorf" in found.data[0].content[0].text
+    least = {"search_mode": "bm25", "min_score": 1000.0}
+    assert client.vector_stores.search(store.id, query=HOME, extra_body=least).data == []
     asked = {"question": HOME, "method": "turborag"}
     texts = client.vector_stores.files.content(file.id, vector_store_id=store.id)
     assert next(it.text for it in texts) == found.data[0].content[0].text
