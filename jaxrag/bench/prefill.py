@@ -9,7 +9,7 @@ beside the best of a large square product in the same dtype, ours and the peer's
 import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +90,24 @@ def run(options: Options, out: str | None = None, resume: bool = False) -> dict[
                 peer = Peer(options.peer_python, "peer_transformers.py", path, dtype)
                 stack.callback(peer.close)
             model = load_model(path, dtype=dtype, cache_tokens=2 * max(left))
-            limits = {OURS: matmul_peak(dtype)}
-            if peer is not None:
-                limits[PEER] = peer.ask({"matmul": matmul_side()})["flops_per_second"]
+            limits: dict[str, float] = {}
             for context in tqdm(left, desc=dtype, disable=None):
+                for name, peak in _peaks(dtype, peer).items():
+                    limits[name] = max(peak, limits.get(name, 0.0))
                 row = _measure(model, peer, options, context, max(limits.values()))
                 peers = {} if peer is None else {PEER: peer.about}
-                table.add({"dtype": dtype, **row, "limits": limits, "peers": peers})
+                table.add({"dtype": dtype, **row, "limits": dict(limits), "peers": peers})
             engine_of(model).call(lambda runner: runner.forget_cache())
     return table.result()
+
+
+def _peaks(dtype: DType, peer: Peer | None) -> dict[str, float]:
+    """FLOP/s of a square matrix product of each side, once the other's threads are at rest."""
+    arms: dict[str, Callable[[], float]] = {OURS: lambda: matmul_peak(dtype)}
+    if peer is not None:
+        question = {"matmul": matmul_side()}
+        arms[PEER] = lambda: float(peer.ask(question)["flops_per_second"])
+    return {name: max(peaks) for name, peaks in in_turn(arms, 2).items()}
 
 
 def _measure(
