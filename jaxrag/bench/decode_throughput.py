@@ -23,13 +23,23 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jaxrag.bench.alternate import LLAMA_300M, OURS, between, in_turn, ratios, spread
+from jaxrag.bench.alternate import (
+    LLAMA_300M,
+    OURS,
+    Rows,
+    between,
+    check_lists,
+    draw,
+    in_turn,
+    named,
+    ratios,
+    spread,
+)
 from jaxrag.bench.limits import bandwidth
-from jaxrag.bench.machine import describe
 from jaxrag.bench.peer import Peer
 from jaxrag.bench.ttft import write_random
 from jaxrag.cache import PAGE
-from jaxrag.config import DTYPES, DType, ModelConfig
+from jaxrag.config import DType
 from jaxrag.engine.decoding import Lane, lane_of
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
@@ -40,10 +50,10 @@ from jaxrag.engine.swap import swap_in, swap_out
 from jaxrag.errors import RequestError
 from jaxrag.methods import METHODS
 from jaxrag.models.model import Model, load_model
-from jaxrag.models.spec import Params, num_params
-from jaxrag.types import HostArray
+from jaxrag.models.spec import Params
 
-CACHES = ("dynamic", "static")  # of transformers
+TRANSFORMERS, LLAMA = "transformers", "llama.cpp"
+CACHES = {TRANSFORMERS: ("dynamic", "static"), LLAMA: ("",)}  # each an arm of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,20 +84,11 @@ class Options:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
-        for name in ("dtypes", "batches", "contexts"):
-            values = getattr(self, name)
-            if not values or len(set(values)) != len(values):
-                raise RequestError(f"{name} {values}: expected one or more, each once")
-        check_dtypes(self.dtypes)
+        check_lists(self, "dtypes", "batches", "contexts")
+        if self.llama_python and "float16" in self.dtypes:
+            raise RequestError("dtype 'float16': llama.cpp is measured in float32 and bfloat16")
         if min(*self.batches, *self.contexts, self.tokens, self.repeats) < 1:
             raise RequestError("batches, contexts, tokens and repeats must be positive")
-
-
-def check_dtypes(dtypes: Sequence[str]) -> None:
-    """RequestError for a dtype that no model has."""
-    for dtype in dtypes:
-        if dtype not in DTYPES:
-            raise RequestError(f"dtype {dtype!r}: expected some of {', '.join(DTYPES)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Decoded:
     ids: list[int]
 
 
-class Rows:
+class SamePrompt:
     """Rows of one lane behind the same prompt, which decode from there as often as asked.
 
     For the engine's thread.
@@ -146,66 +147,73 @@ class Rows:
         runner.forget_cache()
 
 
-def run(options: Options) -> dict[str, Any]:
-    """Measure every dtype, batch and context; returns rows, limits and machine, JSON-able."""
-    rows: list[dict[str, Any]] = []
-    about: dict[str, Any] = {}
-    limits = [bandwidth()]
-    shapes = [(batch, context) for context in options.contexts for batch in options.batches]
-    with tqdm(total=len(options.dtypes) * len(shapes), disable=None) as bar:
-        for dtype in options.dtypes:
-            with contextlib.ExitStack() as stack:
-                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxrag-bench-"))
-                path = options.model or str(
-                    write_random(Path(folder) / "model", LLAMA_300M, dtype, options.seed)
-                )
-                peers = _peers(options, path, dtype, stack)
-                about |= {name: peer.about for name, peer in peers.items()}
-                model = load_model(path, dtype=dtype)
-                for batch, context in shapes:
-                    bar.set_description(f"{dtype} {batch} x {context}")
-                    measured = _measure(model, peers, options, batch, context)
-                    limits.append(bandwidth())
-                    rows.append({"dtype": dtype, **measured})
-                    bar.update()
-                name = _name(options.model, model.config)
-                del model
-    best = {name: max(it[name] for it in limits) for name in limits[0]}
-    for row in rows:
-        _beside_limit(row, best["read"])
-    return {
+def run(options: Options, out: str | None = None, resume: bool = False) -> dict[str, Any]:
+    """Measure every dtype, batch and context; returns the rows and the machine, JSON-able.
+
+    The result is written to ``out`` after every row; ``resume`` keeps the rows that are there.
+    """
+    setting = {
         "benchmark": "decode-throughput",
-        "model": name,
-        "tokens": options.tokens,
-        "repeats": options.repeats,
-        "block": DECODE_BLOCK,
-        "bytes_per_second": best,
-        "rows": rows,
-        "peers": about,
-        "machine": describe(),
+        "model": named(options.model),
+        "seed": options.seed,
     }
-
-
-def _name(given: str | None, config: ModelConfig) -> str:
-    return given or f"random Llama, {num_params(config) / 1e6:.1f}M"
+    table = Rows.open(setting, ("dtype", "batch", "context"), out, resume)
+    for dtype in options.dtypes:
+        left = [
+            (batch, context)
+            for context in options.contexts
+            for batch in options.batches
+            if not table.has(dtype=dtype, batch=batch, context=context)
+        ]
+        if not left:
+            continue
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxrag-bench-"))
+            path = options.model or str(
+                write_random(Path(folder) / "model", LLAMA_300M, dtype, options.seed)
+            )
+            limits = bandwidth()
+            peers = _peers(options, path, dtype, folder, stack)
+            about = {name: peer.about for name, peer in peers.items()}
+            model = load_model(path, dtype=dtype)
+            for batch, context in tqdm(left, desc=dtype, disable=None):
+                row = _measure(model, peers, options, batch, context, limits["read"])
+                table.add({"dtype": dtype, **row, "limits": limits, "peers": about})
+    return table.result()
 
 
 def _peers(
-    options: Options, path: str, dtype: DType, stack: contextlib.ExitStack
+    options: Options, path: str, dtype: DType, folder: str, stack: contextlib.ExitStack
 ) -> dict[str, Peer]:
     """The peers that were asked for, started on the model; they end with the stack."""
     peers = {}
     if options.peer_python:
-        peers["transformers"] = Peer(options.peer_python, "peer_decode.py", path, dtype)
-        stack.callback(peers["transformers"].close)
+        peers[TRANSFORMERS] = Peer(options.peer_python, "peer_decode.py", path, dtype)
+        stack.callback(peers[TRANSFORMERS].close)
+    if options.llama_python:
+        peers[LLAMA] = Peer(
+            options.llama_python,
+            "peer_llama.py",
+            path,
+            dtype,
+            str(Path(folder) / "model.gguf"),
+            option="--llama-python",
+            needs="llama_cpp and gguf",
+        )
+        stack.callback(peers[LLAMA].close)
     return peers
 
 
 def _measure(
-    model: Model, peers: Mapping[str, Peer], options: Options, batch: int, context: int
+    model: Model,
+    peers: Mapping[str, Peer],
+    options: Options,
+    batch: int,
+    context: int,
+    read: float,
 ) -> dict[str, Any]:
     """One row of the table: all arms at one batch and context."""
-    ids = _draw(model.config, options.seed, context)
+    ids = draw(model.config, options.seed, context)
     pages = -(-(context + options.tokens) // PAGE) + 1
     model = dataclasses.replace(model, cache_tokens=batch * pages * PAGE)  # a pool of its own
     engine = engine_of(model)
@@ -216,32 +224,35 @@ def _measure(
         options.tokens + 1,
         rows=batch,
     )
-    ours = engine.call(lambda runner: Rows(runner, request))
+    ours = engine.call(lambda runner: SamePrompt(runner, request))
     arms: dict[str, Callable[[], Decoded]] = {OURS: lambda: engine.call(ours.decode)}
     question = {"ids": ids.tolist(), "rows": batch, "tokens": options.tokens}
     for name, peer in peers.items():
-        for cache in CACHES if name == "transformers" else ("",):
+        for cache in CACHES[name]:
             asked = functools.partial(_ask, peer, {**question, "cache": cache})
             arms[f"{name} {cache}".strip()] = asked
     try:
         answers = in_turn(arms, options.repeats)
     finally:
         engine.call(ours.close)
-    return {
+    bytes_ = step_bytes(model, batch, context, options.tokens)
+    row: dict[str, Any] = {
         "batch": batch,
         "context": context,
-        "bytes_per_step": step_bytes(model, batch, context, options.tokens),
+        "tokens": options.tokens,
+        "repeats": options.repeats,
+        "bytes_per_step": bytes_,
+        "limit_tokens_per_second": batch * read / sum(bytes_.values()),
         "arms": {name: _arm(answers, name, batch, options.tokens) for name in answers},
     }
+    for arm in row["arms"].values():
+        arm["bytes_per_second"] = sum(bytes_.values()) / arm["seconds_per_token"]["median"]
+        arm["of_read"] = arm["bytes_per_second"] / read
+    return row
 
 
 def _ask(peer: Peer, question: Mapping[str, Any]) -> Decoded:
     return Decoded(**peer.ask(question))
-
-
-def _draw(config: ModelConfig, seed: int, context: int) -> HostArray:
-    rng = np.random.default_rng((seed, context))
-    return rng.integers(3, config.vocab_size, context).astype(np.int32)
 
 
 def _arm(
@@ -279,31 +290,17 @@ def step_bytes(model: Model, batch: int, context: int, tokens: int) -> dict[str,
     return {"weights": weights, "kv": kv}
 
 
-def _beside_limit(row: dict[str, Any], read: float) -> None:
-    """Add to a row what its arms read a second, and the limit of reading alone."""
-    bytes_ = sum(row["bytes_per_step"].values())
-    row["limit_tokens_per_second"] = row["batch"] * read / bytes_
-    for arm in row["arms"].values():
-        arm["bytes_per_second"] = bytes_ / arm["seconds_per_token"]["median"]
-        arm["of_read"] = arm["bytes_per_second"] / read
-
-
 def report(result: dict[str, Any]) -> Iterator[str]:
     """The result as lines of a table."""
-    limits = result["bytes_per_second"]
-    yield (
-        f"{result['model']}; {result['tokens']} tokens a row, medians (range) of "
-        f"{result['repeats']} rounds"
-    )
-    yield (
-        f"memory: reads {limits['read'] / 1e9:.1f} GB/s, copies {limits['copy'] / 1e9:.1f} "
-        "(read + written); tokens/s at that: limit"
-    )
+    yield f"decoding, {result['model']}; medians (range)"
     yield f"{'':<22} {'tokens/s':>22} {'ms':>8} {'GB/s':>6} {'of read':>7} {'over ours':>18} same"
     for row in result["rows"]:
+        limits = row["limits"]
         yield (
-            f"{row['dtype']}, batch {row['batch']}, context {row['context']}: "
-            f"limit {row['limit_tokens_per_second']:.1f}"
+            f"{row['dtype']}, batch {row['batch']}, context {row['context']}, {row['tokens']} "
+            f"tokens, {row['repeats']} rounds; at most {row['limit_tokens_per_second']:.1f} "
+            f"tokens/s: memory reads {limits['read'] / 1e9:.1f} GB/s, copies "
+            f"{limits['copy'] / 1e9:.1f}"
         )
         for name, arm in row["arms"].items():
             line = f"  {name:<20} {between(arm['tokens_per_second'], '.1f'):>22}"
@@ -312,8 +309,8 @@ def report(result: dict[str, Any]) -> Iterator[str]:
             if "over_ours" in arm:
                 line += f" {between(arm['over_ours'], '.2f'):>18} {arm['same_tokens']:>4}"
             yield line
-    if result["peers"]:
+    if any(row["peers"] for row in result["rows"]):
         yield (
-            "over ours: time of the peer over ours, round by round; same: leading tokens alike, "
-            f"of {result['tokens'] + 1}"
+            "over ours: time of the peer over ours, round by round; same: tokens that both begin "
+            "with, of one more than were timed"
         )

@@ -3,14 +3,15 @@
 Imports torch and transformers and nothing of jaxrag. Reads one JSON line per measurement from
 stdin, {"ids": [...], "rows": B, "tokens": n, "cache": "dynamic" or "static"}, and answers
 {"seconds": s, "ids": [...]}: ``generate`` of n tokens in each of B rows, greedy, with SDPA, behind
-the same prompt; the ids of the first row, from the prompt's first one on. The prompt is run once and
-its KV copied to every row; neither is timed.
+the same prompt; the ids of the first row, from that which follows the prompt. The prompt is run
+once and its KV copied to every row; neither is timed.
 """
 
 import json
 import os
 import sys
 import time
+from typing import Any
 
 import torch
 import transformers
@@ -26,7 +27,9 @@ class Prefilled:
         out = model(tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         self.first = int(out.logits[0, -1].argmax())
 
-    def rows(self, model, kind: str, rows: int, tokens: int):
+    def rows(
+        self, model: transformers.PreTrainedModel, kind: str, rows: int, tokens: int
+    ) -> transformers.Cache:
         """A cache of that kind with a copy for every row, and room for ``tokens`` more."""
         if kind == "static":
             room = len(self.prompt) + tokens + 1
@@ -67,7 +70,9 @@ def main() -> None:
             print(json.dumps(measure(model, prefilled, asked)), flush=True)
 
 
-def measure(model, prefilled: Prefilled, asked: dict) -> dict:
+def measure(
+    model: transformers.PreTrainedModel, prefilled: Prefilled, asked: dict[str, Any]
+) -> dict[str, Any]:
     """Time one ``generate``."""
     rows, tokens = asked["rows"], asked["tokens"]
     cache = prefilled.rows(model, asked["cache"], rows, tokens)

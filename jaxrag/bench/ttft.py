@@ -184,7 +184,7 @@ def write_random(directory: Path, config: ModelConfig, dtype: DType, seed: int) 
     return directory
 
 
-class _First(NamedTuple):
+class First(NamedTuple):
     """One measurement: seconds to the first token, its id, and what was computed for it."""
 
     seconds: float
@@ -212,7 +212,7 @@ def _measure(
     for _ in range(repeats + 1):
         _forget(model, reuse, prompt)
         time.sleep(SETTLE_SECONDS)
-        first = _first_token(model, store, full, prompt)
+        first = first_token(model, store, full, prompt)
         tops["full"] = first.top
         times["full"].append(first.seconds)
         for name in ("cold", "disk", "pool"):
@@ -220,12 +220,12 @@ def _measure(
                 _drop_page_cache(store_path)
             if name != "pool":
                 _forget(model, reuse, prompt)
-            times[name].append(_first_token(model, store, reuse, prompt).seconds)
+            times[name].append(first_token(model, store, reuse, prompt).seconds)
         for it in recomputing:
             for name in ("disk", "pool"):
                 if name == "disk":
                     _forget(model, it.method, prompt)
-                it.firsts[name].append(_first_token(model, store, it.method, prompt))
+                it.firsts[name].append(first_token(model, store, it.method, prompt))
         if peer is not None:
             time.sleep(SETTLE_SECONDS)
             answer = peer.ask({"ids": whole.tolist()})
@@ -291,7 +291,7 @@ class _Recomputing:
     """A method at one recompute ratio, and its measurements of one prompt."""
 
     method: Method
-    firsts: dict[str, list[_First]] = dataclasses.field(
+    firsts: dict[str, list[First]] = dataclasses.field(
         default_factory=lambda: {"pool": [], "disk": []}
     )
 
@@ -315,12 +315,12 @@ class _Recomputing:
         }
 
 
-def _first_token(model: Model, store: KVStore, method: Method, prompt: Prompt) -> _First:
+def first_token(model: Model, store: KVStore, method: Method, prompt: Prompt) -> First:
     """From token ids to the first token's id on the host."""
     return engine_of(model).call(lambda runner: _timed(runner, store, method, prompt))
 
 
-def _timed(runner: ModelRunner, store: KVStore, method: Method, prompt: Prompt) -> _First:
+def _timed(runner: ModelRunner, store: KVStore, method: Method, prompt: Prompt) -> First:
     model = runner.model
     start = time.perf_counter()
     mapped = map_request(runner, Request(prompt, store, method, 1), reserve_tokens=0)
@@ -332,7 +332,7 @@ def _timed(runner: ModelRunner, store: KVStore, method: Method, prompt: Prompt) 
         selection = 0 if choice is None else choice.flops
         computed = turborag_flops(model.config, len(mapped.ids), prompt.num_tokens)
         recomputed = 0 if choice is None else len(choice.tokens)
-        return _First(seconds, top, recomputed, computed + selection, selection)
+        return First(seconds, top, recomputed, computed + selection, selection)
     finally:
         unmap(runner, mapped)
 

@@ -49,6 +49,22 @@ def add_peer_benchmarks(kinds: "argparse._SubParsersAction[argparse.ArgumentPars
         "--llama-python", metavar="FILE", help="interpreter that imports llama_cpp and gguf"
     )
     decode.set_defaults(run=run_decode_throughput)
+    prefill = add_command(
+        kinds,
+        "prefill",
+        "time of a full prefill by context, beside a peer's and a matrix product",
+        "jaxrag bench prefill --peer transformers --peer-python PEER/bin/python",
+    )
+    _add_model(prefill)
+    prefill.add_argument(
+        "--contexts",
+        type=parse_counts,
+        default="512,1k,2k,4k,8k",
+        metavar="N,...",
+        help="tokens of the prompt (512,1k,2k,4k,8k)",
+    )
+    _add_rest(prefill)
+    prefill.set_defaults(run=run_prefill)
 
 
 def run_decode_throughput(args: argparse.Namespace) -> None:
@@ -63,7 +79,17 @@ def run_decode_throughput(args: argparse.Namespace) -> None:
         tokens=args.tokens,
         llama_python=args.llama_python,
     )
-    result = run(options)
+    result = run(options, args.out, args.resume)
+    give_out(args, result, report(result))
+
+
+def run_prefill(args: argparse.Namespace) -> None:
+    """Print a table, or one JSON object."""
+    from jaxrag.bench.prefill import Options, report, run
+
+    require_folder(args.out)
+    options = Options(**_common(args), contexts=args.contexts)
+    result = run(options, args.out, args.resume)
     give_out(args, result, report(result))
 
 
@@ -82,7 +108,14 @@ def _add_rest(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peer", choices=("transformers",), help="measure this one beside ours")
     parser.add_argument("--peer-python", metavar="FILE", help="interpreter that imports the peer")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (0)")
-    parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
+    parser.add_argument(
+        "--out", metavar="FILE", help="also write the JSON result there, row by row"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="measure only the rows that the file of --out does not hold yet",
+    )
     add_json(parser)
 
 
