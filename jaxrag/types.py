@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
+from jaxrag import struct
 from pallas_kernels.visibility import EMPTY, FINAL, PREFIX
 
 __all__ = [

@@ -1,6 +1,7 @@
 """What every test shares: eight CPU devices, full matmul precision, a small odd-sized config."""
 
 import dataclasses
+import gc
 import json
 import logging
 import os
@@ -42,6 +43,10 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("steady")
+
+# Tracing makes a million objects that live on; at the usual threshold of 700 new ones, to look for
+# garbage among them is a thirtieth of a run.
+gc.set_threshold(50_000, 10, 10)
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")

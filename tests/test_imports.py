@@ -27,7 +27,7 @@ FLOORS = (
     ("attention_index", "embed", "catalog", "train", "select"),
     ("models", "documents", "tasks"),
     ("cache", "store", "text", "retrieve"),
-    ("errors", "types", "shapes", "tables", "config", "options", "sharding", "installed"),
+    ("errors", "types", "shapes", "struct", "tables", "config", "options", "sharding", "installed"),
 )
 DOORS = {"jaxrag", "__main__"}
 GROUND = set(FLOORS[-1])
@@ -161,6 +161,13 @@ def test_no_module_imports_torch_or_transformers():
     for module in FILES.keys() - PEER_SCRIPTS:
         path = FILES[module]
         assert not BANNED & {name.split(".")[0] for name in imported(path)}, module
+
+
+def test_only_training_imports_flax():
+    """It takes a tenth of what a question in a new process takes (``jaxrag.struct``)."""
+    for module in FILES:
+        roots = {name.split(".")[0] for name in imported(FILES[module])}
+        assert "flax" not in roots or part(module) == "train", module
 
 
 def test_modules_form_no_cycle():

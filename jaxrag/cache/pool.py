@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
+from jaxrag import struct
 from jaxrag.config import ModelConfig
 from jaxrag.types import Array
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
+from jaxrag import struct
 from jaxrag.cache.pages import CachedChunk
 from jaxrag.cache.pool import PAGE
 from jaxrag.shapes import bucket

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.cli.fields import from_fields
-from jaxrag.cli.options import (
-    SECRET_VARIABLE,
-)
+from jaxrag.cli.options import SECRET_VARIABLE
 from jaxrag.config import ModelOptions
 from jaxrag.errors import ConfigError, KnowledgeBaseError, RequestError
 from jaxrag.serve.options import AnswerOptions, ReuseOptions, SearchOptions
@@ -31,14 +29,17 @@ if TYPE_CHECKING:
 def few_collections() -> Iterator[None]:
     """Look for garbage seldom, in a process that ends soon, and not once more at its end.
 
-    Importing and tracing make a million objects that live as long as the process.
+    Importing and tracing make a million objects that live as long as the process: to go over them
+    takes a tenth of a second.
     """
     usual = gc.get_threshold()
-    gc.set_threshold(200_000, 50, 50)
+    gc.set_threshold(2_000_000, 50, 50)
     atexit.register(gc.freeze)
     try:
         yield
     finally:
+        gc.freeze()  # what is young becomes old: restored, the threshold would go over all of it
+        gc.unfreeze()
         gc.set_threshold(*usual)
 
 

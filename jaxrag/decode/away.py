@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 from jax.experimental import io_callback
 
+from jaxrag import struct
 from jaxrag.attention_index import turned
 from jaxrag.cache import PAGE
 from jaxrag.cache.host_pool import HostPool, rows_of

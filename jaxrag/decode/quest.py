@@ -7,9 +7,9 @@ import dataclasses
 from typing import Any, override
 
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 
+from jaxrag import struct
 from jaxrag.cache import PAGE
 from jaxrag.config import ModelConfig
 from jaxrag.decode.far import Everything, FarLayer, HostPrompt, Pages

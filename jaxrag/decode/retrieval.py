@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args, override
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
+from jaxrag import struct
 from jaxrag.attention_index import AttentionIndex, Exact, QueryBank, QueryLists, Spec, build
 from jaxrag.attention_index import Ivf as IvfIndex
 from jaxrag.attention_index.spec import Trained, effort_of

@@ -8,10 +8,10 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 from jax.sharding import Mesh
 
+from jaxrag import struct
 from jaxrag.attention_index import Spec
 from jaxrag.cache import PagePool, PageTable
 from jaxrag.config import ModelConfig

@@ -9,9 +9,9 @@ from typing import Any, override
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 
+from jaxrag import struct
 from jaxrag.config import ModelConfig
 from jaxrag.decode.far import Chosen, FarLayer, HostPrompt
 from jaxrag.decode.footprint import Bytes, Placement

@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import struct
 
+from jaxrag import struct
 from jaxrag.cache import PagePool
 from jaxrag.cache.host import HostValues
 from jaxrag.decode.host_search import HostSearch

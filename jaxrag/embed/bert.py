@@ -12,9 +12,9 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 
+from jaxrag import struct
 from jaxrag.models.family import TensorRule
 from jaxrag.types import Array
 

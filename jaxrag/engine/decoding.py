@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 from jax.stages import Lowered
 
+from jaxrag import struct
 from jaxrag.cache import MIN_TABLE_PAGES, PAGE, PagePool, PageTable, TableBuilder, table_width
 from jaxrag.cache.host import HostValues
 from jaxrag.decode import (
@@ -164,7 +164,7 @@ class Lane:
             SamplingRows.of([SamplingParams()] * rows),
         )
         placed = jax.tree.map(lambda x: model.put_batch(x, rows), empty)
-        self._rows: LaneRows = jax.tree.map(jnp.asarray, placed)
+        self._rows: LaneRows = jax.device_put(placed)
         self._decoding: Decoding | None = None
 
     def join(
@@ -334,6 +334,7 @@ def sample_first(logits: Array, sampling: SamplingRows) -> Drawn:
     return _sample(logits, sampling, jnp.zeros(logits.shape[0], jnp.int32))
 
 
+@jax.jit  # within others: traced once for the first token and those after it
 def _sample(logits: Array, settings: SamplingRows, token_index: Array) -> Drawn:
     s = settings
     drawn = sample(logits, s.temperature, s.top_k, s.top_p, s.seeds, token_index)

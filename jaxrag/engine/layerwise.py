@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 
+from jaxrag import struct
 from jaxrag.cache import PAGE, PagePool, PageTable, TableBuilder
 from jaxrag.cache.host import to_device
 from jaxrag.cache.host_pool import rows_of

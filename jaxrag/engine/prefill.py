@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 from jax.stages import Lowered
 
+from jaxrag import struct
 from jaxrag.cache import PagePool, PageTable, batch_table
 from jaxrag.decode import Observe, PromptQueries
 from jaxrag.engine.direct import keep_leading

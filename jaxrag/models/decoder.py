@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 
+from jaxrag import struct
 from jaxrag.config import ModelConfig
 from jaxrag.models.attention import Attend
 from jaxrag.models.rope import RopeFactors, RopeTable
@@ -23,7 +23,7 @@ class Decoder(struct.PyTreeNode):
 
     params: Params
     rope: RopeTable  # of at least as many positions as the step's table has slots
-    config: ModelConfig = struct.field(pytree_node=False)
+    config: ModelConfig = struct.static()
     factors: RopeFactors | None = None  # of the whole context, where KV is in host memory
 
 

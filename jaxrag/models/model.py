@@ -272,7 +272,7 @@ class Model:
 
     def put(self, x: HostArray) -> Array:
         """Place a host array whole on every device."""
-        return jnp.asarray(x) if self.mesh is None else put(x, replicated(self.mesh))
+        return jax.device_put(x) if self.mesh is None else put(x, replicated(self.mesh))
 
     def put_kv(self, kv: HostArray) -> Array:
         """Place KV [L, 2, T, K / ways, H] of this process's heads as [L, 2, T, K, H], by heads.

@@ -7,10 +7,11 @@ rotation; ``place`` multiplies it in once, when a query or key first receives it
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
+from jaxrag import struct
 from jaxrag.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 from jaxrag.types import Array, HostArray
 from pallas_kernels.rotation import rotate
@@ -116,9 +117,9 @@ def rope_factors(rope: RopeConfig, num_positions: int) -> RopeFactors:
 
 def _table(rope: RopeConfig, positions: HostArray) -> RopeTable:
     angles = positions.astype(np.float64)[:, None] * frequencies(rope)
-    return RopeTable(
-        cos=jnp.asarray(np.cos(angles), jnp.float32), sin=jnp.asarray(np.sin(angles), jnp.float32)
-    )
+    both = (np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
+    cos, sin = jax.device_put(both)  # jnp.asarray would compile a program for each shape
+    return RopeTable(cos=cos, sin=sin)
 
 
 def scale_rotary(x: Array, rope: RopeConfig) -> Array:

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.sharding import Mesh
 
+from jaxrag import struct
 from jaxrag.config import ModelConfig
 from jaxrag.sharding import Rules, sharding
 

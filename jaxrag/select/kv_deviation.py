@@ -12,9 +12,9 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 
+from jaxrag import struct
 from jaxrag.cache import PAGE, PagedCache, PagePool, PageTable, TableBuilder, batch_table
 from jaxrag.config import ModelConfig
 from jaxrag.errors import RequestError
