@@ -31,12 +31,8 @@ from tqdm import tqdm
 from jaxrag.bench.machine import describe
 from jaxrag.bench.serve import SMALL_LLAMA
 from jaxrag.cli import run_command
-from jaxrag.cli.options import (
-    add_json,
-)
-from jaxrag.cli.output import (
-    give_out,
-)
+from jaxrag.cli.options import add_json
+from jaxrag.cli.output import give_out
 from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.engine import Engine
 from jaxrag.engine.request import Prompt, Request

@@ -31,12 +31,8 @@ from jaxrag.bench.serve_http import OwnServer, own_server
 from jaxrag.bench.serve_records import Served, percentiles
 from jaxrag.bench.serve_workload import Asked, Traffic, draw
 from jaxrag.cli import run_command
-from jaxrag.cli.options import (
-    add_json,
-)
-from jaxrag.cli.output import (
-    give_out,
-)
+from jaxrag.cli.options import add_json
+from jaxrag.cli.output import give_out
 from jaxrag.config import ModelConfig
 from jaxrag.errors import RequestError
 from jaxrag.models.model import Model, random_model

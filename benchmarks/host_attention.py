@@ -28,13 +28,8 @@ from jaxrag.attention_index.faiss_objects import faiss_module
 from jaxrag.bench.machine import describe
 from jaxrag.bench.options import rules_of
 from jaxrag.cli import run_command
-from jaxrag.cli.options import (
-    add_json,
-)
-from jaxrag.cli.output import (
-    give_out,
-    require_folder,
-)
+from jaxrag.cli.options import add_json
+from jaxrag.cli.output import give_out, require_folder
 from jaxrag.config import DTYPES, DType, ModelConfig
 from jaxrag.decode import HostSearch, rule_from
 from jaxrag.decode.far import HostLayer, HostPrompt

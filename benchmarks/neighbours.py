@@ -17,14 +17,8 @@ from typing import Any
 
 from jaxrag.bench.machine import describe
 from jaxrag.cli import run_command
-from jaxrag.cli.options import (
-    add_json,
-)
-from jaxrag.cli.output import (
-    give_out,
-    require_folder,
-    titled,
-)
+from jaxrag.cli.options import add_json
+from jaxrag.cli.output import give_out, require_folder, titled
 from jaxrag.evals.methods import run
 from jaxrag.evals.methods_grid import Options
 from jaxrag.evals.methods_report import verdict

@@ -34,13 +34,8 @@ import scipy.sparse
 from jaxrag.bench.machine import describe
 from jaxrag.catalog import Catalog, Entry
 from jaxrag.cli import run_command
-from jaxrag.cli.options import (
-    add_json,
-)
-from jaxrag.cli.output import (
-    give_out,
-    require_folder,
-)
+from jaxrag.cli.options import add_json
+from jaxrag.cli.output import give_out, require_folder
 from jaxrag.documents import Document
 from jaxrag.documents.chunking import Chunking, split
 from jaxrag.embed import load_embedder

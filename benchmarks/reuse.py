@@ -60,13 +60,8 @@ from jaxrag.bench.machine import describe
 from jaxrag.bench.ttft import LLAMA_100M
 from jaxrag.cache import PAGE, pages_for
 from jaxrag.cli import run_command
-from jaxrag.cli.options import (
-    add_json,
-)
-from jaxrag.cli.output import (
-    give_out,
-    require_folder,
-)
+from jaxrag.cli.options import add_json
+from jaxrag.cli.output import give_out, require_folder
 from jaxrag.config import ModelConfig
 from jaxrag.documents import Document
 from jaxrag.engine.engine import Engine, engine_of

@@ -30,13 +30,8 @@ from update import WORDS, small_model
 
 from jaxrag.bench.machine import describe
 from jaxrag.cli import run_command
-from jaxrag.cli.options import (
-    add_json,
-)
-from jaxrag.cli.output import (
-    give_out,
-    require_folder,
-)
+from jaxrag.cli.options import add_json
+from jaxrag.cli.output import give_out, require_folder
 from jaxrag.documents import Document
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model, random_model

@@ -20,13 +20,8 @@ import numpy as np
 
 from jaxrag.bench.machine import describe
 from jaxrag.cli import run_command
-from jaxrag.cli.options import (
-    add_json,
-)
-from jaxrag.cli.output import (
-    give_out,
-    require_folder,
-)
+from jaxrag.cli.options import add_json
+from jaxrag.cli.output import give_out, require_folder
 from jaxrag.config import ModelConfig, RopeConfig
 from jaxrag.documents import Document
 from jaxrag.knowledge_base import KnowledgeBase

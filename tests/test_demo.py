@@ -9,9 +9,7 @@ import pytest
 
 from jaxrag import cli
 from jaxrag.cli import demo
-from jaxrag.cli.output import (
-    columns,
-)
+from jaxrag.cli.output import columns
 from jaxrag.config import config_from_dict
 from jaxrag.engine.engine import engine_of
 from jaxrag.models.export import export_hf

@@ -27,17 +27,7 @@ FLOORS = (
     ("attention_index", "embed", "catalog", "train", "select"),
     ("models", "documents", "tasks"),
     ("cache", "store", "text", "retrieve"),
-    (
-        "errors",
-        "types",
-        "shapes",
-        "struct",
-        "tables",
-        "config",
-        "options",
-        "sharding",
-        "installed",
-    ),
+    ("errors", "types", "shapes", "struct", "tables", "config", "options", "sharding", "installed"),
 )
 DOORS = {"jaxrag", "__main__"}
 GROUND = set(FLOORS[-1])

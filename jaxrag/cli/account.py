@@ -5,12 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxrag.cli.output import (
-    columns,
-    human_count,
-    shorten,
-    table,
-)
+from jaxrag.cli.output import columns, human_count, shorten, table
 from jaxrag.text.printable import printable
 
 if TYPE_CHECKING:

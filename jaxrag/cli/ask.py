@@ -8,24 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrag.cli.account import explained, sources, summary
 from jaxrag.cli.fields import from_fields
-from jaxrag.cli.opening import (
-    asked_of,
-    few_collections,
-    load,
-    method_of,
-    open_kb,
-)
-from jaxrag.cli.options import (
-    add_command,
-    add_generation,
-    add_json,
-    add_model,
-    add_secret,
-)
-from jaxrag.cli.output import (
-    note,
-    print_json,
-)
+from jaxrag.cli.opening import asked_of, few_collections, load, method_of, open_kb
+from jaxrag.cli.options import add_command, add_generation, add_json, add_model, add_secret
+from jaxrag.cli.output import note, print_json
 from jaxrag.config import ModelOptions
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.errors import DocumentError, RequestError

@@ -9,10 +9,7 @@ from jaxrag.cli.bench_document import add_document
 from jaxrag.cli.bench_peer import add_peer_benchmarks
 from jaxrag.cli.bench_serve import add_serve
 from jaxrag.cli.fields import add_fields, from_fields
-from jaxrag.cli.opening import (
-    open_kb,
-    where_of,
-)
+from jaxrag.cli.opening import open_kb, where_of
 from jaxrag.cli.options import (
     add_command,
     add_earlier_name,
@@ -24,10 +21,7 @@ from jaxrag.cli.options import (
     add_secret,
     peer_of,
 )
-from jaxrag.cli.output import (
-    give_out,
-    require_folder,
-)
+from jaxrag.cli.output import give_out, require_folder
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

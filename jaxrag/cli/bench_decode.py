@@ -4,11 +4,7 @@ import argparse
 
 from jaxrag.bench.options import DecodeOptions, rules_of
 from jaxrag.cli.fields import add_fields, from_fields
-from jaxrag.cli.options import (
-    add_command,
-    add_earlier_name,
-    add_result,
-)
+from jaxrag.cli.options import add_command, add_earlier_name, add_result
 from jaxrag.cli.output import give_out, require_folder
 
 

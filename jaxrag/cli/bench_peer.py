@@ -3,19 +3,10 @@
 import argparse
 from typing import Any
 
-from jaxrag.cli.options import (
-    add_command,
-    add_json,
-)
-from jaxrag.cli.output import (
-    give_out,
-    require_folder,
-)
+from jaxrag.cli.options import add_command, add_json
+from jaxrag.cli.output import give_out, require_folder
 from jaxrag.errors import RequestError
-from jaxrag.options import (
-    parse_count,
-    parse_counts,
-)
+from jaxrag.options import parse_count, parse_counts
 
 
 def add_peer_benchmarks(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -60,7 +51,7 @@ def add_peer_benchmarks(kinds: "argparse._SubParsersAction[argparse.ArgumentPars
         "--contexts",
         type=parse_counts,
         default="512,1k,2k,4k,8k",
-        metavar="N,N,...",
+        metavar="N,...",
         help="tokens of the prompt (512,1k,2k,4k,8k)",
     )
     _add_rest(prefill)

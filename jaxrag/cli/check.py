@@ -7,15 +7,8 @@ from typing import TYPE_CHECKING
 
 from jaxrag.cli.fields import add_fields
 from jaxrag.cli.opening import mesh_of
-from jaxrag.cli.options import (
-    add_command,
-    add_json,
-)
-from jaxrag.cli.output import (
-    human_count,
-    print_json,
-    shorten,
-)
+from jaxrag.cli.options import add_command, add_json
+from jaxrag.cli.output import human_count, print_json, shorten
 from jaxrag.config import ModelOptions
 from jaxrag.text.printable import printable
 

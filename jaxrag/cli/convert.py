@@ -2,9 +2,7 @@
 
 import argparse
 
-from jaxrag.cli.options import (
-    add_command,
-)
+from jaxrag.cli.options import add_command
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -16,16 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrag.cli.options import (
-    add_command,
-    add_json,
-)
-from jaxrag.cli.output import (
-    human_count,
-    print_json,
-    shorten,
-    table,
-)
+from jaxrag.cli.options import add_command, add_json
+from jaxrag.cli.output import human_count, print_json, shorten, table
 from jaxrag.installed import DATA, unpack
 
 METHODS = ("full_attention", "turborag", "block_attention")

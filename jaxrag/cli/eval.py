@@ -7,19 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrag.cli import eval_long, eval_methods, eval_own
 from jaxrag.cli.fields import add_fields, from_fields
-from jaxrag.cli.options import (
-    add_command,
-    add_earlier_name,
-    add_json,
-    add_result,
-    chunks_of,
-)
-from jaxrag.cli.output import (
-    give_out,
-    print_json,
-    require_folder,
-    titled,
-)
+from jaxrag.cli.options import add_command, add_earlier_name, add_json, add_result, chunks_of
+from jaxrag.cli.output import give_out, print_json, require_folder, titled
 from jaxrag.errors import RequestError
 from jaxrag.evals.options import SyntheticOptions
 

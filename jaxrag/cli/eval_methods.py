@@ -5,17 +5,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.cli.fields import add_fields, from_fields
-from jaxrag.cli.options import (
-    add_command,
-    add_earlier_name,
-    add_result,
-    chunks_of,
-)
-from jaxrag.cli.output import (
-    give_out,
-    require_folder,
-    titled,
-)
+from jaxrag.cli.options import add_command, add_earlier_name, add_result, chunks_of
+from jaxrag.cli.output import give_out, require_folder, titled
 from jaxrag.evals.options import MethodsOptions
 from jaxrag.options import parse_names
 

@@ -3,20 +3,9 @@
 import argparse
 import dataclasses
 
-from jaxrag.cli.opening import (
-    secret_of,
-    where_of,
-)
-from jaxrag.cli.options import (
-    add_command,
-    add_found,
-    add_json,
-    add_secret,
-)
-from jaxrag.cli.output import (
-    human_count,
-    print_json,
-)
+from jaxrag.cli.opening import secret_of, where_of
+from jaxrag.cli.options import add_command, add_found, add_json, add_secret
+from jaxrag.cli.output import human_count, print_json
 from jaxrag.text.printable import printable
 
 FORMATS = ("safetensors", "lmcache", "zarr")

@@ -4,10 +4,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from jaxrag.cli.opening import (
-    open_kb,
-    where_of,
-)
+from jaxrag.cli.opening import open_kb, where_of
 from jaxrag.cli.options import (
     add_command,
     add_earlier_name,
@@ -16,14 +13,8 @@ from jaxrag.cli.options import (
     add_model,
     add_secret,
 )
-from jaxrag.cli.output import (
-    print_json,
-    table,
-)
-from jaxrag.options import (
-    parse_count,
-    parse_ratios,
-)
+from jaxrag.cli.output import print_json, table
+from jaxrag.options import parse_count, parse_ratios
 
 if TYPE_CHECKING:
     from jaxrag.evals.gate import GateReport

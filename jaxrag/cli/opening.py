@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.cli.fields import from_fields
-from jaxrag.cli.options import (
-    SECRET_VARIABLE,
-)
+from jaxrag.cli.options import SECRET_VARIABLE
 from jaxrag.config import ModelOptions
 from jaxrag.errors import ConfigError, KnowledgeBaseError, RequestError
 from jaxrag.serve.options import AnswerOptions, ReuseOptions, SearchOptions

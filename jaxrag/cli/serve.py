@@ -9,15 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.cli.fields import add_fields, given_fields
-from jaxrag.cli.opening import (
-    load,
-    secret_of,
-)
-from jaxrag.cli.options import (
-    add_command,
-    add_model,
-    add_secret,
-)
+from jaxrag.cli.opening import load, secret_of
+from jaxrag.cli.options import add_command, add_model, add_secret
 from jaxrag.config import ModelOptions
 from jaxrag.errors import ConfigError, KnowledgeBaseError
 from jaxrag.server.options import ServerOptions

@@ -6,15 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxrag.cli.distributed import add_distributed, join
-from jaxrag.cli.options import (
-    add_command,
-    add_json,
-)
-from jaxrag.cli.output import (
-    human_count,
-    print_json,
-    table,
-)
+from jaxrag.cli.options import add_command, add_json
+from jaxrag.cli.output import human_count, print_json, table
 
 if TYPE_CHECKING:
     from jaxrag.train.config import TrainConfig

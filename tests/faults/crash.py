@@ -43,13 +43,8 @@ from fault_report import foot, markdown
 
 from jaxrag.bench.machine import describe
 from jaxrag.cli import run_command
-from jaxrag.cli.options import (
-    add_json,
-)
-from jaxrag.cli.output import (
-    give_out,
-    require_folder,
-)
+from jaxrag.cli.options import add_json
+from jaxrag.cli.output import give_out, require_folder
 from jaxrag.models.model import Model
 
 NAMES = (*KINDS, "store")

@@ -50,13 +50,8 @@ from tqdm import tqdm
 
 from jaxrag.bench.machine import describe
 from jaxrag.cli import run_command
-from jaxrag.cli.options import (
-    add_json,
-)
-from jaxrag.cli.output import (
-    give_out,
-    require_folder,
-)
+from jaxrag.cli.options import add_json
+from jaxrag.cli.output import give_out, require_folder
 from jaxrag.errors import JaxragError
 from jaxrag.knowledge_base.location import mend_catalog
 from jaxrag.models.model import Model

@@ -50,13 +50,8 @@ from tqdm import tqdm
 from jaxrag.bench.machine import describe
 from jaxrag.cli import main as jaxrag
 from jaxrag.cli import run_command
-from jaxrag.cli.options import (
-    add_json,
-)
-from jaxrag.cli.output import (
-    give_out,
-    require_folder,
-)
+from jaxrag.cli.options import add_json
+from jaxrag.cli.output import give_out, require_folder
 from jaxrag.knowledge_base import KnowledgeBase
 
 CASES = (*hostile_models.CASES, *hostile_files.CASES)

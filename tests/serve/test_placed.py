@@ -8,14 +8,8 @@ import pytest
 
 from jaxrag import KnowledgeBase, generate
 from jaxrag.cli.fields import from_fields
-from jaxrag.cli.opening import (
-    load,
-    method_of,
-)
-from jaxrag.cli.options import (
-    add_generation,
-    add_model,
-)
+from jaxrag.cli.opening import load, method_of
+from jaxrag.cli.options import add_generation, add_model
 from jaxrag.config import ModelOptions
 from jaxrag.decode import Retrieval, TopN
 from jaxrag.engine.engine import engine_of
