@@ -128,7 +128,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=60.0,
         metavar="S",
-        help="that a file, or a row or object of one, may take to parse, else it is left out (60)",
+        help="that a file may take to parse, but for text, tables and JSON lines, else it is left "
+        "out (60)",
     )
     parser.add_argument(
         "--parse-bytes",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.documents.document import BadDocument, Document
-from jaxrag.documents.files import MAX_FILE_BYTES, ReadOptions
+from jaxrag.documents.files import ReadOptions
 from jaxrag.documents.parser_process import LENGTH, parse_frame, write_frame
 from jaxrag.documents.readers import is_of_records
 from jaxrag.errors import DocumentError
@@ -43,7 +43,7 @@ class ParseLimits:
     """What one document may take of the process that parses it.
 
     Attributes:
-      seconds: of time, most of which is the parser's; of a large table, for each 256 MiB.
+      seconds: of time, most of which is the parser's.
       nbytes: of address space of the process.
 
     Raises DocumentError for what is not above 0.
@@ -77,14 +77,10 @@ class ParserFailed(DocumentError):
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:
-    """A document, and its chunks where the parser was to cut it.
-
-    ``read`` says how many bytes of its file were read when it was told.
-    """
+    """A document, and its chunks where the parser was to cut it."""
 
     document: Document
     chunks: "tuple[Chunk, ...]"
-    read: int = 0
 
 
 class Parser:
@@ -138,20 +134,20 @@ class Parser:
         Raises ParserFailed where the process died or came to a limit; the next file gets another.
         """
         done = False
+        left = self._limits.seconds
         try:
-            left = seconds = self._seconds_of(path, filename)
             process = self._running(wanted)
             self._send(process, {
                 "path": os.path.abspath(path), "filename": filename, "name": name,
-                "options": dataclasses.asdict(options), "reported": reported, "seconds": seconds,
+                "options": dataclasses.asdict(options), "reported": reported,
                 "chunking": None if chunking is None else dataclasses.asdict(chunking),
             })  # fmt: skip
             while not done:
                 told, waited = self._receive(process, left, wanted)
                 # Each record is a document; pages that cannot be read are parts of one.
-                left = seconds if is_of_records(filename) else left - waited
+                left = self._limits.seconds if is_of_records(filename) else left - waited
                 if "document" in told:
-                    yield _parsed(told["document"], told["read"])
+                    yield _parsed(told["document"])
                 elif "bad" in told:
                     yield BadDocument(**told["bad"])
                 elif "memory" in told:
@@ -165,12 +161,6 @@ class Parser:
         finally:
             if not done:
                 self.close()
-
-    def _seconds_of(self, path: Path, filename: str) -> float:
-        """The limit of a file; of one of records, which may have any size, for each 256 MiB."""
-        if not is_of_records(filename) or not os.path.isfile(path):
-            return self._limits.seconds
-        return self._limits.seconds * (1 + os.path.getsize(path) // MAX_FILE_BYTES)
 
     def close(self) -> None:
         """End the process."""
@@ -249,10 +239,10 @@ class Parser:
         )
 
 
-def _parsed(told: dict[str, Any], read: int) -> Parsed:
+def _parsed(told: dict[str, Any]) -> Parsed:
     rows, pages = told.pop("chunks"), tuple(told.pop("pages"))
     document = Document(**told, pages=pages)
-    return Parsed(document, _chunks(document.text, rows) if rows else (), read)
+    return Parsed(document, _chunks(document.text, rows) if rows else ())
 
 
 def _chunks(text: str, rows: list[list[Any]]) -> "tuple[Chunk, ...]":

@@ -61,9 +61,9 @@ def main() -> None:
     _limit(resource.RLIMIT_AS, first["nbytes"])
     _limit(resource.RLIMIT_CORE, 0)
     cut = None if first["tokenizer"] is None else _cutter(first["tokenizer"])
+    seconds = round(first["seconds"]) + _GRACE_SECONDS
     write_frame(answers, {"ready": True})
     while (job := read_frame(asked)) is not None:
-        seconds = round(job["seconds"]) + _GRACE_SECONDS
         signal.alarm(seconds)  # ends the process even inside of a library, and without a parent
         try:
             for message in _messages(job, cut):
@@ -87,8 +87,7 @@ def _messages(job: dict[str, Any], cut: Cut | None) -> Iterator[dict[str, Any]]:
                     yield {"bad": dataclasses.asdict(found)}
                     continue
                 try:
-                    told = _told(found, cut, job["chunking"])
-                    yield {"document": told, "read": stream.tell()}
+                    yield {"document": _told(found, cut, job["chunking"])}
                 except DocumentError as error:
                     yield {"bad": {"source": filename, "reason": str(error)}}
     except OSError as error:

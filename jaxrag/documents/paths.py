@@ -5,6 +5,7 @@ import os
 import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from jaxrag.documents.document import BadDocument, Document
 from jaxrag.documents.files import File, ReadOptions
@@ -45,7 +46,7 @@ class DocumentFiles:
         self.passed = 0
         self.whole: set[str] = set()
         self._done = 0  # bytes of the files that the iteration under way has left behind
-        self._read_of_current = 0  # bytes of the file under way
+        self._current: BinaryIO | None = None
 
     def __iter__(self) -> Iterator[Document | BadDocument]:
         """Read: documents, and BadDocuments in the place of those that cannot be read."""
@@ -70,7 +71,8 @@ class DocumentFiles:
 
     def read_bytes(self) -> int:
         """How much of it the iteration under way has passed."""
-        return self._done + self._read_of_current
+        current = self._current
+        return self._done + (current.tell() if current is not None and not current.closed else 0)
 
     def _files(self) -> Iterator["_Found"]:
         there = (it for it in self.paths if not self.missing_ok or os.path.lexists(it))
@@ -103,16 +105,11 @@ class DocumentFiles:
         try:
             if is_parsed_apart(shown):
                 for found in parser.parse(file.path, shown, file.name, self.options, reported):
-                    if isinstance(found, BadDocument):
-                        yield found
-                    else:
-                        self._read_of_current = found.read
-                        yield found.document
+                    yield found if isinstance(found, BadDocument) else found.document
             else:
                 with open(file.path, "rb") as stream:
-                    for it in read_open(stream, file.path, file.name, self.options, reported):
-                        self._read_of_current = stream.tell()
-                        yield it
+                    self._current = stream
+                    yield from read_open(stream, file.path, file.name, self.options, reported)
         except ParserFailed as error:
             yield file.bad(f"{error}, or raise {error.limit}" if error.limit else error)
         except DocumentError as error:
@@ -120,7 +117,7 @@ class DocumentFiles:
         except OSError as error:
             yield file.bad(f"cannot be read ({error.strerror or error})")
         finally:
-            self._read_of_current = 0
+            self._current = None
 
     def _wants(self, name: str) -> bool:
         return self.wanted is None or self.wanted(name)
@@ -172,9 +169,10 @@ def read_paths(
       text_field: of records; see ReadOptions.
       follow_links: also read what links inside a folder name outside of it, and the folders that
         links in it name, each folder once; else these are reported.
-      parse_seconds: that a file may take to parse, or each of its objects or rows.
-      parse_bytes: of memory that it may take. All but .txt and .md are parsed in a process of
-        their own, so that a file which comes to a limit, or crashes its parser, is left out alone.
+      parse_seconds: that a file may take to parse.
+      parse_bytes: of memory that it may take. All but .txt, .md, .jsonl, .csv and .tsv are parsed
+        in a process of their own, so that a file which comes to a limit, or crashes its parser, is
+        left out alone.
       missing_ok: take a path that does not exist for an empty folder.
 
     Raises DocumentError at once for what is no list of paths, for a path that does not exist, for

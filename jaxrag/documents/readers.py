@@ -40,7 +40,11 @@ _READERS: dict[str, Reader] = {
     ".eml": read_mail,
 }
 _RECORDS = (".jsonl", ".json", ".csv", ".tsv")  # of many documents, each with an id of its own
-_HERE = (".txt", ".md")  # read without a parser, and so in the process that asks for them
+# Their parsers build trees, or are programs of others: they run in a process of their own.
+_APART = (
+    ".json", ".html", ".htm", ".pdf", ".docx", ".pptx", ".xlsx", ".epub", ".rst", ".org", ".ipynb",
+    ".eml",
+)  # fmt: skip
 _FIXES = {
     ".xls": "save it as .xlsx",
     ".xlsm": "save it as .xlsx",
@@ -77,8 +81,7 @@ def is_without_text(filename: str) -> bool:
 
 def is_parsed_apart(filename: str) -> bool:
     """Whether a file of that name is to be parsed in a process of its own."""
-    suffix = Path(filename).suffix.lower()
-    return suffix in _READERS and suffix not in _HERE
+    return filename.lower().endswith(_APART)
 
 
 def read_open(

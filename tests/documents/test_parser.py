@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from jaxrag.documents import BadDocument, Document, Intake, Shard, read_paths
-from jaxrag.documents import parser as parser_module
 from jaxrag.documents.chunking import Chunking, split
 from jaxrag.documents.files import ReadOptions
 from jaxrag.documents.parser import ParseLimits, Parser, ParserFailed
@@ -70,7 +69,6 @@ def test_every_record_is_a_document_of_the_file(parsed):
     assert (first.document.id, first.document.metadata) == ("a", {"year": 1})
     assert isinstance(bad, BadDocument) and bad.source == "rows.jsonl:2"
     assert last.document.id == f"{NAME}:3"
-    assert first.read <= last.read == len(lines)
 
 
 @pytest.mark.parametrize(
@@ -219,25 +217,6 @@ def test_a_file_that_takes_too_long_is_left_out_alone(many):
         "took more than 0.05 s to parse; split the file or save it anew, or raise parse_seconds"
         in found
     )
-
-
-def test_a_large_table_has_the_time_for_each_part_of_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(parser_module, "MAX_FILE_BYTES", 100)
-    (tmp_path / "a.csv").write_text("text\n" + "x" * 300)
-    (tmp_path / "a.html").write_text("x" * 300)
-    parser = Parser(ParseLimits(7.0))
-    assert parser._seconds_of(tmp_path / "a.csv", "a.csv") == 28
-    assert parser._seconds_of(tmp_path / "a.html", "a.html") == 7
-
-
-def test_how_far_a_table_is_read_is_known_while_it_is(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "word"}\n' * 5_000)
-    files = read_paths([tmp_path])
-    size = files.total_bytes()
-    shares = [files.read_bytes() / size for _ in files]
-    assert shares == sorted(shares)
-    assert 0 < shares[0] < 0.2
-    assert shares[len(shares) // 2] > 0.3
 
 
 @pytest.mark.parametrize(
