@@ -72,8 +72,8 @@ def paged_attention(
     if rotate_side is None:
         rotate_side = _best_side(length, num_kv_heads)
     joined = rotate_side == "joined"
-    pages_per_tile = max(1, (JOINED_TILE if joined else TILE) // page)
-    pages_per_tile = min(pages_per_tile, pages.shape[1]) if joined else pages_per_tile
+    pages_per_tile = (JOINED_TILE if joined else TILE) // page
+    pages_per_tile = max(1, min(pages_per_tile, pages.shape[1]) if joined else pages_per_tile)
     kv_size = pages_per_tile * page
     pages, offsets = pad_to(pages, 1, pages_per_tile), pad_to(offsets, 1, pages_per_tile)
     slot_position = pad_to(slot_position, 1, kv_size, _HIDDEN)

@@ -25,8 +25,9 @@ _Kept = tuple[Array | None, Array | None]  # x and weight, each None where the g
 @jax.custom_vjp
 def linear(x: Array, weight: Array) -> Array:
     """x [B, T, *I] @ weight [*I, *O], of one dtype -> [B, T, *O]; reverse mode only."""
-    rows = x.reshape(*x.shape[:2], -1)
-    return product(rows, weight.reshape(rows.shape[-1], *weight.shape[x.ndim - 2 :]))
+    inner = math.prod(x.shape[2:])
+    rows = x.reshape(*x.shape[:2], inner)  # of no token too, so not -1
+    return product(rows, weight.reshape(inner, *weight.shape[x.ndim - 2 :]))
 
 
 def product(x: Array, weight: Array, axis: int = 0, dtype: Any = None) -> Array:

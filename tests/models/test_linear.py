@@ -32,6 +32,18 @@ def test_value_and_gradients_are_those_of_the_plain_product(rng, inner, outer):
         np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-5)
 
 
+def test_no_rows(rng):
+    for inner, outer in SHAPES:
+        x, weight, _ = operands(rng, inner, outer)
+        assert linear(x[:, :0], weight).shape == (3, 0, *outer)
+
+
+def test_one_row_of_bfloat16_is_that_row_of_two(rng):
+    x, weight, _ = operands(rng, (12,), (5,), jnp.bfloat16)
+    one, two = linear(x[:1, :1], weight), linear(x[:2, :1], weight)[:1]
+    np.testing.assert_array_equal(one.astype(jnp.float32), two.astype(jnp.float32))
+
+
 @pytest.mark.parametrize(("inner", "outer"), [((8,), (4,)), ((4,), (8,))])
 def test_bfloat16_gradients_are_bfloat16(rng, inner, outer):
     x, weight, d_out = operands(rng, inner, outer, jnp.bfloat16)
