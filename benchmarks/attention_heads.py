@@ -17,9 +17,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxrag.attention_index import QueryBank, rotated
-from jaxrag.config import RopeConfig
-from jaxrag.errors import ConfigError
-from jaxrag.types import HostArray
+from jaxrag.base.config import RopeConfig
+from jaxrag.base.errors import ConfigError
+from jaxrag.base.types import HostArray
 
 _BLOCK = 16384  # tokens drawn at a time
 _LOGIT_STD = 2.5  # of q.k / sqrt(H) over the keys

@@ -29,12 +29,14 @@ from index_measure import HEADS
 from tqdm import tqdm
 
 from jaxrag.attention_index import rotated
+from jaxrag.base.config import DType, ModelConfig
+from jaxrag.base.shapes import bucket
+from jaxrag.base.types import Array, HostArray, on_host
 from jaxrag.bench.decode import CHUNK_TOKENS
 from jaxrag.bench.decode import Options as DecodeOptions
 from jaxrag.bench.machine import describe
 from jaxrag.cache import PAGE
 from jaxrag.cache.host_pool import rows_of
-from jaxrag.config import DType, ModelConfig
 from jaxrag.decode import Decoding, PromptQueries, rule_from
 from jaxrag.decode.away import AwayAttend
 from jaxrag.engine import decoding
@@ -49,8 +51,6 @@ from jaxrag.engine.runner import ModelRunner
 from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
 from jaxrag.models.spec import num_params
-from jaxrag.shapes import bucket
-from jaxrag.types import Array, HostArray, on_host
 
 BLOCK = 32  # steps whose recall is averaged
 

@@ -24,6 +24,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
 from jaxrag.bench.machine import describe
 from jaxrag.bench.serve import SMALL_LLAMA
 from jaxrag.bench.serve_client import offer_http
@@ -33,8 +35,6 @@ from jaxrag.bench.serve_workload import Asked, Traffic, draw
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out
-from jaxrag.config import ModelConfig
-from jaxrag.errors import RequestError
 from jaxrag.models.model import Model, random_model
 
 _BUSY = 429

@@ -26,10 +26,10 @@ def random_weights(name: str, shape: Shape, impl: str, cache_tokens: int) -> Any
     """The model of configs/models/NAME.toml with random weights; a toy of its family if tiny."""
     import jax
 
-    from jaxrag.config import config_from_dict
+    from jaxrag.base.config import config_from_dict
+    from jaxrag.base.tables import read_toml
     from jaxrag.models.model import Model
     from jaxrag.models.spec import init_params
-    from jaxrag.tables import read_toml
 
     config = config_from_dict(read_toml(CONFIGS / f"{name}.toml"))
     if shape is TINY:

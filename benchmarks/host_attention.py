@@ -25,16 +25,16 @@ from index_measure import BLOCK, HEADS
 from tqdm import tqdm
 
 from jaxrag.attention_index.faiss_objects import faiss_module
+from jaxrag.base.config import DTYPES, DType, ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import HostArray
 from jaxrag.bench.machine import describe
 from jaxrag.bench.options import rules_of
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.config import DTYPES, DType, ModelConfig
 from jaxrag.decode import HostSearch, rule_from
 from jaxrag.decode.far import HostLayer, HostPrompt
-from jaxrag.errors import RequestError
-from jaxrag.types import HostArray
 
 RULES = (
     "dense;flat;retrieval:index=lists,index.exact_below=0"

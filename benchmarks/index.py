@@ -16,11 +16,11 @@ from index_measure import Options
 from model_heads import model_heads
 
 from jaxrag.attention_index.document import Indexing
+from jaxrag.base.errors import RequestError
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
 from jaxrag.decode import Retrieval
-from jaxrag.errors import RequestError
 from jaxrag.models.model import load_model
 
 

@@ -34,11 +34,11 @@ from jaxrag.attention_index import (
     table_of,
 )
 from jaxrag.attention_index.faiss_objects import faiss_module, one_thread
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import HostArray
 from jaxrag.bench.machine import describe
 from jaxrag.decode import Ivf as IvfRule
 from jaxrag.decode import Retrieval
-from jaxrag.errors import RequestError
-from jaxrag.types import HostArray
 
 BLOCK = 32  # steps whose recall is averaged
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from kcache_measure import QUICK, Options, throughput, traffic
 
+from jaxrag.base.options import parse_bytes
 from jaxrag.bench.machine import describe
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
@@ -32,7 +33,6 @@ from jaxrag.cli.output import give_out, require_folder
 from jaxrag.evals.long import plan
 from jaxrag.evals.long.run import run as run_eval
 from jaxrag.models.spec import num_params
-from jaxrag.options import parse_bytes
 
 
 def run(options: Options) -> dict[str, Any]:

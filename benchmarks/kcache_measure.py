@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from jaxrag.base.config import DType, ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import HostArray
 from jaxrag.bench.decode import CHUNK_TOKENS
 from jaxrag.bench.decode import Options as DecodeOptions
 from jaxrag.cache import PAGE
-from jaxrag.config import DType, ModelConfig
 from jaxrag.decode import DecodeRule, Dense, TopN
 from jaxrag.engine.decoding import Lane, lane_of, start_decoding
 from jaxrag.engine.direct import map_request, unmap
@@ -23,12 +25,10 @@ from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.prefill import prefill_observed
 from jaxrag.engine.request import DECODE_BLOCK, Prompt, Request
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.errors import RequestError
 from jaxrag.methods import METHODS
 from jaxrag.models.model import Model, random_model
 from jaxrag.store import KVStore
 from jaxrag.store.memory import MemoryStore
-from jaxrag.types import HostArray
 
 PARTS = ("throughput", "quality", "traffic")
 

@@ -10,15 +10,15 @@ from attention_heads import Heads
 from index_measure import Options
 
 from jaxrag.attention_index import QueryBank
-from jaxrag.config import ModelConfig
-from jaxrag.errors import RequestError
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import FINAL, Array, HostArray, Tokens
 from jaxrag.models.attention import PackedAttend
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import Model, as_token_ids
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import Params
 from jaxrag.models.taps import Tap
-from jaxrag.types import FINAL, Array, HostArray, Tokens
 
 
 def model_heads(

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxrag.base.options import parse_ratios
 from jaxrag.bench.machine import describe
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
@@ -24,7 +25,6 @@ from jaxrag.evals.methods_grid import Options
 from jaxrag.evals.methods_report import verdict
 from jaxrag.evals.synthetic import ALL
 from jaxrag.evals.synthetic_report import Table, markdown_table, shown
-from jaxrag.options import parse_ratios
 from jaxrag.tasks.synthetic import SyntheticTask
 
 BEHIND = {"after_prefix": "the prefix", "neighbours": "neighbours"}

@@ -56,18 +56,18 @@ from reuse_workload import (
 )
 from tqdm import tqdm
 
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import KnowledgeBaseError, RequestError
 from jaxrag.bench.machine import describe
 from jaxrag.bench.ttft import LLAMA_100M
 from jaxrag.cache import PAGE, pages_for
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.config import ModelConfig
 from jaxrag.documents import Document
 from jaxrag.engine.engine import Engine, engine_of
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.state import EngineSettings
-from jaxrag.errors import KnowledgeBaseError, RequestError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model, random_model
 from jaxrag.serve.generate import Result, generate

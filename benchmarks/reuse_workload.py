@@ -20,8 +20,8 @@ from typing import Any, Literal
 import numpy as np
 from tqdm import tqdm
 
-from jaxrag.errors import RequestError
-from jaxrag.types import HostArray
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import HostArray
 
 Kind = Literal["kb", "shared", "unique"]
 

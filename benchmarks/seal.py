@@ -28,6 +28,7 @@ import xxhash
 from blake3 import blake3
 from update import WORDS, small_model
 
+from jaxrag.base.types import HostArray
 from jaxrag.bench.machine import describe
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
@@ -37,7 +38,6 @@ from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model, random_model
 from jaxrag.store import ChunkStore, KVLayout, Provenance, chunk_key, content_id, context_id
 from jaxrag.store.layout import Stored
-from jaxrag.types import HostArray
 
 SECRET = bytes(range(32))
 LAYER_BYTES = (24 << 10, 2 << 20)  # 48 tokens of a small model; 512 of 8 heads of 128 in bfloat16

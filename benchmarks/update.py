@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxrag.base.config import ModelConfig, RopeConfig
 from jaxrag.bench.machine import describe
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.config import ModelConfig, RopeConfig
 from jaxrag.documents import Document
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model, random_model

@@ -8,11 +8,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxrag.base.errors import JaxragError
+    from jaxrag.base.installed import __version__ as __version__
+    from jaxrag.base.sharding import make_mesh
     from jaxrag.catalog import Hit
     from jaxrag.documents import Document, read_paths
     from jaxrag.engine.sampling import Sampling, SamplingParams
-    from jaxrag.errors import JaxragError
-    from jaxrag.installed import __version__ as __version__
     from jaxrag.knowledge_base import KnowledgeBase
     from jaxrag.knowledge_base.ingest import AddReport
     from jaxrag.methods import METHODS, Method
@@ -21,17 +22,16 @@ if TYPE_CHECKING:
     from jaxrag.serve.conversation import Source
     from jaxrag.serve.generate import agenerate, generate
     from jaxrag.serve.warm import Warmed, warm_up
-    from jaxrag.sharding import make_mesh
     from jaxrag.text.prompts import TEMPLATES, PromptTemplate
 
 _MODULES = {
-    "__version__": "jaxrag.installed",
+    "__version__": "jaxrag.base.installed",
     "AddReport": "jaxrag.knowledge_base.ingest",
     "AsyncStream": "jaxrag.serve.answers",
     "Hit": "jaxrag.catalog",
     "Stream": "jaxrag.serve.answers",
     "Document": "jaxrag.documents",
-    "JaxragError": "jaxrag.errors",
+    "JaxragError": "jaxrag.base.errors",
     "KnowledgeBase": "jaxrag.knowledge_base",
     "METHODS": "jaxrag.methods",
     "Method": "jaxrag.methods",
@@ -46,7 +46,7 @@ _MODULES = {
     "agenerate": "jaxrag.serve.generate",
     "generate": "jaxrag.serve.generate",
     "load_model": "jaxrag.models.model",
-    "make_mesh": "jaxrag.sharding",
+    "make_mesh": "jaxrag.base.sharding",
     "read_paths": "jaxrag.documents",
     "warm_up": "jaxrag.serve.warm",
 }

@@ -18,10 +18,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-from jaxrag.config import ModelConfig
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.installed import config_names, config_path
+from jaxrag.base.tables import build, read_toml
 from jaxrag.decode import DecodeRule, Dense, Retrieval, TopN, rule_from
-from jaxrag.errors import RequestError
-from jaxrag.installed import config_names, config_path
 from jaxrag.models.segments import POSITION_SCHEMES, PositionScheme
 from jaxrag.select import (
     CacheCraft,
@@ -32,7 +33,6 @@ from jaxrag.select import (
     Selector,
     selector_from,
 )
-from jaxrag.tables import build, read_toml
 
 Misses = Literal["encode", "in_place"]
 

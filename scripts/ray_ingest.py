@@ -17,9 +17,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxrag.base.errors import JaxragError, RequestError
 from jaxrag.cli import run_command
 from jaxrag.cli.ingest import add_arguments, files_of, ingest, model_for, print_report
-from jaxrag.errors import JaxragError, RequestError
 
 if TYPE_CHECKING:
     from jaxrag.knowledge_base.ingest import AddReport

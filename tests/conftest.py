@@ -25,7 +25,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrag.config import ModelConfig, RopeConfig, YarnScaling
+from jaxrag.base.config import ModelConfig, RopeConfig, YarnScaling
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.reading import Reading

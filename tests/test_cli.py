@@ -15,13 +15,13 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from jaxrag import KnowledgeBase
+from jaxrag.base.options import parse_bytes, parse_count, parse_counts, parse_seconds
 from jaxrag.cli import COMMANDS, main
 from jaxrag.cli.account import explained, sources
 from jaxrag.cli.output import columns, shorten, table, titled
 from jaxrag.engine.reuse import PartReuse
 from jaxrag.evals.synthetic_report import Table
 from jaxrag.methods import METHODS
-from jaxrag.options import parse_bytes, parse_count, parse_counts, parse_seconds
 from jaxrag.serve.conversation import Source
 from jaxrag.text.printable import printable
 

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrag.base.errors import ModelError
 from jaxrag.bench import model_check
 from jaxrag.cache import budget
 from jaxrag.cli import main
-from jaxrag.errors import ModelError
 from jaxrag.models import FAMILIES, model
 from jaxrag.models import memory as memories
 from jaxrag.models.export import export_hf

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxrag.config import config_from_dict, config_to_dict
-from jaxrag.errors import ConfigError, RequestError
+from jaxrag.base.config import config_from_dict, config_to_dict
+from jaxrag.base.errors import ConfigError, RequestError
+from jaxrag.base.tables import build, read_toml
 from jaxrag.methods import METHODS, method_named
 from jaxrag.models.spec import num_params
 from jaxrag.server.settings import ServerSettings
-from jaxrag.tables import build, read_toml
 from jaxrag.text.prompts import template_named
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -8,14 +8,14 @@ import jax
 import pytest
 
 from jaxrag import cli
+from jaxrag.base.config import config_from_dict
+from jaxrag.base.tables import read_toml
 from jaxrag.cli import demo
 from jaxrag.cli.output import columns
-from jaxrag.config import config_from_dict
 from jaxrag.engine.engine import engine_of
 from jaxrag.models.export import export_hf
 from jaxrag.models.reading import Reading
 from jaxrag.models.spec import init_params
-from jaxrag.tables import read_toml
 from jaxrag.text.prompts import template_named
 
 ROOT = Path(__file__).parents[1]

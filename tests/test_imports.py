@@ -126,11 +126,11 @@ def test_imports_point_to_lower_floors(module):
     [
         ("jaxrag.engine.loader", "jaxrag.store.keys", False),
         ("jaxrag.engine.loader", "jaxrag.engine.mapping", False),
-        ("jaxrag.config", "jaxrag.errors", False),
+        ("jaxrag.base.config", "jaxrag.base.errors", False),
         ("jaxrag.store.keys", "jaxrag.text.prompts", True),  # sideways
         ("jaxrag.methods", "jaxrag.knowledge_base", True),  # sideways
         ("jaxrag.models.model", "jaxrag.engine.engine", True),  # up
-        ("jaxrag.errors", "jaxrag.store.keys", True),  # up
+        ("jaxrag.base.errors", "jaxrag.store.keys", True),  # up
         ("jaxrag.engine.loader", "jaxrag", True),  # the door
     ],
 )
@@ -164,7 +164,7 @@ def test_no_module_imports_torch_or_transformers():
 
 
 def test_only_training_imports_flax():
-    """It takes a tenth of what a question in a new process takes (``jaxrag.struct``)."""
+    """It takes a tenth of what a question in a new process takes (``jaxrag.base.struct``)."""
     for module in FILES:
         roots = {name.split(".")[0] for name in imported(FILES[module])}
         assert "flax" not in roots or part(module) == "train", module

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxrag.base.errors import ConfigError, RequestError
+from jaxrag.base.installed import DATA, config_names, config_path, located
 from jaxrag.cli.serve import _read
-from jaxrag.errors import ConfigError, RequestError
-from jaxrag.installed import DATA, config_names, config_path, located
 from jaxrag.methods import method_named
 from jaxrag.text.prompts import template_named
 from jaxrag.train.config import load_config

@@ -7,6 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrag.base.errors import ConfigError, RequestError
+from jaxrag.base.sharding import make_mesh
+from jaxrag.base.types import HIDDEN
 from jaxrag.cache import PAGE
 from jaxrag.encode import chunk_key, encode_chunks
 from jaxrag.engine import decoding as answer
@@ -15,13 +18,10 @@ from jaxrag.engine import prefill
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.errors import ConfigError, RequestError
 from jaxrag.methods import METHODS, Method
 from jaxrag.models.model import random_model
 from jaxrag.models.segments import lay_out
 from jaxrag.serve.generate import generate
-from jaxrag.sharding import make_mesh
-from jaxrag.types import HIDDEN
 
 ALWAYS = ("llama", "mistral", "glm4")  # the others, whose parts these have, with the slow tests
 FAMILIES = [*ALWAYS, *(pytest.param(x, marks=pytest.mark.slow) for x in ("qwen2", "qwen3", "glm"))]
@@ -329,7 +329,7 @@ def test_a_prompt_in_pieces_equals_one_forward(rng, model_of, monkeypatch, famil
 
 
 def test_pieces_of_a_long_prompt_are_few_shapes():
-    from jaxrag.shapes import pieces
+    from jaxrag.base.shapes import pieces
 
     shapes = set()
     for length in range(1, 6000):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxrag import cli
-from jaxrag.errors import JaxragError
+from jaxrag.base.errors import JaxragError
 from jaxrag.models.model import load_model
 from jaxrag.server.errors import Problem
 from jaxrag.server.fields import Body, generation_of

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrag.shapes import bucket, bucket_below, row_length
+from jaxrag.base.shapes import bucket, bucket_below, row_length
 
 
 @pytest.mark.parametrize("size", range(70))

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrag import struct
-from jaxrag.types import Array
+from jaxrag.base import struct
+from jaxrag.base.types import Array
 
 
 class Inner(struct.PyTreeNode):

@@ -6,8 +6,8 @@ from typing import Literal
 
 import pytest
 
-from jaxrag.errors import ConfigError
-from jaxrag.tables import build, build_named, flatten, override, read_toml, table_from
+from jaxrag.base.errors import ConfigError
+from jaxrag.base.tables import build, build_named, flatten, override, read_toml, table_from
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,10 +9,10 @@ import dataclasses
 
 import numpy as np
 
-from jaxrag.config import RopeConfig
-from jaxrag.errors import RequestError, RetrievalError
+from jaxrag.base.config import RopeConfig
+from jaxrag.base.errors import RequestError, RetrievalError
+from jaxrag.base.types import HostArray
 from jaxrag.models.rope import attention_factor, frequencies
-from jaxrag.types import HostArray
 
 _RUNS = 8  # of queries that are held out
 

@@ -19,8 +19,8 @@ from jaxrag.attention_index.spec import (
     Trained,
     effort_of,
 )
-from jaxrag.errors import RetrievalError
-from jaxrag.types import HostArray
+from jaxrag.base.errors import RetrievalError
+from jaxrag.base.types import HostArray
 
 _ENTRY_RANKS = 8  # of every list; the key met there most often is where a walk starts
 _NOBODY = np.empty(0, np.int32)

@@ -28,12 +28,12 @@ from jaxrag.attention_index.spec import (
     spec_from,
     table_of,
 )
-from jaxrag.config import RopeConfig
-from jaxrag.errors import ConfigError, RetrievalError
+from jaxrag.base.config import RopeConfig
+from jaxrag.base.errors import ConfigError, RetrievalError
+from jaxrag.base.tables import build as build_from_table
+from jaxrag.base.tables import table_from
+from jaxrag.base.types import HostArray
 from jaxrag.store import KVStore, Record
-from jaxrag.tables import build as build_from_table
-from jaxrag.tables import table_from
-from jaxrag.types import HostArray
 
 IN_PLACE = (Exact, QueryLists)  # kinds that search keys wherever these lie
 Layer = tuple[AttentionIndex, ...]  # one index a KV head

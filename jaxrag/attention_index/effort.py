@@ -21,7 +21,7 @@ from jaxrag.attention_index.spec import (
     QueryLists,
     RoarGraph,
 )
-from jaxrag.types import HostArray
+from jaxrag.base.types import HostArray
 
 _QUERIES = 128  # of a head, about, that an effort is chosen by
 _COUNTED = 16  # of them by which the scanned share is estimated

@@ -8,8 +8,8 @@ import numpy as np
 
 from jaxrag.attention_index.keys import Keys
 from jaxrag.attention_index.spec import Hnsw, Ivf
-from jaxrag.errors import RetrievalError
-from jaxrag.types import HostArray
+from jaxrag.base.errors import RetrievalError
+from jaxrag.base.types import HostArray
 
 
 def faiss_module() -> Any:

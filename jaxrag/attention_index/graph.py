@@ -9,7 +9,7 @@ links [W, degree] int32 padded with -1, for keys 0 .. W-1.
 
 import numpy as np
 
-from jaxrag.types import HostArray
+from jaxrag.base.types import HostArray
 
 _COUNT_BITS = 24
 

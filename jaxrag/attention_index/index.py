@@ -21,8 +21,8 @@ from jaxrag.attention_index.spec import (
     spec_from,
     table_of,
 )
-from jaxrag.errors import RetrievalError
-from jaxrag.types import HostArray
+from jaxrag.base.errors import RetrievalError
+from jaxrag.base.types import HostArray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

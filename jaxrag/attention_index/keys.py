@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 
 from jaxrag.attention_index.spec import Storage
-from jaxrag.errors import RetrievalError
-from jaxrag.types import HostArray
+from jaxrag.base.errors import RetrievalError
+from jaxrag.base.types import HostArray
 
 _LEVELS = 255  # FAISS's QT_8bit: level i stands for low + width (i + 1/2) / 255
 

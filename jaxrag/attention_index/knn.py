@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrag.errors import RequestError
-from jaxrag.types import Array, HostArray
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import Array, HostArray
 
 _QUERIES = 1024  # at a time
 _KEYS = 16384

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxrag.types import HostArray
+from jaxrag.base.types import HostArray
 
 
 def cluster(queries: HostArray, count: int, rounds: int, seed: int) -> tuple[HostArray, HostArray]:

@@ -12,8 +12,8 @@ from jaxrag.attention_index import faiss_objects, lists
 from jaxrag.attention_index.index import AttentionIndex
 from jaxrag.attention_index.keys import Keys
 from jaxrag.attention_index.spec import Exact, Hnsw, Ivf, QueryLists, Spec, effort_of
-from jaxrag.errors import RequestError, RetrievalError
-from jaxrag.types import HostArray
+from jaxrag.base.errors import RequestError, RetrievalError
+from jaxrag.base.types import HostArray
 
 
 class _Turns:

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from jaxrag.errors import ConfigError
-from jaxrag.tables import build_named, table_from
+from jaxrag.base.errors import ConfigError
+from jaxrag.base.tables import build_named, table_from
 
 Storage = Literal["float16", "float32", "uint8"]
 Share = Literal["q_head", "group"]

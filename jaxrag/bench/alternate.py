@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxrag.base.config import DTYPES, ModelConfig, RopeConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import HostArray
 from jaxrag.bench import ttft
 from jaxrag.bench.machine import describe
-from jaxrag.config import DTYPES, ModelConfig, RopeConfig
-from jaxrag.errors import RequestError
 from jaxrag.models.spec import num_params
-from jaxrag.types import HostArray
 
 OURS = "jaxrag"
 

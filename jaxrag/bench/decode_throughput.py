@@ -23,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from jaxrag.base.config import DType
+from jaxrag.base.errors import RequestError
 from jaxrag.bench.alternate import (
     LLAMA_300M,
     OURS,
@@ -39,7 +41,6 @@ from jaxrag.bench.limits import bandwidth
 from jaxrag.bench.peer import Peer
 from jaxrag.bench.ttft import write_random
 from jaxrag.cache import PAGE
-from jaxrag.config import DType
 from jaxrag.engine.decoding import Lane, lane_of
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
@@ -47,7 +48,6 @@ from jaxrag.engine.prefill import prefill
 from jaxrag.engine.request import DECODE_BLOCK, Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.swap import swap_in, swap_out
-from jaxrag.errors import RequestError
 from jaxrag.methods import METHODS
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.spec import Params

@@ -28,11 +28,11 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from jaxrag.attention_index.document import indexing_from
+from jaxrag.base.errors import RequestError
 from jaxrag.bench.decode import Options as DecodeOptions
 from jaxrag.bench.ingest import invented_texts
 from jaxrag.bench.machine import describe
 from jaxrag.bench.options import DocumentOptions
-from jaxrag.errors import RequestError
 from jaxrag.models.export import export_hf
 from jaxrag.models.spec import init_params, num_params
 from jaxrag.text import byte_level

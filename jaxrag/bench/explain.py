@@ -16,15 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import FINAL, Array, HostArray, Tokens
 from jaxrag.bench.machine import describe
-from jaxrag.config import ModelConfig
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.progress import notes_on_missed
 from jaxrag.engine.request import Prompt
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.errors import RequestError
 from jaxrag.methods import Method, method_named
 from jaxrag.models.attention import PackedAttend
 from jaxrag.models.decoder import forward
@@ -45,7 +46,6 @@ from jaxrag.select import (
 )
 from jaxrag.serve.questions import ReadyQuestion, Settings
 from jaxrag.text.progress import progress_bar
-from jaxrag.types import FINAL, Array, HostArray, Tokens
 
 DEFAULT_RATIO = 0.15  # of methods that recompute nothing, or have a number of their own
 BINS = 10  # parts of a chunk, for where in it tokens are chosen

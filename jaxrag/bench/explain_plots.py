@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrag.errors import RequestError
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import HostArray
 from jaxrag.evals.plots import COLOURS, figure_class
-from jaxrag.types import HostArray
 
 _GREY = "0.75"
 _MANY_CHUNKS = 24  # more are not labelled one by one

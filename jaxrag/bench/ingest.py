@@ -26,17 +26,18 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import Array, HostArray, Tokens
 from jaxrag.bench.limits import matmul_peak
 from jaxrag.bench.machine import describe
 from jaxrag.bench.options import IngestOptions
 from jaxrag.bench.ttft import LLAMA_100M
-from jaxrag.config import ModelConfig
 from jaxrag.documents import Document
 from jaxrag.documents.chunking import Chunking, split
 from jaxrag.encode import encoder_named
 from jaxrag.encode.neighbours import batch_rows
 from jaxrag.encode.packed import packed_batches
-from jaxrag.errors import RequestError
 from jaxrag.knowledge_base import KnowledgeBase, ingest
 from jaxrag.models.attention import PackedAttend
 from jaxrag.models.decoder import forward
@@ -48,7 +49,6 @@ from jaxrag.models.spec import Params, init_params, num_params
 from jaxrag.text import byte_level
 from jaxrag.text.progress import followed
 from jaxrag.text.prompts import TEMPLATES
-from jaxrag.types import Array, HostArray, Tokens
 
 Clock = tuple[float, float]  # seconds on the wall, and of all processors together
 

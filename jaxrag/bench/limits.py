@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrag.config import DType
-from jaxrag.types import HostArray
+from jaxrag.base.config import DType
+from jaxrag.base.types import HostArray
 
 BYTES = 1 << 30  # of the array that is read and copied, far above any cache
 _MATMUL = {"cpu": 2048}  # side of the square matrices whose product is the peak; 8192 elsewhere

@@ -12,12 +12,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrag.base.errors import JaxragError, ModelError, RequestError
+from jaxrag.base.types import HostArray
 from jaxrag.bench.peer import Peer
 from jaxrag.cache import PAGE
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.sampling import SamplingParams
-from jaxrag.errors import JaxragError, ModelError, RequestError
 from jaxrag.evals.gate import Target, compare
 from jaxrag.methods import METHODS
 from jaxrag.models.memory import gib
@@ -27,7 +28,6 @@ from jaxrag.models.record import is_checkpoint
 from jaxrag.serve.choice import Choice, choices
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.tasks.synthetic import SyntheticTask, sample
-from jaxrag.types import HostArray
 
 LOGIT_TOKENS = 48  # of the prompt that is held against transformers
 SAME = 1e-3  # of the largest logit: rounding of two float32 forwards stays far below

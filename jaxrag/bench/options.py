@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Literal
 
-from jaxrag.config import DType
-from jaxrag.errors import RequestError
-from jaxrag.options import option, parse_count, parse_counts, parse_ratios
+from jaxrag.base.config import DType
+from jaxrag.base.errors import RequestError
+from jaxrag.base.options import option, parse_count, parse_counts, parse_ratios
 
 _DTYPE = "of weights, activations and KV"
 _DRAWN = "of what is drawn"

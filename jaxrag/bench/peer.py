@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrag.errors import RequestError
+from jaxrag.base.errors import RequestError
 
 
 class Peer:

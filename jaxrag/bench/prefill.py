@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from jaxrag.base.config import DType
+from jaxrag.base.errors import RequestError
 from jaxrag.bench.alternate import (
     LLAMA_300M,
     OURS,
@@ -31,10 +33,8 @@ from jaxrag.bench.alternate import (
 from jaxrag.bench.limits import matmul_peak, matmul_side
 from jaxrag.bench.peer import Peer
 from jaxrag.bench.ttft import first_token, write_random
-from jaxrag.config import DType
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt
-from jaxrag.errors import RequestError
 from jaxrag.methods import METHODS
 from jaxrag.models.flops import forward_flops
 from jaxrag.models.model import Model, load_model

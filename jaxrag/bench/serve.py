@@ -29,6 +29,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
 from jaxrag.bench.machine import describe
 from jaxrag.bench.options import ServeOptions
 from jaxrag.bench.serve_arms import FULL, Arm, arms_of
@@ -40,11 +42,9 @@ from jaxrag.bench.serve_records import Served, Slo, highest_rate, ratios, summar
 from jaxrag.bench.serve_workload import Asked, Traffic, draw, like
 from jaxrag.bench.throttle import Link, Throttled
 from jaxrag.bench.ttft import LLAMA_100M, SETTLE_SECONDS
-from jaxrag.config import ModelConfig
 from jaxrag.engine.engine import Engine
 from jaxrag.engine.request import Request, check_length
 from jaxrag.engine.state import EngineSettings
-from jaxrag.errors import RequestError
 from jaxrag.methods import METHODS, Method
 from jaxrag.models.model import Model, load_model, random_model
 from jaxrag.models.spec import num_params

@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrag.base.errors import ConfigError
+from jaxrag.base.tables import build, table_from
 from jaxrag.engine.state import EngineSettings
-from jaxrag.errors import ConfigError
 from jaxrag.methods import Method, method_named
-from jaxrag.tables import build, table_from
 
 REUSE, FULL = "turborag", "full_attention"
 _INLINE: dict[str, Any] = {"lockstep": True}

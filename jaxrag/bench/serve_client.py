@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from jaxrag.base.errors import RequestError
 from jaxrag.bench.serve_records import Served
 from jaxrag.bench.serve_workload import Asked
 from jaxrag.engine.engine import Engine
 from jaxrag.engine.progress import Progress
 from jaxrag.engine.request import Request
-from jaxrag.errors import RequestError
 
 _LINE = 1 << 22  # bytes of one event at most
 

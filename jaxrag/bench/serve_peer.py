@@ -23,8 +23,8 @@ import numpy as np
 import tokenizers
 from tokenizers import models
 
+from jaxrag.base.errors import RequestError
 from jaxrag.bench.serve_workload import Asked
-from jaxrag.errors import RequestError
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import Model
 from jaxrag.text import byte_level

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import HostArray
 from jaxrag.bench.options import TrafficOptions
 from jaxrag.engine.request import Prompt
-from jaxrag.errors import RequestError
-from jaxrag.types import HostArray
 
 _ARRIVALS, _DOCUMENTS, _REQUESTS = range(3)  # streams of random numbers
 

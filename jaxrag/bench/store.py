@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import HostArray
 from jaxrag.bench.machine import describe
 from jaxrag.bench.options import StoreOptions
-from jaxrag.errors import RequestError
 from jaxrag.store import (
     ChunkStore,
     KVLayout,
@@ -34,7 +35,6 @@ from jaxrag.store import (
     fingerprint,
 )
 from jaxrag.text.progress import followed
-from jaxrag.types import HostArray
 
 _BLOCK = 1 << 24  # bytes a plain read asks for
 _COLD_SHARE = 0.01  # of a file's pages may be in the page cache

@@ -7,7 +7,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from jaxrag.errors import RequestError
+from jaxrag.base.errors import RequestError
 from jaxrag.store.base import Aux, KVStore, Stats
 from jaxrag.store.reading import Found, Refused, Wanted
 from jaxrag.store.record import AuxArray, Provenance, Record

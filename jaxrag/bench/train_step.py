@@ -18,17 +18,18 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.sharding import make_mesh
+from jaxrag.base.types import HostArray, Tokens
 from jaxrag.bench.machine import describe
 from jaxrag.bench.options import TrainStepOptions
 from jaxrag.bench.peer import Peer
 from jaxrag.bench.ttft import LLAMA_100M, SETTLE_SECONDS
-from jaxrag.config import ModelConfig
-from jaxrag.errors import RequestError
 from jaxrag.models.export import export_hf
 from jaxrag.models.rope import rope_table
 from jaxrag.models.segments import lay_out
 from jaxrag.models.spec import init_params, num_params
-from jaxrag.sharding import make_mesh
 from jaxrag.text.progress import followed
 from jaxrag.train.config import (
     ComputePart,
@@ -41,7 +42,6 @@ from jaxrag.train.config import (
 )
 from jaxrag.train.packing import NOTHING, RESPONSE, TrainBatch
 from jaxrag.train.step import Program, TrainState, make_step, new_state, program_of, state_shardings
-from jaxrag.types import HostArray, Tokens
 
 CHUNK_TOKENS = 64
 FINAL_TOKENS = 64

@@ -29,13 +29,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrag.base.config import DType, ModelConfig, RopeConfig
+from jaxrag.base.errors import RequestError
 from jaxrag.bench.machine import describe
 from jaxrag.bench.options import TtftOptions
 from jaxrag.bench.peer import Peer
 from jaxrag.bench.ttft_batch import measure_batches, report_batches
 from jaxrag.bench.ttft_ratios import report_ratios, slopes
 from jaxrag.cache import PAGE
-from jaxrag.config import DType, ModelConfig, RopeConfig
 from jaxrag.encode import chunk_key, encoder_named
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import Engine, engine_of
@@ -43,7 +44,6 @@ from jaxrag.engine.prefill import prefill
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.state import EngineSettings
-from jaxrag.errors import RequestError
 from jaxrag.knowledge_base.neighbours import each_other
 from jaxrag.methods import METHODS, Method
 from jaxrag.models.export import export_hf

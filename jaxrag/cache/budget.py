@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from jaxrag.base.config import ModelConfig
 from jaxrag.cache.pages import pages_for
 from jaxrag.cache.pool import PAGE
-from jaxrag.config import ModelConfig
 
 CPU_POOL_BYTES = 1 << 30
 SHARE = 0.5  # of the memory that is free once the weights are there

@@ -4,13 +4,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
 from jaxrag.cache.heat import HALF_LIFE
 from jaxrag.cache.host import HostValues, Moved
 from jaxrag.cache.host_pool import HostPool, host_pool_bytes
 from jaxrag.cache.pages import PageAllocator, pages_for
 from jaxrag.cache.pool import PAGE, PagePool, empty_pool
-from jaxrag.config import ModelConfig
-from jaxrag.errors import RequestError
 
 
 class PagedCache:

@@ -4,7 +4,7 @@ import heapq
 import math
 from collections.abc import Hashable
 
-from jaxrag.errors import ConfigError
+from jaxrag.base.errors import ConfigError
 
 HALF_LIFE = 1000.0  # requests after which a use counts half as much
 NEVER = (-math.inf, 0)  # used, or so long ago that it is forgotten

@@ -26,8 +26,8 @@ import jax
 import numpy as np
 from jax.experimental import io_callback
 
+from jaxrag.base.types import Array, HostArray
 from jaxrag.cache.pool import PAGE
-from jaxrag.types import Array, HostArray
 
 _LOG = logging.getLogger("jaxrag")
 

@@ -9,12 +9,12 @@ import threading
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import HostArray
 from jaxrag.cache.budget import available_bytes
 from jaxrag.cache.host import Moved, host_buffer
 from jaxrag.cache.pool import PAGE
-from jaxrag.config import ModelConfig
-from jaxrag.errors import RequestError
-from jaxrag.types import HostArray
 
 
 class HostPool:

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 
+from jaxrag.base.errors import RequestError
 from jaxrag.cache.heat import HALF_LIFE, Coldest, DecayedHeat
 from jaxrag.cache.pool import PAGE
-from jaxrag.errors import RequestError
 
 
 def pages_for(tokens: int) -> int:

@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrag import struct
-from jaxrag.config import ModelConfig
-from jaxrag.types import Array
+from jaxrag.base import struct
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.types import Array
 
 PAGE = 16  # tokens a page
 

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrag import struct
+from jaxrag.base import struct
+from jaxrag.base.shapes import bucket
+from jaxrag.base.types import HIDDEN, Array, HostArray
 from jaxrag.cache.pages import CachedChunk
 from jaxrag.cache.pool import PAGE
-from jaxrag.shapes import bucket
-from jaxrag.types import HIDDEN, Array, HostArray
 
 MIN_TABLE_PAGES = 256  # tables are padded to powers of two from here; hidden pages cost nothing
 

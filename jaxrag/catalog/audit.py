@@ -9,13 +9,13 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from jaxrag.base.errors import DamagedCatalogError
+from jaxrag.base.types import Connection
 from jaxrag.catalog.database import Database
 from jaxrag.catalog.digests import CHUNKS, DOCUMENTS, KEYS, Table, Totals, contexts
 from jaxrag.catalog.rows import ChunkRow, DocumentRow
-from jaxrag.errors import DamagedCatalogError
 from jaxrag.retrieve.base import searched_text
 from jaxrag.retrieve.bm25 import BM25Index
-from jaxrag.types import Connection
 
 _INDEXED_AT_ONCE = 4096  # chunks whose words are held
 

@@ -15,6 +15,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from jaxrag.base.errors import KnowledgeBaseError, StoreError
+from jaxrag.base.types import Connection, HostArray
 from jaxrag.catalog.audit import Audit
 from jaxrag.catalog.database import Database, to_json
 from jaxrag.catalog.digests import (
@@ -30,10 +32,8 @@ from jaxrag.catalog.digests import (
 )
 from jaxrag.catalog.reader import Reader
 from jaxrag.catalog.rows import ChunkRow, DocumentRow, Entry
-from jaxrag.errors import KnowledgeBaseError, StoreError
 from jaxrag.retrieve.base import searched_text
 from jaxrag.retrieve.bm25 import BM25Index
-from jaxrag.types import Connection, HostArray
 
 _REMOVED_AT_ONCE = 256  # documents whose texts are held
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from jaxrag.base.errors import DamagedCatalogError
+from jaxrag.base.types import Connection, HostArray
 from jaxrag.catalog.database import damaged
-from jaxrag.errors import DamagedCatalogError
 from jaxrag.retrieve.bm25 import BM25Index
-from jaxrag.types import Connection, HostArray
 
 _LOW = 0xFFFFFFFF
 _ROWS = 1000  # that are filled at once

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxrag.base.errors import DamagedCatalogError, StoreError
 from jaxrag.catalog.database import Database, to_json
 from jaxrag.catalog.digests import SETTINGS, Totals
-from jaxrag.errors import DamagedCatalogError, StoreError
 
 
 def mend_settings(

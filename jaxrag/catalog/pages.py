@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrag.types import HostArray
+from jaxrag.base.types import HostArray
 
 PAGE_BYTES = 4096  # SQLite's default, and so of every catalog
 CHECKSUM_BYTES = 8

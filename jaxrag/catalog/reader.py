@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrag.base.types import Connection, HostArray
 from jaxrag.catalog.database import Database, damaged
 from jaxrag.catalog.digests import (
     CHUNKS,
@@ -34,7 +35,6 @@ from jaxrag.retrieve.base import searched_text
 from jaxrag.retrieve.bm25 import BM25Index, BM25Snapshot, Sizes
 from jaxrag.retrieve.filters import Filter
 from jaxrag.store.keys import ID_DIGITS, is_hex
-from jaxrag.types import Connection, HostArray
 
 
 class Reader:

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrag.base.types import HostArray
 from jaxrag.documents import Document
 from jaxrag.documents.chunking import Chunk
 from jaxrag.documents.document import begun
-from jaxrag.types import HostArray
 
 
 @dataclasses.dataclass(frozen=True)

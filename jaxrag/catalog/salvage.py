@@ -19,15 +19,15 @@ from typing import Any, BinaryIO, Self
 
 import numpy as np
 
+from jaxrag.base.errors import StoreError
+from jaxrag.base.types import Connection, HostArray
 from jaxrag.catalog.catalog import Catalog
 from jaxrag.catalog.database import UNCHECKED, Database, damaged, is_open, remove_files
 from jaxrag.catalog.digests import CHUNKS, DOCUMENTS, KEYS, SETTINGS, TOTALS, Table, Totals
 from jaxrag.catalog.pages import PAGE_BYTES, lost_pages, mend, rows_of, wrong_pages
 from jaxrag.catalog.rows import ChunkRow, DocumentRow
-from jaxrag.errors import StoreError
 from jaxrag.retrieve.base import searched_text
 from jaxrag.retrieve.bm25 import BM25Index
-from jaxrag.types import Connection, HostArray
 
 _GAP = 1 << 24  # chunk ids that nobody gets, as reservations may be lost
 _INDEXED = 256  # chunks whose texts are indexed together

@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from jaxrag.base.errors import JaxragError
+from jaxrag.base.installed import __version__
 from jaxrag.cli import ask, bench, check, convert, demo, eval, ingest, kb, serve, train
-from jaxrag.errors import JaxragError
-from jaxrag.installed import __version__
 from jaxrag.text.printable import printable
 
 COMMANDS = (demo, ingest, ask, serve, kb, check, convert, train, eval, bench)

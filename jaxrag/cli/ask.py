@@ -6,14 +6,14 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxrag.base.config import ModelOptions
+from jaxrag.base.errors import DocumentError, RequestError
 from jaxrag.cli.account import explained, sources, summary
 from jaxrag.cli.fields import from_fields
 from jaxrag.cli.opening import asked_of, few_collections, load, method_of, open_kb
 from jaxrag.cli.options import add_command, add_generation, add_json, add_model, add_secret
 from jaxrag.cli.output import note, print_json
-from jaxrag.config import ModelOptions
 from jaxrag.engine.sampling_params import SamplingParams
-from jaxrag.errors import DocumentError, RequestError
 from jaxrag.text.printable import printable
 
 if TYPE_CHECKING:

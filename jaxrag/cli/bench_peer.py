@@ -3,10 +3,10 @@
 import argparse
 from typing import Any
 
+from jaxrag.base.errors import RequestError
+from jaxrag.base.options import parse_count, parse_counts
 from jaxrag.cli.options import add_command, add_json
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.errors import RequestError
-from jaxrag.options import parse_count, parse_counts
 
 
 def add_peer_benchmarks(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

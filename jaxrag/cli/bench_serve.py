@@ -3,12 +3,12 @@
 import argparse
 from pathlib import Path
 
+from jaxrag.base.errors import RequestError
+from jaxrag.base.options import parse_bytes
 from jaxrag.bench.options import ServeOptions, TrafficOptions
 from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.options import add_command, add_earlier_name, add_result
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.errors import RequestError
-from jaxrag.options import parse_bytes
 
 
 def add_serve(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -5,11 +5,11 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from jaxrag.base.config import ModelOptions
 from jaxrag.cli.fields import add_fields
 from jaxrag.cli.opening import mesh_of
 from jaxrag.cli.options import add_command, add_json
 from jaxrag.cli.output import human_count, print_json, shorten
-from jaxrag.config import ModelOptions
 from jaxrag.text.printable import printable
 
 if TYPE_CHECKING:

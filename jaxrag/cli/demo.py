@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrag.base.installed import DATA, unpack
 from jaxrag.cli.options import add_command, add_json
 from jaxrag.cli.output import human_count, print_json, shorten, table
-from jaxrag.installed import DATA, unpack
 
 METHODS = ("full_attention", "turborag", "block_attention")
 WEIGHTS = {"full": "trained with full attention", "dual": "then fine-tuned to read both ways"}

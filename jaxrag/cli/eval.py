@@ -5,11 +5,11 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxrag.base.errors import RequestError
 from jaxrag.cli import eval_long, eval_methods, eval_own
 from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.options import add_command, add_earlier_name, add_json, add_result, chunks_of
 from jaxrag.cli.output import give_out, print_json, require_folder, titled
-from jaxrag.errors import RequestError
 from jaxrag.evals.options import SyntheticOptions
 
 if TYPE_CHECKING:
@@ -115,8 +115,8 @@ def run_curve(args: argparse.Namespace) -> None:
 
 
 def _options(args: argparse.Namespace) -> "Options":
+    from jaxrag.base.tables import build, override
     from jaxrag.evals.synthetic import Options
-    from jaxrag.tables import build, override
     from jaxrag.tasks.synthetic import SyntheticTask
 
     models: dict[str, str] = {}

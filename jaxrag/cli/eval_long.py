@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxrag.base.errors import RequestError
+from jaxrag.base.options import parse_names
 from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.options import add_command, add_earlier_name, add_result
 from jaxrag.cli.output import give_out, print_json, require_folder, titled
-from jaxrag.errors import RequestError
 from jaxrag.evals.options import LongOptions
-from jaxrag.options import parse_names
 
 if TYPE_CHECKING:
     from jaxrag.evals.long.plan import Options

@@ -4,11 +4,11 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
+from jaxrag.base.options import parse_names
 from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.options import add_command, add_earlier_name, add_result, chunks_of
 from jaxrag.cli.output import give_out, require_folder, titled
 from jaxrag.evals.options import MethodsOptions
-from jaxrag.options import parse_names
 
 if TYPE_CHECKING:
     from jaxrag.evals.methods_grid import Options
@@ -74,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> "Options":
+    from jaxrag.base.tables import build, override
     from jaxrag.evals.methods_grid import Options
-    from jaxrag.tables import build, override
     from jaxrag.tasks.synthetic import SyntheticTask
 
     task: dict[str, Any] = {"chunks": chunks_of(args.chunks), "split": args.split}

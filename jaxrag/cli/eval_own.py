@@ -5,10 +5,10 @@ import json
 import textwrap
 from pathlib import Path
 
+from jaxrag.base.options import parse_count
 from jaxrag.cli.opening import open_kb, where_of
 from jaxrag.cli.options import add_command, add_found, add_json, add_model, add_secret
 from jaxrag.cli.output import print_json, require_folder, titled
-from jaxrag.options import parse_count
 from jaxrag.text.printable import printable
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrag.options import (
+from jaxrag.base.options import (
     Option,
     flag_of,
     option_of,

@@ -4,6 +4,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from jaxrag.base.options import parse_count, parse_ratios
 from jaxrag.cli.opening import open_kb, where_of
 from jaxrag.cli.options import (
     add_command,
@@ -14,7 +15,6 @@ from jaxrag.cli.options import (
     add_secret,
 )
 from jaxrag.cli.output import print_json, table
-from jaxrag.options import parse_count, parse_ratios
 
 if TYPE_CHECKING:
     from jaxrag.evals.gate import GateReport

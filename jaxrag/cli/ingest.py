@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxrag.base.config import ModelOptions
+from jaxrag.base.errors import KnowledgeBaseError, RequestError
+from jaxrag.base.options import parse_bytes, parse_count
 from jaxrag.cli.fields import from_fields
 from jaxrag.cli.opening import load, model_of_kb, secret_of
 from jaxrag.cli.options import add_command, add_earlier_name, add_json, add_model, add_secret
 from jaxrag.cli.output import counted, human_count, note, print_json
-from jaxrag.config import ModelOptions
-from jaxrag.errors import KnowledgeBaseError, RequestError
-from jaxrag.options import parse_bytes, parse_count
 from jaxrag.text.printable import printable
 
 if TYPE_CHECKING:

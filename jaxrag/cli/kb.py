@@ -6,12 +6,12 @@ import dataclasses
 import textwrap
 from typing import TYPE_CHECKING
 
+from jaxrag.base.errors import RequestError
+from jaxrag.base.options import parse_bytes, parse_seconds
 from jaxrag.cli import export, gate
 from jaxrag.cli.opening import open_kb, secret_of, where_of
 from jaxrag.cli.options import add_command, add_json, add_model, add_secret, add_where
 from jaxrag.cli.output import counted, human_count, note, print_json, shorten, table
-from jaxrag.errors import RequestError
-from jaxrag.options import parse_bytes, parse_seconds
 from jaxrag.text.printable import printable
 
 if TYPE_CHECKING:

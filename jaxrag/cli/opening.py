@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxrag.base.config import ModelOptions
+from jaxrag.base.errors import ConfigError, KnowledgeBaseError, RequestError
 from jaxrag.cli.fields import from_fields
 from jaxrag.cli.options import SECRET_VARIABLE
-from jaxrag.config import ModelOptions
-from jaxrag.errors import ConfigError, KnowledgeBaseError, RequestError
 from jaxrag.serve.options import AnswerOptions, ReuseOptions, SearchOptions
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def mesh_of(text: str | None) -> "Mesh | None":
     """The mesh of --mesh; ConfigError for what is none, or needs more devices than there are."""
     if text is None:
         return None
-    from jaxrag.sharding import make_mesh
+    from jaxrag.base.sharding import make_mesh
 
     sizes = text.split(",")
     if len(sizes) != 3 or not all(size.isdigit() for size in sizes):

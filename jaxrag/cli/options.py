@@ -5,10 +5,10 @@ import re
 import sys
 from typing import Any
 
+from jaxrag.base.config import ModelOptions
+from jaxrag.base.errors import RequestError
 from jaxrag.cli.fields import Options, add_fields
-from jaxrag.config import ModelOptions
 from jaxrag.engine.sampling_params import SamplingParams
-from jaxrag.errors import RequestError
 from jaxrag.serve.options import AnswerOptions, ReuseOptions, SearchOptions
 
 SECRET_VARIABLE = "JAXRAG_SECRET_FILE"  # in the environment: a path, never a secret

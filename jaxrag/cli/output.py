@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxrag.errors import RequestError
+from jaxrag.base.errors import RequestError
 from jaxrag.text.printable import printable
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxrag.base.config import ModelOptions
+from jaxrag.base.errors import ConfigError, KnowledgeBaseError
 from jaxrag.cli.fields import add_fields, given_fields
 from jaxrag.cli.opening import load, secret_of
 from jaxrag.cli.options import add_command, add_model, add_secret
-from jaxrag.config import ModelOptions
-from jaxrag.errors import ConfigError, KnowledgeBaseError
 from jaxrag.server.options import ServerOptions
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
 
 def settings_of(args: argparse.Namespace) -> "ServerSettings":
     """Those of --config, and of flags in front of them. Raises ConfigError."""
+    from jaxrag.base.tables import build
     from jaxrag.server.settings import ServerSettings
-    from jaxrag.tables import build
 
     values: dict[str, Any] = {} if args.config is None else _read(args.config)
     where = args.config or "jaxrag serve"
@@ -97,8 +97,8 @@ def settings_of(args: argparse.Namespace) -> "ServerSettings":
 
 def _read(config: str) -> dict[str, Any]:
     """The table of --config: a file by its path, or one of configs/serve by name."""
-    from jaxrag.installed import config_names, config_path
-    from jaxrag.tables import read_toml
+    from jaxrag.base.installed import config_names, config_path
+    from jaxrag.base.tables import read_toml
 
     path = config_path(config, "serve")
     if path is None:

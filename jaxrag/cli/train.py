@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     """Exit code 0 when the run (or its first --steps) is done, 143 when SIGTERM ended it."""
     import jax
 
-    from jaxrag.errors import ConfigError
+    from jaxrag.base.errors import ConfigError
     from jaxrag.train.config import load_config
     from jaxrag.train.loop import train
 

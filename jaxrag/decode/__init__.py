@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrag.attention_index import spec_from
+from jaxrag.base.tables import build_named, table_from
 from jaxrag.decode.account import Account
 from jaxrag.decode.dense import Dense
 from jaxrag.decode.flat import Flat
@@ -20,7 +21,6 @@ from jaxrag.decode.step import DecodeAttend, Decoding, order_of
 from jaxrag.decode.stored import Carried
 from jaxrag.decode.topn import TopN
 from jaxrag.decode.view import View
-from jaxrag.tables import build_named, table_from
 
 __all__ = [
     "DECODE_RULES",

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxrag.types import HostArray
+from jaxrag.base.types import HostArray
 
 
 @dataclasses.dataclass(frozen=True)

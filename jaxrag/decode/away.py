@@ -14,16 +14,16 @@ import numpy as np
 from jax import lax
 from jax.experimental import io_callback
 
-from jaxrag import struct
 from jaxrag.attention_index import turned
+from jaxrag.base import struct
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.types import HIDDEN, Array, HostArray, Partial, Tokens, on_host
 from jaxrag.cache import PAGE
 from jaxrag.cache.host_pool import HostPool, rows_of
-from jaxrag.config import ModelConfig
 from jaxrag.decode.far import HostLayer
 from jaxrag.decode.host_search import NOBODY, HostSearch
 from jaxrag.models.attention import merge
 from jaxrag.models.rope import RopeFactors, place, scale_rotary
-from jaxrag.types import HIDDEN, Array, HostArray, Partial, Tokens, on_host
 
 
 class Pattern(struct.PyTreeNode):

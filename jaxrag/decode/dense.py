@@ -3,11 +3,11 @@
 import dataclasses
 from typing import Any, override
 
-from jaxrag.config import ModelConfig
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.types import Array, Partial
 from jaxrag.decode.far import Everything, FarLayer, HostPrompt
 from jaxrag.decode.rule import DecodeRule
 from jaxrag.decode.view import View
-from jaxrag.types import Array, Partial
 
 _RECENT = 512  # newest tokens on the device, where all others are in host memory
 

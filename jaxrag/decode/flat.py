@@ -9,11 +9,11 @@ from typing import Any, override
 
 import jax.numpy as jnp
 
+from jaxrag.base.types import Array, Partial
 from jaxrag.decode.far import Best, FarLayer, HostPrompt
 from jaxrag.decode.rule import DecodeRule, highest, require, require_zero_or_more
 from jaxrag.decode.view import View
 from jaxrag.models.attention import merge
-from jaxrag.types import Array, Partial
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrag.attention_index import Exact, Hnsw, Ivf, QueryLists, Spec
 from jaxrag.attention_index.spec import STORAGE_BYTES
-from jaxrag.config import ModelConfig
+from jaxrag.base.config import ModelConfig
 
 _FAISS_HEADER = 1024  # of a serialised index, at most
 

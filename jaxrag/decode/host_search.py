@@ -31,13 +31,13 @@ from jaxrag.attention_index import (
     open_index,
     rotated,
 )
-from jaxrag.config import RopeConfig
+from jaxrag.base.config import RopeConfig
+from jaxrag.base.types import Array, HostArray
 from jaxrag.decode.account import Account, recall_of
 from jaxrag.decode.far.layer import Answer, FarLayer, HostLayer, Task
 from jaxrag.decode.far.tickets import Ticket, crew
 from jaxrag.decode.parts import Part
 from jaxrag.decode.stored import StoredIndexes
-from jaxrag.types import Array, HostArray
 
 NOBODY = -1  # the number of a padding row
 _DROPPED = 1024  # tickets without requests that may still be waited for

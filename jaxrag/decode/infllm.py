@@ -9,7 +9,9 @@ from typing import Any, override
 import jax
 import jax.numpy as jnp
 
-from jaxrag.config import ModelConfig
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import HIDDEN, Array, Partial
 from jaxrag.decode.far import Blocks, FarLayer, HostPrompt
 from jaxrag.decode.footprint import Bytes, Placement
 from jaxrag.decode.rule import (
@@ -22,9 +24,7 @@ from jaxrag.decode.rule import (
     require_zero_or_more,
 )
 from jaxrag.decode.view import View
-from jaxrag.errors import RequestError
 from jaxrag.models.attention import merge
-from jaxrag.types import HIDDEN, Array, Partial
 
 
 @dataclasses.dataclass(frozen=True)

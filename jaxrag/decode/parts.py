@@ -8,8 +8,8 @@ import numpy as np
 
 from jaxrag.attention_index import Found, Searcher
 from jaxrag.attention_index.spec import Trained
+from jaxrag.base.types import HostArray
 from jaxrag.decode.account import Account
-from jaxrag.types import HostArray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

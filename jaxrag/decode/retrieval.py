@@ -13,12 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrag import struct
 from jaxrag.attention_index import AttentionIndex, Exact, QueryBank, QueryLists, Spec, build
 from jaxrag.attention_index import Ivf as IvfIndex
 from jaxrag.attention_index.spec import Trained, effort_of
+from jaxrag.base import struct
+from jaxrag.base.config import ModelConfig, RopeConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.shapes import bucket
+from jaxrag.base.types import Array, HostArray, Partial, on_host
 from jaxrag.cache import PagePool, PageTable
-from jaxrag.config import ModelConfig, RopeConfig
 from jaxrag.decode.account import Account
 from jaxrag.decode.far import HostPrompt
 from jaxrag.decode.far.memory import Memory
@@ -35,11 +38,8 @@ from jaxrag.decode.rule import (
 )
 from jaxrag.decode.stored import DAMAGED, Carried, Known, StoredIndexes
 from jaxrag.decode.view import View
-from jaxrag.errors import RequestError
 from jaxrag.models.attention import merge
 from jaxrag.models.rope import RopeTable
-from jaxrag.shapes import bucket
-from jaxrag.types import Array, HostArray, Partial, on_host
 
 _FEWEST = 1024  # positions whose keys are read at once; more in powers of two
 

@@ -11,18 +11,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxrag import struct
 from jaxrag.attention_index import Spec
+from jaxrag.base import struct
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import Array, HostArray, Partial
 from jaxrag.cache import PagePool, PageTable
-from jaxrag.config import ModelConfig
 from jaxrag.decode.far import FarLayer, HostPrompt
 from jaxrag.decode.footprint import BreakEven, Bytes, Placement, on_host
 from jaxrag.decode.host_search import HostSearch
 from jaxrag.decode.stored import Carried
 from jaxrag.decode.view import View
-from jaxrag.errors import RequestError
 from jaxrag.models.rope import RopeTable
-from jaxrag.types import Array, HostArray, Partial
 
 Positions = Literal["original", "cache"]
 

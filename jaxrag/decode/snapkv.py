@@ -11,16 +11,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrag import struct
-from jaxrag.config import ModelConfig
+from jaxrag.base import struct
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import Array, Partial
 from jaxrag.decode.far import Chosen, FarLayer, HostPrompt
 from jaxrag.decode.footprint import Bytes, Placement
 from jaxrag.decode.rule import DecodeRule, Observe, highest, require
 from jaxrag.decode.view import View
-from jaxrag.errors import RequestError
 from jaxrag.models.attention import merge
 from jaxrag.models.rope import place
-from jaxrag.types import Array, Partial
 
 
 class Kept(struct.PyTreeNode):

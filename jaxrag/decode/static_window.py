@@ -8,6 +8,7 @@ from typing import Any, override
 
 import jax.numpy as jnp
 
+from jaxrag.base.types import Array, Partial
 from jaxrag.decode.far import HostPrompt
 from jaxrag.decode.rule import (
     DecodeRule,
@@ -17,7 +18,6 @@ from jaxrag.decode.rule import (
     require_zero_or_more,
 )
 from jaxrag.decode.view import View
-from jaxrag.types import Array, Partial
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,14 +6,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrag import struct
+from jaxrag.base import struct
+from jaxrag.base.types import HIDDEN, Array, HostArray, Tokens
 from jaxrag.cache import PagePool
 from jaxrag.cache.host import HostValues
 from jaxrag.decode.host_search import HostSearch
 from jaxrag.decode.rule import DecodeRule
 from jaxrag.decode.view import Far, View
 from jaxrag.models.attention import PagedAttend
-from jaxrag.types import HIDDEN, Array, HostArray, Tokens
 
 
 class Decoding(struct.PyTreeNode):

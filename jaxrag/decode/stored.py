@@ -16,10 +16,10 @@ from jaxrag.attention_index.document import (
     stored_spec,
 )
 from jaxrag.attention_index.spec import STORAGE_BYTES
-from jaxrag.config import ModelConfig
-from jaxrag.errors import ChunkCorrupt, ChunkMissing, RetrievalError
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, RetrievalError
+from jaxrag.base.types import HostArray
 from jaxrag.store import KVStore, Record
-from jaxrag.types import HostArray
 
 KEPT_BYTES = 4 << 30  # of indexes that no request needs at the moment
 _KNOWN = 4096  # chunks of which is remembered what indexes they have

@@ -9,12 +9,12 @@ from typing import Any, override
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrag.config import ModelConfig
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import Array, Partial
 from jaxrag.decode.footprint import BreakEven, Bytes, Placement, break_even, row_bytes
 from jaxrag.decode.rule import DecodeRule, highest, require
 from jaxrag.decode.view import View
-from jaxrag.errors import RequestError
-from jaxrag.types import Array, Partial
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.types import HIDDEN, Array, Partial
 from jaxrag.cache import PagePool
 from jaxrag.cache.host import HostValues
-from jaxrag.config import ModelConfig
 from jaxrag.decode.host_search import HostSearch
 from jaxrag.models.attention import (
     Pages,
@@ -22,7 +23,6 @@ from jaxrag.models.attention import (
     topn_attention,
 )
 from jaxrag.models.rope import RopeTable, rotate, scale_rotary
-from jaxrag.types import HIDDEN, Array, Partial
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,8 +4,8 @@ import io
 import zipfile
 from collections.abc import Iterable, Iterator
 
+from jaxrag.base.errors import DocumentError
 from jaxrag.documents.files import require_few_tags
-from jaxrag.errors import DocumentError
 
 MAX_PART_BYTES = 64 << 20  # of one part once it is unpacked
 MAX_UNPACKED_BYTES = 128 << 20  # of all of them

@@ -15,10 +15,10 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from jaxrag.errors import ConfigError, DocumentError, TokenizerError
+from jaxrag.base.errors import ConfigError, DocumentError, TokenizerError
+from jaxrag.base.types import HostArray
 from jaxrag.text.sentences import sentence_starts
 from jaxrag.text.tokenizer import Tokenizer
-from jaxrag.types import HostArray
 
 ChunkBy = Literal["tokens", "sentence", "markdown"]
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrag.errors import DocumentError
+from jaxrag.base.errors import DocumentError
 
 MAX_TITLE_CHARACTERS = 2_000
 _SHOWN = 60  # characters of a text, where it is one of several things that are told

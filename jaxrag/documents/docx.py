@@ -4,11 +4,11 @@ import io
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from jaxrag.base.errors import DocumentError
 from jaxrag.documents.archive import parts, repacked
 from jaxrag.documents.blocks import Block, heading, item, joined, one_spaced
 from jaxrag.documents.document import BadDocument, Document
 from jaxrag.documents.files import File, parsing, read_bytes
-from jaxrag.errors import DocumentError
 
 _W = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _TEXT, _PARAGRAPH, _RUN, _TABLE = (f"{_W}{name}" for name in ("t", "p", "r", "tbl"))

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 from urllib.parse import unquote
 
+from jaxrag.base.errors import DocumentError
 from jaxrag.documents.archive import parts
 from jaxrag.documents.blocks import one_spaced
 from jaxrag.documents.document import BadDocument, Document
 from jaxrag.documents.files import File, decode, one_line, parsing, read_bytes
 from jaxrag.documents.html import declared_encoding, html_text, text_of
-from jaxrag.errors import DocumentError
 
 _PARTS = (".xml", ".opf", ".xhtml", ".html", ".htm")
 _CONTAINER = "META-INF/container.xml"

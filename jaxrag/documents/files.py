@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from jaxrag.base.errors import DocumentError
 from jaxrag.documents.document import BadDocument, Document
-from jaxrag.errors import DocumentError
 
 MAX_FILE_BYTES = 256 << 20  # of a file that is read as a whole
 MAX_LINE_BYTES = 64 << 20  # of a file that is read line by line

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from jaxrag.base.errors import DocumentError
 from jaxrag.documents.blocks import Block, joined
 from jaxrag.documents.document import BadDocument, Document
 from jaxrag.documents.files import (
@@ -16,7 +17,6 @@ from jaxrag.documents.files import (
     require_few_tags,
 )
 from jaxrag.documents.metadata import typed
-from jaxrag.errors import DocumentError
 
 
 def _tags(names: str) -> frozenset[str]:

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any
 
+from jaxrag.base.errors import DocumentError
 from jaxrag.documents.document import BadDocument, Document, document_from_mapping, text_id
 from jaxrag.documents.parser import ParseLimits, Parser
 from jaxrag.documents.paths import DocumentFiles, read_paths
 from jaxrag.documents.shard import Shard
-from jaxrag.errors import DocumentError
 
 Source = Document | BadDocument | str | Path | Mapping[str, Any]
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from email.message import EmailMessage
 from typing import Any, BinaryIO
 
+from jaxrag.base.errors import DocumentError
 from jaxrag.documents.document import MAX_TITLE_CHARACTERS, BadDocument, Document
 from jaxrag.documents.files import File, parsing, read_bytes, require_few_tags
 from jaxrag.documents.html import html_text
-from jaxrag.errors import DocumentError
 
 
 def read_mail(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from jaxrag.errors import DocumentError
+from jaxrag.base.errors import DocumentError
 
 MAX_FRONT_CHARACTERS = 64 << 10  # of front matter
 

@@ -4,10 +4,10 @@ import json
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from jaxrag.base.errors import DocumentError
 from jaxrag.documents.document import BadDocument, Document
 from jaxrag.documents.files import File, decode, read_bytes, require_few_values
 from jaxrag.documents.text import first_heading
-from jaxrag.errors import DocumentError
 
 _FORMAT = 4  # of notebooks since 2015
 

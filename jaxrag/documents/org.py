@@ -4,10 +4,10 @@ import re
 from collections.abc import Iterator
 from typing import BinaryIO
 
+from jaxrag.base.errors import DocumentError
 from jaxrag.documents.blocks import Block, code, heading, item, joined, one_spaced, row
 from jaxrag.documents.document import BadDocument, Document
 from jaxrag.documents.files import File, decode, parsing, read_bytes
-from jaxrag.errors import DocumentError
 
 _BLOCK = re.compile(r"[ \t]*#\+begin_(\w+)[ \t]*([\w+-]*)", re.I)
 _LITERAL = ("src", "example", "export")  # blocks whose lines are no markup

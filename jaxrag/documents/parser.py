@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxrag.base.errors import DocumentError
 from jaxrag.documents.document import BadDocument, Document
 from jaxrag.documents.files import ReadOptions
 from jaxrag.documents.parser_process import LENGTH, parse_frame, write_frame
 from jaxrag.documents.readers import is_of_records
-from jaxrag.errors import DocumentError
 
 if TYPE_CHECKING:
     from jaxrag.documents.chunking import Chunk, Chunking

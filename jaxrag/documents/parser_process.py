@@ -15,10 +15,10 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
+from jaxrag.base.errors import DocumentError
 from jaxrag.documents.document import BadDocument, Document
 from jaxrag.documents.files import ReadOptions
 from jaxrag.documents.readers import read_open
-from jaxrag.errors import DocumentError
 
 LENGTH = struct.Struct(">Q")  # of a frame, before it
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from jaxrag.base.errors import DocumentError
 from jaxrag.documents.document import BadDocument, Document
 from jaxrag.documents.files import File, ReadOptions
 from jaxrag.documents.parser import ParseLimits, Parser, ParserFailed
 from jaxrag.documents.readers import is_of_records, is_parsed_apart, is_without_text, read_open
-from jaxrag.errors import DocumentError
 
 Wanted = Callable[[str], bool]
 

@@ -6,6 +6,7 @@ import unicodedata
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from jaxrag.base.errors import DocumentError
 from jaxrag.documents.document import BadDocument, Document
 from jaxrag.documents.files import (
     BETWEEN_PAGES,
@@ -16,7 +17,6 @@ from jaxrag.documents.files import (
     parsing,
     read_bytes,
 )
-from jaxrag.errors import DocumentError
 
 _FULL_LINE = 0.9  # of the longest line of its page
 

@@ -4,11 +4,11 @@ import io
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
+from jaxrag.base.errors import DocumentError
 from jaxrag.documents.archive import parts, repacked
 from jaxrag.documents.blocks import Block, heading, item, joined, one_spaced, row
 from jaxrag.documents.document import BadDocument, Document
 from jaxrag.documents.files import MAX_TEXT_CHARACTERS, File, join_pages, parsing, read_bytes
-from jaxrag.errors import DocumentError
 
 
 def read_pptx(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from jaxrag.base.errors import DocumentError
 from jaxrag.documents.document import BadDocument, Document
 from jaxrag.documents.docx import read_docx
 from jaxrag.documents.epub import read_epub
@@ -18,7 +19,6 @@ from jaxrag.documents.records import read_json, read_json_lines, read_table
 from jaxrag.documents.rst import read_rst
 from jaxrag.documents.text import read_text
 from jaxrag.documents.xlsx import read_xlsx
-from jaxrag.errors import DocumentError
 
 _READERS: dict[str, Reader] = {
     ".txt": read_text,

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
+from jaxrag.base.errors import DocumentError
 from jaxrag.documents.document import BadDocument, Document, document_from_mapping
 from jaxrag.documents.files import (
     MAX_CELLS,
@@ -20,7 +21,6 @@ from jaxrag.documents.files import (
     require_few_values,
 )
 from jaxrag.documents.metadata import Column
-from jaxrag.errors import DocumentError
 
 _TEXT_COLUMNS = ("text", "content", "body")
 _UNDECODED = {chr(0xDC00 + byte) for byte in range(0x80, 0x100)}  # of surrogateescape

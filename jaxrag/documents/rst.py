@@ -4,10 +4,10 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from jaxrag.base.errors import DocumentError
 from jaxrag.documents.blocks import Block, code, heading, item, joined, one_spaced, row
 from jaxrag.documents.document import BadDocument, Document
 from jaxrag.documents.files import MAX_TEXT_CHARACTERS, File, decode, parsing, read_bytes
-from jaxrag.errors import DocumentError
 
 _MAX_LINE = 1 << 20  # characters; docutils would take 10,000
 _DIRECTIVE = re.compile(r"^[ \t]*\.\. (?:\|[^|\n]{1,200}\| )?([A-Za-z][\w:.+-]{0,60}?)::", re.M)

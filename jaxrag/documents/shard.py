@@ -5,7 +5,7 @@ import re
 
 import xxhash
 
-from jaxrag.errors import ConfigError
+from jaxrag.base.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)

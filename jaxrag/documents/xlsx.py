@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
+from jaxrag.base.errors import DocumentError
 from jaxrag.documents.archive import parts, repacked
 from jaxrag.documents.blocks import Block, heading, joined, one_spaced, row
 from jaxrag.documents.document import BadDocument, Document
 from jaxrag.documents.files import MAX_TEXT_CHARACTERS, File, parsing, read_bytes
-from jaxrag.errors import DocumentError
 
 _MAX_ROWS = 1 << 20  # of a sheet, as the format has it
 _STREAMED = ("xl/worksheets/", "xl/sharedStrings.xml")

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrag.shapes import bucket, bucket_below
-from jaxrag.types import HostArray
+from jaxrag.base.shapes import bucket, bucket_below
+from jaxrag.base.types import HostArray
 
 _SMALLEST = 16
 

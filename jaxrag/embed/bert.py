@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrag import struct
+from jaxrag.base import struct
+from jaxrag.base.types import Array
 from jaxrag.models.family import TensorRule
-from jaxrag.types import Array
 
 Pooling = Literal["mean", "cls", "max", "last"]
 POOLINGS: tuple[str, ...] = get_args(Pooling)

@@ -14,16 +14,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrag.config import DTYPES
+from jaxrag.base.config import DTYPES
+from jaxrag.base.errors import ConfigError, EmbedderError, RequestError
+from jaxrag.base.sharding import Rules, replicated
+from jaxrag.base.types import Array, HostArray
 from jaxrag.embed.batches import fill, plan
 from jaxrag.embed.bert import POOLINGS, BertConfig, BertParams, Pooling, embed
 from jaxrag.embed.hf import load_config, load_params
 from jaxrag.embed.sentence import Prefixes, read_settings
 from jaxrag.embed.text import EncoderTokenizer
-from jaxrag.errors import ConfigError, EmbedderError, RequestError
 from jaxrag.models.digest import weights_digest
-from jaxrag.sharding import Rules, replicated
-from jaxrag.types import Array, HostArray
 
 _LOG = logging.getLogger("jaxrag")
 

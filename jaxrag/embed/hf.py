@@ -14,12 +14,12 @@ import einops
 import jax
 import numpy as np
 
+from jaxrag.base.errors import ConfigError, ModelError
+from jaxrag.base.types import Array, HostArray
 from jaxrag.embed.bert import ACTIVATIONS, TENSORS, BertConfig, BertParams, LayerParams
-from jaxrag.errors import ConfigError, ModelError
 from jaxrag.models.family import TensorRule
 from jaxrag.models.hf_config import read_float, read_int
 from jaxrag.models.tensor_files import StoredTensor, read_json, read_tensors, require_weight
-from jaxrag.types import Array, HostArray
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxrag.base.errors import ModelError
 from jaxrag.embed.bert import Pooling
-from jaxrag.errors import ModelError
 from jaxrag.models.tensor_files import read_json
 
 _LOG = logging.getLogger("jaxrag")

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from jaxrag.errors import ConfigError, TokenizerError
-from jaxrag.types import HostArray
+from jaxrag.base.errors import ConfigError, TokenizerError
+from jaxrag.base.types import HostArray
 
 
 class EncoderTokenizer:

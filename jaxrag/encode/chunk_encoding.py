@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from jaxrag.attention_index.document import Indexing, is_indexed
+from jaxrag.base.errors import ChunkNotSealed, StoreError
+from jaxrag.base.types import HostArray
 from jaxrag.encode.chunks import encode_for_store, gets_indexes
 from jaxrag.encode.encoders import (
     NEIGHBOUR_ENCODER,
@@ -19,10 +21,8 @@ from jaxrag.encode.encoders import (
     provenance,
 )
 from jaxrag.encode.neighbours import OwnKV
-from jaxrag.errors import ChunkNotSealed, StoreError
 from jaxrag.models.model import Model
 from jaxrag.store import KVStore, Provenance, Record
-from jaxrag.types import HostArray
 
 _AT_ONCE = 64  # tokens of one layer's K or V that are looked at together, within the cache
 _EXPONENTS: dict[str, np.uint16 | np.uint32] = {

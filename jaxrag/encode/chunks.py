@@ -4,13 +4,13 @@ import functools
 from collections.abc import Iterator, Sequence
 
 from jaxrag.attention_index.document import Indexing, build_arrays
+from jaxrag.base.types import HostArray
 from jaxrag.encode.encoders import checked_neighbours, encoder_named, seen_prefix
 from jaxrag.encode.joint import encode_jointly
 from jaxrag.encode.neighbours import OwnKV, compute_own_kv, encode_behind
 from jaxrag.encode.packed import encode_rows
 from jaxrag.encode.with_queries import encode_observed
 from jaxrag.models.model import Model
-from jaxrag.types import HostArray
 
 
 def encode_chunks(

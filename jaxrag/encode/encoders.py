@@ -11,11 +11,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from jaxrag.errors import RequestError
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import HostArray
 from jaxrag.models.model import Model
 from jaxrag.store import Provenance, content_id, context_id
 from jaxrag.store import chunk_key as store_key
-from jaxrag.types import HostArray
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,9 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from jaxrag.config import ModelConfig
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.shapes import bucket, row_length
+from jaxrag.base.types import EMPTY, FINAL, Array, HostArray, Tokens
 from jaxrag.encode.packed import ROW_TOKENS, Places, check_context, start_taking, take_behind
 from jaxrag.models.attention import PackedAttend
 from jaxrag.models.decoder import forward
@@ -24,8 +26,6 @@ from jaxrag.models.rope import RopeTable
 from jaxrag.models.segments import pack
 from jaxrag.models.spec import Params
 from jaxrag.models.taps import Tap, at_columns
-from jaxrag.shapes import bucket, row_length
-from jaxrag.types import EMPTY, FINAL, Array, HostArray, Tokens
 
 
 @dataclasses.dataclass(frozen=True)

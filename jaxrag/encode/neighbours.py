@@ -14,6 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.shapes import bucket, bucket_below, row_length
+from jaxrag.base.types import FINAL, Array, HostArray, Tokens
 from jaxrag.cache import (
     MIN_TABLE_PAGES,
     PAGE,
@@ -25,7 +28,6 @@ from jaxrag.cache import (
     pages_for,
 )
 from jaxrag.cache.host import StagingBuffers
-from jaxrag.config import ModelConfig
 from jaxrag.encode.packed import (
     ROW_TOKENS,
     Places,
@@ -41,9 +43,7 @@ from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable, place
 from jaxrag.models.spec import Params
 from jaxrag.models.taps import Tap
-from jaxrag.shapes import bucket, bucket_below, row_length
 from jaxrag.store import KVLayout
-from jaxrag.types import FINAL, Array, HostArray, Tokens
 
 # Token ids [T] of chunks -> their KV [L, 2, T, K, H], each encoded directly behind the prefix.
 OwnKV = Callable[[Sequence[HostArray]], Sequence[HostArray]]

@@ -12,8 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import jax
 import numpy as np
 
-from jaxrag.config import ModelConfig
-from jaxrag.errors import RequestError
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.shapes import row_length
+from jaxrag.base.sharding import host_part
+from jaxrag.base.types import EMPTY, FIRST_CHUNK, PREFIX, Array, HostArray, Tokens
 from jaxrag.models.attention import PackedAttend
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import Model
@@ -21,9 +24,6 @@ from jaxrag.models.rope import RopeTable
 from jaxrag.models.segments import pack
 from jaxrag.models.spec import Params
 from jaxrag.models.taps import Tap
-from jaxrag.shapes import row_length
-from jaxrag.sharding import host_part
-from jaxrag.types import EMPTY, FIRST_CHUNK, PREFIX, Array, HostArray, Tokens
 
 Places = list[tuple[int, int, slice]]  # (chunk, row, columns)
 

@@ -10,7 +10,10 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from jaxrag.config import ModelConfig
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.shapes import bucket
+from jaxrag.base.sharding import to_host
+from jaxrag.base.types import Array, HostArray, Tokens
 from jaxrag.encode.packed import Places, check_context, packed_batches, start_taking, take_places
 from jaxrag.models.attention import PackedAttend
 from jaxrag.models.decoder import forward
@@ -18,9 +21,6 @@ from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import Params
 from jaxrag.models.taps import Tap, at_columns
-from jaxrag.shapes import bucket
-from jaxrag.sharding import to_host
-from jaxrag.types import Array, HostArray, Tokens
 
 
 @functools.partial(jax.jit, static_argnames=("config",))

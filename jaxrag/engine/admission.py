@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from itertools import islice, zip_longest
 
-from jaxrag.errors import ConfigError, Overloaded
+from jaxrag.base.errors import ConfigError, Overloaded
 
 
 class Status(enum.Enum):

@@ -6,6 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from jaxrag.base.errors import (
+    Cancelled,
+    ContextExceeded,
+    DeadlineExceeded,
+    EngineError,
+    JaxragError,
+)
 from jaxrag.cache import PAGE
 from jaxrag.cache.host import arrived
 from jaxrag.engine.arena import HostArena, default_arena_bytes
@@ -24,13 +31,6 @@ from jaxrag.engine.state import Broken, EngineSettings, Post, State
 from jaxrag.engine.thread import result_of
 from jaxrag.engine.tiers import Tiers
 from jaxrag.engine.turns import leave_turn
-from jaxrag.errors import (
-    Cancelled,
-    ContextExceeded,
-    DeadlineExceeded,
-    EngineError,
-    JaxragError,
-)
 
 _LOG = logging.getLogger("jaxrag")
 

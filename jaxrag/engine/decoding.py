@@ -16,7 +16,9 @@ import numpy as np
 from jax import lax
 from jax.stages import Lowered
 
-from jaxrag import struct
+from jaxrag.base import struct
+from jaxrag.base.shapes import bucket
+from jaxrag.base.types import HIDDEN, Array, HostArray, Step, on_host
 from jaxrag.cache import MIN_TABLE_PAGES, PAGE, PagePool, PageTable, TableBuilder, table_width
 from jaxrag.cache.host import HostValues
 from jaxrag.decode import (
@@ -37,8 +39,6 @@ from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling import SamplingParams, sample
 from jaxrag.models.attention import PagedAttend
 from jaxrag.models.decoder import Decoder, forward, unembed
-from jaxrag.shapes import bucket
-from jaxrag.types import HIDDEN, Array, HostArray, Step, on_host
 
 DENSE = Dense()
 FAILED = -1  # in the place of a token whose logits hold a NaN

@@ -14,6 +14,8 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
+from jaxrag.base.errors import ContextExceeded, EngineError
+from jaxrag.base.sharding import processes_of
 from jaxrag.cache import PAGE
 from jaxrag.engine.admission import Entry
 from jaxrag.engine.core import Core
@@ -29,10 +31,8 @@ from jaxrag.engine.thread import Event as Posted
 from jaxrag.engine.thread import Mailbox, ask
 from jaxrag.engine.tiers import Event, Tiers
 from jaxrag.engine.warmup import compile_for
-from jaxrag.errors import ContextExceeded, EngineError
 from jaxrag.models.compiled import counting
 from jaxrag.models.model import Model
-from jaxrag.sharding import processes_of
 from jaxrag.store import MemoryStore
 
 _LOG = logging.getLogger("jaxrag")

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jaxrag.base.types import HostArray
 from jaxrag.cache import PAGE
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.models.model import Model
 from jaxrag.store import chunk_key, content_id, context_id
-from jaxrag.types import HostArray
 
 _LEADING = "in_place"  # the encoders that these keys name; no store holds such KV
 _TURN = "turn"

@@ -4,6 +4,8 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+from jaxrag.base.sharding import to_host
+from jaxrag.base.types import Array
 from jaxrag.decode import Decoding
 from jaxrag.engine.decoding import Drawn, Lane, LaneKey, SamplingRows, sample_first
 from jaxrag.engine.live import Live, Swapped
@@ -13,8 +15,6 @@ from jaxrag.engine.sampling import SamplingParams
 from jaxrag.engine.scheduler import Status
 from jaxrag.engine.state import Broken, State
 from jaxrag.engine.swap import swap_in, swap_out
-from jaxrag.sharding import to_host
-from jaxrag.types import Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

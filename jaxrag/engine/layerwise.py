@@ -15,11 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxrag import struct
+from jaxrag.base import struct
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.shapes import bucket, pieces
+from jaxrag.base.types import HIDDEN, Array, HostArray, Partial, on_host
 from jaxrag.cache import PAGE, PagePool, PageTable, TableBuilder
 from jaxrag.cache.host import to_device
 from jaxrag.cache.host_pool import rows_of
-from jaxrag.config import ModelConfig
 from jaxrag.decode import Observe, PromptQueries
 from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.prefilled import PREFILL_TOKENS, Prefilled, observed_tokens
@@ -35,8 +37,6 @@ from jaxrag.models.decoder import (
 )
 from jaxrag.models.rope import RopeFactors, place, scale_rotary, turn
 from jaxrag.models.spec import Params
-from jaxrag.shapes import bucket, pieces
-from jaxrag.types import HIDDEN, Array, HostArray, Partial, on_host
 
 BLOCK_PAGES = 512  # of KV in host memory that are on the device at once
 _STEP = 32  # pages that the sizes of blocks differ by

@@ -15,8 +15,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Literal
 
+from jaxrag.base.errors import StoreError
 from jaxrag.engine.thread import result_of
-from jaxrag.errors import StoreError
 
 FAILURES = 5  # in a row that open a circuit
 OPEN_SECONDS = 10.0  # until a probe is let through

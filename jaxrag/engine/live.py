@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jaxrag.base.errors import EngineError
+from jaxrag.base.types import HostArray
 from jaxrag.decode import Decoding
 from jaxrag.engine.decoding import FAILED, LaneKey, LaneRows
 from jaxrag.engine.loader import Found
@@ -11,8 +13,6 @@ from jaxrag.engine.mapping import RequestPlan, RequestState
 from jaxrag.engine.progress import Progress, Sink
 from jaxrag.engine.request import FinishReason, Request
 from jaxrag.engine.scheduler import Ending
-from jaxrag.errors import EngineError
-from jaxrag.types import HostArray
 
 
 @dataclasses.dataclass(eq=False)

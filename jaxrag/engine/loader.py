@@ -17,9 +17,11 @@ from jax import lax
 from jax.stages import Lowered
 
 from jaxrag.attention_index import rotated
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import ChunkCorrupt, ChunkNotSealed
+from jaxrag.base.types import Array, HostArray
 from jaxrag.cache import PAGE, PagedCache, PagePool
 from jaxrag.cache.host import arrived
-from jaxrag.config import ModelConfig
 from jaxrag.encode import (
     ENCODERS,
     ChunkEncoding,
@@ -31,13 +33,11 @@ from jaxrag.encode import (
 )
 from jaxrag.encode.neighbours import compute_own_kv
 from jaxrag.engine.runner import BLOCK_TOKENS, ModelRunner
-from jaxrag.errors import ChunkCorrupt, ChunkNotSealed
 from jaxrag.methods import Misses
 from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.rope import place as at_position
 from jaxrag.store import Refused, as_stored
-from jaxrag.types import Array, HostArray
 
 Near = Literal["host", "store"]
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from jaxrag.base.types import HostArray
 from jaxrag.cache import CachedChunk, TableBuilder, pages_for
 from jaxrag.decode import Carried
 from jaxrag.encode import PREFIX_ENCODER, ChunkEncoding, ChunkInContext, encoder_named
@@ -22,7 +23,6 @@ from jaxrag.models.model import Model
 from jaxrag.models.segments import Layout, lay_out
 from jaxrag.select import Choice, SelectionInput, Selector
 from jaxrag.store import KVStore
-from jaxrag.types import HostArray
 
 
 @dataclasses.dataclass

@@ -10,7 +10,9 @@ import numpy as np
 from jax import lax
 from jax.stages import Lowered
 
-from jaxrag import struct
+from jaxrag.base import struct
+from jaxrag.base.shapes import bucket, pieces
+from jaxrag.base.types import Array, Step
 from jaxrag.cache import PagePool, PageTable, batch_table
 from jaxrag.decode import Observe, PromptQueries
 from jaxrag.engine.direct import keep_leading
@@ -22,8 +24,6 @@ from jaxrag.models.attention import Attend, PagedAttend
 from jaxrag.models.decoder import Decoder, forward, unembed
 from jaxrag.models.taps import Tap, at_columns
 from jaxrag.select import choose
-from jaxrag.shapes import bucket, pieces
-from jaxrag.types import Array, Step
 
 
 class _Piece(struct.PyTreeNode):

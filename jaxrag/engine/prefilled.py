@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxrag.base.shapes import bucket
+from jaxrag.base.types import Array, HostArray
 from jaxrag.cache import PageTable
 from jaxrag.decode import Observe, PromptQueries
 from jaxrag.engine.mapping import RequestState
-from jaxrag.shapes import bucket
-from jaxrag.types import Array, HostArray
 
 PREFILL_TOKENS = 1024  # of one pass; longer prompts run in pieces of this many
 

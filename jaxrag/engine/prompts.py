@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from jaxrag.base.errors import EngineError
+from jaxrag.base.shapes import bucket, pieces
+from jaxrag.base.types import Array
 from jaxrag.cache import PagePool, table_width
 from jaxrag.decode import Decoding, Observe
 from jaxrag.engine.away import start_away
@@ -21,9 +24,6 @@ from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.state import Broken, EngineSettings, State
 from jaxrag.engine.thread import ask, result_of
-from jaxrag.errors import EngineError
-from jaxrag.shapes import bucket, pieces
-from jaxrag.types import Array
 
 
 def rows_together(

@@ -9,6 +9,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from jaxrag.base.types import HostArray
 from jaxrag.cache import PagedCache
 from jaxrag.engine.links import Link, Order, Trip
 from jaxrag.engine.live import Live
@@ -28,7 +29,6 @@ from jaxrag.engine.loader import (
 from jaxrag.engine.state import State
 from jaxrag.engine.thread import result_of
 from jaxrag.store import KVStore
-from jaxrag.types import HostArray
 
 
 class Way:

@@ -4,12 +4,12 @@ import dataclasses
 from typing import Literal
 
 from jaxrag.attention_index.document import Indexing
+from jaxrag.base.errors import ContextExceeded, RequestError
+from jaxrag.base.types import HostArray
 from jaxrag.engine.sampling import SamplingParams
-from jaxrag.errors import ContextExceeded, RequestError
 from jaxrag.methods import Method
 from jaxrag.models.model import Model
 from jaxrag.store import KVStore
-from jaxrag.types import HostArray
 
 FinishReason = Literal["stop", "length"]
 

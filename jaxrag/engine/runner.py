@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jaxrag.base.sharding import Rules, sharding
 from jaxrag.cache import PAGE, PagedCache, pages_for
 from jaxrag.cache.budget import default_host_tokens, default_pool_tokens, pool_budget
 from jaxrag.cache.heat import HALF_LIFE
@@ -15,7 +16,6 @@ from jaxrag.decode import HostSearch
 from jaxrag.models.memory import free_bytes
 from jaxrag.models.model import Model
 from jaxrag.models.spec import num_params
-from jaxrag.sharding import Rules, sharding
 
 BLOCK_TOKENS = 256  # of a chunk that are written to the pool at once
 

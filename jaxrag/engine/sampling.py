@@ -7,8 +7,8 @@ from nothing else, so a request gets the same tokens in any batch slot and any b
 import jax
 import jax.numpy as jnp
 
+from jaxrag.base.types import Array
 from jaxrag.engine.sampling_params import SamplingParams
-from jaxrag.types import Array
 
 Sampling = SamplingParams  # its first public name
 

@@ -3,9 +3,9 @@
 import dataclasses
 import math
 
-from jaxrag.errors import RequestError
-from jaxrag.options import option
-from jaxrag.tables import require_kind
+from jaxrag.base.errors import RequestError
+from jaxrag.base.options import option
+from jaxrag.base.tables import require_kind
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from types import MappingProxyType
 from typing import Literal
 
+from jaxrag.base.errors import RequestError
 from jaxrag.cache import PAGE, PageAllocator
 from jaxrag.engine.admission import (
     HUNGRY,
@@ -28,7 +29,6 @@ from jaxrag.engine.admission import (
     turn,
 )
 from jaxrag.engine.rows import Lane
-from jaxrag.errors import RequestError
 
 __all__ = ["Admitted", "Ending", "Entry", "Need", "Scheduler", "SchedulerSettings", "Status"]
 

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
+from jaxrag.base.errors import ConfigError
 from jaxrag.cache.heat import HALF_LIFE
 from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.arena import HostArena
@@ -14,7 +15,6 @@ from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.scheduler import Scheduler
 from jaxrag.engine.standing import Pace
 from jaxrag.engine.tiers import Event, Happening
-from jaxrag.errors import ConfigError
 
 SlowLoad = Literal["wait", "compute"]
 Post = Callable[[Callable[[], None]], None]  # has a function called on the engine's thread

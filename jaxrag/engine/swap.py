@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrag.base.types import Array, HostArray, on_host
 from jaxrag.cache import PagePool
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.types import Array, HostArray, on_host
 
 _PAGES = 16  # that are copied at once, whatever a request has
 

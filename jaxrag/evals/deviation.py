@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrag.base.shapes import bucket
+from jaxrag.base.types import Array, HostArray
 from jaxrag.cache import PAGE, PagePool
 from jaxrag.encode import encode_chunks
 from jaxrag.engine.direct import map_request, unmap
@@ -19,9 +21,7 @@ from jaxrag.methods import Method
 from jaxrag.models.decoder import Decoder
 from jaxrag.models.model import Model
 from jaxrag.models.rope import place
-from jaxrag.shapes import bucket
 from jaxrag.store import KVStore
-from jaxrag.types import Array, HostArray
 
 
 class Deviation(NamedTuple):

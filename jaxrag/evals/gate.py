@@ -14,6 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrag.base.errors import KnowledgeBaseError, RequestError
+from jaxrag.base.shapes import bucket
+from jaxrag.base.types import Array, HostArray, Step
 from jaxrag.cache import PagePool, PageTable
 from jaxrag.documents import Shard
 from jaxrag.engine.direct import map_request, unmap
@@ -23,7 +26,6 @@ from jaxrag.engine.prefill import prefill, run_tokens
 from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling import SamplingParams
-from jaxrag.errors import KnowledgeBaseError, RequestError
 from jaxrag.evals.statistics import Estimate, share
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import METHODS, Method
@@ -33,10 +35,8 @@ from jaxrag.serve.answers import Result, serve
 from jaxrag.serve.question_files import BadQuestion, QuestionFile
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.serve.suits import gate_subject
-from jaxrag.shapes import bucket
 from jaxrag.text.progress import progress_bar
 from jaxrag.text.prompts import PromptTemplate
-from jaxrag.types import Array, HostArray, Step
 
 RATIOS = (0.0, 0.05, 0.10, 0.15, 0.20, 0.30, 0.50)  # at 1 nothing is gained
 

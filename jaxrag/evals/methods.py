@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from jaxrag.base.types import HostArray
 from jaxrag.encode import encoder_named
 from jaxrag.evals.deviation import kv_deviation
 from jaxrag.evals.methods_grid import REFERENCES, Cell, Options
@@ -29,7 +30,6 @@ from jaxrag.models.model import load_model
 from jaxrag.serve.answers import Result, serve
 from jaxrag.text.progress import progress_bar
 from jaxrag.text.prompts import template_named
-from jaxrag.types import HostArray
 
 HOPS = {"1 hop": ("hop1", "cross", "latest"), "2 hops": ("hop2",)}
 SMALLEST_GAP = (

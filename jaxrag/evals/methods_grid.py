@@ -3,12 +3,12 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from jaxrag.base.errors import RequestError
+from jaxrag.base.options import flags_of
 from jaxrag.encode import encoder_named
-from jaxrag.errors import RequestError
 from jaxrag.evals.options import MethodsOptions
 from jaxrag.evals.synthetic import TASK
 from jaxrag.methods import METHODS, Method, method_named
-from jaxrag.options import flags_of
 from jaxrag.select import AllTokens, NoTokens, RandomTokens, Selector
 from jaxrag.tasks.synthetic import SyntheticTask
 

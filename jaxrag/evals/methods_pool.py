@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import HostArray
 from jaxrag.documents import Document
 from jaxrag.encode import encoder_named
 from jaxrag.engine.sampling import SamplingParams
-from jaxrag.errors import RequestError
 from jaxrag.evals.methods_grid import Options
 from jaxrag.evals.scoring import Written
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import Method
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
-from jaxrag.types import HostArray
 
 Neighbours = tuple[tuple[HostArray, ...], ...]  # of every chunk of a sample
 

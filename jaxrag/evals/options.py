@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from jaxrag.config import DTYPES
-from jaxrag.options import option, parse_count, parse_counts, parse_names, parse_ratios
+from jaxrag.base.config import DTYPES
+from jaxrag.base.options import option, parse_count, parse_counts, parse_names, parse_ratios
 
 if TYPE_CHECKING:
     from jaxrag.methods import Method

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import HostArray
 from jaxrag.documents import Shard
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling import SamplingParams
-from jaxrag.errors import RequestError
 from jaxrag.evals.gate import forced_logits
 from jaxrag.evals.metrics import exact_match, holds, token_f1
 from jaxrag.evals.statistics import difference, median, share
@@ -27,7 +28,6 @@ from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.serve.suits import suiting
 from jaxrag.text.progress import progress_bar
 from jaxrag.text.prompts import PromptTemplate
-from jaxrag.types import HostArray
 
 REFERENCE = "full_attention"
 METRICS = ("exact_match", "f1", "holds")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrag.errors import ConfigError, RequestError, TrainError
+from jaxrag.base.errors import ConfigError, RequestError, TrainError
 from jaxrag.train.log import METRICS_FILE, read_metrics
 
 FORMATS = (".png", ".svg", ".pdf")

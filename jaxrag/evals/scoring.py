@@ -14,15 +14,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrag.config import ModelConfig
-from jaxrag.errors import RequestError
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.shapes import bucket
+from jaxrag.base.sharding import make_mesh
+from jaxrag.base.types import HostArray
 from jaxrag.methods import method_named
 from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.segments import PositionScheme
 from jaxrag.serve.generate import generate
-from jaxrag.shapes import bucket
-from jaxrag.sharding import make_mesh
 from jaxrag.tasks.synthetic import Sample, SyntheticTask
 from jaxrag.tasks.synthetic import samples as endless
 from jaxrag.text.prompts import PromptTemplate
@@ -31,7 +32,6 @@ from jaxrag.train.loss import TokenLoss
 from jaxrag.train.packing import TrainBatch, lay_piece
 from jaxrag.train.samples import TrainSample, Writer, response_end
 from jaxrag.train.step import Program, make_evaluation
-from jaxrag.types import HostArray
 
 ROWS = 8  # of a batch
 ROW_TOKENS = 512  # at least

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrag.types import HostArray
+from jaxrag.base.types import HostArray
 
 LEVEL = 0.95
 _Z = statistics.NormalDist().inv_cdf((1 + LEVEL) / 2)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrag.errors import RequestError
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import HostArray
 from jaxrag.evals.options import SyntheticOptions
 from jaxrag.evals.scoring import READS, answered, draw, scored, write
 from jaxrag.evals.statistics import LEVEL, Estimate, difference, recovery, share
@@ -21,7 +22,6 @@ from jaxrag.models.model import load_model
 from jaxrag.tasks.synthetic import KINDS, Sample, SyntheticTask
 from jaxrag.text.progress import progress_bar
 from jaxrag.text.prompts import template_named
-from jaxrag.types import HostArray
 
 FULL = "full"  # the read that nothing is lost in
 ALL = "all"  # every kind of question

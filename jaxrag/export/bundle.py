@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxrag.config import ModelConfig, config_to_dict
-from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
+from jaxrag.base.config import ModelConfig, config_to_dict
+from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
+from jaxrag.base.types import HostArray
 from jaxrag.models.rope import attention_factor
 from jaxrag.store import KVStore, Record
-from jaxrag.types import HostArray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
+from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
 from jaxrag.export.bundle import Bundle, Placement, describe, find_records
 from jaxrag.export.files import Written, file_errors, held, write_json, write_safetensors
 from jaxrag.export.tensors import huggingface_tensors, lmcache_tensors

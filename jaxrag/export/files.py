@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrag.errors import StoreError
+from jaxrag.base.errors import StoreError
+from jaxrag.base.types import HostArray
 from jaxrag.export.bundle import Bundle, Placement, describe, read
 from jaxrag.export.rotate import place_keys
 from jaxrag.export.tensors import Arrange
 from jaxrag.models.tensor_files import file_header, write_file
 from jaxrag.store import KVStore, Record
-from jaxrag.types import HostArray
 
 METADATA_KEY = "jaxrag"  # of the JSON record in a safetensors header
 

@@ -5,9 +5,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
 from jaxrag.catalog import Hit
-from jaxrag.config import ModelConfig
-from jaxrag.errors import RequestError
 from jaxrag.export.bundle import Placement
 from jaxrag.export.export import FORMATS, ExportReport, export_bundles
 from jaxrag.export.selection import Selection, Selector

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxrag.config import RopeConfig
+from jaxrag.base.config import RopeConfig
+from jaxrag.base.shapes import bucket
+from jaxrag.base.types import Array, HostArray
 from jaxrag.models.rope import RopeTable, place, rope_table
-from jaxrag.shapes import bucket
-from jaxrag.types import Array, HostArray
 
 _SMALLEST_SHAPE = 256  # tokens and positions are padded to powers of two from here on
 

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.catalog import Catalog, DocumentEntry, Hit
 from jaxrag.documents.chunking import Chunk
-from jaxrag.errors import KnowledgeBaseError
 from jaxrag.export.bundle import Bundle, Piece
 from jaxrag.retrieve.filters import Filter
 from jaxrag.store import content_id

@@ -3,9 +3,9 @@
 import functools
 from collections.abc import Callable
 
+from jaxrag.base.types import HostArray
 from jaxrag.models.tensor_files import NewTensor
 from jaxrag.store import KVLayout
-from jaxrag.types import HostArray
 
 Load = Callable[[], HostArray]  # [L, 2, T, K, H]; called once for every tensor
 Arrange = Callable[[KVLayout, int, Load], list[NewTensor]]

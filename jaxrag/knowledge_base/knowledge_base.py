@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args, overload
 
 from jaxrag.attention_index.document import Indexing, indexing_from
+from jaxrag.base.errors import KnowledgeBaseError, RequestError
+from jaxrag.base.tables import require_kind
 from jaxrag.catalog import DocumentEntry
 from jaxrag.documents import DocumentFiles, Intake, Shard, Source, read_paths
 from jaxrag.documents.chunking import ChunkBy
 from jaxrag.encode import prefix_key
-from jaxrag.errors import KnowledgeBaseError, RequestError
 from jaxrag.export import ExportReport, ExportRequest, Piece, Selector, export_selected
 from jaxrag.knowledge_base import upkeep
 from jaxrag.knowledge_base.gone import Gone, compare
@@ -30,7 +31,6 @@ from jaxrag.retrieve.base import Reranker, Retriever
 from jaxrag.retrieve.filters import Filter
 from jaxrag.store.chunk_store import Mode
 from jaxrag.store.prefetch import Tier
-from jaxrag.tables import require_kind
 from jaxrag.text.prompts import PromptTemplate, template_named
 from jaxrag.text.tokenizer import Tokenizer
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.catalog import Catalog, lost_settings
 from jaxrag.catalog.database import damaged
 from jaxrag.catalog.salvage import Salvage, salvage
 from jaxrag.encode import ENCODERS
-from jaxrag.errors import KnowledgeBaseError
 from jaxrag.knowledge_base.settings import (
     NEEDED,
     REPLACED,

@@ -16,9 +16,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxrag.base.errors import StoreError
+from jaxrag.base.types import HostArray
 from jaxrag.catalog import Catalog, ChunkTokens
 from jaxrag.encode import ChunkEncoding, ChunkInContext
-from jaxrag.errors import StoreError
 from jaxrag.knowledge_base.ingest import RefreshReport
 from jaxrag.knowledge_base.staleness import NeighbourSearch
 from jaxrag.knowledge_base.vectors import ChunkVectors
@@ -28,7 +29,6 @@ from jaxrag.retrieve.base import NOTHING, VectorIndex
 from jaxrag.retrieve.bm25 import BM25Snapshot
 from jaxrag.text.progress import progress_bar
 from jaxrag.text.prompts import PromptTemplate
-from jaxrag.types import HostArray
 
 SimilarBy = Literal["vectors", "bm25"]
 

@@ -7,19 +7,19 @@ from types import TracebackType
 from typing import Any, Self
 
 from jaxrag.attention_index.document import Indexing, indexing_from
+from jaxrag.base.config import ModelConfig, config_from_dict
+from jaxrag.base.errors import KnowledgeBaseError
+from jaxrag.base.sharding import processes_of
 from jaxrag.catalog import Catalog
-from jaxrag.config import ModelConfig, config_from_dict
 from jaxrag.documents.chunking import Chunking
 from jaxrag.embed import Embedder
 from jaxrag.encode import ChunkEncoding
-from jaxrag.errors import KnowledgeBaseError
 from jaxrag.knowledge_base.location import open_repository
 from jaxrag.knowledge_base.vectors import ChunkVectors
 from jaxrag.models.model import Model
 from jaxrag.retrieve.adapters import CatalogChunks
 from jaxrag.retrieve.base import Chunks, Reranker, Retriever
 from jaxrag.retrieve.plugins import retriever_plugin
-from jaxrag.sharding import processes_of
 from jaxrag.store.chunk_store import Mode
 from jaxrag.store.owners import Owners, this_owner
 from jaxrag.text.prompts import PromptTemplate, template_from_dict

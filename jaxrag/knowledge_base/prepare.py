@@ -9,15 +9,15 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 
+from jaxrag.base.errors import DocumentError
+from jaxrag.base.types import HostArray
 from jaxrag.catalog import Catalog, Entry
 from jaxrag.documents import BadDocument, Document, Intake
 from jaxrag.documents.chunking import Chunk, Chunking, split
 from jaxrag.encode import ChunkEncoding
-from jaxrag.errors import DocumentError
 from jaxrag.store import content_id
 from jaxrag.text.prompts import PromptTemplate
 from jaxrag.text.tokenizer import Tokenizer
-from jaxrag.types import HostArray
 
 _AHEAD_CHARACTERS = 1 << 18  # of documents that are prepared while others are encoded
 _AHEAD_DOCUMENTS = 1024

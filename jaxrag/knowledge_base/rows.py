@@ -13,18 +13,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrag.base.errors import JaxragError
+from jaxrag.base.types import HostArray
 from jaxrag.catalog.audit import CHUNK, DOCUMENT, KEY, Examined, Fault, KeyRow, Raw, Stored
 from jaxrag.catalog.digests import CHUNKS, DOCUMENTS
 from jaxrag.catalog.rows import ChunkRow, DocumentRow, from_blob
 from jaxrag.documents import Document
 from jaxrag.documents.chunking import Spans
 from jaxrag.encode import ENCODERS, encoder_named, seen_prefix
-from jaxrag.errors import JaxragError
 from jaxrag.knowledge_base.prepare import document_digest
 from jaxrag.store import chunk_key, content_id, context_id
 from jaxrag.text.prompts import PromptTemplate
 from jaxrag.text.tokenizer import Tokenizer
-from jaxrag.types import HostArray
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
+from jaxrag.base.errors import RequestError
 from jaxrag.catalog import Catalog, Hit
-from jaxrag.errors import RequestError
 from jaxrag.knowledge_base.vectors import ChunkVectors
 from jaxrag.retrieve.base import Reranker, Retriever
 from jaxrag.retrieve.filters import Filter

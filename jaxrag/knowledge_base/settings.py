@@ -9,11 +9,11 @@ from typing import Any, get_args
 import numpy as np
 
 from jaxrag.attention_index.document import Indexing
-from jaxrag.config import config_to_dict
+from jaxrag.base.config import config_to_dict
+from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.documents.chunking import ChunkBy, Chunking
 from jaxrag.embed import Embedder
 from jaxrag.encode import encoder_named, prefix_provenance
-from jaxrag.errors import KnowledgeBaseError
 from jaxrag.knowledge_base.neighbours import DEFAULT_TOP_N, SimilarBy
 from jaxrag.models.model import Model
 from jaxrag.retrieve.names import index_named

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxrag.base.errors import StoreError
+from jaxrag.base.types import HostArray
 from jaxrag.catalog import Catalog
-from jaxrag.errors import StoreError
 from jaxrag.retrieve.base import VectorIndex
 from jaxrag.retrieve.exact import ExactIndex
-from jaxrag.types import HostArray
 
 _SETTING = "searched"
 _ROWS = 2048  # vectors that are compared at once

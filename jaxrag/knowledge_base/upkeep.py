@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxrag.attention_index.document import Indexing, is_indexed
+from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.catalog import Catalog
 from jaxrag.catalog.audit import RowsReport
 from jaxrag.encode import ChunkEncoding, gets_indexes
-from jaxrag.errors import KnowledgeBaseError
 from jaxrag.knowledge_base.ingest import RefreshReport
 from jaxrag.knowledge_base.location import CATALOG
 from jaxrag.knowledge_base.neighbours import recorded_chunks

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxrag.base.errors import KnowledgeBaseError
+from jaxrag.base.types import HostArray
 from jaxrag.catalog import Catalog
 from jaxrag.embed import Embedder, as_embedder, load_embedder
-from jaxrag.errors import KnowledgeBaseError
 from jaxrag.retrieve.base import Mode, VectorIndex
 from jaxrag.retrieve.names import index_named
-from jaxrag.types import HostArray
 
 VECTORS = "vectors"  # folder of the index, in that of the knowledge base
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Self
 
-from jaxrag.errors import disk_errors
+from jaxrag.base.errors import disk_errors
 from jaxrag.store.keys import is_hex
 from jaxrag.store.record import ATTEMPT_DIGITS, attempt_begun, new_attempt
 

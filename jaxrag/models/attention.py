@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import ConfigError, RequestError
+from jaxrag.base.sharding import attention_axes
+from jaxrag.base.types import Array, Partial, Tokens
 from jaxrag.cache import PAGE, PagePool, PageTable
 from jaxrag.cache.host import HostValues
-from jaxrag.config import ModelConfig
-from jaxrag.errors import ConfigError, RequestError
 from jaxrag.models.rope import RopeTable, place, scale_rotary
-from jaxrag.sharding import attention_axes
-from jaxrag.types import Array, Partial, Tokens
 from pallas_kernels import (
     BODIES,
     Impl,

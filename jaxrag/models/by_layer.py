@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrag.base.types import Array
 from jaxrag.models.spec import LayerParams, Params
-from jaxrag.types import Array
 
 IN_CACHE = 64 << 20  # bytes of layers; a copy of what the processor's caches hold costs little
 _IN_PLACE = 64  # bytes; XLA:CPU reads host memory in place from such an address on

@@ -17,8 +17,8 @@ import numpy as np
 import xxhash
 from jax.sharding import Mesh
 
-from jaxrag.config import DType, ModelConfig
-from jaxrag.errors import ModelError
+from jaxrag.base.config import DType, ModelConfig
+from jaxrag.base.errors import ModelError
 from jaxrag.models.digest import params_digest
 from jaxrag.models.finite import require_finite
 from jaxrag.models.names import by_name, from_names

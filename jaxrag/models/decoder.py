@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrag import struct
-from jaxrag.config import ModelConfig
+from jaxrag.base import struct
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.types import Array, Tokens
 from jaxrag.models.attention import Attend
 from jaxrag.models.linear import linear, product
 from jaxrag.models.rope import RopeFactors, RopeTable
 from jaxrag.models.spec import LayerParams, Params
-from jaxrag.types import Array, Tokens
 
 _Carry = tuple[Array, Any]  # x [B, T, D] and the cache
 Layer = Callable[[_Carry, Any], tuple[_Carry, Any]]  # (carry, (layer's params, ...)) of the scan

@@ -11,8 +11,9 @@ import einops
 import jax
 import numpy as np
 
-from jaxrag.config import ModelConfig
-from jaxrag.errors import ConfigError, ModelError
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import ConfigError, ModelError
+from jaxrag.base.types import Array, HostArray
 from jaxrag.models import FAMILIES
 from jaxrag.models.checkpoint import restore_params, save_checkpoint
 from jaxrag.models.family import Family, TensorRule
@@ -25,7 +26,6 @@ from jaxrag.models.spec import Params
 from jaxrag.models.tensor_files import INDEX_FILE, SINGLE_FILE, NewTensor, write_file
 from jaxrag.text.prompts import PromptTemplate, write_prompt
 from jaxrag.text.tokenizer import copy_tokenizer
-from jaxrag.types import Array, HostArray
 
 Form = Literal["huggingface", "jaxrag"]
 _MAX_FILE_BYTES = 5_000_000_000

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrag.config import ModelConfig
+from jaxrag.base.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)

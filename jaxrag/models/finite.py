@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrag.errors import ModelError
+from jaxrag.base.errors import ModelError
+from jaxrag.base.sharding import replicated, to_host
+from jaxrag.base.types import Array
 from jaxrag.models.names import by_name
 from jaxrag.models.spec import Params
-from jaxrag.sharding import replicated, to_host
-from jaxrag.types import Array
 
 
 def require_finite(directory: str | Path, params: Params, mesh: Mesh | None = None) -> None:

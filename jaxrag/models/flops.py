@@ -8,8 +8,8 @@ activations are left out: they are below a percent of any model worth serving.
 
 from collections.abc import Sequence
 
-from jaxrag.config import ModelConfig
-from jaxrag.errors import RequestError
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
 
 
 def turborag_flops(

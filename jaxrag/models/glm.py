@@ -8,7 +8,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrag.config import ModelConfig
+from jaxrag.base.config import ModelConfig
 from jaxrag.models.family import DECODER, FUSED_MLP, POST_NORMS, QKV_BIAS, Family
 from jaxrag.models.hf_config import Defaults, read_bool, read_decoder, refuse_windows, write_decoder
 

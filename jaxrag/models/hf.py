@@ -17,8 +17,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrag.config import DType, ModelConfig
-from jaxrag.errors import ConfigError, ModelError
+from jaxrag.base.config import DType, ModelConfig
+from jaxrag.base.errors import ConfigError, ModelError
+from jaxrag.base.types import Array, HostArray
 from jaxrag.models import FAMILIES
 from jaxrag.models.family import Family, TensorRule
 from jaxrag.models.finite import require_finite
@@ -27,7 +28,6 @@ from jaxrag.models.names import by_name, from_names
 from jaxrag.models.spec import Params, ParamSpec, param_shardings, param_specs
 from jaxrag.models.tensor_files import StoredTensor, read_json, read_tensors, require_weight
 from jaxrag.text.tokenizer import Tokenizer
-from jaxrag.types import Array, HostArray
 
 Index = tuple[slice, ...]
 

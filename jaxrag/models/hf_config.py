@@ -10,8 +10,8 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any, cast
 
-from jaxrag.config import DTYPES, DType, ModelConfig
-from jaxrag.errors import ConfigError
+from jaxrag.base.config import DTYPES, DType, ModelConfig
+from jaxrag.base.errors import ConfigError
 from jaxrag.models.hf_rope import read_rope, write_rope
 
 # Keys of other architectures' arithmetic, with the values that leave the result unchanged.

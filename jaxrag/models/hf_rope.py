@@ -10,8 +10,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrag.config import LinearScaling, Llama3Scaling, RopeConfig, RopeScaling, YarnScaling
-from jaxrag.errors import ConfigError
+from jaxrag.base.config import LinearScaling, Llama3Scaling, RopeConfig, RopeScaling, YarnScaling
+from jaxrag.base.errors import ConfigError
 
 _DEFAULT_THETA = 10_000.0
 _LARGEST = sys.float_info.max

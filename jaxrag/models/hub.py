@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxrag.errors import ModelError
+from jaxrag.base.errors import ModelError
 from jaxrag.models.tensor_files import INDEX_FILE
 from jaxrag.text.tokenizer import TEMPLATE_DIRECTORY, TOKENIZER_FILES
 

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxrag.config import ModelConfig
-from jaxrag.errors import EngineError, RequestError
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import EngineError, RequestError
+from jaxrag.base.shapes import bucket
+from jaxrag.base.types import FINAL, Array, HostArray, Tokens
 from jaxrag.models.attention import PackedAttend
 from jaxrag.models.decoder import forward, unembed
 from jaxrag.models.model import Model, as_token_ids
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import Params
-from jaxrag.shapes import bucket
-from jaxrag.types import FINAL, Array, HostArray, Tokens
 
 _NARROWEST = 64  # a program for this width, and for every power of two above
 _PIECE = 256  # tokens whose [V] logits exist at once

@@ -15,7 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jaxrag.types import Array
+from jaxrag.base.types import Array
 
 PRODUCT = "linear"  # checkpoint_name of what ``linear`` returns, for rematerialisation policies
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrag.config import ModelConfig
-from jaxrag.errors import ConfigError
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import ConfigError
 from jaxrag.models.family import DECODER, GATED_MLP, MLP_BIAS, O_BIAS, QKV_BIAS, Family
 from jaxrag.models.hf_config import Defaults, read_bool, read_decoder, refuse_windows, write_decoder
 

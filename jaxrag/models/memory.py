@@ -10,6 +10,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import ConfigError, ModelError, RequestError
+from jaxrag.base.sharding import Rules, attention_axes
 from jaxrag.cache.budget import (
     available_bytes,
     default_host_tokens,
@@ -19,10 +22,7 @@ from jaxrag.cache.budget import (
 )
 from jaxrag.cache.host_pool import host_pool_bytes
 from jaxrag.cache.pool import PAGE
-from jaxrag.config import ModelConfig
-from jaxrag.errors import ConfigError, ModelError, RequestError
 from jaxrag.models.spec import ParamSpec, is_spec, param_specs
-from jaxrag.sharding import Rules, attention_axes
 
 Placement = Literal["device", "host"]  # of the KV pool
 

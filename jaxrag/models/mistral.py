@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrag.config import ModelConfig
+from jaxrag.base.config import ModelConfig
 from jaxrag.models.family import DECODER, GATED_MLP, Family
 from jaxrag.models.hf_config import (
     Defaults,

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxrag.errors import ModelError
+from jaxrag.base.errors import ModelError
 
 
 def refuse_existing(target: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 from jax.sharding import Mesh
 
-from jaxrag.config import DType, ModelConfig, YarnScaling, config_to_dict
-from jaxrag.errors import ModelError
+from jaxrag.base.config import DType, ModelConfig, YarnScaling, config_to_dict
+from jaxrag.base.errors import ModelError
 from jaxrag.models import FAMILIES
 from jaxrag.models.hf import find_sources, ignored_keys
 from jaxrag.models.hub import fetched, is_hub_name

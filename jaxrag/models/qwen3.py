@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrag.config import ModelConfig
+from jaxrag.base.config import ModelConfig
 from jaxrag.models.family import DECODER, GATED_MLP, O_BIAS, QK_NORM, QKV_BIAS, Family
 from jaxrag.models.hf_config import Defaults, read_bool, read_decoder, read_int, write_decoder
 from jaxrag.models.qwen2 import read_windows, write_windows

@@ -9,8 +9,8 @@ import dataclasses
 import json
 from pathlib import Path
 
+from jaxrag.base.tables import build, read_toml
 from jaxrag.models.segments import PositionScheme
-from jaxrag.tables import build, read_toml
 from jaxrag.text.tokenizer import READING_FILE
 
 

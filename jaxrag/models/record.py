@@ -4,8 +4,8 @@ import dataclasses
 import json
 from pathlib import Path
 
-from jaxrag.config import ModelConfig, config_from_dict, config_to_dict
-from jaxrag.errors import ModelError
+from jaxrag.base.config import ModelConfig, config_from_dict, config_to_dict
+from jaxrag.base.errors import ModelError
 from jaxrag.models.tensor_files import read_json
 
 RECORD_FILE = "jaxrag.json"

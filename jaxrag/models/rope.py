@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrag import struct
-from jaxrag.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
-from jaxrag.types import Array, HostArray
+from jaxrag.base import struct
+from jaxrag.base.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from jaxrag.base.types import Array, HostArray
 from pallas_kernels.rotation import rotate
 
 __all__ = [

@@ -15,8 +15,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from jaxrag.errors import RequestError
-from jaxrag.types import EMPTY, FINAL, FIRST_CHUNK, PREFIX, HostArray
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import EMPTY, FINAL, FIRST_CHUNK, PREFIX, HostArray
 from pallas_kernels.visibility import QUESTION_SHIFT
 
 PositionScheme = Literal["reordered", "composite"]

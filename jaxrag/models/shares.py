@@ -8,9 +8,9 @@ import functools
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrag.sharding import attention_axes, exchange, placed, processes_of
+from jaxrag.base.sharding import attention_axes, exchange, placed, processes_of
+from jaxrag.base.types import Array, HostArray
 from jaxrag.store import HeadShare, KVStore, SharedStore
-from jaxrag.types import Array, HostArray
 
 HEAD_AXIS = 3  # of KV [L, 2, T, K, H], and of K or V of rows [L, B, T, K, H]
 

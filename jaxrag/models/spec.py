@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrag import struct
-from jaxrag.config import ModelConfig
-from jaxrag.sharding import Rules, sharding
+from jaxrag.base import struct
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.sharding import Rules, sharding
 
 
 @dataclasses.dataclass(frozen=True)

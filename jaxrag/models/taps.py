@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrag.config import ModelConfig
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.types import Array, Tokens
 from jaxrag.models.attention import Attend, PackedAttend
 from jaxrag.models.rope import RopeTable
-from jaxrag.types import Array, Tokens
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxrag.errors import ModelError
-from jaxrag.types import HostArray
+from jaxrag.base.errors import ModelError
+from jaxrag.base.types import HostArray
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from jaxrag.errors import RetrievalError
+from jaxrag.base.errors import RetrievalError
 from jaxrag.retrieve.base import Chunks, Found, checked_k
 
 _LOOKED_AT = 20  # chunks whose words are nearest to a text whose chunk is sought

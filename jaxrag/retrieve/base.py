@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrag.errors import RequestError, StoreError
+from jaxrag.base.errors import RequestError, StoreError
 
 Mode = Literal["r", "rw"]
 Ids = NDArray[np.int64]

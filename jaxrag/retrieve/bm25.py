@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrag.errors import DamagedCatalogError
+from jaxrag.base.errors import DamagedCatalogError
+from jaxrag.base.types import Connection
 from jaxrag.retrieve.base import Found
 from jaxrag.retrieve.filters import Filter, Scalar
-from jaxrag.types import Connection
 
 # Han, Kana and Hangul: scripts searched by single characters and pairs of neighbours.
 _CJK = (

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxrag.base.shapes import bucket
+from jaxrag.base.types import Array
 from jaxrag.retrieve.base import (
     NOTHING,
     Ids,
@@ -25,8 +27,6 @@ from jaxrag.retrieve.base import (
     checked_vectors,
 )
 from jaxrag.retrieve.rows import RowFile, Rows
-from jaxrag.shapes import bucket
-from jaxrag.types import Array
 
 _PIECE = 32768  # most rows of one matrix product
 _SMALLEST = 1024  # rows; a last piece shorter than this is padded

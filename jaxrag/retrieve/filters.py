@@ -21,7 +21,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from jaxrag.errors import RequestError
+from jaxrag.base.errors import RequestError
 
 Scalar = str | int | float | bool | None
 

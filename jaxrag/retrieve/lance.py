@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from jaxrag.errors import RetrievalError, StoreError
+from jaxrag.base.errors import RetrievalError, StoreError
 from jaxrag.retrieve.base import (
     NOTHING,
     Ids,

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from jaxrag.errors import RetrievalError
+from jaxrag.base.errors import RetrievalError
 from jaxrag.retrieve.base import VectorIndex
 from jaxrag.retrieve.exact import ExactIndex
 from jaxrag.retrieve.faiss import FaissIndex

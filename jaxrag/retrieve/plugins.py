@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrag.errors import RetrievalError
+from jaxrag.base.errors import RetrievalError
 from jaxrag.retrieve.base import Chunks, Found, Retriever, checked_k
 
 GROUP = "jaxrag.retrievers"

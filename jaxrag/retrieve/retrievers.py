@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from jaxrag.errors import RetrievalError
+from jaxrag.base.errors import RetrievalError
 from jaxrag.retrieve.base import (
     NOTHING,
     Found,

@@ -31,7 +31,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from jaxrag.errors import StoreError, disk_errors
+from jaxrag.base.errors import StoreError, disk_errors
 from jaxrag.retrieve.base import Ids, Mode, Vectors, in_order, refuse_missing
 
 FORMAT = 1

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrag.base.tables import build_named, table_from
 from jaxrag.cache import PagedCache
 from jaxrag.models.model import Model
 from jaxrag.select.base import Choice, SelectionInput, Selector, budget_of
@@ -19,7 +20,6 @@ from jaxrag.select.first_k import FirstK
 from jaxrag.select.kv_deviation import KvDeviation, layer_deviations
 from jaxrag.select.query_guided import QueryGuided
 from jaxrag.select.random_tokens import RandomTokens
-from jaxrag.tables import build_named, table_from
 
 __all__ = [
     "SELECTORS",

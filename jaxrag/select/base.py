@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import HostArray
 from jaxrag.cache import PAGE, PagedCache, TableBuilder
-from jaxrag.config import ModelConfig
-from jaxrag.errors import RequestError
 from jaxrag.models.model import Model
-from jaxrag.types import HostArray
 
 
 @dataclasses.dataclass(frozen=True)

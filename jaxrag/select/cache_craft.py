@@ -13,9 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.shapes import bucket, row_length
+from jaxrag.base.sharding import to_host
+from jaxrag.base.types import EMPTY, FINAL, Array, HostArray, Tokens
 from jaxrag.cache import PagedCache
-from jaxrag.config import ModelConfig
-from jaxrag.errors import RequestError
 from jaxrag.models.decoder import run_layers
 from jaxrag.models.flops import score_flops, turborag_flops
 from jaxrag.models.model import Model
@@ -23,9 +26,6 @@ from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import Params
 from jaxrag.models.taps import ChunkMassAttend
 from jaxrag.select.base import Choice, SelectionInput, Selector, best, check_range
-from jaxrag.shapes import bucket, row_length
-from jaxrag.sharding import to_host
-from jaxrag.types import EMPTY, FINAL, Array, HostArray, Tokens
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import override
 
 import numpy as np
 
+from jaxrag.base.errors import RequestError
 from jaxrag.cache import PagedCache
-from jaxrag.errors import RequestError
 from jaxrag.models.model import Model
 from jaxrag.select.base import Choice, SelectionInput, Selector, budget_of, check_range
 

@@ -14,10 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxrag import struct
+from jaxrag.base import struct
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.shapes import bucket, row_length
+from jaxrag.base.sharding import to_host
+from jaxrag.base.types import EMPTY, FINAL, Array, HostArray, Step, Tokens
 from jaxrag.cache import PAGE, PagedCache, PagePool, PageTable, TableBuilder, batch_table
-from jaxrag.config import ModelConfig
-from jaxrag.errors import RequestError
 from jaxrag.models.attention import Attend, PackedAttend, PagedAttend
 from jaxrag.models.decoder import Decoder, forward, keys_and_values
 from jaxrag.models.flops import turborag_flops
@@ -25,9 +28,6 @@ from jaxrag.models.model import Model
 from jaxrag.models.rope import place
 from jaxrag.models.taps import Tap
 from jaxrag.select.base import Choice, SelectionInput, Selector, best, budget_of
-from jaxrag.shapes import bucket, row_length
-from jaxrag.sharding import to_host
-from jaxrag.types import EMPTY, FINAL, Array, HostArray, Step, Tokens
 
 Part = Literal["v", "k", "kv"]
 

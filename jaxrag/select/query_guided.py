@@ -13,9 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.shapes import bucket
+from jaxrag.base.sharding import to_host
+from jaxrag.base.types import EMPTY, FINAL, HIDDEN, Array, HostArray, Step, Tokens
 from jaxrag.cache import PagedCache, PagePool, PageTable, batch_table, pages_for
-from jaxrag.config import ModelConfig
-from jaxrag.errors import RequestError
 from jaxrag.models.attention import PackedAttend, PagedAttend, attention_received
 from jaxrag.models.decoder import Decoder, forward
 from jaxrag.models.flops import score_flops, turborag_flops
@@ -23,9 +26,6 @@ from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.taps import LastQueries
 from jaxrag.select.base import Choice, SelectionInput, Selector, best
-from jaxrag.shapes import bucket
-from jaxrag.sharding import to_host
-from jaxrag.types import EMPTY, FINAL, HIDDEN, Array, HostArray, Step, Tokens
 
 Over = Literal["question", "cache"]
 Place = Literal["as_cached", "behind"]

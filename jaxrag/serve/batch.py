@@ -8,9 +8,9 @@ from typing import Any
 
 import xxhash
 
+from jaxrag.base.errors import RequestError
 from jaxrag.documents import Shard
 from jaxrag.engine.sampling import SamplingParams
-from jaxrag.errors import RequestError
 from jaxrag.serve.answers import Result, serve
 from jaxrag.serve.batch_files import AnswerFile
 from jaxrag.serve.question_files import BadQuestion, Id, Question, QuestionFile

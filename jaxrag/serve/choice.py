@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from jaxrag.config import ModelConfig
-from jaxrag.errors import RequestError
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
 from jaxrag.methods import METHODS, Method
 from jaxrag.models.reading import Reading
 

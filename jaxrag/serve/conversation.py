@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxrag.base.types import HostArray
 from jaxrag.engine.request import Prompt
 from jaxrag.serve.door import EarlierTurns
 from jaxrag.text.prompts import QuestionIds
-from jaxrag.types import HostArray
 
 _NOTHING = np.zeros(0, np.int32)
 

@@ -8,14 +8,14 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from jaxrag.base.errors import RequestError
+from jaxrag.base.tables import require_kind
+from jaxrag.base.types import HostArray
 from jaxrag.engine.sampling import SamplingParams
-from jaxrag.errors import RequestError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import Method
 from jaxrag.models.model import Model
-from jaxrag.tables import require_kind
 from jaxrag.text.prompts import PromptTemplate
-from jaxrag.types import HostArray
 
 Text = str | Sequence[int] | HostArray  # text, or token ids where a model has no tokenizer
 EarlierTurns = Literal["exact", "blocks"]

@@ -5,9 +5,10 @@ import dataclasses
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
+from jaxrag.base.errors import RequestError
+from jaxrag.base.shapes import bucket
 from jaxrag.decode import DecodeRule
 from jaxrag.engine.sampling import SamplingParams
-from jaxrag.errors import RequestError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.knowledge_base.search import SearchMode
 from jaxrag.methods import Method, Misses
@@ -26,7 +27,6 @@ from jaxrag.serve.door import (
 )
 from jaxrag.serve.options import AnswerOptions, ReuseOptions, SearchOptions
 from jaxrag.serve.questions import ReadyQuestion, Settings, Unanswerable, prepare, resolve
-from jaxrag.shapes import bucket
 from jaxrag.text.prompts import PromptTemplate
 
 _ROWS = 8  # of the program that serves several questions

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxrag.options import option, parse_count
+from jaxrag.base.options import option, parse_count
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from jaxrag.base.errors import RequestError
 from jaxrag.documents import Shard
-from jaxrag.errors import RequestError
 
 Id = str | int
 

@@ -9,12 +9,13 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from jaxrag.attention_index.document import Indexing
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import HostArray
 from jaxrag.decode import DecodeRule, rule_from
 from jaxrag.encode import encoder_named
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request, check_length
 from jaxrag.engine.sampling import SamplingParams
-from jaxrag.errors import RequestError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.knowledge_base.neighbours import each_other
 from jaxrag.knowledge_base.search import SearchMode
@@ -27,7 +28,6 @@ from jaxrag.serve.suits import gated, renamed, stored_otherwise, unplaced, untun
 from jaxrag.store import KVStore
 from jaxrag.text.prompts import PromptTemplate, QuestionIds, template_named
 from jaxrag.text.tokenizer import Tokenizer
-from jaxrag.types import HostArray
 
 Unanswerable = Literal["abstain", "ask"]  # what to do where a filter or least score leaves nothing
 

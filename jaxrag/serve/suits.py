@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.encode import encoder_named
 from jaxrag.engine.reuse import PartReuse
-from jaxrag.errors import ConfigError, RequestError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import METHODS, Method, placement_of
 from jaxrag.models.model import Model

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from jaxrag.base.shapes import bucket
+from jaxrag.base.types import HostArray
 from jaxrag.decode import DecodeRule
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefilled import PREFILL_TOKENS
@@ -16,10 +18,8 @@ from jaxrag.methods import Method
 from jaxrag.models.model import Model
 from jaxrag.serve.door import Text, check_counts, check_documents, check_kinds
 from jaxrag.serve.questions import prepare, resolve
-from jaxrag.shapes import bucket
 from jaxrag.store import MemoryStore
 from jaxrag.text.prompts import PromptTemplate
-from jaxrag.types import HostArray
 
 _FINAL_TOKENS = (16, 32, 64, 128)  # of final blocks, one a width
 _ASKED = "What?"

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from jaxrag.errors import DeadlineExceeded, Overloaded
+from jaxrag.base.errors import DeadlineExceeded, Overloaded
 from jaxrag.serve.answers import Result
 from jaxrag.serve.questions import ReadyQuestion, Settings
 from jaxrag.server.asking import LATE, Asking, Inbox, Piece, usage

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jaxrag.base.errors import DeadlineExceeded
 from jaxrag.engine.progress import Progress
-from jaxrag.errors import DeadlineExceeded
 from jaxrag.methods import METHODS
 from jaxrag.serve.answers import Result, abstained, result_of
 from jaxrag.serve.door import Conversation, Text

@@ -11,6 +11,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxrag.base.types import HostArray
 from jaxrag.models.model import Model, as_token_ids
 from jaxrag.serve.answers import Result
 from jaxrag.serve.door import Conversation, Text
@@ -21,7 +22,6 @@ from jaxrag.server.fields import Body, generation_of, is_ids
 from jaxrag.server.logprobs import CompletionLogprobs
 from jaxrag.server.scoring import scored, scoring_of
 from jaxrag.server.visit import Visit
-from jaxrag.types import HostArray
 
 _MOST_PROMPTS = 64
 

@@ -4,7 +4,7 @@ import os
 import secrets
 from pathlib import Path
 
-from jaxrag.errors import disk_errors
+from jaxrag.base.errors import disk_errors
 
 PRIVATE = 0o700  # of the data folder: nobody else reads what was uploaded
 UNFINISHED = ".new-"  # begins the name of a file that is being written

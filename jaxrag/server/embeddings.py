@@ -8,6 +8,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from jaxrag.base.types import HostArray
 from jaxrag.embed import BertEmbedder, Embedder
 from jaxrag.server.errors import invalid
 from jaxrag.server.fields import Body, read_body
@@ -15,7 +16,6 @@ from jaxrag.server.files import entered
 from jaxrag.server.models import chosen
 from jaxrag.server.state import ServerState
 from jaxrag.server.tenants import Access
-from jaxrag.types import HostArray
 
 _MOST_TEXTS = 2048
 _KINDS = {"document": "passage", "passage": "passage", "query": "query"}

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
-from jaxrag.errors import (
+from jaxrag.base.errors import (
     Cancelled,
     ConfigError,
     ContextExceeded,

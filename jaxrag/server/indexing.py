@@ -13,12 +13,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+from jaxrag.base.errors import DocumentError, EngineError, JaxragError
 from jaxrag.documents import BadDocument, Document
 from jaxrag.documents.chunking import Chunk
 from jaxrag.documents.files import ReadOptions
 from jaxrag.documents.parser import ParseLimits, Parser
 from jaxrag.engine.engine import Engine
-from jaxrag.errors import DocumentError, EngineError, JaxragError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.knowledge_base.ingest import AddReport
 from jaxrag.models.model import Model

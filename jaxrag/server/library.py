@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrag.base.errors import ConfigError, JaxragError, disk_errors
 from jaxrag.catalog import Hit
 from jaxrag.engine.engine import Engine
-from jaxrag.errors import ConfigError, JaxragError, disk_errors
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.knowledge_base.maintained import DEFAULT_GRACE_SECONDS
 from jaxrag.knowledge_base.search import Hits, SearchMode

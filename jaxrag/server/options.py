@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from jaxrag.config import ModelOptions
-from jaxrag.options import option, parse_count
+from jaxrag.base.config import ModelOptions
+from jaxrag.base.options import option, parse_count
 from jaxrag.serve.options import ReuseOptions, SearchOptions
 
 

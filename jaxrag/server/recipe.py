@@ -8,17 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxrag.base.errors import KnowledgeBaseError
+from jaxrag.base.shapes import row_length
 from jaxrag.documents.chunking import ChunkBy
 from jaxrag.embed import Embedder
 from jaxrag.encode import encode_chunks, encoder_named
 from jaxrag.encode.packed import ROW_TOKENS
 from jaxrag.engine.engine import Engine
-from jaxrag.errors import KnowledgeBaseError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.knowledge_base.settings import DEFAULT_CHUNK_TOKENS, DEFAULT_ENCODERS
 from jaxrag.methods import Method
 from jaxrag.models.model import Model
-from jaxrag.shapes import row_length
 from jaxrag.text.prompts import PromptTemplate
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 
-from jaxrag.errors import ConfigError
+from jaxrag.base.errors import ConfigError
 from jaxrag.server.app import make_app
 from jaxrag.server.errors import unavailable
 from jaxrag.server.logs import logging_requests

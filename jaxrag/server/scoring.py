@@ -15,8 +15,9 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from jaxrag.base.errors import ContextExceeded, DeadlineExceeded
+from jaxrag.base.types import HostArray
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.errors import ContextExceeded, DeadlineExceeded
 from jaxrag.models.likelihood import Likelihoods, likelihoods
 from jaxrag.models.model import Model
 from jaxrag.server.answering import base_of
@@ -25,7 +26,6 @@ from jaxrag.server.errors import invalid
 from jaxrag.server.fields import Body, Generation, generation_of
 from jaxrag.server.logprobs import token_text
 from jaxrag.server.visit import Visit
-from jaxrag.types import HostArray
 
 MOST = 5  # most likely tokens that are named
 

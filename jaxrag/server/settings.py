@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
+from jaxrag.base.errors import ConfigError
 from jaxrag.engine.state import EngineSettings
-from jaxrag.errors import ConfigError
 from jaxrag.server.options import ServerOptions
 
 _COUNTS = (

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from jaxrag.errors import EngineError
+from jaxrag.base.errors import EngineError
 
 if TYPE_CHECKING:
     from jaxrag.server.state import ServerState

@@ -10,9 +10,10 @@ from typing import Any, Literal, Protocol
 
 from starlette.requests import Request
 
+from jaxrag.base.errors import ConfigError
+from jaxrag.base.sharding import processes_of
 from jaxrag.decode import DECODE_RULES
 from jaxrag.engine.engine import Engine
-from jaxrag.errors import ConfigError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import METHODS, Method, method_named
 from jaxrag.models.model import Model
@@ -23,7 +24,6 @@ from jaxrag.server.limits import Limits
 from jaxrag.server.recipe import Recipe
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.tenants import Access, TenantMemory, Tenants, bearer
-from jaxrag.sharding import processes_of
 
 _HANDS = 2  # threads that give prompts to the engine
 

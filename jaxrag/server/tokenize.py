@@ -6,6 +6,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from jaxrag.base.types import HostArray
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.models.model import as_token_ids
 from jaxrag.serve.door import conversation_of
@@ -14,7 +15,6 @@ from jaxrag.server.errors import invalid
 from jaxrag.server.fields import Body, is_ids, messages_of, read_body
 from jaxrag.server.health import check_ready
 from jaxrag.server.state import ServerState, state_of
-from jaxrag.types import HostArray
 
 
 async def tokenize(request: Request) -> JSONResponse:

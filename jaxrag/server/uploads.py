@@ -10,7 +10,7 @@ import os
 import threading
 from pathlib import Path
 
-from jaxrag.errors import disk_errors
+from jaxrag.base.errors import disk_errors
 from jaxrag.server.durable import UNFINISHED, make_folder, sync_folder
 from jaxrag.server.registry import FileRow, Registry, new_id
 from jaxrag.server.tenants import folder_name

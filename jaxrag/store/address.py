@@ -3,7 +3,7 @@
 import os
 import urllib.parse
 
-from jaxrag.errors import StoreError
+from jaxrag.base.errors import StoreError
 
 _S3_OPTIONS = ("endpoint", "aws_region")
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrag.errors import StoreError
+from jaxrag.base.errors import StoreError
 from jaxrag.store.backend import WriteFuture
 from jaxrag.store.grid import KV_AXES, aux_grid, kv_grid
 from jaxrag.store.namespace import Namespace, aux_path

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import tensorstore as ts
 from numpy.typing import NDArray
 
-from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
+from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
 from jaxrag.store.address import kvstore_spec
 from jaxrag.store.grid import HEAD_AXIS, HEADER, KV_AXES, Grid, aux_grid, kv_grid
 from jaxrag.store.layout import KVLayout

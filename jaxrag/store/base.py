@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from numpy.typing import NDArray
 
-from jaxrag.errors import ChunkCorrupt, ChunkNotSealed, StoreError
+from jaxrag.base.errors import ChunkCorrupt, ChunkNotSealed, StoreError
 from jaxrag.store.keys import FINGERPRINT_DIGITS, ID_DIGITS, chunk_key, require_hex
 from jaxrag.store.layout import WHOLE, HeadShare, KVLayout
 from jaxrag.store.reading import (

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from numpy.typing import NDArray
 
-from jaxrag.errors import ChunkMissing, StoreError
+from jaxrag.base.errors import ChunkMissing, StoreError
 from jaxrag.store.attempts import Attempt, Shard, start_record, start_shard
 from jaxrag.store.backend import Backend, IOMode, WriteFuture
 from jaxrag.store.base import (

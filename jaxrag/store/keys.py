@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrag.errors import StoreError
+from jaxrag.base.errors import StoreError
 
 FINGERPRINT_DIGITS = 64
 ID_DIGITS = 40

@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrag.config import DTYPES, DType
-from jaxrag.errors import StoreError
+from jaxrag.base.config import DTYPES, DType
+from jaxrag.base.errors import StoreError
 
 Stored = Literal["native", "int8"]
 STORED: tuple[str, ...] = get_args(Stored)

@@ -21,7 +21,7 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrag.errors import ChunkCorrupt, ChunkMissing, ChunkNotSealed, StoreError
+from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, ChunkNotSealed, StoreError
 from jaxrag.store.backend import IOMode, ReadFuture
 from jaxrag.store.grid import Grid, aux_grid
 from jaxrag.store.namespace import Namespace, aux_path

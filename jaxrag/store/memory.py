@@ -9,7 +9,7 @@ import cachetools
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
+from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
 from jaxrag.store.base import DEFAULT_MAX_TOKENS, Aux, KVStore, Stats
 from jaxrag.store.layout import KVLayout
 from jaxrag.store.quantise import quantise

@@ -16,7 +16,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
+from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
 from jaxrag.store.backend import Backend
 from jaxrag.store.grid import Grid, aux_grid, kv_grid
 from jaxrag.store.keys import ID_DIGITS, is_hex

@@ -10,7 +10,7 @@ import os
 import socket
 from pathlib import Path
 
-from jaxrag.errors import StoreError
+from jaxrag.base.errors import StoreError
 from jaxrag.store.backend import Backend
 from jaxrag.store.keys import is_hex
 from jaxrag.store.record import MAX_RECORD_BYTES, parse_object

@@ -12,7 +12,7 @@ import cachetools
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
+from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
 from jaxrag.store.namespace import Namespace
 from jaxrag.store.reading import Refused, Wanted, require_choice
 from jaxrag.store.record import Record

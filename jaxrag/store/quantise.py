@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrag.errors import StoreError
+from jaxrag.base.errors import StoreError
 from jaxrag.store.layout import KVLayout
 
 _LEVELS = 127  # of each sign, so that the range is symmetric

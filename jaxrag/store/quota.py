@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from jaxrag.errors import StoreError
+from jaxrag.base.errors import StoreError
 from jaxrag.store.eviction import FILE, Counted, Heat, Name
 from jaxrag.store.record import Record
 from jaxrag.store.repository import Repository

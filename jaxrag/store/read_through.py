@@ -7,7 +7,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from jaxrag.errors import StoreError
+from jaxrag.base.errors import StoreError
 from jaxrag.store.attempts import Attempt, Shard
 from jaxrag.store.base import Aux, KVStore, Stats
 from jaxrag.store.chunk_store import ChunkStore

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrag.errors import ChunkCorrupt, ChunkMissing, ChunkNotSealed, StoreError
+from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, ChunkNotSealed, StoreError
 from jaxrag.store.grid import HEAD_AXIS, Grid, kv_grid
 from jaxrag.store.layout import WHOLE, HeadShare, KVLayout
 from jaxrag.store.quantise import dequantise

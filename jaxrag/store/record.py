@@ -14,8 +14,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from jaxrag.config import DTYPES, DType
-from jaxrag.errors import ChunkCorrupt, ChunkNotSealed, StoreError
+from jaxrag.base.config import DTYPES, DType
+from jaxrag.base.errors import ChunkCorrupt, ChunkNotSealed, StoreError
 from jaxrag.store.keys import ID_DIGITS, chunk_key, is_hex, require_hex
 from jaxrag.store.layout import STORED, KVLayout, Stored
 from jaxrag.store.seal import SEAL_DIGITS, Sealer, same_seal

@@ -5,7 +5,7 @@ import json
 import os
 from typing import Any
 
-from jaxrag.errors import StoreError
+from jaxrag.base.errors import StoreError
 from jaxrag.store.backend import Backend
 from jaxrag.store.layout import KVLayout
 from jaxrag.store.namespace import Namespace

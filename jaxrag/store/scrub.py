@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrag.errors import ChunkCorrupt, ChunkMissing, ChunkNotSealed, StoreError
+from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, ChunkNotSealed, StoreError
 from jaxrag.store.layout import KVLayout
 from jaxrag.store.reading import Found, Refused
 from jaxrag.store.record import SCALE, Record

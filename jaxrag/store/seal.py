@@ -15,7 +15,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from jaxrag.errors import StoreError
+from jaxrag.base.errors import StoreError
 
 MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = 1 << 16

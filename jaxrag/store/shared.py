@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrag.errors import StoreError
+from jaxrag.base.errors import StoreError
 from jaxrag.store.attempts import Attempt, Shard
 from jaxrag.store.base import DEFAULT_INFLIGHT_BYTES, Aux, KVStore, Stats
 from jaxrag.store.chunk_store import ChunkStore

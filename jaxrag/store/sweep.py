@@ -20,7 +20,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from jaxrag.errors import ChunkMissing, StoreError
+from jaxrag.base.errors import ChunkMissing, StoreError
 from jaxrag.store.keys import is_hex
 from jaxrag.store.namespace import COMMIT, SWEPT, Namespace
 from jaxrag.store.reading import Found

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from jaxrag.errors import StoreError
+from jaxrag.base.errors import StoreError
 from jaxrag.store.record import Provenance
 
 _THREADS = 4  # a put mostly waits for the disk

@@ -20,7 +20,7 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
-from jaxrag.errors import ConfigError
+from jaxrag.base.errors import ConfigError
 from jaxrag.tasks.world import (
     BRIDGES,
     FILES,

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrag.errors import TokenizerError
+from jaxrag.base.errors import TokenizerError
 
 MAX_SECONDS = 2  # of processor time, to render once; templates of models take milliseconds
 MAX_BYTES = 1 << 30  # of address space of the process that renders

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from jaxrag.errors import TokenizerError
-from jaxrag.types import HostArray
+from jaxrag.base.errors import TokenizerError
+from jaxrag.base.types import HostArray
 
 PIECE_CHARACTERS = 1 << 17  # of text that is encoded at once, where it may be cut
 MAX_CHARACTERS = 1 << 21  # of text that is encoded at once, where it may not

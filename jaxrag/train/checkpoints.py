@@ -19,7 +19,7 @@ from orbax.checkpoint.checkpoint_managers import (
     PreservationPolicy,
 )
 
-from jaxrag.errors import TrainError
+from jaxrag.base.errors import TrainError
 from jaxrag.train.step import TrainState
 from jaxrag.train.stream import Position
 

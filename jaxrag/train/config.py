@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxrag.errors import ConfigError
-from jaxrag.installed import config_names, config_path
+from jaxrag.base.errors import ConfigError
+from jaxrag.base.installed import config_names, config_path
+from jaxrag.base.tables import build, flatten, override, read_toml
 from jaxrag.models.reading import Reading
 from jaxrag.models.segments import PositionScheme
-from jaxrag.tables import build, flatten, override, read_toml
 from jaxrag.tasks.synthetic import SyntheticTask
 
 Mode = Literal["full", "block", "both"]

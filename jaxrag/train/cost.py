@@ -9,7 +9,7 @@ import math
 
 import jax
 
-from jaxrag.config import ModelConfig
+from jaxrag.base.config import ModelConfig
 from jaxrag.models.flops import forward_flops
 from jaxrag.models.spec import ParamSpec, is_spec, num_params
 from jaxrag.train.config import LoraPart, TrainConfig

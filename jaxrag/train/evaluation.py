@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from jaxrag.errors import TrainError
+from jaxrag.base.errors import TrainError
+from jaxrag.base.types import HostArray
 from jaxrag.models.segments import pack
 from jaxrag.text.prompts import template_named
 from jaxrag.text.tokenizer import Tokenizer
@@ -20,7 +21,6 @@ from jaxrag.train.loss import TokenLoss
 from jaxrag.train.packing import Piece, TrainBatch, lay_piece, pack_batch
 from jaxrag.train.samples import Writer
 from jaxrag.train.sources import Limits, open_source
-from jaxrag.types import HostArray
 
 Losses = Callable[[TrainBatch], TokenLoss]  # the forward pass of a batch
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from jaxrag.errors import ConfigError
+from jaxrag.base.errors import ConfigError
 from jaxrag.text.progress import progress_bar
 
 METRICS_FILE = "metrics.jsonl"

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from jaxrag.errors import TrainError
+from jaxrag.base.errors import TrainError
 from jaxrag.models.export import export_hf
 from jaxrag.models.flops import forward_flops
 from jaxrag.models.spec import Params

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
-from jaxrag.config import ModelConfig
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.sharding import Rules, sharding
+from jaxrag.base.types import Array
 from jaxrag.models.spec import LayerParams, Params, ParamSpec, param_specs
-from jaxrag.sharding import Rules, sharding
 from jaxrag.train.config import LoraPart
-from jaxrag.types import Array
 
 _NUM_INPUT_AXES = {"o": 2}  # [N, H] -> D; every other target reads one axis
 

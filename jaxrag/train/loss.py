@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from jaxrag.base.types import Array
 from jaxrag.models.linear import over_rows
-from jaxrag.types import Array
 
 _CACHED_LOGITS = 2**22  # measured: 16 MiB of float32 logits; more are written to memory
 _FEWEST_TOKENS = 512  # measured: of fewer, adding up the gradient of the head takes longer

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import optax
 
+from jaxrag.base.types import Array
 from jaxrag.train.config import OptimizerPart
-from jaxrag.types import Array
 
 
 def learning_rate(part: OptimizerPart) -> optax.Schedule:

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from flax import struct
 
+from jaxrag.base.types import EMPTY, FINAL, Array, HostArray, Tokens
 from jaxrag.models.segments import PositionScheme, example_ids, lay_out
 from jaxrag.train.samples import TrainSample
-from jaxrag.types import EMPTY, FINAL, Array, HostArray, Tokens
 
 NOTHING, RESPONSE, CONTEXT = 0, 1, 2  # what a token's prediction counts as
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxrag.config import ModelConfig
-from jaxrag.errors import ConfigError
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import ConfigError
+from jaxrag.base.types import HostArray
 from jaxrag.tasks.synthetic import Sample
 from jaxrag.text.prompts import PromptTemplate
 from jaxrag.text.tokenizer import Tokenizer
 from jaxrag.train.chat_blocks import split_chat
-from jaxrag.types import HostArray
 
 
 class BadRow(ValueError):

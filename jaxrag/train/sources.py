@@ -15,13 +15,13 @@ from typing import Any
 import datasets
 import numpy as np
 
-from jaxrag.errors import TrainError
+from jaxrag.base.errors import TrainError
+from jaxrag.base.types import HostArray
 from jaxrag.models.digest import cache_directory
 from jaxrag.tasks.synthetic import SyntheticTask
 from jaxrag.tasks.synthetic import sample as synthetic_sample
 from jaxrag.train.config import Mode, OnBad
 from jaxrag.train.samples import BadRow, TrainSample, Writer
-from jaxrag.types import HostArray
 
 _LOG = logging.getLogger("jaxrag")
 _REPORTED = 20  # skipped rows that are named one by one

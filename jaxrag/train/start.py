@@ -10,17 +10,17 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrag.config import ModelConfig, config_from_dict
-from jaxrag.errors import ConfigError
-from jaxrag.installed import located
+from jaxrag.base.config import ModelConfig, config_from_dict
+from jaxrag.base.errors import ConfigError
+from jaxrag.base.installed import located
+from jaxrag.base.sharding import Rules, make_mesh, replicated
+from jaxrag.base.tables import read_toml
 from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
 from jaxrag.models.digest import weights_digest
 from jaxrag.models.hf import load_config, load_hf
 from jaxrag.models.record import read_record
 from jaxrag.models.rope import RopeTable, rope_table
 from jaxrag.models.spec import Params, init_params, param_shardings
-from jaxrag.sharding import Rules, make_mesh, replicated
-from jaxrag.tables import read_toml
 from jaxrag.text.prompts import template_named
 from jaxrag.text.tokenizer import Tokenizer, check_vocab
 from jaxrag.train.checkpoints import abstract_state

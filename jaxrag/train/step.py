@@ -11,19 +11,19 @@ from flax import struct
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrag.config import ModelConfig
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.sharding import Rules, replicated
+from jaxrag.base.types import Array
 from jaxrag.models.attention import PACKED_OUT, PackedAttend
 from jaxrag.models.decoder import Layer, forward
 from jaxrag.models.linear import PRODUCT
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import LayerParams, Params, param_shardings
-from jaxrag.sharding import Rules, replicated
 from jaxrag.train.config import LossPart, TrainConfig
 from jaxrag.train.lora import Adapters, adapter_shardings, merge_layer
 from jaxrag.train.loss import TokenLoss, token_loss, weighted_loss
 from jaxrag.train.optimizer import learning_rate, make_optimizer
 from jaxrag.train.packing import CONTEXT, RESPONSE, TrainBatch
-from jaxrag.types import Array
 
 _BATCH = PartitionSpec(Rules().batch)
 

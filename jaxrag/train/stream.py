@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Self
 
-from jaxrag.errors import TrainError
+from jaxrag.base.errors import TrainError
 from jaxrag.text.prompts import template_named
 from jaxrag.text.tokenizer import Tokenizer
 from jaxrag.train.config import DataPart, Mode, SourcePart

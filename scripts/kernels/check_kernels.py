@@ -105,11 +105,11 @@ class Step:
         import jax
         import jax.numpy as jnp
 
+        from jaxrag.base.config import config_from_dict
+        from jaxrag.base.tables import read_toml
         from jaxrag.cache import PAGE, PagePool, PageTable
-        from jaxrag.config import config_from_dict
         from jaxrag.models.rope import RopeTable
         from jaxrag.models.spec import init_params
-        from jaxrag.tables import read_toml
 
         path = Path(__file__).parents[2] / "configs" / "models" / f"{self.model}.toml"
         config = config_from_dict(read_toml(path), str(path))
@@ -143,9 +143,9 @@ class Step:
         """Tokens that attend to every key."""
         import jax.numpy as jnp
 
+        from jaxrag.base.types import FINAL, Tokens
         from jaxrag.models.attention import PagedAttend
         from jaxrag.models.decoder import forward
-        from jaxrag.types import FINAL, Tokens
 
         def step(params: Any, pool: Any, rope: Any, table: Any, *new: Any) -> tuple[Any, Any]:
             ids, positions, slots = new
@@ -161,12 +161,12 @@ class Step:
         import jax.numpy as jnp
         import numpy as np
 
+        from jaxrag.base.types import Step as Tokens
         from jaxrag.cache import PAGE
         from jaxrag.cache.host import HostValues, Mapped
         from jaxrag.decode import Decoding, TopN
         from jaxrag.engine.decoding import Plan, run_by_rule
         from jaxrag.models.decoder import Decoder
-        from jaxrag.types import Step as Tokens
 
         shape = (config.num_layers - layers, 1, PAGE, config.num_kv_heads, config.head_dim)
         memory = np.zeros(shape, config.dtype)

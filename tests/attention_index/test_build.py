@@ -19,7 +19,7 @@ from jaxrag.attention_index import (
     nearest_on_device,
 )
 from jaxrag.attention_index import knn as knn_module
-from jaxrag.errors import RequestError, RetrievalError
+from jaxrag.base.errors import RequestError, RetrievalError
 
 build_module = sys.modules["jaxrag.attention_index.build"]  # the function has its name
 

@@ -7,8 +7,8 @@ import pytest
 
 from jaxrag.attention_index import ProjectedGraph, QueryLists, open_index, rotated
 from jaxrag.attention_index import document as documents
-from jaxrag.config import RopeConfig
-from jaxrag.errors import ChunkMissing, RequestError, RetrievalError, StoreError
+from jaxrag.base.config import RopeConfig
+from jaxrag.base.errors import ChunkMissing, RequestError, RetrievalError, StoreError
 from jaxrag.store import (
     ChunkStore,
     KVLayout,

@@ -19,8 +19,8 @@ from jaxrag.attention_index import (
     open_index,
     spread,
 )
-from jaxrag.config import RopeConfig
-from jaxrag.errors import ConfigError, RetrievalError
+from jaxrag.base.config import RopeConfig
+from jaxrag.base.errors import ConfigError, RetrievalError
 
 K = 10
 OPEN = {

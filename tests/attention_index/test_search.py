@@ -18,7 +18,7 @@ from jaxrag.attention_index import (
     build,
     open_index,
 )
-from jaxrag.errors import RequestError, RetrievalError
+from jaxrag.base.errors import RequestError, RetrievalError
 
 SMALL = {"exact_below": 0, "min_queries": 1}
 GRAPH = ProjectedGraph(degree=16, knn=40, ef=100, **SMALL)

@@ -17,8 +17,8 @@ from jaxrag.attention_index import (
     spread,
     table_of,
 )
-from jaxrag.config import Llama3Scaling, RopeConfig, YarnScaling
-from jaxrag.errors import ConfigError, RequestError, RetrievalError
+from jaxrag.base.config import Llama3Scaling, RopeConfig, YarnScaling
+from jaxrag.base.errors import ConfigError, RequestError, RetrievalError
 from jaxrag.models import rope
 
 PLAIN = RopeConfig(10000.0, 16, False, None)

@@ -11,13 +11,13 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrag.base.errors import RequestError
 from jaxrag.bench import limits, prefill
 from jaxrag.bench.alternate import LLAMA_300M, Rows, draw, in_turn, ratios
 from jaxrag.bench.decode_throughput import Options, report, same, step_bytes
 from jaxrag.cli import main
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.errors import RequestError
 from jaxrag.methods import METHODS
 from jaxrag.models.export import export_hf
 from jaxrag.models.flops import forward_flops

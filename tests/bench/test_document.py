@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
+from jaxrag.base.errors import RequestError
 from jaxrag.bench.document import KINDS, Options, report, run
 from jaxrag.cli import main
-from jaxrag.errors import RequestError
 
 TINY = (
     "lists:clusters=8,cap=400,knn=50,exact_below=512,min_queries=1,probes=3,queries=200,reach=500"

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from jaxrag import KnowledgeBase, load_model
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import Tokens
 from jaxrag.bench.explain import (
     COMPARED,
     distribution,
@@ -22,13 +24,11 @@ from jaxrag.documents import Document
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.errors import RequestError
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import random_model
 from jaxrag.models.rope import place
 from jaxrag.models.segments import lay_out
 from jaxrag.select import KvDeviation, RandomTokens, layer_deviations
-from jaxrag.types import Tokens
 
 pytestmark = pytest.mark.slow
 

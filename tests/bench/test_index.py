@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jaxrag.attention_index import QueryLists, spec_from
+from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.decode import DECODE_RULES, Retrieval
-from jaxrag.errors import ConfigError, RequestError
 
 TINY = index_measure.Options(
     contexts=(1200,),

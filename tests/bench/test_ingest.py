@@ -5,9 +5,9 @@ import json
 
 import pytest
 
+from jaxrag.base.errors import RequestError
 from jaxrag.bench.ingest import Options, report, run
 from jaxrag.cli import main
-from jaxrag.errors import RequestError
 
 
 @pytest.mark.slow

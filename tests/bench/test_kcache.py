@@ -7,7 +7,7 @@ import pytest
 from kcache import main, report, run
 from kcache_measure import QUICK, Options, device_bytes_of
 
-from jaxrag.errors import RequestError
+from jaxrag.base.errors import RequestError
 from jaxrag.evals.long import run as eval_run
 
 

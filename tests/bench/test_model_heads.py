@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrag.attention_index import rotated
-from jaxrag.errors import RequestError
+from jaxrag.base.errors import RequestError
 from jaxrag.models.model import random_model
 
 OPTIONS = index_measure.Options(

@@ -22,7 +22,7 @@ from reuse_workload import (
     sensitivity,
 )
 
-from jaxrag.errors import KnowledgeBaseError, RequestError
+from jaxrag.base.errors import KnowledgeBaseError, RequestError
 
 LENGTHS = np.random.default_rng(3).integers(20, 200, 3000)
 

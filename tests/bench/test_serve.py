@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.bench import serve
 from jaxrag.bench.serve import Options, run
 from jaxrag.bench.serve_arms import arms_of
@@ -34,7 +35,6 @@ from jaxrag.bench.serve_workload import Traffic, documents, draw, like
 from jaxrag.bench.throttle import Link, Throttled
 from jaxrag.cli import main
 from jaxrag.cli.bench_serve import link_of, rates_of
-from jaxrag.errors import ConfigError, RequestError
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import load_model, random_model
 from jaxrag.models.spec import init_params

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from jaxrag.base.errors import RequestError
 from jaxrag.bench import store
-from jaxrag.errors import RequestError
 
 TINY = {"chunks": 2, "layers": 3, "tokens": 32, "kv_heads": 2, "head_dim": 16, "rounds": 1}
 

@@ -9,13 +9,13 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrag.base.errors import RequestError
 from jaxrag.bench.ttft import LLAMA_100M, Options, report, run
 from jaxrag.bench.ttft_batch import measure_batches
 from jaxrag.bench.ttft_ratios import report_ratios, slopes
 from jaxrag.cli import main
 from jaxrag.engine.progress import Progress
 from jaxrag.engine.request import Prompt
-from jaxrag.errors import RequestError
 from jaxrag.methods import METHODS
 from jaxrag.models.export import export_hf
 from jaxrag.models.spec import init_params, num_params

@@ -5,9 +5,9 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
+from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.cache import PageAllocator
 from jaxrag.cache import heat as of_heat
-from jaxrag.errors import ConfigError, RequestError
 
 
 def requests(rng, count, exponent, *, uploads=0.0, drift=0):

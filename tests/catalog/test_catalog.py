@@ -11,11 +11,11 @@ import time
 import numpy as np
 import pytest
 
+from jaxrag.base.errors import KnowledgeBaseError, StoreError
 from jaxrag.catalog import Catalog, Entry, database
 from jaxrag.catalog.digests import Totals
 from jaxrag.documents import Document
 from jaxrag.documents.chunking import Chunk
-from jaxrag.errors import KnowledgeBaseError, StoreError
 from jaxrag.retrieve.filters import Filter
 
 

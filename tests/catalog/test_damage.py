@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxrag.base.errors import DamagedCatalogError, JaxragError, StoreError
 from jaxrag.catalog import Catalog, Entry
 from jaxrag.catalog.pages import PAGE_BYTES, mend, wrong_pages
 from jaxrag.catalog.salvage import salvage
 from jaxrag.documents import Document
 from jaxrag.documents.chunking import Chunk
-from jaxrag.errors import DamagedCatalogError, JaxragError, StoreError
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "catalog" / "format3.sqlite"
 QUESTIONS = ("fjord", "amber birch", "Title 1")

@@ -17,9 +17,9 @@ from pathlib import Path
 import apsw
 import pytest
 
+from jaxrag.base.errors import StoreError
 from jaxrag.catalog import Catalog, database
 from jaxrag.catalog.digests import Totals, upgrade
-from jaxrag.errors import StoreError
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "catalog" / "format3.sqlite"
 WORD = "fjord"

@@ -9,8 +9,7 @@ from typing import Literal
 
 import pytest
 
-from jaxrag.cli.fields import add_fields, from_fields, given_fields
-from jaxrag.options import (
+from jaxrag.base.options import (
     option,
     parse_bytes,
     parse_count,
@@ -21,6 +20,7 @@ from jaxrag.options import (
     parse_seconds,
     written,
 )
+from jaxrag.cli.fields import add_fields, from_fields, given_fields
 
 
 @dataclasses.dataclass(frozen=True)

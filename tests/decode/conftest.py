@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrag.base.shapes import bucket
+from jaxrag.base.types import Step
 from jaxrag.cache import table_width
 from jaxrag.engine import decoding as answer
 from jaxrag.engine import prefill
@@ -17,8 +19,6 @@ from jaxrag.engine.request import Prompt, Request
 from jaxrag.methods import METHODS
 from jaxrag.models.decoder import unembed
 from jaxrag.models.model import random_model
-from jaxrag.shapes import bucket
-from jaxrag.types import Step
 
 
 @pytest.fixture(scope="session")

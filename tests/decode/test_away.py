@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from jaxrag.attention_index import Exact, ProjectedGraph, QueryLists
+from jaxrag.base.errors import ConfigError, RequestError
+from jaxrag.base.sharding import make_mesh
 from jaxrag.cache import PAGE
 from jaxrag.decode import (
     Dense,
@@ -27,12 +29,10 @@ from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefill import prefill_observed
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.errors import ConfigError, RequestError
 from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
 from jaxrag.models.rope import rope_factors, rope_table
 from jaxrag.serve.generate import generate
-from jaxrag.sharding import make_mesh
 
 WINDOW = {"sink": 4, "recent": 8}
 RULES = {

@@ -11,8 +11,10 @@ import pytest
 
 from jaxrag.attention_index import Exact, Hnsw, ProjectedGraph, QueryLists, build
 from jaxrag.attention_index import Ivf as IvfIndex
+from jaxrag.base.config import RopeConfig, YarnScaling
+from jaxrag.base.errors import RequestError, RetrievalError
+from jaxrag.base.types import HIDDEN, Partial
 from jaxrag.cache import PAGE, PagePool, PageTable
-from jaxrag.config import RopeConfig, YarnScaling
 from jaxrag.decode import (
     Dense,
     Flat,
@@ -31,10 +33,8 @@ from jaxrag.decode import (
 )
 from jaxrag.decode.far import HostLayer, HostPrompt, scan
 from jaxrag.decode.stored import Carried, Known
-from jaxrag.errors import RequestError, RetrievalError
 from jaxrag.models.attention import merge
 from jaxrag.models.rope import rope_table, scale_rotary
-from jaxrag.types import HIDDEN, Partial
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 ROOM = 24

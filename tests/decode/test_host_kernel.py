@@ -17,6 +17,7 @@ import pytest
 from jax.experimental import io_callback
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from jaxrag.base.types import Step
 from jaxrag.cache import PAGE, PagePool, PageTable
 from jaxrag.cache.host import HostValues, Mapped
 from jaxrag.decode import Decoding, TopN
@@ -26,7 +27,6 @@ from jaxrag.models.decoder import Decoder
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import init_params
 from jaxrag.serve.generate import generate
-from jaxrag.types import Step
 
 H200 = AbstractMesh(
     (1,), ("x",), (AxisType.Auto,), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda")

@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrag.base.errors import ConfigError, RequestError
+from jaxrag.base.sharding import make_mesh
 from jaxrag.cache import PAGE
 from jaxrag.cache.host import HostValues, Moved
 from jaxrag.decode import Dense, Flat, TopN
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.errors import ConfigError, RequestError
 from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
 from jaxrag.select import QueryGuided
 from jaxrag.serve.generate import generate
-from jaxrag.sharding import make_mesh
 
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 

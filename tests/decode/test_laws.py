@@ -7,7 +7,8 @@ import pytest
 
 from jaxrag.attention_index import Exact, ProjectedGraph
 from jaxrag.attention_index import Ivf as IvfIndex
-from jaxrag.config import RopeConfig, YarnScaling
+from jaxrag.base.config import RopeConfig, YarnScaling
+from jaxrag.base.errors import RequestError
 from jaxrag.decode import (
     DECODE_RULES,
     Dense,
@@ -25,7 +26,6 @@ from jaxrag.decode import rule as rule_module
 from jaxrag.engine import decoding as answer
 from jaxrag.engine import prefill
 from jaxrag.engine.engine import engine_of
-from jaxrag.errors import RequestError
 from jaxrag.serve.generate import generate
 
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}

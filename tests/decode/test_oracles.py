@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from jaxrag.attention_index import Exact, build
+from jaxrag.base.config import RopeConfig, YarnScaling
+from jaxrag.base.types import HIDDEN, Partial
 from jaxrag.cache import PAGE, PagePool
-from jaxrag.config import RopeConfig, YarnScaling
 from jaxrag.decode import (
     Dense,
     Flat,
@@ -26,7 +27,6 @@ from jaxrag.decode import (
 from jaxrag.decode.retrieval import Indexed
 from jaxrag.models.attention import merge
 from jaxrag.models.rope import attention_factor, frequencies, rope_table
-from jaxrag.types import HIDDEN, Partial
 
 CHUNKS = ((0, 21), (21, 40), (61, 7), (68, 30))  # position and tokens of each, in pages of its own
 PROMPT = 98  # positions 0..97; then generated tokens in pages of the request

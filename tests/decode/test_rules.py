@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from jaxrag.attention_index import Exact, ProjectedGraph, QueryLists, build
+from jaxrag.base.errors import ConfigError, EngineError, RequestError
+from jaxrag.base.sharding import make_mesh
 from jaxrag.decode import (
     DECODE_RULES,
     Account,
@@ -26,11 +28,9 @@ from jaxrag.decode import (
 )
 from jaxrag.engine import prefill
 from jaxrag.engine.engine import engine_of
-from jaxrag.errors import ConfigError, EngineError, RequestError
 from jaxrag.methods import METHODS, Method, method_named
 from jaxrag.models.model import random_model
 from jaxrag.serve.generate import generate
-from jaxrag.sharding import make_mesh
 
 
 def test_presets_are_those_of_the_papers():

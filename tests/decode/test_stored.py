@@ -7,10 +7,10 @@ import pytest
 
 from jaxrag.attention_index import Exact, ProjectedGraph, QueryLists
 from jaxrag.attention_index.document import Indexing
+from jaxrag.base.errors import RequestError, RetrievalError
 from jaxrag.decode import Flat, Ivf, Retrieval, stored
 from jaxrag.encode import chunk_key, encode_for_store, provenance
 from jaxrag.engine.engine import engine_of
-from jaxrag.errors import RequestError, RetrievalError
 from jaxrag.models.model import random_model
 
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from jaxrag.base.errors import ConfigError, DocumentError
 from jaxrag.documents.chunking import Chunking, Spans, split
-from jaxrag.errors import ConfigError, DocumentError
 from jaxrag.text.tokenizer import Tokenizer
 
 ENGLISH = "The keeper climbs the stairs every evening, and the lamp is lit before dark.\n\n" * 4

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxrag.base.errors import DocumentError, JaxragError
 from jaxrag.documents import BadDocument, Document, Intake, Shard, read_paths
 from jaxrag.documents.chunking import Chunking, split
 from jaxrag.documents.readers import _READERS
-from jaxrag.errors import DocumentError, JaxragError
 
 FUZZ = settings(
     max_examples=60,

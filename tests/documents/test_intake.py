@@ -2,8 +2,8 @@
 
 import pytest
 
+from jaxrag.base.errors import ConfigError, DocumentError
 from jaxrag.documents import BadDocument, Document, Intake, Shard, read_paths
-from jaxrag.errors import ConfigError, DocumentError
 
 
 def take(given, shard=None):

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from jaxrag.base.errors import DocumentError
 from jaxrag.documents import Document, document_from_mapping
 from jaxrag.documents.metadata import MAX_FRONT_CHARACTERS, front_matter, typed
-from jaxrag.errors import DocumentError
 from jaxrag.retrieve.filters import Filter
 
 

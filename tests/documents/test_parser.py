@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from jaxrag.base.errors import DocumentError
 from jaxrag.documents import BadDocument, Document, Intake, Shard, read_paths
 from jaxrag.documents.chunking import Chunking, split
 from jaxrag.documents.files import ReadOptions
 from jaxrag.documents.parser import ParseLimits, Parser, ParserFailed
-from jaxrag.errors import DocumentError
 from jaxrag.text.tokenizer import Tokenizer
 
 NAME = "file-0123"

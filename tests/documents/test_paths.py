@@ -5,8 +5,8 @@ import os
 
 import pytest
 
+from jaxrag.base.errors import DocumentError
 from jaxrag.documents import BadDocument, Document, document_from_mapping, read_paths
-from jaxrag.errors import DocumentError
 
 
 def read(*paths):

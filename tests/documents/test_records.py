@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from jaxrag.base.errors import DocumentError
 from jaxrag.documents import files, read_paths, records
-from jaxrag.errors import DocumentError
 
 
 def test_json_holds_a_list_an_object_or_documents(tmp_path, read):

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrag.base.errors import ConfigError, EmbedderError, RequestError
 from jaxrag.embed import Embedder, as_embedder, load_embedder
 from jaxrag.embed import bert as bert_module
 from jaxrag.embed import embedder as embedder_module
-from jaxrag.errors import ConfigError, EmbedderError, RequestError
 
 GOLDENS = Path(__file__).parent.parent / "goldens" / "embed"
 

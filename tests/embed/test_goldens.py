@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxrag.base.sharding import make_mesh
 from jaxrag.embed import load_embedder
 from jaxrag.embed.hf import FAMILIES, load_config
-from jaxrag.sharding import make_mesh
 
 GOLDENS = Path(__file__).parent.parent / "goldens" / "embed"
 NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))

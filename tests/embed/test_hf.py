@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxrag.base.errors import ConfigError, ModelError
 from jaxrag.embed import load_embedder
-from jaxrag.errors import ConfigError, ModelError
 
 WEIGHT = "encoder.layer.1.output.dense.weight"
 

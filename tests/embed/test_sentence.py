@@ -5,9 +5,9 @@ import logging
 
 import pytest
 
+from jaxrag.base.errors import ConfigError, ModelError
 from jaxrag.embed import Prefixes, load_embedder
 from jaxrag.embed.sentence import known_prefixes, read_settings
-from jaxrag.errors import ConfigError, ModelError
 
 
 def test_what_the_files_say(embedder_dir):

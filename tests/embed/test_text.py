@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from jaxrag.base.errors import TokenizerError
 from jaxrag.embed.text import EncoderTokenizer
-from jaxrag.errors import TokenizerError
 
 MINILM = Path(__file__).parent.parent / "goldens" / "embed" / "minilm"
 

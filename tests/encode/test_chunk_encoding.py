@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxrag.base.errors import StoreError
 from jaxrag.encode import (
     ENCODERS,
     PREFIX_ENCODER,
@@ -16,7 +17,6 @@ from jaxrag.encode import (
     prefix_provenance,
     provenance,
 )
-from jaxrag.errors import StoreError
 from jaxrag.models.model import random_model
 from jaxrag.store import MemoryStore
 

@@ -5,6 +5,7 @@ import pytest
 
 from jaxrag.attention_index import QueryLists
 from jaxrag.attention_index.document import Indexing, build_arrays
+from jaxrag.base.errors import RequestError
 from jaxrag.decode import Observe
 from jaxrag.encode import encode_chunks, encode_for_store
 from jaxrag.encode.with_queries import encode_observed
@@ -12,7 +13,6 @@ from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefill import prefill_observed
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.errors import RequestError
 from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
 

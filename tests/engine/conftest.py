@@ -6,10 +6,10 @@ import threading
 import numpy as np
 import pytest
 
+from jaxrag.base.errors import StoreError
 from jaxrag.engine.engine import Engine
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.state import EngineSettings
-from jaxrag.errors import StoreError
 from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
 from jaxrag.store import ChunkStore

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxrag
+from jaxrag.base.errors import Cancelled, EngineError, RequestError
 from jaxrag.cache import PAGE
 from jaxrag.decode import rule_from
 from jaxrag.engine.decoding import FAILED
@@ -20,7 +21,6 @@ from jaxrag.engine.live import Live
 from jaxrag.engine.mapping import RequestPlan, plan_request
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.state import EngineSettings
-from jaxrag.errors import Cancelled, EngineError, RequestError
 from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
 

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from jaxrag.attention_index import Exact
+from jaxrag.base.errors import Cancelled
 from jaxrag.decode import (
     Dense,
     Flat,
@@ -25,7 +26,6 @@ from jaxrag.decode import (
 )
 from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.state import EngineSettings
-from jaxrag.errors import Cancelled
 from jaxrag.methods import METHODS, Method
 from jaxrag.select import SELECTORS
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxrag.base.errors import Cancelled, RequestError
 from jaxrag.engine.thread import Mailbox, ask
-from jaxrag.errors import Cancelled, RequestError
 
 SHIPPED = Path(__file__).parents[2] / "checkpoints" / "synthetic-0.8m" / "dual"
 LEAVES = """

@@ -9,11 +9,11 @@ import threading
 import numpy as np
 import pytest
 
+from jaxrag.base.errors import Cancelled, DeadlineExceeded, StoreError
 from jaxrag.engine import loads
 from jaxrag.engine.links import FAILURES, OPEN_SECONDS
 from jaxrag.engine.loader import encode
 from jaxrag.engine.mapping import plan_request
-from jaxrag.errors import Cancelled, DeadlineExceeded, StoreError
 
 
 def resident(served, asked, tokens=200):

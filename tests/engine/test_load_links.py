@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
+from jaxrag.base.errors import StoreError
 from jaxrag.engine.links import FAILURES, OPEN_SECONDS, LinkOpen, Links, LoadDeadline
-from jaxrag.errors import StoreError
 
 
 class Tier:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxrag
+from jaxrag.base.errors import ConfigError, StoreError
 from jaxrag.engine import loader, loads, prefill
 from jaxrag.engine import runner as running
 from jaxrag.engine.arena import ArenaState
@@ -15,7 +16,6 @@ from jaxrag.engine.engine import engine_of
 from jaxrag.engine.links import FAILURES, LoadDeadline
 from jaxrag.engine.mapping import plan_request
 from jaxrag.engine.state import EngineSettings
-from jaxrag.errors import ConfigError, StoreError
 from jaxrag.methods import METHODS
 from jaxrag.select import QueryGuided
 

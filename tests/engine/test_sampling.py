@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import EMPTY, FINAL
 from jaxrag.engine.sampling import SamplingParams, _most_likely, sample
-from jaxrag.errors import RequestError
 from jaxrag.models.model import random_model
 from jaxrag.serve.generate import generate
-from jaxrag.types import EMPTY, FINAL
 
 DRAWS = 4096
 jitted = jax.jit(sample)

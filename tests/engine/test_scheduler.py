@@ -16,9 +16,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from jaxrag.base.errors import ConfigError, Overloaded, RequestError
 from jaxrag.cache import PageAllocator
 from jaxrag.engine.scheduler import Entry, Need, Scheduler, SchedulerSettings, Status
-from jaxrag.errors import ConfigError, Overloaded, RequestError
 
 
 def entry(number, own=1, chunks=None, **more):

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from jaxrag.base.errors import ConfigError
 from jaxrag.engine.state import EngineSettings
-from jaxrag.errors import ConfigError
 
 
 def test_a_spare_job_runs_on_the_engines_thread_and_gives_its_result(engine_on, at_rest):

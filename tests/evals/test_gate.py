@@ -6,16 +6,16 @@ import re
 import numpy as np
 import pytest
 
+from jaxrag.base.errors import KnowledgeBaseError, RequestError
+from jaxrag.base.types import FINAL
 from jaxrag.cli import main
 from jaxrag.engine.sampling import SamplingParams
-from jaxrag.errors import KnowledgeBaseError, RequestError
 from jaxrag.evals.gate import Target, forced_logits, gate, kl_divergence
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import METHODS
 from jaxrag.serve.generate import generate
 from jaxrag.serve.question_files import QuestionFile
 from jaxrag.serve.questions import prepare, resolve
-from jaxrag.types import FINAL
 
 DOCUMENTS = [
     {"id": "tea", "text": "Tea grows on the hills of the village and is sold in blue boxes."},

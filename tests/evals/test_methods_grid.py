@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrag.errors import JaxragError
+from jaxrag.base.errors import JaxragError
 from jaxrag.evals.methods_grid import RANDOM, Options
 from jaxrag.methods import METHODS
 

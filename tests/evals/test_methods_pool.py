@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrag.errors import RequestError
+from jaxrag.base.errors import RequestError
 from jaxrag.evals.methods_grid import Options
 from jaxrag.evals.methods_pool import open_pool
 from jaxrag.evals.scoring import draw, write

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from jaxrag.base.errors import RequestError
 from jaxrag.cli import main
-from jaxrag.errors import RequestError
 from jaxrag.evals.gate import Target, gate
 from jaxrag.evals.metrics import exact_match, token_f1
 from jaxrag.evals.own import evaluate, probes_of

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from jaxrag.errors import ConfigError, RequestError, TrainError
+from jaxrag.base.errors import ConfigError, RequestError, TrainError
 from jaxrag.evals.plots import Curve, draw_curves, read_curves
 
 image = pytest.importorskip("matplotlib.image")

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrag.errors import ConfigError, RequestError, TokenizerError
+from jaxrag.base.errors import ConfigError, RequestError, TokenizerError
 from jaxrag.evals.scoring import READS, answered, draw, scored, write
 from jaxrag.models.model import random_model
 from jaxrag.models.segments import lay_out

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxrag.errors import RequestError
+from jaxrag.base.errors import RequestError
 from jaxrag.evals import synthetic as accuracy
 from jaxrag.evals.scoring import READS, draw
 from jaxrag.evals.statistics import difference, recovery, share

@@ -8,8 +8,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from jaxrag.config import DTYPES, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
-from jaxrag.errors import StoreError
+from jaxrag.base.config import DTYPES, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from jaxrag.base.errors import StoreError
 from jaxrag.export import MANIFEST, Bundle, Piece, Placement, export_bundles
 from jaxrag.store import content_id
 

@@ -9,8 +9,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import jaxrag
+from jaxrag.base.errors import KnowledgeBaseError, RequestError
 from jaxrag.cli import export, main
-from jaxrag.errors import KnowledgeBaseError, RequestError
 from jaxrag.export import FORMATS, MANIFEST
 from jaxrag.models.rope import place, rope_table
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import jaxrag
+from jaxrag.base.types import FINAL, FIRST_CHUNK, PREFIX
 from jaxrag.encode import encode_chunks, provenance
 from jaxrag.export import MANIFEST, Bundle, Piece, Placement, export_bundles
 from jaxrag.models.model import load_model
 from jaxrag.store import ChunkStore, chunk_key
-from jaxrag.types import FINAL, FIRST_CHUNK, PREFIX
 
 pytestmark = pytest.mark.oracle
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import jaxrag
+from jaxrag.base.types import FINAL, FIRST_CHUNK
 from jaxrag.encode import encode_chunks, provenance
 from jaxrag.export import MANIFEST, Bundle, Piece, Placement, export_bundles
 from jaxrag.store import ChunkStore, chunk_key
-from jaxrag.types import FINAL, FIRST_CHUNK
 
 pytestmark = pytest.mark.oracle
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxrag.config import DTYPES
+from jaxrag.base.config import DTYPES
 from jaxrag.export import MANIFEST, Placement, export_bundles
 
 zarr = pytest.importorskip("zarr")

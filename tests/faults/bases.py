@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrag.config import ModelConfig, RopeConfig
+from jaxrag.base.config import ModelConfig, RopeConfig
 from jaxrag.embed import as_embedder
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.knowledge_base.writers import FOLDER as WRITERS

@@ -19,7 +19,7 @@ from bases import as_document, ask_once, document_id, document_text, own_word
 from crash_log import Change, WrongError, replay, require
 from crash_work import KINDS, Job, where
 
-from jaxrag.errors import StoreError
+from jaxrag.base.errors import StoreError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.knowledge_base.neighbours import recorded_chunks
 from jaxrag.models.model import Model

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from crash_log import FRESH, Log, replay, require
 
+from jaxrag.base.types import HostArray
 from jaxrag.store import (
     ChunkStore,
     KVLayout,
@@ -22,7 +23,6 @@ from jaxrag.store import (
     fingerprint,
 )
 from jaxrag.store.namespace import SWEPT
-from jaxrag.types import HostArray
 
 KEYS = 40
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="bfloat16")

@@ -48,11 +48,11 @@ from crash_log import Log, events
 from fault_report import foot, markdown
 from tqdm import tqdm
 
+from jaxrag.base.errors import JaxragError
 from jaxrag.bench.machine import describe
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.errors import JaxragError
 from jaxrag.knowledge_base.location import mend_catalog
 from jaxrag.models.model import Model
 

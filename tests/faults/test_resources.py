@@ -11,7 +11,7 @@ import time
 import bases
 import pytest
 
-from jaxrag.errors import JaxragError
+from jaxrag.base.errors import JaxragError
 from jaxrag.serve.generate import generate
 
 YEAR = 31_557_600.0

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrag.config import RopeConfig
+from jaxrag.base.config import RopeConfig
+from jaxrag.base.types import HIDDEN
 from jaxrag.models.rope import place, rope_table
-from jaxrag.types import HIDDEN
 from pallas_kernels import Pages, Pool, Rotary
 
 ROPES = {

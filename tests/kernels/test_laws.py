@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrag.base.types import HIDDEN, Partial
 from jaxrag.models.attention import merge
-from jaxrag.types import HIDDEN, Partial
 from pallas_kernels import (
     Pages,
     Pool,

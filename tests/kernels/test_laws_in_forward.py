@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrag.base.types import Step
 from jaxrag.cache import PAGE, CachedChunk, PagePool, TableBuilder, stack_tables
 from jaxrag.engine.prefill import run_tokens
 from jaxrag.models.decoder import Decoder
 from jaxrag.models.rope import rope_table, rotate
 from jaxrag.models.spec import init_params
-from jaxrag.types import Step
 from pallas_kernels.triton import paged
 
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}

@@ -9,8 +9,8 @@ import pytest
 from cases import CASES
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
-from jaxrag.config import KERNELS
-from jaxrag.errors import ConfigError
+from jaxrag.base.config import KERNELS
+from jaxrag.base.errors import ConfigError
 from jaxrag.models.attention import check_kernels
 from pallas_kernels import (
     BODIES,

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxrag.base.types import Step
 from jaxrag.cache import PAGE, PagePool, PageTable
 from jaxrag.engine.prefill import run_tokens
 from jaxrag.models.decoder import Decoder
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import init_params
-from jaxrag.types import Step
 
 POOL_TOKENS = 1 << 16
 

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrag.base.sharding import attention_axes, make_mesh
+from jaxrag.base.types import Tokens
 from jaxrag.cache import PagePool
 from jaxrag.models.attention import PackedAttend, attend_pool
 from jaxrag.models.rope import rope_table
 from jaxrag.models.segments import lay_out
-from jaxrag.sharding import attention_axes, make_mesh
-from jaxrag.types import Tokens
 from pallas_kernels import Pages, paged_decode_attention, topn_attention
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrag.config import RopeConfig, YarnScaling
+from jaxrag.base.config import RopeConfig, YarnScaling
+from jaxrag.base.types import HIDDEN, Partial
 from jaxrag.models.attention import merge
 from jaxrag.models.rope import attention_factor, place, rope_table
-from jaxrag.types import HIDDEN, Partial
 from pallas_kernels import Pages, Pool, Rotary, paged_attention, paged_attention_by_row
 from pallas_kernels.rotation import rotate
 

@@ -7,8 +7,8 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrag.base.sharding import make_mesh
 from jaxrag.models.segments import example_ids, lay_out
-from jaxrag.sharding import make_mesh
 from pallas_kernels import Rows, segment_attention
 from pallas_kernels.visibility import packed_visible
 

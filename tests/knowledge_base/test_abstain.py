@@ -5,10 +5,10 @@ import json
 
 import pytest
 
+from jaxrag.base.errors import RequestError
 from jaxrag.cli import main
 from jaxrag.documents import Document
 from jaxrag.engine.engine import Engine
-from jaxrag.errors import RequestError
 from jaxrag.serve.answers import NOTHING_FOUND
 from jaxrag.serve.generate import agenerate, generate
 

@@ -10,12 +10,12 @@ import pytest
 
 from jaxrag.attention_index.document import Indexing, indexing_from, is_indexed
 from jaxrag.attention_index.spec import Exact, ProjectedGraph, QueryLists
+from jaxrag.base.errors import ConfigError, KnowledgeBaseError
 from jaxrag.cli import main
 from jaxrag.decode import Retrieval
 from jaxrag.decode.stored import StoredIndexes
 from jaxrag.documents import Document
 from jaxrag.engine.engine import engine_of
-from jaxrag.errors import ConfigError, KnowledgeBaseError
 from jaxrag.models.model import random_model
 from jaxrag.serve.generate import generate
 

@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
+from jaxrag.base.errors import DamagedCatalogError, StoreError
 from jaxrag.documents import Document
-from jaxrag.errors import DamagedCatalogError, StoreError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.knowledge_base.location import mend_settings
 from jaxrag.serve.generate import generate

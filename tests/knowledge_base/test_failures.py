@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from jaxrag import generate
+from jaxrag.base.errors import KnowledgeBaseError, StoreError
 from jaxrag.engine.engine import engine_of
-from jaxrag.errors import KnowledgeBaseError, StoreError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.models.model import random_model
 
@@ -142,7 +142,7 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 import jaxrag
-from jaxrag.errors import JaxragError, KnowledgeBaseError, StoreError
+from jaxrag.base.errors import JaxragError, KnowledgeBaseError, StoreError
 model = jaxrag.load_model(sys.argv[1], cache_tokens=4096)
 folder = Path(sys.argv[2])
 def text(number):

@@ -10,9 +10,9 @@ import time
 import numpy as np
 import pytest
 
+from jaxrag.base.errors import ConfigError, StoreError
 from jaxrag.documents import Document, Intake, Shard
 from jaxrag.encode import encode_chunks
-from jaxrag.errors import ConfigError, StoreError
 from jaxrag.knowledge_base import KnowledgeBase, ingest, prepare
 from jaxrag.knowledge_base.ingest import Ingest
 from jaxrag.knowledge_base.prepare import Preparer

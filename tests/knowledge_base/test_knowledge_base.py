@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxrag.documents import BadDocument, Document
-from jaxrag.encode import chunk_encoding, chunk_key, encode_chunks, encode_for_store
-from jaxrag.errors import (
+from jaxrag.base.errors import (
     DocumentError,
     KnowledgeBaseError,
     RequestError,
     StoreError,
     TokenizerError,
 )
+from jaxrag.documents import BadDocument, Document
+from jaxrag.encode import chunk_encoding, chunk_key, encode_chunks, encode_for_store
 from jaxrag.knowledge_base import KnowledgeBase, ingest
 from jaxrag.models.model import random_model
 from jaxrag.text.prompts import TEMPLATES

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from jaxrag.errors import StoreError
+from jaxrag.base.errors import StoreError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.serve.generate import generate
 

@@ -6,11 +6,11 @@ import hashlib
 import numpy as np
 import pytest
 
+from jaxrag.base.errors import KnowledgeBaseError, StoreError
 from jaxrag.documents import Document
 from jaxrag.embed import as_embedder
 from jaxrag.encode import chunk_encoding, chunk_key, encode_chunks, encode_for_store
 from jaxrag.engine.engine import engine_of
-from jaxrag.errors import KnowledgeBaseError, StoreError
 from jaxrag.knowledge_base import KnowledgeBase, neighbours
 from jaxrag.methods import Method
 from jaxrag.retrieve.base import searched_text

@@ -5,10 +5,10 @@ import shutil
 import numpy as np
 import pytest
 
+from jaxrag.base.errors import ChunkNotSealed, KnowledgeBaseError, StoreError
 from jaxrag.documents import Document
 from jaxrag.encode import chunk_encoding
 from jaxrag.engine.engine import engine_of
-from jaxrag.errors import ChunkNotSealed, KnowledgeBaseError, StoreError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.serve.generate import generate
 from jaxrag.store import ChunkStore, Record

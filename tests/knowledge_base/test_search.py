@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jaxrag import generate
+from jaxrag.base.errors import KnowledgeBaseError, RequestError, RetrievalError
 from jaxrag.documents import Document
 from jaxrag.embed import as_embedder
-from jaxrag.errors import KnowledgeBaseError, RequestError, RetrievalError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.retrieve.base import Found
 

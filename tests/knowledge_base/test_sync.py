@@ -5,9 +5,9 @@ import os
 
 import pytest
 
+from jaxrag.base.errors import DocumentError, KnowledgeBaseError
 from jaxrag.cli import main
 from jaxrag.documents import read_paths
-from jaxrag.errors import DocumentError, KnowledgeBaseError
 from jaxrag.knowledge_base import KnowledgeBase
 
 

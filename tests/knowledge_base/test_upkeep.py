@@ -7,8 +7,8 @@ import uuid
 import numpy as np
 import pytest
 
+from jaxrag.base.errors import KnowledgeBaseError, RequestError
 from jaxrag.documents import Document
-from jaxrag.errors import KnowledgeBaseError, RequestError
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.serve.generate import generate
 from jaxrag.store.owners import Owner

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxrag.base.errors import StoreError
 from jaxrag.catalog import Catalog
-from jaxrag.errors import StoreError
 from jaxrag.knowledge_base.writers import FOLDER, Writer, Writers
 
 KEY, OTHER = "ab" * 20, "cd" * 20

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrag.base.sharding import make_mesh
+from jaxrag.base.types import FINAL, Tokens
 from jaxrag.decode import Dense
 from jaxrag.engine.decoding import Lane, LaneKey
 from jaxrag.engine.runner import ModelRunner
@@ -17,8 +19,6 @@ from jaxrag.models.decoder import forward, unembed
 from jaxrag.models.model import random_model
 from jaxrag.models.rope import rope_table
 from jaxrag.models.taps import Tap
-from jaxrag.sharding import make_mesh
-from jaxrag.types import FINAL, Tokens
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from jaxrag.errors import ModelError
+from jaxrag.base.errors import ModelError
 from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint, save_checkpoint
 from jaxrag.models.names import by_name, from_names
 from jaxrag.models.spec import param_shardings

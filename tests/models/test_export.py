@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrag.errors import ConfigError, ModelError
+from jaxrag.base.errors import ConfigError, ModelError
 from jaxrag.models.checkpoint import is_checkpoint
 from jaxrag.models.export import convert, export_hf
 from jaxrag.models.hf import load_config, load_hf

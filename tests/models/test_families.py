@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from jaxrag.config import LinearScaling, Llama3Scaling, YarnScaling
-from jaxrag.errors import ConfigError
+from jaxrag.base.config import LinearScaling, Llama3Scaling, YarnScaling
+from jaxrag.base.errors import ConfigError
 from jaxrag.models import FAMILIES
 from jaxrag.models.family import TensorRule
 from jaxrag.models.spec import param_specs

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxrag.config import config_from_dict
-from jaxrag.errors import RequestError
+from jaxrag.base.config import config_from_dict
+from jaxrag.base.errors import RequestError
+from jaxrag.base.tables import read_toml
 from jaxrag.models.flops import block_attention_flops, decode_flops, forward_flops, turborag_flops
-from jaxrag.tables import read_toml
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 

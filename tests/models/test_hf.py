@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from jaxrag.errors import ConfigError, ModelError
+from jaxrag.base.errors import ConfigError, ModelError
 from jaxrag.models import hf
 from jaxrag.models.hf import load_config, load_hf, load_params, place
 from jaxrag.models.names import by_name

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxrag.errors import ConfigError, ModelError
+from jaxrag.base.errors import ConfigError, ModelError
+from jaxrag.base.tables import read_toml
 from jaxrag.models import tensor_files
 from jaxrag.models.checkpoint import load_checkpoint, save_checkpoint
 from jaxrag.models.hf import load_hf
 from jaxrag.models.spec import init_params
 from jaxrag.models.tensor_files import read_file, read_tensors
-from jaxrag.tables import read_toml
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 WEIGHTS = "model.safetensors"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrag.errors import ModelError
+from jaxrag.base.errors import ModelError
 from jaxrag.models import hub, model
 from jaxrag.models.model import load_model
 
@@ -20,7 +20,7 @@ GOLDENS = Path(__file__).parents[1] / "goldens"
 COMMITS = {"main": "1" * 40, "v1": "2" * 40}
 LOAD = """
 import json, sys
-from jaxrag.errors import JaxragError
+from jaxrag.base.errors import JaxragError
 from jaxrag.models.model import load_model
 for name in sys.argv[1:]:
     try:
@@ -31,7 +31,7 @@ for name in sys.argv[1:]:
 """
 FETCH = """
 import json, sys
-from jaxrag.errors import ModelError
+from jaxrag.base.errors import ModelError
 from jaxrag.models.hub import fetched
 def look(folder):
     if (folder / "refused").exists():

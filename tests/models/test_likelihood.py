@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrag.errors import EngineError, RequestError
+from jaxrag.base.errors import EngineError, RequestError
 from jaxrag.models import likelihood
 from jaxrag.models.likelihood import likelihoods
 from jaxrag.models.model import random_model

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxrag.config import Llama3Scaling
+from jaxrag.base.config import Llama3Scaling
 from jaxrag.models import FAMILIES
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import load_model

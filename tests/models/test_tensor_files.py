@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxrag.errors import ModelError
+from jaxrag.base.errors import ModelError
 from jaxrag.models.tensor_files import NewTensor, read_file, read_tensors, write_file
 
 SHARDED = Path(__file__).parent.parent / "goldens" / "llama_sharded_bf16"

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from jaxrag.errors import RetrievalError
+from jaxrag.base.errors import RetrievalError
 from jaxrag.retrieve.adapters import CatalogChunks, from_langchain, from_llamaindex
 
 TEXTS = {1: "The lamp  burns oil.", 2: "It was lit in 1871.", 3: "The sea\nis wide.", 4: "Rain."}

@@ -7,7 +7,7 @@ import apsw
 import numpy as np
 import pytest
 
-from jaxrag.errors import DamagedCatalogError
+from jaxrag.base.errors import DamagedCatalogError
 from jaxrag.retrieve.bm25 import BM25Index, terms
 from jaxrag.retrieve.filters import Filter
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrag.errors import RequestError
+from jaxrag.base.errors import RequestError
 from jaxrag.retrieve.filters import MAX_VALUES, OPERATORS, Filter
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=6)

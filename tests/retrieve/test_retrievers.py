@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxrag.errors import RequestError, RetrievalError
+from jaxrag.base.errors import RequestError, RetrievalError
 from jaxrag.retrieve.base import Found
 from jaxrag.retrieve.exact import ExactIndex
 from jaxrag.retrieve.filters import Filter

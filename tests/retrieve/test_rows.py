@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxrag.errors import StoreError
+from jaxrag.base.errors import StoreError
 from jaxrag.retrieve import rows as rows_module
 from jaxrag.retrieve.rows import RowFile
 
@@ -147,7 +147,7 @@ def test_a_full_disk_loses_nothing(folder):
 import resource, sys
 from pathlib import Path
 import numpy as np
-from jaxrag.errors import StoreError
+from jaxrag.base.errors import StoreError
 from jaxrag.retrieve.rows import RowFile
 rows = RowFile.open(Path(sys.argv[1]), 4, "exact")
 resource.setrlimit(resource.RLIMIT_FSIZE, (160, 160))

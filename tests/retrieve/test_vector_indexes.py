@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxrag.errors import RequestError, RetrievalError, StoreError
+from jaxrag.base.errors import RequestError, RetrievalError, StoreError
 from jaxrag.retrieve.names import VECTOR_INDEXES, index_named
 
 PACKAGES = {"exact": None, "faiss": "faiss", "lance": "lancedb"}

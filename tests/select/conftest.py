@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrag.base.types import FINAL, Tokens
 from jaxrag.encode import encode_chunks
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
@@ -17,7 +18,6 @@ from jaxrag.models.decoder import forward
 from jaxrag.models.model import random_model
 from jaxrag.models.rope import place
 from jaxrag.select import NoTokens
-from jaxrag.types import FINAL, Tokens
 
 
 @pytest.fixture(scope="session")

@@ -7,13 +7,13 @@ import itertools
 import numpy as np
 import pytest
 
+from jaxrag.base.errors import RequestError
 from jaxrag.cache import PagePool
 from jaxrag.engine import prefill
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.reuse import account, token_counts
-from jaxrag.errors import RequestError
 from jaxrag.methods import METHODS, Method
 from jaxrag.models.decoder import unembed
 from jaxrag.select import (

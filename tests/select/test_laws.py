@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrag.base.sharding import make_mesh
 from jaxrag.cache import PagePool
 from jaxrag.engine import prefill
 from jaxrag.engine.engine import engine_of
@@ -27,7 +28,6 @@ from jaxrag.select import (
     query_guided,
 )
 from jaxrag.serve.generate import generate
-from jaxrag.sharding import make_mesh
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "glm", "glm4")
 SELECTORS = {

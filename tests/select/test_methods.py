@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jaxrag import KnowledgeBase, generate
+from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.cli import main
 from jaxrag.documents import Document
 from jaxrag.engine.engine import engine_of
-from jaxrag.errors import ConfigError, RequestError
 from jaxrag.methods import METHODS, Method, method_named
 from jaxrag.models.flops import turborag_flops
 from jaxrag.select import (

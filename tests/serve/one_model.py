@@ -14,9 +14,9 @@ work = json.loads(path.read_text())
 jax.distributed.initialize(coordinator, work["processes"], rank)
 
 from jaxrag import KnowledgeBase, generate  # noqa: E402
+from jaxrag.base.sharding import make_mesh  # noqa: E402
 from jaxrag.models.digest import params_digest  # noqa: E402
 from jaxrag.models.model import load_model  # noqa: E402
-from jaxrag.sharding import make_mesh  # noqa: E402
 
 devices = jax.devices()
 mesh = make_mesh(*work["mesh"], devices=[devices[i] for i in work["order"]])

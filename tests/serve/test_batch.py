@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from jaxrag import KnowledgeBase, generate
+from jaxrag.base.errors import ConfigError, RequestError, StoreError, TokenizerError
 from jaxrag.documents import Document, Shard
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.sampling import SamplingParams
-from jaxrag.errors import ConfigError, RequestError, StoreError, TokenizerError
 from jaxrag.serve import batch
 from jaxrag.serve.batch import answer_file, question_seed
 from jaxrag.serve.batch_files import AnswerFile, settings_path

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from jaxrag import KnowledgeBase, agenerate, generate
+from jaxrag.base.errors import ModelError, RequestError
+from jaxrag.base.sharding import make_mesh
 from jaxrag.engine.sampling import SamplingParams
-from jaxrag.errors import ModelError, RequestError
 from jaxrag.models import model
 from jaxrag.models.model import load_model
 from jaxrag.serve.door import questions_of, samplings_of
-from jaxrag.sharding import make_mesh
 
 QUESTION = "Who carries the salt?"
 

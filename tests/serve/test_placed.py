@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from jaxrag import KnowledgeBase, generate
+from jaxrag.base.config import ModelOptions
+from jaxrag.base.errors import ConfigError, RequestError
+from jaxrag.base.sharding import make_mesh
 from jaxrag.cli.fields import from_fields
 from jaxrag.cli.opening import load, method_of
 from jaxrag.cli.options import add_generation, add_model
-from jaxrag.config import ModelOptions
 from jaxrag.decode import Retrieval, TopN
 from jaxrag.engine.engine import engine_of
-from jaxrag.errors import ConfigError, RequestError
 from jaxrag.methods import METHODS, method_named, placement_of
 from jaxrag.models.model import random_model
 from jaxrag.serve.suits import placed, unplaced
-from jaxrag.sharding import make_mesh
 
 FUSIONRAG_KCACHE = Path(__file__).parents[2] / "configs" / "methods" / "fusionrag_kcache.toml"
 TEXTS = ["Salt is carried to the village by mules every second week.", "Tea grows on the hills."]

@@ -7,8 +7,8 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from jaxrag import KnowledgeBase, generate
+from jaxrag.base.errors import RequestError, TokenizerError
 from jaxrag.engine.sampling import SamplingParams
-from jaxrag.errors import RequestError, TokenizerError
 from jaxrag.models.model import load_model, random_model
 from jaxrag.serve.questions import prepare, resolve
 from jaxrag.text.prompts import TEMPLATES, PromptTemplate

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxrag import KnowledgeBase, generate
-from jaxrag.errors import ConfigError
+from jaxrag.base.errors import ConfigError
 from jaxrag.methods import METHODS
 from jaxrag.models.model import load_model
 from jaxrag.models.reading import Reading, read_reading, write_reading

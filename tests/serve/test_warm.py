@@ -3,8 +3,8 @@
 import pytest
 
 import jaxrag
+from jaxrag.base.errors import RequestError
 from jaxrag.engine.engine import engine_of
-from jaxrag.errors import RequestError
 from jaxrag.models.model import random_model
 from jaxrag.text.tokenizer import Tokenizer
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from starlette.requests import ClientDisconnect
 
-from jaxrag import errors
+from jaxrag.base import errors
 from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.state import EngineSettings
 from jaxrag.server.errors import problem_of

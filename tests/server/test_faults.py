@@ -17,8 +17,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrag.base.errors import StoreError
 from jaxrag.engine import lanes, loads
-from jaxrag.errors import StoreError
 
 CHAT = "/v1/chat/completions"
 QUESTION = "Which animal does Kora Felell keep?"

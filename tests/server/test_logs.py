@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxrag.errors import RequestError
+from jaxrag.base.errors import RequestError
 from jaxrag.server.logs import AccessLog, Lines, logging_requests, note, pattern_of
 from jaxrag.server.settings import ServerSettings
 

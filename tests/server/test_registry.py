@@ -5,7 +5,7 @@ import sqlite3
 
 import pytest
 
-from jaxrag.errors import StoreError
+from jaxrag.base.errors import StoreError
 from jaxrag.server.durable import UNFINISHED, write_durably
 from jaxrag.server.registry import NAME, Registry
 from jaxrag.server.uploads import Uploads, plain_name

@@ -182,8 +182,8 @@ def test_a_method_whose_answers_depend_on_others_has_to_be_allowed(capsys, tmp_p
 
 
 def test_settings_come_from_a_file_and_flags_go_first(tmp_path):
+    from jaxrag.base.errors import ConfigError
     from jaxrag.cli.serve import settings_of
-    from jaxrag.errors import ConfigError
 
     path = tmp_path / "serve.toml"
     path.write_text(

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from jaxrag.errors import ConfigError
+from jaxrag.base.errors import ConfigError
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.stall import STUCK, watchdog
 

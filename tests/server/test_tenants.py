@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from jaxrag.errors import ChunkMissing, ConfigError
+from jaxrag.base.errors import ChunkMissing, ConfigError
 from jaxrag.server.tenants import Tenants, bearer, check_host, folder_name
 from jaxrag.store import ChunkStore
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrag.config import DTYPES
+from jaxrag.base.config import DTYPES
 from jaxrag.store import (
     ChunkStore,
     KVLayout,

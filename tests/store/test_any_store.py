@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrag.errors import ChunkMissing, StoreError
+from jaxrag.base.errors import ChunkMissing, StoreError
 from jaxrag.store import KVLayout, PutResult, Stats
 
 SHAPES = [(1, 1, 1, 1), (2, 3, 1, 7), (5, 1, 33, 3), (3, 2, 130, 16)]  # L, K, T, H

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
+from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
 from jaxrag.store.record import AUX_DTYPES
 
 

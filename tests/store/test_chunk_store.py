@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 
-from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
+from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
 from jaxrag.store import ChunkStore, Stats, fingerprint
 
 

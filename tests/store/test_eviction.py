@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from jaxrag.errors import StoreError
+from jaxrag.base.errors import StoreError
 from jaxrag.store.eviction import HALF_LIFE_SECONDS, Counted, Heat, Name
 
 START = 1_700_000_000.0

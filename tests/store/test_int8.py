@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
+from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
 from jaxrag.store import KVLayout
 from jaxrag.store.quantise import quantise
 

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxrag.errors import StoreError
+from jaxrag.base.errors import StoreError
 from jaxrag.store.keys import chunk_key, content_id, context_id, derive, fingerprint
 
 FIELDS = {

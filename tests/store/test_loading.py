@@ -6,7 +6,7 @@ import struct
 import google_crc32c
 import pytest
 
-from jaxrag.errors import ChunkCorrupt
+from jaxrag.base.errors import ChunkCorrupt
 
 
 @pytest.fixture

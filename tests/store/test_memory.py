@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrag.errors import ChunkMissing
+from jaxrag.base.errors import ChunkMissing
 from jaxrag.store import MemoryStore
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrag.errors import StoreError
+from jaxrag.base.errors import StoreError
 from jaxrag.store.owners import Owner, Owners, this_owner
 
 MODEL, OTHER = "a" * 64, "b" * 64

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from jaxrag.errors import ChunkMissing, StoreError
+from jaxrag.base.errors import ChunkMissing, StoreError
 from jaxrag.store import ChunkStore
 from jaxrag.store.prefetch import HostTier
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxrag.errors import StoreError
+from jaxrag.base.errors import StoreError
 
 # Every process builds the chunks of these numbers; the bytes are ``value`` everywhere.
 PROGRAM = """
 import resource, sys
 import numpy as np
-from jaxrag.errors import StoreError
+from jaxrag.base.errors import StoreError
 from jaxrag.store import *
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float16")

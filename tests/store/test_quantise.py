@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from jaxrag.errors import StoreError
+from jaxrag.base.errors import StoreError
 from jaxrag.store.quantise import dequantise, quantise
 
 FLOATS = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrag.errors import ChunkMissing, StoreError
+from jaxrag.base.errors import ChunkMissing, StoreError
 from jaxrag.store import ChunkStore, ReadThrough, fingerprint
 
 OTHER = fingerprint({"weights": "another model"})

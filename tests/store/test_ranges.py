@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrag.errors import ChunkCorrupt, StoreError
+from jaxrag.base.errors import ChunkCorrupt, StoreError
 from jaxrag.store import (
     ChunkStore,
     KVLayout,

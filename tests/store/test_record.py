@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from jaxrag.errors import ChunkCorrupt, ChunkNotSealed, StoreError
+from jaxrag.base.errors import ChunkCorrupt, ChunkNotSealed, StoreError
 from jaxrag.store.layout import KVLayout
 from jaxrag.store.record import (
     MAX_AUX_BYTES,

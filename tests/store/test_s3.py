@@ -5,7 +5,7 @@ import concurrent.futures
 import pytest
 import tensorstore as ts
 
-from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
+from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
 from jaxrag.store import ChunkStore
 from jaxrag.store.address import kvstore_spec
 

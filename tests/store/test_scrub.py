@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxrag.errors import StoreError
+from jaxrag.base.errors import StoreError
 from jaxrag.store import ScrubReport
 
 

@@ -9,7 +9,7 @@ import pytest
 import xxhash
 from blake3 import blake3
 
-from jaxrag.errors import ChunkCorrupt, ChunkMissing, ChunkNotSealed, StoreError
+from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, ChunkNotSealed, StoreError
 from jaxrag.store import ChunkStore, KVLayout, ReadThrough, SharedStore, as_stored
 from jaxrag.store.layout import HeadShare
 from jaxrag.store.record import Record

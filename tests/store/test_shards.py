@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
-from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
+from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
 from jaxrag.store import HeadShare, KVLayout, PutResult
 from jaxrag.store.quantise import quantise
 

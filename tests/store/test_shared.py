@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from jaxrag.errors import ChunkCorrupt, ChunkMissing, StoreError
+from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
 from jaxrag.store import HeadShare, KVLayout, MemoryStore, PutResult, ReadThrough, SharedStore
 
 WIDE = KVLayout(num_layers=3, num_kv_heads=4, head_dim=5, dtype="float16")

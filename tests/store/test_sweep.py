@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxrag.errors import ChunkMissing, StoreError
+from jaxrag.base.errors import ChunkMissing, StoreError
 from jaxrag.store import ChunkStore, SweepReport
 
 HOUR = 3600.0

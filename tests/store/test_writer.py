@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from jaxrag.errors import StoreError
+from jaxrag.base.errors import StoreError
 from jaxrag.store import PutResult
 
 WAIT = 30.0  # seconds before a test gives up; nothing is expected to take that long

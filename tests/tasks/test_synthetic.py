@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from jaxrag.errors import ConfigError
+from jaxrag.base.errors import ConfigError
 from jaxrag.tasks.synthetic import KINDS, SyntheticTask, describe, sample, samples
 from jaxrag.tasks.world import (
     FIRST_HE,

@@ -4,7 +4,7 @@ import datetime
 
 import pytest
 
-from jaxrag.errors import TokenizerError
+from jaxrag.base.errors import TokenizerError
 from jaxrag.text import chat
 from jaxrag.text.chat import render_template
 

@@ -10,8 +10,8 @@ import pytest
 import tokenizers
 from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
 
+from jaxrag.base.errors import DocumentError, TokenizerError
 from jaxrag.documents.chunking import Chunking, split
-from jaxrag.errors import DocumentError, TokenizerError
 from jaxrag.text import byte_level, pieces
 from jaxrag.text.tokenizer import Tokenizer
 

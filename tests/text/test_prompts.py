@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from jaxrag.errors import ConfigError, TokenizerError
+from jaxrag.base.errors import ConfigError, TokenizerError
 from jaxrag.text.prompts import (
     TEMPLATES,
     PromptTemplate,

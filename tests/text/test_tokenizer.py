@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from jaxrag.errors import TokenizerError
+from jaxrag.base.errors import TokenizerError
 from jaxrag.text.tokenizer import Tokenizer, check_vocab
 
 CORPUS = [

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxrag.tables import build
+from jaxrag.base.tables import build
 from jaxrag.train.config import TrainConfig
 
 ROWS = [

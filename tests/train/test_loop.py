@@ -14,11 +14,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrag.config import config_to_dict
-from jaxrag.errors import ConfigError, ModelError, TokenizerError, TrainError
+from jaxrag.base.config import config_to_dict
+from jaxrag.base.errors import ConfigError, ModelError, TokenizerError, TrainError
+from jaxrag.base.sharding import make_mesh
 from jaxrag.models.model import load_model
 from jaxrag.models.reading import Reading, read_reading
-from jaxrag.sharding import make_mesh
 from jaxrag.text.prompts import read_prompt, template_named
 from jaxrag.train.log import read_metrics
 from jaxrag.train.loop import train
@@ -299,7 +299,7 @@ def as_toml(values):
 
 
 def test_settings_survive_the_trip_through_the_record(train_config):
-    from jaxrag.tables import build
+    from jaxrag.base.tables import build
     from jaxrag.train.config import TrainConfig, to_dict
 
     config = train_config()

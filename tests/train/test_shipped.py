@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrag.base.sharding import make_mesh
 from jaxrag.engine import prefill
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
@@ -19,7 +20,6 @@ from jaxrag.evals.synthetic_report import markdown
 from jaxrag.methods import METHODS
 from jaxrag.models.decoder import unembed
 from jaxrag.models.model import load_model
-from jaxrag.sharding import make_mesh
 from jaxrag.tasks.synthetic import SyntheticTask
 from jaxrag.train.config import RunPart, load_config
 from jaxrag.train.log import METRICS_FILE, read_metrics

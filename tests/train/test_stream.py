@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrag.errors import TrainError
+from jaxrag.base.errors import TrainError
 from jaxrag.models.segments import example_ids
 from jaxrag.text.tokenizer import Tokenizer
 from jaxrag.train.packing import CONTEXT, RESPONSE, Packer, lay_piece

@@ -8,12 +8,12 @@ from typing import override
 import numpy as np
 
 from jaxrag.attention_index import turned
+from jaxrag.base.types import HostArray
 from jaxrag.decode.account import Account
 from jaxrag.decode.far.kept import first_highest
 from jaxrag.decode.far.layer import Answer, FarLayer, HostPrompt, Task
 from jaxrag.decode.far.memory import Memory, Stretch
 from jaxrag.decode.far.tasks import gathered
-from jaxrag.types import HostArray
 
 
 class Blocks(FarLayer):

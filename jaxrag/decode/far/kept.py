@@ -7,10 +7,10 @@ from typing import override
 import numpy as np
 
 from jaxrag.attention_index import rotated, turned
+from jaxrag.base.types import HostArray
 from jaxrag.decode.account import Account
 from jaxrag.decode.far.layer import Answer, FarLayer, HostPrompt, Task
 from jaxrag.decode.far.memory import Memory, merge, softmax
-from jaxrag.types import HostArray
 
 
 class Chosen(FarLayer):

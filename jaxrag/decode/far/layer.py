@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from jaxrag.config import ModelConfig
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.types import HostArray
 from jaxrag.decode.account import Account
 from jaxrag.decode.stored import Carried, StoredIndexes
-from jaxrag.types import HostArray
 
 Task = Callable[[], "Sequence[Task] | None"]  # returns what is to be done after it
 

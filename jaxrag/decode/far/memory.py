@@ -7,10 +7,10 @@ import numpy as np
 
 from jaxrag.attention_index import turned
 from jaxrag.attention_index.faiss_objects import faiss_module, halves
-from jaxrag.config import ModelConfig
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.types import HostArray
 from jaxrag.decode.far.layer import HostLayer
 from jaxrag.models.rope import frequencies
-from jaxrag.types import HostArray
 
 _PRODUCT = 1 << 18  # multiply-adds above which BLAS starts threads of its own
 _SHORT = 64  # rows; shorter runs are gathered together

@@ -8,11 +8,11 @@ from typing import override
 
 import numpy as np
 
+from jaxrag.base.types import HostArray
 from jaxrag.decode.account import Account
 from jaxrag.decode.far.layer import Answer, FarLayer, HostPrompt, Task
 from jaxrag.decode.far.memory import Memory, Stretch, highest, merge, positions_of
 from jaxrag.decode.far.tasks import gathered
-from jaxrag.types import HostArray
 
 _PART = 32  # blocks of keys that are one task
 

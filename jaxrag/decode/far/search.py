@@ -15,13 +15,13 @@ from jaxrag.attention_index import Exact, Found, QueryLists, Searcher, open_inde
 from jaxrag.attention_index.index import AttentionIndex
 from jaxrag.attention_index.lists import distinct, nearest_lists
 from jaxrag.attention_index.spec import Trained, effort_of
+from jaxrag.base.types import HostArray
 from jaxrag.decode.account import Account, recall_of
 from jaxrag.decode.far.layer import Answer, FarLayer, Task
 from jaxrag.decode.far.memory import Memory, highest
 from jaxrag.decode.far.scan import Pair, best_of
 from jaxrag.decode.far.tasks import gathered
 from jaxrag.decode.parts import Part
-from jaxrag.types import HostArray
 
 
 class Finder(abc.ABC):

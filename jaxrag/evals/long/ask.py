@@ -13,6 +13,9 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from jaxrag.base.errors import RequestError
+from jaxrag.base.shapes import bucket
+from jaxrag.base.types import Array, HostArray
 from jaxrag.decode import DecodeRule, Decoding, Observe, PromptQueries
 from jaxrag.engine.away import start_away
 from jaxrag.engine.decoding import (
@@ -32,9 +35,6 @@ from jaxrag.engine.prefilled import Prefilled
 from jaxrag.engine.progress import outcome_of
 from jaxrag.engine.request import DECODE_BLOCK, FinishReason, Request
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.errors import RequestError
-from jaxrag.shapes import bucket
-from jaxrag.types import Array, HostArray
 
 
 @dataclasses.dataclass(frozen=True)

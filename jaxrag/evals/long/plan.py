@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args
 
+from jaxrag.base.errors import RequestError
 from jaxrag.decode import rule_from
-from jaxrag.errors import RequestError
 from jaxrag.evals.options import LongOptions
 from jaxrag.methods import Method, method_named, placement_of
 from jaxrag.tasks.long.case import Fitted, Frame

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.types import HostArray
 from jaxrag.cache import PAGE
-from jaxrag.config import ModelConfig
 from jaxrag.decode import DecodeRule, Dense
 from jaxrag.decode.footprint import Bytes
 from jaxrag.engine.engine import engine_of
@@ -31,7 +32,6 @@ from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.tasks.long.case import Frame
 from jaxrag.text.progress import progress_bar
 from jaxrag.text.prompts import template_named
-from jaxrag.types import HostArray
 
 FIFTHS = 5  # of the haystack, for the table by depth
 

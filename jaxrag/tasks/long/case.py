@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from jaxrag.errors import RequestError
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import HostArray
 from jaxrag.text.prompts import PromptTemplate
 from jaxrag.text.tokenizer import Tokenizer
-from jaxrag.types import HostArray
 
 
 @dataclasses.dataclass(frozen=True)

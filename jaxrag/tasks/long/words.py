@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from jaxrag.errors import DocumentError
+from jaxrag.base.errors import DocumentError
 from jaxrag.text.sentences import sentence_starts
 
 Prose = Callable[[random.Random], Iterator[str]]  # endless sentences of a haystack

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from jaxrag.errors import RequestError
+from jaxrag.base.errors import RequestError
 from jaxrag.evals.long import run as running
 from jaxrag.evals.long.ask import Generated
 from jaxrag.evals.long.heatmap import draw_heatmap

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from jaxrag.errors import RequestError
+from jaxrag.base.errors import RequestError
 from jaxrag.tasks.long import words
 from jaxrag.tasks.long.case import Case, Frame, in_text
 from jaxrag.text.prompts import TEMPLATES, PromptTemplate

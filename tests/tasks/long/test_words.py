@@ -7,7 +7,7 @@ import uuid
 
 import pytest
 
-from jaxrag.errors import DocumentError
+from jaxrag.base.errors import DocumentError
 from jaxrag.tasks.long import words
 from jaxrag.text.sentences import sentence_starts
 

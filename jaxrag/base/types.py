@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrag import struct
+from jaxrag.base import struct
 from pallas_kernels.visibility import EMPTY, FINAL, PREFIX
 
 __all__ = [

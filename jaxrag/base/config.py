@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from jaxrag.errors import ConfigError
-from jaxrag.options import option, parse_bytes, parse_count
-from jaxrag.tables import build, build_named
+from jaxrag.base.errors import ConfigError
+from jaxrag.base.options import option, parse_bytes, parse_count
+from jaxrag.base.tables import build, build_named
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

@@ -7,7 +7,7 @@ wheel holds copies. What a user has in the working folder is always meant first.
 import shutil
 from pathlib import Path
 
-from jaxrag.errors import ConfigError
+from jaxrag.base.errors import ConfigError
 
 __version__ = "0.1.0"
 DATA = Path(__file__).with_name("data")

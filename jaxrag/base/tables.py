@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrag.errors import ConfigError, RequestError
+from jaxrag.base.errors import ConfigError, RequestError
 
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")

@@ -18,9 +18,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxrag.errors import ConfigError
-from jaxrag.tables import require_kind
-from jaxrag.types import Array, HostArray
+from jaxrag.base.errors import ConfigError
+from jaxrag.base.tables import require_kind
+from jaxrag.base.types import Array, HostArray
 
 _LOG = logging.getLogger("jaxrag")
 

@@ -1,0 +1,1 @@
+"""What everything stands on: errors, types, shapes, tables, configuration."""
