@@ -35,8 +35,6 @@ from jaxrag.base.types import Array, HostArray, on_host
 from jaxrag.bench.decode import CHUNK_TOKENS
 from jaxrag.bench.decode import Options as DecodeOptions
 from jaxrag.bench.machine import describe
-from jaxrag.cache import PAGE
-from jaxrag.cache.host_pool import rows_of
 from jaxrag.decode import Decoding, PromptQueries, rule_from
 from jaxrag.decode.away import AwayAttend
 from jaxrag.engine import decoding
@@ -48,6 +46,8 @@ from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.prefill import select_tokens, start_prefill
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.kv.cache import PAGE
+from jaxrag.kv.cache.host_pool import rows_of
 from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
 from jaxrag.models.spec import num_params

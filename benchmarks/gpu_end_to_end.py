@@ -102,13 +102,13 @@ def decoding_seconds(model: Any, store: Any, method: Any, prompts: Sequence[Any]
     """Seconds a step while every prompt gets its next token."""
     import numpy as np
 
-    from jaxrag.cache import table_width
     from jaxrag.engine.decoding import DECODE_BLOCK as BLOCK
     from jaxrag.engine.decoding import Lane, lane_of
     from jaxrag.engine.direct import map_request, unmap
     from jaxrag.engine.engine import engine_of
     from jaxrag.engine.prefill import prefill
     from jaxrag.engine.request import Request
+    from jaxrag.kv.cache import table_width
 
     tokens = 1 + (RUNS + 1) * BLOCK
     asked = [Request(prompt, store, method, tokens, rows=len(prompts)) for prompt in prompts]
@@ -141,9 +141,9 @@ def end_to_end(name: str, shape: Shape, impl: str, found: MutableMapping[str, An
     """Fill ``found`` row by row, the longest contexts and the smallest batches first."""
     import jax
 
+    from jaxrag.kv.store import MemoryStore
     from jaxrag.methods import METHODS
     from jaxrag.models.flops import turborag_flops
-    from jaxrag.store import MemoryStore
 
     longest = max(shape.ttft_contexts)
     most = max(longest, max(shape.batches_ttft) * (shape.batch_context + shape.answer))

@@ -16,7 +16,6 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
 from jaxrag.bench.decode import CHUNK_TOKENS
 from jaxrag.bench.decode import Options as DecodeOptions
-from jaxrag.cache import PAGE
 from jaxrag.decode import DecodeRule, Dense, TopN
 from jaxrag.engine.decoding import Lane, lane_of, start_decoding
 from jaxrag.engine.direct import map_request, unmap
@@ -25,10 +24,11 @@ from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.prefill import prefill_observed
 from jaxrag.engine.request import DECODE_BLOCK, Prompt, Request
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.kv.cache import PAGE
+from jaxrag.kv.store import KVStore
+from jaxrag.kv.store.memory import MemoryStore
 from jaxrag.methods import METHODS
 from jaxrag.models.model import Model, random_model
-from jaxrag.store import KVStore
-from jaxrag.store.memory import MemoryStore
 
 PARTS = ("throughput", "quality", "traffic")
 

@@ -60,7 +60,6 @@ from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import KnowledgeBaseError, RequestError
 from jaxrag.bench.machine import describe
 from jaxrag.bench.ttft import LLAMA_100M
-from jaxrag.cache import PAGE, pages_for
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
@@ -69,6 +68,7 @@ from jaxrag.engine.engine import Engine, engine_of
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.state import EngineSettings
 from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.kv.cache import PAGE, pages_for
 from jaxrag.models.model import Model, random_model
 from jaxrag.serve.generate import Result, generate
 from jaxrag.text import byte_level

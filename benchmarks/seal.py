@@ -35,9 +35,9 @@ from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
 from jaxrag.documents import Document
 from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.kv.store import ChunkStore, KVLayout, Provenance, chunk_key, content_id, context_id
+from jaxrag.kv.store.layout import Stored
 from jaxrag.models.model import Model, random_model
-from jaxrag.store import ChunkStore, KVLayout, Provenance, chunk_key, content_id, context_id
-from jaxrag.store.layout import Stored
 
 SECRET = bytes(range(32))
 LAYER_BYTES = (24 << 10, 2 << 20)  # 48 tokens of a small model; 512 of 8 heads of 128 in bfloat16

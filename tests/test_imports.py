@@ -124,13 +124,13 @@ def test_imports_point_to_lower_floors(module):
 @pytest.mark.parametrize(
     ("module", "name", "refused"),
     [
-        ("jaxrag.engine.loader", "jaxrag.store.keys", False),
+        ("jaxrag.engine.loader", "jaxrag.kv.store.keys", False),
         ("jaxrag.engine.loader", "jaxrag.engine.mapping", False),
         ("jaxrag.base.config", "jaxrag.base.errors", False),
-        ("jaxrag.store.keys", "jaxrag.text.prompts", True),  # sideways
+        ("jaxrag.kv.store.keys", "jaxrag.text.prompts", True),  # sideways
         ("jaxrag.methods", "jaxrag.knowledge_base", True),  # sideways
         ("jaxrag.models.model", "jaxrag.engine.engine", True),  # up
-        ("jaxrag.base.errors", "jaxrag.store.keys", True),  # up
+        ("jaxrag.base.errors", "jaxrag.kv.store.keys", True),  # up
         ("jaxrag.engine.loader", "jaxrag", True),  # the door
     ],
 )

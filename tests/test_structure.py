@@ -9,14 +9,14 @@ FILES = {
     "jaxrag/__init__.py": "",
     "jaxrag/base/errors.py": "class E(Exception):\n    pass\n",
     "jaxrag/base/types.py": "from jaxrag.base.errors import E\n",
-    "jaxrag/store/__init__.py": "from jaxrag.store import keys\n",
-    "jaxrag/store/keys.py": "import types\n\nfrom jaxrag.base.errors import E\n",
+    "jaxrag/kv/store/__init__.py": "from jaxrag.kv.store import keys\n",
+    "jaxrag/kv/store/keys.py": "import types\n\nfrom jaxrag.base.errors import E\n",
     "jaxrag/serve/batch.py": "def f():\n    from jaxrag.train.loop import g\n",
-    "jaxrag/train/loop.py": "from jaxrag.serve.batch import f\nimport jaxrag.store.keys\n",
+    "jaxrag/train/loop.py": "from jaxrag.serve.batch import f\nimport jaxrag.kv.store.keys\n",
     "pallas_kernels/tiles.py": "import jax\n",
     "scripts/make.py": "from jaxrag import serve\n",
     "benchmarks/gpu.py": "import scenes\n",
-    "benchmarks/scenes.py": "import gpu\nimport jaxrag.store\n",
+    "benchmarks/scenes.py": "import gpu\nimport jaxrag.kv.store\n",
 }
 
 

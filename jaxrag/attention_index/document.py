@@ -33,7 +33,7 @@ from jaxrag.base.errors import ConfigError, RetrievalError
 from jaxrag.base.tables import build as build_from_table
 from jaxrag.base.tables import table_from
 from jaxrag.base.types import HostArray
-from jaxrag.store import KVStore, Record
+from jaxrag.kv.store import KVStore, Record
 
 IN_PLACE = (Exact, QueryLists)  # kinds that search keys wherever these lie
 Layer = tuple[AttentionIndex, ...]  # one index a KV head

@@ -25,7 +25,6 @@ from jaxrag.base.shapes import bucket
 from jaxrag.bench.machine import describe
 from jaxrag.bench.options import DecodeOptions
 from jaxrag.bench.ttft import LLAMA_100M
-from jaxrag.cache import PAGE
 from jaxrag.decode import Account, Decoding, rule_from
 from jaxrag.decode.footprint import A100
 from jaxrag.engine.away import start_away
@@ -36,6 +35,7 @@ from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.prefill import prefill_observed
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.kv.cache import PAGE
 from jaxrag.methods import METHODS, placement_of
 from jaxrag.models.model import Model, random_model
 from jaxrag.models.spec import num_params

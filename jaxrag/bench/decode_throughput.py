@@ -40,7 +40,6 @@ from jaxrag.bench.alternate import (
 from jaxrag.bench.limits import bandwidth
 from jaxrag.bench.peer import Peer
 from jaxrag.bench.ttft import write_random
-from jaxrag.cache import PAGE
 from jaxrag.engine.decoding import Lane, lane_of
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
@@ -48,6 +47,7 @@ from jaxrag.engine.prefill import prefill
 from jaxrag.engine.request import DECODE_BLOCK, Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.swap import swap_in, swap_out
+from jaxrag.kv.cache import PAGE
 from jaxrag.methods import METHODS
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.spec import Params

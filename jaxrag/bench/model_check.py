@@ -15,11 +15,11 @@ from jax.sharding import Mesh
 from jaxrag.base.errors import JaxragError, ModelError, RequestError
 from jaxrag.base.types import HostArray
 from jaxrag.bench.peer import Peer
-from jaxrag.cache import PAGE
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.evals.gate import Target, compare
+from jaxrag.kv.cache import PAGE
 from jaxrag.methods import METHODS
 from jaxrag.models.memory import gib
 from jaxrag.models.model import Model, load_model

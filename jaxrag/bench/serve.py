@@ -45,10 +45,10 @@ from jaxrag.bench.ttft import LLAMA_100M, SETTLE_SECONDS
 from jaxrag.engine.engine import Engine
 from jaxrag.engine.request import Request, check_length
 from jaxrag.engine.state import EngineSettings
+from jaxrag.kv.store import ChunkStore, KVStore
 from jaxrag.methods import METHODS, Method
 from jaxrag.models.model import Model, load_model, random_model
 from jaxrag.models.spec import num_params
-from jaxrag.store import ChunkStore, KVStore
 from jaxrag.text.progress import progress_bar
 
 PEER, REPEATED = "peer", "peer_repeated"

@@ -25,7 +25,7 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
 from jaxrag.bench.machine import describe
 from jaxrag.bench.options import StoreOptions
-from jaxrag.store import (
+from jaxrag.kv.store import (
     ChunkStore,
     KVLayout,
     Provenance,

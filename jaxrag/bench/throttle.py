@@ -8,10 +8,10 @@ from typing import Any
 from numpy.typing import NDArray
 
 from jaxrag.base.errors import RequestError
-from jaxrag.store.base import Aux, KVStore, Stats
-from jaxrag.store.reading import Found, Refused, Wanted
-from jaxrag.store.record import AuxArray, Provenance, Record
-from jaxrag.store.writer import PutResult
+from jaxrag.kv.store.base import Aux, KVStore, Stats
+from jaxrag.kv.store.reading import Found, Refused, Wanted
+from jaxrag.kv.store.record import AuxArray, Provenance, Record
+from jaxrag.kv.store.writer import PutResult
 
 
 class Link:

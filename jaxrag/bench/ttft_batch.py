@@ -14,8 +14,8 @@ from typing import Any
 
 from jaxrag.engine.engine import Engine
 from jaxrag.engine.request import Prompt, Request
+from jaxrag.kv.store import KVStore
 from jaxrag.methods import Method
-from jaxrag.store import KVStore
 from jaxrag.text.progress import followed
 
 WAYS = ("full", "disk", "pool")

@@ -24,7 +24,7 @@ import apsw.sqlite_extra
 from jaxrag.base.errors import DamagedCatalogError, KnowledgeBaseError, StoreError
 from jaxrag.base.types import Connection
 from jaxrag.catalog.pages import CHECKSUM_BYTES, PAGE_BYTES
-from jaxrag.store.wal import use_write_ahead_log
+from jaxrag.kv.store.wal import use_write_ahead_log
 
 FORMAT = 4
 UNCHECKED = 3  # neither pages nor rows have digests; it is read as it is

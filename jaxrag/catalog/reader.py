@@ -31,10 +31,10 @@ from jaxrag.catalog.rows import (
     from_blob,
 )
 from jaxrag.documents.chunking import Chunk
+from jaxrag.kv.store.keys import ID_DIGITS, is_hex
 from jaxrag.retrieve.base import searched_text
 from jaxrag.retrieve.bm25 import BM25Index, BM25Snapshot, Sizes
 from jaxrag.retrieve.filters import Filter
-from jaxrag.store.keys import ID_DIGITS, is_hex
 
 
 class Reader:

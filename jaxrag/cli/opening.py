@@ -48,7 +48,7 @@ def secret_of(given: str | None) -> bytes | None:
 
     Raises StoreError for a file that holds none.
     """
-    from jaxrag.store.seal import read_secret
+    from jaxrag.kv.store.seal import read_secret
 
     path = given or os.environ.get(SECRET_VARIABLE)
     return None if not path else read_secret(path)

@@ -18,10 +18,10 @@ from jaxrag.attention_index import turned
 from jaxrag.base import struct
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.types import HIDDEN, Array, HostArray, Partial, Tokens, on_host
-from jaxrag.cache import PAGE
-from jaxrag.cache.host_pool import HostPool, rows_of
 from jaxrag.decode.far import HostLayer
 from jaxrag.decode.host_search import NOBODY, HostSearch
+from jaxrag.kv.cache import PAGE
+from jaxrag.kv.cache.host_pool import HostPool, rows_of
 from jaxrag.models.attention import merge
 from jaxrag.models.rope import RopeFactors, place, scale_rotary
 

@@ -13,11 +13,11 @@ from jaxrag.base import struct
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import Array, Partial
-from jaxrag.cache import PAGE
 from jaxrag.decode.far import Everything, FarLayer, HostPrompt, Pages
 from jaxrag.decode.footprint import Bytes, Placement, row_bytes
 from jaxrag.decode.rule import DecodeRule, highest, require, require_zero_or_more
 from jaxrag.decode.view import View
+from jaxrag.kv.cache import PAGE
 from jaxrag.models.rope import rotate, scale_rotary
 
 

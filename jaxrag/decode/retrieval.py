@@ -21,7 +21,6 @@ from jaxrag.base.config import ModelConfig, RopeConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import Array, HostArray, Partial, on_host
-from jaxrag.cache import PagePool, PageTable
 from jaxrag.decode.account import Account
 from jaxrag.decode.far import HostPrompt
 from jaxrag.decode.far.memory import Memory
@@ -38,6 +37,7 @@ from jaxrag.decode.rule import (
 )
 from jaxrag.decode.stored import DAMAGED, Carried, Known, StoredIndexes
 from jaxrag.decode.view import View
+from jaxrag.kv.cache import PagePool, PageTable
 from jaxrag.models.attention import merge
 from jaxrag.models.rope import RopeTable
 

@@ -16,12 +16,12 @@ from jaxrag.base import struct
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import Array, HostArray, Partial
-from jaxrag.cache import PagePool, PageTable
 from jaxrag.decode.far import FarLayer, HostPrompt
 from jaxrag.decode.footprint import BreakEven, Bytes, Placement, on_host
 from jaxrag.decode.host_search import HostSearch
 from jaxrag.decode.stored import Carried
 from jaxrag.decode.view import View
+from jaxrag.kv.cache import PagePool, PageTable
 from jaxrag.models.rope import RopeTable
 
 Positions = Literal["original", "cache"]

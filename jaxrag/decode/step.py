@@ -8,11 +8,11 @@ import numpy as np
 
 from jaxrag.base import struct
 from jaxrag.base.types import HIDDEN, Array, HostArray, Tokens
-from jaxrag.cache import PagePool
-from jaxrag.cache.host import HostValues
 from jaxrag.decode.host_search import HostSearch
 from jaxrag.decode.rule import DecodeRule
 from jaxrag.decode.view import Far, View
+from jaxrag.kv.cache import PagePool
+from jaxrag.kv.cache.host import HostValues
 from jaxrag.models.attention import PagedAttend
 
 

@@ -19,7 +19,7 @@ from jaxrag.attention_index.spec import STORAGE_BYTES
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, RetrievalError
 from jaxrag.base.types import HostArray
-from jaxrag.store import KVStore, Record
+from jaxrag.kv.store import KVStore, Record
 
 KEPT_BYTES = 4 << 30  # of indexes that no request needs at the moment
 _KNOWN = 4096  # chunks of which is remembered what indexes they have

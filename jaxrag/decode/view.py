@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.types import HIDDEN, Array, Partial
-from jaxrag.cache import PagePool
-from jaxrag.cache.host import HostValues
 from jaxrag.decode.host_search import HostSearch
+from jaxrag.kv.cache import PagePool
+from jaxrag.kv.cache.host import HostValues
 from jaxrag.models.attention import (
     Pages,
     attend_pool,

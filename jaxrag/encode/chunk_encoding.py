@@ -21,8 +21,8 @@ from jaxrag.encode.encoders import (
     provenance,
 )
 from jaxrag.encode.neighbours import OwnKV
+from jaxrag.kv.store import KVStore, Provenance, Record
 from jaxrag.models.model import Model
-from jaxrag.store import KVStore, Provenance, Record
 
 _AT_ONCE = 64  # tokens of one layer's K or V that are looked at together, within the cache
 _EXPONENTS: dict[str, np.uint16 | np.uint32] = {

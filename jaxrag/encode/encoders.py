@@ -13,9 +13,9 @@ from typing import Literal
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
+from jaxrag.kv.store import Provenance, content_id, context_id
+from jaxrag.kv.store import chunk_key as store_key
 from jaxrag.models.model import Model
-from jaxrag.store import Provenance, content_id, context_id
-from jaxrag.store import chunk_key as store_key
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,17 +17,6 @@ import numpy as np
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.shapes import bucket, bucket_below, row_length
 from jaxrag.base.types import FINAL, Array, HostArray, Tokens
-from jaxrag.cache import (
-    MIN_TABLE_PAGES,
-    PAGE,
-    CachedChunk,
-    PagePool,
-    PageTable,
-    TableBuilder,
-    batch_table,
-    pages_for,
-)
-from jaxrag.cache.host import StagingBuffers
 from jaxrag.encode.packed import (
     ROW_TOKENS,
     Places,
@@ -37,13 +26,24 @@ from jaxrag.encode.packed import (
     start_taking,
     take_behind,
 )
+from jaxrag.kv.cache import (
+    MIN_TABLE_PAGES,
+    PAGE,
+    CachedChunk,
+    PagePool,
+    PageTable,
+    TableBuilder,
+    batch_table,
+    pages_for,
+)
+from jaxrag.kv.cache.host import StagingBuffers
+from jaxrag.kv.store import KVLayout
 from jaxrag.models.attention import PagedAttend
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable, place
 from jaxrag.models.spec import Params
 from jaxrag.models.taps import Tap
-from jaxrag.store import KVLayout
 
 # Token ids [T] of chunks -> their KV [L, 2, T, K, H], each encoded directly behind the prefix.
 OwnKV = Callable[[Sequence[HostArray]], Sequence[HostArray]]

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Iterable
 
 from jaxrag.base.types import HostArray
-from jaxrag.cache.budget import available_bytes
-from jaxrag.cache.heat import HALF_LIFE, NEVER, DecayedHeat
+from jaxrag.kv.cache.budget import available_bytes
+from jaxrag.kv.cache.heat import HALF_LIFE, NEVER, DecayedHeat
 
 _SHARE = 4  # of the memory that is free: one part in so many, where nobody says
 _MOST = 64 << 30  # bytes, where nobody says

@@ -13,8 +13,6 @@ from jaxrag.base.errors import (
     EngineError,
     JaxragError,
 )
-from jaxrag.cache import PAGE
-from jaxrag.cache.host import arrived
 from jaxrag.engine.arena import HostArena, default_arena_bytes
 from jaxrag.engine.lanes import Lanes
 from jaxrag.engine.links import Links
@@ -31,6 +29,8 @@ from jaxrag.engine.state import Broken, EngineSettings, Post, State
 from jaxrag.engine.thread import result_of
 from jaxrag.engine.tiers import Tiers
 from jaxrag.engine.turns import leave_turn
+from jaxrag.kv.cache import PAGE
+from jaxrag.kv.cache.host import arrived
 
 _LOG = logging.getLogger("jaxrag")
 

@@ -19,8 +19,6 @@ from jax.stages import Lowered
 from jaxrag.base import struct
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import HIDDEN, Array, HostArray, Step, on_host
-from jaxrag.cache import MIN_TABLE_PAGES, PAGE, PagePool, PageTable, TableBuilder, table_width
-from jaxrag.cache.host import HostValues
 from jaxrag.decode import (
     DecodeAttend,
     DecodeRule,
@@ -37,6 +35,8 @@ from jaxrag.engine.prefill import run_tokens
 from jaxrag.engine.request import DECODE_BLOCK, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling import SamplingParams, sample
+from jaxrag.kv.cache import MIN_TABLE_PAGES, PAGE, PagePool, PageTable, TableBuilder, table_width
+from jaxrag.kv.cache.host import HostValues
 from jaxrag.models.attention import PagedAttend
 from jaxrag.models.decoder import Decoder, forward, unembed
 

@@ -4,11 +4,11 @@ For whoever has the engine's thread to itself (``Engine.call``): measurements, t
 steps are those of the engine; only nobody waits for anybody.
 """
 
-from jaxrag.cache import CachedChunk, pages_for
 from jaxrag.engine.loader import ChunkLoad, Found, encode, keep, place, read
 from jaxrag.engine.mapping import RequestPlan, RequestState, map_planned, plan_request
 from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.kv.cache import CachedChunk, pages_for
 
 
 def map_request(runner: ModelRunner, request: Request, reserve_tokens: int) -> RequestState:

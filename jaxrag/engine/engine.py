@@ -16,7 +16,6 @@ from concurrent.futures import Future
 
 from jaxrag.base.errors import ContextExceeded, EngineError
 from jaxrag.base.sharding import processes_of
-from jaxrag.cache import PAGE
 from jaxrag.engine.admission import Entry
 from jaxrag.engine.core import Core
 from jaxrag.engine.decoding import lane_of
@@ -31,9 +30,10 @@ from jaxrag.engine.thread import Event as Posted
 from jaxrag.engine.thread import Mailbox, ask
 from jaxrag.engine.tiers import Event, Tiers
 from jaxrag.engine.warmup import compile_for
+from jaxrag.kv.cache import PAGE
+from jaxrag.kv.store import MemoryStore
 from jaxrag.models.compiled import counting
 from jaxrag.models.model import Model
-from jaxrag.store import MemoryStore
 
 _LOG = logging.getLogger("jaxrag")
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxrag.base.types import HostArray
-from jaxrag.cache import PAGE
 from jaxrag.engine.request import Prompt, Request
+from jaxrag.kv.cache import PAGE
+from jaxrag.kv.store import chunk_key, content_id, context_id
 from jaxrag.models.model import Model
-from jaxrag.store import chunk_key, content_id, context_id
 
 _LEADING = "in_place"  # the encoders that these keys name; no store holds such KV
 _TURN = "turn"

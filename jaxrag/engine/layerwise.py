@@ -19,13 +19,13 @@ from jaxrag.base import struct
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.shapes import bucket, pieces
 from jaxrag.base.types import HIDDEN, Array, HostArray, Partial, on_host
-from jaxrag.cache import PAGE, PagePool, PageTable, TableBuilder
-from jaxrag.cache.host import to_device
-from jaxrag.cache.host_pool import rows_of
 from jaxrag.decode import Observe, PromptQueries
 from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.prefilled import PREFILL_TOKENS, Prefilled, observed_tokens
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.kv.cache import PAGE, PagePool, PageTable, TableBuilder
+from jaxrag.kv.cache.host import to_device
+from jaxrag.kv.cache.host_pool import rows_of
 from jaxrag.models.attention import Pages, attend_placed, merge
 from jaxrag.models.decoder import (
     finish_layer,

@@ -20,8 +20,6 @@ from jaxrag.attention_index import rotated
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import ChunkCorrupt, ChunkNotSealed
 from jaxrag.base.types import Array, HostArray
-from jaxrag.cache import PAGE, PagedCache, PagePool
-from jaxrag.cache.host import arrived
 from jaxrag.encode import (
     ENCODERS,
     ChunkEncoding,
@@ -33,11 +31,13 @@ from jaxrag.encode import (
 )
 from jaxrag.encode.neighbours import compute_own_kv
 from jaxrag.engine.runner import BLOCK_TOKENS, ModelRunner
+from jaxrag.kv.cache import PAGE, PagedCache, PagePool
+from jaxrag.kv.cache.host import arrived
+from jaxrag.kv.store import Refused, as_stored
 from jaxrag.methods import Misses
 from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.rope import place as at_position
-from jaxrag.store import Refused, as_stored
 
 Near = Literal["host", "store"]
 

@@ -13,13 +13,13 @@ from jax.stages import Lowered
 from jaxrag.base import struct
 from jaxrag.base.shapes import bucket, pieces
 from jaxrag.base.types import Array, Step
-from jaxrag.cache import PagePool, PageTable, batch_table
 from jaxrag.decode import Observe, PromptQueries
 from jaxrag.engine.direct import keep_leading
 from jaxrag.engine.layerwise import LayerPrefill
 from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.prefilled import PREFILL_TOKENS, Prefilled, observed_tokens
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.kv.cache import PagePool, PageTable, batch_table
 from jaxrag.models.attention import Attend, PagedAttend
 from jaxrag.models.decoder import Decoder, forward, unembed
 from jaxrag.models.taps import Tap, at_columns

@@ -8,9 +8,9 @@ from jaxrag.engine.loader import Found
 from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.request import FinishReason, Request
 from jaxrag.engine.reuse import PartReuse, account
+from jaxrag.kv.store.memory import MemoryStore
 from jaxrag.models.flops import turborag_flops
 from jaxrag.models.model import Model
-from jaxrag.store.memory import MemoryStore
 
 INDEX_COUNTS = ("keys", "stored", "trained")  # of decode.Account
 

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jaxrag.base.types import HostArray
-from jaxrag.cache import PagedCache
 from jaxrag.engine.links import Link, Order, Trip
 from jaxrag.engine.live import Live
 from jaxrag.engine.loader import (
@@ -28,7 +27,8 @@ from jaxrag.engine.loader import (
 )
 from jaxrag.engine.state import State
 from jaxrag.engine.thread import result_of
-from jaxrag.store import KVStore
+from jaxrag.kv.cache import PagedCache
+from jaxrag.kv.store import KVStore
 
 
 class Way:

@@ -7,9 +7,9 @@ from jaxrag.attention_index.document import Indexing
 from jaxrag.base.errors import ContextExceeded, RequestError
 from jaxrag.base.types import HostArray
 from jaxrag.engine.sampling import SamplingParams
+from jaxrag.kv.store import KVStore
 from jaxrag.methods import Method
 from jaxrag.models.model import Model
-from jaxrag.store import KVStore
 
 FinishReason = Literal["stop", "length"]
 

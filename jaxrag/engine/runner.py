@@ -8,11 +8,11 @@ from typing import Any
 import jax
 
 from jaxrag.base.sharding import Rules, sharding
-from jaxrag.cache import PAGE, PagedCache, pages_for
-from jaxrag.cache.budget import default_host_tokens, default_pool_tokens, pool_budget
-from jaxrag.cache.heat import HALF_LIFE
-from jaxrag.cache.host import StagingBlocks
 from jaxrag.decode import HostSearch
+from jaxrag.kv.cache import PAGE, PagedCache, pages_for
+from jaxrag.kv.cache.budget import default_host_tokens, default_pool_tokens, pool_budget
+from jaxrag.kv.cache.heat import HALF_LIFE
+from jaxrag.kv.cache.host import StagingBlocks
 from jaxrag.models.memory import free_bytes
 from jaxrag.models.model import Model
 from jaxrag.models.spec import num_params

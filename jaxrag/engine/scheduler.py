@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Literal
 
 from jaxrag.base.errors import RequestError
-from jaxrag.cache import PAGE, PageAllocator
 from jaxrag.engine.admission import (
     HUNGRY,
     QUEUED,
@@ -29,6 +28,7 @@ from jaxrag.engine.admission import (
     turn,
 )
 from jaxrag.engine.rows import Lane
+from jaxrag.kv.cache import PAGE, PageAllocator
 
 __all__ = ["Admitted", "Ending", "Entry", "Need", "Scheduler", "SchedulerSettings", "Status"]
 

@@ -8,11 +8,11 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from jaxrag.cache import PageAllocator
 from jaxrag.engine.admission import QUEUED, Entry, Status
 from jaxrag.engine.decoding import LaneKey
 from jaxrag.engine.live import Live
 from jaxrag.engine.scheduler import GENERATED, Ending, Scheduler
+from jaxrag.kv.cache import PageAllocator
 
 PageState = Literal["free", "unpinned", "pinned", "loading", "own"]
 _HALF_LIFE = 30.0  # seconds of work after which what was done counts half as much

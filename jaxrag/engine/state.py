@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 from jaxrag.base.errors import ConfigError
-from jaxrag.cache.heat import HALF_LIFE
 from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.arena import HostArena
 from jaxrag.engine.links import Links, LoadDeadline
@@ -15,6 +14,7 @@ from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.scheduler import Scheduler
 from jaxrag.engine.standing import Pace
 from jaxrag.engine.tiers import Event, Happening
+from jaxrag.kv.cache.heat import HALF_LIFE
 
 SlowLoad = Literal["wait", "compute"]
 Post = Callable[[Callable[[], None]], None]  # has a function called on the engine's thread

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrag.base.types import Array, HostArray, on_host
-from jaxrag.cache import PagePool
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.kv.cache import PagePool
 
 _PAGES = 16  # that are copied at once, whatever a request has
 

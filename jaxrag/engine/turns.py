@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxrag.base.types import HostArray
-from jaxrag.cache import PAGE
 from jaxrag.engine.kept import keeps_turns
 from jaxrag.engine.live import Live
 from jaxrag.engine.scheduler import Scheduler
+from jaxrag.kv.cache import PAGE
 
 
 def leave_turn(scheduler: Scheduler, live: Live) -> None:

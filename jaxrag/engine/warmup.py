@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from jax.stages import Lowered
 
 from jaxrag.base.shapes import pieces
-from jaxrag.cache import CachedChunk, table_width
 from jaxrag.engine.decoding import Lane, SamplingRows, lane_of, sample_first
 from jaxrag.engine.loader import lower_place
 from jaxrag.engine.mapping import map_planned, plan_request
@@ -18,6 +17,7 @@ from jaxrag.engine.prompts import rows_together
 from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.state import EngineSettings
+from jaxrag.kv.cache import CachedChunk, table_width
 
 _STACK = 64 << 20  # bytes: XLA's passes recurse deeper than a thread's usual stack allows
 

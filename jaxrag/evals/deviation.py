@@ -9,7 +9,6 @@ import numpy as np
 
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import Array, HostArray
-from jaxrag.cache import PAGE, PagePool
 from jaxrag.encode import encode_chunks
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
@@ -17,11 +16,12 @@ from jaxrag.engine.mapping import PromptPart, RequestState
 from jaxrag.engine.prefill import prefill
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.kv.cache import PAGE, PagePool
+from jaxrag.kv.store import KVStore
 from jaxrag.methods import Method
 from jaxrag.models.decoder import Decoder
 from jaxrag.models.model import Model
 from jaxrag.models.rope import place
-from jaxrag.store import KVStore
 
 
 class Deviation(NamedTuple):

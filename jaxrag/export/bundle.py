@@ -9,8 +9,8 @@ import numpy as np
 from jaxrag.base.config import ModelConfig, config_to_dict
 from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
 from jaxrag.base.types import HostArray
+from jaxrag.kv.store import KVStore, Record
 from jaxrag.models.rope import attention_factor
-from jaxrag.store import KVStore, Record
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from jaxrag.export.bundle import Bundle, Placement, describe, find_records
 from jaxrag.export.files import Written, file_errors, held, write_json, write_safetensors
 from jaxrag.export.tensors import huggingface_tensors, lmcache_tensors
 from jaxrag.export.tree import write_tree
-from jaxrag.store import KVStore, Record
+from jaxrag.kv.store import KVStore, Record
 from jaxrag.text.progress import followed
 
 MANIFEST = "manifest.json"

@@ -16,8 +16,8 @@ from jaxrag.base.types import HostArray
 from jaxrag.export.bundle import Bundle, Placement, describe, read
 from jaxrag.export.rotate import place_keys
 from jaxrag.export.tensors import Arrange
+from jaxrag.kv.store import KVStore, Record
 from jaxrag.models.tensor_files import file_header, write_file
-from jaxrag.store import KVStore, Record
 
 METADATA_KEY = "jaxrag"  # of the JSON record in a safetensors header
 

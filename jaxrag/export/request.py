@@ -11,8 +11,8 @@ from jaxrag.catalog import Hit
 from jaxrag.export.bundle import Placement
 from jaxrag.export.export import FORMATS, ExportReport, export_bundles
 from jaxrag.export.selection import Selection, Selector
+from jaxrag.kv.store import KVStore
 from jaxrag.retrieve.filters import Filter
-from jaxrag.store import KVStore
 
 
 @dataclasses.dataclass(frozen=True)

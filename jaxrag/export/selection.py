@@ -8,8 +8,8 @@ from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.catalog import Catalog, DocumentEntry, Hit
 from jaxrag.documents.chunking import Chunk
 from jaxrag.export.bundle import Bundle, Piece
+from jaxrag.kv.store import content_id
 from jaxrag.retrieve.filters import Filter
-from jaxrag.store import content_id
 from jaxrag.text.prompts import PromptTemplate
 from jaxrag.text.tokenizer import Tokenizer
 

@@ -4,8 +4,8 @@ import functools
 from collections.abc import Callable
 
 from jaxrag.base.types import HostArray
+from jaxrag.kv.store import KVLayout
 from jaxrag.models.tensor_files import NewTensor
-from jaxrag.store import KVLayout
 
 Load = Callable[[], HostArray]  # [L, 2, T, K, H]; called once for every tensor
 Arrange = Callable[[KVLayout, int, Load], list[NewTensor]]

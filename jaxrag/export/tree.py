@@ -10,9 +10,9 @@ from typing import Any
 
 from jaxrag.export.bundle import Bundle, Placement, describe, read
 from jaxrag.export.files import Written, file_errors
-from jaxrag.store import KVStore, Record
-from jaxrag.store.backend import Backend
-from jaxrag.store.record import SCALE
+from jaxrag.kv.store import KVStore, Record
+from jaxrag.kv.store.backend import Backend
+from jaxrag.kv.store.record import SCALE
 
 TREE = "chunks.zarr"
 

@@ -22,8 +22,8 @@ from jaxrag.encode import ChunkInContext, Encoded
 from jaxrag.encode.packed import ROW_TOKENS
 from jaxrag.knowledge_base.prepare import Prepared, Preparer
 from jaxrag.knowledge_base.writers import Writer
+from jaxrag.kv.store import ChunkWriter, PutResult
 from jaxrag.retrieve.base import searched_text
-from jaxrag.store import ChunkWriter, PutResult
 from jaxrag.text.progress import progress_bar
 
 BATCH_TOKENS = 1 << 16  # of one catalog commit

@@ -25,12 +25,12 @@ from jaxrag.knowledge_base.prepare import Cut, Preparer
 from jaxrag.knowledge_base.search import Hits, Search, SearchMode
 from jaxrag.knowledge_base.settings import Wanted
 from jaxrag.knowledge_base.vectors import GivenEmbedder, choose_embedder
+from jaxrag.kv.store.chunk_store import Mode
+from jaxrag.kv.store.prefetch import Tier
 from jaxrag.models.model import Model
 from jaxrag.retrieve.adapters import adopted
 from jaxrag.retrieve.base import Reranker, Retriever
 from jaxrag.retrieve.filters import Filter
-from jaxrag.store.chunk_store import Mode
-from jaxrag.store.prefetch import Tier
 from jaxrag.text.prompts import PromptTemplate, template_named
 from jaxrag.text.tokenizer import Tokenizer
 

@@ -23,10 +23,10 @@ from jaxrag.knowledge_base.settings import (
 )
 from jaxrag.knowledge_base.vectors import VECTORS, ChunkVectors
 from jaxrag.knowledge_base.writers import FOLDER as WRITERS
+from jaxrag.kv.store import ChunkStore, KVLayout, ReadThrough
+from jaxrag.kv.store.chunk_store import Mode
+from jaxrag.kv.store.keys import derive
 from jaxrag.models.model import Model
-from jaxrag.store import ChunkStore, KVLayout, ReadThrough
-from jaxrag.store.chunk_store import Mode
-from jaxrag.store.keys import derive
 from jaxrag.text.prompts import TEMPLATES
 
 CATALOG = "catalog.sqlite"

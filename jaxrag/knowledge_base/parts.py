@@ -16,12 +16,12 @@ from jaxrag.embed import Embedder
 from jaxrag.encode import ChunkEncoding
 from jaxrag.knowledge_base.location import open_repository
 from jaxrag.knowledge_base.vectors import ChunkVectors
+from jaxrag.kv.store.chunk_store import Mode
+from jaxrag.kv.store.owners import Owners, this_owner
 from jaxrag.models.model import Model
 from jaxrag.retrieve.adapters import CatalogChunks
 from jaxrag.retrieve.base import Chunks, Reranker, Retriever
 from jaxrag.retrieve.plugins import retriever_plugin
-from jaxrag.store.chunk_store import Mode
-from jaxrag.store.owners import Owners, this_owner
 from jaxrag.text.prompts import PromptTemplate, template_from_dict
 from jaxrag.text.tokenizer import Tokenizer
 

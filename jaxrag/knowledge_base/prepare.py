@@ -15,7 +15,7 @@ from jaxrag.catalog import Catalog, Entry
 from jaxrag.documents import BadDocument, Document, Intake
 from jaxrag.documents.chunking import Chunk, Chunking, split
 from jaxrag.encode import ChunkEncoding
-from jaxrag.store import content_id
+from jaxrag.kv.store import content_id
 from jaxrag.text.prompts import PromptTemplate
 from jaxrag.text.tokenizer import Tokenizer
 

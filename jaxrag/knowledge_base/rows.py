@@ -22,7 +22,7 @@ from jaxrag.documents import Document
 from jaxrag.documents.chunking import Spans
 from jaxrag.encode import ENCODERS, encoder_named, seen_prefix
 from jaxrag.knowledge_base.prepare import document_digest
-from jaxrag.store import chunk_key, content_id, context_id
+from jaxrag.kv.store import chunk_key, content_id, context_id
 from jaxrag.text.prompts import PromptTemplate
 from jaxrag.text.tokenizer import Tokenizer
 

@@ -15,10 +15,10 @@ from jaxrag.documents.chunking import ChunkBy, Chunking
 from jaxrag.embed import Embedder
 from jaxrag.encode import encoder_named, prefix_provenance
 from jaxrag.knowledge_base.neighbours import DEFAULT_TOP_N, SimilarBy
+from jaxrag.kv.store.keys import derive
+from jaxrag.kv.store.seal import Sealer
 from jaxrag.models.model import Model
 from jaxrag.retrieve.names import index_named
-from jaxrag.store.keys import derive
-from jaxrag.store.seal import Sealer
 from jaxrag.text.prompts import PromptTemplate
 
 # The settings of every knowledge base, without which it cannot be opened.

@@ -9,7 +9,7 @@ from jaxrag.attention_index.document import indexes_nbytes
 from jaxrag.catalog import Catalog
 from jaxrag.knowledge_base.upkeep import Claim
 from jaxrag.knowledge_base.vectors import ChunkVectors
-from jaxrag.store import ChunkStore, ReadThrough
+from jaxrag.kv.store import ChunkStore, ReadThrough
 
 
 def collect_stats(

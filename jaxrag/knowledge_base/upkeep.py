@@ -19,8 +19,8 @@ from jaxrag.knowledge_base.location import CATALOG
 from jaxrag.knowledge_base.neighbours import recorded_chunks
 from jaxrag.knowledge_base.vectors import ChunkVectors
 from jaxrag.knowledge_base.writers import Writer, Writers
-from jaxrag.store import ChunkStore, ReadThrough, Record
-from jaxrag.store.owners import Owner, Owners, this_owner
+from jaxrag.kv.store import ChunkStore, ReadThrough, Record
+from jaxrag.kv.store.owners import Owner, Owners, this_owner
 from jaxrag.text.progress import progress_bar
 from jaxrag.text.prompts import PromptTemplate
 

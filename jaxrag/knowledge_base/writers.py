@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Self
 
 from jaxrag.base.errors import disk_errors
-from jaxrag.store.keys import is_hex
-from jaxrag.store.record import ATTEMPT_DIGITS, attempt_begun, new_attempt
+from jaxrag.kv.store.keys import is_hex
+from jaxrag.kv.store.record import ATTEMPT_DIGITS, attempt_begun, new_attempt
 
 FOLDER = "writers"
 _KEY_BYTES = 20

@@ -16,8 +16,8 @@ from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.base.sharding import attention_axes
 from jaxrag.base.types import Array, Partial, Tokens
-from jaxrag.cache import PAGE, PagePool, PageTable
-from jaxrag.cache.host import HostValues
+from jaxrag.kv.cache import PAGE, PagePool, PageTable
+from jaxrag.kv.cache.host import HostValues
 from jaxrag.models.rope import RopeTable, place, scale_rotary
 from pallas_kernels import (
     BODIES,

@@ -13,15 +13,15 @@ from jax.sharding import Mesh
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import ConfigError, ModelError, RequestError
 from jaxrag.base.sharding import Rules, attention_axes
-from jaxrag.cache.budget import (
+from jaxrag.kv.cache.budget import (
     available_bytes,
     default_host_tokens,
     default_pool_tokens,
     pool_budget,
     whole_pages,
 )
-from jaxrag.cache.host_pool import host_pool_bytes
-from jaxrag.cache.pool import PAGE
+from jaxrag.kv.cache.host_pool import host_pool_bytes
+from jaxrag.kv.cache.pool import PAGE
 from jaxrag.models.spec import ParamSpec, is_spec, param_specs
 
 Placement = Literal["device", "host"]  # of the KV pool

@@ -18,7 +18,8 @@ from jaxrag.base.errors import RequestError, TokenizerError
 from jaxrag.base.shapes import bucket
 from jaxrag.base.sharding import Rules, exchange, put, replicated
 from jaxrag.base.types import EMPTY, FINAL, Array, HostArray, Tokens
-from jaxrag.cache.host import to_device
+from jaxrag.kv.cache.host import to_device
+from jaxrag.kv.store import HeadShare, KVLayout, KVStore, fingerprint
 from jaxrag.models.attention import PackedAttend, check_kernels, measured_kernels
 from jaxrag.models.by_layer import by_layer, gains_by_layer
 from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
@@ -34,7 +35,6 @@ from jaxrag.models.rope import RopeFactors, RopeTable, rope_factors, rope_table
 from jaxrag.models.segments import positions_follow_order
 from jaxrag.models.shares import as_held, by_heads, head_share, put_share
 from jaxrag.models.spec import Params, init_params, num_params, param_shardings
-from jaxrag.store import HeadShare, KVLayout, KVStore, fingerprint
 from jaxrag.text.prompts import (
     DEFAULT_TEMPLATE,
     PromptTemplate,

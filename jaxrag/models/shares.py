@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrag.base.sharding import attention_axes, exchange, placed, processes_of
 from jaxrag.base.types import Array, HostArray
-from jaxrag.store import HeadShare, KVStore, SharedStore
+from jaxrag.kv.store import HeadShare, KVStore, SharedStore
 
 HEAD_AXIS = 3  # of KV [L, 2, T, K, H], and of K or V of rows [L, B, T, K, H]
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxrag.base.tables import build_named, table_from
-from jaxrag.cache import PagedCache
+from jaxrag.kv.cache import PagedCache
 from jaxrag.models.model import Model
 from jaxrag.select.base import Choice, SelectionInput, Selector, budget_of
 from jaxrag.select.cache_craft import CacheCraft

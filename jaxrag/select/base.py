@@ -14,7 +14,7 @@ import numpy as np
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
-from jaxrag.cache import PAGE, PagedCache, TableBuilder
+from jaxrag.kv.cache import PAGE, PagedCache, TableBuilder
 from jaxrag.models.model import Model
 
 

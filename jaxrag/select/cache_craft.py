@@ -18,7 +18,7 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.shapes import bucket, row_length
 from jaxrag.base.sharding import to_host
 from jaxrag.base.types import EMPTY, FINAL, Array, HostArray, Tokens
-from jaxrag.cache import PagedCache
+from jaxrag.kv.cache import PagedCache
 from jaxrag.models.decoder import run_layers
 from jaxrag.models.flops import score_flops, turborag_flops
 from jaxrag.models.model import Model

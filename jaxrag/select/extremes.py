@@ -7,7 +7,7 @@ from typing import override
 import numpy as np
 
 from jaxrag.base.errors import RequestError
-from jaxrag.cache import PagedCache
+from jaxrag.kv.cache import PagedCache
 from jaxrag.models.model import Model
 from jaxrag.select.base import Choice, SelectionInput, Selector, check_range
 

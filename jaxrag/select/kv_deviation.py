@@ -20,7 +20,7 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.shapes import bucket, row_length
 from jaxrag.base.sharding import to_host
 from jaxrag.base.types import EMPTY, FINAL, Array, HostArray, Step, Tokens
-from jaxrag.cache import PAGE, PagedCache, PagePool, PageTable, TableBuilder, batch_table
+from jaxrag.kv.cache import PAGE, PagedCache, PagePool, PageTable, TableBuilder, batch_table
 from jaxrag.models.attention import Attend, PackedAttend, PagedAttend
 from jaxrag.models.decoder import Decoder, forward, keys_and_values
 from jaxrag.models.flops import turborag_flops

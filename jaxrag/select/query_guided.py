@@ -18,7 +18,7 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.shapes import bucket
 from jaxrag.base.sharding import to_host
 from jaxrag.base.types import EMPTY, FINAL, HIDDEN, Array, HostArray, Step, Tokens
-from jaxrag.cache import PagedCache, PagePool, PageTable, batch_table, pages_for
+from jaxrag.kv.cache import PagedCache, PagePool, PageTable, batch_table, pages_for
 from jaxrag.models.attention import PackedAttend, PagedAttend, attention_received
 from jaxrag.models.decoder import Decoder, forward
 from jaxrag.models.flops import score_flops, turborag_flops

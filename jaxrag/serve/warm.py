@@ -14,11 +14,11 @@ from jaxrag.engine.prefilled import PREFILL_TOKENS
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.kv.store import MemoryStore
 from jaxrag.methods import Method
 from jaxrag.models.model import Model
 from jaxrag.serve.door import Text, check_counts, check_documents, check_kinds
 from jaxrag.serve.questions import prepare, resolve
-from jaxrag.store import MemoryStore
 from jaxrag.text.prompts import PromptTemplate
 
 _FINAL_TOKENS = (16, 32, 64, 128)  # of final blocks, one a width

@@ -6,12 +6,12 @@ from typing import get_args
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from jaxrag.kv.store.keys import ID_DIGITS, is_hex
+from jaxrag.kv.store.prefetch import Tier
 from jaxrag.server.errors import forbidden, invalid
 from jaxrag.server.fields import read_body
 from jaxrag.server.files import entered
 from jaxrag.server.models import chosen
-from jaxrag.store.keys import ID_DIGITS, is_hex
-from jaxrag.store.prefetch import Tier
 
 _MOST_KEYS = 10_000
 _MOST_CHUNKS = 1000

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxrag.base.errors import StoreError
-from jaxrag.store.wal import use_write_ahead_log
+from jaxrag.kv.store.wal import use_write_ahead_log
 
 NAME = "server.sqlite"
 FORMAT = 1

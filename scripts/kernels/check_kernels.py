@@ -107,7 +107,7 @@ class Step:
 
         from jaxrag.base.config import config_from_dict
         from jaxrag.base.tables import read_toml
-        from jaxrag.cache import PAGE, PagePool, PageTable
+        from jaxrag.kv.cache import PAGE, PagePool, PageTable
         from jaxrag.models.rope import RopeTable
         from jaxrag.models.spec import init_params
 
@@ -162,10 +162,10 @@ class Step:
         import numpy as np
 
         from jaxrag.base.types import Step as Tokens
-        from jaxrag.cache import PAGE
-        from jaxrag.cache.host import HostValues, Mapped
         from jaxrag.decode import Decoding, TopN
         from jaxrag.engine.decoding import Plan, run_by_rule
+        from jaxrag.kv.cache import PAGE
+        from jaxrag.kv.cache.host import HostValues, Mapped
         from jaxrag.models.decoder import Decoder
 
         shape = (config.num_layers - layers, 1, PAGE, config.num_kv_heads, config.head_dim)

@@ -9,7 +9,7 @@ from jaxrag.attention_index import ProjectedGraph, QueryLists, open_index, rotat
 from jaxrag.attention_index import document as documents
 from jaxrag.base.config import RopeConfig
 from jaxrag.base.errors import ChunkMissing, RequestError, RetrievalError, StoreError
-from jaxrag.store import (
+from jaxrag.kv.store import (
     ChunkStore,
     KVLayout,
     MemoryStore,

@@ -35,10 +35,10 @@ from jaxrag.bench.serve_workload import Traffic, documents, draw, like
 from jaxrag.bench.throttle import Link, Throttled
 from jaxrag.cli import main
 from jaxrag.cli.bench_serve import link_of, rates_of
+from jaxrag.kv.store import MemoryStore, Provenance, chunk_key, content_id, context_id
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import load_model, random_model
 from jaxrag.models.spec import init_params
-from jaxrag.store import MemoryStore, Provenance, chunk_key, content_id, context_id
 
 TINY = Traffic(
     requests=6, documents=6, chunk_tokens=20, chunks=2, question=5, answers=(3, 5), topics=2,

@@ -16,10 +16,10 @@ from jaxrag.bench.ttft_ratios import report_ratios, slopes
 from jaxrag.cli import main
 from jaxrag.engine.progress import Progress
 from jaxrag.engine.request import Prompt
+from jaxrag.kv.store import ChunkStore
 from jaxrag.methods import METHODS
 from jaxrag.models.export import export_hf
 from jaxrag.models.spec import init_params, num_params
-from jaxrag.store import ChunkStore
 
 
 @pytest.fixture(scope="module")

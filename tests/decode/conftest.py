@@ -10,12 +10,12 @@ import pytest
 
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import Step
-from jaxrag.cache import table_width
 from jaxrag.engine import decoding as answer
 from jaxrag.engine import prefill
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
+from jaxrag.kv.cache import table_width
 from jaxrag.methods import METHODS
 from jaxrag.models.decoder import unembed
 from jaxrag.models.model import random_model

@@ -11,7 +11,6 @@ import pytest
 from jaxrag.attention_index import Exact, ProjectedGraph, QueryLists
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.base.sharding import make_mesh
-from jaxrag.cache import PAGE
 from jaxrag.decode import (
     Dense,
     Flat,
@@ -29,6 +28,7 @@ from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefill import prefill_observed
 from jaxrag.engine.request import Prompt, Request
+from jaxrag.kv.cache import PAGE
 from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
 from jaxrag.models.rope import rope_factors, rope_table

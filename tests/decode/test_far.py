@@ -14,7 +14,6 @@ from jaxrag.attention_index import Ivf as IvfIndex
 from jaxrag.base.config import RopeConfig, YarnScaling
 from jaxrag.base.errors import RequestError, RetrievalError
 from jaxrag.base.types import HIDDEN, Partial
-from jaxrag.cache import PAGE, PagePool, PageTable
 from jaxrag.decode import (
     Dense,
     Flat,
@@ -33,6 +32,7 @@ from jaxrag.decode import (
 )
 from jaxrag.decode.far import HostLayer, HostPrompt, scan
 from jaxrag.decode.stored import Carried, Known
+from jaxrag.kv.cache import PAGE, PagePool, PageTable
 from jaxrag.models.attention import merge
 from jaxrag.models.rope import rope_table, scale_rotary
 

@@ -18,11 +18,11 @@ from jax.experimental import io_callback
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxrag.base.types import Step
-from jaxrag.cache import PAGE, PagePool, PageTable
-from jaxrag.cache.host import HostValues, Mapped
 from jaxrag.decode import Decoding, TopN
 from jaxrag.engine import decoding
 from jaxrag.engine.engine import engine_of
+from jaxrag.kv.cache import PAGE, PagePool, PageTable
+from jaxrag.kv.cache.host import HostValues, Mapped
 from jaxrag.models.decoder import Decoder
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import init_params

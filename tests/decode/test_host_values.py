@@ -11,11 +11,11 @@ import pytest
 
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.base.sharding import make_mesh
-from jaxrag.cache import PAGE
-from jaxrag.cache.host import HostValues, Moved
 from jaxrag.decode import Dense, Flat, TopN
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.kv.cache import PAGE
+from jaxrag.kv.cache.host import HostValues, Moved
 from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
 from jaxrag.select import QueryGuided

@@ -10,7 +10,6 @@ import pytest
 from jaxrag.attention_index import Exact, build
 from jaxrag.base.config import RopeConfig, YarnScaling
 from jaxrag.base.types import HIDDEN, Partial
-from jaxrag.cache import PAGE, PagePool
 from jaxrag.decode import (
     Dense,
     Flat,
@@ -25,6 +24,7 @@ from jaxrag.decode import (
     order_of,
 )
 from jaxrag.decode.retrieval import Indexed
+from jaxrag.kv.cache import PAGE, PagePool
 from jaxrag.models.attention import merge
 from jaxrag.models.rope import attention_factor, frequencies, rope_table
 

@@ -17,8 +17,8 @@ from jaxrag.encode import (
     prefix_provenance,
     provenance,
 )
+from jaxrag.kv.store import MemoryStore
 from jaxrag.models.model import random_model
-from jaxrag.store import MemoryStore
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,11 @@ from jaxrag.encode import neighbours as behind
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
+from jaxrag.kv.store import MemoryStore
 from jaxrag.methods import Method
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import random_model
 from jaxrag.models.rope import place
-from jaxrag.store import MemoryStore
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 ALWAYS = ("mistral", "glm4")  # windowed; partial and interleaved rotary. The others with the slow

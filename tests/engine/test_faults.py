@@ -11,11 +11,11 @@ import pytest
 
 import jaxrag
 from jaxrag.base.errors import Cancelled, DeadlineExceeded, EngineError, Overloaded, StoreError
-from jaxrag.cache import PagedCache
 from jaxrag.engine import decoding, lanes
 from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.engine import Engine, engine_of
 from jaxrag.engine.state import EngineSettings
+from jaxrag.kv.cache import PagedCache
 from jaxrag.methods import METHODS
 
 RULES = ["dense", pytest.param("retrieval:recent=12,sink=2", marks=pytest.mark.slow)]

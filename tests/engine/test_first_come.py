@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrag.store import KVLayout, MemoryStore
+from jaxrag.kv.store import KVLayout, MemoryStore
 
 
 def store_of(engine, stored):

@@ -6,9 +6,9 @@ import threading
 import numpy as np
 import pytest
 
-from jaxrag.cache.heat import HALF_LIFE
 from jaxrag.engine import arena as arenas
 from jaxrag.engine.arena import HostArena, default_arena_bytes
+from jaxrag.kv.cache.heat import HALF_LIFE
 
 
 def kv(value, nbytes=8):

@@ -17,8 +17,8 @@ from hypothesis.stateful import (
 )
 
 from jaxrag.base.errors import ConfigError, Overloaded, RequestError
-from jaxrag.cache import PageAllocator
 from jaxrag.engine.scheduler import Entry, Need, Scheduler, SchedulerSettings, Status
+from jaxrag.kv.cache import PageAllocator
 
 
 def entry(number, own=1, chunks=None, **more):

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import RequestError
-from jaxrag.cache import PAGE
 from jaxrag.decode import Quest, Retrieval, StaticWindow, TopN
 from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.state import EngineSettings
+from jaxrag.kv.cache import PAGE
 from jaxrag.methods import METHODS
 from jaxrag.select import QueryGuided
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxrag.export import Bundle, Piece
+from jaxrag.kv.store import ChunkStore, KVLayout, Provenance, chunk_key, content_id, context_id
 from jaxrag.models.rope import attention_factor, frequencies
-from jaxrag.store import ChunkStore, KVLayout, Provenance, chunk_key, content_id, context_id
 
 FINGERPRINT = "5e" * 32
 LENGTHS = (7, 12, 5)

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from jaxrag.base.config import DTYPES, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 from jaxrag.base.errors import StoreError
 from jaxrag.export import MANIFEST, Bundle, Piece, Placement, export_bundles
-from jaxrag.store import content_id
+from jaxrag.kv.store import content_id
 
 ROPES = {
     "plain": RopeConfig(100.0, 10, False, None),

@@ -10,8 +10,8 @@ import pytest
 
 from jaxrag.catalog import Catalog
 from jaxrag.export import MANIFEST, Placement, export_bundles
-from jaxrag.store import ChunkStore
-from jaxrag.store.owners import Owners, this_owner
+from jaxrag.kv.store import ChunkStore
+from jaxrag.kv.store.owners import Owners, this_owner
 
 TEXT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 

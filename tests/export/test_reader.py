@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxrag.store import content_id
+from jaxrag.kv.store import content_id
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"
 ALLOWED = {"hashlib", "json", "math", "numpy", "pathlib", "sys", "xxhash"}

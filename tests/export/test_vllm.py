@@ -15,7 +15,7 @@ import jaxrag
 from jaxrag.base.types import FINAL, FIRST_CHUNK
 from jaxrag.encode import encode_chunks, provenance
 from jaxrag.export import MANIFEST, Bundle, Piece, Placement, export_bundles
-from jaxrag.store import ChunkStore, chunk_key
+from jaxrag.kv.store import ChunkStore, chunk_key
 
 pytestmark = pytest.mark.oracle
 

@@ -13,7 +13,7 @@ import numpy as np
 from crash_log import FRESH, Log, replay, require
 
 from jaxrag.base.types import HostArray
-from jaxrag.store import (
+from jaxrag.kv.store import (
     ChunkStore,
     KVLayout,
     Provenance,
@@ -22,7 +22,7 @@ from jaxrag.store import (
     context_id,
     fingerprint,
 )
-from jaxrag.store.namespace import SWEPT
+from jaxrag.kv.store.namespace import SWEPT
 
 KEYS = 40
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="bfloat16")

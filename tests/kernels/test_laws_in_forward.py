@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from jaxrag.base.types import Step
-from jaxrag.cache import PAGE, CachedChunk, PagePool, TableBuilder, stack_tables
 from jaxrag.engine.prefill import run_tokens
+from jaxrag.kv.cache import PAGE, CachedChunk, PagePool, TableBuilder, stack_tables
 from jaxrag.models.decoder import Decoder
 from jaxrag.models.rope import rope_table, rotate
 from jaxrag.models.spec import init_params

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrag.base.sharding import attention_axes, make_mesh
 from jaxrag.base.types import Tokens
-from jaxrag.cache import PagePool
+from jaxrag.kv.cache import PagePool
 from jaxrag.models.attention import PackedAttend, attend_pool
 from jaxrag.models.rope import rope_table
 from jaxrag.models.segments import lay_out

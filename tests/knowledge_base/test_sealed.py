@@ -10,9 +10,9 @@ from jaxrag.documents import Document
 from jaxrag.encode import chunk_encoding
 from jaxrag.engine.engine import engine_of
 from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.kv.store import ChunkStore, Record
+from jaxrag.kv.store.seal import Sealer
 from jaxrag.serve.generate import generate
-from jaxrag.store import ChunkStore, Record
-from jaxrag.store.seal import Sealer
 
 OURS, THEIRS = b"the secret of this tenant", b"the secret of another one"
 EXHAUSTIVE = (

@@ -10,8 +10,8 @@ import pytest
 from jaxrag.base.errors import KnowledgeBaseError, RequestError
 from jaxrag.documents import Document
 from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.kv.store.owners import Owner
 from jaxrag.serve.generate import generate
-from jaxrag.store.owners import Owner
 
 
 def disk_bytes(folder):

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import RequestError
-from jaxrag.cache import PagePool
 from jaxrag.engine import prefill
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.reuse import account, token_counts
+from jaxrag.kv.cache import PagePool
+from jaxrag.kv.store import MemoryStore, derive
 from jaxrag.methods import METHODS, Method
 from jaxrag.models.decoder import unembed
 from jaxrag.select import (
@@ -27,7 +28,6 @@ from jaxrag.select import (
     kv_deviation,
 )
 from jaxrag.select.base import best
-from jaxrag.store import MemoryStore, derive
 
 ALWAYS = ("mistral", "glm4")  # windowed; partial and interleaved rotary. The others with the slow
 FAMILIES = [

@@ -15,6 +15,7 @@ from jaxrag.engine import prefill
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
+from jaxrag.kv.store import MemoryStore, derive
 from jaxrag.methods import METHODS, Method
 from jaxrag.select import (
     AllTokens,
@@ -26,7 +27,6 @@ from jaxrag.select import (
     RandomTokens,
 )
 from jaxrag.serve.generate import generate
-from jaxrag.store import MemoryStore, derive
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "glm", "glm4")
 SELECTORS = {

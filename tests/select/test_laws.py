@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jaxrag.base.sharding import make_mesh
-from jaxrag.cache import PagePool
 from jaxrag.engine import prefill
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt
+from jaxrag.kv.cache import PagePool
 from jaxrag.methods import METHODS
 from jaxrag.models.decoder import unembed
 from jaxrag.models.model import random_model

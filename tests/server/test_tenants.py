@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from jaxrag.base.errors import ChunkMissing, ConfigError
+from jaxrag.kv.store import ChunkStore
 from jaxrag.server.tenants import Tenants, bearer, check_host, folder_name
-from jaxrag.store import ChunkStore
 
 KEYS = """
 [tenants.acme]

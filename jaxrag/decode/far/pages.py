@@ -7,11 +7,11 @@ from typing import override
 import numpy as np
 
 from jaxrag.base.types import HostArray
-from jaxrag.cache import PAGE
 from jaxrag.decode.account import Account
 from jaxrag.decode.far.kept import first_highest
 from jaxrag.decode.far.layer import Answer, FarLayer, HostPrompt, Task
 from jaxrag.decode.far.memory import Memory
+from jaxrag.kv.cache import PAGE
 
 
 class Pages(FarLayer):

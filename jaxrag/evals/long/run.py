@@ -16,7 +16,6 @@ import numpy as np
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.types import HostArray
-from jaxrag.cache import PAGE
 from jaxrag.decode import DecodeRule, Dense
 from jaxrag.decode.footprint import Bytes
 from jaxrag.engine.engine import engine_of
@@ -26,6 +25,7 @@ from jaxrag.engine.sampling import SamplingParams
 from jaxrag.evals.long.ask import Asker, Generated
 from jaxrag.evals.long.plan import Item, Options, plan
 from jaxrag.evals.statistics import LEVEL, Estimate, difference, share
+from jaxrag.kv.cache import PAGE
 from jaxrag.methods import Method, placement_of
 from jaxrag.models.model import Model, load_model
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve

@@ -1,0 +1,1 @@
+"""Keys and values: in memory (``cache``) and in a repository (``store``)."""

@@ -1,0 +1,35 @@
+"""KV in memory now: the paged pool on the device and what lies beside it on the host.
+
+Keys enter the pool rotated to their place inside their chunk; a request's PageTable says where in
+its prompt each page stands. Pages of a chunk are immutable and shared by every request that uses
+it; pages a request owns (final block, generated tokens, everything under full attention) are
+released when it ends.
+"""
+
+from jaxrag.kv.cache.cache import PagedCache
+from jaxrag.kv.cache.pages import CachedChunk, PageAllocator, pages_for
+from jaxrag.kv.cache.pool import PAGE, PagePool, empty_pool
+from jaxrag.kv.cache.tables import (
+    MIN_TABLE_PAGES,
+    PageTable,
+    TableBuilder,
+    batch_table,
+    stack_tables,
+    table_width,
+)
+
+__all__ = [
+    "MIN_TABLE_PAGES",
+    "PAGE",
+    "CachedChunk",
+    "PageAllocator",
+    "PagePool",
+    "PageTable",
+    "PagedCache",
+    "TableBuilder",
+    "batch_table",
+    "empty_pool",
+    "pages_for",
+    "stack_tables",
+    "table_width",
+]

@@ -1,0 +1,117 @@
+"""Where in its prompt each page of a request stands, collected on the host, read on the device."""
+
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrag.base import struct
+from jaxrag.base.shapes import bucket
+from jaxrag.base.types import HIDDEN, Array, HostArray
+from jaxrag.kv.cache.pages import CachedChunk
+from jaxrag.kv.cache.pool import PAGE
+
+MIN_TABLE_PAGES = 256  # tables are padded to powers of two from here; hidden pages cost nothing
+
+
+class PageTable(struct.PyTreeNode):
+    """The pages of each request of a batch, in the order of its slots."""
+
+    pages: Array  # [B, M] int32
+    offsets: Array  # [B, M] int32 position of each page's chunk in the prompt
+    slot_position: Array  # [B, M*page] int32 absolute position, HIDDEN where nobody may look
+
+    def reveal(self, slots: Array, positions: Array) -> "PageTable":
+        """Show the slots [B, T] that are about to be written, at these positions [B, T]."""
+        rows = jnp.arange(slots.shape[0])[:, None]
+        return self.replace(
+            slot_position=self.slot_position.at[rows, slots].set(positions, mode="drop")
+        )
+
+
+class TableBuilder:
+    """Collects one request's pages on the host; slots are numbered in the order pages are added."""
+
+    def __init__(self) -> None:
+        self.pages: list[int] = []
+        self._offsets: list[int] = []
+        self._positions: list[HostArray] = []
+
+    @property
+    def num_slots(self) -> int:
+        """Slots added so far."""
+        return len(self.pages) * PAGE
+
+    def map_chunk(self, chunk: CachedChunk, offset: int, turned: bool = False) -> int:
+        """Map a shared chunk at a position: its slots are visible from there on.
+
+        ``turned`` says that its keys were rotated to that very position when they were computed.
+        Returns the first of its slots.
+        """
+        first = self.num_slots
+        positions = np.full(len(chunk.pages) * PAGE, HIDDEN, np.int32)
+        positions[: chunk.tokens] = np.arange(chunk.tokens) + offset
+        self.pages += chunk.pages
+        self._offsets += [0 if turned else offset] * len(chunk.pages)
+        self._positions.append(positions)
+        return first
+
+    def reserve(self, pages: Sequence[int]) -> int:
+        """Add pages the request owns, hidden until written; returns the first of their slots."""
+        first = self.num_slots
+        self.pages += pages
+        self._offsets += [0] * len(pages)
+        self._positions.append(np.full(len(pages) * PAGE, HIDDEN, np.int32))
+        return first
+
+    def hide(self, slots: HostArray) -> None:
+        """Nobody sees these slots of this request any more; the pages stay as they are."""
+        positions = np.concatenate(self._positions)
+        positions[slots] = HIDDEN
+        self._positions = [positions]
+
+    def replace(self, first: int, pages: Sequence[int]) -> None:
+        """Other pages from page ``first`` of the table on, at the same positions."""
+        self.pages[first : first + len(pages)] = pages
+
+    def copy(self) -> "TableBuilder":
+        """The same pages; what is added to or hidden in one does not show in the other."""
+        other = TableBuilder()
+        other.pages, other._offsets = list(self.pages), list(self._offsets)
+        other._positions = list(self._positions)
+        return other
+
+    def rows(self, num_pages: int) -> tuple[HostArray, HostArray, HostArray]:
+        """pages [M], offsets [M], slot_position [M*page], padded to ``num_pages`` hidden pages."""
+        pages, offsets = np.zeros((2, num_pages), np.int32)
+        pages[: len(self.pages)] = self.pages
+        offsets[: len(self.pages)] = self._offsets
+        slot_position = np.full(num_pages * PAGE, HIDDEN, np.int32)
+        start = 0
+        for positions in self._positions:
+            slot_position[start : start + len(positions)] = positions
+            start += len(positions)
+        return pages, offsets, slot_position
+
+
+def batch_table(
+    builders: Sequence[TableBuilder], rows: int, put: Callable[[HostArray, int], Array]
+) -> PageTable:
+    """The table of a batch of ``rows`` requests, empty ones added, on the device.
+
+    ``put(array, rows)`` places an array whose first axis is the batch (Model.put_batch).
+    """
+    num_pages = max(table_width(b) for b in builders)
+    padded = [b.rows(num_pages) for b in (*builders, *[TableBuilder()] * (rows - len(builders)))]
+    return PageTable(*(put(np.stack(part), rows) for part in zip(*padded, strict=True)))
+
+
+def table_width(builder: TableBuilder) -> int:
+    """Pages of the table that a request is served with: of its own, rounded up to a bucket."""
+    return bucket(len(builder.pages), MIN_TABLE_PAGES)
+
+
+def stack_tables(builders: Sequence[TableBuilder], num_pages: int) -> PageTable:
+    """One PageTable for a batch, every row padded to ``num_pages``."""
+    rows = [b.rows(num_pages) for b in builders]
+    return PageTable(*(jnp.asarray(np.stack(part)) for part in zip(*rows, strict=True)))

@@ -1,0 +1,417 @@
+"""Chunk KV in a directory or an object store, shared by any number of processes.
+
+``jaxrag.kv.store.namespace`` shows the layout. A writer fills a directory of its own and then creates
+``commit.json`` if there is none. Until then nobody can see the bytes; afterwards nobody changes
+them. A writer that dies leaves an attempt that no record names, for gc.
+"""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Literal
+
+from numpy.typing import NDArray
+
+from jaxrag.base.errors import ChunkMissing, StoreError
+from jaxrag.kv.store.attempts import Attempt, Shard, start_record, start_shard
+from jaxrag.kv.store.backend import Backend, IOMode, WriteFuture
+from jaxrag.kv.store.base import (
+    DEFAULT_INFLIGHT_BYTES,
+    DEFAULT_MAX_TOKENS,
+    Aux,
+    KVStore,
+    Stats,
+    describe_arrays,
+)
+from jaxrag.kv.store.layout import KVLayout
+from jaxrag.kv.store.loading import Loader
+from jaxrag.kv.store.namespace import Namespace
+from jaxrag.kv.store.prefetch import DEFAULT_HOST_BYTES, Prefetcher, Tier
+from jaxrag.kv.store.quota import SizeLimit
+from jaxrag.kv.store.reading import Found, Refused, Wanted, require_choice
+from jaxrag.kv.store.record import AuxArray, Provenance, Record, new_attempt
+from jaxrag.kv.store.repository import Repository
+from jaxrag.kv.store.seal import Sealer
+from jaxrag.kv.store.sweep import SweepReport, sweep
+from jaxrag.kv.store.writer import ChunkWriter, PutResult
+
+Mode = Literal["r", "rw"]
+
+
+class ChunkStore(KVStore):
+    """A repository of chunk KV as seen by one model: its fingerprint, sizes and dtype."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        fingerprint: str,
+        layout: KVLayout,
+        mode: Mode,
+        max_tokens: int,
+        host_bytes: int,
+        sealer: Sealer | None,
+    ) -> None:
+        """Use ``ChunkStore.open``, which checks what is there first."""
+        super().__init__(fingerprint, layout, max_tokens)
+        self.mode = mode
+        self._backend = backend
+        self._repository = Repository(backend)
+        self._space = Namespace(backend, fingerprint, layout, max_tokens, sealer)
+        self._loader = Loader(self._space)
+        self._limit: SizeLimit | None = None
+        self._prefetcher = Prefetcher(self._space, self.get, host_bytes)
+
+    @classmethod
+    def open(
+        cls,
+        location: str | os.PathLike[str],
+        fingerprint: str,
+        layout: KVLayout,
+        *,
+        mode: Mode = "r",
+        io_mode: IOMode = "memmap",
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        max_bytes: int | None = None,
+        host_bytes: int = DEFAULT_HOST_BYTES,
+        durable: bool = True,
+        secret: bytes | None = None,
+    ) -> "ChunkStore":
+        """Open a repository; with mode "rw" it is created where none is.
+
+        Args:
+            location: a directory, or a URL that TensorStore can open.
+            fingerprint: ``keys.fingerprint`` of the model and its settings.
+            layout: the sizes and dtype that every chunk must have.
+            mode: "r" changes nothing on disk; "rw" may put.
+            io_mode: "memmap" maps files; "default" reads them, which is slower and turns the I/O
+                errors of a network file system into exceptions instead of signals.
+            max_tokens: largest chunk to accept, in tokens; longer records are refused unread.
+            max_bytes: the most that the chunks of this fingerprint may take in a directory, as
+                stored; of no effect with mode "r". A put makes room by removing others of the same
+                fingerprint, which are missing from then on: those with the fewest reads, an old
+                read counting less.
+            host_bytes: the most that ``prefetch`` may keep in memory.
+            durable: False lets a put return before its files are on the disk.
+            secret: seals what is put, and refuses as not sealed what was put without it, whoever
+                made it: 16 random bytes or more. None reads chunks sealed or not, and checks only
+                their digests.
+
+        Raises:
+            StoreError: no repository (mode "r"), one of another format, one whose chunks of this
+                fingerprint have other sizes, a limit on something other than a directory, a
+                secret that is too short, or a location that cannot be read or written.
+        """
+        require_choice(mode, Mode, "mode")
+        backend = Backend(location, io_mode, durable)
+        sealer = None if secret is None else Sealer(secret)
+        store = cls(backend, fingerprint, layout, mode, max_tokens, host_bytes, sealer)
+        store._repository.declare(layout, fingerprint, writable=mode == "rw")
+        if mode == "rw":
+            store._limit = SizeLimit.open(store._repository, fingerprint, max_bytes)
+        return store
+
+    @property
+    def writable(self) -> bool:
+        """Whether the store was opened with mode "rw"."""
+        return self.mode == "rw"
+
+    @property
+    def location(self) -> str:
+        """The directory or URL that the store was opened with."""
+        return self._backend.location
+
+    @property
+    def directory(self) -> Path | None:
+        """The local directory; None for any other kind of location."""
+        return self._backend.directory
+
+    @property
+    def sealed_by(self) -> str | None:
+        """The name of the secret that it was opened with; None without one."""
+        return None if self._space.sealer is None else self._space.sealer.name
+
+    @property
+    def max_bytes(self) -> int | None:
+        """The size limit, if there is one."""
+        return None if self._limit is None else self._limit.max_bytes
+
+    def writer(self, max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES) -> ChunkWriter:
+        """A context manager that puts in the background, at most so many bytes at a time."""
+        self._require_writable()
+        return super().writer(max_inflight_bytes)
+
+    def keys(self) -> Iterator[str]:
+        """Every key committed under the fingerprint, ascending, streamed."""
+        return self._space.keys()
+
+    def records(self) -> Iterator[Record]:
+        """Every record that can be read and is believed, by ascending key, however long."""
+        yield from (found for found in self._everything.find_all() if isinstance(found, Record))
+
+    def stats(self) -> Stats:
+        """What is committed under the fingerprint; reads every commit record of it."""
+        return Stats.of(self._everything.find_all())
+
+    @property
+    def _everything(self) -> Namespace:
+        """The chunks of the fingerprint, however long."""
+        return dataclasses.replace(self._space, max_tokens=sys.maxsize)
+
+    def gc(
+        self,
+        live: Callable[[Record], bool],
+        *,
+        grace_seconds: float = 3600.0,
+        dry_run: bool = False,
+        busy: Callable[[str], bool] = lambda key: False,
+    ) -> SweepReport:
+        """Remove what nobody needs of this fingerprint; safe beside readers and writers.
+
+        Seals say nothing here: chunks of others who share the fingerprint without the secret stay.
+
+        Removed are, each only when older than the grace: committed chunks that are not live,
+        records that are refused, attempts that no record names, lock files and empty folders.
+
+        Args:
+            live: whether the chunk of a record must stay.
+            grace_seconds: how old by this machine's clock. A put that takes longer than this fails
+                with a StoreError, as does one that was decided on while ``live`` was asked.
+            dry_run: only count what would go.
+            busy: whether a writer at work has announced a key; nothing under it is touched then,
+                at any grace. A writer that announces its keys before it looks for them loses
+                nothing between put and reference if it is done only when ``live`` knows of it.
+
+        Raises:
+            StoreError: the store is open for reading only, or the storage failed.
+        """
+        if not dry_run:
+            self._require_writable()
+        anyones = dataclasses.replace(self._everything, sealer=None)
+        report = sweep(anyones, live, grace_seconds, dry_run, busy)
+        if self._limit is not None:
+            self._limit.recount(self.keys)
+        return report
+
+    def prefetch(self, keys: Sequence[str], tier: Tier = "page") -> "Future[int]":
+        """Bring chunks nearer in the background; keys that are not stored are passed over.
+
+        Args:
+            keys: the chunks.
+            tier: "page" reads the files of a local directory into the page cache; "host" keeps
+                verified chunks in memory, up to ``host_bytes``, from where the ``get`` and
+                ``get_many`` of this object take them.
+
+        Returns:
+            A future of the bytes that were brought in or were near already. It raises what
+            ``get_many`` raises when the storage fails.
+
+        Raises:
+            StoreError: the page tier of a store that is no local directory.
+        """
+        return self._prefetcher.start(keys, tier)
+
+    def close(self) -> None:
+        """Let go of threads and files, and write down which chunks were read."""
+        self._prefetcher.close()
+        if self._limit is not None:
+            self._limit.close()
+            self._limit = None
+
+    def begin(
+        self, key: str, tokens: int, record: Provenance, *, ways: int, replace: bool = False
+    ) -> Attempt | None:
+        """Begin a chunk whose heads ``ways`` processes hold K / ways of each.
+
+        One process begins and sends the attempt to all. Each calls ``put_shard`` and sends what it
+        returns to the first, which calls ``commit``. Nothing is visible before.
+
+        Returns:
+            The attempt, or None when a chunk is committed under the key (and not to be replaced).
+
+        Raises:
+            StoreError: the key is not the record's, the sizes do not fit, or the storage failed.
+        """
+        self._require_writable()
+        self._require_key(key, record)
+        self._require_tokens(key, tokens)
+        if type(ways) is not int or ways < 1 or self.layout.num_kv_heads % ways:
+            raise StoreError(f"ways={ways!r}: expected a divisor of {self.layout.num_kv_heads}")
+        # The generation is read before the record: whoever commits in between makes ours stale.
+        generation = self._backend.generation(self._space.commit(key))
+        if not replace and isinstance(self._find([key])[key], Record):
+            return None
+        attempt = Attempt(key, new_attempt(), tokens, ways, record, generation)
+        if self._limit is not None:
+            self._limit.admit(key, self.layout.stored_nbytes(tokens))
+        self._backend.make_directory(self._space.attempt(key, attempt.attempt))
+        return attempt
+
+    def put_shard(self, attempt: Attempt, rank: int, kv: NDArray[Any]) -> Shard:
+        """Write one rank's heads, ``kv`` [L, 2, T, K / ways, H]; durable when this returns.
+
+        Rank r holds heads r * K / ways and following.
+
+        Raises:
+            StoreError: ``kv`` does not fit the attempt, or the storage failed.
+        """
+        self._require_writable()
+        name = f"chunk {attempt.key}: kv of rank {rank}"
+        if not 0 <= rank < attempt.ways:
+            raise StoreError(f"rank={rank!r}: expected 0 to {attempt.ways - 1}")
+        self.layout.require(kv, name, ways=attempt.ways)
+        if kv.shape[2] != attempt.tokens:
+            raise StoreError(f"{name} has {kv.shape[2]} tokens: expected {attempt.tokens}")
+        if not kv.flags.c_contiguous:
+            raise StoreError(f"{name} is strided; pass numpy.ascontiguousarray(kv)")
+        shard, writes = start_shard(self._space, attempt, rank, kv)
+        self._backend.finish_writes(self._space.attempt(attempt.key, attempt.attempt), writes)
+        return shard
+
+    def commit(
+        self, attempt: Attempt, shards: Sequence[Shard], *, aux: Aux | None = None
+    ) -> PutResult:
+        """Make the chunk visible whose ranks all returned from ``put_shard``.
+
+        Raises:
+            StoreError: a shard is missing or foreign, the bytes were removed by gc meanwhile, or
+                the storage failed. The chunk is not visible then.
+        """
+        self._require_writable()
+        described = describe_arrays(aux)
+        try:
+            return self._commit(attempt, shards, [], aux or {}, described)
+        finally:
+            self._settle(attempt, described)
+
+    def abandon(self, attempt: Attempt) -> None:
+        """Remove what was written of a chunk that was begun and will not be committed."""
+        self._require_writable()
+        self._space.discard(attempt.key, attempt.attempt)
+        self._settle(attempt, {})
+
+    def _put(
+        self,
+        key: str,
+        kv: NDArray[Any],
+        record: Provenance,
+        aux: Aux,
+        described: Mapping[str, AuxArray],
+        replace: bool,
+    ) -> PutResult:
+        attempt = self.begin(key, kv.shape[2], record, ways=1, replace=replace)
+        if attempt is None:
+            return PutResult(won=False, attempt=None)
+        try:
+            try:
+                shard, writes = start_shard(self._space, attempt, 0, kv)
+            except StoreError:
+                self._space.discard(key, attempt.attempt)
+                raise
+            return self._commit(attempt, [shard], writes, aux, described)
+        finally:
+            self._settle(attempt, described)
+
+    def _commit(
+        self,
+        attempt: Attempt,
+        shards: Sequence[Shard],
+        writes: list[WriteFuture],
+        aux: Aux,
+        described: Mapping[str, AuxArray],
+    ) -> PutResult:
+        path = self._space.attempt(attempt.key, attempt.attempt)
+        try:
+            try:
+                record, more = start_record(self._space, attempt, shards, aux, described)
+                writes = writes + more
+            finally:
+                self._backend.finish_writes(path, writes)
+        except StoreError:
+            self._space.discard(attempt.key, attempt.attempt)
+            raise
+        commit = self._space.commit(attempt.key)
+        # An error of the commit may hide that it happened, so then the attempt has to stay.
+        if self._backend.write_if(commit, record.to_json(), attempt.generation) is None:
+            self._space.discard(attempt.key, attempt.attempt)
+            return PutResult(won=False, attempt=None)
+        if not self._space.complete(record):
+            self._space.delete(attempt.key, attempt.attempt)
+            raise StoreError(
+                f"chunk {attempt.key}: its bytes were removed by gc while it was put: put it "
+                "again, and run gc with a longer grace"
+            )
+        return PutResult(won=True, attempt=attempt.attempt)
+
+    def _settle(self, attempt: Attempt, described: Mapping[str, AuxArray]) -> None:
+        """What ``begin`` admitted is committed, or will never be."""
+        if self._limit is not None:
+            nbytes = self.layout.stored_nbytes(attempt.tokens)
+            self._limit.settle(attempt.key, nbytes + sum(a.nbytes for a in described.values()))
+
+    def copy_in(self, record: Record, source: "ChunkStore") -> Refused | None:
+        """Take over the chunk of a record of another store, file by file as it is there.
+
+        Its bytes are verified when they are read. A chunk that stands here already is kept. Of a
+        sealed one the record is sealed again, as it names another attempt.
+
+        Returns:
+            None, or why there is nothing to copy.
+
+        Raises:
+            StoreError: one of the two could not be read or written.
+        """
+        self._require_writable()
+        commit = self._space.commit(record.key)
+        generation = self._backend.generation(commit)
+        if isinstance(self._find([record.key])[record.key], Record):
+            return None
+        paths = source._space.files(record)
+        values = source._backend.contents(paths)
+        if None in values:
+            return ChunkMissing(f"chunk {record.key}: committed, but its bytes are gone")
+        own = dataclasses.replace(record, attempt=new_attempt()).sealed(self._space.sealer)
+        base, target = source._space.bytes_of(record), self._space.bytes_of(own)
+        if self._limit is not None:
+            self._limit.admit(own.key, own.nbytes)
+        self._backend.make_directory(target)
+        try:
+            for path, value in zip(paths, values, strict=True):
+                self._backend.write(target + path.removeprefix(base), value or b"")
+        except StoreError:
+            self._space.discard(own.key, own.attempt)
+            raise
+        if self._backend.write_if(commit, own.to_json(), generation) is None:
+            self._space.discard(own.key, own.attempt)
+        if self._limit is not None:
+            self._limit.settle(own.key, own.nbytes)
+        return None
+
+    def _find(self, keys: Sequence[str]) -> dict[str, Found]:
+        return self._space.find(keys)
+
+    def _delete(self, key: str, attempt: str | None = None) -> bool:
+        """``attempt`` spares a chunk that was written in another one."""
+        self._require_writable()
+        deleted = self._space.delete(key, attempt) is not None
+        if self._limit is not None and (deleted or attempt is None):
+            self._limit.strike([key])
+        return deleted
+
+    def _load(self, wanted: Sequence[Wanted]) -> Sequence[Refused | None]:
+        answers = self._prefetcher.host.load(wanted, self._loader.load)
+        if self._limit is not None:
+            pairs = zip(wanted, answers, strict=True)
+            self._limit.read([want.record.key for want, answer in pairs if answer is None])
+        return answers
+
+    def _read_aux(self, record: Record, name: str) -> NDArray[Any] | Refused:
+        return self._loader.read_aux(record, name, verify=True)
+
+    def _require_writable(self) -> None:
+        if self.mode != "rw":
+            raise StoreError(
+                f"{self._backend.location} was opened for reading: open it with mode 'rw' to write"
+            )

@@ -1,0 +1,227 @@
+"""A local copy of what was read from far away, so that it comes from the disk the next time."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from numpy.typing import NDArray
+
+from jaxrag.base.errors import StoreError
+from jaxrag.kv.store.attempts import Attempt, Shard
+from jaxrag.kv.store.base import Aux, KVStore, Stats
+from jaxrag.kv.store.chunk_store import ChunkStore
+from jaxrag.kv.store.prefetch import Tier
+from jaxrag.kv.store.reading import Found, Refused, Wanted
+from jaxrag.kv.store.record import AuxArray, Provenance, Record
+from jaxrag.kv.store.scrub import ScrubReport
+from jaxrag.kv.store.sweep import SweepReport
+from jaxrag.kv.store.writer import PutResult
+
+_COPIES = 4  # at a time; each holds one chunk in memory
+
+
+class ReadThrough(KVStore):
+    """A remote store whose chunks are copied to a local one when they are first read.
+
+    The remote store is the truth: puts, ``find``, ``keys`` and ``verify`` go there. A read takes
+    the local copy where there is one, without a word to the remote, so a chunk that others replaced
+    or deleted there may be served as it was. A copy that turns out damaged is dropped and fetched
+    again, so what is refused is refused by the remote. The local store needs no durability, and may
+    have a size limit.
+    """
+
+    def __init__(self, remote: ChunkStore, local: ChunkStore) -> None:
+        """Read ``remote`` through ``local``, which is opened for writing in a directory.
+
+        Raises:
+            StoreError: the two are not of one fingerprint, layout and secret, or the local one is
+                not local or not writable.
+        """
+        super().__init__(remote.fingerprint, remote.layout, remote.max_tokens)
+        if (local.fingerprint, local.layout) != (remote.fingerprint, remote.layout):
+            raise StoreError(
+                f"{local.location} holds chunks of {local.fingerprint[:16]} {local.layout}, "
+                f"expected those of {remote.location}: {remote.fingerprint[:16]} {remote.layout}"
+            )
+        if local.sealed_by != remote.sealed_by:
+            raise StoreError(
+                f"{local.location} is read with secret {local.sealed_by}, {remote.location} with "
+                f"{remote.sealed_by}: open both with the same"
+            )
+        if not local.writable or local.directory is None:
+            raise StoreError(f"{local.location}: expected a directory that is open for writing")
+        self.remote = remote
+        self.local = local
+        self._threads = ThreadPoolExecutor(_COPIES, "jaxrag-copy")
+        self._prefetches = ThreadPoolExecutor(1, "jaxrag-prefetch")
+
+    @property
+    def writable(self) -> bool:
+        """Whether the remote store was opened for writing."""
+        return self.remote.writable
+
+    def begin(
+        self, key: str, tokens: int, record: Provenance, *, ways: int, replace: bool = False
+    ) -> Attempt | None:
+        """``ChunkStore.begin`` of the remote store."""
+        return self.remote.begin(key, tokens, record, ways=ways, replace=replace)
+
+    def put_shard(self, attempt: Attempt, rank: int, kv: NDArray[Any]) -> Shard:
+        """``ChunkStore.put_shard`` of the remote store; a copy here goes, it may be replaced."""
+        self.local.delete([attempt.key])
+        return self.remote.put_shard(attempt, rank, kv)
+
+    def commit(
+        self, attempt: Attempt, shards: Sequence[Shard], *, aux: Aux | None = None
+    ) -> PutResult:
+        """``ChunkStore.commit`` of the remote store."""
+        return self.remote.commit(attempt, shards, aux=aux)
+
+    def abandon(self, attempt: Attempt) -> None:
+        """``ChunkStore.abandon`` of the remote store."""
+        self.remote.abandon(attempt)
+
+    def keys(self) -> Iterator[str]:
+        """Every key of the remote store, ascending, streamed."""
+        return self.remote.keys()
+
+    def records(self) -> Iterator[Record]:
+        """Every record of the remote store that can be read."""
+        return self.remote.records()
+
+    def stats(self) -> Stats:
+        """What the remote store holds."""
+        return self.remote.stats()
+
+    def verify(
+        self,
+        keys: Iterable[str] | None = None,
+        *,
+        max_bytes_per_second: float | None = None,
+        told: Callable[[int], object] = lambda nbytes: None,
+        finite: bool = False,
+    ) -> ScrubReport:
+        """``KVStore.verify`` of the remote store. Local copies are verified by every read."""
+        return self.remote.verify(
+            keys, max_bytes_per_second=max_bytes_per_second, told=told, finite=finite
+        )
+
+    def gc(
+        self,
+        live: Callable[[Record], bool],
+        *,
+        grace_seconds: float = 3600.0,
+        dry_run: bool = False,
+        busy: Callable[[str], bool] = lambda key: False,
+    ) -> SweepReport:
+        """``ChunkStore.gc`` of both stores; reports the remote one's."""
+        report = self.remote.gc(live, grace_seconds=grace_seconds, dry_run=dry_run, busy=busy)
+        self.local.gc(live, grace_seconds=grace_seconds, dry_run=dry_run, busy=busy)
+        return report
+
+    def prefetch(self, keys: Sequence[str], tier: Tier = "page") -> "Future[int]":
+        """Copy chunks here in the background, then ``ChunkStore.prefetch`` them."""
+        return self._prefetches.submit(self._prefetch, list(dict.fromkeys(keys)), tier)
+
+    def close(self) -> None:
+        """Let go of threads and files of both stores."""
+        self._prefetches.shutdown()
+        self._threads.shutdown()
+        self.local.close()
+        self.remote.close()
+
+    def _prefetch(self, keys: Sequence[str], tier: Tier) -> int:
+        here = self.local.find(keys)
+        absent = [key for key, found in here.items() if not isinstance(found, Record)]
+        list(self._threads.map(self._copy, absent))
+        return self.local.prefetch(keys, tier).result()
+
+    def _put(
+        self,
+        key: str,
+        kv: NDArray[Any],
+        record: Provenance,
+        aux: Aux,
+        described: Mapping[str, AuxArray],
+        replace: bool,
+    ) -> PutResult:
+        result = self.remote.put(key, kv, record=record, aux=aux, replace=replace)
+        if replace:
+            self.local.delete([key])
+        return result
+
+    def _find(self, keys: Sequence[str]) -> dict[str, Found]:
+        return self.remote.find(keys)
+
+    def _nearest(self, keys: Sequence[str]) -> dict[str, Found]:
+        found = self.local.find(keys)
+        absent = [key for key, record in found.items() if not isinstance(record, Record)]
+        return found | self.remote.find(absent)
+
+    def _load(self, wanted: Sequence[Wanted]) -> Sequence[Refused | None]:
+        # The record of a chunk that is not here names an attempt that is not here either.
+        answers = list(self.local._load(wanted))
+        refused = [index for index, answer in enumerate(answers) if answer is not None]
+        copies = list(self._threads.map(self._fetch, [wanted[index].record for index in refused]))
+        _retry(self.local, wanted, answers, dict(zip(refused, copies, strict=True)))
+        # A copy may have left again to make room, or be too large to stay; what cannot be read
+        # from the remote store either is refused.
+        rest = [index for index in refused if answers[index] is not None]
+        found = self.remote.find([wanted[index].record.key for index in rest])
+        _retry(self.remote, wanted, answers, {i: found[wanted[i].record.key] for i in rest})
+        for index, copy in zip(refused, copies, strict=True):
+            if answers[index] is not None and isinstance(copy, Record):
+                self.local._delete(copy.key, copy.attempt)
+        return answers
+
+    def _read_aux(self, record: Record, name: str) -> NDArray[Any] | Refused:
+        array = self.local._read_aux(record, name)
+        if not isinstance(array, Refused):
+            return array
+        copy = self._fetch(record)
+        if isinstance(copy, Record):
+            array = self.local._read_aux(copy, name)
+        if not isinstance(array, Refused):
+            return array
+        found = self.remote.find([record.key])[record.key]
+        if not isinstance(found, Record):
+            return found
+        return self.remote._read_aux(found, name)
+
+    def _delete(self, key: str) -> bool:
+        deleted = self.remote.delete([key])
+        self.local.delete([key])
+        return bool(deleted)
+
+    def _fetch(self, refused: Record) -> Found:
+        """The record of a fresh copy, after that of ``refused`` could not be read here."""
+        self.local._delete(refused.key, refused.attempt)
+        return self._copy(refused.key)
+
+    def _copy(self, key: str) -> Found:
+        """The record of a copy of what the remote store holds, or why there is none."""
+        found = self.remote.find([key])[key]
+        limit = self.local.max_bytes
+        if not isinstance(found, Record) or (limit is not None and found.nbytes > limit):
+            return found
+        gone = self.local.copy_in(found, self.remote)
+        return self.local.find([key])[key] if gone is None else gone
+
+
+def _retry(
+    store: ChunkStore,
+    wanted: Sequence[Wanted],
+    answers: list[Refused | None],
+    records: Mapping[int, Found],
+) -> None:
+    """Load what some places of ``wanted`` ask for by these records, and note the answers."""
+    again = {
+        index: dataclasses.replace(wanted[index], record=found, verify=True)
+        for index, found in records.items()
+        if isinstance(found, Record)
+    }
+    results = store._load(list(again.values()))
+    answers_of = dict(zip(again, results, strict=True))
+    for index, found in records.items():
+        answers[index] = answers_of[index] if isinstance(found, Record) else found

@@ -1,0 +1,237 @@
+"""Reading chunks: which are asked for, where each lands, and what must hold before it is given out.
+
+``assemble`` lays chunks side by side in one buffer and says which were refused. A store fills each
+place with layers as they were stored; ``settle`` verifies one while it is in the cache.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, ChunkNotSealed, StoreError
+from jaxrag.kv.store.grid import HEAD_AXIS, Grid, kv_grid
+from jaxrag.kv.store.layout import WHOLE, HeadShare, KVLayout
+from jaxrag.kv.store.quantise import dequantise
+from jaxrag.kv.store.record import Record, layer_digest
+from jaxrag.kv.store.seal import Sealer, same_seal
+
+OnMissing = Literal["raise", "skip"]
+Verify = Literal["always", "never"]
+
+Refused = ChunkMissing | ChunkCorrupt
+Found = Record | Refused
+
+
+@dataclasses.dataclass(frozen=True)
+class Assembled:
+    """The chunks that were found, one behind the other along the token axis."""
+
+    kv: NDArray[Any]  # [layers, 2, sum T, K, H]
+    offsets: dict[str, tuple[int, int]]  # key -> (first token, tokens), in the order asked for
+    refused: dict[str, Refused]  # key -> why it is not among them
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Keys without a committed chunk, or whose bytes are gone."""
+        return tuple(k for k, reason in self.refused.items() if isinstance(reason, ChunkMissing))
+
+    @property
+    def corrupt(self) -> tuple[str, ...]:
+        """Keys whose record or bytes were refused."""
+        return tuple(k for k, reason in self.refused.items() if isinstance(reason, ChunkCorrupt))
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """Layers of a chunk, all heads of them or a share, and where they go."""
+
+    record: Record
+    layers: tuple[int, int]  # first, end
+    out: NDArray[Any]  # [layers, 2, T, K / ways, H] in the layout's dtype; layers may be strided
+    verify: bool
+    share: HeadShare = WHOLE
+
+    @property
+    def heads(self) -> slice:
+        """The KV heads that are wanted."""
+        return slice(*self.share.heads(self.record.layout.num_kv_heads))
+
+    @property
+    def ranks(self) -> range:
+        """The files that hold these heads. Digests are of whole files, so they are read whole."""
+        size = self.grid.part[HEAD_AXIS]
+        return range(self.heads.start // size, -(-self.heads.stop // size))
+
+    @property
+    def grid(self) -> Grid:
+        """How the chunk's KV is cut into files."""
+        return kv_grid(self.record.layout, self.record.tokens, self.record.ways)
+
+    @property
+    def direct(self) -> bool:
+        """Whether stored layers are wanted as they are, so that they can be read into ``out``."""
+        one = len(self.ranks) == 1 and self.grid.part[HEAD_AXIS] == self.out.shape[HEAD_AXIS]
+        return self.record.stored == "native" and one
+
+    def layer_out(self, layer: int) -> NDArray[Any]:
+        """Where a layer goes, [2, T, K / ways, H]."""
+        view: NDArray[Any] = self.out[layer - self.layers[0]]
+        return view
+
+    def buffer(self) -> NDArray[Any]:
+        """Room for one layer as stored, unless it is read into ``out`` directly: [ranks, ...]."""
+        size = (len(self.ranks), *self.grid.part[1:])
+        return np.empty(size, self.record.layout.stored_dtype)
+
+
+def assemble(
+    found: Mapping[str, Found],
+    layout: KVLayout,
+    layers: tuple[int, int] | None,
+    out: NDArray[Any] | None,
+    on_missing: OnMissing,
+    verify: bool,
+    load: Callable[[Sequence[Wanted]], Sequence[Refused | None]],
+    share: HeadShare = WHOLE,
+) -> Assembled:
+    """Lay the chunks of ``found`` into ``out``, or into a new buffer, in order and without gaps.
+
+    Args:
+        found: per key its record, or why there is none.
+        layout: sizes and dtype of the store.
+        layers: (first, end) of the layers that are wanted; None means all.
+        out: [layers, 2, S, K / ways, H] with S >= sum of tokens, or None.
+        on_missing: "raise" the first refusal, or "skip" refused chunks and name them.
+        verify: whether bytes have to be hashed.
+        load: fills each view of the buffer with verified bytes and answers, per chunk, None or
+            the reason why the view must not be used.
+        share: the heads that are wanted.
+
+    Raises:
+        ChunkMissing, ChunkCorrupt: a chunk was refused and ``on_missing`` is "raise". What ``out``
+            then holds is unspecified.
+        StoreError: ``out`` does not fit, or a range is not in the chunk.
+    """
+    chosen = _require_layers(layers, layout)
+    refused = {key: value for key, value in found.items() if not isinstance(value, Record)}
+    if refused and on_missing == "raise":
+        raise next(iter(refused.values()))
+    records = [value for value in found.values() if isinstance(value, Record)]
+    tokens = sum(record.tokens for record in records)
+    buffer = _buffer(out, layout.of_share(share), chosen, tokens)
+
+    wanted = []
+    start = 0
+    for record in records:
+        view = buffer[:, :, start : start + record.tokens]
+        wanted.append(Wanted(record, chosen, view, verify, share))
+        start += record.tokens
+    answers = load(wanted)
+
+    offsets = {}
+    start = end = 0
+    for want, answer in zip(wanted, answers, strict=True):
+        key, size = want.record.key, want.record.tokens
+        start += size
+        if answer is not None:
+            if on_missing == "raise":
+                raise answer
+            refused[key] = answer
+            continue
+        if end != start - size:  # a refused chunk left a gap: close it
+            buffer[:, :, end : end + size] = want.out
+        offsets[key] = (end, size)
+        end += size
+    return Assembled(kv=buffer[:, :, :end], offsets=offsets, refused=refused)
+
+
+def settle(
+    wanted: Wanted,
+    layer: int,
+    parts: NDArray[Any],
+    scale: NDArray[np.float32] | None,
+    sealer: Sealer | None = None,
+) -> ChunkCorrupt | None:
+    """Check a layer as it was stored, then put it where it belongs.
+
+    Args:
+        wanted: what was asked for.
+        layer: which one ``parts`` is.
+        parts: [ranks, 2, T, K / ways, H] in the stored dtype, one entry for each file of
+            ``wanted.ranks``; the view of ``out`` itself where ``wanted.direct``.
+        scale: float32 [L, 2, T, K], of an int8 chunk.
+        sealer: checks the seals; None checks xxh3.
+
+    Returns:
+        None, or why the layer is refused; ``out`` is then left as it is.
+    """
+    if wanted.verify:
+        for rank, part in zip(wanted.ranks, parts, strict=True):
+            refused = _check_part(wanted.record, layer, rank, part, sealer)
+            if refused is not None:
+                return refused
+    if wanted.direct:
+        return None
+    out, heads = wanted.layer_out(layer), wanted.heads
+    size = parts.shape[3]
+    for rank, part in zip(wanted.ranks, parts, strict=True):
+        first, end = max(heads.start, rank * size), min(heads.stop, (rank + 1) * size)
+        mine = part[:, :, first - rank * size : end - rank * size]
+        target = out[:, :, first - heads.start : end - heads.start]
+        if scale is None:
+            target[...] = mine
+        else:
+            dequantise(mine, scale[layer, :, :, first:end], target)
+    return None
+
+
+def _check_part(
+    record: Record, layer: int, rank: int, part: NDArray[Any], sealer: Sealer | None
+) -> ChunkCorrupt | None:
+    """Why a layer in one file is not what was stored, or None."""
+    place = layer * record.ways + rank
+    if sealer is not None and same_seal(sealer.of_layer(part), record.seals[place]):
+        return None
+    where = f" in file {rank} of {record.ways}" if record.ways > 1 else ""
+    name = f"chunk {record.key}: layer {layer} of {record.shape[0]}{where}"
+    actual, expected = layer_digest(part), record.xxh3[place]
+    if actual != expected:
+        return ChunkCorrupt(f"{name} has xxh3 {actual}, expected {expected}")
+    return None if sealer is None else ChunkNotSealed(f"{name} is not what was sealed")
+
+
+def require_choice(value: object, choices: Any, name: str) -> None:
+    """Raise StoreError unless ``value`` is one of the strings of the Literal ``choices``."""
+    if value not in get_args(choices):
+        raise StoreError(f"{name}={value!r}: expected one of {', '.join(get_args(choices))}")
+
+
+def _require_layers(layers: tuple[int, int] | None, layout: KVLayout) -> tuple[int, int]:
+    size = layout.num_layers
+    if layers is None:
+        return (0, size)
+    sound = isinstance(layers, tuple) and len(layers) == 2 and all(type(i) is int for i in layers)
+    if not sound or not 0 <= layers[0] < layers[1] <= size:
+        raise StoreError(
+            f"layers={layers!r}: expected (first, end) with 0 <= first < end <= {size}"
+        )
+    return layers
+
+
+def _buffer(
+    out: NDArray[Any] | None, layout: KVLayout, layers: tuple[int, int], tokens: int
+) -> NDArray[Any]:
+    count = layers[1] - layers[0]
+    if out is None:
+        return np.empty((count, *layout.shape(tokens)[1:]), layout.numpy_dtype)
+    layout.require(out, "out", layers=count)
+    if out.shape[2] < tokens:
+        raise StoreError(f"out holds {out.shape[2]} tokens: the chunks need {tokens}")
+    if not out.flags.writeable:
+        raise StoreError("out is read-only: expected a writable buffer")
+    if not out[0, 0].flags.c_contiguous:
+        raise StoreError("out is strided over tokens, heads or head dim: expected contiguous rows")
+    return out[:, :, :tokens]

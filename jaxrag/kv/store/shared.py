@@ -1,0 +1,247 @@
+"""A store as one of several processes sees it that hold one model together.
+
+Every process holds a share of the KV heads of every chunk, puts that and reads that. What becomes
+of a chunk is the same for all of them: a read that one is refused is refused to all, and a chunk is
+committed once every share of it is written. They agree through ``exchange``, so that all make the
+same calls in the same order, from one thread each.
+"""
+
+import concurrent.futures
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxrag.base.errors import StoreError
+from jaxrag.kv.store.attempts import Attempt, Shard
+from jaxrag.kv.store.base import DEFAULT_INFLIGHT_BYTES, Aux, KVStore, Stats
+from jaxrag.kv.store.chunk_store import ChunkStore
+from jaxrag.kv.store.layout import WHOLE, HeadShare
+from jaxrag.kv.store.read_through import ReadThrough
+from jaxrag.kv.store.reading import Assembled, Found, OnMissing, Refused, Verify, Wanted
+from jaxrag.kv.store.record import AuxArray, Provenance, Record
+from jaxrag.kv.store.writer import ChunkWriter, PutResult
+
+# What every process passes, by its number: (value) -> values.
+Exchange = Callable[[Any], list[Any]]
+
+
+class SharedStore(KVStore):
+    """A process's share of the heads of a store.
+
+    ``layout`` is that of the share. A store that is private to its process holds just that; of any
+    other every process reads and writes its own heads.
+    """
+
+    def __init__(self, store: KVStore, share: HeadShare, exchange: Exchange) -> None:
+        """Share ``store``; the shares of all who exchange are every one of ``share.ways``.
+
+        Raises:
+            StoreError: a store that is neither private nor written by several processes.
+        """
+        layout = store.layout if store.private else store.layout.of_share(share)
+        super().__init__(store.fingerprint, layout, store.max_tokens)
+        if not store.private and not isinstance(store, ChunkStore | ReadThrough):
+            raise StoreError(f"{type(store).__name__}: several processes cannot put a chunk in it")
+        self.store = store
+        self.share = share
+        self._exchange = exchange
+
+    @property
+    def writable(self) -> bool:
+        """As the store is."""
+        return self.store.writable
+
+    @property
+    def private(self) -> bool:
+        """As the store is."""
+        return self.store.private
+
+    def writer(self, max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES) -> ChunkWriter:
+        """A writer that puts at once: all processes exchange in one order."""
+        return _DirectWriter(self.put, max_inflight_bytes)
+
+    def get_many(
+        self,
+        keys: Sequence[str],
+        out: NDArray[Any] | None = None,
+        *,
+        layers: tuple[int, int] | None = None,
+        on_missing: OnMissing = "raise",
+        verify: Verify = "always",
+        share: HeadShare = WHOLE,
+    ) -> Assembled:
+        """``KVStore.get_many`` of this process's heads; refused is what any process was refused.
+
+        Args:
+            keys: the same for all processes, as are the other arguments but ``out``.
+            out: [layers, 2, S, K / ways, H].
+            layers: as there.
+            on_missing: as there.
+            verify: as there.
+            share: all of it; a share of a share is none of the store.
+
+        Raises:
+            StoreError: as there, on all processes where one of them raises it; or they ask for
+                different chunks.
+        """
+        if share != WHOLE:
+            raise StoreError(f"share={share}: this store is read by the share of {self.share}")
+        mine = WHOLE if self.store.private else self.share
+        read, failed = _attempt(
+            lambda: self.store.get_many(
+                keys, out, layers=layers, on_missing="skip", verify=verify, share=mine
+            )
+        )
+        refused = self._agree(keys, {} if read is None else read.refused, failed)
+        assert read is not None
+        if refused and on_missing == "raise":
+            raise next(iter(refused.values()))
+        return _without(read, refused)
+
+    def keys(self) -> Iterator[str]:
+        """Every key of the store."""
+        return self.store.keys()
+
+    def records(self) -> Iterator[Record]:
+        """Every record of the store that can be read."""
+        return self.store.records()
+
+    def stats(self) -> Stats:
+        """What the store holds."""
+        return self.store.stats()
+
+    def _put(
+        self,
+        key: str,
+        kv: NDArray[Any],
+        record: Provenance,
+        aux: Aux,
+        described: Mapping[str, AuxArray],
+        replace: bool,
+    ) -> PutResult:
+        store = self.store
+        if not isinstance(store, ChunkStore | ReadThrough):
+            own = _attempt(lambda: store.put(key, kv, record=record, aux=aux, replace=replace))
+            return self._settled(own)
+        share = self.share
+        attempt: Attempt | None = self._led(
+            lambda: store.begin(key, kv.shape[2], record, ways=share.ways, replace=replace)
+        )
+        if attempt is None:
+            return PutResult(won=False, attempt=None)
+        shard: tuple[Shard | None, str | None] = (None, None)
+        if share.writes:
+            shard = _attempt(lambda: store.put_shard(attempt, share.rank, kv))
+        written = self._exchange(shard)
+        error = next((error for _, error in written if error is not None), None)
+        if error is not None:
+            if share.leads:
+                store.abandon(attempt)
+            raise StoreError(error)
+        shards = [one for one, _ in written if one is not None]
+        return self._led(lambda: store.commit(attempt, shards, aux=aux))
+
+    def _find(self, keys: Sequence[str]) -> dict[str, Found]:
+        found, failed = _attempt(lambda: self.store.find(keys))
+        mine = {} if found is None else found
+        refused = {key: one for key, one in mine.items() if not isinstance(one, Record)}
+        return mine | self._agree(keys, refused, failed)
+
+    def _load(self, wanted: Sequence[Wanted]) -> Sequence[Refused | None]:
+        return self.store._load(wanted)
+
+    def _read_aux(self, record: Record, name: str) -> NDArray[Any] | Refused:
+        return self.store._read_aux(record, name)
+
+    def _delete(self, key: str) -> bool:
+        if self.store.private:
+            return bool(self._settled(_attempt(lambda: self.store.delete([key]))))
+        return bool(self._led(lambda: self.store.delete([key])))
+
+    def _agree(
+        self, keys: Iterable[str], refused: Mapping[str, Refused], failed: str | None
+    ) -> dict[str, Refused]:
+        """What any process was refused, in the order of ``keys``, or the failure of any."""
+        distinct = list(dict.fromkeys(keys))
+        asked = hashlib.blake2b("".join(distinct).encode(), digest_size=8).hexdigest()
+        said = self._exchange((asked, dict(refused), failed))
+        if len({one[0] for one in said}) > 1:
+            raise StoreError(
+                "the processes of one model ask for different chunks: give all of them the same "
+                "requests in the same order"
+            )
+        _raise_first([one[2] for one in said])
+        everyone: dict[str, Refused] = {}
+        for _, theirs, _ in said:
+            everyone = theirs | everyone
+        return {key: everyone[key] for key in distinct if key in everyone}
+
+    def _led(self, step: Callable[[], Any]) -> Any:
+        """The result of what one process does for all; its StoreError is raised by all."""
+        mine = _attempt(step) if self.share.leads else None
+        value, error = next(one for one in self._exchange(mine) if one is not None)
+        _raise_first([error])
+        return value
+
+    def _settled(self, mine: tuple[Any, str | None]) -> Any:
+        """The result of what every process did for itself; a StoreError is raised by all."""
+        _raise_first(self._exchange(mine[1]))
+        return mine[0]
+
+
+class _DirectWriter(ChunkWriter):
+    """A writer whose ``submit`` returns when the chunk is put."""
+
+    def submit(
+        self,
+        key: str,
+        kv: NDArray[Any],
+        record: Provenance,
+        *,
+        aux: Aux | None = None,
+        replace: bool = False,
+    ) -> concurrent.futures.Future[PutResult]:
+        """Put the chunk. Raises what the put raises."""
+        done: concurrent.futures.Future[PutResult] = concurrent.futures.Future()
+        done.set_result(self._put(key, kv, record=record, aux=aux, replace=replace))
+        return done
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Nothing is under way."""
+        self._threads.shutdown()
+
+
+def _attempt[T](step: Callable[[], T]) -> tuple[T | None, str | None]:
+    """The result of a step, or the text of its StoreError, to be told to the others."""
+    try:
+        return step(), None
+    except StoreError as error:
+        return None, str(error)
+
+
+def _raise_first(errors: Iterable[str | None]) -> None:
+    text = next((error for error in errors if error is not None), None)
+    if text is not None:
+        raise StoreError(text)
+
+
+def _without(read: Assembled, refused: dict[str, Refused]) -> Assembled:
+    """What was read but for the refused chunks, the gaps closed."""
+    offsets, end = {}, 0
+    for key, (start, size) in read.offsets.items():
+        if key in refused:
+            continue
+        if end != start:
+            read.kv[:, :, end : end + size] = np.copy(read.kv[:, :, start : start + size])
+        offsets[key] = (end, size)
+        end += size
+    return Assembled(kv=read.kv[:, :, :end], offsets=offsets, refused=refused)

@@ -1,0 +1,159 @@
+"""Garbage collection: chunks that nobody needs and what dead writers left, beside live ones.
+
+Everything is removed in the order that a reader or a writer at work can tell from the outside:
+
+- A committed chunk loses its record first. Who found the record before gets the whole chunk or
+  ChunkMissing. Then it is asked once more whether the chunk is live, and its record is put back if
+  so. Who reuses a chunk makes it live first and looks for its record afterwards: either he does
+  not find it, or it is found to be live here.
+- An attempt without a record is marked first, and kept when a record names it after all. Its
+  writer looks for the mark and for its files once it has committed (``Namespace.complete``), and
+  takes the commit back when it finds the attempt taken.
+
+Neither needs a clock. A key that a writer has announced (``busy``) is passed over whole, bytes
+and folders, until the writer is done. The grace spares what nobody announced: chunks that were put
+a moment ago and are not referenced yet, and writers of other programs.
+"""
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+from jaxrag.base.errors import ChunkMissing, StoreError
+from jaxrag.kv.store.keys import is_hex
+from jaxrag.kv.store.namespace import COMMIT, SWEPT, Namespace
+from jaxrag.kv.store.reading import Found
+from jaxrag.kv.store.record import ATTEMPT_DIGITS, Record, attempt_age, new_attempt
+
+_RECORDS_AT_ONCE = 1024
+_MARK_SECONDS = 3600.0  # for which a mark holds; taking one attempt is a matter of seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepReport:
+    """What a collection removed, or would remove."""
+
+    chunks: int = 0  # committed, not live
+    damaged: int = 0  # commit records that were refused, with their bytes
+    attempts: int = 0  # of writers that died or lost, and those that were replaced
+    locks: int = 0  # lock files of writers that died
+    folders: int = 0  # that were empty
+    nbytes: int = 0  # of chunks; in a directory also of attempts
+
+    def __add__(self, other: "SweepReport") -> "SweepReport":
+        """Both together."""
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return SweepReport(*(a + b for a, b in pairs))
+
+
+def sweep(
+    space: Namespace,
+    live: Callable[[Record], bool],
+    grace_seconds: float,
+    dry_run: bool,
+    busy: Callable[[str], bool],
+) -> SweepReport:
+    """``ChunkStore.gc`` says what this does."""
+    if not grace_seconds >= 0:
+        raise StoreError(f"grace_seconds={grace_seconds!r}: expected a number of at least 0")
+    report = SweepReport()
+    for prefix, paths in space.listings():
+        attempts: dict[str, set[str]] = defaultdict(set)
+        committed = set()
+        for key, rest in paths:
+            if rest == COMMIT:
+                committed.add(key)
+            attempt = rest.partition("/")[0]
+            if is_hex(attempt, ATTEMPT_DIGITS):
+                attempts[key].add(attempt)
+        for keys in itertools.batched(sorted(attempts.keys() | committed), _RECORDS_AT_ONCE):
+            found = space.find([key for key in keys if key in committed])
+            for key in keys:
+                if busy(key):  # asked after the listing: its writer had announced what is listed
+                    continue
+                collect = _Collect(space, key, grace_seconds, dry_run)
+                report += collect.run(found.get(key), sorted(attempts[key]), live)
+        locks, folders = space.backend.remove_stale(prefix, grace_seconds, dry_run, busy)
+        report += SweepReport(locks=locks, folders=folders)
+    return report + SweepReport(locks=space.backend.remove_stale_locks(grace_seconds, dry_run))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Collect:
+    """The collection under one key."""
+
+    space: Namespace
+    key: str
+    grace: float
+    dry_run: bool
+
+    def run(
+        self, found: Found | None, attempts: Iterable[str], live: Callable[[Record], bool]
+    ) -> SweepReport:
+        orphans = set(attempts)
+        report = SweepReport()
+        if isinstance(found, Record):
+            orphans.discard(found.attempt)
+            if found.age <= self.grace:
+                return report  # who found what this record replaced may be reading it
+            if not live(found):
+                report += self._chunk(found, live)
+        elif found is not None and not isinstance(found, ChunkMissing):
+            # Nothing tells when a damaged record was written, but not before its attempt began.
+            if any(attempt_age(attempt) <= self.grace for attempt in orphans):
+                return report
+            report += self._damaged()
+        for attempt in sorted(orphans):
+            if attempt_age(attempt) > self.grace:
+                report += self._attempt(attempt)
+        return report
+
+    def _chunk(self, record: Record, live: Callable[[Record], bool]) -> SweepReport:
+        gone = SweepReport(chunks=1, nbytes=record.nbytes)
+        if self.dry_run or self.space.delete(self.key, record.attempt, keep=live) is not None:
+            return gone
+        return SweepReport()  # replaced or removed by somebody else, or live after all
+
+    def _damaged(self) -> SweepReport:
+        if not self.dry_run:
+            self.space.delete(self.key, attempt="")
+        return SweepReport(damaged=1)
+
+    def _attempt(self, attempt: str) -> SweepReport:
+        path = self.space.attempt(self.key, attempt)
+        gone = SweepReport(attempts=1, nbytes=self.space.backend.sizes(path) or 0)
+        if self.dry_run:
+            return gone
+        try:
+            return gone if self._take(path, attempt) else SweepReport()
+        except StoreError:
+            if self.space.backend.paths(path):
+                raise
+            return SweepReport()  # its writer removed it meanwhile
+
+    def _take(self, path: str, attempt: str) -> bool:
+        backend = self.space.backend
+        mark = f"{SWEPT}{new_attempt()}"  # of our own: others may collect at the same time
+        backend.write(path + mark, b"")
+        record = self.space.find([self.key])[self.key]
+        if isinstance(record, Record) and record.attempt == attempt:
+            backend.delete(path + mark)
+            return False
+        # Only what is listed while the mark stands, and the mark last: a file that its writer adds
+        # later is no longer covered by it.
+        names = [name for name in backend.paths(path) if not _is_fresh_mark(name)]
+        for name in names:
+            backend.delete(path + name)
+        if not set(names).isdisjoint(backend.paths(path)):
+            return False  # its writer put some back: next time
+        backend.delete(path + mark)
+        backend.prune(path)
+        return True
+
+
+def _is_fresh_mark(name: str) -> bool:
+    """Whether a collection may be at work behind this mark, or it died only recently."""
+    attempt = name.removeprefix(SWEPT)
+    sound = name.startswith(SWEPT) and is_hex(attempt, ATTEMPT_DIGITS)
+    return sound and attempt_age(attempt) <= _MARK_SECONDS

@@ -1,0 +1,215 @@
+"""Who owns which page: what leaves the pool first."""
+
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+
+from jaxrag.base.errors import ConfigError, RequestError
+from jaxrag.kv.cache import PageAllocator
+from jaxrag.kv.cache import heat as of_heat
+
+
+def requests(rng, count, exponent, *, uploads=0.0, drift=0):
+    """``count`` times 4 of 1,000 chunks, chosen by Zipf's law.
+
+    A share of ``uploads`` is asked for once and never again; every ``drift`` requests a twentieth
+    of the chunks changes its rank.
+    """
+    chance = 1 / np.arange(1, 1001) ** exponent
+    ranked, once = np.arange(1000), 0
+    for number in range(count):
+        if drift and number and number % drift == 0:
+            ranked = np.roll(ranked, 50)
+        chosen = ranked[rng.choice(1000, 4, replace=False, p=chance / chance.sum())]
+        named = [str(it) for it in chosen]
+        for place in np.flatnonzero(rng.random(4) < uploads):
+            named[place] = f"upload {once}"
+            once += 1
+        yield named
+
+
+def pool_hits(asked, pages, warm):
+    """Share of the chunks, of one page each, that were in the pool, after so many requests."""
+    pool, hits = PageAllocator(pages), []
+    for keys in asked:
+        pool.tick()
+        held = [key for key in keys if pool.acquire(key) is not None]
+        for key in keys:
+            if key not in held:
+                pool.insert(key, pool.allocate(1, "a test"), 16)
+        for key in keys:
+            pool.release(key)
+        hits.append(len(held))
+    pool.check()
+    return sum(hits[warm:]) / (4 * len(hits[warm:]))
+
+
+def recent_hits(asked, pages, warm):
+    """The same of a pool that drops what was used least recently."""
+    pool, hits = OrderedDict(), []
+    for keys in asked:
+        hits.append(sum(key in pool for key in keys))
+        for key in keys:
+            pool.pop(key, None)
+            pool[key] = None
+        while len(pool) > pages:
+            pool.popitem(last=False)
+    return sum(hits[warm:]) / (4 * len(hits[warm:]))
+
+
+@pytest.mark.parametrize(
+    "work",
+    [{"exponent": 1.0}, {"exponent": 0.7}, {"exponent": 1.0, "uploads": 0.2}],
+    ids=["zipf 1", "zipf 0.7", "uploads"],
+)
+def test_by_heat_more_is_found_than_by_recency(work):
+    """A pool of a tenth of the chunks."""
+    asked = list(requests(np.random.default_rng(5), 4000, **work))
+    assert pool_hits(asked, 100, 1000) >= recent_hits(asked, 100, 1000) + 0.08
+
+
+def test_a_use_counts_half_as_much_after_its_half_life():
+    """One use now is two of then, and a little more than one of then and less."""
+    heat = of_heat.DecayedHeat(half_life=100)
+    for name in ("twice", "twice", "once"):
+        heat.use(name)
+    for _ in range(100):
+        heat.tick()
+    heat.use("now")
+    assert heat.of("once") < heat.of("twice") < heat.of("now")
+    assert heat.of("twice")[0] == pytest.approx(heat.of("now")[0])
+    assert heat.of("once")[0] == pytest.approx(heat.of("now")[0] - 1)
+
+
+def test_what_left_the_pool_comes_back_as_warm_as_it_was():
+    pages = PageAllocator(2)
+
+    def use(key):
+        pages.tick()
+        if pages.acquire(key) is None:
+            pages.insert(key, pages.allocate(1, "a test"), 16)
+        pages.release(key)
+
+    for key in ("a", "a", "a", "b", "b"):
+        use(key)
+    pages.evict("a")
+    for key in ("a", "c"):
+        use(key)
+    assert "a" in pages and "b" not in pages
+
+
+def test_names_are_forgotten_once_they_are_cold():
+    heat, coldest = (it := of_heat.DecayedHeat(half_life=10)), of_heat.Coldest(it)
+    heat.use("resident")
+    coldest.add("resident")
+    for number in range(5000):
+        heat.tick()
+        heat.use(number)
+    assert len(heat._heat) <= of_heat._FEWEST + 1
+    assert heat.of(0) == of_heat.NEVER < heat.of(4999)
+    coldest.check()
+    assert coldest.first() == "resident"
+
+
+@pytest.mark.parametrize("half_life", [0, -1.0, float("nan"), float("inf")])
+def test_a_half_life_is_a_number_of_requests(half_life):
+    with pytest.raises(ConfigError, match="half_life=.*: expected requests, more than 0"):
+        PageAllocator(4, half_life)
+
+
+def test_the_check_sees_an_order_that_is_wrong():
+    pages = PageAllocator(4)
+    for key in ("a", "b"):
+        pages.insert(key, pages.allocate(1, "a test"), 10)
+        pages.release(key)
+    pages.check()
+    pages._heat.use("a")  # while it may leave at any moment
+    with pytest.raises(AssertionError):
+        pages.check()
+
+
+def test_of_chunks_used_as_often_the_longest_unused_leaves_first():
+    """By last use, not by age: a chunk that was asked for again stays."""
+    pages = PageAllocator(4)
+    for key in ("a", "b"):
+        pages.insert(key, pages.allocate(2, "a test"), 20)
+        pages.release(key)
+    pages.acquire("a")
+    pages.release("a")
+    pages.allocate(2, "a test")
+    assert "a" in pages and "b" not in pages
+
+
+def test_a_chunk_in_use_never_leaves():
+    pages = PageAllocator(4)
+    for key in ("a", "b"):
+        pages.insert(key, pages.allocate(2, "a test"), 20)
+    pages.release("b")
+    assert pages.num_available == 2
+    with pytest.raises(RequestError, match="a test needs 48 tokens of cache and 32 of 64 are free"):
+        pages.allocate(3, "a test")
+    assert "a" in pages
+
+
+def test_what_does_not_fit_evicts_nothing():
+    pages = PageAllocator(4)
+    for key in ("a", "b"):
+        pages.insert(key, pages.allocate(2, "a test"), 20)
+    pages.release("b")
+    with pytest.raises(RequestError):
+        pages.allocate(3, "a test")
+    assert "b" in pages
+
+
+def test_a_chunk_on_its_way_has_pages_and_no_kv():
+    """Its pages are nobody else's, it can be waited for, and not yet mapped."""
+    pages = PageAllocator(4)
+    pages.begin("a", 3, "a test")
+    assert (pages.num_loading, pages.num_available) == (3, 1)
+    assert "a" not in pages and pages.acquire("a") is None
+    assert pages.subscribe("a").ref_count == 2
+    pages.complete("a", 40)
+    assert "a" in pages and pages.chunks["a"].tokens == 40
+    assert (pages.num_loading, pages.num_pinned, pages.num_available) == (0, 3, 1)
+    pages.check()
+
+
+def test_a_load_that_nobody_waits_for_ends_as_a_chunk_that_nobody_maps():
+    pages = PageAllocator(4)
+    pages.begin("a", 3, "a test")
+    pages.release("a")
+    assert pages.num_available == 1  # the load still writes to its pages
+    pages.complete("a", 40)
+    assert (pages.num_unpinned, pages.num_available) == (3, 4)
+    pages.allocate(4, "a test")
+    assert "a" not in pages
+
+
+def test_a_load_that_fails_gives_its_pages_back():
+    pages = PageAllocator(4)
+    pages.begin("a", 3, "a test")
+    pages.release("a")
+    pages.abandon("a")
+    assert pages.num_free == 4 and not pages.chunks
+    pages.check()
+
+
+def test_misuse_is_refused():
+    pages = PageAllocator(4)
+    pages.insert("a", pages.allocate(1, "a test"), 10)
+    with pytest.raises(AssertionError, match="chunk a is in the pool already"):
+        pages.insert("a", pages.allocate(1, "a test"), 10)
+    pages.release("a")
+    with pytest.raises(AssertionError, match="released more often than it was mapped"):
+        pages.release("a")
+
+
+def test_the_check_sees_a_page_that_is_lost_or_held_twice():
+    pages = PageAllocator(4)
+    own = pages.allocate(2, "a test")
+    pages.check(own)
+    with pytest.raises(AssertionError, match="lost or held twice"):
+        pages.check(own[:1])
+    with pytest.raises(AssertionError, match="lost or held twice"):
+        pages.check([*own, own[0]])

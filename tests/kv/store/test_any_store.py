@@ -1,0 +1,227 @@
+"""What holds for every kind of store."""
+
+import concurrent.futures
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxrag.base.errors import ChunkMissing, StoreError
+from jaxrag.kv.store import KVLayout, PutResult, Stats
+
+SHAPES = [(1, 1, 1, 1), (2, 3, 1, 7), (5, 1, 33, 3), (3, 2, 130, 16)]  # L, K, T, H
+
+
+def put(store, *chunks):
+    return [store.put(c.key, c.kv, record=c.record) for c in chunks]
+
+
+@pytest.mark.parametrize("sizes", SHAPES)
+def test_every_bit_comes_back(any_store, chunk, dtype, sizes):
+    layers, heads, tokens, dim = sizes
+    layout = KVLayout(layers, heads, dim, dtype)
+    store = any_store(layout)
+    c = chunk(1, tokens, layout)
+    put(store, c)
+    c.assert_equal(store.get(c.key))
+    assert store.get(c.key).flags.writeable
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, np.nan, np.inf, -np.inf])
+def test_a_constant_chunk_is_stored_not_skipped(any_store, chunk, dtype, layout, value):
+    layout = dataclasses.replace(layout, dtype=dtype)
+    c = chunk(1, layout=layout)
+    c.kv[...] = value
+    store = any_store(layout)
+    put(store, c)
+    c.assert_equal(store.get(c.key))
+
+
+def test_head_tells_what_is_stored(any_store, chunk):
+    store = any_store()
+    a, b, absent = chunk(1, 7), chunk(2, 9), chunk(3)
+    put(store, a, b)
+    found = store.head([b.key, absent.key, a.key, b.key])
+    assert [record and record.tokens for record in found] == [9, None, 7, 9]
+    assert found[0].key == b.key
+    assert found[0].provenance == b.record
+    assert found[0].shape == b.kv.shape
+    assert store.head([]) == []
+
+
+def test_the_first_put_of_a_key_wins(any_store, chunk):
+    store = any_store()
+    first, second = chunk(1, seed=1), chunk(1, seed=2)
+    (result,) = put(store, first)
+    assert result.won
+    assert store.head([first.key])[0].attempt == result.attempt
+    assert put(store, second) == [PutResult(won=False, attempt=None)]
+    first.assert_equal(store.get(first.key))
+
+
+def test_replace_puts_over_what_is_there(any_store, chunk):
+    store = any_store()
+    first, second = chunk(1, seed=1), chunk(1, seed=2)
+    put(store, first)
+    assert store.put(second.key, second.kv, record=second.record, replace=True).won
+    second.assert_equal(store.get(first.key))
+
+
+def test_what_was_put_does_not_follow_the_callers_array(any_store, chunk):
+    store = any_store()
+    c = chunk(1)
+    put(store, dataclasses.replace(c, kv=(mine := c.kv.copy())))
+    mine[...] = 0
+    store.get(c.key)[...] = 1
+    c.assert_equal(store.get(c.key))
+
+
+def test_get_many_assembles_in_the_order_asked_for(any_store, chunk):
+    store = any_store()
+    a, b, c = chunk(1, 3), chunk(2, 8), chunk(3, 1)
+    put(store, a, b, c)
+    got = store.get_many([c.key, a.key, b.key, a.key])
+    assert got.offsets == {c.key: (0, 1), a.key: (1, 3), b.key: (4, 8)}
+    assert list(got.offsets) == [c.key, a.key, b.key]
+    assert (got.missing, got.corrupt) == ((), ())
+    assert got.kv.tobytes() == np.concatenate([c.kv, a.kv, b.kv], axis=2).tobytes()
+
+
+@pytest.mark.parametrize("verify", ["always", "never"])
+def test_get_many_into_a_part_of_a_larger_buffer(any_store, chunk, layout, verify):
+    store = any_store()
+    a, b = chunk(1, 3), chunk(2, 8)
+    put(store, a, b)
+    pool = np.full((layout.num_layers + 1, 2, 40, 2, 5), 7, layout.numpy_dtype)
+    out = pool[1:, :, 13:30]
+    got = store.get_many([a.key, b.key], out, verify=verify)
+    assert np.shares_memory(got.kv, pool)
+    assert got.kv.tobytes() == np.concatenate([a.kv, b.kv], axis=2).tobytes()
+    assert pool[1:, :, 13:24].tobytes() == got.kv.tobytes()
+    pool[1:, :, 13:24] = 7
+    assert (pool == 7).all()  # nothing outside was touched
+
+
+def test_get_into_a_buffer_returns_the_part_it_filled(any_store, chunk, layout):
+    store = any_store()
+    c = chunk(1, 4)
+    put(store, c)
+    out = np.zeros(layout.shape(6), layout.numpy_dtype)
+    kv = store.get(c.key, out)
+    assert np.shares_memory(kv, out)
+    c.assert_equal(kv)
+
+
+def test_a_missing_chunk_is_raised_or_skipped(any_store, chunk):
+    store = any_store()
+    a, absent, b = chunk(1, 3), chunk(2), chunk(3, 4)
+    put(store, a, b)
+    with pytest.raises(ChunkMissing, match=absent.key):
+        store.get(absent.key)
+    with pytest.raises(ChunkMissing, match=absent.key):
+        store.get_many([a.key, absent.key, b.key])
+    got = store.get_many([a.key, absent.key, b.key], on_missing="skip")
+    assert got.missing == (absent.key,)
+    assert got.offsets == {a.key: (0, 3), b.key: (3, 4)}
+    assert got.kv.tobytes() == np.concatenate([a.kv, b.kv], axis=2).tobytes()
+
+
+def test_nothing_found_is_an_empty_buffer(any_store, chunk, layout):
+    got = any_store().get_many([chunk(1).key], on_missing="skip")
+    assert got.kv.shape == layout.shape(0)
+    assert got.offsets == {}
+
+
+def test_keys_and_stats(any_store, chunk, model, layout):
+    store = any_store()
+    assert list(store.keys()) == []
+    assert store.stats() == Stats(chunks=0, tokens=0, nbytes=0, corrupt=0)
+    chunks = [chunk(number, number) for number in range(1, 12)]
+    put(store, *chunks)
+    assert list(store.keys()) == sorted(c.key for c in chunks)
+    tokens = sum(range(1, 12))
+    assert store.stats() == Stats(11, tokens, layout.nbytes(tokens), 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda kv: kv.astype(np.float32), r"kv is float32 .* expected bfloat16 \[3, 2, tokens, 2"),
+        (lambda kv: kv.view(np.uint16), "kv is uint16"),
+        (lambda kv: kv[:2], r"\[2, 2, 7, 2, 5\]"),
+        (lambda kv: kv[:, :1], r"\[3, 1, 7, 2, 5\]"),
+        (lambda kv: kv[0], r"\[2, 7, 2, 5\]"),
+        (lambda kv: kv[:, :, :0], "0 tokens, expected 1 to max_tokens=7"),
+        (lambda kv: np.concatenate([kv, kv], axis=2), "14 tokens"),
+        (lambda kv: kv[:, :, ::2], "strided"),
+        (lambda kv: kv.tolist(), "kv is list"),
+    ],
+)
+def test_put_refuses_kv_that_does_not_fit(any_store, chunk, change, said):
+    store = any_store(max_tokens=7)
+    c = chunk(1)
+    with pytest.raises(StoreError, match=said):
+        store.put(c.key, change(c.kv), record=c.record)
+    assert store.head([c.key]) == [None]
+
+
+def test_put_refuses_a_key_that_is_not_its_records(any_store, chunk):
+    store = any_store()
+    a, b = chunk(1), chunk(2)
+    with pytest.raises(StoreError, match=f"make the key {a.key}"):
+        store.put(b.key, a.kv, record=a.record)
+    assert list(store.keys()) == []
+
+
+def test_a_buffer_that_does_not_fit_is_refused(any_store, chunk, layout):
+    store = any_store()
+    c = chunk(1, 4)
+    put(store, c)
+    good = np.zeros(layout.shape(4), layout.numpy_dtype)
+    frozen = good.copy()
+    frozen.flags.writeable = False
+    wide = np.zeros(layout.shape(8), layout.numpy_dtype)
+    for out, said in [
+        (good[:, :, :3].copy(), "out holds 3 tokens: the chunks need 4"),
+        (good.astype(np.float32), "out is float32"),
+        (good[:2], r"out is bfloat16 \[2, 2"),
+        (frozen, "read-only"),
+        (wide[:, :, ::2], "strided"),
+        ([1], "out is list"),
+    ]:
+        with pytest.raises(StoreError, match=said):
+            store.get(c.key, out)
+    c.assert_equal(store.get(c.key, good))
+
+
+def test_bad_options_and_keys_are_refused(any_store, chunk):
+    store = any_store()
+    for keys, options, said in [
+        (["../../x"], {}, "key='../../x'"),
+        ("ab", {}, "key='a'"),
+        ([chunk(1).key], {"on_missing": "ignore"}, "on_missing='ignore'"),
+        ([chunk(1).key], {"verify": "first"}, "verify='first'"),
+        ([chunk(1).key], {"layers": (0, 4)}, r"layers=\(0, 4\): expected .* end <= 3"),
+        ([chunk(1).key], {"layers": (2, 2)}, "layers="),
+        ([chunk(1).key], {"layers": (-1, 2)}, "layers="),
+        ([chunk(1).key], {"layers": 1}, "layers=1"),
+        ([chunk(1).key], {"layers": (0, 1.0)}, "layers="),
+    ]:
+        with pytest.raises(StoreError, match=said):
+            store.get_many(keys, **options)
+    with pytest.raises(StoreError, match="on_corrupt='ignore'"):
+        store.head([], on_corrupt="ignore")
+    with pytest.raises(StoreError, match="max_tokens=0"):
+        any_store(max_tokens=0)
+
+
+def test_threads_share_a_store(any_store, chunk):
+    store = any_store()
+    versions = [chunk(number, seed=seed) for number in range(3) for seed in range(4)]
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        puts = list(pool.map(lambda c: (c, put(store, c)[0]), versions))
+        gets = list(pool.map(lambda c: (c.key, store.get(c.key)), versions))
+    winners = {c.key: c for c, result in puts if result.won}
+    assert len(winners) == sum(result.won for _, result in puts) == 3
+    for key, kv in gets:
+        winners[key].assert_equal(kv)

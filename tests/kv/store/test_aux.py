@@ -1,0 +1,137 @@
+"""Auxiliary arrays: kept with their chunk, verified like it."""
+
+import importlib.util
+import os
+
+import numpy as np
+import pytest
+
+from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
+from jaxrag.kv.store.record import AUX_DTYPES
+
+
+def put(store, c, **aux):
+    return store.put(c.key, c.kv, record=c.record, aux=aux)
+
+
+def test_arrays_come_back_bit_for_bit(any_store, chunk):
+    store, c = any_store(), chunk(1)
+    rng = np.random.default_rng(0)
+    arrays = {}
+    for number, name in enumerate(AUX_DTYPES):
+        shape = (3, 1, 5)[: number % 3 + 1]
+        nbytes = int(np.prod(shape)) * np.dtype(name).itemsize
+        arrays[f"a_{name}"] = np.frombuffer(rng.bytes(nbytes), name).reshape(shape)
+    assert put(store, c, **arrays).won
+    for name, array in arrays.items():
+        got = store.aux(c.key, name)
+        assert (got.dtype, got.shape) == (array.dtype, array.shape)
+        assert got.tobytes() == array.tobytes()
+    c.assert_equal(store.get(c.key))
+    record = store.head([c.key])[0]
+    assert record.aux.keys() == arrays.keys()
+    assert record.nbytes == c.kv.nbytes + sum(array.nbytes for array in arrays.values())
+    assert store.stats().nbytes == record.nbytes
+
+
+def test_zeros_are_stored_too(any_store, chunk):
+    store, c = any_store(), chunk(1)
+    put(store, c, zeros=np.zeros((2, 3), np.float32))
+    assert store.aux(c.key, "zeros").tobytes() == bytes(24)
+
+
+def test_arrays_do_not_follow_the_callers(any_store, chunk):
+    store, c = any_store(), chunk(1)
+    mine = np.arange(4)
+    put(store, c, mine=mine)
+    mine[...] = 0
+    store.aux(c.key, "mine")[...] = 1
+    assert store.aux(c.key, "mine").tolist() == [0, 1, 2, 3]
+
+
+def test_the_first_put_keeps_its_arrays_and_replace_brings_its_own(any_store, chunk):
+    store, first, second = any_store(), chunk(1, seed=1), chunk(1, seed=2)
+    put(store, first, a=np.array([1]), b=np.array([1]))
+    assert not put(store, second, a=np.array([2])).won
+    assert store.aux(first.key, "a").tolist() == [1]
+    store.put(second.key, second.kv, record=second.record, aux={"a": np.array([2])}, replace=True)
+    assert store.aux(first.key, "a").tolist() == [2]
+    with pytest.raises(StoreError, match="no auxiliary array 'b': expected one of a"):
+        store.aux(first.key, "b")
+
+
+def test_a_chunk_without_the_array_and_no_chunk(any_store, chunk):
+    store, c = any_store(), chunk(1)
+    put(store, c)
+    with pytest.raises(StoreError, match="has no auxiliary array 'x': expected one of none"):
+        store.aux(c.key, "x")
+    with pytest.raises(ChunkMissing):
+        store.aux(chunk(2).key, "x")
+
+
+def test_an_array_that_does_not_fit_stores_nothing(any_store, chunk):
+    store, c = any_store(), chunk(1)
+    with pytest.raises(StoreError, match="'x' is strided"):
+        put(store, c, x=np.zeros((4, 4)).T[:, :2])
+    assert store.head([c.key]) == [None]
+
+
+def test_the_writer_takes_arrays(any_store, chunk):
+    store, c = any_store(), chunk(1)
+    with store.writer() as writer:
+        writer.submit(c.key, c.kv, c.record, aux={"x": np.array([5])})
+    assert store.aux(c.key, "x").tolist() == [5]
+
+
+@pytest.fixture
+def stored(open_store, chunk, tmp_path):
+    """A store, its chunk, and the one file of the chunk's auxiliary array."""
+    store, c = open_store(), chunk(1)
+    put(store, c, keys=np.arange(12, dtype=np.float32).reshape(3, 4))
+    (path,) = (tmp_path / "kb").glob(f"kv/*/*/{c.key}/*/aux/keys/c/0/0")
+    return store, c, path
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("io_mode", ["memmap", "default"])
+@pytest.mark.parametrize(
+    ("damage", "error"),
+    [
+        (flip, ChunkCorrupt),
+        (lambda path: os.truncate(path, 40), ChunkCorrupt),
+        (lambda path: os.truncate(path, 0), ChunkCorrupt),
+        (lambda path: path.write_bytes(path.read_bytes() + b"\0"), ChunkCorrupt),
+        (lambda path: path.unlink(), ChunkMissing),
+    ],
+)
+def test_damaged_arrays_are_refused(stored, open_store, damage, error, io_mode):
+    _, c, path = stored
+    damage(path)
+    store = open_store("r", io_mode=io_mode)
+    with pytest.raises(error, match=f"chunk {c.key}") as raised:
+        store.aux(c.key, "keys")
+    assert "\n" not in str(raised.value)
+    c.assert_equal(store.get(c.key))  # its own bytes are good
+
+
+def test_the_file_holds_the_plain_bytes(stored):
+    _, _, path = stored
+    assert path.read_bytes() == np.arange(12, dtype="<f4").tobytes()
+
+
+def test_zarr_reads_the_arrays_where_it_is_installed(stored):
+    if importlib.util.find_spec("zarr") is None:
+        pytest.skip("zarr is not installed")
+    import zarr
+
+    _, _, path = stored
+    array = zarr.open_array(path.parents[2], mode="r")
+    assert array.attrs["jaxrag"]["dtype"] == "float32"
+    assert (
+        np.asarray(array[...]).view(np.float32).tolist() == np.arange(12.0).reshape(3, 4).tolist()
+    )

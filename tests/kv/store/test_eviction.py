@@ -1,0 +1,293 @@
+"""The size limit: who leaves, what is counted, and that several processes may count at once."""
+
+import math
+import sqlite3
+import threading
+
+import pytest
+
+from jaxrag.base.errors import StoreError
+from jaxrag.kv.store.eviction import HALF_LIFE_SECONDS, Counted, Heat, Name
+
+START = 1_700_000_000.0
+MODEL = "ab" * 32
+
+
+def name(number):
+    return Name(MODEL, f"{number:040x}")
+
+
+class Shelf:
+    """A store that is only names: what was put and not dropped, on a clock that tests turn."""
+
+    def __init__(self, path, max_bytes=100, standing=()):
+        self.now = START
+        self.held = {counted.name for counted in standing}
+        self.heat = Heat(path, MODEL, max_bytes, lambda: standing, lambda: self.now)
+
+    def drop(self, names):
+        self.held -= set(names)
+
+    def put(self, number, nbytes=10):
+        self.heat.admit(name(number), nbytes, self.drop)
+        self.held.add(name(number))
+        self.heat.settle(name(number), nbytes, self.drop)
+
+    def read(self, number, times=1):
+        self.heat.read([name(number)] * times)
+
+    def numbers(self):
+        return sorted(int(held.key, 16) for held in self.held)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "heat.sqlite"
+
+
+def test_chunks_leave_only_when_the_limit_is_reached(path):
+    shelf = Shelf(path)
+    for number in range(10):
+        shelf.put(number)
+    assert shelf.numbers() == list(range(10))
+    assert shelf.heat.nbytes() == 100
+    shelf.put(10)
+    assert len(shelf.held) == 10
+    assert shelf.heat.nbytes() == 100
+
+
+def test_the_coldest_leaves_first(path):
+    shelf = Shelf(path, max_bytes=30)
+    for number in range(3):
+        shelf.put(number)
+        shelf.now += 1
+    shelf.read(0, 3)
+    shelf.read(1, 1)
+    shelf.read(2, 2)
+    shelf.put(3)
+    assert shelf.numbers() == [0, 2, 3]
+
+
+def test_reads_fade_with_age(path):
+    """Nine reads long ago count less than two today; under LRU the numbers do not matter."""
+    shelf = Shelf(path, max_bytes=20)
+    shelf.put(1)
+    shelf.read(1, 9)
+    shelf.put(2)
+    shelf.now += 4 * HALF_LIFE_SECONDS  # ten reads are worth 0.6
+    shelf.read(2, 1)
+    shelf.now += 1
+    shelf.put(3)
+    assert shelf.numbers() == [2, 3]
+
+
+def test_many_reads_before_count_more_than_one_read_now(path):
+    shelf = Shelf(path, max_bytes=20)
+    shelf.put(1)
+    shelf.put(2)
+    shelf.read(2, 9)
+    shelf.now += 5
+    shelf.read(1, 1)  # both are written down by the next put
+    shelf.now += 1
+    shelf.put(3)
+    assert shelf.numbers() == [2, 3]
+
+
+def test_heat_is_the_sum_of_decayed_reads(path):
+    shelf = Shelf(path)
+    shelf.put(1)
+    for reads in (3, 5):
+        shelf.now += HALF_LIFE_SECONDS
+        shelf.read(1, reads)
+    shelf.heat.close()
+    (heat,) = sqlite3.connect(path).execute("SELECT heat FROM chunks").fetchone()
+    expected = 1 / 4 + 3 / 2 + 5
+    assert 2 ** (heat - shelf.now / HALF_LIFE_SECONDS) == pytest.approx(expected, rel=1e-9)
+    assert math.isfinite(heat)
+
+
+def test_a_chunk_larger_than_the_limit_is_refused_before_anything_leaves(path):
+    shelf = Shelf(path)
+    shelf.put(1)
+    with pytest.raises(StoreError, match="101 bytes.*max_bytes=100: raise the limit"):
+        shelf.put(2, 101)
+    assert shelf.numbers() == [1]
+
+
+def test_one_large_chunk_moves_out_many_small_ones(path):
+    shelf = Shelf(path)
+    for number in range(10):
+        shelf.put(number)
+        shelf.now += 1
+    shelf.put(10, 95)
+    assert shelf.numbers() == [10]
+    shelf.put(10, 95)  # again: its own bytes count once
+    assert shelf.heat.nbytes() == 95
+
+
+def test_a_put_under_way_is_counted_and_not_dropped(path):
+    shelf = Shelf(path, max_bytes=25)
+    shelf.heat.admit(name(1), 10, shelf.drop)
+    shelf.heat.admit(name(2), 10, shelf.drop)
+    shelf.heat.admit(name(3), 10, shelf.drop)
+    assert shelf.heat.nbytes() == 30
+    for number in (1, 2, 3):
+        shelf.held.add(name(number))
+        shelf.heat.settle(name(number), 10, shelf.drop)
+    assert len(shelf.held) == 2
+    assert shelf.heat.nbytes() == 20
+
+
+def test_the_count_of_a_killed_put_is_given_back(path):
+    shelf = Shelf(path, max_bytes=20)
+    shelf.heat.admit(name(1), 20, shelf.drop)
+    shelf.now += 3601
+    shelf.put(2)
+    assert shelf.heat.nbytes() == 10
+
+
+def test_what_stands_already_is_counted_and_brought_below_the_limit(path):
+    standing = [Counted(name(i), 10, float(i)) for i in range(20)]
+    shelf = Shelf(path, 100, standing=standing)
+    shelf.heat.enforce(shelf.drop)
+    assert shelf.numbers() == list(range(10))  # the older ones left
+    shelf.heat.close()
+    again = Shelf(path, 30)
+    assert again.heat.nbytes() == 100
+    again.heat.enforce(again.drop)
+    assert again.heat.nbytes() == 30
+
+
+def test_without_a_limit_it_only_counts(path):
+    shelf = Shelf(path, None)
+    for number in range(20):
+        shelf.put(number)
+    assert shelf.heat.nbytes() == 200
+    shelf.heat.strike([name(3), name(4), name(99)])
+    assert shelf.heat.nbytes() == 180
+
+
+def test_a_chunk_that_is_put_again_while_it_is_dropped_stays_counted(path):
+    shelf = Shelf(path, max_bytes=10)
+    other = Shelf(path, max_bytes=10)
+    shelf.put(1)
+
+    def drop(names):
+        if name(1) in names:  # another process drops it first, and encodes it again
+            other.heat.strike([name(1)])
+            other.put(1)
+        shelf.drop(names)
+
+    shelf.heat.settle(name(1), 10, drop)
+    shelf.heat.admit(name(2), 10, drop)
+    shelf.heat.settle(name(2), 10, lambda names: None)
+    assert shelf.heat.nbytes() == 10
+
+
+def test_reads_of_a_dropped_chunk_are_forgotten(path):
+    shelf = Shelf(path, max_bytes=10)
+    shelf.put(1)
+    shelf.read(1, 100)
+    shelf.heat.strike([name(1)])
+    shelf.put(2)
+    assert shelf.heat.nbytes() == 10
+
+
+def test_writers_in_many_threads_and_connections_keep_the_limit(path):
+    shelves = [Shelf(path) for _ in range(3)]
+    held, lock = set(), threading.Lock()
+
+    def drop(names):
+        with lock:
+            held.difference_update(names)
+
+    def work(place, shelf):
+        for number in range(place, 60, 6):
+            shelf.heat.admit(name(number), 10, drop)
+            with lock:
+                held.add(name(number))
+            shelf.heat.settle(name(number), 10, drop)
+            shelf.read(number)
+
+    threads = [
+        threading.Thread(target=work, args=(place, shelves[place % 3])) for place in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    shelves[0].heat.enforce(drop)
+    assert shelves[0].heat.nbytes() == 10 * len(held) <= 100
+
+
+def test_opening_waits_for_another_process_that_opens(path):
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    other.execute("CREATE TABLE other (nbytes INTEGER)")
+    other.execute("BEGIN IMMEDIATE")  # before the file is in write-ahead mode
+    release = threading.Timer(0.3, other.execute, ["ROLLBACK"])
+    release.start()
+    shelf = Shelf(path)
+    assert not release.is_alive()
+    shelf.put(1)
+    assert shelf.heat.nbytes() == 10
+    other.close()
+
+
+def test_a_read_only_count_does_not_fail_a_read(path):
+    shelf = Shelf(path)
+    shelf.put(1)
+    shelf.heat._connection.execute("PRAGMA query_only = ON")
+    shelf.now += 1000
+    shelf.read(1)
+    with pytest.raises(StoreError, match=r"heat\.sqlite: .*remove the file to count anew"):
+        shelf.put(2)
+
+
+def test_a_file_of_another_format_or_kind_is_refused(path):
+    with pytest.raises(StoreError, match="max_bytes=0"):
+        Shelf(path, 0)
+    path.write_bytes(b"not a database" * 100)
+    with pytest.raises(StoreError, match="remove the file to count anew"):
+        Shelf(path)
+    path.unlink()
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version = 9")
+    connection.close()
+    with pytest.raises(StoreError, match="format 9"):
+        Shelf(path)
+
+
+def test_the_count_of_format_1_is_taken_over(path):
+    """It had one sum over all fingerprints; reads that were counted stay counted."""
+    connection = sqlite3.connect(path)
+    connection.executescript(
+        """
+        CREATE TABLE chunks (
+            fingerprint TEXT NOT NULL, key TEXT NOT NULL, nbytes INTEGER NOT NULL,
+            heat REAL NOT NULL, last REAL NOT NULL, pending REAL NOT NULL,
+            version INTEGER NOT NULL, PRIMARY KEY (fingerprint, key)) WITHOUT ROWID;
+        CREATE INDEX chunks_by_heat ON chunks (heat);
+        CREATE TABLE total (nbytes INTEGER NOT NULL);
+        INSERT INTO total VALUES (0);
+        CREATE TRIGGER counted AFTER INSERT ON chunks
+            BEGIN UPDATE total SET nbytes = nbytes + new.nbytes; END;
+        CREATE TRIGGER struck AFTER DELETE ON chunks
+            BEGIN UPDATE total SET nbytes = nbytes - old.nbytes; END;
+        CREATE TRIGGER resized AFTER UPDATE OF nbytes ON chunks
+            BEGIN UPDATE total SET nbytes = nbytes - old.nbytes + new.nbytes; END;
+        PRAGMA user_version = 1;
+        """
+    )
+    heat = START / HALF_LIFE_SECONDS
+    rows = [(MODEL, name(1).key, heat + 3), (MODEL, name(2).key, heat), ("cd" * 32, "ef", heat - 9)]
+    connection.executemany("INSERT INTO chunks VALUES (?, ?, 10, ?, 0, 0, 7)", rows)
+    connection.commit()
+    connection.close()
+    shelf = Shelf(path, max_bytes=20)
+    assert shelf.heat.nbytes() == 20
+    shelf.held = {name(1), name(2)}
+    shelf.put(3)
+    assert shelf.numbers() == [1, 3]
+    assert shelf.heat.nbytes() == 20
+    left = sqlite3.connect(path).execute("SELECT COUNT(*) FROM chunks WHERE key = 'ef'").fetchone()
+    assert left == (1,)

@@ -1,0 +1,143 @@
+"""Chunks brought nearer before they are asked for."""
+
+import concurrent.futures
+import ctypes
+import os
+
+import numpy as np
+import pytest
+
+from jaxrag.base.errors import ChunkMissing, StoreError
+from jaxrag.kv.store import ChunkStore
+from jaxrag.kv.store.prefetch import HostTier
+
+
+def put(store, *chunks):
+    for c in chunks:
+        store.put(c.key, c.kv, record=c.record)
+
+
+def remove_bytes(root):
+    for path in root.rglob("c/**/*"):
+        if path.is_file():
+            path.unlink()
+
+
+def resident_share(path):
+    pages = np.memmap(path, mode="r")
+    vector = np.zeros(-(-pages.size // 4096), np.uint8)
+    arguments = (pages.ctypes.data, pages.size, vector.ctypes.data)
+    assert ctypes.CDLL(None).mincore(*map(ctypes.c_void_p, arguments)) == 0
+    return (vector & 1).mean()
+
+
+def test_the_host_tier_answers_without_the_files(open_store, chunk, tmp_path):
+    store = open_store()
+    a, b = chunk(1, 3), chunk(2, 8)
+    put(store, a, b)
+    assert store.prefetch([a.key, b.key, a.key], "host").result() == a.kv.nbytes + b.kv.nbytes
+    remove_bytes(tmp_path / "kb")
+    got = store.get_many([b.key, a.key])
+    assert got.kv.tobytes() == np.concatenate([b.kv, a.kv], axis=2).tobytes()
+    part = store.get(b.key, layers=(1, 3))
+    assert part.tobytes() == b.kv[1:3].tobytes()
+    got.kv[...] = 0  # the caller's own copy
+    a.assert_equal(store.get(a.key))
+
+
+def test_chunks_here_and_on_the_disk_are_assembled_together(open_store, chunk):
+    store = open_store()
+    a, b, c = chunk(1, 3), chunk(2, 8), chunk(3, 5)
+    put(store, a, b, c)
+    store.prefetch([b.key], "host").result()
+    got = store.get_many([a.key, b.key, c.key])
+    assert got.kv.tobytes() == np.concatenate([a.kv, b.kv, c.kv], axis=2).tobytes()
+
+
+def test_the_host_tier_keeps_the_bound_and_the_latest(open_store, chunk):
+    size = chunk(0).kv.nbytes
+    store = open_store(host_bytes=2 * size)
+    put(store, *(chunk(number) for number in range(3)))
+    keys = [chunk(number).key for number in range(3)]
+    for key in keys:
+        store.prefetch([key], "host").result()
+    host = store._prefetcher.host
+    assert host.nbytes == 2 * size
+    held = [record.attempt for record in store.head(keys)]
+    assert host.get(held[0]) is None
+    assert host.get(held[2]) is not None
+    big = chunk(9, tokens=20)
+    put(store, big)
+    assert store.prefetch([big.key], "host").result() == 0
+    big.assert_equal(store.get(big.key))
+
+
+def test_a_replaced_chunk_is_not_served_from_memory(open_store, chunk):
+    store = open_store()
+    old, new = chunk(1, seed=1), chunk(1, seed=2)
+    put(store, old)
+    store.prefetch([old.key], "host").result()
+    store.put(new.key, new.kv, record=new.record, replace=True)
+    new.assert_equal(store.get(new.key))
+    store.delete([new.key])
+    with pytest.raises(ChunkMissing):
+        store.get(new.key)
+
+
+@pytest.mark.parametrize("tier", ["page", "host"])
+def test_what_is_not_there_is_passed_over(open_store, chunk, tmp_path, tier):
+    store = open_store()
+    a, absent, damaged = chunk(1), chunk(2), chunk(3)
+    put(store, damaged)
+    remove_bytes(tmp_path / "kb")
+    put(store, a)
+    future = store.prefetch([absent.key, damaged.key, a.key], tier)
+    assert future.result() >= a.kv.nbytes
+    a.assert_equal(store.get(a.key))
+
+
+def test_the_page_tier_reads_the_files(open_store, chunk, tmp_path):
+    store = open_store()
+    c = chunk(1, tokens=9000)
+    put(store, c)
+    (path,) = (p for p in (tmp_path / "kb").rglob("c/**/*") if p.is_file())
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if resident_share(path) > 0.5:
+        pytest.skip("the file system keeps its files in memory")
+    header = next((tmp_path / "kb").rglob("zarr.json"))
+    assert store.prefetch([c.key]).result() == path.stat().st_size + header.stat().st_size
+    assert resident_share(path) == 1.0
+
+
+def test_bad_requests_are_refused(open_store, chunk, s3_location, layout, model):
+    store = open_store()
+    with pytest.raises(StoreError, match="tier='disk': expected one of page, host"):
+        store.prefetch([chunk(1).key], "disk")
+    remote = ChunkStore.open(s3_location, model, layout, mode="rw")
+    with pytest.raises(StoreError, match="no page cache: prefetch into the tier 'host'"):
+        remote.prefetch([chunk(1).key])
+    put(remote, chunk(1))
+    assert remote.prefetch([chunk(1).key], "host").result() == chunk(1).kv.nbytes
+
+
+def test_threads_share_a_host_tier():
+    tier = HostTier(100)
+    arrays = {f"{i}": np.full(10, i, np.uint8) for i in range(30)}
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda item: tier.keep(*item), list(arrays.items()) * 5))
+    assert tier.nbytes == 100
+    held = [name for name in arrays if tier.get(name) is not None]
+    assert len(held) == 10
+    assert all((tier.get(name) == arrays[name]).all() for name in held)
+
+
+def test_the_kv_used_last_stays_in_the_host_tier():
+    tier = HostTier(20)
+    for name in ("a", "b"):
+        assert tier.keep(name, np.zeros(10, np.uint8))
+    assert tier.get("a") is not None
+    assert tier.keep("c", np.zeros(10, np.uint8))
+    assert [tier.get(name) is not None for name in "abc"] == [True, False, True]
+    assert not tier.keep("d", np.zeros(21, np.uint8))  # and nothing leaves for it
+    assert tier.nbytes == 20

@@ -1,0 +1,239 @@
+"""A local copy of a remote store: what it serves, what it drops, what it never hides."""
+
+import concurrent.futures
+
+import numpy as np
+import pytest
+
+from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
+from jaxrag.kv.store import ChunkStore, KVLayout, ReadThrough
+
+
+def put(store, *chunks):
+    for c in chunks:
+        store.put(c.key, c.kv, record=c.record)
+
+
+def data_files(root):
+    return sorted(path for path in root.rglob("c/**/*") if path.is_file())
+
+
+def damage(path):
+    data = bytearray(path.read_bytes())
+    data[3] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+
+
+@pytest.fixture(params=["directory", "s3"])
+def far(request, tmp_path, layout, model):
+    """A remote store that is open for writing."""
+    place = tmp_path / "far"
+    if request.param == "s3":
+        place = request.getfixturevalue("s3_location")
+    return ChunkStore.open(place, model, layout, mode="rw")
+
+
+@pytest.fixture
+def near(tmp_path, layout, model):
+    """``near(**options)``: the local store."""
+
+    def open_(layout=layout, **options):
+        return ChunkStore.open(
+            tmp_path / "near", model, layout, mode="rw", durable=False, **options
+        )
+
+    return open_
+
+
+def test_the_second_read_is_local(far, near, chunk):
+    a, b = chunk(1, 3), chunk(2, 8)
+    put(far, a, b)
+    store = ReadThrough(far, near())
+    for _ in range(2):
+        got = store.get_many([b.key, a.key])
+        assert got.kv.tobytes() == np.concatenate([b.kv, a.kv], axis=2).tobytes()
+    far.delete([a.key, b.key])  # copies remain readable
+    assert store.head([a.key]) == [None]  # but the remote store is asked what exists
+    a.assert_equal(store.get(a.key))
+
+
+def test_layers_of_a_chunk_that_is_not_here_yet(far, near, chunk):
+    c = chunk(1, 9)
+    put(far, c)
+    store = ReadThrough(far, near())
+    assert store.get(c.key, layers=(1, 2)).tobytes() == c.kv[1:2].tobytes()
+    c.assert_equal(near().get(c.key))
+
+
+def test_auxiliary_arrays_come_with_the_chunk(far, near, chunk, rng):
+    c = chunk(1)
+    index = rng.standard_normal((4, 3)).astype(np.float32)
+    far.put(c.key, c.kv, record=c.record, aux={"index": index})
+    store = ReadThrough(far, near())
+    for _ in range(2):
+        assert (store.aux(c.key, "index") == index).all()
+    far.delete([c.key])
+    assert (store.aux(c.key, "index") == index).all()
+
+
+def test_missing_in_the_remote_is_missing(far, near, chunk):
+    a, absent = chunk(1), chunk(2)
+    put(far, a)
+    store = ReadThrough(far, near())
+    with pytest.raises(ChunkMissing, match=absent.key):
+        store.get(absent.key)
+    got = store.get_many([absent.key, a.key], on_missing="skip")
+    assert got.missing == (absent.key,)
+    assert got.kv.tobytes() == a.kv.tobytes()
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "missing"])
+def test_a_damaged_copy_is_fetched_again(far, near, chunk, tmp_path, how):
+    c, other = chunk(1), chunk(2, 9)
+    put(far, c, other)
+    store = ReadThrough(far, near())
+    store.get_many([c.key, other.key])
+    path = next(p for p in data_files(tmp_path / "near") if p.stat().st_size < 9 * c.kv.nbytes // 7)
+    if how == "flipped":
+        damage(path)
+    elif how == "truncated":
+        path.write_bytes(path.read_bytes()[:-30])
+    else:
+        path.unlink()
+    got = store.get_many([other.key, c.key])
+    assert (got.missing, got.corrupt) == ((), ())
+    assert got.kv.tobytes() == np.concatenate([other.kv, c.kv], axis=2).tobytes()
+    c.assert_equal(near().get(c.key))  # healed
+    assert len(data_files(tmp_path / "near")) == 2
+
+
+def test_a_damaged_record_of_a_copy_is_fetched_again(far, near, chunk, tmp_path):
+    c = chunk(1)
+    put(far, c)
+    store = ReadThrough(far, near())
+    store.get(c.key)
+    (record,) = (tmp_path / "near").rglob("commit.json")
+    record.write_bytes(b"{}")
+    c.assert_equal(store.get(c.key))
+    c.assert_equal(near().get(c.key))
+
+
+def test_damage_in_the_remote_is_corrupt_and_leaves_no_copy(tmp_path, near, layout, model, chunk):
+    far = ChunkStore.open(tmp_path / "far", model, layout, mode="rw")
+    a, b = chunk(1), chunk(2)
+    put(far, a)
+    damage(data_files(tmp_path / "far")[0])
+    put(far, b)
+    store = ReadThrough(far, near())
+    with pytest.raises(ChunkCorrupt, match=a.key):
+        store.get(a.key)
+    got = store.get_many([a.key, b.key], on_missing="skip", verify="never")
+    assert got.corrupt == (a.key,)
+    assert list(near().keys()) == [b.key]
+    assert store.verify().corrupt == (a.key,)
+    assert far.put(a.key, a.kv, record=a.record, replace=True).won
+    a.assert_equal(store.get(a.key))
+
+
+def test_bytes_gone_in_the_remote_are_missing(tmp_path, near, layout, model, chunk):
+    far = ChunkStore.open(tmp_path / "far", model, layout, mode="rw")
+    put(far, chunk(1))
+    data_files(tmp_path / "far")[0].unlink()
+    with pytest.raises(ChunkMissing, match="its bytes are gone"):
+        ReadThrough(far, near()).get(chunk(1).key)
+
+
+def test_the_local_store_stays_within_its_limit(far, near, chunk):
+    chunks = [chunk(number) for number in range(6)]
+    put(far, *chunks)
+    local = near(max_bytes=2 * chunks[0].kv.nbytes)
+    store = ReadThrough(far, local)
+    for c in chunks * 2:
+        c.assert_equal(store.get(c.key))
+        assert len(list(local.keys())) <= 2
+    got = store.get_many([c.key for c in chunks])
+    assert got.kv.tobytes() == np.concatenate([c.kv for c in chunks], axis=2).tobytes()
+
+
+def test_a_chunk_too_large_to_stay_is_read_all_the_same(far, near, chunk, rng):
+    c, small = chunk(1, 30), chunk(2, 3)
+    index = rng.standard_normal(5).astype(np.float32)
+    far.put(c.key, c.kv, record=c.record, aux={"index": index})
+    put(far, small)
+    local = near(max_bytes=c.kv.nbytes // 2)
+    store = ReadThrough(far, local)
+    got = store.get_many([small.key, c.key])
+    assert got.kv.tobytes() == np.concatenate([small.kv, c.kv], axis=2).tobytes()
+    assert list(local.keys()) == [small.key]
+    assert (store.aux(c.key, "index") == index).all()
+
+
+def test_int8_chunks_are_copied_as_they_are(tmp_path, model, chunk):
+    layout = KVLayout(3, 2, 5, "float32", stored="int8")
+    far = ChunkStore.open(tmp_path / "far", model, layout, mode="rw")
+    near = ChunkStore.open(tmp_path / "near", model, layout, mode="rw", durable=False)
+    c = chunk(1, layout=layout)
+    kv = np.random.default_rng(0).standard_normal(c.kv.shape).astype(np.float32)
+    far.put(c.key, kv, record=c.record)
+    expected = far.get(c.key)
+    store = ReadThrough(far, near)
+    for _ in range(2):
+        assert store.get(c.key).tobytes() == expected.tobytes()
+
+
+def test_chunks_of_several_ranks_are_copied_as_they_are(tmp_path, model, layout, near, chunk):
+    far = ChunkStore.open(tmp_path / "far", model, layout, mode="rw")
+    c = chunk(1)
+    attempt = far.begin(c.key, 7, c.record, ways=2)
+    halves = [c.kv[:, :, :, rank : rank + 1].copy() for rank in (0, 1)]
+    far.commit(attempt, [far.put_shard(attempt, rank, kv) for rank, kv in enumerate(halves)])
+    store = ReadThrough(far, near())
+    for _ in range(2):
+        c.assert_equal(store.get(c.key))
+    assert len(data_files(tmp_path / "near")) == 2
+
+
+def test_delete_and_gc_reach_both(far, near, chunk):
+    a, b, c = chunk(1), chunk(2), chunk(3)
+    put(far, a, b, c)
+    store = ReadThrough(far, near())
+    store.get_many([a.key, b.key, c.key])
+    assert store.delete([a.key]) == 1
+    report = store.gc(lambda record: record.key == c.key, grace_seconds=0.0)
+    assert report.chunks == 1
+    assert list(far.keys()) == list(near().keys()) == [c.key]
+    with pytest.raises(ChunkMissing):
+        store.get(a.key)
+
+
+@pytest.mark.parametrize("tier", ["page", "host"])
+def test_prefetch_copies_first(far, near, chunk, tier):
+    a, b, absent = chunk(1), chunk(2), chunk(3)
+    put(far, a, b)
+    store = ReadThrough(far, near())
+    assert store.prefetch([a.key, b.key, absent.key], tier).result() >= 2 * a.kv.nbytes
+    assert len(list(near().keys())) == 2
+    a.assert_equal(store.get(a.key))
+    store.close()
+
+
+def test_threads_that_want_the_same_chunk_agree(far, near, chunk, tmp_path):
+    chunks = [chunk(number) for number in range(3)]
+    put(far, *chunks)
+    store = ReadThrough(far, near())
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        got = list(pool.map(lambda c: (c, store.get(c.key)), chunks * 4))
+    for c, kv in got:
+        c.assert_equal(kv)
+    assert len(data_files(tmp_path / "near")) == 3
+
+
+def test_stores_that_do_not_fit_together_are_refused(far, near, model, tmp_path):
+    other = KVLayout(3, 2, 6, "bfloat16")
+    with pytest.raises(StoreError, match=r"near2 holds chunks of .*, expected those of"):
+        ReadThrough(far, ChunkStore.open(tmp_path / "near2", model, other, mode="rw"))
+    near()
+    reader = ChunkStore.open(tmp_path / "near", model, far.layout)
+    with pytest.raises(StoreError, match="expected a directory that is open for writing"):
+        ReadThrough(far, reader)

@@ -1,0 +1,348 @@
+import dataclasses
+import json
+import re
+import time
+
+import numpy as np
+import pytest
+import xxhash
+
+from jaxrag.base.errors import ChunkCorrupt, ChunkNotSealed, StoreError
+from jaxrag.kv.store.layout import KVLayout
+from jaxrag.kv.store.record import (
+    MAX_AUX_BYTES,
+    MAX_RECORD_BYTES,
+    AuxArray,
+    Provenance,
+    Record,
+    attempt_age,
+    describe_aux,
+    layer_digests,
+    new_attempt,
+    new_record,
+    read_record,
+)
+from jaxrag.kv.store.seal import Sealer
+
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=5, dtype="bfloat16")
+DIGEST = "0123456789abcdef"
+SEALER = Sealer(b"a secret of sixteen bytes or more")
+
+
+@pytest.fixture
+def record(chunk):
+    c = chunk(1)
+    aux = {"summary": describe_aux("summary", np.arange(6, dtype=np.float32).reshape(2, 3))}
+    return new_record(c.key, "a1" * 12, 7, LAYOUT, c.record, layer_digests(c.kv), aux)
+
+
+@pytest.fixture
+def sealed(record):
+    """The same record with seals."""
+    aux = {
+        name: dataclasses.replace(entry, seals=("0f" * 16,)) for name, entry in record.aux.items()
+    }
+    seals = ("1f" * 16,) * 3
+    return dataclasses.replace(record, seals=seals, aux=aux).sealed(SEALER)
+
+
+def signed(values):
+    """The JSON of a record with these values and a checksum that agrees with them."""
+    body = {name: value for name, value in values.items() if name != "check"}
+    text = json.dumps(body, sort_keys=True).encode()
+    return json.dumps({**body, "check": xxhash.xxh3_64_hexdigest(text)}).encode()
+
+
+def test_json_round_trip(record):
+    assert Record.from_json(record.to_json()) == record
+    assert record.tokens == 7
+    assert Record.from_json(signed(json.loads(record.to_json()))) == record
+
+
+def test_a_record_with_seals_comes_back_and_is_of_another_format(record, sealed):
+    assert Record.from_json(sealed.to_json()) == sealed
+    assert [json.loads(it.to_json())["format"] for it in (record, sealed)] == [2, 3]
+    assert sealed.sealed(None) == record
+    sealed.require_seal(SEALER)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": 2}, "field 'seal"),
+        ({"format": 3.0}, "format is 3.0"),
+        ({"seal": ""}, "seal=''"),
+        ({"seal": None}, "seal=None"),
+        ({"seal": "0" * 31}, "seal='000"),
+        ({"seals": []}, "seals is not a list of 3 digests of 32"),
+        ({"seals": ["0" * 16] * 3}, "seals is not"),
+        (
+            {"aux": {"x": {"shape": [2], "dtype": "uint8", "xxh3": [DIGEST]}}},
+            r"aux\.x is not an object of dtype, seals, shape, xxh3",
+        ),
+        (
+            {"aux": {"x": {"shape": [2], "dtype": "uint8", "xxh3": [DIGEST], "seals": [DIGEST]}}},
+            r"aux\.x\.seals is not",
+        ),
+    ],
+)
+def test_from_json_refuses_seals_that_no_writer_made(sealed, change, said):
+    with pytest.raises(StoreError, match=said):
+        Record.from_json(signed({**json.loads(sealed.to_json()), **change}))
+
+
+def test_a_seal_is_over_every_field(sealed):
+    changes = {
+        "key": "ab" * 20, "attempt": "b2" * 12, "shape": [3, 2, 8, 2, 5], "dtype": "float16",
+        "stored": "native", "ways": 1, "xxh3": [DIGEST] * 3, "encoder": "another",
+        "content_id": "cd" * 20, "context_id": "ef" * 20, "created": "2001-01-01T00:00:00Z",
+        "seals": ["2f" * 16] * 3, "seal": "3f" * 16, "aux": {},
+    }  # fmt: skip
+    values = json.loads(sealed.to_json())
+    assert changes.keys() == values.keys() - {"format", "check"}
+    for name, value in changes.items():
+        if values[name] == value:
+            continue
+        changed = Record.from_json(signed({**values, name: value}))
+        with pytest.raises(ChunkNotSealed, match="not sealed with secret"):
+            changed.require_seal(SEALER)
+    for name in ("shape", "dtype", "xxh3", "seals"):
+        aux = json.loads(sealed.to_json())["aux"]
+        value = {"shape": [6, 1], "dtype": "int32", "xxh3": [DIGEST], "seals": ["2f" * 16]}[name]
+        aux["summary"][name] = value
+        changed = Record.from_json(signed({**values, "aux": aux}))
+        with pytest.raises(ChunkNotSealed):
+            changed.require_seal(SEALER)
+    with pytest.raises(ChunkNotSealed):
+        sealed.require_seal(Sealer(b"another secret of many bytes"))
+
+
+def test_a_record_without_seal_is_as_it_was(record):
+    with pytest.raises(ChunkNotSealed, match="not sealed, which a store with a secret asks"):
+        record.require_seal(SEALER)
+
+
+def test_seals_leave_no_less_room_for_digests(chunk):
+    """As many as a record without seals holds, of 8 ranks and 126 layers, find room."""
+    c = chunk(1)
+    layout = KVLayout(126, 8, 5, "bfloat16", "int8")
+    scale = AuxArray((126, 2, 7, 8), "float32", (DIGEST,) * 8, ("0f" * 16,) * 8)
+    aux = {
+        f"attention_index_{i}": AuxArray((9,), "uint8", (DIGEST,), ("0f" * 16,)) for i in range(126)
+    }
+    made = new_record(
+        c.key, "a1" * 12, 7, layout, c.record, [DIGEST] * 1008, aux | {"scale": scale}, 8,
+        ["0f" * 16] * 1008, SEALER,
+    )  # fmt: skip
+    assert Record.from_json(made.to_json()) == made
+
+
+def test_digests_are_those_of_each_layers_bytes(record, chunk):
+    kv = chunk(1).kv
+    assert record.xxh3 == tuple(xxhash.xxh3_64_hexdigest(layer.tobytes()) for layer in kv)
+
+
+def test_digests_of_a_slice_of_a_larger_buffer(chunk, layout):
+    c = chunk(2)
+    big = np.zeros(layout.shape(40), layout.numpy_dtype)
+    big[:, :, 11:18] = c.kv
+    assert layer_digests(big[:, :, 11:18]) == layer_digests(c.kv)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": 1}, "format is 1, expected 2"),
+        ({"format": "2"}, "format is '2'"),
+        ({"key": "ab"}, "key='ab'"),
+        ({"attempt": "../../../../etc"}, "attempt='../"),
+        ({"attempt": "A1" * 12}, "attempt="),
+        ({"attempt": "a1" * 8}, "attempt="),
+        ({"shape": [3, 2, 7, 2]}, "shape is"),
+        ({"shape": [3, 3, 7, 2, 5]}, "shape is"),
+        ({"shape": [3, 2, -7, 2, 5]}, "shape is"),
+        ({"shape": [3, 2, 0, 2, 5]}, "shape is"),
+        ({"shape": [3, 2, 7.0, 2, 5]}, "shape is"),
+        ({"shape": [True, 2, 7, 2, 5]}, "shape is"),
+        ({"shape": "3"}, "shape is"),
+        ({"dtype": "float64"}, "dtype is"),
+        ({"dtype": None}, "dtype is"),
+        ({"dtype": ["bfloat16"]}, "dtype is"),
+        ({"stored": "int4"}, "stored is 'int4'"),
+        ({"stored": "int8"}, r"aux\.scale is missing"),
+        ({"ways": 0}, "ways is 0, expected a divisor of 2 heads"),
+        ({"ways": 3}, "ways is 3"),
+        ({"ways": True}, "ways is True"),
+        ({"ways": 2}, "xxh3 is not a list of 6"),
+        ({"aux": []}, r"aux is \[\]"),
+        ({"aux": {"../x": {}}}, r"aux has the name '\.\./x'"),
+        ({"aux": {"x": [2]}}, r"aux\.x is not an object"),
+        ({"aux": {"x": {"shape": [2], "dtype": "float32"}}}, r"aux\.x is not an object"),
+        ({"aux": {"x": {"shape": [2], "dtype": "object", "xxh3": [DIGEST]}}}, "dtype is 'object'"),
+        ({"aux": {"x": {"shape": [], "dtype": "uint8", "xxh3": [DIGEST]}}}, r"shape is \[\]"),
+        ({"aux": {"x": {"shape": [0], "dtype": "uint8", "xxh3": [DIGEST]}}}, r"shape is \[0\]"),
+        ({"aux": {"x": {"shape": 3, "dtype": "uint8", "xxh3": [DIGEST]}}}, "shape is 3"),
+        ({"aux": {"x": {"shape": [3], "dtype": "uint8", "xxh3": []}}}, "xxh3 is not"),
+        ({"aux": {"x": {"shape": [2**60], "dtype": "uint8", "xxh3": [DIGEST]}}}, "has 11529215"),
+        ({"aux": {"scale": {"shape": [3], "dtype": "uint8", "xxh3": [DIGEST]}}}, "native chunk"),
+        ({"xxh3": []}, "xxh3 is not"),
+        ({"xxh3": ["0" * 16] * 4}, "xxh3 is not"),
+        ({"xxh3": ["0" * 15] * 3}, "xxh3 is not"),
+        ({"xxh3": {"0": 1}}, "xxh3 is not"),
+        ({"encoder": ""}, "encoder="),
+        ({"encoder": 3}, "encoder is 3"),
+        ({"encoder": "x" * 65}, "encoder="),
+        ({"content_id": None}, "content_id="),
+        ({"context_id": "0" * 41}, "context_id="),
+        ({"created": "yesterday"}, "created is"),
+        ({"created": 0}, "created is"),
+        ({"created": "2026-01-31"}, "created is"),
+        ({"created": "2026-01-31T12:00:00+02:00"}, "created is"),
+        ({"extra": 1}, "'extra'"),
+    ],
+)
+def test_from_json_refuses_what_no_writer_wrote(record, change, said):
+    values = {**json.loads(record.to_json()), **change}
+    with pytest.raises(StoreError, match=said):
+        Record.from_json(signed(values))
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Record)])
+def test_from_json_refuses_a_missing_field(sealed, name):
+    values = json.loads(sealed.to_json())
+    del values[name]
+    with pytest.raises(StoreError, match=name):
+        Record.from_json(signed(values))
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 50_000, b"{}", b"\0" * 100]
+)
+def test_from_json_refuses_what_is_no_object(text):
+    with pytest.raises(StoreError):
+        Record.from_json(text)
+
+
+def test_every_flipped_bit_of_a_record_is_noticed(record):
+    text = record.to_json()
+    for position in range(len(text)):
+        for bit in (1, 4, 64):
+            damaged = bytearray(text)
+            damaged[position] ^= bit
+            try:
+                # White space and number spellings may change without changing a value.
+                assert Record.from_json(bytes(damaged)) == record
+            except StoreError:
+                continue
+
+
+def test_a_record_of_another_chunk_model_or_size_is_refused(record, model, layout):
+    def read(record=record, key=record.key, model=model, layout=layout, max_tokens=7):
+        return read_record(record.to_json(), key, model, layout, max_tokens)
+
+    assert read() == record
+    with pytest.raises(ChunkCorrupt, match=f"chunk {'0' * 40}: .* belongs to {record.key}"):
+        read(key="0" * 40)
+    with pytest.raises(ChunkCorrupt, match="not written under fingerprint ffff"):
+        read(model="f" * 64)
+    with pytest.raises(
+        ChunkCorrupt, match=r"native bfloat16 \[3, 2, 7, 2, 5\], expected native bfloat16 \[4, 2"
+    ):
+        read(layout=dataclasses.replace(layout, num_layers=4))
+    with pytest.raises(ChunkCorrupt, match="expected native float16"):
+        read(layout=dataclasses.replace(layout, dtype="float16"))
+    with pytest.raises(ChunkCorrupt, match="expected int8 bfloat16"):
+        read(layout=dataclasses.replace(layout, stored="int8"))
+    with pytest.raises(ChunkCorrupt, match="7 tokens, expected at most 6"):
+        read(max_tokens=6)
+    with pytest.raises(ChunkCorrupt, match="not written under fingerprint"):
+        read(dataclasses.replace(record, content_id="0" * 40))
+    with pytest.raises(ChunkCorrupt, match="longer than"):
+        padded = record.to_json() + b" " * MAX_RECORD_BYTES
+        read_record(padded, record.key, model, layout, 7)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_layers": 0}, "num_layers=0"),
+        ({"num_kv_heads": -1}, "num_kv_heads=-1"),
+        ({"head_dim": 2.0}, r"head_dim=2\.0"),
+        ({"head_dim": True}, "head_dim=True"),
+        ({"dtype": "int8"}, "dtype='int8'"),
+        ({"stored": "int4"}, "stored='int4': expected one of native, int8"),
+    ],
+)
+def test_layout_refuses_impossible_sizes(layout, change, said):
+    with pytest.raises(StoreError, match=said):
+        dataclasses.replace(layout, **change)
+
+
+def test_layout_sizes():
+    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=5, dtype="float32")
+    assert layout.shape(11) == (3, 2, 11, 2, 5)
+    assert layout.nbytes(11) == np.zeros(layout.shape(11), np.float32).nbytes
+    assert layout.stored_nbytes(11) == layout.nbytes(11)
+    assert (layout.bits_dtype, layout.stored_dtype) == (np.uint32, np.float32)
+    small = dataclasses.replace(layout, stored="int8")
+    assert small.nbytes(11) == layout.nbytes(11)
+    assert small.stored_nbytes(11) == 3 * 2 * 11 * 2 * (5 + 4)
+    assert (small.bits_dtype, small.stored_dtype) == (np.uint8, np.int8)
+
+
+def test_attempts_tell_their_age():
+    assert new_attempt() != new_attempt()
+    assert -1 <= attempt_age(new_attempt()) < 60
+    hour_ago = f"{int(time.time()) - 3600:08x}{'0' * 16}"
+    assert 3599 <= attempt_age(hour_ago) < 3660
+
+
+@pytest.mark.parametrize("clock", [-86_400.0, 2.0**32 + 5, 2.0**40])
+def test_attempts_have_one_length_however_the_clock_is_set(monkeypatch, clock):
+    monkeypatch.setattr(time, "time", lambda: clock)
+    assert re.fullmatch("[0-9a-f]{24}", new_attempt())
+
+
+def test_a_record_knows_its_age_and_bytes(record):
+    assert -1 <= record.age < 60
+    old = dataclasses.replace(record, created="2001-09-09T01:46:40Z")
+    assert old.age == pytest.approx(time.time() - 1_000_000_000, abs=60)
+    assert record.nbytes == LAYOUT.nbytes(7) + 24
+
+
+def test_a_record_that_no_reader_would_take_is_refused(chunk):
+    c = chunk(1)
+    aux = {f"a{number}": AuxArray((1,), "uint8", (DIGEST,)) for number in range(1000)}
+    with pytest.raises(StoreError, match="its record takes .* expected at most 65536"):
+        new_record(c.key, "a1" * 12, 7, LAYOUT, c.record, [DIGEST] * 3, aux)
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "said"),
+    [
+        ("", np.zeros(1), "expected a name"),
+        ("a/b", np.zeros(1), "expected a name"),
+        ("Abc", np.zeros(1), "expected a name"),
+        ("a" * 33, np.zeros(1), "expected a name"),
+        ("scale", np.zeros(1), "other than 'scale'"),
+        (3, np.zeros(1), "expected a name"),
+        ("x", [1, 2], "is list: expected a numpy array"),
+        ("x", np.array(["text"]), "is <U4: expected a numpy array"),
+        ("x", np.zeros(2, bool), "is bool"),
+        ("x", np.float32(1), "is float32: expected a numpy array"),
+        ("x", np.array(1.0), r"is \[\]: expected 1 to 8 axes"),
+        ("x", np.zeros((1,) * 9), "expected 1 to 8 axes"),
+        ("x", np.zeros((3, 0)), "1 to 1073741824 bytes"),
+        ("x", np.broadcast_to(np.uint8(0), MAX_AUX_BYTES + 1), "1 to 1073741824 bytes"),
+        ("x", np.zeros((4, 4))[:, ::2], "is strided"),
+    ],
+)
+def test_auxiliary_arrays_that_no_record_can_hold(name, array, said):
+    with pytest.raises(StoreError, match=said):
+        describe_aux(name, array)
+
+
+@pytest.mark.parametrize("encoder", ["", "x" * 65, "a\nb"])
+def test_provenance_refuses_an_encoder_name_that_no_record_can_hold(encoder):
+    with pytest.raises(StoreError, match="encoder="):
+        Provenance(encoder, "0" * 40, "0" * 40)
