@@ -27,8 +27,8 @@ from jaxrag.cli.output import give_out, require_folder
 from jaxrag.documents import Document
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.models.model import random_model
-from jaxrag.text import byte_level
-from jaxrag.text.tokenizer import Tokenizer
+from jaxrag.models.text import byte_level
+from jaxrag.models.text.tokenizer import Tokenizer
 
 CHUNK_TOKENS = 48
 VOCABULARY = 20_000  # words, drawn as natural text draws them

@@ -39,12 +39,12 @@ from jaxrag.cli.output import give_out, require_folder
 from jaxrag.documents import Document
 from jaxrag.documents.chunking import Chunking, split
 from jaxrag.embed import load_embedder
+from jaxrag.models.text import byte_level
+from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.retrieve.base import Found, Retriever, Vectors, searched_text
 from jaxrag.retrieve.bm25 import terms
 from jaxrag.retrieve.names import VECTOR_INDEXES, index_named
 from jaxrag.retrieve.retrievers import BM25Retriever, HybridRetriever, VectorRetriever
-from jaxrag.text import byte_level
-from jaxrag.text.tokenizer import Tokenizer
 
 CUTOFFS = (5, 10)
 CHUNK_TOKENS = 512

@@ -70,10 +70,10 @@ from jaxrag.engine.state import EngineSettings
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.kv.cache import PAGE, pages_for
 from jaxrag.models.model import Model, random_model
+from jaxrag.models.text import byte_level
+from jaxrag.models.text.prompts import TEMPLATES
+from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.serve.generate import Result, generate
-from jaxrag.text import byte_level
-from jaxrag.text.prompts import TEMPLATES
-from jaxrag.text.tokenizer import Tokenizer
 
 PAPER = {"storage_reduction": 0.710, "hit_rate": 0.779, "avoided": 0.823}
 TEMPLATE = TEMPLATES["turborag"]

@@ -26,9 +26,9 @@ from jaxrag.cli.output import give_out, require_folder
 from jaxrag.documents import Document
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model, random_model
+from jaxrag.models.text import byte_level
+from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.serve.generate import Result, generate
-from jaxrag.text import byte_level
-from jaxrag.text.tokenizer import Tokenizer
 
 CHUNK_TOKENS = 128
 WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "larch", "maple")

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from jaxrag.knowledge_base.ingest import AddReport
     from jaxrag.methods import METHODS, Method
     from jaxrag.models.model import Model, load_model
+    from jaxrag.models.text.prompts import TEMPLATES, PromptTemplate
     from jaxrag.serve.answers import AsyncStream, Result, Stream
     from jaxrag.serve.conversation import Source
     from jaxrag.serve.generate import agenerate, generate
     from jaxrag.serve.warm import Warmed, warm_up
-    from jaxrag.text.prompts import TEMPLATES, PromptTemplate
 
 _MODULES = {
     "__version__": "jaxrag.base.installed",
@@ -36,12 +36,12 @@ _MODULES = {
     "METHODS": "jaxrag.methods",
     "Method": "jaxrag.methods",
     "Model": "jaxrag.models.model",
-    "PromptTemplate": "jaxrag.text.prompts",
+    "PromptTemplate": "jaxrag.models.text.prompts",
     "Result": "jaxrag.serve.answers",
     "Sampling": "jaxrag.engine.sampling",
     "SamplingParams": "jaxrag.engine.sampling",
     "Source": "jaxrag.serve.conversation",
-    "TEMPLATES": "jaxrag.text.prompts",
+    "TEMPLATES": "jaxrag.models.text.prompts",
     "Warmed": "jaxrag.serve.warm",
     "agenerate": "jaxrag.serve.generate",
     "generate": "jaxrag.serve.generate",

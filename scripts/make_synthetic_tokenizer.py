@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from jaxrag.models.text.prompts import PromptTemplate, template_named
 from jaxrag.tasks.world import vocabulary, words
-from jaxrag.text.prompts import PromptTemplate, template_named
 
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = ROOT / "configs" / "templates" / "short.toml"

@@ -30,10 +30,10 @@ from jaxrag.models.export import export_hf
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.reading import Reading
 from jaxrag.models.spec import init_params
+from jaxrag.models.text import byte_level
+from jaxrag.models.text.prompts import TEMPLATES, template_named
+from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.tasks.long.case import Frame
-from jaxrag.text import byte_level
-from jaxrag.text.prompts import TEMPLATES, template_named
-from jaxrag.text.tokenizer import Tokenizer
 
 # The same examples in every run, however slow the machine: no test fails by chance.
 hypothesis.settings.register_profile(

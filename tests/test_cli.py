@@ -22,8 +22,8 @@ from jaxrag.cli.output import columns, shorten, table, titled
 from jaxrag.engine.reuse import PartReuse
 from jaxrag.evals.synthetic_report import Table
 from jaxrag.methods import METHODS
+from jaxrag.models.text.printable import printable
 from jaxrag.serve.conversation import Source
-from jaxrag.text.printable import printable
 
 QUESTION = "Who works the salt wells?"
 TEXTS = {

@@ -9,8 +9,8 @@ from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.base.tables import build, read_toml
 from jaxrag.methods import METHODS, method_named
 from jaxrag.models.spec import num_params
+from jaxrag.models.text.prompts import template_named
 from jaxrag.server.settings import ServerSettings
-from jaxrag.text.prompts import template_named
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MODELS = CONFIGS / "models"

@@ -16,7 +16,7 @@ from jaxrag.engine.engine import engine_of
 from jaxrag.models.export import export_hf
 from jaxrag.models.reading import Reading
 from jaxrag.models.spec import init_params
-from jaxrag.text.prompts import template_named
+from jaxrag.models.text.prompts import template_named
 
 ROOT = Path(__file__).parents[1]
 

@@ -11,9 +11,9 @@ import pytest
 from jaxrag.catalog import Catalog, Entry
 from jaxrag.documents import Document, read_paths
 from jaxrag.documents.chunking import Chunk, Chunking, split
+from jaxrag.models.text.prompts import template_named
+from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.tasks.world import FIRST_HE, FIRST_SHE, LAST, REFUSAL, split_of, words
-from jaxrag.text.prompts import template_named
-from jaxrag.text.tokenizer import Tokenizer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 QUESTIONS = [

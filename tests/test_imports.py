@@ -127,7 +127,7 @@ def test_imports_point_to_lower_floors(module):
         ("jaxrag.engine.loader", "jaxrag.kv.store.keys", False),
         ("jaxrag.engine.loader", "jaxrag.engine.mapping", False),
         ("jaxrag.base.config", "jaxrag.base.errors", False),
-        ("jaxrag.kv.store.keys", "jaxrag.text.prompts", True),  # sideways
+        ("jaxrag.kv.store.keys", "jaxrag.models.text.prompts", True),  # sideways
         ("jaxrag.methods", "jaxrag.knowledge_base", True),  # sideways
         ("jaxrag.models.model", "jaxrag.engine.engine", True),  # up
         ("jaxrag.base.errors", "jaxrag.kv.store.keys", True),  # up

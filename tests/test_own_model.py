@@ -6,7 +6,7 @@ import pytest
 
 from jaxrag.cli import main
 from jaxrag.knowledge_base import KnowledgeBase
-from jaxrag.text.prompts import TEMPLATES
+from jaxrag.models.text.prompts import TEMPLATES
 
 TEXTS = {
     "salt.txt": "The salt wells of Yanjing are worked by hand.",

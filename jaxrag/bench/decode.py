@@ -39,7 +39,7 @@ from jaxrag.kv.cache import PAGE
 from jaxrag.methods import METHODS, placement_of
 from jaxrag.models.model import Model, random_model
 from jaxrag.models.spec import num_params
-from jaxrag.text.progress import progress_bar
+from jaxrag.models.text.progress import progress_bar
 
 CHUNK_TOKENS = 512
 BLOCK = 32  # steps whose recall is averaged

@@ -35,8 +35,8 @@ from jaxrag.bench.machine import describe
 from jaxrag.bench.options import DocumentOptions
 from jaxrag.models.export import export_hf
 from jaxrag.models.spec import init_params, num_params
-from jaxrag.text import byte_level
-from jaxrag.text.progress import followed
+from jaxrag.models.text import byte_level
+from jaxrag.models.text.progress import followed
 
 KINDS: dict[str, tuple[str, ...]] = {
     "retrieval": ("--method", "turborag", "--decode", "retrieval", "--kv", "device"),

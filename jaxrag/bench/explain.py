@@ -33,6 +33,7 @@ from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable, place
 from jaxrag.models.segments import lay_out
 from jaxrag.models.spec import Params
+from jaxrag.models.text.progress import progress_bar
 from jaxrag.select import (
     CacheCraft,
     FirstK,
@@ -45,7 +46,6 @@ from jaxrag.select import (
     layer_deviations,
 )
 from jaxrag.serve.questions import ReadyQuestion, Settings
-from jaxrag.text.progress import progress_bar
 
 DEFAULT_RATIO = 0.15  # of methods that recompute nothing, or have a number of their own
 BINS = 10  # parts of a chunk, for where in it tokens are chosen

@@ -46,9 +46,9 @@ from jaxrag.models.flops import forward_flops
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import Params, init_params, num_params
-from jaxrag.text import byte_level
-from jaxrag.text.progress import followed
-from jaxrag.text.prompts import TEMPLATES
+from jaxrag.models.text import byte_level
+from jaxrag.models.text.progress import followed
+from jaxrag.models.text.prompts import TEMPLATES
 
 Clock = tuple[float, float]  # seconds on the wall, and of all processors together
 

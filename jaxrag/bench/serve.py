@@ -49,7 +49,7 @@ from jaxrag.kv.store import ChunkStore, KVStore
 from jaxrag.methods import METHODS, Method
 from jaxrag.models.model import Model, load_model, random_model
 from jaxrag.models.spec import num_params
-from jaxrag.text.progress import progress_bar
+from jaxrag.models.text.progress import progress_bar
 
 PEER, REPEATED = "peer", "peer_repeated"
 _WARM = 3  # requests of every length of an answer

@@ -27,7 +27,7 @@ from jaxrag.base.errors import RequestError
 from jaxrag.bench.serve_workload import Asked
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import Model
-from jaxrag.text import byte_level
+from jaxrag.models.text import byte_level
 
 FLAGS = ("--enforce-eager", "--enable-prefix-caching")
 _START_SECONDS = 600.0  # 30 on an idle machine

@@ -34,7 +34,7 @@ from jaxrag.kv.store import (
     context_id,
     fingerprint,
 )
-from jaxrag.text.progress import followed
+from jaxrag.models.text.progress import followed
 
 _BLOCK = 1 << 24  # bytes a plain read asks for
 _COLD_SHARE = 0.01  # of a file's pages may be in the page cache

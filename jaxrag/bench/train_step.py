@@ -30,7 +30,7 @@ from jaxrag.models.export import export_hf
 from jaxrag.models.rope import rope_table
 from jaxrag.models.segments import lay_out
 from jaxrag.models.spec import init_params, num_params
-from jaxrag.text.progress import followed
+from jaxrag.models.text.progress import followed
 from jaxrag.train.config import (
     ComputePart,
     DataPart,

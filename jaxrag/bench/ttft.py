@@ -51,7 +51,7 @@ from jaxrag.models.export import export_hf
 from jaxrag.models.flops import block_attention_flops, turborag_flops
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.spec import init_params, num_params
-from jaxrag.text.progress import progress_bar
+from jaxrag.models.text.progress import progress_bar
 
 CHUNK_TOKENS = 512
 SETTLE_SECONDS = 1.0  # idle worker threads of one process spin for a while and slow the other's

@@ -16,7 +16,7 @@ from jaxrag.engine.engine import Engine
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.kv.store import KVStore
 from jaxrag.methods import Method
-from jaxrag.text.progress import followed
+from jaxrag.models.text.progress import followed
 
 WAYS = ("full", "disk", "pool")
 

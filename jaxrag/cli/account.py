@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxrag.cli.output import columns, human_count, shorten, table
-from jaxrag.text.printable import printable
+from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
     from jaxrag.engine.reuse import PartReuse

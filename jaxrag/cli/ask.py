@@ -14,7 +14,7 @@ from jaxrag.cli.opening import asked_of, few_collections, load, method_of, open_
 from jaxrag.cli.options import add_command, add_generation, add_json, add_model, add_secret
 from jaxrag.cli.output import note, print_json
 from jaxrag.engine.sampling_params import SamplingParams
-from jaxrag.text.printable import printable
+from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
     from jaxrag.documents import Document

@@ -10,7 +10,7 @@ from jaxrag.cli.fields import add_fields
 from jaxrag.cli.opening import mesh_of
 from jaxrag.cli.options import add_command, add_json
 from jaxrag.cli.output import human_count, print_json, shorten
-from jaxrag.text.printable import printable
+from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
     from jaxrag.bench.model_check import Checked, Parity

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterator
 
 from jaxrag.base.errors import JaxragError, RequestError
-from jaxrag.text.printable import printable
+from jaxrag.models.text.printable import printable
 
 _LONGEST_RUN = 30 * 86_400  # seconds that the first process to end waits for the last
 

@@ -9,7 +9,7 @@ from jaxrag.base.options import parse_count
 from jaxrag.cli.opening import open_kb, where_of
 from jaxrag.cli.options import add_command, add_found, add_json, add_model, add_secret
 from jaxrag.cli.output import print_json, require_folder, titled
-from jaxrag.text.printable import printable
+from jaxrag.models.text.printable import printable
 
 
 def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from jaxrag.cli.opening import secret_of, where_of
 from jaxrag.cli.options import add_command, add_found, add_json, add_secret
 from jaxrag.cli.output import human_count, print_json
-from jaxrag.text.printable import printable
+from jaxrag.models.text.printable import printable
 
 FORMATS = ("safetensors", "lmcache", "zarr")
 UNFINISHED = 3  # exit code when some chunks could not be exported
@@ -77,7 +77,7 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when everything was exported, 3 when chunks were missing or damaged."""
     from jaxrag.knowledge_base import KnowledgeBase
-    from jaxrag.text.tokenizer import Tokenizer
+    from jaxrag.models.text.tokenizer import Tokenizer
 
     tokenizer = None if args.model is None else Tokenizer.load(args.model)
     with KnowledgeBase.open(args.kb, mode="r", secret=secret_of(args.secret_file)) as kb:

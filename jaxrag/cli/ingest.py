@@ -14,7 +14,7 @@ from jaxrag.cli.fields import from_fields
 from jaxrag.cli.opening import load, model_of_kb, secret_of
 from jaxrag.cli.options import add_command, add_earlier_name, add_json, add_model, add_secret
 from jaxrag.cli.output import counted, human_count, note, print_json
-from jaxrag.text.printable import printable
+from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
     from jaxrag.documents import DocumentFiles, Shard

@@ -12,7 +12,7 @@ from jaxrag.cli import export, gate
 from jaxrag.cli.opening import open_kb, secret_of, where_of
 from jaxrag.cli.options import add_command, add_json, add_model, add_secret, add_where
 from jaxrag.cli.output import counted, human_count, note, print_json, shorten, table
-from jaxrag.text.printable import printable
+from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
     from jaxrag.catalog.salvage import Salvage

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.errors import RequestError
-from jaxrag.text.printable import printable
+from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
     from jaxrag.evals.synthetic_report import Table

@@ -17,8 +17,8 @@ import numpy as np
 
 from jaxrag.base.errors import ConfigError, DocumentError, TokenizerError
 from jaxrag.base.types import HostArray
-from jaxrag.text.sentences import sentence_starts
-from jaxrag.text.tokenizer import Tokenizer
+from jaxrag.models.text.sentences import sentence_starts
+from jaxrag.models.text.tokenizer import Tokenizer
 
 ChunkBy = Literal["tokens", "sentence", "markdown"]
 

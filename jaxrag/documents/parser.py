@@ -25,7 +25,7 @@ from jaxrag.documents.readers import is_of_records
 
 if TYPE_CHECKING:
     from jaxrag.documents.chunking import Chunk, Chunking
-    from jaxrag.text.tokenizer import Tokenizer
+    from jaxrag.models.text.tokenizer import Tokenizer
 
 _START_SECONDS = 120.0  # for the interpreter and its imports, on a machine that is busy
 _LOOK_SECONDS = 0.2  # between two looks at whether the file is wanted still

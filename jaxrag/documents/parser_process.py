@@ -109,7 +109,7 @@ def _told(document: Document, cut: Cut | None, chunking: dict[str, Any]) -> dict
 
 def _cutter(tokenizer_json: str) -> Cut:
     from jaxrag.documents.chunking import Chunking, split  # only who cuts waits for JAX
-    from jaxrag.text.tokenizer import Tokenizer
+    from jaxrag.models.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(tokenizer_json.encode(), {}, {})
 

@@ -30,13 +30,13 @@ from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.kv.cache import PagePool, PageTable
 from jaxrag.methods import METHODS, Method
 from jaxrag.models.decoder import Decoder, unembed
+from jaxrag.models.text.progress import progress_bar
+from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.select import NoTokens
 from jaxrag.serve.answers import Result, serve
 from jaxrag.serve.question_files import BadQuestion, QuestionFile
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.serve.suits import gate_subject
-from jaxrag.text.progress import progress_bar
-from jaxrag.text.prompts import PromptTemplate
 
 RATIOS = (0.0, 0.05, 0.10, 0.15, 0.20, 0.30, 0.50)  # at 1 nothing is gained
 

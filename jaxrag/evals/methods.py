@@ -27,9 +27,9 @@ from jaxrag.evals.statistics import LEVEL, Estimate, difference, recovery, share
 from jaxrag.evals.synthetic import ALL, Asked
 from jaxrag.methods import Method
 from jaxrag.models.model import load_model
+from jaxrag.models.text.progress import progress_bar
+from jaxrag.models.text.prompts import template_named
 from jaxrag.serve.answers import Result, serve
-from jaxrag.text.progress import progress_bar
-from jaxrag.text.prompts import template_named
 
 HOPS = {"1 hop": ("hop1", "cross", "latest"), "2 hops": ("hop2",)}
 SMALLEST_GAP = (

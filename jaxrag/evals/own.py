@@ -22,12 +22,12 @@ from jaxrag.evals.gate import forced_logits
 from jaxrag.evals.metrics import exact_match, holds, token_f1
 from jaxrag.evals.statistics import difference, median, share
 from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.models.text.progress import progress_bar
+from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.serve.answers import Result, serve
 from jaxrag.serve.question_files import BadQuestion, Question, QuestionFile, is_texts
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.serve.suits import suiting
-from jaxrag.text.progress import progress_bar
-from jaxrag.text.prompts import PromptTemplate
 
 REFERENCE = "full_attention"
 METRICS = ("exact_match", "f1", "holds")

@@ -23,10 +23,10 @@ from jaxrag.methods import method_named
 from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.segments import PositionScheme
+from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.serve.generate import generate
 from jaxrag.tasks.synthetic import Sample, SyntheticTask
 from jaxrag.tasks.synthetic import samples as endless
-from jaxrag.text.prompts import PromptTemplate
 from jaxrag.train.evaluation import Losses, pack_pieces
 from jaxrag.train.loss import TokenLoss
 from jaxrag.train.packing import TrainBatch, lay_piece

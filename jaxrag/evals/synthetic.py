@@ -19,9 +19,9 @@ from jaxrag.evals.options import SyntheticOptions
 from jaxrag.evals.scoring import READS, answered, draw, scored, write
 from jaxrag.evals.statistics import LEVEL, Estimate, difference, recovery, share
 from jaxrag.models.model import load_model
+from jaxrag.models.text.progress import progress_bar
+from jaxrag.models.text.prompts import template_named
 from jaxrag.tasks.synthetic import KINDS, Sample, SyntheticTask
-from jaxrag.text.progress import progress_bar
-from jaxrag.text.prompts import template_named
 
 FULL = "full"  # the read that nothing is lost in
 ALL = "all"  # every kind of question

@@ -15,7 +15,7 @@ from jaxrag.export.files import Written, file_errors, held, write_json, write_sa
 from jaxrag.export.tensors import huggingface_tensors, lmcache_tensors
 from jaxrag.export.tree import write_tree
 from jaxrag.kv.store import KVStore, Record
-from jaxrag.text.progress import followed
+from jaxrag.models.text.progress import followed
 
 MANIFEST = "manifest.json"
 VERSION = 1  # of manifests and of the records in exported files

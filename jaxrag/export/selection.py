@@ -9,9 +9,9 @@ from jaxrag.catalog import Catalog, DocumentEntry, Hit
 from jaxrag.documents.chunking import Chunk
 from jaxrag.export.bundle import Bundle, Piece
 from jaxrag.kv.store import content_id
+from jaxrag.models.text.prompts import PromptTemplate
+from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.retrieve.filters import Filter
-from jaxrag.text.prompts import PromptTemplate
-from jaxrag.text.tokenizer import Tokenizer
 
 PROMPT = "prompt"  # name of the file that holds a whole prompt
 

@@ -23,8 +23,8 @@ from jaxrag.encode.packed import ROW_TOKENS
 from jaxrag.knowledge_base.prepare import Prepared, Preparer
 from jaxrag.knowledge_base.writers import Writer
 from jaxrag.kv.store import ChunkWriter, PutResult
+from jaxrag.models.text.progress import progress_bar
 from jaxrag.retrieve.base import searched_text
-from jaxrag.text.progress import progress_bar
 
 BATCH_TOKENS = 1 << 16  # of one catalog commit
 UNKNOWN_EXAMPLES = 5  # words that a report shows

@@ -28,11 +28,11 @@ from jaxrag.knowledge_base.vectors import GivenEmbedder, choose_embedder
 from jaxrag.kv.store.chunk_store import Mode
 from jaxrag.kv.store.prefetch import Tier
 from jaxrag.models.model import Model
+from jaxrag.models.text.prompts import PromptTemplate, template_named
+from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.retrieve.adapters import adopted
 from jaxrag.retrieve.base import Reranker, Retriever
 from jaxrag.retrieve.filters import Filter
-from jaxrag.text.prompts import PromptTemplate, template_named
-from jaxrag.text.tokenizer import Tokenizer
 
 _Removes = Literal["nothing", "certain", "all"]  # of what has left its files
 _MOST = 1 << 31  # chunks that a search gives; no index counts further

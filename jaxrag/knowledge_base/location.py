@@ -27,7 +27,7 @@ from jaxrag.kv.store import ChunkStore, KVLayout, ReadThrough
 from jaxrag.kv.store.chunk_store import Mode
 from jaxrag.kv.store.keys import derive
 from jaxrag.models.model import Model
-from jaxrag.text.prompts import TEMPLATES
+from jaxrag.models.text.prompts import TEMPLATES
 
 CATALOG = "catalog.sqlite"
 TIER = "tier"  # folder of the local copies of a repository that lies elsewhere

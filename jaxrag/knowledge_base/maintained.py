@@ -18,7 +18,7 @@ from jaxrag.knowledge_base.parts import Parts
 from jaxrag.knowledge_base.rows import Names, examine
 from jaxrag.knowledge_base.stats import collect_stats
 from jaxrag.models.model import Model
-from jaxrag.text.prompts import PromptTemplate
+from jaxrag.models.text.prompts import PromptTemplate
 
 DEFAULT_GRACE_SECONDS = 3600.0
 

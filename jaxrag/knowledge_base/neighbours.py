@@ -25,10 +25,10 @@ from jaxrag.knowledge_base.staleness import NeighbourSearch
 from jaxrag.knowledge_base.vectors import ChunkVectors
 from jaxrag.knowledge_base.writers import Writer
 from jaxrag.models.model import Model
+from jaxrag.models.text.progress import progress_bar
+from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.retrieve.base import NOTHING, VectorIndex
 from jaxrag.retrieve.bm25 import BM25Snapshot
-from jaxrag.text.progress import progress_bar
-from jaxrag.text.prompts import PromptTemplate
 
 SimilarBy = Literal["vectors", "bm25"]
 

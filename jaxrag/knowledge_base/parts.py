@@ -19,11 +19,11 @@ from jaxrag.knowledge_base.vectors import ChunkVectors
 from jaxrag.kv.store.chunk_store import Mode
 from jaxrag.kv.store.owners import Owners, this_owner
 from jaxrag.models.model import Model
+from jaxrag.models.text.prompts import PromptTemplate, template_from_dict
+from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.retrieve.adapters import CatalogChunks
 from jaxrag.retrieve.base import Chunks, Reranker, Retriever
 from jaxrag.retrieve.plugins import retriever_plugin
-from jaxrag.text.prompts import PromptTemplate, template_from_dict
-from jaxrag.text.tokenizer import Tokenizer
 
 UNCHECKED_ROWS = (
     "catalog of format 3: rows are not checked; `jaxrag kb verify --repair` adds digests"

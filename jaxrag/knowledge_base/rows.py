@@ -23,8 +23,8 @@ from jaxrag.documents.chunking import Spans
 from jaxrag.encode import ENCODERS, encoder_named, seen_prefix
 from jaxrag.knowledge_base.prepare import document_digest
 from jaxrag.kv.store import chunk_key, content_id, context_id
-from jaxrag.text.prompts import PromptTemplate
-from jaxrag.text.tokenizer import Tokenizer
+from jaxrag.models.text.prompts import PromptTemplate
+from jaxrag.models.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

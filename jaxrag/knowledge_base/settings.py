@@ -18,8 +18,8 @@ from jaxrag.knowledge_base.neighbours import DEFAULT_TOP_N, SimilarBy
 from jaxrag.kv.store.keys import derive
 from jaxrag.kv.store.seal import Sealer
 from jaxrag.models.model import Model
+from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.retrieve.names import index_named
-from jaxrag.text.prompts import PromptTemplate
 
 # The settings of every knowledge base, without which it cannot be opened.
 NEEDED = (

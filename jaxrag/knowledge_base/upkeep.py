@@ -21,8 +21,8 @@ from jaxrag.knowledge_base.vectors import ChunkVectors
 from jaxrag.knowledge_base.writers import Writer, Writers
 from jaxrag.kv.store import ChunkStore, ReadThrough, Record
 from jaxrag.kv.store.owners import Owner, Owners, this_owner
-from jaxrag.text.progress import progress_bar
-from jaxrag.text.prompts import PromptTemplate
+from jaxrag.models.text.progress import progress_bar
+from jaxrag.models.text.prompts import PromptTemplate
 
 _REPAIR_BATCH = 256  # chunks that are encoded together
 _EMBED_BATCH = 1024  # texts between two commits of the index

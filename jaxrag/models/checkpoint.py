@@ -25,7 +25,7 @@ from jaxrag.models.names import by_name, from_names
 from jaxrag.models.new_directory import new_directory
 from jaxrag.models.record import Record, is_checkpoint, read_record, write_record
 from jaxrag.models.spec import Params, ParamSpec, param_shardings, param_specs
-from jaxrag.text.tokenizer import Tokenizer, copy_tokenizer
+from jaxrag.models.text.tokenizer import Tokenizer, copy_tokenizer
 
 __all__ = ["is_checkpoint", "load_checkpoint", "restore_params", "save_checkpoint"]
 

@@ -24,8 +24,8 @@ from jaxrag.models.reading import Reading, write_reading
 from jaxrag.models.record import is_checkpoint, read_record
 from jaxrag.models.spec import Params
 from jaxrag.models.tensor_files import INDEX_FILE, SINGLE_FILE, NewTensor, write_file
-from jaxrag.text.prompts import PromptTemplate, write_prompt
-from jaxrag.text.tokenizer import copy_tokenizer
+from jaxrag.models.text.prompts import PromptTemplate, write_prompt
+from jaxrag.models.text.tokenizer import copy_tokenizer
 
 Form = Literal["huggingface", "jaxrag"]
 _MAX_FILE_BYTES = 5_000_000_000

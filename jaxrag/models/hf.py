@@ -27,7 +27,7 @@ from jaxrag.models.hf_config import read_token_ids
 from jaxrag.models.names import by_name, from_names
 from jaxrag.models.spec import Params, ParamSpec, param_shardings, param_specs
 from jaxrag.models.tensor_files import StoredTensor, read_json, read_tensors, require_weight
-from jaxrag.text.tokenizer import Tokenizer
+from jaxrag.models.text.tokenizer import Tokenizer
 
 Index = tuple[slice, ...]
 

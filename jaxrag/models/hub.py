@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxrag.base.errors import ModelError
 from jaxrag.models.tensor_files import INDEX_FILE
-from jaxrag.text.tokenizer import TEMPLATE_DIRECTORY, TOKENIZER_FILES
+from jaxrag.models.text.tokenizer import TEMPLATE_DIRECTORY, TOKENIZER_FILES
 
 _NAME = re.compile(r"([\w.-]+/[\w.-]+?)(?:@([\w./-]+))?")
 _CONFIG = ("config.json", "generation_config.json")

@@ -35,14 +35,14 @@ from jaxrag.models.rope import RopeFactors, RopeTable, rope_factors, rope_table
 from jaxrag.models.segments import positions_follow_order
 from jaxrag.models.shares import as_held, by_heads, head_share, put_share
 from jaxrag.models.spec import Params, init_params, num_params, param_shardings
-from jaxrag.text.prompts import (
+from jaxrag.models.text.prompts import (
     DEFAULT_TEMPLATE,
     PromptTemplate,
     read_prompt,
     suited_template,
     template_named,
 )
-from jaxrag.text.tokenizer import Tokenizer, check_vocab
+from jaxrag.models.text.tokenizer import Tokenizer, check_vocab
 
 _LOG = logging.getLogger("jaxrag")
 

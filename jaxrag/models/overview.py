@@ -19,14 +19,14 @@ from jaxrag.models.reading import Reading, read_reading
 from jaxrag.models.record import is_checkpoint, read_record
 from jaxrag.models.spec import num_params
 from jaxrag.models.tensor_files import read_tensors
-from jaxrag.text.prompts import (
+from jaxrag.models.text.prompts import (
     DEFAULT_TEMPLATE,
     PromptTemplate,
     read_prompt,
     suited_template,
     template_named,
 )
-from jaxrag.text.tokenizer import Tokenizer, check_vocab
+from jaxrag.models.text.tokenizer import Tokenizer, check_vocab
 
 # What most people mean by "an 8B model"; Llama-3-8B as it is published.
 LLAMA_3_8B = read_llama(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxrag.base.tables import build, read_toml
 from jaxrag.models.segments import PositionScheme
-from jaxrag.text.tokenizer import READING_FILE
+from jaxrag.models.text.tokenizer import READING_FILE
 
 
 @dataclasses.dataclass(frozen=True)

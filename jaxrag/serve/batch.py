@@ -12,11 +12,11 @@ from jaxrag.base.errors import RequestError
 from jaxrag.documents import Shard
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.kv.store import MemoryStore
+from jaxrag.models.text.progress import progress_bar
 from jaxrag.serve.answers import Result, serve
 from jaxrag.serve.batch_files import AnswerFile
 from jaxrag.serve.question_files import BadQuestion, Id, Question, QuestionFile
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare
-from jaxrag.text.progress import progress_bar
 
 _LOOK_AHEAD = 8  # batches whose questions are retrieved together and sorted by length
 

@@ -7,8 +7,8 @@ import numpy as np
 
 from jaxrag.base.types import HostArray
 from jaxrag.engine.request import Prompt
+from jaxrag.models.text.prompts import QuestionIds
 from jaxrag.serve.door import EarlierTurns
-from jaxrag.text.prompts import QuestionIds
 
 _NOTHING = np.zeros(0, np.int32)
 

@@ -15,7 +15,7 @@ from jaxrag.engine.sampling import SamplingParams
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import Method
 from jaxrag.models.model import Model
-from jaxrag.text.prompts import PromptTemplate
+from jaxrag.models.text.prompts import PromptTemplate
 
 Text = str | Sequence[int] | HostArray  # text, or token ids where a model has no tokenizer
 EarlierTurns = Literal["exact", "blocks"]

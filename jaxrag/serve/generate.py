@@ -13,6 +13,7 @@ from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.knowledge_base.search import SearchMode
 from jaxrag.methods import Method, Misses
 from jaxrag.models.model import Model
+from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.serve.answers import AsyncStream, Result, Stream, answer, serve
 from jaxrag.serve.door import (
     Conversation,
@@ -27,7 +28,6 @@ from jaxrag.serve.door import (
 )
 from jaxrag.serve.options import AnswerOptions, ReuseOptions, SearchOptions
 from jaxrag.serve.questions import ReadyQuestion, Settings, Unanswerable, prepare, resolve
-from jaxrag.text.prompts import PromptTemplate
 
 _ROWS = 8  # of the program that serves several questions
 

@@ -22,12 +22,12 @@ from jaxrag.knowledge_base.search import SearchMode
 from jaxrag.kv.store import KVStore
 from jaxrag.methods import Method, Misses, method_named
 from jaxrag.models.model import Model, as_token_ids
+from jaxrag.models.text.prompts import PromptTemplate, QuestionIds, template_named
+from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.retrieve.filters import Filter
 from jaxrag.serve.conversation import FoundChunk, Source, laid_out
 from jaxrag.serve.door import Conversation, Passage, Text, check_counts, check_kinds
 from jaxrag.serve.suits import gated, renamed, stored_otherwise, unplaced, untuned
-from jaxrag.text.prompts import PromptTemplate, QuestionIds, template_named
-from jaxrag.text.tokenizer import Tokenizer
 
 Unanswerable = Literal["abstain", "ask"]  # what to do where a filter or least score leaves nothing
 

@@ -12,7 +12,7 @@ from jaxrag.engine.reuse import PartReuse
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.methods import METHODS, Method, placement_of
 from jaxrag.models.model import Model
-from jaxrag.text.prompts import PromptTemplate
+from jaxrag.models.text.prompts import PromptTemplate
 
 
 def gate_subject(method: Method, template: PromptTemplate) -> dict[str, Any]:

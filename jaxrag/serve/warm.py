@@ -17,9 +17,9 @@ from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.kv.store import MemoryStore
 from jaxrag.methods import Method
 from jaxrag.models.model import Model
+from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.serve.door import Text, check_counts, check_documents, check_kinds
 from jaxrag.serve.questions import prepare, resolve
-from jaxrag.text.prompts import PromptTemplate
 
 _FINAL_TOKENS = (16, 32, 64, 128)  # of final blocks, one a width
 _ASKED = "What?"

@@ -19,7 +19,7 @@ from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.knowledge_base.settings import DEFAULT_CHUNK_TOKENS, DEFAULT_ENCODERS
 from jaxrag.methods import Method
 from jaxrag.models.model import Model
-from jaxrag.text.prompts import PromptTemplate
+from jaxrag.models.text.prompts import PromptTemplate
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ import numpy as np
 from jaxrag.base.errors import TrainError
 from jaxrag.base.types import HostArray
 from jaxrag.models.segments import pack
-from jaxrag.text.prompts import template_named
-from jaxrag.text.tokenizer import Tokenizer
+from jaxrag.models.text.prompts import template_named
+from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.train.config import DataPart, EvalPart
 from jaxrag.train.loss import TokenLoss
 from jaxrag.train.packing import Piece, TrainBatch, lay_piece, pack_batch

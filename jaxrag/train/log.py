@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrag.base.errors import ConfigError
-from jaxrag.text.progress import progress_bar
+from jaxrag.models.text.progress import progress_bar
 
 METRICS_FILE = "metrics.jsonl"
 _PEAK_SIZES = {"cpu": 1024}  # rows and columns of the matrices that peak FLOP/s is measured with

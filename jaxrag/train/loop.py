@@ -19,7 +19,7 @@ from jaxrag.base.errors import TrainError
 from jaxrag.models.export import export_hf
 from jaxrag.models.flops import forward_flops
 from jaxrag.models.spec import Params
-from jaxrag.text.prompts import template_named
+from jaxrag.models.text.prompts import template_named
 from jaxrag.train.checkpoints import Checkpoints
 from jaxrag.train.config import TrainConfig, changed_field, to_dict
 from jaxrag.train.cost import passes

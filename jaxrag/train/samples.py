@@ -19,9 +19,9 @@ import numpy as np
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import ConfigError
 from jaxrag.base.types import HostArray
+from jaxrag.models.text.prompts import PromptTemplate
+from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.tasks.synthetic import Sample
-from jaxrag.text.prompts import PromptTemplate
-from jaxrag.text.tokenizer import Tokenizer
 from jaxrag.train.chat_blocks import split_chat
 
 

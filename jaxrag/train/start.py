@@ -21,8 +21,8 @@ from jaxrag.models.hf import load_config, load_hf
 from jaxrag.models.record import read_record
 from jaxrag.models.rope import RopeTable, rope_table
 from jaxrag.models.spec import Params, init_params, param_shardings
-from jaxrag.text.prompts import template_named
-from jaxrag.text.tokenizer import Tokenizer, check_vocab
+from jaxrag.models.text.prompts import template_named
+from jaxrag.models.text.tokenizer import Tokenizer, check_vocab
 from jaxrag.train.checkpoints import abstract_state
 from jaxrag.train.config import TrainConfig
 from jaxrag.train.lora import init_adapters, merge_all

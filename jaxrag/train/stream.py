@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 from jaxrag.base.errors import TrainError
-from jaxrag.text.prompts import template_named
-from jaxrag.text.tokenizer import Tokenizer
+from jaxrag.models.text.prompts import template_named
+from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.train.config import DataPart, Mode, SourcePart
 from jaxrag.train.packing import Packer, Piece, TrainBatch, lay_piece
 from jaxrag.train.samples import Writer

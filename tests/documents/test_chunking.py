@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxrag.base.errors import ConfigError, DocumentError
 from jaxrag.documents.chunking import Chunking, Spans, split
-from jaxrag.text.tokenizer import Tokenizer
+from jaxrag.models.text.tokenizer import Tokenizer
 
 ENGLISH = "The keeper climbs the stairs every evening, and the lamp is lit before dark.\n\n" * 4
 CHINESE = "看守人每天傍晚爬上楼梯，天黑之前点亮灯塔。" * 4

@@ -15,7 +15,7 @@ from jaxrag.documents import BadDocument, Document, Intake, Shard, read_paths
 from jaxrag.documents.chunking import Chunking, split
 from jaxrag.documents.files import ReadOptions
 from jaxrag.documents.parser import ParseLimits, Parser, ParserFailed
-from jaxrag.text.tokenizer import Tokenizer
+from jaxrag.models.text.tokenizer import Tokenizer
 
 NAME = "file-0123"
 CUT = Chunking(8, 2)

@@ -8,7 +8,7 @@ import pytest
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import load_model
 from jaxrag.models.spec import init_params
-from jaxrag.text.prompts import template_named
+from jaxrag.models.text.prompts import template_named
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "configs" / "tokenizers" / "synthetic"

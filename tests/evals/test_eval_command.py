@@ -62,7 +62,7 @@ def test_synthetic_writes_what_it_prints(jaxrag, village_dir, tmp_path):
 
 
 def test_synthetic_prints_tables(jaxrag, village_dir, monkeypatch):
-    monkeypatch.setattr("jaxrag.text.progress._SECONDS", 0)  # as if it took long
+    monkeypatch.setattr("jaxrag.models.text.progress._SECONDS", 0)  # as if it took long
     code, out, err = jaxrag(
         "eval", "synthetic", "--model", f"small={village_dir}", "--num-questions", 5,
         "--read", "block",

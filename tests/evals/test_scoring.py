@@ -9,9 +9,9 @@ from jaxrag.base.errors import ConfigError, RequestError, TokenizerError
 from jaxrag.evals.scoring import READS, answered, draw, scored, write
 from jaxrag.models.model import random_model
 from jaxrag.models.segments import lay_out
+from jaxrag.models.text.prompts import TEMPLATES
+from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.tasks.synthetic import SyntheticTask, sample
-from jaxrag.text.prompts import TEMPLATES
-from jaxrag.text.tokenizer import Tokenizer
 from jaxrag.train.samples import Final
 
 TASK = SyntheticTask(chunks=(3, 4), split="test")

@@ -170,7 +170,7 @@ def test_what_cannot_be_exported_is_refused(kb, tmp_path):
 
 
 def test_another_tokenizer_is_refused(kb, tmp_path, tokenizer_dir):
-    from jaxrag.text.tokenizer import Tokenizer
+    from jaxrag.models.text.tokenizer import Tokenizer
 
     text = (tokenizer_dir / "tokenizer.json").read_text()
     (tmp_path / "tokenizer.json").write_text(text + "\n")

@@ -19,9 +19,9 @@ from jaxrag.methods import method_named
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.spec import init_params
+from jaxrag.models.text import byte_level
 from jaxrag.serve.generate import generate
 from jaxrag.serve.suits import gate_subject
-from jaxrag.text import byte_level
 
 CHUNK_TOKENS = 48
 CACHE_TOKENS = 1024

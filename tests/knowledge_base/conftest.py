@@ -11,7 +11,7 @@ from jaxrag.embed import as_embedder
 from jaxrag.encode import chunk_encoding, encode_for_store
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.models.model import random_model
-from jaxrag.text.tokenizer import Tokenizer
+from jaxrag.models.text.tokenizer import Tokenizer
 
 WORDS = ["amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "larch"]
 

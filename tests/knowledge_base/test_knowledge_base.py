@@ -18,7 +18,7 @@ from jaxrag.documents import BadDocument, Document
 from jaxrag.encode import chunk_encoding, chunk_key, encode_chunks, encode_for_store
 from jaxrag.knowledge_base import KnowledgeBase, ingest
 from jaxrag.models.model import random_model
-from jaxrag.text.prompts import TEMPLATES
+from jaxrag.models.text.prompts import TEMPLATES
 
 WORDS = ["amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "larch"]
 

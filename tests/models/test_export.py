@@ -15,7 +15,7 @@ from jaxrag.models.export import convert, export_hf
 from jaxrag.models.hf import load_config, load_hf
 from jaxrag.models.model import load_model
 from jaxrag.models.tensor_files import read_tensors
-from jaxrag.text.prompts import PromptTemplate
+from jaxrag.models.text.prompts import PromptTemplate
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))

@@ -15,12 +15,12 @@ from jaxrag.base.errors import ConfigError, RequestError, StoreError, TokenizerE
 from jaxrag.documents import Document, Shard
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.sampling import SamplingParams
+from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.serve import batch
 from jaxrag.serve.batch import answer_file, question_seed
 from jaxrag.serve.batch_files import AnswerFile, settings_path
 from jaxrag.serve.question_files import BadQuestion, Question, QuestionFile
 from jaxrag.serve.questions import resolve
-from jaxrag.text.prompts import PromptTemplate
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "generate.py"
 WARM = SamplingParams(temperature=1.0, seed=5)

@@ -14,11 +14,11 @@ from jaxrag.engine import prefill
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.models.segments import lay_out
+from jaxrag.models.text.prompts import QuestionIds
 from jaxrag.serve.answers import serve
 from jaxrag.serve.conversation import FoundChunk, Source, laid_out
 from jaxrag.serve.door import Conversation
 from jaxrag.serve.questions import prepare, resolve, shown_prompt
-from jaxrag.text.prompts import QuestionIds
 
 DOCUMENTS = ["The salt wells of Yanjing are worked by hand.", "A bamboo bridge crosses the river."]
 QUESTIONS = ["Who works the salt wells?", "What crosses the river?", "Which river is it?"]

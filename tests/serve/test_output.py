@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
+from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.serve.output import Answer
-from jaxrag.text.tokenizer import Tokenizer
 
 
 class Words:

@@ -10,9 +10,9 @@ from jaxrag import KnowledgeBase, generate
 from jaxrag.base.errors import RequestError, TokenizerError
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.models.model import load_model, random_model
+from jaxrag.models.text.prompts import TEMPLATES, PromptTemplate
+from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.serve.questions import prepare, resolve
-from jaxrag.text.prompts import TEMPLATES, PromptTemplate
-from jaxrag.text.tokenizer import Tokenizer
 
 DOCUMENTS = ["File 23: Kora Felell lives in Baldorf.", "File 41: She works as a weaver."]
 

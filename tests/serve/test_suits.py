@@ -10,9 +10,9 @@ from jaxrag.base.errors import ConfigError
 from jaxrag.methods import METHODS
 from jaxrag.models.model import load_model
 from jaxrag.models.reading import Reading, read_reading, write_reading
+from jaxrag.models.text.prompts import TEMPLATES
 from jaxrag.serve.questions import resolve
 from jaxrag.serve.suits import gate_subject
-from jaxrag.text.prompts import TEMPLATES
 
 DOCUMENTS = {
     "tea": "Tea grows on the hills of the village and is sold in blue boxes.",

@@ -6,7 +6,7 @@ import jaxrag
 from jaxrag.base.errors import RequestError
 from jaxrag.engine.engine import engine_of
 from jaxrag.models.model import random_model
-from jaxrag.text.tokenizer import Tokenizer
+from jaxrag.models.text.tokenizer import Tokenizer
 
 QUESTIONS = ["Who carries the salt?", "What is carried by mules, and over which of the passes?"]
 

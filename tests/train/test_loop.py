@@ -19,7 +19,7 @@ from jaxrag.base.errors import ConfigError, ModelError, TokenizerError, TrainErr
 from jaxrag.base.sharding import make_mesh
 from jaxrag.models.model import load_model
 from jaxrag.models.reading import Reading, read_reading
-from jaxrag.text.prompts import read_prompt, template_named
+from jaxrag.models.text.prompts import read_prompt, template_named
 from jaxrag.train.log import read_metrics
 from jaxrag.train.loop import train
 from jaxrag.train.start import model_config, set_up
@@ -307,7 +307,7 @@ def test_settings_survive_the_trip_through_the_record(train_config):
 
 
 def test_the_bar_counts_to_the_step_that_was_asked_for(train_config, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("jaxrag.text.progress._SECONDS", 0)  # as if it took long
+    monkeypatch.setattr("jaxrag.models.text.progress._SECONDS", 0)  # as if it took long
     train(train_config(), tmp_path / "run", stop_after=2, progress=True)
     shown = capsys.readouterr().err
     assert "2/2" in shown and "/6" not in shown

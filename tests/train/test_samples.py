@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from jaxrag.models.text.prompts import TEMPLATES
+from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.tasks.synthetic import SyntheticTask, sample
-from jaxrag.text.prompts import TEMPLATES
-from jaxrag.text.tokenizer import Tokenizer
 from jaxrag.train.chat_blocks import split_chat
 from jaxrag.train.samples import BadRow, Writer
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrag.base.errors import TrainError
 from jaxrag.models.segments import example_ids
-from jaxrag.text.tokenizer import Tokenizer
+from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.train.packing import CONTEXT, RESPONSE, Packer, lay_piece
 from jaxrag.train.samples import Final, TrainSample
 from jaxrag.train.stream import Ahead, Position, Stream

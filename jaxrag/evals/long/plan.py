@@ -11,11 +11,11 @@ from jaxrag.base.errors import RequestError
 from jaxrag.decode import rule_from
 from jaxrag.evals.options import LongOptions
 from jaxrag.methods import Method, method_named, placement_of
+from jaxrag.models.text.progress import followed
 from jaxrag.tasks.long.case import Fitted, Frame
 from jaxrag.tasks.long.tasks import ANSWERS, SUITES, Draw, Task
 from jaxrag.tasks.long.words import Prose, prose, text_prose
 from jaxrag.tasks.world import Split
-from jaxrag.text.progress import followed
 
 GRID_DEPTHS = tuple(n / 10 for n in range(11))
 

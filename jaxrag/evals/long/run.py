@@ -28,10 +28,10 @@ from jaxrag.evals.statistics import LEVEL, Estimate, difference, share
 from jaxrag.kv.cache import PAGE
 from jaxrag.methods import Method, placement_of
 from jaxrag.models.model import Model, load_model
+from jaxrag.models.text.progress import progress_bar
+from jaxrag.models.text.prompts import template_named
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.tasks.long.case import Frame
-from jaxrag.text.progress import progress_bar
-from jaxrag.text.prompts import template_named
 
 FIFTHS = 5  # of the haystack, for the table by depth
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
-from jaxrag.text.prompts import PromptTemplate
-from jaxrag.text.tokenizer import Tokenizer
+from jaxrag.models.text.prompts import PromptTemplate
+from jaxrag.models.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,9 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from jaxrag.models.text.prompts import TEMPLATES
+from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.tasks.long.case import Frame
-from jaxrag.text.prompts import TEMPLATES
-from jaxrag.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[3]
 TEXT = (

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import RequestError
+from jaxrag.models.text.prompts import TEMPLATES, PromptTemplate
 from jaxrag.tasks.long import words
 from jaxrag.tasks.long.case import Case, Frame, in_text
-from jaxrag.text.prompts import TEMPLATES, PromptTemplate
 
 NEEDLE = "The number of the lantern is 4839201."
 

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 
+from jaxrag.models.text.prompts import TEMPLATES
 from jaxrag.tasks.long.case import Frame
 from jaxrag.tasks.long.scores import string_match_all
 from jaxrag.tasks.long.tasks import DEPTHS, INFINITEBENCH, RULER, SUITES, Draw, common_words
@@ -22,7 +23,6 @@ from jaxrag.tasks.world import (
     vocabulary,
 )
 from jaxrag.tasks.world import words as words_of
-from jaxrag.text.prompts import TEMPLATES
 
 PLAIN = [(suite, name) for suite in ("needle", "ruler", "infinitebench")
          for name in SUITES[suite, "plain"]]  # fmt: skip

@@ -8,8 +8,8 @@ import uuid
 import pytest
 
 from jaxrag.base.errors import DocumentError
+from jaxrag.models.text.sentences import sentence_starts
 from jaxrag.tasks.long import words
-from jaxrag.text.sentences import sentence_starts
 
 
 def first(stream, count):

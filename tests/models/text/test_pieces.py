@@ -12,8 +12,8 @@ from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
 
 from jaxrag.base.errors import DocumentError, TokenizerError
 from jaxrag.documents.chunking import Chunking, split
-from jaxrag.text import byte_level, pieces
-from jaxrag.text.tokenizer import Tokenizer
+from jaxrag.models.text import byte_level, pieces
+from jaxrag.models.text.tokenizer import Tokenizer
 
 SAMPLE = (
     "The salt wells of Yanjing were dug 1,200 years ago; naïve cafés don't count. 盐井 出产 红盐\n"
@@ -124,7 +124,7 @@ def loaded(made):
 def small(monkeypatch):
     """Pieces that short texts are cut into, many times."""
     monkeypatch.setattr(pieces, "PIECE_CHARACTERS", 500)
-    monkeypatch.setattr("jaxrag.text.tokenizer.PIECE_CHARACTERS", 500)
+    monkeypatch.setattr("jaxrag.models.text.tokenizer.PIECE_CHARACTERS", 500)
     monkeypatch.setattr(pieces, "_NEAR", 100)
     monkeypatch.setattr(pieces, "_AROUND", 64)
 
@@ -200,7 +200,7 @@ def test_memory_grows_with_the_text_by_a_small_factor(tmp_path):
     program = """
 import json, resource, sys
 from jaxrag.documents.chunking import Chunking, split
-from jaxrag.text.tokenizer import Tokenizer
+from jaxrag.models.text.tokenizer import Tokenizer
 tokenizer = Tokenizer.load(sys.argv[1])
 line = "The salt wells of Yanjing were dug 1,200 years ago. " * 20
 def peak():

@@ -19,7 +19,7 @@ from jaxrag.base.errors import ConfigError, TokenizerError
 from jaxrag.base.installed import config_names, config_path
 from jaxrag.base.tables import build, read_toml
 from jaxrag.base.types import HostArray
-from jaxrag.text.tokenizer import PROMPT_FILE, Tokenizer
+from jaxrag.models.text.tokenizer import PROMPT_FILE, Tokenizer
 
 ChunkOrder = Literal["best_first", "best_last", "document"]
 DEFAULT_TEMPLATE = "turborag"  # where a model's tokenizer has its markers, and no chat template

@@ -6,8 +6,8 @@ import types
 
 import pytest
 
-from jaxrag.text import progress
-from jaxrag.text.progress import followed, progress_bar
+from jaxrag.models.text import progress
+from jaxrag.models.text.progress import followed, progress_bar
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxrag.base.errors import TokenizerError
-from jaxrag.text.tokenizer import Tokenizer, check_vocab
+from jaxrag.models.text.tokenizer import Tokenizer, check_vocab
 
 CORPUS = [
     "The cache keeps keys and values of every chunk, so a document is never read twice.",

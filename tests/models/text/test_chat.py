@@ -5,8 +5,8 @@ import datetime
 import pytest
 
 from jaxrag.base.errors import TokenizerError
-from jaxrag.text import chat
-from jaxrag.text.chat import render_template
+from jaxrag.models.text import chat
+from jaxrag.models.text.chat import render_template
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},

@@ -24,11 +24,11 @@ from tokenizers import models
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import TokenizerError
 from jaxrag.base.types import HostArray
-from jaxrag.text.byte_level import spelled
-from jaxrag.text.chat import render_template
-from jaxrag.text.pieces import PIECE_CHARACTERS, breaks_between_words, encode_in_pieces
+from jaxrag.models.text.byte_level import spelled
+from jaxrag.models.text.chat import render_template
+from jaxrag.models.text.pieces import PIECE_CHARACTERS, breaks_between_words, encode_in_pieces
 
-PROMPT_FILE = "prompt.toml"  # the prompt format of the model, see jaxrag.text.prompts
+PROMPT_FILE = "prompt.toml"  # the prompt format of the model, see jaxrag.models.text.prompts
 READING_FILE = "reading.toml"  # how it was trained to read chunks, see jaxrag.models.reading
 TOKENIZER_FILES = (
     "tokenizer.json",

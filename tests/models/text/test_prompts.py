@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import ConfigError, TokenizerError
-from jaxrag.text.prompts import (
+from jaxrag.models.text.prompts import (
     TEMPLATES,
     PromptTemplate,
     read_prompt,
@@ -17,7 +17,7 @@ from jaxrag.text.prompts import (
     template_named,
     write_prompt,
 )
-from jaxrag.text.tokenizer import Tokenizer
+from jaxrag.models.text.tokenizer import Tokenizer
 
 WRITTEN = {name: one for name, one in TEMPLATES.items() if not one.chat}
 CHAT = "{{ bos_token }}{% for m in messages %}<|user|>\n{{ m.content }}\n{% endfor %}<|assistant|>"
