@@ -16,10 +16,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxrag.attention_index import QueryBank, rotated
 from jaxrag.base.config import RopeConfig
 from jaxrag.base.errors import ConfigError
 from jaxrag.base.types import HostArray
+from jaxrag.reuse.attention_index import QueryBank, rotated
 
 _BLOCK = 16384  # tokens drawn at a time
 _LOGIT_STD = 2.5  # of q.k / sqrt(H) over the keys

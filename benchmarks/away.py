@@ -28,15 +28,12 @@ from attention_heads import Heads, draw
 from index_measure import HEADS
 from tqdm import tqdm
 
-from jaxrag.attention_index import rotated
 from jaxrag.base.config import DType, ModelConfig
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import Array, HostArray, on_host
 from jaxrag.bench.decode import CHUNK_TOKENS
 from jaxrag.bench.decode import Options as DecodeOptions
 from jaxrag.bench.machine import describe
-from jaxrag.decode import Decoding, PromptQueries, rule_from
-from jaxrag.decode.away import AwayAttend
 from jaxrag.engine import decoding
 from jaxrag.engine.away import start_away
 from jaxrag.engine.decoding import FEWEST_ROOM, Lane, lane_of, start_decoding
@@ -48,9 +45,12 @@ from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.cache.host_pool import rows_of
-from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
 from jaxrag.models.spec import num_params
+from jaxrag.reuse.attention_index import rotated
+from jaxrag.reuse.decode import Decoding, PromptQueries, rule_from
+from jaxrag.reuse.decode.away import AwayAttend
+from jaxrag.reuse.methods import METHODS
 
 BLOCK = 32  # steps whose recall is averaged
 

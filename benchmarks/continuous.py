@@ -37,8 +37,8 @@ from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.engine import Engine
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.state import EngineSettings
-from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
+from jaxrag.reuse.methods import METHODS
 
 ARMS = ("static", "continuous")
 

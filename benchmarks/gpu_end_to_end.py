@@ -86,8 +86,8 @@ def first_tokens(model: Any, store: Any, method: Any, prompts: Sequence[Any]) ->
 
 def forget(model: Any, prompts: Sequence[Any]) -> None:
     """Drop the chunks from the pool; the store in host memory keeps them."""
-    from jaxrag.encode import chunk_key
     from jaxrag.engine.engine import engine_of
+    from jaxrag.reuse.encode import chunk_key
 
     def evict(runner: Any) -> None:
         for prompt in prompts:
@@ -142,8 +142,8 @@ def end_to_end(name: str, shape: Shape, impl: str, found: MutableMapping[str, An
     import jax
 
     from jaxrag.kv.store import MemoryStore
-    from jaxrag.methods import METHODS
     from jaxrag.models.flops import turborag_flops
+    from jaxrag.reuse.methods import METHODS
 
     longest = max(shape.ttft_contexts)
     most = max(longest, max(shape.batches_ttft) * (shape.batch_context + shape.answer))

@@ -25,7 +25,7 @@ def stage_law13(shape: Shape, impl: str, found: MutableMapping[str, Any]) -> Non
 
     from jaxrag.engine.engine import Engine
     from jaxrag.engine.request import Request
-    from jaxrag.methods import METHODS
+    from jaxrag.reuse.methods import METHODS
 
     asked = _draw(_traffic(shape, requests=8, documents=8), shape, impl)
     for name in ("turborag", "fusionrag"):

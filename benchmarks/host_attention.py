@@ -24,7 +24,6 @@ from attention_heads import Heads, draw
 from index_measure import BLOCK, HEADS
 from tqdm import tqdm
 
-from jaxrag.attention_index.faiss_objects import faiss_module
 from jaxrag.base.config import DTYPES, DType, ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
@@ -33,8 +32,9 @@ from jaxrag.bench.options import rules_of
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.decode import HostSearch, rule_from
-from jaxrag.decode.far import HostLayer, HostPrompt
+from jaxrag.reuse.attention_index.faiss_objects import faiss_module
+from jaxrag.reuse.decode import HostSearch, rule_from
+from jaxrag.reuse.decode.far import HostLayer, HostPrompt
 
 RULES = (
     "dense;flat;retrieval:index=lists,index.exact_below=0"

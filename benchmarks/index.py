@@ -15,13 +15,13 @@ from attention_heads import Heads
 from index_measure import Options
 from model_heads import model_heads
 
-from jaxrag.attention_index.document import Indexing
 from jaxrag.base.errors import RequestError
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.decode import Retrieval
 from jaxrag.models.model import load_model
+from jaxrag.reuse.attention_index.document import Indexing
+from jaxrag.reuse.decode import Retrieval
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,12 +13,12 @@ from attention_heads import Heads
 from index_measure import Options, exact_rows, generated, of_blocks, quality
 from tqdm import tqdm
 
-from jaxrag.attention_index import build, open_index
-from jaxrag.attention_index.document import indexing_from
-from jaxrag.attention_index.faiss_objects import faiss_module, one_thread
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
 from jaxrag.bench.machine import describe
+from jaxrag.reuse.attention_index import build, open_index
+from jaxrag.reuse.attention_index.document import indexing_from
+from jaxrag.reuse.attention_index.faiss_objects import faiss_module, one_thread
 
 KINDS = ("lists:exact_below=0,min_queries=1", "graph:exact_below=0,min_queries=1")
 SPREADS = ("own", "near", "linear", "logarithmic")

@@ -19,7 +19,10 @@ from attention_heads import Heads, HeadSpec, draw
 from index_report import break_even
 from tqdm import tqdm
 
-from jaxrag.attention_index import (
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import HostArray
+from jaxrag.bench.machine import describe
+from jaxrag.reuse.attention_index import (
     AttentionIndex,
     Exact,
     Hnsw,
@@ -33,12 +36,9 @@ from jaxrag.attention_index import (
     open_index,
     table_of,
 )
-from jaxrag.attention_index.faiss_objects import faiss_module, one_thread
-from jaxrag.base.errors import RequestError
-from jaxrag.base.types import HostArray
-from jaxrag.bench.machine import describe
-from jaxrag.decode import Ivf as IvfRule
-from jaxrag.decode import Retrieval
+from jaxrag.reuse.attention_index.faiss_objects import faiss_module, one_thread
+from jaxrag.reuse.decode import Ivf as IvfRule
+from jaxrag.reuse.decode import Retrieval
 
 BLOCK = 32  # steps whose recall is averaged
 

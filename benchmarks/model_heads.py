@@ -9,7 +9,6 @@ import numpy as np
 from attention_heads import Heads
 from index_measure import Options
 
-from jaxrag.attention_index import QueryBank
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import FINAL, Array, HostArray, Tokens
@@ -19,6 +18,7 @@ from jaxrag.models.model import Model, as_token_ids
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import Params
 from jaxrag.models.taps import Tap
+from jaxrag.reuse.attention_index import QueryBank
 
 
 def model_heads(

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from jaxrag.engine.sampling import Sampling, SamplingParams
     from jaxrag.knowledge_base import KnowledgeBase
     from jaxrag.knowledge_base.ingest import AddReport
-    from jaxrag.methods import METHODS, Method
     from jaxrag.models.model import Model, load_model
     from jaxrag.models.text.prompts import TEMPLATES, PromptTemplate
+    from jaxrag.reuse.methods import METHODS, Method
     from jaxrag.serve.answers import AsyncStream, Result, Stream
     from jaxrag.serve.conversation import Source
     from jaxrag.serve.generate import agenerate, generate
@@ -33,8 +33,8 @@ _MODULES = {
     "Document": "jaxrag.documents",
     "JaxragError": "jaxrag.base.errors",
     "KnowledgeBase": "jaxrag.knowledge_base",
-    "METHODS": "jaxrag.methods",
-    "Method": "jaxrag.methods",
+    "METHODS": "jaxrag.reuse.methods",
+    "Method": "jaxrag.reuse.methods",
     "Model": "jaxrag.models.model",
     "PromptTemplate": "jaxrag.models.text.prompts",
     "Result": "jaxrag.serve.answers",

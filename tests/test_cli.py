@@ -21,8 +21,8 @@ from jaxrag.cli.account import explained, sources
 from jaxrag.cli.output import columns, shorten, table, titled
 from jaxrag.engine.reuse import PartReuse
 from jaxrag.evals.synthetic_report import Table
-from jaxrag.methods import METHODS
 from jaxrag.models.text.printable import printable
+from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.conversation import Source
 
 QUESTION = "Who works the salt wells?"

@@ -7,9 +7,9 @@ import pytest
 from jaxrag.base.config import config_from_dict, config_to_dict
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.base.tables import build, read_toml
-from jaxrag.methods import METHODS, method_named
 from jaxrag.models.spec import num_params
 from jaxrag.models.text.prompts import template_named
+from jaxrag.reuse.methods import METHODS, method_named
 from jaxrag.server.settings import ServerSettings
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -27,8 +27,8 @@ from markdown_it import MarkdownIt
 import jaxrag
 import jaxrag.cli
 from jaxrag.knowledge_base import KnowledgeBase
-from jaxrag.methods import METHODS
 from jaxrag.models.model import load_model
+from jaxrag.reuse.methods import METHODS
 from jaxrag.server.options import ModelSettings
 from jaxrag.server.run import Server, bind, url_of
 from jaxrag.server.settings import ServerSettings

@@ -17,8 +17,8 @@ import pytest
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.base.installed import DATA, config_names, config_path, located
 from jaxrag.cli.serve import _read
-from jaxrag.methods import method_named
 from jaxrag.models.text.prompts import template_named
+from jaxrag.reuse.methods import method_named
 from jaxrag.train.config import load_config
 from jaxrag.train.start import model_config
 

@@ -10,7 +10,6 @@ import pytest
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.base.sharding import make_mesh
 from jaxrag.base.types import HIDDEN
-from jaxrag.encode import chunk_key, encode_chunks
 from jaxrag.engine import decoding as answer
 from jaxrag.engine import loader as load
 from jaxrag.engine import prefill
@@ -18,9 +17,10 @@ from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.kv.cache import PAGE
-from jaxrag.methods import METHODS, Method
 from jaxrag.models.model import random_model
 from jaxrag.models.segments import lay_out
+from jaxrag.reuse.encode import chunk_key, encode_chunks
+from jaxrag.reuse.methods import METHODS, Method
 from jaxrag.serve.generate import generate
 
 ALWAYS = ("llama", "mistral", "glm4")  # the others, whose parts these have, with the slow tests

@@ -25,8 +25,6 @@ from jaxrag.base.shapes import bucket
 from jaxrag.bench.machine import describe
 from jaxrag.bench.options import DecodeOptions
 from jaxrag.bench.ttft import LLAMA_100M
-from jaxrag.decode import Account, Decoding, rule_from
-from jaxrag.decode.footprint import A100
 from jaxrag.engine.away import start_away
 from jaxrag.engine.decoding import FEWEST_ROOM, Lane, lane_of, start_decoding
 from jaxrag.engine.direct import map_request, unmap
@@ -36,10 +34,12 @@ from jaxrag.engine.prefill import prefill_observed
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.kv.cache import PAGE
-from jaxrag.methods import METHODS, placement_of
 from jaxrag.models.model import Model, random_model
 from jaxrag.models.spec import num_params
 from jaxrag.models.text.progress import progress_bar
+from jaxrag.reuse.decode import Account, Decoding, rule_from
+from jaxrag.reuse.decode.footprint import A100
+from jaxrag.reuse.methods import METHODS, placement_of
 
 CHUNK_TOKENS = 512
 BLOCK = 32  # steps whose recall is averaged

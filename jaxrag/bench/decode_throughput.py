@@ -48,9 +48,9 @@ from jaxrag.engine.request import DECODE_BLOCK, Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.swap import swap_in, swap_out
 from jaxrag.kv.cache import PAGE
-from jaxrag.methods import METHODS
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.spec import Params
+from jaxrag.reuse.methods import METHODS
 
 TRANSFORMERS, LLAMA = "transformers", "llama.cpp"
 CACHES = {TRANSFORMERS: ("dynamic", "static"), LLAMA: ("",)}  # each an arm of its own

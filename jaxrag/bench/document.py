@@ -27,7 +27,6 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-from jaxrag.attention_index.document import indexing_from
 from jaxrag.base.errors import RequestError
 from jaxrag.bench.decode import Options as DecodeOptions
 from jaxrag.bench.ingest import invented_texts
@@ -37,6 +36,7 @@ from jaxrag.models.export import export_hf
 from jaxrag.models.spec import init_params, num_params
 from jaxrag.models.text import byte_level
 from jaxrag.models.text.progress import followed
+from jaxrag.reuse.attention_index.document import indexing_from
 
 KINDS: dict[str, tuple[str, ...]] = {
     "retrieval": ("--method", "turborag", "--decode", "retrieval", "--kv", "device"),

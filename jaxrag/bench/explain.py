@@ -26,7 +26,6 @@ from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.progress import notes_on_missed
 from jaxrag.engine.request import Prompt
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.methods import Method, method_named
 from jaxrag.models.attention import PackedAttend
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import Model
@@ -34,7 +33,8 @@ from jaxrag.models.rope import RopeTable, place
 from jaxrag.models.segments import lay_out
 from jaxrag.models.spec import Params
 from jaxrag.models.text.progress import progress_bar
-from jaxrag.select import (
+from jaxrag.reuse.methods import Method, method_named
+from jaxrag.reuse.select import (
     CacheCraft,
     FirstK,
     KvDeviation,

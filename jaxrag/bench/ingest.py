@@ -35,9 +35,6 @@ from jaxrag.bench.options import IngestOptions
 from jaxrag.bench.ttft import LLAMA_100M
 from jaxrag.documents import Document
 from jaxrag.documents.chunking import Chunking, split
-from jaxrag.encode import encoder_named
-from jaxrag.encode.neighbours import batch_rows
-from jaxrag.encode.packed import packed_batches
 from jaxrag.knowledge_base import KnowledgeBase, ingest
 from jaxrag.models.attention import PackedAttend
 from jaxrag.models.decoder import forward
@@ -49,6 +46,9 @@ from jaxrag.models.spec import Params, init_params, num_params
 from jaxrag.models.text import byte_level
 from jaxrag.models.text.progress import followed
 from jaxrag.models.text.prompts import TEMPLATES
+from jaxrag.reuse.encode import encoder_named
+from jaxrag.reuse.encode.neighbours import batch_rows
+from jaxrag.reuse.encode.packed import packed_batches
 
 Clock = tuple[float, float]  # seconds on the wall, and of all processors together
 

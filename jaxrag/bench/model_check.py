@@ -20,11 +20,11 @@ from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.evals.gate import Target, compare
 from jaxrag.kv.cache import PAGE
-from jaxrag.methods import METHODS
 from jaxrag.models.memory import gib
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.overview import Overview
 from jaxrag.models.record import is_checkpoint
+from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.choice import Choice, choices
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.tasks.synthetic import SyntheticTask, sample

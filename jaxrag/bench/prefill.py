@@ -35,9 +35,9 @@ from jaxrag.bench.peer import Peer
 from jaxrag.bench.ttft import first_token, write_random
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt
-from jaxrag.methods import METHODS
 from jaxrag.models.flops import forward_flops
 from jaxrag.models.model import Model, load_model
+from jaxrag.reuse.methods import METHODS
 
 PEER = "transformers"
 

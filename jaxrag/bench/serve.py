@@ -46,10 +46,10 @@ from jaxrag.engine.engine import Engine
 from jaxrag.engine.request import Request, check_length
 from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.store import ChunkStore, KVStore
-from jaxrag.methods import METHODS, Method
 from jaxrag.models.model import Model, load_model, random_model
 from jaxrag.models.spec import num_params
 from jaxrag.models.text.progress import progress_bar
+from jaxrag.reuse.methods import METHODS, Method
 
 PEER, REPEATED = "peer", "peer_repeated"
 _WARM = 3  # requests of every length of an answer

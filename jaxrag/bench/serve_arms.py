@@ -7,7 +7,7 @@ from typing import Any
 from jaxrag.base.errors import ConfigError
 from jaxrag.base.tables import build, table_from
 from jaxrag.engine.state import EngineSettings
-from jaxrag.methods import Method, method_named
+from jaxrag.reuse.methods import Method, method_named
 
 REUSE, FULL = "turborag", "full_attention"
 _INLINE: dict[str, Any] = {"lockstep": True}

@@ -36,7 +36,6 @@ from jaxrag.bench.options import TtftOptions
 from jaxrag.bench.peer import Peer
 from jaxrag.bench.ttft_batch import measure_batches, report_batches
 from jaxrag.bench.ttft_ratios import report_ratios, slopes
-from jaxrag.encode import chunk_key, encoder_named
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import Engine, engine_of
 from jaxrag.engine.prefill import prefill
@@ -46,12 +45,13 @@ from jaxrag.engine.state import EngineSettings
 from jaxrag.knowledge_base.neighbours import each_other
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.store import ChunkStore, KVStore
-from jaxrag.methods import METHODS, Method
 from jaxrag.models.export import export_hf
 from jaxrag.models.flops import block_attention_flops, turborag_flops
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.spec import init_params, num_params
 from jaxrag.models.text.progress import progress_bar
+from jaxrag.reuse.encode import chunk_key, encoder_named
+from jaxrag.reuse.methods import METHODS, Method
 
 CHUNK_TOKENS = 512
 SETTLE_SECONDS = 1.0  # idle worker threads of one process spin for a while and slow the other's

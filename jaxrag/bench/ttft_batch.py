@@ -15,8 +15,8 @@ from typing import Any
 from jaxrag.engine.engine import Engine
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.kv.store import KVStore
-from jaxrag.methods import Method
 from jaxrag.models.text.progress import followed
+from jaxrag.reuse.methods import Method
 
 WAYS = ("full", "disk", "pool")
 

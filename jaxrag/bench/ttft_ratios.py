@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxrag.encode import encoder_named
+from jaxrag.reuse.encode import encoder_named
 
 
 def slopes(row: dict[str, Any]) -> dict[str, Any] | None:

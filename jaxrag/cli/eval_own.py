@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     from jaxrag.bench.machine import describe
     from jaxrag.evals.own import evaluate
     from jaxrag.evals.own_report import heading, tables, warnings
-    from jaxrag.methods import method_named
+    from jaxrag.reuse.methods import method_named
     from jaxrag.serve.question_files import QuestionFile
 
     methods = tuple(name for name in args.methods.split(",") if name)

@@ -95,7 +95,7 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when a ratio was found and is remembered, 3 when none reaches the target."""
     from jaxrag.evals.gate import Target, gate
-    from jaxrag.methods import method_named
+    from jaxrag.reuse.methods import method_named
     from jaxrag.serve.question_files import QuestionFile
 
     method, questions = method_named(args.method), QuestionFile.open(args.questions)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from jaxrag.knowledge_base import KnowledgeBase
-    from jaxrag.methods import Method
     from jaxrag.models.model import Model
+    from jaxrag.reuse.methods import Method
 
 
 @contextlib.contextmanager
@@ -80,8 +80,8 @@ def asked_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def method_of(args: argparse.Namespace) -> "Method":
     """The method of --method, --recompute-ratio and --decode."""
-    from jaxrag.decode import rule_from
-    from jaxrag.methods import method_named
+    from jaxrag.reuse.decode import rule_from
+    from jaxrag.reuse.methods import method_named
 
     method = method_named(args.method)
     if args.recompute_ratio is not None:

@@ -118,7 +118,7 @@ def _named(kb: str) -> tuple[str, str]:
 def _model(settings: "ServerSettings") -> "Model":
     """The model of the settings, or that of the first knowledge base."""
     from jaxrag.knowledge_base import KnowledgeBase
-    from jaxrag.methods import method_named
+    from jaxrag.reuse.methods import method_named
 
     method = method_named(settings.method)
     given = settings.model

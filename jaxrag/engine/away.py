@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from jaxrag.decode import DecodeRule, Decoding, PromptQueries
-from jaxrag.decode.away import host_layers, pattern_of
-from jaxrag.decode.far import HostPrompt
 from jaxrag.engine.mapping import RequestState, carried_chunks
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.kv.cache.host_pool import rows_of
+from jaxrag.reuse.decode import DecodeRule, Decoding, PromptQueries
+from jaxrag.reuse.decode.away import host_layers, pattern_of
+from jaxrag.reuse.decode.far import HostPrompt
 
 
 def start_away(

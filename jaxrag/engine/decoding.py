@@ -19,17 +19,6 @@ from jax.stages import Lowered
 from jaxrag.base import struct
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import HIDDEN, Array, HostArray, Step, on_host
-from jaxrag.decode import (
-    DecodeAttend,
-    DecodeRule,
-    Decoding,
-    Dense,
-    HostSearch,
-    PromptQueries,
-    Prompts,
-    order_of,
-)
-from jaxrag.decode.away import AwayAttend
 from jaxrag.engine.mapping import RequestState, carried_chunks
 from jaxrag.engine.prefill import run_tokens
 from jaxrag.engine.request import DECODE_BLOCK, Request
@@ -39,6 +28,17 @@ from jaxrag.kv.cache import MIN_TABLE_PAGES, PAGE, PagePool, PageTable, TableBui
 from jaxrag.kv.cache.host import HostValues
 from jaxrag.models.attention import PagedAttend
 from jaxrag.models.decoder import Decoder, forward, unembed
+from jaxrag.reuse.decode import (
+    DecodeAttend,
+    DecodeRule,
+    Decoding,
+    Dense,
+    HostSearch,
+    PromptQueries,
+    Prompts,
+    order_of,
+)
+from jaxrag.reuse.decode.away import AwayAttend
 
 DENSE = Dense()
 FAILED = -1  # in the place of a token whose logits hold a NaN

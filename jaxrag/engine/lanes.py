@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 from jaxrag.base.sharding import to_host
 from jaxrag.base.types import Array
-from jaxrag.decode import Decoding
 from jaxrag.engine.decoding import Drawn, Lane, LaneKey, SamplingRows, sample_first
 from jaxrag.engine.live import Live, Swapped
 from jaxrag.engine.mapping import RequestState
@@ -15,6 +14,7 @@ from jaxrag.engine.sampling import SamplingParams
 from jaxrag.engine.scheduler import Status
 from jaxrag.engine.state import Broken, State
 from jaxrag.engine.swap import swap_in, swap_out
+from jaxrag.reuse.decode import Decoding
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -19,7 +19,6 @@ from jaxrag.base import struct
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.shapes import bucket, pieces
 from jaxrag.base.types import HIDDEN, Array, HostArray, Partial, on_host
-from jaxrag.decode import Observe, PromptQueries
 from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.prefilled import PREFILL_TOKENS, Prefilled, observed_tokens
 from jaxrag.engine.runner import ModelRunner
@@ -37,6 +36,7 @@ from jaxrag.models.decoder import (
 )
 from jaxrag.models.rope import RopeFactors, place, scale_rotary, turn
 from jaxrag.models.spec import Params
+from jaxrag.reuse.decode import Observe, PromptQueries
 
 BLOCK_PAGES = 512  # of KV in host memory that are on the device at once
 _STEP = 32  # pages that the sizes of blocks differ by

@@ -6,13 +6,13 @@ from typing import Any
 
 from jaxrag.base.errors import EngineError
 from jaxrag.base.types import HostArray
-from jaxrag.decode import Decoding
 from jaxrag.engine.decoding import FAILED, LaneKey, LaneRows
 from jaxrag.engine.loader import Found
 from jaxrag.engine.mapping import RequestPlan, RequestState
 from jaxrag.engine.progress import Progress, Sink
 from jaxrag.engine.request import FinishReason, Request
 from jaxrag.engine.scheduler import Ending
+from jaxrag.reuse.decode import Decoding
 
 
 @dataclasses.dataclass(eq=False)

@@ -16,11 +16,18 @@ import numpy as np
 from jax import lax
 from jax.stages import Lowered
 
-from jaxrag.attention_index import rotated
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import ChunkCorrupt, ChunkNotSealed
 from jaxrag.base.types import Array, HostArray
-from jaxrag.encode import (
+from jaxrag.engine.runner import BLOCK_TOKENS, ModelRunner
+from jaxrag.kv.cache import PAGE, PagedCache, PagePool
+from jaxrag.kv.cache.host import arrived
+from jaxrag.kv.store import Refused, as_stored
+from jaxrag.models.model import Model
+from jaxrag.models.rope import RopeTable
+from jaxrag.models.rope import place as at_position
+from jaxrag.reuse.attention_index import rotated
+from jaxrag.reuse.encode import (
     ENCODERS,
     ChunkEncoding,
     ChunkInContext,
@@ -29,15 +36,8 @@ from jaxrag.encode import (
     encoder_named,
     seen_prefix,
 )
-from jaxrag.encode.neighbours import compute_own_kv
-from jaxrag.engine.runner import BLOCK_TOKENS, ModelRunner
-from jaxrag.kv.cache import PAGE, PagedCache, PagePool
-from jaxrag.kv.cache.host import arrived
-from jaxrag.kv.store import Refused, as_stored
-from jaxrag.methods import Misses
-from jaxrag.models.model import Model
-from jaxrag.models.rope import RopeTable
-from jaxrag.models.rope import place as at_position
+from jaxrag.reuse.encode.neighbours import compute_own_kv
+from jaxrag.reuse.methods import Misses
 
 Near = Literal["host", "store"]
 

@@ -8,7 +8,6 @@ other brings is dropped.
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from jaxrag.encode import Encoded
 from jaxrag.engine.links import LinkOpen, Trip
 from jaxrag.engine.live import Live
 from jaxrag.engine.loader import ChunkLoad, Found, Missed, Staged, encode, keep, place
@@ -17,6 +16,7 @@ from jaxrag.engine.scheduler import Admitted
 from jaxrag.engine.state import Broken, State
 from jaxrag.engine.thread import result_of
 from jaxrag.engine.tiers import Hits
+from jaxrag.reuse.encode import Encoded
 
 
 class _Landing:

@@ -11,18 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from jaxrag.base.types import HostArray
-from jaxrag.decode import Carried
-from jaxrag.encode import PREFIX_ENCODER, ChunkEncoding, ChunkInContext, encoder_named
 from jaxrag.engine.admission import Need
 from jaxrag.engine.kept import Context, context_of, keeps_turns
 from jaxrag.engine.loader import ChunkLoad, Found
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.kv.cache import CachedChunk, TableBuilder, pages_for
 from jaxrag.kv.store import KVStore
-from jaxrag.methods import Method, Misses
 from jaxrag.models.model import Model
 from jaxrag.models.segments import Layout, lay_out
-from jaxrag.select import Choice, SelectionInput, Selector
+from jaxrag.reuse.decode import Carried
+from jaxrag.reuse.encode import PREFIX_ENCODER, ChunkEncoding, ChunkInContext, encoder_named
+from jaxrag.reuse.methods import Method, Misses
+from jaxrag.reuse.select import Choice, SelectionInput, Selector
 
 
 @dataclasses.dataclass

@@ -13,7 +13,6 @@ from jax.stages import Lowered
 from jaxrag.base import struct
 from jaxrag.base.shapes import bucket, pieces
 from jaxrag.base.types import Array, Step
-from jaxrag.decode import Observe, PromptQueries
 from jaxrag.engine.direct import keep_leading
 from jaxrag.engine.layerwise import LayerPrefill
 from jaxrag.engine.mapping import RequestState
@@ -23,7 +22,8 @@ from jaxrag.kv.cache import PagePool, PageTable, batch_table
 from jaxrag.models.attention import Attend, PagedAttend
 from jaxrag.models.decoder import Decoder, forward, unembed
 from jaxrag.models.taps import Tap, at_columns
-from jaxrag.select import choose
+from jaxrag.reuse.decode import Observe, PromptQueries
+from jaxrag.reuse.select import choose
 
 
 class _Piece(struct.PyTreeNode):

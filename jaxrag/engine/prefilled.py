@@ -7,9 +7,9 @@ import numpy as np
 
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import Array, HostArray
-from jaxrag.decode import Observe, PromptQueries
 from jaxrag.engine.mapping import RequestState
 from jaxrag.kv.cache import PageTable
+from jaxrag.reuse.decode import Observe, PromptQueries
 
 PREFILL_TOKENS = 1024  # of one pass; longer prompts run in pieces of this many
 

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from jaxrag.decode import Account
 from jaxrag.engine.loader import Found
 from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.request import FinishReason, Request
@@ -11,6 +10,7 @@ from jaxrag.engine.reuse import PartReuse, account
 from jaxrag.kv.store.memory import MemoryStore
 from jaxrag.models.flops import turborag_flops
 from jaxrag.models.model import Model
+from jaxrag.reuse.decode import Account
 
 INDEX_COUNTS = ("keys", "stored", "trained")  # of decode.Account
 

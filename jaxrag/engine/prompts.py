@@ -10,7 +10,6 @@ from typing import Any
 from jaxrag.base.errors import EngineError
 from jaxrag.base.shapes import bucket, pieces
 from jaxrag.base.types import Array
-from jaxrag.decode import Decoding, Observe
 from jaxrag.engine.away import start_away
 from jaxrag.engine.decoding import FEWEST_ROOM, LaneKey, start_decoding
 from jaxrag.engine.lanes import Lanes
@@ -24,6 +23,7 @@ from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.state import Broken, EngineSettings, State
 from jaxrag.engine.thread import ask, result_of
 from jaxrag.kv.cache import PagePool, table_width
+from jaxrag.reuse.decode import Decoding, Observe
 
 
 def rows_together(

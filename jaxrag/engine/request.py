@@ -3,13 +3,13 @@
 import dataclasses
 from typing import Literal
 
-from jaxrag.attention_index.document import Indexing
 from jaxrag.base.errors import ContextExceeded, RequestError
 from jaxrag.base.types import HostArray
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.kv.store import KVStore
-from jaxrag.methods import Method
 from jaxrag.models.model import Model
+from jaxrag.reuse.attention_index.document import Indexing
+from jaxrag.reuse.methods import Method
 
 FinishReason = Literal["stop", "length"]
 

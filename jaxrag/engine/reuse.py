@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from jaxrag.engine.mapping import PromptPart, RequestState
-from jaxrag.methods import Method
+from jaxrag.reuse.methods import Method
 
 How = Literal["prefix hit", "chunk hit", "encoded", "in place", "computed"]
 Where = Literal["pool", "host", "store"]

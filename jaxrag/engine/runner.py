@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from jaxrag.base.sharding import Rules, sharding
-from jaxrag.decode import HostSearch
 from jaxrag.kv.cache import PAGE, PagedCache, pages_for
 from jaxrag.kv.cache.budget import default_host_tokens, default_pool_tokens, pool_budget
 from jaxrag.kv.cache.heat import HALF_LIFE
@@ -16,6 +15,7 @@ from jaxrag.kv.cache.host import StagingBlocks
 from jaxrag.models.memory import free_bytes
 from jaxrag.models.model import Model
 from jaxrag.models.spec import num_params
+from jaxrag.reuse.decode import HostSearch
 
 BLOCK_TOKENS = 256  # of a chunk that are written to the pool at once
 

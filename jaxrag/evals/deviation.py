@@ -9,7 +9,6 @@ import numpy as np
 
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import Array, HostArray
-from jaxrag.encode import encode_chunks
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import PromptPart, RequestState
@@ -18,10 +17,11 @@ from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.kv.cache import PAGE, PagePool
 from jaxrag.kv.store import KVStore
-from jaxrag.methods import Method
 from jaxrag.models.decoder import Decoder
 from jaxrag.models.model import Model
 from jaxrag.models.rope import place
+from jaxrag.reuse.encode import encode_chunks
+from jaxrag.reuse.methods import Method
 
 
 class Deviation(NamedTuple):

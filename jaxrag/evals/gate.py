@@ -28,11 +28,11 @@ from jaxrag.engine.sampling import SamplingParams
 from jaxrag.evals.statistics import Estimate, share
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.kv.cache import PagePool, PageTable
-from jaxrag.methods import METHODS, Method
 from jaxrag.models.decoder import Decoder, unembed
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.models.text.prompts import PromptTemplate
-from jaxrag.select import NoTokens
+from jaxrag.reuse.methods import METHODS, Method
+from jaxrag.reuse.select import NoTokens
 from jaxrag.serve.answers import Result, serve
 from jaxrag.serve.question_files import BadQuestion, QuestionFile
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve

@@ -17,7 +17,6 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrag.base.types import HostArray
-from jaxrag.encode import encoder_named
 from jaxrag.evals.deviation import kv_deviation
 from jaxrag.evals.methods_grid import REFERENCES, Cell, Options
 from jaxrag.evals.methods_pool import Pool, open_pool
@@ -25,10 +24,11 @@ from jaxrag.evals.metrics import exact_match, token_f1
 from jaxrag.evals.scoring import draw, write
 from jaxrag.evals.statistics import LEVEL, Estimate, difference, recovery, share
 from jaxrag.evals.synthetic import ALL, Asked
-from jaxrag.methods import Method
 from jaxrag.models.model import load_model
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.models.text.prompts import template_named
+from jaxrag.reuse.encode import encoder_named
+from jaxrag.reuse.methods import Method
 from jaxrag.serve.answers import Result, serve
 
 HOPS = {"1 hop": ("hop1", "cross", "latest"), "2 hops": ("hop2",)}

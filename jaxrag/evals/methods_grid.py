@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import flags_of
-from jaxrag.encode import encoder_named
 from jaxrag.evals.options import MethodsOptions
 from jaxrag.evals.synthetic import TASK
-from jaxrag.methods import METHODS, Method, method_named
-from jaxrag.select import AllTokens, NoTokens, RandomTokens, Selector
+from jaxrag.reuse.encode import encoder_named
+from jaxrag.reuse.methods import METHODS, Method, method_named
+from jaxrag.reuse.select import AllTokens, NoTokens, RandomTokens, Selector
 from jaxrag.tasks.synthetic import SyntheticTask
 
 FULL, REUSE = METHODS["full_attention"], METHODS["full_reuse"]

@@ -8,7 +8,7 @@ from jaxrag.base.config import DTYPES
 from jaxrag.base.options import option, parse_count, parse_counts, parse_names, parse_ratios
 
 if TYPE_CHECKING:
-    from jaxrag.methods import Method
+    from jaxrag.reuse.methods import Method
 
 _NUMBER = "--num-questions"
 _OWN = "the model's own"
@@ -130,7 +130,7 @@ class LongOptions:
       model: a model directory.
       lengths: tokens of a prompt, template and lead included, the answer not.
       methods: presets or .toml files; the others are compared with the first one.
-      decode: rules of jaxrag.decode, NAME=RULE to call one so; every method answers under each of
+      decode: rules of jaxrag.reuse.decode, NAME=RULE to call one so; every method answers under each of
         them; none = as the method says.
       flavour: "plain", or "village" for models that know the words of the synthetic task only.
       split: "test" or "train", the people whom the village flavour asks about.

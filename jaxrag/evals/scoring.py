@@ -19,11 +19,11 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.shapes import bucket
 from jaxrag.base.sharding import make_mesh
 from jaxrag.base.types import HostArray
-from jaxrag.methods import method_named
 from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.segments import PositionScheme
 from jaxrag.models.text.prompts import PromptTemplate
+from jaxrag.reuse.methods import method_named
 from jaxrag.serve.generate import generate
 from jaxrag.tasks.synthetic import Sample, SyntheticTask
 from jaxrag.tasks.synthetic import samples as endless

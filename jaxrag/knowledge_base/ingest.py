@@ -18,13 +18,13 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from jaxrag.documents import BadDocument, Intake
-from jaxrag.encode import ChunkInContext, Encoded
-from jaxrag.encode.packed import ROW_TOKENS
 from jaxrag.knowledge_base.prepare import Prepared, Preparer
 from jaxrag.knowledge_base.writers import Writer
 from jaxrag.kv.store import ChunkWriter, PutResult
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.retrieve.base import searched_text
+from jaxrag.reuse.encode import ChunkInContext, Encoded
+from jaxrag.reuse.encode.packed import ROW_TOKENS
 
 BATCH_TOKENS = 1 << 16  # of one catalog commit
 UNKNOWN_EXAMPLES = 5  # words that a report shows

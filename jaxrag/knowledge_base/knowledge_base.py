@@ -7,13 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, overload
 
-from jaxrag.attention_index.document import Indexing, indexing_from
 from jaxrag.base.errors import KnowledgeBaseError, RequestError
 from jaxrag.base.tables import require_kind
 from jaxrag.catalog import DocumentEntry
 from jaxrag.documents import DocumentFiles, Intake, Shard, Source, read_paths
 from jaxrag.documents.chunking import ChunkBy
-from jaxrag.encode import prefix_key
 from jaxrag.export import ExportReport, ExportRequest, Piece, Selector, export_selected
 from jaxrag.knowledge_base import upkeep
 from jaxrag.knowledge_base.gone import Gone, compare
@@ -33,6 +31,8 @@ from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.retrieve.adapters import adopted
 from jaxrag.retrieve.base import Reranker, Retriever
 from jaxrag.retrieve.filters import Filter
+from jaxrag.reuse.attention_index.document import Indexing, indexing_from
+from jaxrag.reuse.encode import prefix_key
 
 _Removes = Literal["nothing", "certain", "all"]  # of what has left its files
 _MOST = 1 << 31  # chunks that a search gives; no index counts further

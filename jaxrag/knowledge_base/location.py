@@ -11,7 +11,6 @@ from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.catalog import Catalog, lost_settings
 from jaxrag.catalog.database import damaged
 from jaxrag.catalog.salvage import Salvage, salvage
-from jaxrag.encode import ENCODERS
 from jaxrag.knowledge_base.settings import (
     NEEDED,
     REPLACED,
@@ -28,6 +27,7 @@ from jaxrag.kv.store.chunk_store import Mode
 from jaxrag.kv.store.keys import derive
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import TEMPLATES
+from jaxrag.reuse.encode import ENCODERS
 
 CATALOG = "catalog.sqlite"
 TIER = "tier"  # folder of the local copies of a repository that lies elsewhere

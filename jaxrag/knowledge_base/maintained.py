@@ -9,7 +9,6 @@ from typing import Any
 from jaxrag.base.errors import KnowledgeBaseError, RequestError, TokenizerError
 from jaxrag.base.types import HostArray
 from jaxrag.catalog.audit import RowsReport
-from jaxrag.encode import encoder_named
 from jaxrag.knowledge_base import upkeep
 from jaxrag.knowledge_base.ingest import RefreshReport
 from jaxrag.knowledge_base.location import find_folder
@@ -19,6 +18,7 @@ from jaxrag.knowledge_base.rows import Names, examine
 from jaxrag.knowledge_base.stats import collect_stats
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
+from jaxrag.reuse.encode import encoder_named
 
 DEFAULT_GRACE_SECONDS = 3600.0
 

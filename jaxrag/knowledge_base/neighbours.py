@@ -19,7 +19,6 @@ import numpy as np
 from jaxrag.base.errors import StoreError
 from jaxrag.base.types import HostArray
 from jaxrag.catalog import Catalog, ChunkTokens
-from jaxrag.encode import ChunkEncoding, ChunkInContext
 from jaxrag.knowledge_base.ingest import RefreshReport
 from jaxrag.knowledge_base.staleness import NeighbourSearch
 from jaxrag.knowledge_base.vectors import ChunkVectors
@@ -29,6 +28,7 @@ from jaxrag.models.text.progress import progress_bar
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.retrieve.base import NOTHING, VectorIndex
 from jaxrag.retrieve.bm25 import BM25Snapshot
+from jaxrag.reuse.encode import ChunkEncoding, ChunkInContext
 
 SimilarBy = Literal["vectors", "bm25"]
 

@@ -6,14 +6,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from jaxrag.attention_index.document import Indexing, indexing_from
 from jaxrag.base.config import ModelConfig, config_from_dict
 from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.base.sharding import processes_of
 from jaxrag.catalog import Catalog
 from jaxrag.documents.chunking import Chunking
 from jaxrag.embed import Embedder
-from jaxrag.encode import ChunkEncoding
 from jaxrag.knowledge_base.location import open_repository
 from jaxrag.knowledge_base.vectors import ChunkVectors
 from jaxrag.kv.store.chunk_store import Mode
@@ -24,6 +22,8 @@ from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.retrieve.adapters import CatalogChunks
 from jaxrag.retrieve.base import Chunks, Reranker, Retriever
 from jaxrag.retrieve.plugins import retriever_plugin
+from jaxrag.reuse.attention_index.document import Indexing, indexing_from
+from jaxrag.reuse.encode import ChunkEncoding
 
 UNCHECKED_ROWS = (
     "catalog of format 3: rows are not checked; `jaxrag kb verify --repair` adds digests"

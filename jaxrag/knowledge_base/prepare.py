@@ -14,10 +14,10 @@ from jaxrag.base.types import HostArray
 from jaxrag.catalog import Catalog, Entry
 from jaxrag.documents import BadDocument, Document, Intake
 from jaxrag.documents.chunking import Chunk, Chunking, split
-from jaxrag.encode import ChunkEncoding
 from jaxrag.kv.store import content_id
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.models.text.tokenizer import Tokenizer
+from jaxrag.reuse.encode import ChunkEncoding
 
 _AHEAD_CHARACTERS = 1 << 18  # of documents that are prepared while others are encoded
 _AHEAD_DOCUMENTS = 1024

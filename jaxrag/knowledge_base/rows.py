@@ -20,11 +20,11 @@ from jaxrag.catalog.digests import CHUNKS, DOCUMENTS
 from jaxrag.catalog.rows import ChunkRow, DocumentRow, from_blob
 from jaxrag.documents import Document
 from jaxrag.documents.chunking import Spans
-from jaxrag.encode import ENCODERS, encoder_named, seen_prefix
 from jaxrag.knowledge_base.prepare import document_digest
 from jaxrag.kv.store import chunk_key, content_id, context_id
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.models.text.tokenizer import Tokenizer
+from jaxrag.reuse.encode import ENCODERS, encoder_named, seen_prefix
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,18 +8,18 @@ from typing import Any, get_args
 
 import numpy as np
 
-from jaxrag.attention_index.document import Indexing
 from jaxrag.base.config import config_to_dict
 from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.documents.chunking import ChunkBy, Chunking
 from jaxrag.embed import Embedder
-from jaxrag.encode import encoder_named, prefix_provenance
 from jaxrag.knowledge_base.neighbours import DEFAULT_TOP_N, SimilarBy
 from jaxrag.kv.store.keys import derive
 from jaxrag.kv.store.seal import Sealer
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.retrieve.names import index_named
+from jaxrag.reuse.attention_index.document import Indexing
+from jaxrag.reuse.encode import encoder_named, prefix_provenance
 
 # The settings of every knowledge base, without which it cannot be opened.
 NEEDED = (

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrag.attention_index.document import indexes_nbytes
 from jaxrag.catalog import Catalog
 from jaxrag.knowledge_base.upkeep import Claim
 from jaxrag.knowledge_base.vectors import ChunkVectors
 from jaxrag.kv.store import ChunkStore, ReadThrough
+from jaxrag.reuse.attention_index.document import indexes_nbytes
 
 
 def collect_stats(

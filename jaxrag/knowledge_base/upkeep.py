@@ -9,11 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from jaxrag.attention_index.document import Indexing, is_indexed
 from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.catalog import Catalog
 from jaxrag.catalog.audit import RowsReport
-from jaxrag.encode import ChunkEncoding, gets_indexes
 from jaxrag.knowledge_base.ingest import RefreshReport
 from jaxrag.knowledge_base.location import CATALOG
 from jaxrag.knowledge_base.neighbours import recorded_chunks
@@ -23,6 +21,8 @@ from jaxrag.kv.store import ChunkStore, ReadThrough, Record
 from jaxrag.kv.store.owners import Owner, Owners, this_owner
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.models.text.prompts import PromptTemplate
+from jaxrag.reuse.attention_index.document import Indexing, is_indexed
+from jaxrag.reuse.encode import ChunkEncoding, gets_indexes
 
 _REPAIR_BATCH = 256  # chunks that are encoded together
 _EMBED_BATCH = 1024  # texts between two commits of the index

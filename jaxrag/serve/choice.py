@@ -4,8 +4,8 @@ import dataclasses
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
-from jaxrag.methods import METHODS, Method
 from jaxrag.models.reading import Reading
+from jaxrag.reuse.methods import METHODS, Method
 
 _TUNED = ("turborag", "turborag_composite")
 _UNTUNED = ("fusionrag", "cacheblend", "epic")

@@ -13,9 +13,9 @@ from jaxrag.base.tables import require_kind
 from jaxrag.base.types import HostArray
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.knowledge_base import KnowledgeBase
-from jaxrag.methods import Method
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
+from jaxrag.reuse.methods import Method
 
 Text = str | Sequence[int] | HostArray  # text, or token ids where a model has no tokenizer
 EarlierTurns = Literal["exact", "blocks"]

@@ -7,13 +7,13 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.shapes import bucket
-from jaxrag.decode import DecodeRule
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.knowledge_base.search import SearchMode
-from jaxrag.methods import Method, Misses
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
+from jaxrag.reuse.decode import DecodeRule
+from jaxrag.reuse.methods import Method, Misses
 from jaxrag.serve.answers import AsyncStream, Result, Stream, answer, serve
 from jaxrag.serve.door import (
     Conversation,

@@ -8,11 +8,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from jaxrag.attention_index.document import Indexing
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
-from jaxrag.decode import DecodeRule, rule_from
-from jaxrag.encode import encoder_named
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request, check_length
 from jaxrag.engine.sampling import SamplingParams
@@ -20,11 +17,14 @@ from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.knowledge_base.neighbours import each_other
 from jaxrag.knowledge_base.search import SearchMode
 from jaxrag.kv.store import KVStore
-from jaxrag.methods import Method, Misses, method_named
 from jaxrag.models.model import Model, as_token_ids
 from jaxrag.models.text.prompts import PromptTemplate, QuestionIds, template_named
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.retrieve.filters import Filter
+from jaxrag.reuse.attention_index.document import Indexing
+from jaxrag.reuse.decode import DecodeRule, rule_from
+from jaxrag.reuse.encode import encoder_named
+from jaxrag.reuse.methods import Method, Misses, method_named
 from jaxrag.serve.conversation import FoundChunk, Source, laid_out
 from jaxrag.serve.door import Conversation, Passage, Text, check_counts, check_kinds
 from jaxrag.serve.suits import gated, renamed, stored_otherwise, unplaced, untuned

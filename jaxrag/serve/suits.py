@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrag.base.errors import ConfigError, RequestError
-from jaxrag.encode import encoder_named
 from jaxrag.engine.reuse import PartReuse
 from jaxrag.knowledge_base import KnowledgeBase
-from jaxrag.methods import METHODS, Method, placement_of
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
+from jaxrag.reuse.encode import encoder_named
+from jaxrag.reuse.methods import METHODS, Method, placement_of
 
 
 def gate_subject(method: Method, template: PromptTemplate) -> dict[str, Any]:

@@ -8,16 +8,16 @@ import numpy as np
 
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import HostArray
-from jaxrag.decode import DecodeRule
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefilled import PREFILL_TOKENS
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.kv.store import MemoryStore
-from jaxrag.methods import Method
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
+from jaxrag.reuse.decode import DecodeRule
+from jaxrag.reuse.methods import Method
 from jaxrag.serve.door import Text, check_counts, check_documents, check_kinds
 from jaxrag.serve.questions import prepare, resolve
 

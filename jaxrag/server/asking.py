@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxrag.base.errors import DeadlineExceeded
 from jaxrag.engine.progress import Progress
-from jaxrag.methods import METHODS
+from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.answers import Result, abstained, result_of
 from jaxrag.serve.door import Conversation, Text
 from jaxrag.serve.output import Answer

@@ -12,14 +12,14 @@ from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.base.shapes import row_length
 from jaxrag.documents.chunking import ChunkBy
 from jaxrag.embed import Embedder
-from jaxrag.encode import encode_chunks, encoder_named
-from jaxrag.encode.packed import ROW_TOKENS
 from jaxrag.engine.engine import Engine
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.knowledge_base.settings import DEFAULT_CHUNK_TOKENS, DEFAULT_ENCODERS
-from jaxrag.methods import Method
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
+from jaxrag.reuse.encode import encode_chunks, encoder_named
+from jaxrag.reuse.encode.packed import ROW_TOKENS
+from jaxrag.reuse.methods import Method
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,11 +12,11 @@ from starlette.requests import Request
 
 from jaxrag.base.errors import ConfigError
 from jaxrag.base.sharding import processes_of
-from jaxrag.decode import DECODE_RULES
 from jaxrag.engine.engine import Engine
 from jaxrag.knowledge_base import KnowledgeBase
-from jaxrag.methods import METHODS, Method, method_named
 from jaxrag.models.model import Model
+from jaxrag.reuse.decode import DECODE_RULES
+from jaxrag.reuse.methods import METHODS, Method, method_named
 from jaxrag.serve.answers import Result
 from jaxrag.server.errors import not_found, unauthorized
 from jaxrag.server.library import Library

@@ -162,11 +162,11 @@ class Step:
         import numpy as np
 
         from jaxrag.base.types import Step as Tokens
-        from jaxrag.decode import Decoding, TopN
         from jaxrag.engine.decoding import Plan, run_by_rule
         from jaxrag.kv.cache import PAGE
         from jaxrag.kv.cache.host import HostValues, Mapped
         from jaxrag.models.decoder import Decoder
+        from jaxrag.reuse.decode import Decoding, TopN
 
         shape = (config.num_layers - layers, 1, PAGE, config.num_kv_heads, config.head_dim)
         memory = np.zeros(shape, config.dtype)

@@ -18,11 +18,11 @@ from jaxrag.bench.decode_throughput import Options, report, same, step_bytes
 from jaxrag.cli import main
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.methods import METHODS
 from jaxrag.models.export import export_hf
 from jaxrag.models.flops import forward_flops
 from jaxrag.models.model import load_model, random_model
 from jaxrag.models.spec import init_params, num_params
+from jaxrag.reuse.methods import METHODS
 
 # Answers every question with what the file beside it says, and writes down what was asked.
 FAKE = """#!{python}

@@ -5,12 +5,20 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrag.attention_index import Exact, Hnsw, Ivf, ProjectedGraph, QueryLists, build, open_index
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.bench.decode import Options, report, run
 from jaxrag.bench.options import rules_of
-from jaxrag.decode import Dense, Flat, TopN, rule_from
-from jaxrag.decode.footprint import A100, break_even, index_bytes
+from jaxrag.reuse.attention_index import (
+    Exact,
+    Hnsw,
+    Ivf,
+    ProjectedGraph,
+    QueryLists,
+    build,
+    open_index,
+)
+from jaxrag.reuse.decode import Dense, Flat, TopN, rule_from
+from jaxrag.reuse.decode.footprint import A100, break_even, index_bytes
 
 SMALL = {"exact_below": 0, "min_queries": 1}
 RULES = (

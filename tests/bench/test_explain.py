@@ -28,7 +28,7 @@ from jaxrag.models.decoder import forward
 from jaxrag.models.model import random_model
 from jaxrag.models.rope import place
 from jaxrag.models.segments import lay_out
-from jaxrag.select import KvDeviation, RandomTokens, layer_deviations
+from jaxrag.reuse.select import KvDeviation, RandomTokens, layer_deviations
 
 pytestmark = pytest.mark.slow
 

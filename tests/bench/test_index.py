@@ -11,9 +11,9 @@ import index_report
 import numpy as np
 import pytest
 
-from jaxrag.attention_index import QueryLists, spec_from
 from jaxrag.base.errors import ConfigError, RequestError
-from jaxrag.decode import DECODE_RULES, Retrieval
+from jaxrag.reuse.attention_index import QueryLists, spec_from
+from jaxrag.reuse.decode import DECODE_RULES, Retrieval
 
 TINY = index_measure.Options(
     contexts=(1200,),

@@ -10,9 +10,9 @@ import model_heads
 import numpy as np
 import pytest
 
-from jaxrag.attention_index import rotated
 from jaxrag.base.errors import RequestError
 from jaxrag.models.model import random_model
+from jaxrag.reuse.attention_index import rotated
 
 OPTIONS = index_measure.Options(
     contexts=(60, 90), engines=("flat fp32", "lists fp32"), k=5, train=40, ask=8, sink=4, recent=6,

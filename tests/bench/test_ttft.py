@@ -17,9 +17,9 @@ from jaxrag.cli import main
 from jaxrag.engine.progress import Progress
 from jaxrag.engine.request import Prompt
 from jaxrag.kv.store import ChunkStore
-from jaxrag.methods import METHODS
 from jaxrag.models.export import export_hf
 from jaxrag.models.spec import init_params, num_params
+from jaxrag.reuse.methods import METHODS
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from jaxrag.engine.engine import Engine
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.store import ChunkStore
-from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
+from jaxrag.reuse.methods import METHODS
 
 TIMEOUT = 120  # seconds in which what must happen happens
 

@@ -12,7 +12,6 @@ import pytest
 
 import jaxrag
 from jaxrag.base.errors import Cancelled, EngineError, RequestError
-from jaxrag.decode import rule_from
 from jaxrag.engine.decoding import FAILED
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.kept import Context
@@ -21,8 +20,9 @@ from jaxrag.engine.mapping import RequestPlan, plan_request
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.cache import PAGE
-from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
+from jaxrag.reuse.decode import rule_from
+from jaxrag.reuse.methods import METHODS
 
 EOS = 0
 

@@ -16,13 +16,13 @@ from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.engine import Engine, engine_of
 from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.cache import PagedCache
-from jaxrag.methods import METHODS
+from jaxrag.reuse.methods import METHODS
 
 RULES = ["dense", pytest.param("retrieval:recent=12,sink=2", marks=pytest.mark.slow)]
 
 
 def by_rule(rule):
-    return dataclasses.replace(METHODS["turborag"], decode=jaxrag.decode.rule_from(rule))
+    return dataclasses.replace(METHODS["turborag"], decode=jaxrag.reuse.decode.rule_from(rule))
 
 
 @pytest.fixture

@@ -11,9 +11,11 @@ import time
 
 import pytest
 
-from jaxrag.attention_index import Exact
 from jaxrag.base.errors import Cancelled
-from jaxrag.decode import (
+from jaxrag.engine.admission import SchedulerSettings
+from jaxrag.engine.state import EngineSettings
+from jaxrag.reuse.attention_index import Exact
+from jaxrag.reuse.decode import (
     Dense,
     Flat,
     InfLLM,
@@ -24,10 +26,8 @@ from jaxrag.decode import (
     StaticWindow,
     TopN,
 )
-from jaxrag.engine.admission import SchedulerSettings
-from jaxrag.engine.state import EngineSettings
-from jaxrag.methods import METHODS, Method
-from jaxrag.select import SELECTORS
+from jaxrag.reuse.methods import METHODS, Method
+from jaxrag.reuse.select import SELECTORS
 
 
 def slow(*values):

@@ -5,14 +5,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrag.decode import Observe
 from jaxrag.engine import layerwise
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefill import prefill_observed
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
+from jaxrag.reuse.decode import Observe
+from jaxrag.reuse.methods import METHODS
 
 FAR = (
     {"kv": "host"},

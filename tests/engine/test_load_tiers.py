@@ -16,8 +16,8 @@ from jaxrag.engine.engine import engine_of
 from jaxrag.engine.links import FAILURES, LoadDeadline
 from jaxrag.engine.mapping import plan_request
 from jaxrag.engine.state import EngineSettings
-from jaxrag.methods import METHODS
-from jaxrag.select import QueryGuided
+from jaxrag.reuse.methods import METHODS
+from jaxrag.reuse.select import QueryGuided
 
 ARENA = 1 << 20
 

@@ -14,8 +14,8 @@ from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import plan_request
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
+from jaxrag.reuse.methods import METHODS
 
 
 def brought_in(model, request):

@@ -10,10 +10,10 @@ import pytest
 from jaxrag import KnowledgeBase, generate
 from jaxrag.cli import main
 from jaxrag.documents import Document
-from jaxrag.encode import chunk_key
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.reuse import PartReuse, token_counts
-from jaxrag.methods import METHODS
+from jaxrag.reuse.encode import chunk_key
+from jaxrag.reuse.methods import METHODS
 
 TEXTS = {
     "salt": "The salt wells of Yanjing are worked by hand.",

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import RequestError
-from jaxrag.decode import Quest, Retrieval, StaticWindow, TopN
 from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.cache import PAGE
-from jaxrag.methods import METHODS
-from jaxrag.select import QueryGuided
+from jaxrag.reuse.decode import Quest, Retrieval, StaticWindow, TopN
+from jaxrag.reuse.methods import METHODS
+from jaxrag.reuse.select import QueryGuided
 
 FULL = dataclasses.replace(METHODS["full_attention"], prefix_cache=True)
 PLAIN = METHODS["turborag"]

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from jaxrag.encode import encode_chunks
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt
 from jaxrag.evals.deviation import kv_deviation
-from jaxrag.methods import METHODS, Method
 from jaxrag.models.model import random_model
-from jaxrag.select import FirstK
+from jaxrag.reuse.encode import encode_chunks
+from jaxrag.reuse.methods import METHODS, Method
+from jaxrag.reuse.select import FirstK
 
 
 @pytest.fixture(scope="module")

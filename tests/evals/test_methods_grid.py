@@ -4,7 +4,7 @@ import pytest
 
 from jaxrag.base.errors import JaxragError
 from jaxrag.evals.methods_grid import RANDOM, Options
-from jaxrag.methods import METHODS
+from jaxrag.reuse.methods import METHODS
 
 
 def shown(options):

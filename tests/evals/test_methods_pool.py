@@ -10,7 +10,7 @@ from jaxrag.base.errors import RequestError
 from jaxrag.evals.methods_grid import Options
 from jaxrag.evals.methods_pool import open_pool
 from jaxrag.evals.scoring import draw, write
-from jaxrag.methods import METHODS
+from jaxrag.reuse.methods import METHODS
 from jaxrag.tasks.synthetic import SyntheticTask
 
 

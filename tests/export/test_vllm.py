@@ -13,9 +13,9 @@ import pytest
 
 import jaxrag
 from jaxrag.base.types import FINAL, FIRST_CHUNK
-from jaxrag.encode import encode_chunks, provenance
 from jaxrag.export import MANIFEST, Bundle, Piece, Placement, export_bundles
 from jaxrag.kv.store import ChunkStore, chunk_key
+from jaxrag.reuse.encode import encode_chunks, provenance
 
 pytestmark = pytest.mark.oracle
 

@@ -15,11 +15,11 @@ from jaxrag.embed import as_embedder
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.knowledge_base.writers import FOLDER as WRITERS
 from jaxrag.kv.store.record import new_attempt
-from jaxrag.methods import method_named
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.spec import init_params
 from jaxrag.models.text import byte_level
+from jaxrag.reuse.methods import method_named
 from jaxrag.serve.generate import generate
 from jaxrag.serve.suits import gate_subject
 

@@ -13,7 +13,7 @@ from crash_log import FRESH, Log
 
 from jaxrag.evals.gate import Target, gate
 from jaxrag.knowledge_base import KnowledgeBase
-from jaxrag.methods import METHODS
+from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.question_files import QuestionFile
 
 DOCUMENTS = 24  # ids that are added, changed and removed in turn

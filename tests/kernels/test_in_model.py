@@ -8,14 +8,14 @@ import pytest
 from jaxrag.base.config import config_from_dict, config_to_dict
 from jaxrag.base.errors import ConfigError
 from jaxrag.base.sharding import make_mesh
-from jaxrag.decode import TopN
 from jaxrag.engine import prefill
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
 from jaxrag.models.segments import lay_out
+from jaxrag.reuse.decode import TopN
+from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.generate import generate
 
 

@@ -8,10 +8,10 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxrag.embed import as_embedder
-from jaxrag.encode import chunk_encoding, encode_for_store
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.models.model import random_model
 from jaxrag.models.text.tokenizer import Tokenizer
+from jaxrag.reuse.encode import chunk_encoding, encode_for_store
 
 WORDS = ["amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "larch"]
 

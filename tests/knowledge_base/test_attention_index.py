@@ -8,15 +8,15 @@ import sys
 import numpy as np
 import pytest
 
-from jaxrag.attention_index.document import Indexing, indexing_from, is_indexed
-from jaxrag.attention_index.spec import Exact, ProjectedGraph, QueryLists
 from jaxrag.base.errors import ConfigError, KnowledgeBaseError
 from jaxrag.cli import main
-from jaxrag.decode import Retrieval
-from jaxrag.decode.stored import StoredIndexes
 from jaxrag.documents import Document
 from jaxrag.engine.engine import engine_of
 from jaxrag.models.model import random_model
+from jaxrag.reuse.attention_index.document import Indexing, indexing_from, is_indexed
+from jaxrag.reuse.attention_index.spec import Exact, ProjectedGraph, QueryLists
+from jaxrag.reuse.decode import Retrieval
+from jaxrag.reuse.decode.stored import StoredIndexes
 from jaxrag.serve.generate import generate
 
 # Every key is in some list, and all lists are scanned: what is found is exact.

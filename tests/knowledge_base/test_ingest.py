@@ -12,10 +12,10 @@ import pytest
 
 from jaxrag.base.errors import ConfigError, StoreError
 from jaxrag.documents import Document, Intake, Shard
-from jaxrag.encode import encode_chunks
 from jaxrag.knowledge_base import KnowledgeBase, ingest, prepare
 from jaxrag.knowledge_base.ingest import Ingest
 from jaxrag.knowledge_base.prepare import Preparer
+from jaxrag.reuse.encode import encode_chunks
 
 WORDS = ["salt", "well", "brine", "pan", "river", "mule", "bamboo", "bridge", "tea", "keeper"]
 

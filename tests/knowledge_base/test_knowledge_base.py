@@ -15,10 +15,10 @@ from jaxrag.base.errors import (
     TokenizerError,
 )
 from jaxrag.documents import BadDocument, Document
-from jaxrag.encode import chunk_encoding, chunk_key, encode_chunks, encode_for_store
 from jaxrag.knowledge_base import KnowledgeBase, ingest
 from jaxrag.models.model import random_model
 from jaxrag.models.text.prompts import TEMPLATES
+from jaxrag.reuse.encode import chunk_encoding, chunk_key, encode_chunks, encode_for_store
 
 WORDS = ["amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "larch"]
 

@@ -9,11 +9,11 @@ import pytest
 from jaxrag.base.errors import KnowledgeBaseError, StoreError
 from jaxrag.documents import Document
 from jaxrag.embed import as_embedder
-from jaxrag.encode import chunk_encoding, chunk_key, encode_chunks, encode_for_store
 from jaxrag.engine.engine import engine_of
 from jaxrag.knowledge_base import KnowledgeBase, neighbours
-from jaxrag.methods import Method
 from jaxrag.retrieve.base import searched_text
+from jaxrag.reuse.encode import chunk_encoding, chunk_key, encode_chunks, encode_for_store
+from jaxrag.reuse.methods import Method
 from jaxrag.serve.generate import generate
 
 WORDS = ["amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "larch"]

@@ -7,11 +7,11 @@ import pytest
 
 from jaxrag.base.errors import ChunkNotSealed, KnowledgeBaseError, StoreError
 from jaxrag.documents import Document
-from jaxrag.encode import chunk_encoding
 from jaxrag.engine.engine import engine_of
 from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.kv.store import ChunkStore, Record
 from jaxrag.kv.store.seal import Sealer
+from jaxrag.reuse.encode import chunk_encoding
 from jaxrag.serve.generate import generate
 
 OURS, THEIRS = b"the secret of this tenant", b"the secret of another one"

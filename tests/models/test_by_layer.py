@@ -9,7 +9,6 @@ import pytest
 
 from jaxrag.base.sharding import make_mesh
 from jaxrag.base.types import FINAL, Tokens
-from jaxrag.decode import Dense
 from jaxrag.engine.decoding import Lane, LaneKey
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.models import by_layer as room
@@ -19,6 +18,7 @@ from jaxrag.models.decoder import forward, unembed
 from jaxrag.models.model import random_model
 from jaxrag.models.rope import rope_table
 from jaxrag.models.taps import Tap
+from jaxrag.reuse.decode import Dense
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 

@@ -13,10 +13,10 @@ from jaxrag.base.sharding import make_mesh
 from jaxrag.cli.fields import from_fields
 from jaxrag.cli.opening import load, method_of
 from jaxrag.cli.options import add_generation, add_model
-from jaxrag.decode import Retrieval, TopN
 from jaxrag.engine.engine import engine_of
-from jaxrag.methods import METHODS, method_named, placement_of
 from jaxrag.models.model import random_model
+from jaxrag.reuse.decode import Retrieval, TopN
+from jaxrag.reuse.methods import METHODS, method_named, placement_of
 from jaxrag.serve.suits import placed, unplaced
 
 FUSIONRAG_KCACHE = Path(__file__).parents[2] / "configs" / "methods" / "fusionrag_kcache.toml"

@@ -7,10 +7,10 @@ import pytest
 
 from jaxrag import KnowledgeBase, generate
 from jaxrag.base.errors import ConfigError
-from jaxrag.methods import METHODS
 from jaxrag.models.model import load_model
 from jaxrag.models.reading import Reading, read_reading, write_reading
 from jaxrag.models.text.prompts import TEMPLATES
+from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.questions import resolve
 from jaxrag.serve.suits import gate_subject
 

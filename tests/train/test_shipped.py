@@ -17,9 +17,9 @@ from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.evals.scoring import READS, draw, scored, write
 from jaxrag.evals.synthetic_report import markdown
-from jaxrag.methods import METHODS
 from jaxrag.models.decoder import unembed
 from jaxrag.models.model import load_model
+from jaxrag.reuse.methods import METHODS
 from jaxrag.tasks.synthetic import SyntheticTask
 from jaxrag.train.config import RunPart, load_config
 from jaxrag.train.log import METRICS_FILE, read_metrics

@@ -12,7 +12,7 @@ from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefill import prefill
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.methods import METHODS
+from jaxrag.reuse.methods import METHODS
 from jaxrag.train.config import OptimizerPart
 from jaxrag.train.lora import init_adapters, merge_all
 from jaxrag.train.optimizer import decays, learning_rate, make_optimizer

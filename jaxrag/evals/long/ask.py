@@ -16,7 +16,6 @@ import numpy as np
 from jaxrag.base.errors import RequestError
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import Array, HostArray
-from jaxrag.decode import DecodeRule, Decoding, Observe, PromptQueries
 from jaxrag.engine.away import start_away
 from jaxrag.engine.decoding import (
     FAILED,
@@ -35,6 +34,7 @@ from jaxrag.engine.prefilled import Prefilled
 from jaxrag.engine.progress import outcome_of
 from jaxrag.engine.request import DECODE_BLOCK, FinishReason, Request
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.reuse.decode import DecodeRule, Decoding, Observe, PromptQueries
 
 
 @dataclasses.dataclass(frozen=True)

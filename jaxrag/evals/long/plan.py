@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args
 
 from jaxrag.base.errors import RequestError
-from jaxrag.decode import rule_from
 from jaxrag.evals.options import LongOptions
-from jaxrag.methods import Method, method_named, placement_of
 from jaxrag.models.text.progress import followed
+from jaxrag.reuse.decode import rule_from
+from jaxrag.reuse.methods import Method, method_named, placement_of
 from jaxrag.tasks.long.case import Fitted, Frame
 from jaxrag.tasks.long.tasks import ANSWERS, SUITES, Draw, Task
 from jaxrag.tasks.long.words import Prose, prose, text_prose

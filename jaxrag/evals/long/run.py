@@ -16,8 +16,6 @@ import numpy as np
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.types import HostArray
-from jaxrag.decode import DecodeRule, Dense
-from jaxrag.decode.footprint import Bytes
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import DECODE_BLOCK, Request
 from jaxrag.engine.runner import ModelRunner
@@ -26,10 +24,12 @@ from jaxrag.evals.long.ask import Asker, Generated
 from jaxrag.evals.long.plan import Item, Options, plan
 from jaxrag.evals.statistics import LEVEL, Estimate, difference, share
 from jaxrag.kv.cache import PAGE
-from jaxrag.methods import Method, placement_of
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.models.text.prompts import template_named
+from jaxrag.reuse.decode import DecodeRule, Dense
+from jaxrag.reuse.decode.footprint import Bytes
+from jaxrag.reuse.methods import Method, placement_of
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.tasks.long.case import Frame
 

@@ -5,14 +5,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrag.decode import rule_from
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefill import Prefill, prefill_observed
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.evals.long.ask import Asker, own_queries
-from jaxrag.methods import METHODS
 from jaxrag.models.model import random_model
+from jaxrag.reuse.decode import rule_from
+from jaxrag.reuse.methods import METHODS
 
 WINDOW = "sink=4,recent=16"
 SEARCH = f"k=12,{WINDOW},index.exact_below=0"

@@ -1,0 +1,1 @@
+"""Reuse of cached KV: how chunks are encoded, chosen from, decoded over; each paper's method."""

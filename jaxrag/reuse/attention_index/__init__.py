@@ -1,0 +1,51 @@
+"""Indexes over cached keys that know what queries want (RetrievalAttention, section 3.2).
+
+RetrievalAttention: Accelerating Long-Context LLM Inference via Vector Retrieval (arXiv:2409.10516).
+RoarGraph (arXiv:2408.08933), FAISS's inverted file and its HNSW are there to compare with.
+"""
+
+from jaxrag.reuse.attention_index.bank import QueryBank, rotated, spread, turned
+from jaxrag.reuse.attention_index.build import build
+from jaxrag.reuse.attention_index.index import AttentionIndex
+from jaxrag.reuse.attention_index.keys import Keys
+from jaxrag.reuse.attention_index.knn import nearest, nearest_on_device
+from jaxrag.reuse.attention_index.search import Found, Searcher, open_index
+from jaxrag.reuse.attention_index.spec import (
+    INDEXES,
+    Exact,
+    Hnsw,
+    Ivf,
+    ProjectedGraph,
+    QueryLists,
+    RoarGraph,
+    Spec,
+    name_of,
+    spec_from,
+    table_of,
+)
+
+__all__ = [
+    "INDEXES",
+    "AttentionIndex",
+    "Exact",
+    "Found",
+    "Hnsw",
+    "Ivf",
+    "Keys",
+    "ProjectedGraph",
+    "QueryBank",
+    "QueryLists",
+    "RoarGraph",
+    "Searcher",
+    "Spec",
+    "build",
+    "name_of",
+    "nearest",
+    "nearest_on_device",
+    "open_index",
+    "rotated",
+    "spec_from",
+    "spread",
+    "table_of",
+    "turned",
+]

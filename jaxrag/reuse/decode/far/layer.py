@@ -1,0 +1,135 @@
+"""What a rule holds of one layer of a request on the host, and what it is given to make it.
+
+The host's half of attention (RetrievalAttention sections 3.3 and algorithm 1, arXiv:2409.10516): K
+and V of a request lie in host memory, the static pattern on the device as well. The host attends to
+what is outside the static pattern; the device merges both.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.types import HostArray
+from jaxrag.reuse.decode.account import Account
+from jaxrag.reuse.decode.stored import Carried, StoredIndexes
+
+Task = Callable[[], "Sequence[Task] | None"]  # returns what is to be done after it
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HostLayer:
+    """K and V of one layer of one request in host memory, by position.
+
+    Attributes:
+      k: [K, R, H] float32, float16 or bfloat16, the rows of a head contiguous; rows of other
+        requests are in there too.
+      v: the same of V.
+      rows: [S] int32 row of every position, of the prompt and of the tokens to be generated.
+      offsets: [S] int32: the key at position p is rotated to p - offsets[p].
+    """
+
+    k: HostArray
+    v: HostArray
+    rows: HostArray
+    offsets: HostArray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HostPrompt:
+    """A request whose prompt is in host memory, before its first generated token: one layer of it.
+
+    Attributes:
+      config: of the model.
+      layer: K and V.
+      index: number of the layer.
+      position: of the prompt's last token.
+      room: at most so many tokens are generated.
+      queries: [W, N, H] float32 before rotation, what ``DecodeRule.observe`` asked for; W is 0
+        where it asked for nothing.
+      positions: [W] int32 of these; -1 where there is no query.
+      threads: where indexes are built.
+      carried: chunks of the request that may have been stored with indexes; their ``slots`` are
+        rows.
+      documents: indexes that chunks were stored with; None where there are none.
+    """
+
+    config: ModelConfig
+    layer: HostLayer
+    index: int
+    position: int
+    room: int
+    queries: HostArray
+    positions: HostArray
+    threads: ThreadPoolExecutor
+    carried: Sequence[Carried] = ()
+    documents: StoredIndexes | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Answer:
+    """Where tasks put what they found for one token in one layer.
+
+    Attributes:
+      out: [K, G, H] float32, zeros before.
+      lse: [K, G] float32, -inf before.
+      spent: seconds of search and of attention, one pair a task.
+      counted: what was scanned and found, where that is measured; None where it is not.
+    """
+
+    out: HostArray
+    lse: HostArray
+    spent: list[tuple[float, float]]
+    counted: list[Account] | None = None
+
+    @classmethod
+    def empty(cls, kv_heads: int, group: int, dim: int, *, count: bool = False) -> "Answer":
+        """An answer in which nothing was found yet."""
+        out = np.zeros((kv_heads, group, dim), np.float32)
+        lse = np.full((kv_heads, group), -np.inf, np.float32)
+        return cls(out, lse, [], [] if count else None)
+
+
+class FarLayer(abc.ABC):
+    """What a rule holds of one layer of one request on the host.
+
+    Attributes:
+      account: keys and bytes beside K and V themselves: indexes, tables, copies of keys.
+    """
+
+    account: Account
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes beside K and V."""
+        return self.account.index_bytes
+
+    @abc.abstractmethod
+    def tasks(self, q: HostArray, position: int, answer: Answer, pieces: int) -> Sequence[Task]:
+        """What is to be done for the token at ``position``; together it fills the answer.
+
+        Args:
+            q: [K, G, H] float32 before rotation, with YaRN's factor.
+            position: of the token.
+            answer: nothing found yet.
+            pieces: into so many the work of a KV head is cut, where it can be.
+        """
+
+    @abc.abstractmethod
+    def work(self, position: int) -> int:
+        """About how many keys the tasks of a token score, over all KV heads."""
+
+    def attend(self, q: HostArray, position: int) -> tuple[HostArray, HostArray]:
+        """Attention to what is outside the static pattern, in the caller's thread.
+
+        ``q`` [K, G, H] float32 before rotation, with YaRN's factor (``rope.scale_rotary``).
+        Returns out [K, G, H] and lse [K, G] float32; 0 and -inf where there is nothing.
+        """
+        answer = Answer.empty(*q.shape)
+        todo = list(self.tasks(q, position, answer, 1))
+        while todo:
+            todo += todo.pop()() or ()
+        return answer.out, answer.lse

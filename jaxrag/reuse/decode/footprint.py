@@ -1,0 +1,136 @@
+"""Formulas that decode rules share: bytes by where they lie, and when the host costs no time.
+
+The break-even is that of KCache (section 3.2, arXiv:2404.18057).
+"""
+
+import dataclasses
+from typing import Literal
+
+import numpy as np
+
+from jaxrag.base.config import ModelConfig
+from jaxrag.reuse.attention_index import Exact, Hnsw, Ivf, QueryLists, Spec
+from jaxrag.reuse.attention_index.spec import STORAGE_BYTES
+
+_FAISS_HEADER = 1024  # of a serialised index, at most
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """Of one request while its tokens are generated, over all layers.
+
+    Attributes:
+      device: keys, values and what the rule keeps beside them on the device.
+      host: in host memory: keys, values, and at most so much of indexes and the like.
+      bus: that crosses between the two for every generated token.
+    """
+
+    device: int = 0
+    host: int = 0
+    bus: int = 0
+
+    def __add__(self, other: "Bytes") -> "Bytes":
+        return Bytes(self.device + other.device, self.host + other.host, self.bus + other.bus)
+
+
+# Where K and V are: all on the device, all on the host but the static pattern, or V of some layers
+# on the host.
+Placement = Literal["device", "host", "values"]
+
+
+def row_bytes(config: ModelConfig) -> int:
+    """Of K, or of V, of one token in one layer."""
+    return config.kv_bytes_per_token // (2 * config.num_layers)
+
+
+def on_host(config: ModelConfig, tokens: int, pattern: int) -> Bytes:
+    """A static pattern on the device; K, V and the place of every token on the host.
+
+    For every token the queries and its K and V go there, and (out, lse) of every query head comes
+    back.
+    """
+    scalars = 4 * config.num_layers * config.num_heads * (2 * config.head_dim + 1)
+    return Bytes(
+        pattern * config.kv_bytes_per_token,
+        tokens * (config.kv_bytes_per_token + 8 + 2 * config.num_layers),  # row, offset, which
+        scalars + config.kv_bytes_per_token,
+    )
+
+
+def index_bytes(spec: Spec, config: ModelConfig, keys: int, *, in_place: bool = False) -> int:
+    """At most so many bytes do the indexes of that many keys take on the host, over all layers.
+
+    Keys once per KV head in the spec's storage; links and lists per query head or group.
+    ``in_place``: K is in host memory already, where scans and lists read it.
+    """
+    in_place = in_place and (isinstance(spec, Exact | QueryLists) or keys < spec.exact_below)
+    per_key = 0 if in_place else config.head_dim * STORAGE_BYTES[spec.storage]
+    each = 1 if getattr(spec, "share", "group") == "group" else config.group_size
+    indexes = config.num_kv_heads * config.num_layers
+    of_keys = keys * indexes
+    match spec:
+        case Exact():
+            return of_keys * per_key
+        case _ if keys < spec.exact_below:
+            return of_keys * per_key
+        case Ivf():
+            clusters = spec.clusters or int(4 * np.sqrt(keys))
+            lists = clusters * (4 * config.head_dim + 8) + _FAISS_HEADER
+            return of_keys * (per_key + 8) + lists * indexes
+        case Hnsw():
+            return of_keys * (per_key + 2 * 4 * spec.links + 32) + _FAISS_HEADER * indexes
+        case QueryLists():
+            lists = spec.clusters * 4 * (spec.cap + config.head_dim) * each
+            return of_keys * (per_key + (0 if in_place else 4)) + lists * indexes
+        case _:
+            doubled = 2 if spec.share == "group" else 1
+            links = 4 * spec.degree * doubled * each
+            return of_keys * (per_key + 4 + links) + 4 * each * indexes
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """An accelerator.
+
+    Attributes:
+      name: for reports.
+      memory: bytes a second of its memory.
+      bus: bytes a second between it and the host.
+      flops: floating-point operations a second.
+    """
+
+    name: str
+    memory: float
+    bus: float
+    flops: float
+
+
+A100 = Device("A100 80GB", memory=2039e9, bus=32e9, flops=312e12)  # KCache section 3.2
+
+
+@dataclasses.dataclass(frozen=True)
+class BreakEven:
+    """KCache section 3.2: where values in host memory do not make generation slower.
+
+    Attributes:
+      tokens_per_n: s / N from which decoding is not slower (equation 4), for one query head a KV
+        head.
+      grouped: the same where G query heads fetch for themselves what one KV head saves.
+      tokens: the context that means for the N that was asked for.
+      grouped_tokens: the same for ``grouped``.
+      prefill_hidden: does copying V to the host hide behind prefill at this context (equation 2)?
+    """
+
+    tokens_per_n: float
+    grouped: float
+    tokens: int
+    grouped_tokens: int
+    prefill_hidden: bool
+
+
+def break_even(n: int, config: ModelConfig, tokens: int, device: Device = A100) -> BreakEven:
+    """Of ``n`` rows of V that a query head fetches, on a device, at a context of so many tokens."""
+    ratio = device.memory / device.bus
+    grouped = ratio * config.group_size
+    hidden = 11 * config.model_dim + 2 * tokens > device.flops / device.bus
+    return BreakEven(ratio, grouped, int(np.ceil(ratio * n)), int(np.ceil(grouped * n)), hidden)

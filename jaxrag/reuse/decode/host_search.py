@@ -1,0 +1,408 @@
+"""The host's side of decoding: indexes over the keys of requests, their search, and attention.
+
+A compiled step asks through callbacks, one or two a layer. It knows requests by a number, so that
+nothing of a request is part of a compiled program. Compiled programs name a ``HostSearch`` and
+outlive the model; it holds nothing of one.
+
+Where K and V are on the device, ``find`` tells which keys to read. Where they are in host memory,
+``start`` begins the host's part of attention and ``wait`` returns it (RetrievalAttention section
+3.3, arXiv:2409.10516).
+"""
+
+import dataclasses
+import functools
+import itertools
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+
+from jaxrag.base.config import RopeConfig
+from jaxrag.base.types import Array, HostArray
+from jaxrag.reuse.attention_index import (
+    AttentionIndex,
+    Exact,
+    Searcher,
+    build,
+    open_index,
+    rotated,
+)
+from jaxrag.reuse.decode.account import Account, recall_of
+from jaxrag.reuse.decode.far.layer import Answer, FarLayer, HostLayer, Task
+from jaxrag.reuse.decode.far.tickets import Ticket, crew
+from jaxrag.reuse.decode.parts import Part
+from jaxrag.reuse.decode.stored import StoredIndexes
+
+NOBODY = -1  # the number of a padding row
+_DROPPED = 1024  # tickets without requests that may still be waited for
+_SMALL = 16384  # keys to score, below which handing them to threads costs more than it saves
+
+Attention = tuple[HostArray, HostArray]  # out [B, K, G, H] and lse [B, K, G], float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Seconds:
+    """Where the time of the host's part of attention went.
+
+    Attributes:
+      search: of all threads, looking for keys.
+      attend: of all threads, attention to what was found.
+      elapsed: from every ``start`` to the end of its work.
+      waited: for which ``wait`` blocked; what of ``elapsed`` was not hidden behind other work.
+    """
+
+    search: float = 0.0
+    attend: float = 0.0
+    elapsed: float = 0.0
+    waited: float = 0.0
+
+
+@dataclasses.dataclass(eq=False)
+class _Request:
+    """What is held of a request in decode: of every layer so far, and its account."""
+
+    layers: list[Sequence[Part]] = dataclasses.field(default_factory=list)
+    memory: Sequence[HostLayer] = ()
+    far: Sequence[FarLayer | None] = ()
+    account: Account = dataclasses.field(default_factory=Account)
+
+
+@dataclasses.dataclass(eq=False)
+class _Begun:
+    """The work of some rows in one layer."""
+
+    numbers: set[int]
+    ticket: Ticket
+    out: HostArray
+    lse: HostArray
+    answers: list[tuple[int, Answer]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(eq=False)
+class HostSearch:
+    """The indexes of all requests in decode with one model, and what they cost, by request number.
+
+    Attributes:
+      threads: that search and attend; None: as many as there are cores.
+      measure: count the keys that are scanned and compare what was found with an exact search:
+        slower; where keys are on the device also with one more copy of those indexed then.
+      documents: indexes that chunks were stored with.
+    """
+
+    threads: int | None = None
+    measure: bool = False
+    documents: StoredIndexes = dataclasses.field(default_factory=StoredIndexes)
+    _requests: dict[int, _Request] = dataclasses.field(default_factory=dict)
+    _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    _begun: dict[int, _Begun] = dataclasses.field(default_factory=dict)
+    _dropped: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    _tickets: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    _pool: ThreadPoolExecutor | None = None
+    _seconds: Seconds = Seconds()
+
+    def admit(self) -> int:
+        """A number for a request, until it is released."""
+        number = next(self._numbers)
+        self._requests[number] = _Request()
+        return number
+
+    def release(self, numbers: Iterable[int]) -> None:
+        """The requests are done: what was made for them goes, and their accounts.
+
+        Work that is under way for none but released requests is dropped: ``wait`` finds nothing.
+        """
+        for number in numbers:
+            self._requests.pop(number, None)
+        with self._lock:
+            for ticket, begun in list(self._begun.items()):
+                if begun.numbers and not self._requests.keys() & begun.numbers:
+                    begun.ticket.drop()
+                    self._dropped[ticket] = self._begun.pop(ticket).out.shape
+            while len(self._dropped) > _DROPPED:
+                self._dropped.pop(next(iter(self._dropped)))
+
+    def close(self) -> None:
+        """Nobody asks any more: indexes that were kept go, and the threads end.
+
+        Compiled programs name this object and outlive the model whose requests it served.
+        """
+        self.release(list(self._requests))
+        self.documents = StoredIndexes()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
+
+    def account_of(self, numbers: Iterable[int]) -> Account:
+        """What these requests cost so far, summed; KeyError for one that was released."""
+        return sum((self._requests[number].account for number in numbers), Account())
+
+    @property
+    def seconds(self) -> Seconds:
+        """What ``wait`` returned so far took, of all requests."""
+        return self._seconds
+
+    @property
+    def crew(self) -> ThreadPoolExecutor:
+        """The threads that search, attend and build."""
+        with self._lock:
+            if self._pool is None:
+                self._pool = crew(self._workers)
+            return self._pool
+
+    @property
+    def _workers(self) -> int:
+        return self.threads or os.cpu_count() or 1
+
+    def begin(
+        self,
+        number: int,
+        layers: Sequence[FarLayer | None],
+        memory: Sequence[HostLayer] = (),
+    ) -> None:
+        """The request attends on the host from now on, with what its rule made of every layer.
+
+        New tokens are written to ``memory``.
+        """
+        request = self._requests[number]
+        request.far, request.memory = layers, memory
+        request.account = sum((each.account for each in layers if each), request.account)
+
+    def attend(self, number: int, layer: int, q: HostArray, position: int) -> Attention:
+        """``start`` and ``wait`` of one request: q [K, G, H] to out [K, G, H] and lse [K, G]."""
+        out, lse = self.wait(self.start(layer, np.array([number]), q[None], np.array([position])))
+        return out[0], lse[0]
+
+    def write(
+        self, layer: int, numbers: HostArray, k: HostArray, v: HostArray, position: HostArray
+    ) -> None:
+        """Put K, at its position, and V [B, K, H] of the newest token of every row into memory.
+
+        ``numbers`` and ``position`` as ``start`` takes them.
+        """
+        for row, number in enumerate(numbers):
+            if number == NOBODY or position[row] < 0:
+                continue
+            memory = self._requests[int(number)].memory[layer]
+            at = memory.rows[position[row]]
+            memory.k[:, at], memory.v[:, at] = k[row], v[row]
+
+    def start(self, layer: int, numbers: HostArray, q: HostArray, position: HostArray) -> int:
+        """Begin attention to what is outside the static pattern, of the newest token of every row.
+
+        Does not block, and does not fail: ``wait`` raises what went wrong. Little work is done at
+        once, other is handed to threads.
+
+        Args:
+            layer: which.
+            numbers: [B] of the requests; NOBODY is a padding row.
+            q: [B, K, G, H] float32 before rotation, with YaRN's factor.
+            position: [B] of the tokens; a row with a negative one is done, and gets nothing.
+
+        Returns:
+            A ticket for ``wait``.
+        """
+        q = np.array(q, np.float32)  # the caller's may be gone when it is read
+        out, lse = np.zeros_like(q), np.full(q.shape[:-1], -np.inf, np.float32)
+        begun = _Begun(set(), Ticket(), out, lse)
+        try:
+            self._begin_rows(begun, layer, np.asarray(numbers), q, np.asarray(position))
+        except Exception as error:
+            begun.ticket.fail(error)
+        with self._lock:
+            ticket = next(self._tickets)
+            self._begun[ticket] = begun
+        return ticket
+
+    def _begin_rows(
+        self, begun: _Begun, layer: int, numbers: HostArray, q: HostArray, position: HostArray
+    ) -> None:
+        rows = [
+            (row, int(number), far)
+            for row, number in enumerate(numbers)
+            if number != NOBODY and position[row] >= 0
+            for far in [self._far(int(number), layer)]
+            if far is not None
+        ]
+        begun.numbers |= {number for _, number, _ in rows}
+        pieces = -(-self._workers // max(1, len(rows) * q.shape[1]))
+        todo: list[Task] = []
+        for row, number, far in rows:
+            answer = Answer(begun.out[row], begun.lse[row], [], [] if self.measure else None)
+            begun.answers.append((number, answer))
+            todo += far.tasks(q[row], int(position[row]), answer, pieces)
+        work = sum(far.work(int(position[row])) for row, _, far in rows)
+        if work < _SMALL or self._workers == 1:
+            begun.ticket.run(todo)
+        else:
+            begun.ticket.submit(todo, self.crew, self._workers)
+
+    def _far(self, number: int, layer: int) -> FarLayer | None:
+        request = self._requests.get(number)
+        if request is None or layer >= len(request.far):
+            raise RuntimeError(f"request {number} has no layer {layer} on the host")
+        return request.far[layer]
+
+    def wait(self, ticket: int) -> Attention:
+        """What ``start`` began: out [B, K, G, H] and lse [B, K, G], float32.
+
+        0 and -inf for rows without a request and where nothing is outside the static pattern.
+        Raises what went wrong there. A ticket is good for one call.
+        """
+        with self._lock:
+            if (shape := self._dropped.pop(ticket, None)) is not None:
+                return np.zeros(shape, np.float32), np.full(shape[:-1], -np.inf, np.float32)
+            begun = self._begun.pop(ticket)
+        try:
+            begun.ticket.wait()
+        finally:
+            self._add_seconds(begun)
+        for number, answer in begun.answers:
+            request = self._requests.get(number)
+            if answer.counted and request is not None:
+                request.account = sum(answer.counted, request.account)
+        return begun.out, begun.lse
+
+    def _add_seconds(self, begun: _Begun) -> None:
+        spent = [pair for _, answer in begun.answers for pair in answer.spent]
+        with self._lock:
+            before = self._seconds
+            self._seconds = Seconds(
+                before.search + sum(search for search, _ in spent),
+                before.attend + sum(attend for _, attend in spent),
+                before.elapsed + begun.ticket.elapsed,
+                before.waited + begun.ticket.waited,
+            )
+
+    def open(
+        self,
+        number: int,
+        made: Sequence[AttentionIndex],
+        keys: HostArray,
+        positions: HostArray,
+    ) -> Part:
+        """Indexes that were made for one layer of a request.
+
+        Args:
+            number: of the request.
+            made: one a KV head.
+            keys: [K, S, H] that they are over, rotated to their positions.
+            positions: [S] int32 where the keys stand in the prompt.
+        """
+        part = Part([open_index(index) for index in made], positions, exact=self._exact_of(keys))
+        self._requests[number].account += part.account()
+        return part
+
+    def adopt(
+        self, number: int, searchers: Sequence[Searcher], positions: HostArray, offset: int
+    ) -> Part:
+        """Indexes that were there already, as a part of one layer of a request."""
+        keys = [each.all_keys() for each in searchers] if self.measure else ()
+        part = Part(searchers, positions, offset, self._exact_of(keys))
+        self._requests[number].account += part.account(stored=True)
+        return part
+
+    def note(self, number: int, text: str) -> None:
+        """Why an index of a request was not used."""
+        self._requests[number].account += Account(notes=(text,))
+
+    def add_layer(self, number: int, parts: Sequence[Part]) -> None:
+        """The next layer of a request: its parts, which have no position in common."""
+        self._requests[number].layers.append(parts)
+
+    def find(
+        self, numbers: Array, layer: Array, q: Array, position: Array, k: int, rope: RopeConfig
+    ) -> Array:
+        """Positions of the best k keys for q [B, K, G, H] before rotation: [B, K, G, k] int32.
+
+        -1 where there are fewer. ``numbers`` [B] are the requests', ``position`` [B] the queries'.
+        Runs inside a compiled program; search is on the host.
+        """
+        shape = jax.ShapeDtypeStruct((*q.shape[:3], k), jnp.int32)
+
+        def search(
+            numbers: HostArray, layer: HostArray, q: HostArray, position: HostArray
+        ) -> HostArray:
+            q, position = np.asarray(q), np.asarray(position)
+            return self._search(int(layer), np.asarray(numbers), q, position, k, rope)
+
+        found: Array = io_callback(search, shape, numbers, layer, q, position, ordered=False)
+        return found
+
+    def _search(
+        self,
+        layer: int,
+        numbers: HostArray,
+        q: HostArray,
+        position: HostArray,
+        k: int,
+        rope: RopeConfig,
+    ) -> HostArray:
+        out = np.full((*q.shape[:3], k), -1, np.int32)
+        todo: list[Task] = []
+        counted: list[tuple[int, Account]] = []
+        for row, number in enumerate(numbers):
+            if number == NOBODY or position[row] < 0:  # nobody has the row, or it is done
+                continue
+            parts = self._requests[int(number)].layers[layer]
+            asked = [
+                rotated(q[row], np.full(q.shape[2], position[row] - part.offset), rope)
+                for part in parts
+            ]
+            for at in np.ndindex(q.shape[1:3]) if parts else ():
+                one = functools.partial(self._search_one, parts, asked, at, out[row][at])
+                todo.append(functools.partial(_keep, counted, int(number), one))
+        ticket = Ticket()
+        ticket.submit(todo, self.crew, self._workers)
+        ticket.wait()
+        for number, account in counted:
+            self._requests[number].account += account
+        return out
+
+    def _search_one(
+        self, parts: Sequence[Part], asked: Sequence[HostArray], at: tuple[int, ...], out: HostArray
+    ) -> Account:
+        """Fill ``out`` [k] with what all parts find for one query head, best first."""
+        exact = self.measure and all(part.exact for part in parts)
+        ids, scanned = self._best(parts, asked, at, len(out), exact=False)
+        out[: len(ids)] = ids
+        if not exact:
+            return Account()
+        wanted, _ = self._best(parts, asked, at, len(out), exact=True)
+        return recall_of(ids, wanted, scanned)
+
+    def _best(
+        self,
+        parts: Sequence[Part],
+        asked: Sequence[HostArray],
+        at: tuple[int, ...],
+        k: int,
+        *,
+        exact: bool,
+    ) -> tuple[HostArray, int]:
+        count = self.measure and not exact
+        each = [
+            part.best(at[0], at[1], q[at], k, count=count, exact=exact)
+            for part, q in zip(parts, asked, strict=True)
+        ]
+        scores = np.concatenate([found.scores for found in each])
+        ids = np.concatenate([found.ids for found in each])
+        best = ids[np.argsort(-scores, kind="stable")[:k]]
+        return best, sum(int(found.scanned) for found in each)
+
+    def _exact_of(self, keys: Iterable[HostArray]) -> list[Searcher]:
+        """Exact searchers of the keys [S, H] of every head, where it is measured."""
+        if not self.measure:
+            return []
+        return [open_index(build(head, None, Exact("float32"))) for head in keys]
+
+
+def _keep(kept: list[tuple[int, Account]], number: int, task: Any) -> None:
+    """Do a task and keep what it counts, for a request."""
+    kept.append((number, task()))

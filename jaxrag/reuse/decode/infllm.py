@@ -1,0 +1,181 @@
+"""InfLLM (section 3.2, arXiv:2402.04617): blocks that a few representative keys stand for.
+
+InfLLM: Training-Free Long-Context Extrapolation for LLMs with an Efficient Context Memory.
+"""
+
+import dataclasses
+from typing import Any, override
+
+import jax
+import jax.numpy as jnp
+
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import HIDDEN, Array, Partial
+from jaxrag.models.attention import merge
+from jaxrag.reuse.decode.far import Blocks, FarLayer, HostPrompt
+from jaxrag.reuse.decode.footprint import Bytes, Placement
+from jaxrag.reuse.decode.rule import (
+    DecodeRule,
+    Observe,
+    Positions,
+    check_positions,
+    highest,
+    require,
+    require_zero_or_more,
+)
+from jaxrag.reuse.decode.view import View
+
+
+@dataclasses.dataclass(frozen=True)
+class InfLLM(DecodeRule):
+    """The static pattern, and the best ``blocks`` of ``block`` tokens outside it, for all heads.
+
+    A block stands for itself with ``representatives`` of its keys per KV head, those that score
+    highest on average with the queries of the ``recent`` tokens behind each; its relevance is their
+    mean score with the newest query, summed over the heads, and all heads read the same blocks. Of
+    the tokens that are run for the prompt, ``observed`` evenly spread ones
+    give these queries. Where a key has none of them within ``recent``, as in chunks that are reused
+    and far from the question, all that stand behind it rank it. In a block of generated tokens the
+    first ones represent it. The block that the edge of the window cuts is always read.
+
+    Attributes:
+      block: tokens of a block.
+      blocks: that are read.
+      representatives: keys of a block that stand for it, per KV head.
+      sink: tokens of the window from the start of the prompt.
+      recent: newest tokens of the window, the newest one included.
+      observed: tokens of the prompt whose queries choose representatives.
+      positions: "original": keys where they stand; "cache": as published, all keys outside the
+        local window stand ``recent`` tokens away.
+    """
+
+    block: int = 128
+    blocks: int = 16
+    representatives: int = 4
+    sink: int = 128
+    recent: int = 4096
+    observed: int = 512
+    positions: Positions = "original"
+    name: str = dataclasses.field(default="infllm", init=False)
+
+    def __post_init__(self) -> None:
+        """Refuse empty blocks and windows, and more representatives than tokens of a block."""
+        require_zero_or_more(self.name, sink=self.sink)
+        require(
+            self.name,
+            block=self.block,
+            blocks=self.blocks,
+            representatives=self.representatives,
+            recent=self.recent,
+            observed=self.observed,
+        )
+        if self.representatives > self.block:
+            raise RequestError(
+                f"decode rule 'infllm': representatives={self.representatives} of a block of "
+                f"{self.block} tokens; choose at most that many"
+            )
+        check_positions(self.name, self.positions)
+
+    @property
+    @override
+    def observe(self) -> Observe:
+        return Observe("strided", self.observed)
+
+    @property
+    @override
+    def static_pattern(self) -> tuple[int, int] | None:
+        return (self.sink, self.recent) if self.positions == "original" else None
+
+    @override
+    def far(self, prompt: HostPrompt) -> FarLayer:
+        """The best blocks."""
+        return Blocks(
+            prompt,
+            block=self.block,
+            blocks=self.blocks,
+            representatives=self.representatives,
+            sink=self.sink,
+            recent=self.recent,
+        )
+
+    @override
+    def tokens(self) -> dict[str, int]:
+        return {
+            "sink + recent": self.sink + self.recent,
+            "blocks x block": self.blocks * self.block,
+        }
+
+    @override
+    def beside(self, config: ModelConfig, tokens: int, placement: Placement) -> Bytes:
+        shown = -(-max(tokens - self.sink, 0) // self.block) * self.representatives
+        shown *= 4 * config.num_layers * config.num_kv_heads
+        if placement == "device":
+            return Bytes(device=shown)
+        return Bytes(host=shown * (1 + config.head_dim))
+
+    @override
+    def prepare(self, view: View, queries: Array, positions: Array, room: int) -> Array:
+        """Positions of the representatives of every block: [B, K, C * R] int32."""
+        wanted = _mean_behind(view, queries, positions, self.recent)
+        scores = jnp.einsum("bskh,bskh->bks", wanted, view.keys(at=jnp.int32(0)))
+        scores = jnp.where(view.seen[:, None], scores, -jnp.inf)
+        scores = jnp.take_along_axis(scores, view.order[:, None], axis=-1)  # by position
+        scores = jnp.where(_known(view)[:, None], scores, -jnp.inf)[..., self.sink :]
+        short = -scores.shape[-1] % self.block
+        scores = jnp.pad(scores, ((0, 0), (0, 0), (0, short)), constant_values=-jnp.inf)
+        scores = scores.reshape(*scores.shape[:2], -1, self.block)
+        _, best = highest(scores, self.representatives)  # ties go to the first
+        first = self.sink + jnp.arange(scores.shape[2]) * self.block
+        return (best + first[:, None]).reshape(*scores.shape[:2], -1).astype(jnp.int32)
+
+    @override
+    def attend(self, view: View, layer: Array, state: Array) -> tuple[Partial, Any]:
+        """The window, and the tokens of the best blocks."""
+        local = view.position[:, None, None, None] - self.recent  # the last one outside the window
+        far = jnp.maximum(local, 0) if self.positions == "cache" else None
+        representatives = state[:, :, None]
+        scores = view.scores_at(representatives, representatives <= local, far)
+        scores = scores.reshape(*scores.shape[:3], -1, self.representatives)
+        relevance = scores.mean(-1).sum((1, 2))  # [B, C]
+        first = self.sink + jnp.arange(relevance.shape[-1]) * self.block
+        edge = local[:, 0, 0]
+        relevance = jnp.where(first + self.block - 1 <= edge, relevance, -jnp.inf)
+        relevance = jnp.where((first <= edge) & (edge < first + self.block - 1), jnp.inf, relevance)
+        best_score, best = highest(relevance, self.blocks)
+        where = self.sink + best[..., None] * self.block + jnp.arange(self.block)
+        where = where.reshape(where.shape[0], 1, 1, -1).astype(jnp.int32)
+        chosen = jnp.repeat(best_score > -jnp.inf, self.block, axis=-1)[:, None, None]
+        rest = view.attend_at(where, chosen & (where <= local), far)
+        positions, counts_window = view.window(self.sink, self.recent)
+        if far is None:
+            return merge([view.attend_at(positions, counts_window), rest]), state
+        is_sink = jnp.arange(positions.shape[-1]) < self.sink
+        at = jnp.where(is_sink & (positions <= local), far, positions)
+        return merge([view.attend_at(positions, counts_window, jnp.maximum(at, 0)), rest]), state
+
+
+def _mean_behind(view: View, queries: Array, positions: Array, recent: int) -> Array:
+    """For the key of every slot the mean query of observed tokens behind it: [B, S, K, H] float32.
+
+    Query heads of a group are summed. Of the tokens up to ``recent`` behind it, or of all where
+    there are none; 0 where nothing is behind it. ``positions`` [B, W] ascend, -1 come last.
+    """
+    there = positions >= 0
+    asked = jnp.where(there[:, :, None, None], queries.astype(jnp.float32), 0.0)
+    shape = (*positions.shape, view.config.num_kv_heads, -1, view.config.head_dim)
+    sums = jnp.cumsum(asked.reshape(shape).sum(3), axis=1)
+    sums = jnp.pad(sums, ((0, 0), (1, 0), (0, 0), (0, 0)))  # [B, W + 1, K, H]
+    places = jnp.where(there, positions, HIDDEN)
+    key = jnp.where(view.seen, view.slot_position, 0)
+    count = jax.vmap(lambda some, at: jnp.searchsorted(some, at, side="right"))
+    first, end = count(places, key), count(places, key + recent)
+    end = jnp.where(end > first, end, there.sum(1, keepdims=True))
+    rows = jnp.arange(key.shape[0])[:, None]
+    total = sums[rows, end] - sums[rows, first]
+    return total / jnp.maximum(end - first, 1)[:, :, None, None]
+
+
+def _known(view: View) -> Array:
+    """[B, S] which positions hold a token of the prompt."""
+    return jnp.arange(view.order.shape[1]) <= view.position[:, None]

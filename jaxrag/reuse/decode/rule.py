@@ -1,0 +1,312 @@
+"""What a decode rule is: settings, what they need of a request, and how a token attends by them."""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from jaxrag.base import struct
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import Array, HostArray, Partial
+from jaxrag.kv.cache import PagePool, PageTable
+from jaxrag.models.rope import RopeTable
+from jaxrag.reuse.attention_index import Spec
+from jaxrag.reuse.decode.far import FarLayer, HostPrompt
+from jaxrag.reuse.decode.footprint import BreakEven, Bytes, Placement, on_host
+from jaxrag.reuse.decode.host_search import HostSearch
+from jaxrag.reuse.decode.stored import Carried
+from jaxrag.reuse.decode.view import View
+
+Positions = Literal["original", "cache"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Observe:
+    """Which queries of the prompt a rule wants kept from prefill: of the tokens that were run.
+
+    Attributes:
+      which: the newest ones, or evenly spread ones.
+      count: how many; all where fewer were run.
+    """
+
+    which: Literal["last", "strided"]
+    count: int
+
+
+class PromptQueries(struct.PyTreeNode):
+    """Queries of some prompt tokens, of every layer, before rotation.
+
+    Attributes:
+      queries: [L, B, W, N, H].
+      positions: [B, W] int32; -1 where there is no query.
+    """
+
+    queries: Array
+    positions: Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prompts:
+    """A batch whose prompts are in the pool, before its first generated token.
+
+    Attributes:
+      config: of the model.
+      rope: at least as long as the requests' slots.
+      on_pool: calls a function with the pool, K and V of all layers, where and when that may be
+        read, and returns its result, which is to be on the host or new on the device.
+      table: of the requests.
+      order: [B, S] int32 slot of every position, of prompt and generated tokens.
+      position: [B] int32 of each prompt's last token; -1 is a padding row.
+      bank: the queries that ``DecodeRule.observe`` asked for; W is 0 where it asked for nothing.
+      room: at most so many tokens are generated.
+      numbers: of the requests, without padding rows, as ``host`` admitted them; empty where the
+        rule searches nothing.
+      carried: of every request the chunks that may have been stored with indexes.
+      host: where indexes are searched; None where the rule searches nothing.
+    """
+
+    config: ModelConfig
+    rope: RopeTable
+    on_pool: Callable[[Callable[[PagePool], Any]], Any]
+    table: PageTable
+    order: HostArray
+    position: HostArray
+    bank: PromptQueries
+    room: int
+    numbers: Sequence[int] = ()
+    carried: Sequence[Sequence[Carried]] = ()
+    host: HostSearch | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeRule(abc.ABC):
+    """How a generated token attends. A rule is its settings: frozen, comparable, hashable.
+
+    Attributes:
+      name: the key of DECODE_RULES; a field, so that a record of the settings says whose they are.
+    """
+
+    name: str = dataclasses.field(init=False)
+
+    @property
+    def sparse(self) -> bool:
+        """Does it leave keys out? Else tokens attend as in prefill, and nothing is begun."""
+        return True
+
+    @property
+    def observe(self) -> Observe | None:
+        """Which queries of the prompt the rule needs; None: it needs none."""
+        return None
+
+    @property
+    def searches(self) -> Spec | None:
+        """The kind of index that the rule searches on the host; None: it needs none."""
+        return None
+
+    @property
+    def by_position(self) -> bool:
+        """Does the rule choose by position? Then it is refused where positions overlap."""
+        return True
+
+    @property
+    def value_layers(self) -> int | None:
+        """It reads V of so many first layers on the device, of the others rows; None: of all."""
+        return None
+
+    @property
+    def static_pattern(self) -> tuple[int, int] | None:
+        """First and newest tokens that the device keeps where K and V are in host memory.
+
+        The newest one counts among them. None: the rule cannot attend there.
+        """
+        return None
+
+    @property
+    def reads_far(self) -> bool:
+        """Does a token read anything outside the static pattern?"""
+        return True
+
+    @property
+    def scores_every_key(self) -> bool:
+        """Does a token compare its query with every key?"""
+        return False
+
+    def check(self, config: ModelConfig) -> None:
+        """Refuse a model that this rule cannot serve (RequestError)."""
+        if config.sliding_window is not None:
+            raise RequestError(
+                f"decode rule {self.name!r}: layers of this model see {config.sliding_window} "
+                f"tokens only (sliding window), there is nothing to leave out; use decode='dense'"
+            )
+        for field, tokens in self.tokens().items():
+            if tokens > config.max_positions:
+                raise RequestError(
+                    f"decode rule {self.name!r}: {field}={tokens} is larger than the model's "
+                    f"context of {config.max_positions} tokens; choose less, or decode='dense'"
+                )
+
+    def check_values(self, value_layers: int | None) -> None:
+        """Refuse a cache with V of that many layers only on the device (RequestError)."""
+        if value_layers is not None:
+            raise RequestError(
+                f"decode rule {self.name!r} reads V of every layer on the device, and only the "
+                f"first {value_layers} of this model have it there; use decode='topn:device_layers="
+                f"{value_layers}', or load the model without value_layers"
+            )
+
+    def check_host(self, config: ModelConfig) -> None:
+        """Refuse a model whose K and V are in host memory, where the rule needs them elsewhere.
+
+        Raises RequestError.
+        """
+        if self.static_pattern is None:
+            raise RequestError(
+                f"decode rule {self.name!r} reads K and V on the device, and this model was loaded "
+                "with kv='host'; use decode='retrieval', or load it without"
+            )
+        if config.sliding_window is not None:
+            raise RequestError(
+                f"layers of this model see {config.sliding_window} tokens only (sliding window), "
+                "which kv='host' does not serve; load the model without it"
+            )
+
+    def far(self, prompt: HostPrompt) -> FarLayer | None:
+        """What the host attends with in one layer: to all that ``static_pattern`` leaves out.
+
+        Merged with attention to the static pattern it is what ``attend`` gives. None: nothing is
+        read outside the pattern.
+        """
+        raise NotImplementedError(f"decode rule {self.name!r} has no host support")
+
+    def check_mesh(self, mesh: Mesh | None) -> None:
+        """Refuse a model on several devices where an index is searched (RequestError)."""
+        if self.searches is not None and mesh is not None and mesh.size > 1:
+            raise RequestError(
+                f"an index is searched on the host for one device, and the model is on "
+                f"{mesh.size}; load it without a mesh, or use decode='dense'"
+            )
+
+    @abc.abstractmethod
+    def tokens(self) -> dict[str, int]:
+        """Settings that count tokens of the context, by name."""
+
+    @property
+    def placement(self) -> Placement:
+        """Where the rule is meant to have K and V: what its paper saves memory by."""
+        return "device"
+
+    def bytes(self, config: ModelConfig, tokens: int, placement: Placement | None = None) -> Bytes:
+        """What lies where behind a context of that many tokens.
+
+        Args:
+            config: of the model.
+            tokens: of the context.
+            placement: of K and V; None: as the rule is meant to have them.
+
+        Raises RequestError for a placement that the rule cannot have.
+        """
+        placement = placement or self.placement
+        if placement == "values":
+            raise RequestError(f"decode rule {self.name!r} reads V of every layer where K is")
+        beside = self.beside(config, tokens, placement)
+        if placement == "device":
+            return Bytes(device=tokens * config.kv_bytes_per_token) + beside
+        self.check_host(config)
+        assert self.static_pattern is not None
+        return on_host(config, tokens, sum(self.static_pattern)) + beside
+
+    def beside(self, config: ModelConfig, tokens: int, placement: Placement) -> Bytes:
+        """What the rule keeps beside K and V, at most; see ``bytes``."""
+        return Bytes()
+
+    def break_even(self, config: ModelConfig, tokens: int) -> BreakEven | None:
+        """From where on V in host memory costs no time; None: the rule does not read it there."""
+        return None
+
+    def begin(self, prompts: Prompts) -> Any:
+        """What the rule carries from its first token on: a tree of arrays [L, B, ...], or None.
+
+        Of most rules every layer for itself, as ``prepare`` makes it.
+        """
+        p = prompts
+        return p.on_pool(
+            lambda pool: prepare_layers(
+                p.config, p.rope, pool, p.table, p.order, p.position, p.bank, self, p.room
+            )
+        )
+
+    def prepare(self, view: View, queries: Array, positions: Array, room: int) -> Any:
+        """State of one layer once the prompt is in the pool; None, or a tree of arrays [B, ...].
+
+        ``queries`` [B, W, N, H] and their ``positions`` [B, W] are what ``observe`` asked for (W is
+        0 where it asked for nothing). At most ``room`` tokens are generated.
+        """
+        return None
+
+    @abc.abstractmethod
+    def attend(self, view: View, layer: Array, state: Any) -> tuple[Partial, Any]:
+        """Attention of the newest token in one layer, float32, and the layer's state after it."""
+
+
+@functools.partial(jax.jit, static_argnames=("config", "rule", "room"))
+def prepare_layers(
+    config: ModelConfig,
+    rope: RopeTable,
+    pool: PagePool,
+    table: PageTable,
+    order: Array,
+    position: Array,
+    bank: PromptQueries,
+    rule: DecodeRule,
+    room: int,
+) -> Any:
+    """What ``rule.prepare`` makes of every layer, a tree of arrays [L, B, ...]; see ``Prompts``."""
+
+    def layer(index: Array, queries: Array) -> Any:
+        pages = pool.rows(index, table.pages, config.num_layers)
+        view = View(config, rope, pool, pages, table.offsets, table.slot_position, order, position)
+        return rule.prepare(view, queries, bank.positions, room)
+
+    layers = jnp.arange(config.num_layers, dtype=jnp.int32)
+    return jax.lax.map(lambda x: layer(*x), (layers, bank.queries))
+
+
+def highest(scores: Array, count: int) -> tuple[Array, Array]:
+    """The ``count`` highest scores [..., S], best first, and where they are; all where S is less.
+
+    Ties go to the earlier one.
+    """
+    best, at = lax.top_k(scores, min(count, scores.shape[-1]))
+    return best, at
+
+
+def require(rule: str, **counts: int) -> None:
+    """RequestError unless every count is an integer of at least 1."""
+    for field, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise RequestError(
+                f"decode rule {rule!r}: {field}={value}: expected a positive integer"
+            )
+
+
+def require_zero_or_more(rule: str, **counts: int) -> None:
+    """RequestError unless every count is an integer of at least 0."""
+    for field, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise RequestError(f"decode rule {rule!r}: {field}={value}: expected 0 or more tokens")
+
+
+def check_positions(rule: str, positions: str) -> None:
+    """RequestError unless ``positions`` is a known scheme."""
+    if positions not in get_args(Positions):
+        raise RequestError(
+            f"decode rule {rule!r}: positions={positions!r}: expected one of "
+            f"{', '.join(get_args(Positions))}"
+        )

@@ -1,0 +1,126 @@
+"""KCache (section 3.1, arXiv:2404.18057): every key is scored, the values of the best are read.
+
+Efficient LLM Inference with KCache.
+"""
+
+import dataclasses
+from typing import Any, override
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import Array, Partial
+from jaxrag.reuse.decode.footprint import BreakEven, Bytes, Placement, break_even, row_bytes
+from jaxrag.reuse.decode.rule import DecodeRule, highest, require
+from jaxrag.reuse.decode.view import View
+
+
+@dataclasses.dataclass(frozen=True)
+class TopN(DecodeRule):
+    """Softmax over all keys, of which the ``n`` largest weights of a query head are used.
+
+    Prompt and generated tokens compete for the same ``n``.
+
+    Attributes:
+      n: weights of a query head that are used.
+      device_layers: the first layers, whose values stay on the device, attend to every key (section
+        3.1 and table 2).
+      renormalise: divide by the sum of the kept weights. The paper does not: the output shrinks by
+        the weight of what is left out, and ``lse`` is over all visible keys. With it, ``lse`` is
+        over the kept ones.
+    """
+
+    n: int = 128
+    device_layers: int = 1
+    renormalise: bool = False
+    name: str = dataclasses.field(default="topn", init=False)
+
+    def __post_init__(self) -> None:
+        """Refuse n of zero and a negative number of layers."""
+        require(self.name, n=self.n)
+        if isinstance(self.device_layers, bool) or self.device_layers < 0:
+            raise RequestError(
+                f"decode rule 'topn': device_layers={self.device_layers}: expected 0 or more layers"
+            )
+
+    @property
+    @override
+    def by_position(self) -> bool:
+        return False
+
+    @property
+    @override
+    def value_layers(self) -> int:
+        return self.device_layers
+
+    @property
+    @override
+    def scores_every_key(self) -> bool:
+        return True
+
+    @override
+    def check(self, config: ModelConfig) -> None:
+        """Refuse a model with fewer layers than stay on the device."""
+        super().check(config)
+        if self.device_layers > config.num_layers:
+            raise RequestError(
+                f"decode rule 'topn': device_layers={self.device_layers}, the model has "
+                f"{config.num_layers} layers; choose at most that many"
+            )
+
+    @override
+    def check_values(self, value_layers: int | None) -> None:
+        """Refuse a cache with V of other layers on the device than this rule reads there."""
+        if value_layers not in (None, self.device_layers):
+            raise RequestError(
+                f"decode rule 'topn': device_layers={self.device_layers}, and the model was loaded "
+                f"with value_layers={value_layers}; make them equal"
+            )
+
+    @override
+    def tokens(self) -> dict[str, int]:
+        return {"n": self.n}
+
+    @property
+    @override
+    def placement(self) -> Placement:
+        return "values"
+
+    @override
+    def bytes(self, config: ModelConfig, tokens: int, placement: Placement | None = None) -> Bytes:
+        """Of V of the later layers in host memory, unless ``placement`` is another."""
+        if placement in ("device", "host"):
+            return super().bytes(config, tokens, placement)
+        away = max(config.num_layers - self.device_layers, 0)
+        host = away * row_bytes(config) * tokens
+        moved = away * min(self.n, tokens) * row_bytes(config) * config.group_size
+        new = away * row_bytes(config)
+        return Bytes(config.kv_bytes_per_token * tokens - host, host, moved + new)
+
+    @override
+    def break_even(self, config: ModelConfig, tokens: int) -> BreakEven:
+        return break_even(self.n, config, tokens)
+
+    @override
+    def attend(self, view: View, layer: Array, state: Any) -> tuple[Partial, Any]:
+        """Dense in the first layers, then the top N of the softmax."""
+        if self.device_layers == 0:  # there may be no V on the device at all
+            return self._top(view), state
+        return lax.cond(layer < self.device_layers, view.dense, lambda: self._top(view)), state
+
+    def _top(self, view: View) -> Partial:
+        if view.far is None:
+            return view.top(self.n, self.renormalise)
+        everything = view.scores()
+        scores, slots = highest(everything, self.n)
+        kept = view.mix_far(scores, slots)
+        if self.renormalise:
+            return kept
+        top = everything.max(-1, keepdims=True)
+        top = jnp.where(jnp.isfinite(top), top, 0.0)
+        total = jnp.exp(everything - top).sum(-1)
+        lse = (jnp.log(total) + top[..., 0]).reshape(kept.lse.shape)  # -inf: nothing is seen
+        share = jnp.exp(kept.lse - jnp.where(jnp.isfinite(lse), lse, 0.0))
+        return Partial(out=kept.out * share[..., None], lse=lse)

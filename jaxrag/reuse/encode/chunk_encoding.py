@@ -1,0 +1,236 @@
+"""Chunks and a store: under which keys it has them, what it lacks, that encoded and put there.
+
+This is the one place that makes keys, records and indexes of chunk KV; who ingests, repairs, brings
+up to date or answers asks it. Everything goes chunk by chunk, so that whoever takes the chunks puts
+one while the next are being encoded.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from jaxrag.base.errors import ChunkNotSealed, StoreError
+from jaxrag.base.types import HostArray
+from jaxrag.kv.store import KVStore, Provenance, Record
+from jaxrag.models.model import Model
+from jaxrag.reuse.attention_index.document import Indexing, is_indexed
+from jaxrag.reuse.encode.chunks import encode_for_store, gets_indexes
+from jaxrag.reuse.encode.encoders import (
+    NEIGHBOUR_ENCODER,
+    PREFIX_ENCODER,
+    chunk_key,
+    provenance,
+)
+from jaxrag.reuse.encode.neighbours import OwnKV
+
+_AT_ONCE = 64  # tokens of one layer's K or V that are looked at together, within the cache
+_EXPONENTS: dict[str, np.uint16 | np.uint32] = {
+    "float32": np.uint32(0x7F800000),
+    "bfloat16": np.uint16(0x7F80),
+    "float16": np.uint16(0x7C00),
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ChunkInContext:
+    """A chunk and what is encoded in front of it.
+
+    Attributes:
+      ids: token ids as they stand in a prompt, [T] int32.
+      neighbours: the chunks between prefix and chunk in their order, [T'] int32 each.
+    """
+
+    ids: HostArray
+    neighbours: tuple[HostArray, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Encoded:
+    """A chunk that was encoded now, with all that is stored of it.
+
+    Attributes:
+      key: in the store.
+      chunk: what was encoded.
+      kv: [L, 2, T, K, H] in the model's dtype, of the heads that this process holds.
+      record: what the KV is made from.
+      aux: its indexes by name, where it gets some.
+      finite: whether all of the KV, on every process, is numbers.
+    """
+
+    key: str
+    chunk: ChunkInContext
+    kv: HostArray
+    record: Provenance
+    aux: Mapping[str, HostArray] | None
+    finite: bool
+
+    def put[T](self, put: Callable[..., T], *, replace: bool = False) -> T:
+        """Put it into a store; returns what ``put`` returns.
+
+        Args:
+          put: a store's ``put``, or ``submit`` of its writer.
+          replace: also over what is committed under the key, as its read was refused.
+
+        Raises StoreError for KV that holds NaN or infinity; no answer could be made from it.
+        """
+        if not self.finite:
+            raise StoreError(
+                f"chunk {self.key}: its KV holds NaN or infinity in {self.kv.dtype} and is not "
+                "kept; load the model in a wider dtype, such as bfloat16"
+            )
+        # Indexes come with their chunk: one that was stored without them is put again.
+        replace = replace or self.aux is not None
+        return put(self.key, self.kv, record=self.record, aux=self.aux, replace=replace)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ChunkEncoding:
+    """How chunks behind one prefix are encoded, and where their KV is kept.
+
+    Attributes:
+      model: what encodes them.
+      store: where their KV is looked for and put.
+      prefix: token ids of the prompt's prefix [P] int32, for encoders that see it.
+      indexing: what indexes long chunks are stored with; None where they get none.
+    """
+
+    model: Model
+    store: KVStore
+    prefix: HostArray
+    indexing: Indexing | None = None
+
+    @property
+    def held(self) -> KVStore:
+        """The store as this process of the model reads and writes it."""
+        return self.model.held(self.store)
+
+    def key(
+        self, encoder: str, ids: HostArray, neighbours: Sequence[HostArray] | None = None
+    ) -> str:
+        """The key of a chunk's KV; arguments and errors as ``encoders.chunk_key``."""
+        return chunk_key(self.store.fingerprint, self.model, encoder, self.prefix, ids, neighbours)
+
+    def missing[C: ChunkInContext](self, encoder: str, wanted: Mapping[str, C]) -> dict[str, C]:
+        """Those of the chunks, by key, that the store lacks or holds without indexes they get."""
+        return self.looked_up(encoder, wanted)[0]
+
+    def looked_up[C: ChunkInContext](
+        self, encoder: str, wanted: Mapping[str, C]
+    ) -> tuple[dict[str, C], int]:
+        """What is ``missing``, and how many of that stand there without the store's seal."""
+        found = self.held.find(wanted)
+        missing = {}
+        for key, chunk in wanted.items():
+            record = found[key]
+            indexed = gets_indexes(self.indexing, encoder, len(chunk.ids))
+            if not isinstance(record, Record) or (indexed and not is_indexed(record)):
+                missing[key] = chunk
+        return missing, sum(isinstance(found[key], ChunkNotSealed) for key in missing)
+
+    def encode(
+        self, encoder: str, wanted: Mapping[str, ChunkInContext], own_kv: OwnKV | None = None
+    ) -> Iterator[Encoded]:
+        """Encode chunks, by key, whatever the store holds; in batch order.
+
+        Args:
+          encoder: a key of ENCODERS.
+          wanted: the chunks by their keys.
+          own_kv: gives the neighbours' own KV; None takes it from the store and keeps it there.
+
+        Raises what ``encode_chunks`` raises.
+        """
+        keys, chunks = list(wanted), list(wanted.values())
+        made = encode_for_store(
+            self.model,
+            encoder,
+            self.prefix,
+            [chunk.ids for chunk in chunks],
+            [chunk.neighbours for chunk in chunks],
+            StoredNeighbours(self) if own_kv is None else own_kv,
+            self.indexing if self.store.writable else None,
+        )
+        for index, kv, aux in made:
+            it = chunks[index]
+            record = provenance(self.model, encoder, self.prefix, it.ids, it.neighbours)
+            finite = all(self.model.exchange(_is_finite(kv)))
+            yield Encoded(keys[index], it, kv, record, aux, finite)
+
+    def encode_missing[C: ChunkInContext](
+        self, encoder: str, wanted: Mapping[str, C]
+    ) -> dict[str, C]:
+        """Encode what ``missing`` says; durable when this returns. Returns what was encoded.
+
+        Raises StoreError when it cannot be put.
+        """
+        missing = self.missing(encoder, wanted)
+        with self.held.writer() as writer:
+            for made in self.encode(encoder, missing):
+                made.put(writer.submit)
+        return missing
+
+    def keep_prefix(self) -> None:
+        """Make the KV of the prefix durable, if there is one: every prompt begins with it."""
+        if not len(self.prefix):
+            return
+        alone = dataclasses.replace(self, prefix=self.prefix[:0], indexing=None)
+        key = alone.key(PREFIX_ENCODER, self.prefix)
+        alone.encode_missing(PREFIX_ENCODER, {key: ChunkInContext(self.prefix)})
+
+    def offer(self, made: Encoded) -> str | None:
+        """Put a chunk where the store takes it; returns why it did not, or None.
+
+        Replaces what is there, as a read was refused: a key whose record stands but whose bytes are
+        gone or damaged is healed by it.
+        """
+        if not self.store.writable:
+            return "the store is open for reading only"
+        try:
+            made.put(self.held.put, replace=True)
+        except StoreError as error:
+            return str(error)
+        return None
+
+
+def _is_finite(kv: HostArray) -> bool:
+    """Whether no element of ``kv`` [L, 2, T, K, H] is NaN or infinite."""
+    exponent = _EXPONENTS[kv.dtype.name]  # all ones in both, and in nothing else
+    bits = kv.view(exponent.dtype)
+    return all(
+        bool((part[start : start + _AT_ONCE] & exponent).max() < exponent)
+        for part in bits.reshape(-1, *bits.shape[2:])
+        for start in range(0, len(part), _AT_ONCE)
+    )
+
+
+@dataclasses.dataclass
+class StoredNeighbours:
+    """Gives the KV that chunks have directly behind the prefix, an ``OwnKV``.
+
+    It is read from the store where it is there, else computed and kept where the store takes it.
+
+    Attributes:
+      encoding: of the chunks that see them.
+      computed: lengths of the chunks that were computed so far.
+    """
+
+    encoding: ChunkEncoding
+    computed: list[int] = dataclasses.field(default_factory=list)
+
+    def __call__(self, chunks: Sequence[HostArray]) -> list[HostArray]:
+        """The KV [L, 2, T, K, H] of distinct chunks, int32 [T] each."""
+        plain = dataclasses.replace(self.encoding, indexing=None)
+        wanted = {plain.key(NEIGHBOUR_ENCODER, ids): ChunkInContext(ids) for ids in chunks}
+        read = plain.held.get_many(list(wanted), on_missing="skip")
+        found = {
+            key: read.kv[:, :, start : start + length]
+            for key, (start, length) in read.offsets.items()
+        }
+        missing = {key: chunk for key, chunk in wanted.items() if key not in found}
+        keeps = plain.store.writable
+        for made in plain.encode(NEIGHBOUR_ENCODER, missing):
+            found[made.key] = made.kv
+            self.computed.append(len(made.chunk.ids))
+            # Not to keep it only costs work later; who stores the chunk itself is told.
+            keeps = keeps and plain.offer(made) is None
+        return [found[key] for key in wanted]

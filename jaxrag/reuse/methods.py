@@ -1,0 +1,256 @@
+"""The table of contents: each paper is one line of METHODS, settings of a few seams over one core.
+
+- TurboRAG, arXiv:2410.07590: ``turborag``, ``turborag_composite`` (encode.packed, models.segments).
+- Block-Attention, arXiv:2409.15355: ``block_attention`` (as turborag, another prompt template).
+- FusionRAG, arXiv:2601.12904: ``fusionrag`` (encode.neighbours, select.query_guided,
+  pallas_kernels.sparse_attention), and its baselines ``full_attention`` and ``full_reuse``.
+- CacheBlend, arXiv:2405.16444: ``cacheblend`` (select.kv_deviation).
+- Cache-Craft, arXiv:2502.15734: ``cache_craft`` (select.cache_craft).
+- EPIC, arXiv:2410.15332: ``epic`` (select.first_k).
+- RetrievalAttention, arXiv:2409.10516: ``retrieval_attention`` (decode.retrieval, attention_index).
+- KCache, arXiv:2404.18057: ``kcache`` (decode.exact, cache.host, pallas_kernels.topn_attention).
+
+Decode rules of other papers (StreamingLLM, SnapKV, InfLLM, Quest) are lines of
+decode.DECODE_RULES, and go with any of these methods.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.installed import config_names, config_path
+from jaxrag.base.tables import build, read_toml
+from jaxrag.models.segments import POSITION_SCHEMES, PositionScheme
+from jaxrag.reuse.decode import DecodeRule, Dense, Retrieval, TopN, rule_from
+from jaxrag.reuse.select import (
+    CacheCraft,
+    FirstK,
+    KvDeviation,
+    NoTokens,
+    QueryGuided,
+    Selector,
+    selector_from,
+)
+
+Misses = Literal["encode", "in_place"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """How a prompt with chunks is prefilled, and how the answer attends to it.
+
+    Attributes:
+      name: for results.
+      encoder: which stored form of a chunk is used (encode.ENCODERS); None computes the whole
+        prompt with full attention and reuses nothing.
+      positions: of reused chunks: "reordered" equals order, "composite" restarts at every chunk.
+      template: the prompt format used where neither the caller nor the knowledge base names one.
+      selector: which chunk tokens are computed again at question time (select.SELECTORS).
+      recompute_ratio: how many: ceil(ratio x chunk tokens), 0..1; None: the selector's own number.
+        Nothing is selected at 0 (plain reuse); 1 is equal to full attention.
+      first_encoder: the encoder of the prompt's first chunk, where it differs.
+      misses: what becomes of a chunk that the store does not hold: "encode" makes its stored form,
+        keeps it and reuses that; "in_place" computes it where it stands, over all that precedes it,
+        and keeps nothing, so that answers depend on what the store held.
+      prefix_cache: keep in the device pool the leading parts of a prompt that were computed as
+        under full attention, and take them for a later prompt that begins with the same. Exact, but
+        under a method that reuses chunks answers depend on what the pool held.
+      decode: how generated tokens attend (decode.DECODE_RULES).
+    """
+
+    name: str
+    encoder: str | None
+    positions: PositionScheme = "reordered"
+    template: str = "turborag"
+    selector: Selector = dataclasses.field(default_factory=NoTokens)
+    recompute_ratio: float | None = None
+    first_encoder: str | None = None
+    misses: Misses = "encode"
+    prefix_cache: bool = False
+    decode: DecodeRule = dataclasses.field(default_factory=Dense)
+
+    def __post_init__(self) -> None:
+        """Refuse combinations that are wrong by construction."""
+        if self.positions not in POSITION_SCHEMES:
+            raise RequestError(
+                f"positions={self.positions!r}: expected one of {', '.join(POSITION_SCHEMES)}"
+            )
+        if self.positions == "composite" and self.encoder != "isolated":
+            raise RequestError(
+                f"method {self.name!r}: composite positions overlap and need the isolated encoder, "
+                f"not {self.encoder!r}; use positions='reordered'"
+            )
+        self.selector.check_ratio(self.recompute_ratio)
+        if self.misses not in get_args(Misses):
+            raise RequestError(
+                f"misses={self.misses!r}: expected one of {', '.join(get_args(Misses))}"
+            )
+        if self.encoder is None and self.misses != "encode":
+            raise RequestError(
+                f"method {self.name!r} computes the whole prompt: no chunk is missed; leave "
+                f"misses={self.misses!r} out, or choose a method that reuses chunks"
+            )
+        if self.positions == "composite" and (self.misses != "encode" or self.prefix_cache):
+            raise RequestError(
+                f"method {self.name!r}: what is computed in place sees all that precedes it by "
+                f"position, and composite positions overlap; use positions='reordered'"
+            )
+        if self.encoder is None and (self.recomputes or self.first_encoder is not None):
+            raise RequestError(
+                f"method {self.name!r} computes the whole prompt: there is nothing to select; "
+                f"name an encoder, or leave selector, recompute_ratio and first_encoder out"
+            )
+        if self.positions == "composite" and self.decode.by_position:
+            raise RequestError(
+                f"method {self.name!r}: decode rule {self.decode.name!r} chooses keys by position, "
+                f"and composite positions overlap; use positions='reordered' or decode='dense'"
+            )
+        if self.positions == "composite" and self.recomputes:
+            raise RequestError(
+                f"method {self.name!r}: recomputed tokens see what stands before them by position, "
+                f"and composite positions overlap; use positions='reordered'"
+            )
+
+    @property
+    def recomputes(self) -> bool:
+        """May any chunk token be computed again?"""
+        return not isinstance(self.selector, NoTokens) and self.recompute_ratio != 0
+
+    def encoder_of(self, chunk: int) -> str:
+        """The encoder of the chunk at this place of the prompt."""
+        name = self.first_encoder if chunk == 0 and self.first_encoder else self.encoder
+        assert name is not None
+        return name
+
+    def exact(self, num_prefix: int, num_chunks: int) -> tuple[bool, ...]:
+        """For each chunk: is its stored KV what full attention would compute?
+
+        True of the first chunk where it was encoded behind the same prefix, and of no other.
+        """
+        if not num_chunks:
+            return ()
+        behind_prefix = self.encoder_of(0) == "after_prefix"
+        alone = self.encoder_of(0) == "isolated" and num_prefix == 0
+        return (behind_prefix or alone, *[False] * (num_chunks - 1))
+
+    @property
+    def rewrites(self) -> bool:
+        """Does a request need pages of its own for all of its chunks?"""
+        return self.recomputes and self.recompute_ratio != 1 and self.selector.rewrites
+
+    def room(self, lengths: Sequence[int]) -> int:
+        """Most slots of its own that a request needs for recomputed tokens of such chunks."""
+        return self.selector.room(lengths, self.recompute_ratio) if self.recomputes else 0
+
+    def with_ratio(self, ratio: float) -> "Method":
+        """The same method at another recompute ratio; RequestError where it has no meaning."""
+        if self.encoder is None:
+            raise RequestError(
+                f"recompute_ratio={ratio}: method {self.name!r} computes the whole prompt; leave "
+                f"the ratio out, or choose fusionrag, cacheblend, cache_craft or epic"
+            )
+        return dataclasses.replace(self, recompute_ratio=ratio)
+
+    def check_values(self, value_layers: int | None) -> None:
+        """Refuse a cache with V of that many layers only on the device; None: of all."""
+        self.decode.check_values(value_layers)
+        if value_layers is not None and self.recomputes and self.selector.reads_values:
+            raise RequestError(
+                f"method {self.name!r}: selector {self.selector.name!r} reads V of every layer on "
+                f"the device, and of this model only the first {value_layers} have it there; load "
+                "it without value_layers, or choose query_guided with over='question', which reads "
+                "no V"
+            )
+
+    def check_host(self, config: ModelConfig, *, generates: bool = True) -> None:
+        """Refuse a model whose K and V are in host memory; RequestError names who cannot do so.
+
+        Without ``generates`` a single token is asked for, which prefill gives.
+        """
+        if generates:
+            self.decode.check_host(config)
+        if self.recomputes and self.selector.reads_cache:
+            raise RequestError(
+                f"method {self.name!r}: selector {self.selector.name!r} reads cached KV on the "
+                "device, and this model was loaded with kv='host'; load it without, or choose a "
+                "selector that goes by position, such as epic's"
+            )
+
+    def check(self, config: ModelConfig) -> None:
+        """Refuse a model that this method cannot serve."""
+        self.decode.check(config)
+        if self.recomputes:
+            self.selector.check(config)
+        if self.positions == "composite" and config.sliding_window is not None:
+            raise RequestError(
+                f"method {self.name!r}: composite positions do not follow the order of the prompt, "
+                f"and this model's sliding window ({config.sliding_window} tokens) is measured in "
+                f"order; use positions='reordered'"
+            )
+
+
+METHODS: dict[str, Method] = {
+    "full_attention": Method("full_attention", encoder=None),
+    "full_reuse": Method("full_reuse", encoder="after_prefix"),
+    "turborag": Method("turborag", encoder="isolated"),
+    "turborag_composite": Method("turborag_composite", encoder="isolated", positions="composite"),
+    "block_attention": Method("block_attention", encoder="isolated", template="block_attention"),
+    "cacheblend": Method(
+        "cacheblend", encoder="after_prefix", selector=KvDeviation(), recompute_ratio=0.15
+    ),
+    "cache_craft": Method("cache_craft", encoder="after_prefix", selector=CacheCraft()),
+    "epic": Method("epic", encoder="isolated", selector=FirstK()),
+    "fusionrag": Method(
+        "fusionrag",
+        encoder="neighbours",
+        first_encoder="after_prefix",
+        selector=QueryGuided(),
+        recompute_ratio=0.15,
+    ),
+    "retrieval_attention": Method("retrieval_attention", encoder=None, decode=Retrieval()),
+    "kcache": Method("kcache", encoder=None, decode=TopN()),
+}
+
+
+def placement_of(method: Method) -> dict[str, Any]:
+    """Where a method's decode rule is meant to have K and V, as arguments of ``load_model``.
+
+    Under topn V of all but the rule's first layers is in host memory (KCache section 3.1); where an
+    index is searched on the host, K and V are (RetrievalAttention section 3). Nothing is named of a
+    rule that reads both on the device.
+    """
+    match method.decode.placement:
+        case "values":
+            return {"value_layers": method.decode.value_layers}
+        case "host":
+            return {"kv": "host"}
+        case _:
+            return {}
+
+
+def method_named(method: str | Method) -> Method:
+    """A preset or one of configs/methods by name, a TOML file by path, or the Method itself.
+
+    Raises RequestError listing the names, and ConfigError for a file with an unknown key.
+    """
+    if isinstance(method, Method):
+        return method
+    if method in METHODS:
+        return METHODS[method]
+    path = config_path(method, "methods")
+    if path is None:
+        names = (*METHODS, *config_names("methods"))
+        raise RequestError(
+            f"method {method!r}: expected one of {', '.join(names)}, or the path of a .toml file"
+        )
+    values = {"name": path.stem, **read_toml(path)}
+    if "selector" in values:
+        values["selector"] = selector_from(values["selector"], f"{path}: selector")
+    if "decode" in values:
+        values["decode"] = rule_from(values["decode"], f"{path}: decode")
+    read = build(Method, values, str(path))
+    if read.template.endswith(".toml"):  # named from where the file stands
+        read = dataclasses.replace(read, template=str(path.parent / read.template))
+    return read

@@ -1,0 +1,448 @@
+"""CacheBlend: the tokens whose cached KV differs most from what the whole prompt would give.
+
+CacheBlend: Fast Large Language Model Serving for RAG with Cached Knowledge Fusion, section 4,
+arXiv:2405.16444.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxrag.base import struct
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.shapes import bucket, row_length
+from jaxrag.base.sharding import to_host
+from jaxrag.base.types import EMPTY, FINAL, Array, HostArray, Step, Tokens
+from jaxrag.kv.cache import PAGE, PagedCache, PagePool, PageTable, TableBuilder, batch_table
+from jaxrag.models.attention import Attend, PackedAttend, PagedAttend
+from jaxrag.models.decoder import Decoder, forward, keys_and_values
+from jaxrag.models.flops import turborag_flops
+from jaxrag.models.model import Model
+from jaxrag.models.rope import place
+from jaxrag.models.taps import Tap
+from jaxrag.reuse.select.base import Choice, SelectionInput, Selector, best, budget_of
+
+Part = Literal["v", "k", "kv"]
+
+_NOWHERE = np.iinfo(np.int32).max // 2  # a slot that no table has: what is written there is dropped
+
+
+@dataclasses.dataclass(frozen=True)
+class KvDeviation(Selector):
+    """CacheBlend: highest squared deviation of the KV of one early layer (FusionRAG eq. 7 and 8).
+
+    All prompt tokens run through the layers before ``layers[0]`` with full attention; that layer's
+    fresh V (``part`` "v", as published; "k" or "kv" as options) is compared with the cached,
+    squared differences summed over KV heads and dimensions. Layer 0 never deviates: its K and V do
+    not depend on the context.
+
+    ``keep_fresh``: the KV that was computed to get there stays. The request then reads, in copies
+    of the chunks' pages, fresh K and V of every token up to the check layer, as CacheBlend's own
+    code does, and stored K and V only behind it; else what was computed is dropped, as FusionRAG
+    describes the method.
+
+    Gradual filtering (CacheBlend section 4.3): with more than one layer, layer i keeps
+    ``widths[i]`` times the budget, and only what it kept runs on to the next check, everything else
+    as cached; the last layer keeps the budget itself. ``widths`` has one entry, at least 1 and
+    falling, for each layer but the last.
+    """
+
+    layers: tuple[int, ...] = (1,)
+    widths: tuple[float, ...] = ()
+    part: Part = "v"
+    keep_fresh: bool = True
+    name: str = dataclasses.field(default="kv_deviation", init=False)
+
+    def __post_init__(self) -> None:
+        """Refuse settings that contradict each other."""
+        if self.part not in get_args(Part):
+            raise RequestError(f"kv_deviation: part={self.part!r}: expected one of v, k, kv")
+        if not self.layers or min(self.layers) < 1 or list(self.layers) != sorted(set(self.layers)):
+            raise RequestError(
+                f"kv_deviation: layers={self.layers}: expected rising layer indices from 1 on "
+                f"(layer 0 never deviates)"
+            )
+        falling = list(self.widths) == sorted(self.widths, reverse=True)
+        if (
+            len(self.widths) != len(self.layers) - 1
+            or not falling
+            or min(self.widths, default=1) < 1
+        ):
+            raise RequestError(
+                f"kv_deviation: widths={self.widths}: expected {len(self.layers) - 1} falling "
+                f"numbers of at least 1, one for each check layer but the last"
+            )
+
+    def check(self, config: ModelConfig) -> None:
+        """The model must have the layers that are compared."""
+        if self.layers[-1] >= config.num_layers:
+            raise RequestError(
+                f"kv_deviation: layer {self.layers[-1]} is compared and the model has layers "
+                f"0..{config.num_layers - 1}; choose smaller layers"
+            )
+
+    def room(self, lengths: Sequence[int], ratio: float | None) -> int:
+        """What the widest check runs again."""
+        assert ratio is not None
+        total = sum(lengths)
+        return max(self._kept(i, budget_of(ratio, total), total) for i in range(len(self.layers)))
+
+    def _kept(self, check: int, budget: int, available: int) -> int:
+        """Tokens that the check at this index keeps."""
+        if check == len(self.layers) - 1:
+            return budget
+        return min(int(np.ceil(self.widths[check] * budget)), available)
+
+    @property
+    def reads_values(self) -> bool:
+        """It runs tokens through the layers over the cache."""
+        return True
+
+    @property
+    def rewrites(self) -> bool:
+        """Fresh KV of tokens that are not chosen goes to the request's copies."""
+        return self.keep_fresh
+
+    def select(
+        self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
+    ) -> list[Choice]:
+        """Choose the tokens that deviate most, over all chunks."""
+        self.check(model.config)
+        deviations = [self._first_check(model, cache, scenes, self.keep_fresh)]
+        kept = [scene.candidates for scene in scenes]
+        flops = [self._flops(model.config, scene, scene.num_chunk_tokens, 0) for scene in scenes]
+        chosen: list[HostArray] = []
+        for check in range(len(self.layers)):
+            if check:
+                deviations.append(self._next_check(model, cache, scenes, chosen, check))
+                flops = [
+                    spent + self._flops(model.config, scene, _running(scene, tokens), check)
+                    for spent, scene, tokens in zip(flops, scenes, chosen, strict=True)
+                ]
+            chosen = [
+                best(scores, among, self._kept(check, scene.budget, int(among.sum())))
+                for scores, among, scene in zip(deviations[check], kept, scenes, strict=True)
+            ]
+            kept = [_flags(tokens, scene) for tokens, scene in zip(chosen, scenes, strict=True)]
+        return [Choice(*pair, self.keep_fresh) for pair in zip(chosen, flops, strict=True)]
+
+    def _flops(
+        self, config: ModelConfig, scene: SelectionInput, num_tokens: int, check: int
+    ) -> int:
+        """Of one check: the layers before it, in the convention of ``turborag_flops``."""
+        context = len(scene.prefix) + scene.num_chunk_tokens
+        computed = context if check == 0 else num_tokens
+        all_layers = turborag_flops(config, computed, context)
+        return all_layers * self.layers[check] // config.num_layers
+
+    def deviations(
+        self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
+    ) -> list[HostArray]:
+        """Deviation of every chunk token in ``layers[0]``: [C] float32 each."""
+        return self._first_check(model, cache, scenes, keep_fresh=False)
+
+    def _first_check(
+        self,
+        model: Model,
+        cache: PagedCache,
+        scenes: Sequence[SelectionInput],
+        keep_fresh: bool,
+    ) -> list[HostArray]:
+        """Deviations in ``layers[0]``; the copies get the fresh KV up to there if it is kept."""
+        table, rows = _whole_rows(model, scenes)
+        copies = _copies(model, scenes, rows.ids.shape) if keep_fresh else None
+        decoder = model.decoder(rows.ids.shape[1])
+        out = cache.run(_whole_check, decoder, table, rows, copies, self.layers[0], self.part)
+        host = to_host(out)
+        return [_of_chunks(host[row], scene) for row, scene in enumerate(scenes)]
+
+    def _next_check(
+        self,
+        model: Model,
+        cache: PagedCache,
+        scenes: Sequence[SelectionInput],
+        kept: Sequence[HostArray],
+        check: int,
+    ) -> list[HostArray]:
+        """Deviation of the kept tokens with everything else as it is: [C] each, 0 elsewhere."""
+        rows = bucket(len(scenes), 1)
+        tables = [_copied(scene) if self.keep_fresh else scene.table.copy() for scene in scenes]
+        # Chunks that are computed in place hold nothing yet: they run along, in their own slots.
+        gaps = [np.flatnonzero(np.repeat(scene.in_place, scene.lengths)) for scene in scenes]
+        shape = (rows, bucket(max(map(len, map(np.concatenate, zip(kept, gaps, strict=True))))))
+        ids, local, stale = (np.zeros(shape, np.int32) for _ in range(3))
+        positions = np.full(shape, -1, np.int32)
+        slots, own = np.full((2, *shape), _NOWHERE, np.int32)
+        for row, (scene, tokens, gap) in enumerate(zip(scenes, kept, gaps, strict=True)):
+            both, at = np.concatenate((tokens, gap)), np.arange(len(tokens))
+            here = np.arange(len(both))
+            ids[row, here] = np.concatenate((scene.prefix[:0], *scene.chunks))[both]
+            local[row, here] = scene.local[both]
+            positions[row, here] = len(scene.prefix) + both
+            stale[row, here] = slots[row, here] = scene.chunk_slots[both]
+            own[row, at] = np.where(_has_copy(scene), scene.chunk_slots, _NOWHERE)[tokens]
+            slots[row, at] = scene.scratch + at
+            tables[row].hide(scene.chunk_slots[tokens])
+        table = batch_table(tables, rows, model.put_batch)
+        step = Step(*(model.put_batch(x, rows) for x in (ids, positions, slots)))
+        where = _Where(*(model.put_batch(x, rows) for x in (stale, local)))
+        copies = _Copies(table.pages, model.put_batch(own, rows)) if self.keep_fresh else None
+        decoder = model.decoder(table.slot_position.shape[1])
+        layers = (self.layers[check - 1], self.layers[check])
+        out = cache.run(_sparse_check, decoder, table, step, where, copies, layers, self.part)
+        host = to_host(out)
+        deviations = [np.zeros(scene.num_chunk_tokens, np.float32) for scene in scenes]
+        for row, tokens in enumerate(kept):
+            deviations[row][tokens] = host[row, : len(tokens)]
+        return deviations
+
+
+def layer_deviations(
+    model: Model, cache: PagedCache, scene: SelectionInput
+) -> tuple[HostArray, HostArray]:
+    """Deviation of every chunk token in every layer, of K and of V: [L, C] float32 each.
+
+    The stored KV against one pass of full attention over all of the prompt before the final block
+    (FusionRAG equation 7); squared differences, summed over KV heads and dimensions.
+    """
+    table, rows = _whole_rows(model, [scene])
+    both = _layer_deviations(cache.pool, model.decoder(rows.ids.shape[1]), table, rows)
+    k, v = (_of_chunks(to_host(out)[:, 0], scene) for out in both)
+    return k, v
+
+
+class _Where(struct.PyTreeNode):
+    """Where the cached KV of tokens lies; int32 [B, T]."""
+
+    slots: Array  # in the table
+    local: Array  # place in their chunk, to which the cached keys are rotated
+
+
+class _Copies(struct.PyTreeNode):
+    """Where fresh KV of tokens goes; int32."""
+
+    pages: Array  # [B, M] of the table that reads it
+    slots: Array  # [B, T] of the tokens in it, _NOWHERE of those that have no copy
+
+
+class _Rows(struct.PyTreeNode):
+    """Prefix and chunks of prompts, each in a row; int32 [B, T]."""
+
+    ids: Array
+    segments: Array
+    where: _Where
+
+    @property
+    def tokens(self) -> Tokens:
+        """At positions that are their order."""
+        order = jnp.arange(self.ids.shape[1], dtype=jnp.int32)
+        positions = jnp.broadcast_to(order, self.ids.shape)
+        return Tokens(ids=self.ids, positions=positions, segments=self.segments)
+
+
+def _of_chunks(rows: HostArray, scene: SelectionInput) -> HostArray:
+    """The chunk tokens of what was laid out by ``_whole_rows``: [..., T] -> [..., C]."""
+    first = len(scene.prefix)
+    return rows[..., first : first + scene.num_chunk_tokens]
+
+
+def _whole_rows(model: Model, scenes: Sequence[SelectionInput]) -> tuple[PageTable, _Rows]:
+    """Prefix and chunks of every scene in a row, and the table of their pages."""
+    rows = bucket(len(scenes), 1)
+    used = [len(scene.prefix) + scene.num_chunk_tokens for scene in scenes]
+    shape = (rows, row_length(max(used)))
+    ids, segments = np.zeros(shape, np.int32), np.full(shape, EMPTY, np.int32)
+    slots, local = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    for row, scene in enumerate(scenes):
+        ids[row, : used[row]] = np.concatenate((scene.prefix, *scene.chunks))
+        segments[row, : used[row]] = FINAL  # one causal block
+        slots[row, len(scene.prefix) : used[row]] = scene.chunk_slots
+        local[row, len(scene.prefix) : used[row]] = scene.local
+    table = batch_table([scene.table for scene in scenes], rows, model.put_batch)
+    placed = [model.put_batch(x, rows) for x in (ids, segments, slots, local)]
+    return table, _Rows(placed[0], placed[1], _Where(placed[2], placed[3]))
+
+
+def _running(scene: SelectionInput, kept: HostArray) -> int:
+    """Tokens of a check behind the first: those that are kept, and chunks computed in place."""
+    gaps = zip(scene.lengths, scene.in_place, strict=True)
+    return len(kept) + sum(length for length, in_place in gaps if in_place)
+
+
+def _flags(tokens: HostArray, scene: SelectionInput) -> HostArray:
+    flags = np.zeros(scene.num_chunk_tokens, bool)
+    flags[tokens] = True
+    return flags
+
+
+def _copied(scene: SelectionInput) -> TableBuilder:
+    """The scene's table with the copies of its chunks in their places."""
+    table = scene.table.copy()
+    for first, pages in scene.copied_pages.items():
+        table.replace(first, pages)
+    return table
+
+
+def _has_copy(scene: SelectionInput) -> HostArray:
+    """[C] bool: does the token's chunk lie in pages that the request may write to?"""
+    return np.repeat([bool(pages) for pages in scene.copies], scene.lengths)
+
+
+def _copies(model: Model, scenes: Sequence[SelectionInput], shape: tuple[int, ...]) -> _Copies:
+    """Where the fresh KV of prompts that are laid out by ``_whole_rows`` goes."""
+    slots = np.full(shape, _NOWHERE, np.int32)
+    for row, scene in enumerate(scenes):
+        here = slice(len(scene.prefix), len(scene.prefix) + scene.num_chunk_tokens)
+        slots[row, here] = np.where(_has_copy(scene), scene.chunk_slots, _NOWHERE)
+    table = batch_table([_copied(scene) for scene in scenes], len(slots), model.put_batch)
+    return _Copies(table.pages, model.put_batch(slots, len(slots)))
+
+
+@functools.partial(jax.jit, static_argnames=("layer", "part"), donate_argnames=("pool",))
+def _whole_check(
+    pool: PagePool,
+    decoder: Decoder,
+    table: PageTable,
+    rows: _Rows,
+    copies: _Copies | None,
+    layer: int,
+    part: Part,
+) -> tuple[PagePool, Array]:
+    """The pool, and the deviation [B, T] of prompts' KV in ``layer`` from that in their slots.
+
+    With ``copies``, the pages that differ from the table's take its content, and the fresh KV of
+    all layers from 1 to ``layer``: that of layer 0 depends on no context.
+    """
+    params, config = decoder.params, decoder.config
+    attend: Attend = PackedAttend(config, decoder.rope, prefix_visible=True)
+    if copies is not None:
+        attend = Tap(attend, lambda q, k, v: (k, v))
+    k, v, _, before = keys_and_values(params, config, rows.tokens, None, attend, layer)
+    out = _deviation(decoder, pool, table.pages, rows.where, {"k": k, "v": v}, layer, part)
+    if copies is not None:
+        pool = _copy(pool, table.pages, copies.pages, config.num_layers)
+        fresh = _from_layer(1, before, (k, v))
+        pool = _write(pool, decoder, copies, rows.where.local, fresh, 1)
+    return pool, out
+
+
+def _from_layer(
+    first: int, before: tuple[Array, Array], last: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    """K and V [n, B, T, K, H] of layers ``first`` to the last, of [layer, ...] and the last's."""
+    k, v = (
+        jnp.concatenate((old[first:], new[None])) for old, new in zip(before, last, strict=True)
+    )
+    return k, v
+
+
+def _copy(pool: PagePool, source: Array, target: Array, num_layers: int) -> PagePool:
+    """Copy pages [B, M] of all layers to those that differ from them."""
+    layers = jnp.arange(num_layers)[:, None, None]
+    old, new = (pool.rows(layers, pages[None], num_layers) for pages in (source, target))
+    new = jnp.where(old == new, pool.k.shape[0], new)
+    return PagePool(
+        k=pool.k.at[new].set(pool.k[old], mode="drop"),
+        v=pool.v.at[new].set(pool.v[old], mode="drop"),
+    )
+
+
+def _write(
+    pool: PagePool,
+    decoder: Decoder,
+    copies: _Copies,
+    local: Array,
+    fresh: tuple[Array, Array],
+    first: int,
+) -> PagePool:
+    """Write K before rotation and V [n, B, T, K, H] of the layers from ``first`` on."""
+    config = decoder.config
+
+    def layer(pool: PagePool, scanned: tuple[Array, Array, Array]) -> tuple[PagePool, None]:
+        index, k, v = scanned
+        pages = pool.rows(index, copies.pages, config.num_layers)
+        placed = place(k, local, decoder.rope, config.rope)
+        return pool.write(pages, copies.slots, placed, v), None
+
+    layers = first + jnp.arange(len(fresh[0]), dtype=jnp.int32)
+    return lax.scan(layer, pool, (layers, *fresh))[0]
+
+
+@jax.jit
+def _layer_deviations(
+    pool: PagePool, decoder: Decoder, table: PageTable, rows: _Rows
+) -> tuple[Array, Array]:
+    """Deviation of K and of V [L, B, T] of prompts in their slots."""
+    params, config = decoder.params, decoder.config
+    packed = PackedAttend(config, decoder.rope, prefix_visible=True)
+    attend = Tap(packed, lambda q, k, v: (k, v))
+    _, _, fresh = forward(params, config, rows.tokens, None, attend)
+
+    def of_layer(scanned: tuple[Array, tuple[Array, Array]]) -> tuple[Array, Array]:
+        layer, (k, v) = scanned
+        at = (decoder, pool, table.pages, rows.where, {"k": k, "v": v}, layer)
+        return _deviation(*at, "k"), _deviation(*at, "v")
+
+    return lax.map(of_layer, (jnp.arange(config.num_layers), fresh))
+
+
+@functools.partial(jax.jit, static_argnames=("layers", "part"), donate_argnames=("pool",))
+def _sparse_check(
+    pool: PagePool,
+    decoder: Decoder,
+    table: PageTable,
+    step: Step,
+    stale: _Where,
+    copies: _Copies | None,
+    layers: tuple[int, int],
+    part: Part,
+) -> tuple[PagePool, Array]:
+    """The pool, and the deviation [B, T] of tokens that see the cache and each other.
+
+    ``layers`` are the check before and this one. With ``copies``, the tokens' fresh KV of the
+    layers behind the one, to the other, is written there.
+    """
+    params, config = decoder.params, decoder.config
+    before, layer = layers
+    table = table.reveal(step.slots, step.positions)
+    attend: Attend = PagedAttend(config, decoder.rope, table, step.slots)
+    if copies is not None:
+        attend = Tap(attend, lambda q, k, v: (k, v))
+    k, v, pool, run = keys_and_values(params, config, step.tokens, pool, attend, layer)
+    out = _deviation(decoder, pool, table.pages, stale, {"k": k, "v": v}, layer, part)
+    if copies is not None:
+        fresh = _from_layer(before + 1, run, (k, v))
+        pool = _write(pool, decoder, copies, stale.local, fresh, before + 1)
+    return pool, out
+
+
+def _deviation(
+    decoder: Decoder,
+    pool: PagePool,
+    pages: Array,
+    where: _Where,
+    fresh: dict[str, Array],
+    layer: Array | int,
+    part: Part,
+) -> Array:
+    """Squared difference of fresh k, v [B, T, K, H] from the cached, over heads and dims: [B, T].
+
+    Keys are compared where the pool holds them, at their place in the chunk: a rotation changes no
+    distance.
+    """
+    config, slots = decoder.config, where.slots
+    at = jnp.take_along_axis(pages, slots // PAGE, axis=1)
+    at = pool.rows(layer, at, config.num_layers)
+    total = jnp.zeros(slots.shape, jnp.float32)
+    fresh = fresh | {"k": place(fresh["k"], where.local, decoder.rope, config.rope)}
+    for name in part:
+        cached = getattr(pool, name)[at, slots % PAGE].astype(jnp.float32)
+        total += jnp.square(fresh[name].astype(jnp.float32) - cached).sum((2, 3))
+    return total

@@ -1,0 +1,233 @@
+"""FusionRAG's query-guided selection: the tokens that the question attends to in the last layer.
+
+From Prefix Cache to Fusion RAG Cache: Accelerating LLM Inference in Retrieval-Augmented Generation,
+section 3.2, arXiv:2601.12904.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.shapes import bucket
+from jaxrag.base.sharding import to_host
+from jaxrag.base.types import EMPTY, FINAL, HIDDEN, Array, HostArray, Step, Tokens
+from jaxrag.kv.cache import PagedCache, PagePool, PageTable, batch_table, pages_for
+from jaxrag.models.attention import PackedAttend, PagedAttend, attention_received
+from jaxrag.models.decoder import Decoder, forward
+from jaxrag.models.flops import score_flops, turborag_flops
+from jaxrag.models.model import Model
+from jaxrag.models.rope import RopeTable
+from jaxrag.models.taps import LastQueries
+from jaxrag.reuse.select.base import Choice, SelectionInput, Selector, best
+
+Over = Literal["question", "cache"]
+Place = Literal["as_cached", "behind"]
+Voters = Literal["to_end", "question", "final"]
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryGuided(Selector):
+    """FusionRAG section 3.2: sum the columns of the last layer's attention from the question.
+
+    Two variants were published:
+
+    ``over="question"`` (the paper's text): the final block is prefilled alone, from position 0 on.
+    Its last-layer queries meet each chunk's cached keys in a softmax of that chunk's own, without a
+    mask, so that a token's score depends neither on the chunk's place in the prompt nor on other
+    chunks. ``place`` says where the keys stand: "as_cached" leaves them where the encoder put them,
+    behind the prefix, as the paper does; "behind" moves the question to directly behind the chunk.
+
+    ``over="cache"`` (later code): the final block is prefilled over the assembled cache at its true
+    positions; one causal softmax over everything it sees, so that chunks compete. Costs a prefill
+    of the final block with all of the context.
+
+    Scores are summed over the heads and over the tokens that vote, ``voters``: "to_end" are the
+    question's and what the template says behind it, to the end; "question" its own alone; "final"
+    the whole final block. A template that instructs the model between the documents and the
+    question has words there that are the same in every question, and would outvote it.
+    """
+
+    over: Over = "question"
+    place: Place = "as_cached"
+    voters: Voters = "to_end"
+    name: str = dataclasses.field(default="query_guided", init=False)
+
+    def __post_init__(self) -> None:
+        """Refuse unknown variants."""
+        for field, kind in (("over", Over), ("place", Place), ("voters", Voters)):
+            if getattr(self, field) not in get_args(kind):
+                raise RequestError(
+                    f"query_guided: {field}={getattr(self, field)!r}: expected one of "
+                    f"{', '.join(get_args(kind))}"
+                )
+
+    @property
+    def reads_values(self) -> bool:
+        """Over the cache the final block runs through the layers; alone it meets keys only."""
+        return self.over == "cache"
+
+    def ahead(self, model: Model, final: HostArray) -> Array | None:
+        """The question's queries where it meets the chunks alone: [1, T', N, H]."""
+        if self.over != "question":
+            return None
+        return _question_queries(model, [final], 1, bucket(len(final)))
+
+    def select(
+        self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
+    ) -> list[Choice]:
+        """Choose the tokens with the highest scores over all chunks."""
+        return [
+            Choice(best(scores, scene.candidates, scene.budget), self._flops(model.config, scene))
+            for scene, scores in zip(scenes, self.scores(model, cache, scenes), strict=True)
+        ]
+
+    def scores(
+        self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
+    ) -> list[HostArray]:
+        """Attention that every chunk token gets from the tokens that vote: [C] float32 each."""
+        rows = bucket(len(scenes), 1)
+        width = bucket(max(len(scene.final) for scene in scenes))
+        variant = self._alone if self.over == "question" else self._over_cache
+        host = to_host(variant(model, cache, scenes, rows, width))
+        return [host[row, scene.chunk_slots] for row, scene in enumerate(scenes)]
+
+    def _alone(
+        self,
+        model: Model,
+        cache: PagedCache,
+        scenes: Sequence[SelectionInput],
+        rows: int,
+        width: int,
+    ) -> Array:
+        if len(scenes) == 1 and scenes[0].ahead is not None:
+            queries = scenes[0].ahead
+        else:
+            queries = _question_queries(model, [scene.final for scene in scenes], rows, width)
+        votes = self._votes(scenes, rows, width)
+        voters = np.where(votes, np.arange(width), -1).astype(np.int32)
+        table = batch_table([scene.table for scene in scenes], rows, model.put_batch)
+        offsets = np.zeros(table.pages.shape, np.int32)
+        groups = np.zeros(table.pages.shape, np.int32)
+        seen = np.full(table.slot_position.shape, HIDDEN, np.int32)
+        for row, scene in enumerate(scenes):
+            cached = np.repeat(np.logical_not(scene.in_place), scene.lengths)
+            seen[row, scene.chunk_slots[cached]] = 0
+            for chunk, length in enumerate(scene.lengths):
+                first = scene.first_page(chunk)
+                pages = slice(first, first + pages_for(length))
+                at = len(scene.prefix) if self.place == "as_cached" else -length
+                offsets[row, pages], groups[row, pages] = at, first
+        put = functools.partial(model.put_batch, batch=rows)
+        table = PageTable(pages=table.pages, offsets=put(offsets), slot_position=put(seen))
+        rope = model.rope(table.slot_position.shape[1])
+        received: Array = _received_alone(
+            cache.pool, model.config, rope, table, put(groups), queries, put(voters)
+        )
+        return received
+
+    def _over_cache(
+        self,
+        model: Model,
+        cache: PagedCache,
+        scenes: Sequence[SelectionInput],
+        rows: int,
+        width: int,
+    ) -> Array:
+        ids, _ = _final_rows([scene.final for scene in scenes], rows, width)
+        table = batch_table([scene.table for scene in scenes], rows, model.put_batch)
+        num_slots = table.slot_position.shape[1]
+        positions = np.full(ids.shape, -1, np.int32)
+        slots = np.full(ids.shape, num_slots, np.int32)
+        for row, scene in enumerate(scenes):
+            at = np.arange(len(scene.final))
+            positions[row, at] = len(scene.prefix) + scene.num_chunk_tokens + at
+            slots[row, at] = scene.scratch + at
+        step = Step(*(model.put_batch(x, rows) for x in (ids, positions, slots)))
+        votes = model.put_batch(self._votes(scenes, rows, width), rows)
+        decoder = model.decoder(num_slots)
+        received: Array = cache.run(_received_over_cache, decoder, table, step, votes)
+        return received
+
+    def _votes(self, scenes: Sequence[SelectionInput], rows: int, width: int) -> HostArray:
+        """Which tokens of the final blocks vote, bool [rows, width]."""
+        votes = np.zeros((rows, width), bool)
+        for row, scene in enumerate(scenes):
+            first, behind = scene.question
+            last = behind if self.voters == "question" else len(scene.final)
+            votes[row, 0 if self.voters == "final" else first : last] = True
+        return votes
+
+    def _flops(self, config: ModelConfig, scene: SelectionInput) -> int:
+        final, chunks = len(scene.final), scene.num_chunk_tokens
+        if self.over == "question":
+            return turborag_flops(config, final, final) + score_flops(config, final, chunks)
+        context = len(scene.prefix) + chunks + final
+        return turborag_flops(config, final, context) + score_flops(config, final, context)
+
+
+def _final_rows(finals: Sequence[HostArray], rows: int, width: int) -> tuple[HostArray, HostArray]:
+    """Final blocks [rows, width] and their tokens' order in them, -1 in padding."""
+    ids = np.zeros((rows, width), np.int32)
+    order = np.full((rows, width), -1, np.int32)
+    for row, final in enumerate(finals):
+        ids[row, : len(final)] = final
+        order[row, : len(final)] = np.arange(len(final))
+    return ids, order
+
+
+def _no_queries(config: ModelConfig, ids: Array) -> Array:
+    return jnp.zeros((*ids.shape, config.num_heads, config.head_dim), config.dtype)
+
+
+def _question_queries(model: Model, finals: Sequence[HostArray], rows: int, width: int) -> Array:
+    """Last-layer queries, unrotated, of blocks that see nothing else: [rows, width, N, H]."""
+    placed = (model.put_batch(x, rows) for x in _final_rows(finals, rows, width))
+    queries: Array = _queries_alone(model.decoder(width), *placed)
+    return queries
+
+
+@jax.jit
+def _queries_alone(decoder: Decoder, ids: Array, order: Array) -> Array:
+    config = decoder.config
+    segments = jnp.where(order >= 0, FINAL, EMPTY)
+    tokens = Tokens(ids=ids, positions=jnp.maximum(order, 0), segments=segments)
+    attend = LastQueries(PackedAttend(config, decoder.rope, prefix_visible=True))
+    _, (_, q), _ = forward(decoder.params, config, tokens, (None, _no_queries(config, ids)), attend)
+    return q
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def _received_alone(
+    pool: PagePool,
+    config: ModelConfig,
+    rope: RopeTable,
+    table: PageTable,
+    groups: Array,
+    queries: Array,
+    at: Array,
+) -> Array:
+    """Attention that slots get from the queries [B, T, N, H] that stand at ``at`` >= 0: [B, S]."""
+    return attention_received(config, rope, pool, table, groups, queries, at, causal=False)
+
+
+@functools.partial(jax.jit, donate_argnames=("pool",))
+def _received_over_cache(
+    pool: PagePool, decoder: Decoder, table: PageTable, step: Step, votes: Array
+) -> tuple[PagePool, Array]:
+    """The pool, and the attention that slots get from what votes, over all that is cached."""
+    config, rope = decoder.config, decoder.rope
+    table = table.reveal(step.slots, step.positions)
+    attend = LastQueries(PagedAttend(config, rope, table, step.slots))
+    cache = (pool, _no_queries(config, step.ids))
+    _, (pool, q), _ = forward(decoder.params, config, step.tokens, cache, attend)
+    groups = jnp.zeros_like(table.pages)
+    at = jnp.where(votes, step.positions, -1)
+    received = attention_received(config, rope, pool, table, groups, q, at, causal=True)
+    return pool, received

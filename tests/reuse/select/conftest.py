@@ -1,0 +1,173 @@
+"""Random models of every family, small prompts, and the two ways to run them."""
+
+import contextlib
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrag.base.types import FINAL, Tokens
+from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.prefill import prefill
+from jaxrag.engine.request import Prompt, Request
+from jaxrag.models.decoder import forward
+from jaxrag.models.model import random_model
+from jaxrag.models.rope import place
+from jaxrag.reuse.encode import encode_chunks
+from jaxrag.reuse.methods import Method
+from jaxrag.reuse.select import NoTokens
+
+
+@pytest.fixture(scope="session")
+def model_of(tiny_config):
+    """Random models by family and changes, made once: compiled functions are shared by config."""
+    made = {}
+
+    def make(family="llama", **changes):
+        key = (family, *sorted(changes.items()))
+        if key not in made:
+            made[key] = random_model(tiny_config(family, **changes), cache_tokens=2048)
+        return made[key]
+
+    return make
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """Attention of a whole prompt over dense K, V: fresh where ``fresh`` [L, T], else ``stored``.
+
+    ``stored`` [L, 2, T, K, H] is K before rotation and V. Collects q, k, v as they come.
+    """
+
+    config: object
+    rope: object
+    stored: jax.Array
+    fresh: jax.Array
+
+    def __call__(self, layer, window, q, k, v, tokens, cache):
+        keep = self.fresh[layer][None, :, None, None]
+        k_all = jax.numpy.where(keep, k, self.stored[layer, 0][None])
+        v_all = jax.numpy.where(keep, v, self.stored[layer, 1][None])
+        order = tokens.positions[0]
+        see = order[None, :] <= order[:, None]
+        if window is not None:
+            see &= order[:, None] - order[None, :] < window
+        group = q.shape[2] // k.shape[2]
+        q_in, k_in = (place(x, tokens.positions, self.rope, self.config.rope) for x in (q, k_all))
+        scores = jax.numpy.einsum("btnh,bsnh->bnts", q_in, k_in.repeat(group, 2))
+        scores = jax.numpy.where(see, scores * q.shape[-1] ** -0.5, -jax.numpy.inf)
+        weights = jax.nn.softmax(scores, -1)
+        out = jax.numpy.einsum("bnts,bsnh->btnh", weights, v_all.repeat(group, 2))
+        return out, cache, (q, k, v)
+
+
+def _filled(weights, limits, total):
+    """What chunks take in proportion, none beyond its limit: the common level by bisection."""
+    low, high = 0.0, 1e12
+    for _ in range(200):
+        level = (low + high) / 2
+        if np.minimum(level * weights, limits).sum() < total:
+            low = level
+        else:
+            high = level
+    return np.minimum(high * weights, limits)
+
+
+class Work:
+    """What the tests of this folder do with a model and a prompt."""
+
+    @staticmethod
+    def ids(rng, *lengths):
+        return tuple(rng.integers(3, 101, n).astype(np.int32) for n in lengths)
+
+    @classmethod
+    def prompt(cls, rng, prefix=5, chunks=(37, 20, 1, 16), final=9):
+        return Prompt(cls.ids(rng, prefix)[0], cls.ids(rng, *chunks), cls.ids(rng, final)[0])
+
+    @staticmethod
+    def method(selector, ratio, encoder="after_prefix"):
+        return Method("tried", encoder=encoder, selector=selector, recompute_ratio=ratio)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def mapped(model, method, *prompts):
+        """Requests mapped into the pool; their pages go back at the end."""
+        store, parts = engine_of(model).memory, []
+        runner = engine_of(model).call(lambda runner: runner)  # nothing is in flight any more
+        try:
+            for prompt in prompts:
+                parts.append(map_request(runner, Request(prompt, store, method, 1), 0))
+            yield parts
+        finally:
+            for part in parts:
+                unmap(runner, part)
+
+    @classmethod
+    def online(cls, model, method, *prompts):
+        """Logits of each prompt's last token, and what was recomputed (None: nothing at all)."""
+        with cls.mapped(model, method, *prompts) as parts:
+            logits, _ = prefill(engine_of(model).runner, parts)
+            chosen = [None if p.choice is None else p.choice.tokens for p in parts]
+            return np.asarray(logits)[: len(prompts)], chosen
+
+    @staticmethod
+    def dense(model, prompt, chosen, encoder="after_prefix", fresh_layers=()):
+        """The whole prompt without a pool, chunk tokens but the chosen as stored: hidden, q, k, v.
+
+        ``fresh_layers`` adds, for each layer from 0 on, chunk tokens that are fresh there as well.
+        q, k and v are those of all layers, [L, T, heads, H], before rotation.
+        """
+        whole = np.concatenate((prompt.prefix, *prompt.chunks, prompt.final))
+        config = model.config
+        fresh = np.ones((config.num_layers, len(whole)), bool)
+        first = len(prompt.prefix)
+        last = len(whole) - len(prompt.final)
+        fresh[:, first:last] = False
+        fresh[:, first + np.asarray(chosen, int)] = True
+        for layer, tokens in enumerate(fresh_layers):
+            fresh[layer, first + np.asarray(tokens, int)] = True
+        shape = (config.num_layers, 2, len(whole), config.num_kv_heads, config.head_dim)
+        stored = np.zeros(shape, np.float32)
+        starts = first + np.cumsum([0, *map(len, prompt.chunks)])
+        for i, kv in encode_chunks(model, encoder, prompt.prefix, prompt.chunks):
+            stored[:, :, starts[i] : starts[i + 1]] = kv
+        ids = jax.numpy.asarray(whole[None])
+        tokens = Tokens(ids, jax.numpy.arange(len(whole))[None], jax.numpy.full_like(ids, 2))
+        dense = (jax.numpy.asarray(stored), jax.numpy.asarray(fresh))
+        attend = Dense(config, model.rope(len(whole)), *dense)
+        hidden, _, (q, k, v) = forward(model.params, config, tokens, None, attend)
+        arrays = (np.asarray(x[:, 0], np.float64) for x in (q, k, v))
+        return hidden[0], stored.astype(np.float64), *arrays
+
+    @staticmethod
+    def assert_shared_out(counts, weights, limits, total):
+        """Whole numbers in proportion to the weights; the largest remainders are rounded up."""
+        weights, limits = np.asarray(weights, float), np.asarray(limits, float)
+        exact = _filled(weights, limits, min(total, limits[weights > 0].sum()))
+        idle = np.where(weights > 0, 0, limits)  # these take what the others have no room for
+        exact = exact + _filled(idle, idle, total - exact.sum())
+        change = np.asarray(counts) - exact
+        assert np.sum(counts) == total
+        assert (np.abs(change) < 1).all()
+        up, down = 1 - change[change > 1e-6], -change[change < -1e-6]  # remainders
+        assert min(up, default=1) >= max(down, default=0) - 1e-6
+
+    @classmethod
+    def full_logits(cls, model, prompt):
+        """Logits of the last token by one forward, padded so that few lengths are compiled."""
+        whole = np.concatenate((prompt.prefix, *prompt.chunks, prompt.final))
+        pad = (0, -len(whole) % 128)
+        segments = np.pad(np.full(len(whole), FINAL, np.int32), pad)[None]
+        logits = model.logits(np.pad(whole, pad)[None], segments=segments)
+        return np.asarray(logits[0, len(whole) - 1])
+
+    @classmethod
+    def reuse_logits(cls, model, prompt, encoder="after_prefix"):
+        return cls.online(model, cls.method(NoTokens(), None, encoder), prompt)[0][0]
+
+
+@pytest.fixture(scope="session")
+def work():
+    return Work
