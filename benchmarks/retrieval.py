@@ -32,19 +32,19 @@ import numpy as np
 import scipy.sparse
 
 from jaxrag.bench.machine import describe
-from jaxrag.catalog import Catalog, Entry
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.documents import Document
-from jaxrag.documents.chunking import Chunking, split
-from jaxrag.embed import load_embedder
+from jaxrag.library.catalog import Catalog, Entry
+from jaxrag.library.documents import Document
+from jaxrag.library.documents.chunking import Chunking, split
+from jaxrag.library.embed import load_embedder
+from jaxrag.library.retrieve.base import Found, Retriever, Vectors, searched_text
+from jaxrag.library.retrieve.bm25 import terms
+from jaxrag.library.retrieve.names import VECTOR_INDEXES, index_named
+from jaxrag.library.retrieve.retrievers import BM25Retriever, HybridRetriever, VectorRetriever
 from jaxrag.models.text import byte_level
 from jaxrag.models.text.tokenizer import Tokenizer
-from jaxrag.retrieve.base import Found, Retriever, Vectors, searched_text
-from jaxrag.retrieve.bm25 import terms
-from jaxrag.retrieve.names import VECTOR_INDEXES, index_named
-from jaxrag.retrieve.retrievers import BM25Retriever, HybridRetriever, VectorRetriever
 
 CUTOFFS = (5, 10)
 CHUNK_TOKENS = 512

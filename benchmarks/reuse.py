@@ -63,12 +63,12 @@ from jaxrag.bench.ttft import LLAMA_100M
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.documents import Document
 from jaxrag.engine.engine import Engine, engine_of
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.state import EngineSettings
-from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.kv.cache import PAGE, pages_for
+from jaxrag.library.documents import Document
+from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model, random_model
 from jaxrag.models.text import byte_level
 from jaxrag.models.text.prompts import TEMPLATES

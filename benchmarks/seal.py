@@ -33,10 +33,10 @@ from jaxrag.bench.machine import describe
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.documents import Document
-from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.kv.store import ChunkStore, KVLayout, Provenance, chunk_key, content_id, context_id
 from jaxrag.kv.store.layout import Stored
+from jaxrag.library.documents import Document
+from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model, random_model
 
 SECRET = bytes(range(32))

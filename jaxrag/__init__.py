@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from jaxrag.base.errors import JaxragError
     from jaxrag.base.installed import __version__ as __version__
     from jaxrag.base.sharding import make_mesh
-    from jaxrag.catalog import Hit
-    from jaxrag.documents import Document, read_paths
     from jaxrag.engine.sampling import Sampling, SamplingParams
-    from jaxrag.knowledge_base import KnowledgeBase
-    from jaxrag.knowledge_base.ingest import AddReport
+    from jaxrag.library.catalog import Hit
+    from jaxrag.library.documents import Document, read_paths
+    from jaxrag.library.knowledge_base import KnowledgeBase
+    from jaxrag.library.knowledge_base.ingest import AddReport
     from jaxrag.models.model import Model, load_model
     from jaxrag.models.text.prompts import TEMPLATES, PromptTemplate
     from jaxrag.reuse.methods import METHODS, Method
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "__version__": "jaxrag.base.installed",
-    "AddReport": "jaxrag.knowledge_base.ingest",
+    "AddReport": "jaxrag.library.knowledge_base.ingest",
     "AsyncStream": "jaxrag.serve.answers",
-    "Hit": "jaxrag.catalog",
+    "Hit": "jaxrag.library.catalog",
     "Stream": "jaxrag.serve.answers",
-    "Document": "jaxrag.documents",
+    "Document": "jaxrag.library.documents",
     "JaxragError": "jaxrag.base.errors",
-    "KnowledgeBase": "jaxrag.knowledge_base",
+    "KnowledgeBase": "jaxrag.library.knowledge_base",
     "METHODS": "jaxrag.reuse.methods",
     "Method": "jaxrag.reuse.methods",
     "Model": "jaxrag.models.model",
@@ -47,7 +47,7 @@ _MODULES = {
     "generate": "jaxrag.serve.generate",
     "load_model": "jaxrag.models.model",
     "make_mesh": "jaxrag.base.sharding",
-    "read_paths": "jaxrag.documents",
+    "read_paths": "jaxrag.library.documents",
     "warm_up": "jaxrag.serve.warm",
 }
 

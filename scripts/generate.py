@@ -72,7 +72,7 @@ def _joined(args: argparse.Namespace) -> Iterator[bool]:
 
 
 def _answer(args: argparse.Namespace, first: bool) -> int:
-    from jaxrag.documents import Shard
+    from jaxrag.library.documents import Shard
     from jaxrag.serve.batch import answer_file
     from jaxrag.serve.batch_files import written_once
     from jaxrag.serve.question_files import QuestionFile

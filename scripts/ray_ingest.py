@@ -22,7 +22,7 @@ from jaxrag.cli import run_command
 from jaxrag.cli.ingest import add_arguments, files_of, ingest, model_for, print_report
 
 if TYPE_CHECKING:
-    from jaxrag.knowledge_base.ingest import AddReport
+    from jaxrag.library.knowledge_base.ingest import AddReport
 
 _PARTS_PER_ACTOR = 4  # so that a worker with long documents does not keep the others waiting
 
@@ -38,7 +38,7 @@ class IngestPart:
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         """{"part": i} -> {"part": i, "report": AddReport} or, where it failed, {..., "error"}."""
-        from jaxrag.documents import Shard
+        from jaxrag.library.documents import Shard
 
         shard = Shard(int(row["part"]), self._count)
         try:
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 def merged(reports: Sequence["AddReport"], seconds: float) -> "AddReport":
     """One report of several parts: counts are added, ``seconds`` is the whole run's."""
-    from jaxrag.knowledge_base.ingest import UNKNOWN_EXAMPLES
+    from jaxrag.library.knowledge_base.ingest import UNKNOWN_EXAMPLES
 
     own = ("skipped", "seconds", "unknown_words", "neighbours", "removed", "gone")
     names = [f.name for f in dataclasses.fields(reports[0]) if f.name not in own]

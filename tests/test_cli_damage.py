@@ -9,9 +9,9 @@ import apsw
 import numpy as np
 import pytest
 
-from jaxrag.catalog import Catalog
-from jaxrag.catalog.pages import PAGE_BYTES
 from jaxrag.cli import main
+from jaxrag.library.catalog import Catalog
+from jaxrag.library.catalog.pages import PAGE_BYTES
 
 GOLDEN = Path(__file__).parent / "goldens" / "catalog" / "format3.sqlite"
 UNCHECKED = (

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from jaxrag.cli import main
-from jaxrag.documents import BadDocument
-from jaxrag.knowledge_base import KnowledgeBase
-from jaxrag.knowledge_base.ingest import AddReport
+from jaxrag.library.documents import BadDocument
+from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.library.knowledge_base.ingest import AddReport
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 

@@ -26,7 +26,7 @@ from markdown_it import MarkdownIt
 
 import jaxrag
 import jaxrag.cli
-from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.model import load_model
 from jaxrag.reuse.methods import METHODS
 from jaxrag.server.options import ModelSettings

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrag.retrieve.adapters import CatalogChunks, from_langchain, from_llamaindex
+from jaxrag.library.retrieve.adapters import CatalogChunks, from_langchain, from_llamaindex
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TEXTS = {4: "The lamp burns oil.", 9: "It was lit in 1871."}

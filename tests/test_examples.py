@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxrag.catalog import Catalog, Entry
-from jaxrag.documents import Document, read_paths
-from jaxrag.documents.chunking import Chunk, Chunking, split
+from jaxrag.library.catalog import Catalog, Entry
+from jaxrag.library.documents import Document, read_paths
+from jaxrag.library.documents.chunking import Chunk, Chunking, split
 from jaxrag.models.text.prompts import template_named
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.tasks.world import FIRST_HE, FIRST_SHE, LAST, REFUSAL, split_of, words

@@ -128,7 +128,7 @@ def test_imports_point_to_lower_floors(module):
         ("jaxrag.engine.loader", "jaxrag.engine.mapping", False),
         ("jaxrag.base.config", "jaxrag.base.errors", False),
         ("jaxrag.kv.store.keys", "jaxrag.models.text.prompts", True),  # sideways
-        ("jaxrag.reuse.methods", "jaxrag.knowledge_base", True),  # sideways
+        ("jaxrag.reuse.methods", "jaxrag.library.knowledge_base", True),  # sideways
         ("jaxrag.models.model", "jaxrag.engine.engine", True),  # up
         ("jaxrag.base.errors", "jaxrag.kv.store.keys", True),  # up
         ("jaxrag.engine.loader", "jaxrag", True),  # the door

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxrag.cli import main
-from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.text.prompts import TEMPLATES
 
 TEXTS = {

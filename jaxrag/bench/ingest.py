@@ -33,9 +33,9 @@ from jaxrag.bench.limits import matmul_peak
 from jaxrag.bench.machine import describe
 from jaxrag.bench.options import IngestOptions
 from jaxrag.bench.ttft import LLAMA_100M
-from jaxrag.documents import Document
-from jaxrag.documents.chunking import Chunking, split
-from jaxrag.knowledge_base import KnowledgeBase, ingest
+from jaxrag.library.documents import Document
+from jaxrag.library.documents.chunking import Chunking, split
+from jaxrag.library.knowledge_base import KnowledgeBase, ingest
 from jaxrag.models.attention import PackedAttend
 from jaxrag.models.decoder import forward
 from jaxrag.models.export import export_hf

@@ -42,9 +42,9 @@ from jaxrag.engine.prefill import prefill
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.state import EngineSettings
-from jaxrag.knowledge_base.neighbours import each_other
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.store import ChunkStore, KVStore
+from jaxrag.library.knowledge_base.neighbours import each_other
 from jaxrag.models.export import export_hf
 from jaxrag.models.flops import block_attention_flops, turborag_flops
 from jaxrag.models.model import Model, load_model

@@ -17,7 +17,7 @@ from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
-    from jaxrag.documents import Document
+    from jaxrag.library.documents import Document
     from jaxrag.serve.answers import Result
 
 
@@ -105,7 +105,7 @@ def _ask(args: argparse.Namespace) -> int:
 
 def _read(paths: Sequence[str]) -> "list[Document]":
     """What is in files, as ``jaxrag ingest`` reads them; here a bad one ends the command."""
-    from jaxrag.documents import BadDocument, read_paths
+    from jaxrag.library.documents import BadDocument, read_paths
 
     documents = []
     for found in read_paths(paths):

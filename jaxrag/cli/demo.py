@@ -161,8 +161,8 @@ def _silent(text: str) -> None:
 
 def _ingest(model: Any, folder: Path, say: Callable[[str], None]) -> Any:
     """A new knowledge base of the village; returns it open."""
-    from jaxrag.documents import read_paths
-    from jaxrag.knowledge_base import KnowledgeBase
+    from jaxrag.library.documents import read_paths
+    from jaxrag.library.knowledge_base import KnowledgeBase
 
     shutil.rmtree(folder, ignore_errors=True)
     kb = KnowledgeBase.open(

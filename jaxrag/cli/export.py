@@ -76,7 +76,7 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when everything was exported, 3 when chunks were missing or damaged."""
-    from jaxrag.knowledge_base import KnowledgeBase
+    from jaxrag.library.knowledge_base import KnowledgeBase
     from jaxrag.models.text.tokenizer import Tokenizer
 
     tokenizer = None if args.model is None else Tokenizer.load(args.model)

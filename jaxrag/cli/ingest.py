@@ -17,8 +17,8 @@ from jaxrag.cli.output import counted, human_count, note, print_json
 from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
-    from jaxrag.documents import DocumentFiles, Shard
-    from jaxrag.knowledge_base.ingest import AddReport
+    from jaxrag.library.documents import DocumentFiles, Shard
+    from jaxrag.library.knowledge_base.ingest import AddReport
     from jaxrag.models.model import Model
 
 
@@ -165,7 +165,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when everything was ingested, 3 when documents were left out."""
-    from jaxrag.documents import Shard
+    from jaxrag.library.documents import Shard
 
     shard = Shard() if args.shard is None else Shard.parse(args.shard)
     for name in ("sync_empty", "dry_run"):
@@ -181,7 +181,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _dry_run(args: argparse.Namespace, files: "DocumentFiles") -> int:
     """Say what --sync would remove."""
-    from jaxrag.knowledge_base import KnowledgeBase
+    from jaxrag.library.knowledge_base import KnowledgeBase
 
     with KnowledgeBase.open(args.kb, secret=secret_of(args.secret_file)) as kb:
         found = kb.gone(files, empty=args.sync_empty)
@@ -197,7 +197,7 @@ def _dry_run(args: argparse.Namespace, files: "DocumentFiles") -> int:
 
 def model_for(args: argparse.Namespace) -> "Model":
     """The model of --model, else the one that an existing knowledge base remembers."""
-    from jaxrag.knowledge_base.location import CATALOG
+    from jaxrag.library.knowledge_base.location import CATALOG
 
     if args.model is not None:
         return load(args.model, from_fields(ModelOptions, args))
@@ -208,7 +208,7 @@ def model_for(args: argparse.Namespace) -> "Model":
 
 def files_of(args: argparse.Namespace) -> "DocumentFiles":
     """The documents of the paths; DocumentError for one that does not exist."""
-    from jaxrag.documents import read_paths
+    from jaxrag.library.documents import read_paths
 
     return read_paths(
         args.paths,
@@ -229,7 +229,7 @@ def ingest(
     progress: bool,
 ) -> "AddReport":
     """Ingest one part of the documents into the knowledge base that the arguments describe."""
-    from jaxrag.knowledge_base import KnowledgeBase
+    from jaxrag.library.knowledge_base import KnowledgeBase
 
     if args.sync and shard.count > 1:
         raise RequestError(

@@ -15,8 +15,8 @@ from jaxrag.cli.output import counted, human_count, note, print_json, shorten, t
 from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
-    from jaxrag.catalog.salvage import Salvage
-    from jaxrag.knowledge_base.upkeep import VerifyReport
+    from jaxrag.library.catalog.salvage import Salvage
+    from jaxrag.library.knowledge_base.upkeep import VerifyReport
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -111,7 +111,7 @@ _GROUPS = ("stored", "attention_index", "vectors", "last_gc", "gates")  # a line
 
 def run_stats(args: argparse.Namespace) -> None:
     """Print what the knowledge base holds and how it was made."""
-    from jaxrag.knowledge_base import KnowledgeBase
+    from jaxrag.library.knowledge_base import KnowledgeBase
 
     with KnowledgeBase.open(args.kb, secret=secret_of(args.secret_file)) as kb:
         stats = kb.stats()
@@ -137,7 +137,7 @@ def run_stats(args: argparse.Namespace) -> None:
 
 def run_list(args: argparse.Namespace) -> None:
     """Print one line a document, or a JSON object with all that is known of them."""
-    from jaxrag.knowledge_base import KnowledgeBase
+    from jaxrag.library.knowledge_base import KnowledgeBase
 
     with KnowledgeBase.open(args.kb, secret=secret_of(args.secret_file)) as kb:
         where = where_of(args)
@@ -154,7 +154,7 @@ def run_list(args: argparse.Namespace) -> None:
 
 def run_remove(args: argparse.Namespace) -> int:
     """Exit code 0 when every document was there, 3 when some were not."""
-    from jaxrag.knowledge_base import KnowledgeBase
+    from jaxrag.library.knowledge_base import KnowledgeBase
 
     with KnowledgeBase.open(args.kb, mode="rw", secret=secret_of(args.secret_file)) as kb:
         report = kb.remove(args.ids)
@@ -170,7 +170,7 @@ def run_remove(args: argparse.Namespace) -> int:
 
 def run_gc(args: argparse.Namespace) -> None:
     """Print what was freed, or with --dry-run would be."""
-    from jaxrag.knowledge_base import KnowledgeBase
+    from jaxrag.library.knowledge_base import KnowledgeBase
 
     with KnowledgeBase.open(args.kb, mode="rw", secret=secret_of(args.secret_file)) as kb:
         report = kb.gc(
@@ -188,8 +188,8 @@ def run_gc(args: argparse.Namespace) -> None:
 
 def run_verify(args: argparse.Namespace) -> int:
     """Exit code 0 when all rows and chunks are whole at the end and nothing is lost, 3 when not."""
-    from jaxrag.knowledge_base import KnowledgeBase
-    from jaxrag.knowledge_base.location import find_folder, mend_catalog, mend_settings
+    from jaxrag.library.knowledge_base import KnowledgeBase
+    from jaxrag.library.knowledge_base.location import find_folder, mend_catalog, mend_settings
 
     secret = secret_of(args.secret_file)
     if args.reseal and not args.repair:

@@ -20,7 +20,7 @@ from jaxrag.serve.options import AnswerOptions, ReuseOptions, SearchOptions
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from jaxrag.knowledge_base import KnowledgeBase
+    from jaxrag.library.knowledge_base import KnowledgeBase
     from jaxrag.models.model import Model
     from jaxrag.reuse.methods import Method
 
@@ -132,7 +132,7 @@ def mesh_of(text: str | None) -> "Mesh | None":
 
 def open_kb(args: argparse.Namespace, method: "Method | None" = None) -> "KnowledgeBase":
     """The knowledge base of --kb with the model it remembers, or that of --model, as ``load``."""
-    from jaxrag.knowledge_base import KnowledgeBase
+    from jaxrag.library.knowledge_base import KnowledgeBase
 
     model = model_of_kb(args, method)
     return KnowledgeBase.open(args.kb, model=model, secret=secret_of(args.secret_file))
@@ -144,7 +144,7 @@ def model_of_kb(args: argparse.Namespace, method: "Method | None" = None) -> "Mo
     The knowledge base is opened without a model first, so that what is wrong with it is said before
     weights are read.
     """
-    from jaxrag.knowledge_base import KnowledgeBase
+    from jaxrag.library.knowledge_base import KnowledgeBase
 
     with KnowledgeBase.open(args.kb, secret=secret_of(args.secret_file)) as remembered:
         path = args.model or remembered.model_path

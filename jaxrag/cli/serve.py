@@ -16,7 +16,7 @@ from jaxrag.cli.options import add_command, add_model, add_secret
 from jaxrag.server.options import ServerOptions
 
 if TYPE_CHECKING:
-    from jaxrag.knowledge_base import KnowledgeBase
+    from jaxrag.library.knowledge_base import KnowledgeBase
     from jaxrag.models.model import Model
     from jaxrag.server.settings import ServerSettings
 
@@ -117,7 +117,7 @@ def _named(kb: str) -> tuple[str, str]:
 
 def _model(settings: "ServerSettings") -> "Model":
     """The model of the settings, or that of the first knowledge base."""
-    from jaxrag.knowledge_base import KnowledgeBase
+    from jaxrag.library.knowledge_base import KnowledgeBase
     from jaxrag.reuse.methods import method_named
 
     method = method_named(settings.method)
@@ -138,7 +138,7 @@ def _model(settings: "ServerSettings") -> "Model":
 
 def open_bases(settings: "ServerSettings", model: "Model") -> "dict[str, KnowledgeBase]":
     """The knowledge bases of the settings, by name."""
-    from jaxrag.knowledge_base import KnowledgeBase
+    from jaxrag.library.knowledge_base import KnowledgeBase
 
     opened: dict[str, KnowledgeBase] = {}
     secret = secret_of(settings.secret_file)

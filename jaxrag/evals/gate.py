@@ -17,7 +17,6 @@ import numpy as np
 from jaxrag.base.errors import KnowledgeBaseError, RequestError
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import Array, HostArray, Step
-from jaxrag.documents import Shard
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import RequestState
@@ -26,8 +25,9 @@ from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.evals.statistics import Estimate, share
-from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.kv.cache import PagePool, PageTable
+from jaxrag.library.documents import Shard
+from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.decoder import Decoder, unembed
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.models.text.prompts import PromptTemplate

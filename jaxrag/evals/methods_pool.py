@@ -14,11 +14,11 @@ import numpy as np
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
-from jaxrag.documents import Document
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.evals.methods_grid import Options
 from jaxrag.evals.scoring import Written
-from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.library.documents import Document
+from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.reuse.encode import encoder_named
 from jaxrag.reuse.methods import Method
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve

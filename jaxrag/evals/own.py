@@ -14,14 +14,14 @@ import numpy as np
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
-from jaxrag.documents import Shard
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.evals.gate import forced_logits
 from jaxrag.evals.metrics import exact_match, holds, token_f1
 from jaxrag.evals.statistics import difference, median, share
-from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.library.documents import Shard
+from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.serve.answers import Result, serve

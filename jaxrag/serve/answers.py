@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from jaxrag.base.errors import RequestError
-from jaxrag.documents.document import begun
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.progress import Outcome, Progress
 from jaxrag.engine.request import FinishReason
 from jaxrag.engine.reuse import PartReuse, token_counts
+from jaxrag.library.documents.document import begun
 from jaxrag.serve.conversation import Source
 from jaxrag.serve.output import Answer
 from jaxrag.serve.questions import ReadyQuestion, Settings, shown_prompt

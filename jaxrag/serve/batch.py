@@ -9,9 +9,9 @@ from typing import Any
 import xxhash
 
 from jaxrag.base.errors import RequestError
-from jaxrag.documents import Shard
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.kv.store import MemoryStore
+from jaxrag.library.documents import Shard
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.serve.answers import Result, serve
 from jaxrag.serve.batch_files import AnswerFile

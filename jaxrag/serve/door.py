@@ -12,7 +12,7 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.tables import require_kind
 from jaxrag.base.types import HostArray
 from jaxrag.engine.sampling import SamplingParams
-from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.methods import Method

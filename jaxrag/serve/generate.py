@@ -8,8 +8,8 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 from jaxrag.base.errors import RequestError
 from jaxrag.base.shapes import bucket
 from jaxrag.engine.sampling import SamplingParams
-from jaxrag.knowledge_base import KnowledgeBase
-from jaxrag.knowledge_base.search import SearchMode
+from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.library.knowledge_base.search import SearchMode
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.decode import DecodeRule

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jaxrag.base.errors import RequestError
-from jaxrag.documents import Shard
+from jaxrag.library.documents import Shard
 
 Id = str | int
 

@@ -13,14 +13,14 @@ from jaxrag.base.types import HostArray
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request, check_length
 from jaxrag.engine.sampling import SamplingParams
-from jaxrag.knowledge_base import KnowledgeBase
-from jaxrag.knowledge_base.neighbours import each_other
-from jaxrag.knowledge_base.search import SearchMode
 from jaxrag.kv.store import KVStore
+from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.library.knowledge_base.neighbours import each_other
+from jaxrag.library.knowledge_base.search import SearchMode
+from jaxrag.library.retrieve.filters import Filter
 from jaxrag.models.model import Model, as_token_ids
 from jaxrag.models.text.prompts import PromptTemplate, QuestionIds, template_named
 from jaxrag.models.text.tokenizer import Tokenizer
-from jaxrag.retrieve.filters import Filter
 from jaxrag.reuse.attention_index.document import Indexing
 from jaxrag.reuse.decode import DecodeRule, rule_from
 from jaxrag.reuse.encode import encoder_named

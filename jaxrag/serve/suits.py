@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.engine.reuse import PartReuse
-from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.encode import encoder_named

@@ -12,8 +12,8 @@ from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefilled import PREFILL_TOKENS
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.sampling import SamplingParams
-from jaxrag.knowledge_base import KnowledgeBase
 from jaxrag.kv.store import MemoryStore
+from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.decode import DecodeRule

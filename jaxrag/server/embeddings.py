@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from jaxrag.base.types import HostArray
-from jaxrag.embed import BertEmbedder, Embedder
+from jaxrag.library.embed import BertEmbedder, Embedder
 from jaxrag.server.errors import invalid
 from jaxrag.server.fields import Body, read_body
 from jaxrag.server.files import entered

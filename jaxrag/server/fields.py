@@ -11,7 +11,7 @@ from typing import Any, TypeGuard, cast, get_args
 from starlette.requests import Request
 
 from jaxrag.engine.sampling import SamplingParams
-from jaxrag.knowledge_base.search import SearchMode
+from jaxrag.library.knowledge_base.search import SearchMode
 from jaxrag.serve.door import Passage, Text
 from jaxrag.serve.questions import Unanswerable
 from jaxrag.server.errors import invalid

@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from jaxrag.base.errors import DocumentError, EngineError, JaxragError
-from jaxrag.documents import BadDocument, Document
-from jaxrag.documents.chunking import Chunk
-from jaxrag.documents.files import ReadOptions
-from jaxrag.documents.parser import ParseLimits, Parser
 from jaxrag.engine.engine import Engine
-from jaxrag.knowledge_base import KnowledgeBase
-from jaxrag.knowledge_base.ingest import AddReport
+from jaxrag.library.documents import BadDocument, Document
+from jaxrag.library.documents.chunking import Chunk
+from jaxrag.library.documents.files import ReadOptions
+from jaxrag.library.documents.parser import ParseLimits, Parser
+from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.library.knowledge_base.ingest import AddReport
 from jaxrag.models.model import Model
 from jaxrag.server.registry import Member, Registry
 from jaxrag.server.uploads import Uploads

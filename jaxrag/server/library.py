@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxrag.base.errors import ConfigError, JaxragError, disk_errors
-from jaxrag.catalog import Hit
 from jaxrag.engine.engine import Engine
-from jaxrag.knowledge_base import KnowledgeBase
-from jaxrag.knowledge_base.maintained import DEFAULT_GRACE_SECONDS
-from jaxrag.knowledge_base.search import Hits, SearchMode
+from jaxrag.library.catalog import Hit
+from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.library.knowledge_base.maintained import DEFAULT_GRACE_SECONDS
+from jaxrag.library.knowledge_base.search import Hits, SearchMode
 from jaxrag.models.model import Model
 from jaxrag.server.durable import PRIVATE, make_folder, sync_folder
 from jaxrag.server.errors import forbidden, invalid, not_found

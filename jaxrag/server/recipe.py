@@ -10,11 +10,11 @@ import numpy as np
 
 from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.base.shapes import row_length
-from jaxrag.documents.chunking import ChunkBy
-from jaxrag.embed import Embedder
 from jaxrag.engine.engine import Engine
-from jaxrag.knowledge_base import KnowledgeBase
-from jaxrag.knowledge_base.settings import DEFAULT_CHUNK_TOKENS, DEFAULT_ENCODERS
+from jaxrag.library.documents.chunking import ChunkBy
+from jaxrag.library.embed import Embedder
+from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.library.knowledge_base.settings import DEFAULT_CHUNK_TOKENS, DEFAULT_ENCODERS
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.encode import encode_chunks, encoder_named

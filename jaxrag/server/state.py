@@ -13,7 +13,7 @@ from starlette.requests import Request
 from jaxrag.base.errors import ConfigError
 from jaxrag.base.sharding import processes_of
 from jaxrag.engine.engine import Engine
-from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model
 from jaxrag.reuse.decode import DECODE_RULES
 from jaxrag.reuse.methods import METHODS, Method, method_named

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from jaxrag.catalog import DocumentEntry, Hit
+from jaxrag.library.catalog import DocumentEntry, Hit
 from jaxrag.server.errors import invalid
 from jaxrag.server.fields import Body, read_body, search_mode_of
 from jaxrag.server.files import entered

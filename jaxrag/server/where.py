@@ -6,7 +6,7 @@ A comparison is {"type", "key", "value"}, a compound {"type": "and" | "or", "fil
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrag.retrieve.filters import Filter
+from jaxrag.library.retrieve.filters import Filter
 from jaxrag.server.errors import invalid
 
 _COMPARISONS = ("eq", "ne", "gt", "gte", "lt", "lte", "in")

@@ -20,10 +20,10 @@ from jaxrag.bench.explain import (
 )
 from jaxrag.bench.explain_plots import PICTURES, draw
 from jaxrag.cli import main
-from jaxrag.documents import Document
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
+from jaxrag.library.documents import Document
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import random_model
 from jaxrag.models.rope import place

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import retrieval
 
-from jaxrag.retrieve.base import Found
+from jaxrag.library.retrieve.base import Found
 
 TOPICS = ["lamp oil wick", "harbour boats rope", "rain cloud storm", "oven bread flour"]
 

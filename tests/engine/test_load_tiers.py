@@ -200,7 +200,7 @@ def test_a_knowledge_bases_hits_are_read_ahead(tmp_path, text_model):
     model = dataclasses.replace(text_model)
     engine = model.engine = jaxrag.engine.engine.Engine(model, EngineSettings(keep_events=100))
     with jaxrag.KnowledgeBase.open(tmp_path / "kb", model, template="plain") as kb:
-        kb.add([jaxrag.documents.Document("tea", "Tea bricks were traded for salt.")])
+        kb.add([jaxrag.library.documents.Document("tea", "Tea bricks were traded for salt.")])
         jaxrag.generate("Who traded salt?", documents=["wool"], model=model, max_new_tokens=1)
         before = len(engine.events())
         result = jaxrag.generate("Who traded tea?", kb=kb, max_new_tokens=1)

@@ -9,9 +9,9 @@ import pytest
 
 from jaxrag import KnowledgeBase, generate
 from jaxrag.cli import main
-from jaxrag.documents import Document
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.reuse import PartReuse, token_counts
+from jaxrag.library.documents import Document
 from jaxrag.reuse.encode import chunk_key
 from jaxrag.reuse.methods import METHODS
 

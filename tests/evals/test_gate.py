@@ -11,7 +11,7 @@ from jaxrag.base.types import FINAL
 from jaxrag.cli import main
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.evals.gate import Target, forced_logits, gate, kl_divergence
-from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.generate import generate
 from jaxrag.serve.question_files import QuestionFile

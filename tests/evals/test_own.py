@@ -10,7 +10,7 @@ from jaxrag.evals.gate import Target, gate
 from jaxrag.evals.metrics import exact_match, token_f1
 from jaxrag.evals.own import evaluate, probes_of
 from jaxrag.evals.own_report import heading, tables, warnings
-from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.generate import generate
 from jaxrag.serve.question_files import QuestionFile

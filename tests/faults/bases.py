@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from jaxrag.base.config import ModelConfig, RopeConfig
-from jaxrag.embed import as_embedder
-from jaxrag.knowledge_base import KnowledgeBase
-from jaxrag.knowledge_base.writers import FOLDER as WRITERS
 from jaxrag.kv.store.record import new_attempt
+from jaxrag.library.embed import as_embedder
+from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.library.knowledge_base.writers import FOLDER as WRITERS
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.spec import init_params

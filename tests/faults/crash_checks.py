@@ -20,8 +20,8 @@ from crash_log import Change, WrongError, replay, require
 from crash_work import KINDS, Job, where
 
 from jaxrag.base.errors import StoreError
-from jaxrag.knowledge_base import KnowledgeBase
-from jaxrag.knowledge_base.neighbours import recorded_chunks
+from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.library.knowledge_base.neighbours import recorded_chunks
 from jaxrag.models.model import Model
 
 TOLERANCE = 1e-4  # of fp32 KV, between a packed and a single encoding

@@ -52,7 +52,7 @@ from jaxrag.cli import main as jaxrag
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.library.knowledge_base import KnowledgeBase
 
 CASES = (*hostile_models.CASES, *hostile_files.CASES)
 MAX_SECONDS = 5.0  # of processor time
@@ -65,8 +65,8 @@ GOOD = ("refused", "left out", "done")
 CODES = {"done": 0, "refused": 1, "left out": 3}
 TRACEBACK = 70  # exit code
 # Imported by the process that is forked, so that no case waits for them.
-PRELOADED = ["hostile", "jaxrag.cli.ingest", "jaxrag.cli.ask", "jaxrag.knowledge_base",
-             "jaxrag.models.hf", "jaxrag.serve.generate", "jaxrag.documents"]  # fmt: skip
+PRELOADED = ["hostile", "jaxrag.cli.ingest", "jaxrag.cli.ask", "jaxrag.library.knowledge_base",
+             "jaxrag.models.hf", "jaxrag.serve.generate", "jaxrag.library.documents"]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

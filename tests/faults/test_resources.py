@@ -1,6 +1,6 @@
 """Clocks that are wrong, descriptors that run out, files that may not grow: nothing is lost.
 
-A full disk and a read-only one are mounted in tests/knowledge_base/test_failures.py.
+A full disk and a read-only one are mounted in tests/library/knowledge_base/test_failures.py.
 """
 
 import contextlib

@@ -12,9 +12,9 @@ import pytest
 
 from jaxrag import KnowledgeBase, generate
 from jaxrag.base.errors import ConfigError, RequestError, StoreError, TokenizerError
-from jaxrag.documents import Document, Shard
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.sampling import SamplingParams
+from jaxrag.library.documents import Document, Shard
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.serve import batch
 from jaxrag.serve.batch import answer_file, question_seed

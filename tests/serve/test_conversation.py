@@ -9,10 +9,10 @@ import pytest
 from jaxrag import KnowledgeBase, Sampling, agenerate, generate, load_model
 from jaxrag.base.errors import RequestError, TokenizerError
 from jaxrag.base.types import FINAL, FIRST_CHUNK
-from jaxrag.documents import Document
 from jaxrag.engine import prefill
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
+from jaxrag.library.documents import Document
 from jaxrag.models.segments import lay_out
 from jaxrag.models.text.prompts import QuestionIds
 from jaxrag.serve.answers import serve

@@ -10,9 +10,9 @@ import pytest
 import jaxrag
 from jaxrag import KnowledgeBase, Sampling, generate
 from jaxrag.base.errors import ConfigError, RequestError, TokenizerError
-from jaxrag.documents import Document
 from jaxrag.engine.engine import engine_of
 from jaxrag.kv.cache import PAGE
+from jaxrag.library.documents import Document
 from jaxrag.serve.answers import serve
 from jaxrag.serve.conversation import Source
 from jaxrag.serve.questions import prepare, resolve

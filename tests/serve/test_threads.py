@@ -14,8 +14,8 @@ import pytest
 import jaxrag
 from jaxrag import agenerate, generate
 from jaxrag.base.errors import RequestError
-from jaxrag.documents import Document
 from jaxrag.engine.engine import engine_of
+from jaxrag.library.documents import Document
 from jaxrag.tasks.synthetic import SyntheticTask, samples
 
 SHIPPED = Path(__file__).parents[2] / "checkpoints" / "synthetic-0.8m" / "dual"

@@ -13,8 +13,8 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
-from jaxrag.documents import read_paths
-from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.library.documents import read_paths
+from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model, load_model
 from jaxrag.server.options import ModelSettings
 from jaxrag.server.run import Server, bind, url_of

@@ -9,7 +9,7 @@ import numpy as np
 import openai
 import pytest
 
-from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.library.knowledge_base import KnowledgeBase
 
 STORY = b"File 23: Giso Berow lives in Tondorf.\n\nFile 18: Mela Forow works as a judge.\n"
 HOME = "What is the home of Giso Berow?"

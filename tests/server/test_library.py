@@ -9,9 +9,9 @@ import time
 import pytest
 
 from jaxrag.base.errors import ConfigError
-from jaxrag.documents import BadDocument, parser, parser_process
 from jaxrag.engine.engine import Engine
-from jaxrag.knowledge_base import KnowledgeBase
+from jaxrag.library.documents import BadDocument, parser, parser_process
+from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.server import indexing
 from jaxrag.server.errors import Problem
 from jaxrag.server.library import Library

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
 
 from jaxrag.base.errors import DocumentError, TokenizerError
-from jaxrag.documents.chunking import Chunking, split
+from jaxrag.library.documents.chunking import Chunking, split
 from jaxrag.models.text import byte_level, pieces
 from jaxrag.models.text.tokenizer import Tokenizer
 
@@ -199,7 +199,7 @@ def test_memory_grows_with_the_text_by_a_small_factor(tmp_path):
     (tmp_path / "tokenizer.json").write_text(gpt_2().to_str())
     program = """
 import json, resource, sys
-from jaxrag.documents.chunking import Chunking, split
+from jaxrag.library.documents.chunking import Chunking, split
 from jaxrag.models.text.tokenizer import Tokenizer
 tokenizer = Tokenizer.load(sys.argv[1])
 line = "The salt wells of Yanjing were dug 1,200 years ago. " * 20

@@ -9,8 +9,8 @@ import pytest
 from jaxrag import KnowledgeBase, generate
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.cli import main
-from jaxrag.documents import Document
 from jaxrag.engine.engine import engine_of
+from jaxrag.library.documents import Document
 from jaxrag.models.flops import turborag_flops
 from jaxrag.reuse.methods import METHODS, Method, method_named
 from jaxrag.reuse.select import (

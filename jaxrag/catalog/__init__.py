@@ -1,6 +1,0 @@
-"""The catalog: the truth about a knowledge base's documents and chunks, in one SQLite file."""
-
-from jaxrag.catalog.catalog import Catalog
-from jaxrag.catalog.rows import ChunkTokens, DocumentEntry, Entry, Hit, KeyedChunk
-
-__all__ = ["Catalog", "ChunkTokens", "DocumentEntry", "Entry", "Hit", "KeyedChunk"]

@@ -1,7 +1,0 @@
-"""A knowledge base: documents, their chunks, and the KV of every chunk."""
-
-from jaxrag.knowledge_base.knowledge_base import KnowledgeBase
-from jaxrag.knowledge_base.search import SearchMode
-from jaxrag.knowledge_base.upkeep import GcReport, RemoveReport
-
-__all__ = ["GcReport", "KnowledgeBase", "RemoveReport", "SearchMode"]

@@ -1,0 +1,1 @@
+"""Documents: read, cut, embedded, indexed, kept in a knowledge base, exported."""

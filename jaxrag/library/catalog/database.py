@@ -1,0 +1,398 @@
+"""The SQLite file under the catalog: its tables, how it is opened, and its transactions.
+
+The file is in WAL mode with ``synchronous=FULL``: several processes may read while one writes, and
+a returned commit survives a power cut. Each page ends in a checksum of its bytes, which SQLite's
+checksum VFS writes with the page and compares at every read: a flipped bit is an error, not a row.
+
+The library is APSW's SQLite, not that of ``sqlite3``. A process never has one file open in both:
+closing it in one drops the POSIX locks of the other.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import threading
+import urllib.parse
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import apsw
+import apsw.sqlite_extra
+
+from jaxrag.base.errors import DamagedCatalogError, KnowledgeBaseError, StoreError
+from jaxrag.base.types import Connection
+from jaxrag.kv.store.wal import use_write_ahead_log
+from jaxrag.library.catalog.pages import CHECKSUM_BYTES, PAGE_BYTES
+
+FORMAT = 4
+UNCHECKED = 3  # neither pages nor rows have digests; it is read as it is
+BUSY_SECONDS = 60.0
+_CHECKPOINT_SECONDS = 1.0  # that a checkpoint waits for readers of an older state
+_APPLICATION = 0x4A524147  # "JRAG", SQLite's application_id
+_CHECKSUMS = "cksmvfs"  # the name under which SQLite knows the checksum VFS
+
+_OPEN: weakref.WeakSet["Database"] = weakref.WeakSet()  # of this process
+_OPEN_LOCK = threading.Lock()
+
+_SCHEMA = (
+    "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL, "
+    "xxh3 INTEGER NOT NULL) WITHOUT ROWID",
+    """CREATE TABLE documents (
+        id TEXT PRIMARY KEY, title TEXT NOT NULL, file TEXT, metadata TEXT NOT NULL,
+        digest TEXT NOT NULL, num_chunks INTEGER NOT NULL, num_tokens INTEGER NOT NULL,
+        added TEXT NOT NULL, xxh3 INTEGER NOT NULL) WITHOUT ROWID""",
+    """CREATE TABLE chunks (
+        id INTEGER PRIMARY KEY,
+        document_id TEXT NOT NULL REFERENCES documents(id) ON DELETE CASCADE,
+        number INTEGER NOT NULL, first_char INTEGER NOT NULL, last_char INTEGER NOT NULL,
+        page INTEGER, section TEXT NOT NULL, content_id TEXT NOT NULL,
+        text TEXT NOT NULL, ids BLOB NOT NULL, xxh3 INTEGER NOT NULL,
+        UNIQUE (document_id, number))""",
+    "CREATE INDEX chunks_by_content ON chunks (content_id)",
+    """CREATE TABLE chunk_keys (
+        chunk_id INTEGER NOT NULL REFERENCES chunks(id) ON DELETE CASCADE,
+        encoder TEXT NOT NULL, key TEXT NOT NULL, xxh3 INTEGER NOT NULL,
+        PRIMARY KEY (chunk_id, encoder)) WITHOUT ROWID""",
+    "CREATE INDEX chunk_keys_by_key ON chunk_keys (key)",
+    # What stood in front of a chunk when it was encoded, for encoders that see other chunks.
+    """CREATE TABLE contexts (
+        chunk_id INTEGER NOT NULL, encoder TEXT NOT NULL, place INTEGER NOT NULL,
+        content_id TEXT NOT NULL, PRIMARY KEY (chunk_id, encoder, place),
+        FOREIGN KEY (chunk_id, encoder) REFERENCES chunk_keys ON DELETE CASCADE) WITHOUT ROWID""",
+    "CREATE INDEX contexts_by_content ON contexts (content_id)",
+    # AUTOINCREMENT is not needed: the next reservation starts behind the largest ``last`` ever,
+    # and the newest row is never removed.
+    "CREATE TABLE reservations (first INTEGER PRIMARY KEY, last INTEGER NOT NULL, made REAL)",
+    # Chunks that are gone from the catalog and perhaps not yet from the vector index.
+    "CREATE TABLE leaving (chunk_id INTEGER PRIMARY KEY)",
+)
+
+
+class Database:
+    """One open catalog file. Safe to share between threads; other processes open their own.
+
+    Attributes:
+      path: the file.
+      writable: False where its folder cannot be written.
+      checked: whether its pages and rows have digests; those of format 3 have none until
+        ``upgrade``.
+      connection: of SQLite; outside of ``use`` and ``transaction`` only for objects made on it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file; SQLite makes an empty one where there is none."""
+        self.path = path
+        self._inode = _inode(path)
+        self.writable = os.access(path.parent, os.W_OK)
+        self.connection = _connect(path, self.writable)
+        self._changes = 0  # of connections before this one
+        self._lock = threading.RLock()
+        self.checked = True
+        with _OPEN_LOCK:
+            _OPEN.add(self)
+
+    def close(self) -> None:
+        """Close the file; nothing can be done with it afterwards."""
+        with self._lock:
+            self.connection.close()
+        with _OPEN_LOCK:
+            _OPEN.discard(self)
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[Connection]:
+        """The connection, held by this thread; SQLite's errors leave as StoreError.
+
+        Those that tell of damage leave as DamagedCatalogError.
+        """
+        with self._lock, _as_store_errors(self.path):
+            yield self.connection
+
+    @contextlib.contextmanager
+    def snapshot(self) -> Iterator[Connection]:
+        """The connection for several statements that see one state of the file."""
+        with self.use():
+            connection = self.connection
+            try:
+                _begin(connection, "BEGIN")
+                yield connection
+            finally:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[Connection]:
+        """One write transaction: committed at the end, rolled back when anything is raised."""
+        if not self.writable:
+            raise StoreError(
+                f"catalog {self.path}: its folder is read-only; nothing can be changed"
+            )
+        with self.use():
+            connection = self.connection
+            try:
+                _begin(connection, "BEGIN IMMEDIATE")
+                yield connection
+                connection.execute("COMMIT")
+            finally:
+                if connection.in_transaction:  # SQLite rolls back by itself when the disk is full
+                    connection.execute("ROLLBACK")
+
+    def checkpoint(self) -> None:
+        """Move what was committed from the write-ahead log into the file, and empty the log.
+
+        SQLite drops every commit of the log from the first damaged frame on without a word. So
+        what was acknowledged is not left there. While another process reads an older state, the
+        log stays, for the next call to empty.
+        """
+        with self.use() as connection:
+            connection.execute(f"PRAGMA busy_timeout = {round(1000 * _CHECKPOINT_SECONDS)}")
+            try:
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            except (apsw.BusyError, apsw.FullError):
+                pass
+            finally:
+                connection.execute(f"PRAGMA busy_timeout = {round(1000 * BUSY_SECONDS)}")
+
+    def version(self) -> tuple[int, int]:
+        """Another value after every change of the file, by this object or anybody else."""
+        with self.use() as connection:
+            (others,) = connection.execute("PRAGMA data_version").fetchone()
+            return int(others), self._changes + self.connection.total_changes()
+
+    def is_empty(self) -> bool:
+        """Whether the file holds no table at all.
+
+        Raises DamagedCatalogError where its first page is cut short.
+        """
+        with self.use() as connection:
+            empty = connection.execute("SELECT 1 FROM sqlite_master").fetchone() is None
+            if empty:
+                self._check_size()
+            return empty
+
+    def use_wal(self) -> None:
+        """Switch the file to write-ahead logging, which it remembers."""
+        with self.use():
+            use_write_ahead_log(self.connection, BUSY_SECONDS)
+
+    def upgrade(self, change: Callable[[Connection], None]) -> bool:
+        """Bring a file of format 3 to FORMAT; whoever is killed meanwhile leaves one or the other.
+
+        A copy with checksums is made beside the file, changed, and written back in one transaction
+        of SQLite, with the file held alone: others keep what they have open, and cannot mix both.
+
+        Args:
+          change: gives the tables of the copy what they lack, in a transaction.
+
+        Returns whether the file has FORMAT now: not where anybody else has it open. Objects made on
+        ``connection`` are to be made anew.
+        """
+        with self.use():
+            if not self.checked:
+                self._changes += self.connection.total_changes() + 1
+                self.connection.close()
+                try:
+                    _rewrite(self.path, change)
+                finally:
+                    self.connection = _connect(self.path, self.writable)
+                self.check_format()
+            return self.checked
+
+    def make_tables(self) -> None:
+        """Make the tables and mark the file, in the caller's transaction."""
+        for statement in _SCHEMA:
+            self.connection.execute(statement)
+        mark(self.connection)
+
+    def check_format(self) -> None:
+        """Find out the format of the file.
+
+        Raises KnowledgeBaseError unless it is a catalog of a format that is read here,
+        DamagedCatalogError where its header contradicts that.
+        """
+        with self.use() as connection:
+            (application,) = connection.execute("PRAGMA application_id").fetchone()
+            (found,) = connection.execute("PRAGMA user_version").fetchone()
+        if self._inode is not None and self._inode != _inode(self.path):
+            raise StoreError(f"catalog {self.path} was repaired in this moment; open it again")
+        if application != _APPLICATION:
+            raise KnowledgeBaseError(
+                f"{self.path} is not a knowledge base catalog; name another folder"
+            )
+        if found not in (FORMAT, UNCHECKED):
+            raise KnowledgeBaseError(
+                f"{self.path} has format {found}, this version reads format {FORMAT}; "
+                "use the version that wrote it or ingest again"
+            )
+        # Without the reserved bytes no page is checked, not even the one that says so.
+        if found == FORMAT and self._reserved() != CHECKSUM_BYTES:
+            self.checkpoint()  # of an upgrade that was killed behind its commit
+            if self._reserved() != CHECKSUM_BYTES:
+                raise damaged(self.path, f"byte 20 is {self._reserved()}, not {CHECKSUM_BYTES}")
+        self._check_size()
+        self.checked = found == FORMAT
+        if self.checked and self.writable:  # that this was read says that no upgrade is under way
+            remove_files(_copy(self.path))
+
+    def _reserved(self) -> int:
+        """Bytes that the file, without its log, says are reserved in each page."""
+        with self.use():
+            return int(self.connection.read("main", 0, 0, 100)[1][20])
+
+    def _check_size(self) -> None:
+        """Raise DamagedCatalogError for a cut page: SQLite reads what lacks of it as zeros."""
+        size = self.path.stat().st_size
+        if size % PAGE_BYTES:
+            raise damaged(self.path, f"it ends amid a page, after {size} bytes")
+
+
+def damaged(path: Path, what: str) -> DamagedCatalogError:
+    """The error for a catalog that cannot be believed."""
+    return DamagedCatalogError(
+        f"catalog {path} is damaged: {what}; close whatever has it open and run `jaxrag kb verify "
+        f"--repair {path.parent}`, or restore a copy"
+    )
+
+
+def is_open(path: Path) -> bool:
+    """Whether this process has the file open: no other descriptor of it may be closed then."""
+    with _OPEN_LOCK:
+        return any(database.path.resolve() == path.resolve() for database in _OPEN)
+
+
+def _inode(path: Path) -> int | None:
+    """The number of the file itself, which another one in its place does not have."""
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
+
+
+def mark(connection: Connection) -> None:
+    """Say that a file is a catalog of FORMAT, in the caller's transaction."""
+    connection.execute(f"PRAGMA application_id = {_APPLICATION}")
+    connection.execute(f"PRAGMA user_version = {FORMAT}")
+
+
+def to_json(value: object) -> str:
+    """JSON as the catalog's columns hold it."""
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)
+
+
+def _begin(connection: apsw.Connection, how: str) -> None:
+    """Begin a transaction; one that an interrupt left open between two lines is rolled back."""
+    if connection.in_transaction:
+        connection.execute("ROLLBACK")
+    connection.execute(how)
+
+
+def _connect(path: Path, writable: bool) -> apsw.Connection:
+    _load_checksums()
+    with _as_store_errors(path):
+        connection = apsw.Connection(
+            _address(path, writable),
+            flags=apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE | apsw.SQLITE_OPEN_URI,
+            vfs=_CHECKSUMS,
+        )
+        try:
+            connection.set_busy_timeout(round(1000 * BUSY_SECONDS))
+            connection.reserve_bytes("main", CHECKSUM_BYTES)  # of a file that is yet to be made
+            connection.execute("PRAGMA synchronous = FULL")
+            connection.execute("PRAGMA foreign_keys = ON")
+            connection.execute("PRAGMA secure_delete = ON")  # removed text is overwritten
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+@functools.cache
+def _load_checksums() -> None:
+    """Make the checksum VFS known to this process's SQLite, once."""
+    connection = apsw.Connection(":memory:")
+    try:
+        apsw.sqlite_extra.load(connection, "cksumvfs")
+    except (apsw.Error, LookupError, apsw.sqlite_extra.NotAvailable) as error:
+        raise StoreError(
+            f"apsw {apsw.apsw_version()} lacks SQLite's checksum VFS ({error}); install apsw "
+            "from its wheels, as constraints.txt pins it"
+        ) from error
+    finally:
+        connection.close()
+
+
+def _rewrite(path: Path, change: Callable[[Connection], None]) -> None:
+    """The work of ``Database.upgrade``; nothing is done where anybody else has the file open."""
+    copy = _copy(path)
+    with contextlib.closing(_connect(path, True)) as file:
+        file.execute("PRAGMA locking_mode = EXCLUSIVE").fetchall()
+        file.set_busy_timeout(0)
+        try:
+            _begin(file, "BEGIN IMMEDIATE")  # in this mode with a lock on the whole file, kept
+        except apsw.BusyError:
+            return
+        file.execute("ROLLBACK")
+        try:
+            remove_files(copy)
+            file.execute("VACUUM INTO ?", (os.fspath(copy),))
+            with contextlib.closing(_connect(copy, True)) as changed:
+                changed.execute("BEGIN")
+                change(changed)
+                mark(changed)
+                changed.execute("COMMIT")
+                with file.backup("main", changed, "main") as backup:
+                    backup.step()
+            file.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        finally:
+            remove_files(copy)
+
+
+def _copy(path: Path) -> Path:
+    """Where an upgrade makes its copy."""
+    return path.with_name(f"{path.name}-upgrade")
+
+
+def remove_files(path: Path) -> None:
+    """Remove a database and what SQLite leaves beside it."""
+    for suffix in ("-journal", "-wal", "-shm", ""):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
+def _address(path: Path, writable: bool) -> str:
+    """The file's URI. Without WAL frames beside it, a read-only file is opened as immutable.
+
+    SQLite opens a WAL file only where it can make a shared-memory file beside it, unless it is
+    told that nothing changes. Frames that wait in a WAL file would be left out then.
+    """
+    address = f"file:{urllib.parse.quote(os.fspath(path.absolute()))}"
+    if writable:
+        return address
+    log = path.with_name(path.name + "-wal")
+    waiting = log.exists() and log.stat().st_size > 0
+    return f"{address}?{'mode=ro' if waiting else 'immutable=1'}"
+
+
+@contextlib.contextmanager
+def _as_store_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (apsw.Error, UnicodeDecodeError) as error:
+        if _tells_damage(error):
+            raise damaged(path, str(error)) from error
+        if isinstance(error, apsw.BusyError | apsw.LockedError):
+            fix = f"another process held it for {BUSY_SECONDS:.0f} s; try again when it is done"
+        elif isinstance(error, apsw.ConnectionClosedError):
+            fix = "it was closed; open it again"
+        else:
+            fix = "check the disk, its free space and your permissions, or restore a copy"
+        raise StoreError(f"catalog {path}: {error}; {fix}") from error
+
+
+def _tells_damage(error: Exception) -> bool:
+    """Whether an error of SQLite comes from the bytes of the file."""
+    if isinstance(error, apsw.IOError):
+        return getattr(error, "extendedresult", 0) == apsw.SQLITE_IOERR_DATA  # not in its stubs
+    if isinstance(error, apsw.SQLError):
+        return "no such" in str(error)  # a table or column that every catalog has
+    return isinstance(error, apsw.CorruptError | apsw.NotADBError | UnicodeDecodeError)

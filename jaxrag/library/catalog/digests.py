@@ -1,0 +1,251 @@
+"""Digests of the catalog's rows and totals of its tables: what was written is what is read.
+
+The checksum of a page sees flipped bits. It does not see a row that another program changed, took
+from elsewhere or removed: that is what the column ``xxh3`` and the table ``totals`` are for. They
+find accidents, not attackers: whoever may write the file may write digests.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from jaxrag.base.errors import DamagedCatalogError
+from jaxrag.base.types import Connection, HostArray
+from jaxrag.library.catalog.database import damaged
+from jaxrag.library.retrieve.bm25 import BM25Index
+
+_LOW = 0xFFFFFFFF
+_ROWS = 1000  # that are filled at once
+
+# Tells which chunk ids there are, with their number: in SQL, and of an array below.
+IDS = f"COUNT(*), COALESCE(SUM(({{0}} * {{0}} + {{0}}) & {_LOW}), 0)"
+
+CREATE_TOTALS = (
+    "CREATE TABLE totals (one INTEGER PRIMARY KEY, documents INTEGER NOT NULL, "
+    "chunks INTEGER NOT NULL, chunk_ids INTEGER NOT NULL, terms INTEGER NOT NULL, "
+    "words INTEGER NOT NULL, settings INTEGER NOT NULL, settings_xxh3 INTEGER NOT NULL, "
+    "xxh3 INTEGER NOT NULL)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table whose rows have a digest in their last column, ``xxh3``.
+
+    Attributes:
+      name: of the table.
+      columns: all others, in order.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+
+    def digest(self, values: Iterable[object]) -> int:
+        """xxh3-64 of a row as a signed integer: name, then kind, length and bytes of each value."""
+        parts = [self.name.encode()]
+        for value in values:
+            if isinstance(value, str):
+                data, kind = value.encode(), b"t"
+            elif isinstance(value, int):
+                data, kind = value.to_bytes(8, "little", signed=True), b"i"
+            elif isinstance(value, bytes):
+                data, kind = value, b"b"
+            elif value is None:
+                data, kind = b"", b"n"
+            else:
+                data, kind = str(value).encode(), b"f"
+            parts += (kind, len(data).to_bytes(8, "little"), data)
+        found = xxhash.xxh3_64_intdigest(b"".join(parts))
+        return found - (1 << 64) if found >> 63 else found
+
+    def insert(self, checked: bool, how: str = "INSERT") -> str:
+        """The statement that adds ``row``."""
+        places = ", ".join("?" * (len(self.columns) + checked))
+        return f"{how} INTO {self.name} VALUES ({places})"
+
+    def row(self, values: Sequence[Any], checked: bool) -> Sequence[Any]:
+        """The values of a row with its digest, where rows have one."""
+        return (*values, self.digest(values)) if checked else values
+
+    def select(self, checked: bool) -> str:
+        """The columns of a row as a query names them, its digest last; NULL where it has none."""
+        named = [f"{self.name}.{column}" for column in self.columns]
+        return ", ".join([*named, f"{self.name}.xxh3" if checked else "NULL"])
+
+    def is_whole(self, row: Sequence[Any]) -> bool:
+        """Whether the values of a row, its digest last, are those that it was written with."""
+        return row[-1] == self.digest(row[:-1])
+
+
+SETTINGS = Table("settings", ("name", "value"))
+DOCUMENTS = Table(
+    "documents",
+    ("id", "title", "file", "metadata", "digest", "num_chunks", "num_tokens", "added"),
+)
+CHUNKS = Table(
+    "chunks",
+    (
+        "id", "document_id", "number", "first_char", "last_char", "page", "section", "content_id",
+        "text", "ids",
+    ),
+)  # fmt: skip
+# Its digest also covers the content ids of the chunk's contexts, in their order.
+KEYS = Table("chunk_keys", ("chunk_id", "encoder", "key"))
+TOTALS = Table(
+    "totals",
+    (
+        "one", "documents", "chunks", "chunk_ids", "terms", "words", "settings",
+        "settings_xxh3",
+    ),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """What the tables hold together.
+
+    Attributes:
+      documents: rows.
+      chunks: rows.
+      chunk_ids: the sum of id * id + id, 32 bits of each.
+      terms: of all chunks, repeats counted.
+      words: rows of the table ``terms``.
+      settings: rows.
+      settings_xxh3: the sum of their digests, 32 bits of each.
+    """
+
+    documents: int = 0
+    chunks: int = 0
+    chunk_ids: int = 0
+    terms: int = 0
+    words: int = 0
+    settings: int = 0
+    settings_xxh3: int = 0
+
+    @classmethod
+    def read(cls, connection: Connection, path: Path) -> "Totals":
+        """The totals as they are remembered. Raises DamagedCatalogError."""
+        row = connection.execute(f"SELECT {TOTALS.select(True)} FROM totals").fetchone()
+        if row is None or not TOTALS.is_whole(row):
+            raise unlike(path, "its totals are")
+        return cls(*row[1:-1])
+
+    @classmethod
+    def counted(cls, connection: Connection) -> "Totals":
+        """The totals of what is there."""
+        (documents,) = connection.execute("SELECT COUNT(*) FROM documents").fetchone()
+        chunks, ids = connection.execute(f"SELECT {IDS.format('id')} FROM chunks").fetchone()
+        (terms,) = connection.execute("SELECT COALESCE(SUM(num_terms), 0) FROM lengths").fetchone()
+        found = cls(documents, chunks, ids, terms)
+        return found.with_words(connection).with_settings(connection)
+
+    def write(self, connection: Connection) -> None:
+        """Remember them, in the caller's transaction."""
+        values = (1, *dataclasses.astuple(self))
+        connection.execute(TOTALS.insert(True, "INSERT OR REPLACE"), TOTALS.row(values, True))
+
+    def plus(self, **changes: int) -> "Totals":
+        """With some of them changed by so much."""
+        return dataclasses.replace(
+            self, **{name: getattr(self, name) + change for name, change in changes.items()}
+        )
+
+    def has_ids(self, chunk_ids: HostArray) -> bool:
+        """Whether these, int64 [N], are the ids of all chunks."""
+        return len(chunk_ids) == self.chunks and sum_of_ids(chunk_ids) == self.chunk_ids
+
+    def with_words(self, connection: Connection) -> "Totals":
+        """With the words as they are now."""
+        (words,) = connection.execute("SELECT COUNT(*) FROM terms").fetchone()
+        return dataclasses.replace(self, words=words)
+
+    def with_settings(self, connection: Connection) -> "Totals":
+        """With the settings as they are now."""
+        count, xxh3 = _of_settings(connection.execute("SELECT xxh3 FROM settings").fetchall())
+        return dataclasses.replace(self, settings=count, settings_xxh3=xxh3)
+
+
+def _of_settings(digests: Iterable[Sequence[int]]) -> tuple[int, int]:
+    low = [row[0] & _LOW for row in digests]
+    return len(low), sum(low)
+
+
+def sum_of_ids(chunk_ids: Iterable[int] | HostArray) -> int:
+    """``Totals.chunk_ids`` of these ids."""
+    ids = np.fromiter(chunk_ids, np.int64) if not isinstance(chunk_ids, np.ndarray) else chunk_ids
+    return int(((ids * ids + ids) & _LOW).sum())
+
+
+def unlike(path: Path, what: str) -> DamagedCatalogError:
+    """The error for rows that are not as they were written; ``what`` ends in a verb."""
+    return damaged(path, f"{what} not as written")
+
+
+def check_settings(path: Path, rows: Sequence[Sequence[Any]], totals: Totals) -> None:
+    """Hold all rows of the settings against their digests. Raises DamagedCatalogError."""
+    for row in rows:
+        if not SETTINGS.is_whole(row):
+            raise unlike(path, f"the setting {row[0]!r} is")
+    if _of_settings([row[-1:] for row in rows]) != (totals.settings, totals.settings_xxh3):
+        raise unlike(path, "its settings are")
+
+
+def upgrade(connection: Connection) -> None:
+    """Give a catalog of format 3 its digests and totals, in the caller's transaction.
+
+    What is there is taken as it is. The caller marks the file.
+    """
+    for table in (SETTINGS, DOCUMENTS, CHUNKS, KEYS):
+        connection.execute(f"ALTER TABLE {table.name} ADD COLUMN xxh3 INTEGER NOT NULL DEFAULT 0")
+    connection.execute(CREATE_TOTALS)
+    fill(connection)
+    BM25Index(connection).count_terms()
+    Totals.counted(connection).write(connection)
+
+
+def fill(connection: Connection) -> None:
+    """Compute the digests of all rows from what they hold, in the caller's transaction."""
+    seen = contexts(connection)
+    for table, key in ((SETTINGS, 1), (DOCUMENTS, 1), (CHUNKS, 1), (KEYS, 2)):
+        names = table.columns[:key]
+        statement = (
+            f"UPDATE {table.name} SET xxh3 = ? WHERE {' AND '.join(f'{n} = ?' for n in names)}"
+        )
+        order = ", ".join(names)
+        after: tuple[Any, ...] = ()
+        while True:
+            behind = f"WHERE ({order}) > ({', '.join('?' * key)}) " if after else ""
+            rows = connection.execute(
+                f"SELECT {', '.join(table.columns)} FROM {table.name} {behind}"
+                f"ORDER BY {order} LIMIT {_ROWS}",
+                after,
+            ).fetchall()
+            if not rows:
+                break
+            extra = [seen.get(row[:2], ()) if table is KEYS else () for row in rows]
+            connection.executemany(
+                statement,
+                [
+                    (table.digest((*row, *more)), *row[:key])
+                    for row, more in zip(rows, extra, strict=True)
+                ],
+            )
+            after = tuple(rows[-1][:key])
+
+
+def contexts(
+    connection: Connection, where: str = "", values: Sequence[Any] = ()
+) -> Mapping[tuple[int, str], list[str]]:
+    """Content ids in front of chunks that were encoded behind others, in order."""
+    found: dict[tuple[int, str], list[str]] = {}
+    for chunk_id, encoder, content_id in connection.execute(
+        f"SELECT chunk_id, encoder, content_id FROM contexts {where} "
+        "ORDER BY chunk_id, encoder, place",
+        values,
+    ):
+        found.setdefault((chunk_id, encoder), []).append(content_id)
+    return found

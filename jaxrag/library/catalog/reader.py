@@ -1,0 +1,474 @@
+"""Reading the catalog: documents, chunks, their keys in the store, and search by words."""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrag.base.types import Connection, HostArray
+from jaxrag.kv.store.keys import ID_DIGITS, is_hex
+from jaxrag.library.catalog.database import Database, damaged
+from jaxrag.library.catalog.digests import (
+    CHUNKS,
+    DOCUMENTS,
+    IDS,
+    KEYS,
+    SETTINGS,
+    Totals,
+    check_settings,
+    unlike,
+)
+from jaxrag.library.catalog.rows import (
+    ChunkRow,
+    ChunkTokens,
+    DocumentEntry,
+    DocumentRow,
+    Hit,
+    KeyedChunk,
+    from_blob,
+)
+from jaxrag.library.documents.chunking import Chunk
+from jaxrag.library.retrieve.base import searched_text
+from jaxrag.library.retrieve.bm25 import BM25Index, BM25Snapshot, Sizes
+from jaxrag.library.retrieve.filters import Filter
+
+
+class Reader:
+    """What can be asked of an open catalog. Safe to share between threads."""
+
+    def __init__(self, database: Database) -> None:
+        """Use ``Catalog.open`` or ``Catalog.create``."""
+        self._database = database
+        self._words = BM25Index(database.connection, path=database.path, checked=database.checked)
+        self._whole: tuple[tuple[int, int], Totals] | None = None  # what was found whole last
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._database.path
+
+    @property
+    def writable(self) -> bool:
+        """Whether anything can be changed; not where the file's folder is read-only."""
+        return self._database.writable
+
+    def close(self) -> None:
+        """Close the file; the catalog cannot be used afterwards."""
+        self._database.close()
+
+    def version(self) -> tuple[int, int]:
+        """Another value after every change of the file, by this object or anybody else."""
+        return self._database.version()
+
+    def settings(self) -> dict[str, Any]:
+        """The settings by name, as given at creation and changed since."""
+        with self._database.snapshot() as connection:
+            rows = connection.execute(
+                f"SELECT {SETTINGS.select(self.checked)} FROM settings"
+            ).fetchall()
+            if self.checked:
+                check_settings(self.path, rows, Totals.read(connection, self.path))
+        try:
+            return {name: json.loads(value) for name, value, _ in rows}
+        except (ValueError, TypeError, RecursionError) as error:  # only where there are no digests
+            raise damaged(self.path, f"a setting is no JSON ({error})") from error
+
+    def document(self, document_id: str) -> DocumentEntry | None:
+        """The document of that id, or None."""
+        with self._database.use() as connection:
+            found = self._documents(connection, "WHERE id = ?", (document_id,))
+        return found[0].entry() if found else None
+
+    def documents(self, where: Filter | None = None) -> list[DocumentEntry]:
+        """Every document whose metadata matches, by id."""
+        condition, values = _condition(where)
+        with self._database.snapshot() as connection:
+            found = self._documents(connection, f"{condition} ORDER BY id", values)
+            if where is None:
+                self._check_documents(connection, len(found))
+        return [row.entry() for row in found]
+
+    def ids_beginning(self, prefix: str) -> list[str]:
+        """Ids of the documents that begin with a text, which is not empty, in order."""
+        with self._database.use() as connection:
+            rows = connection.execute(
+                "SELECT id FROM documents WHERE id >= ? AND id < ? || char(1114111) ORDER BY id",
+                (prefix, prefix),
+            ).fetchall()
+        return [row[0] for row in rows]
+
+    def metadata_kinds(self) -> dict[str, dict[str, int]]:
+        """How many documents have each field of metadata, by JSON type ("text", "integer", ...).
+
+        Items of a list count, not the list.
+        """
+        with self._database.use() as connection:
+            rows = connection.execute(
+                "SELECT field.key, COALESCE(item.type, field.type), COUNT(DISTINCT documents.id) "
+                "FROM documents JOIN json_each(metadata) AS field LEFT JOIN json_each("
+                "CASE field.type WHEN 'array' THEN field.value ELSE '[]' END) AS item "
+                "GROUP BY 1, 2 ORDER BY 1, 2"
+            ).fetchall()
+        found: dict[str, dict[str, int]] = {}
+        for field, kind, count in rows:
+            found.setdefault(field, {})[kind] = count
+        return found
+
+    def chunks(self, document_id: str) -> list[Chunk]:
+        """The chunks of a document in order; none when there is no such document."""
+        with self._database.snapshot() as connection:
+            found = self._chunks(connection, "document_id = ? ORDER BY number", (document_id,))
+        for place, (row, document) in enumerate(found):
+            if row.number != place or document.num_chunks != len(found):
+                raise unlike(self.path, f"the chunks of document {document_id!r} are")
+        return [row.chunk() for row, _ in found]
+
+    def keys(self, document_id: str) -> dict[str, list[str]]:
+        """The store keys of a document's chunks in order, by encoder."""
+        found: dict[str, list[str]] = {}
+        with self._database.use() as connection:
+            rows = connection.execute(
+                "SELECT encoder, key FROM chunk_keys JOIN chunks ON id = chunk_id "
+                "WHERE document_id = ? ORDER BY encoder, number",
+                (document_id,),
+            ).fetchall()
+        for encoder, key in rows:
+            found.setdefault(encoder, []).append(key)
+        return found
+
+    def chunk_ids(self, where: Filter | None = None) -> HostArray:
+        """Ids of the chunks of every document whose metadata matches, int64 [N] ascending."""
+        condition, values = _condition(where)
+        join = "JOIN documents ON documents.id = document_id " if where else ""
+        with self._database.snapshot() as connection:
+            self._totals(connection)
+            return self._ids(
+                f"SELECT chunks.id FROM chunks {join}{condition} ORDER BY chunks.id", values
+            )
+
+    def ids_of_document(self, document_id: str) -> list[int]:
+        """The ids of a document's chunks in order; none when there is no such document."""
+        with self._database.use() as connection:
+            rows = connection.execute(
+                "SELECT id FROM chunks WHERE document_id = ? ORDER BY number", (document_id,)
+            )
+            return [row[0] for row in rows]
+
+    def texts(self, chunk_ids: Iterable[int]) -> dict[int, str]:
+        """The texts of those chunks that the catalog holds, by id."""
+        return {row.id: row.text for row, _ in self._with_ids(chunk_ids)}
+
+    def searched_texts(self, chunk_ids: Iterable[int]) -> dict[int, str]:
+        """What is embedded of those chunks that the catalog holds, by id."""
+        return {
+            row.id: searched_text(document.title, row.text)
+            for row, document in self._with_ids(chunk_ids)
+        }
+
+    def tokens(self, chunk_ids: Iterable[int]) -> dict[int, ChunkTokens]:
+        """The tokens of those chunks that the catalog holds, by id."""
+        return {row.id: row.tokens(document) for row, document in self._with_ids(chunk_ids)}
+
+    def with_content(self, content_ids: Iterable[str]) -> dict[str, ChunkTokens]:
+        """The tokens of chunks by content id; one that no chunk has is left out."""
+        with self._database.use() as connection:
+            found = self._chunks(
+                connection,
+                "chunks.id IN (SELECT MIN(id) FROM chunks WHERE content_id IN "
+                "(SELECT value FROM json_each(?)) GROUP BY content_id)",
+                (json.dumps(list(content_ids)),),
+            )
+        return {row.content_id: row.tokens(document) for row, document in found}
+
+    def contexts(self, chunk_ids: Iterable[int], encoder: str) -> dict[int, list[str]]:
+        """What stood in front of chunks when they were encoded: content ids in order, by chunk id.
+
+        Chunks without a key of this encoder are left out.
+        """
+        asked = json.dumps([int(i) for i in chunk_ids])
+        with self._database.use() as connection:
+            rows = connection.execute(
+                f"SELECT {KEYS.select(self.checked)}, content_id FROM chunk_keys "
+                "LEFT JOIN contexts USING (chunk_id, encoder) WHERE chunk_keys.encoder = ? "
+                "AND chunk_keys.chunk_id IN (SELECT value FROM json_each(?)) "
+                "ORDER BY chunk_keys.chunk_id, place",
+                (encoder, asked),
+            ).fetchall()
+        found: dict[int, list[str]] = {}
+        for chunk_id, group in itertools.groupby(rows, key=lambda row: int(row[0])):
+            these = list(group)
+            found[chunk_id] = [row[-1] for row in these if row[-1] is not None]
+            *key, xxh3, _ = these[0]
+            if self.checked and not KEYS.is_whole((*key, *found[chunk_id], xxh3)):
+                raise unlike(self.path, f"the {encoder} key of chunk {chunk_id} is")
+        return found
+
+    def last_neighbours(self, encoder: str, count: int) -> tuple[HostArray, HostArray]:
+        """The chunks that were encoded behind ``count`` others, and the last of these.
+
+        Returns chunk ids, int64 [N] ascending, and for each the id of a chunk with the content that
+        stood last, int64 [N].
+        """
+        with self._database.use() as connection:
+            rows = connection.execute(
+                "SELECT contexts.chunk_id, MIN(chunks.id) FROM contexts "
+                "JOIN chunks USING (content_id) WHERE encoder = ? AND place = ? "
+                "GROUP BY contexts.chunk_id ORDER BY contexts.chunk_id",
+                (encoder, count - 1),
+            ).fetchall()
+        pairs = np.array(rows, np.int64).reshape(-1, 2)
+        return pairs[:, 0], pairs[:, 1]
+
+    def encoded_ids(self, encoder: str) -> HostArray:
+        """The chunks that have a store key of this encoder, int64 [N] ascending."""
+        return self._ids(
+            "SELECT chunk_id FROM chunk_keys WHERE encoder = ? ORDER BY chunk_id", (encoder,)
+        )
+
+    def copies(self) -> HostArray:
+        """The chunks whose content another chunk has as well, int64 [N] ascending."""
+        return self._ids(
+            "SELECT id FROM chunks WHERE content_id IN (SELECT content_id FROM chunks "
+            "GROUP BY content_id HAVING COUNT(*) > 1) ORDER BY id"
+        )
+
+    def _ids(self, statement: str, values: Sequence[Any] = ()) -> HostArray:
+        with self._database.use() as connection:
+            rows = connection.execute(statement, values).fetchall()
+        return np.array([row[0] for row in rows], np.int64)
+
+    def counts(self) -> dict[str, Any]:
+        """Numbers of documents, chunks and tokens, and of chunks by encoder variant."""
+        with self._database.snapshot() as connection:
+            documents, chunks, tokens = connection.execute(
+                "SELECT COUNT(*), TOTAL(num_chunks), TOTAL(num_tokens) FROM documents"
+            ).fetchone()
+            encoders = dict(
+                connection.execute("SELECT encoder, COUNT(*) FROM chunk_keys GROUP BY encoder")
+            )
+            self._check_documents(connection, documents)
+        return {"documents": documents, "chunks": int(chunks), "tokens": int(tokens),
+                "encoded": encoders}  # fmt: skip
+
+    def search(self, question: str, k: int, where: Filter | None = None) -> list[Hit]:
+        """The up to ``k`` chunks that BM25 ranks first, of documents whose metadata matches."""
+        with self._database.snapshot() as connection:
+            version = self.version()
+            totals = self._totals(connection)
+            sizes = None if totals is None else Sizes(totals.chunks, totals.terms)
+            matches = self._index.search(question, k, where, sizes, version)
+            hits = self._hits(connection, [(match.chunk_id, match.score) for match in matches])
+            if self.checked and len(hits) != len(matches):
+                raise unlike(self.path, "the rows of chunks that were found are")
+        return hits
+
+    def words(self) -> BM25Snapshot:
+        """The full-text index in memory, to put many questions to it; ranks as ``search``."""
+        with self._database.snapshot() as connection:
+            self._totals(connection)
+            return self._index.snapshot()
+
+    def hits(self, found: Sequence[tuple[int, float]], where: Filter | None = None) -> list[Hit]:
+        """Chunks found elsewhere, (id, score), in the same order.
+
+        Those that the catalog does not hold, or whose document does not match, are left out.
+        """
+        with self._database.snapshot() as connection:
+            self._totals(connection)
+            hits = self._hits(connection, found)
+        return hits if where is None else [hit for hit in hits if where.matches(hit.metadata)]
+
+    def chunk_of(self, key: str) -> KeyedChunk | None:
+        """A chunk that has this store key, and the encoder that makes it; None when none has."""
+        with self._database.snapshot() as connection:
+            found = connection.execute(
+                "SELECT chunk_id, encoder FROM chunk_keys WHERE key = ? LIMIT 1", (key,)
+            ).fetchone()
+            if found is None:
+                return None
+            ((row, document),) = self._chunks(connection, "chunks.id = ?", found[:1])
+        return KeyedChunk(row.id, found[1], document.title, from_blob(row.ids))
+
+    def place_of(self, key: str) -> tuple[str, int, str] | None:
+        """Document, place in it and encoder of a chunk with this store key; None: no chunk's."""
+        with self._database.use() as connection:
+            found: tuple[str, int, str] | None = connection.execute(
+                "SELECT document_id, number, encoder FROM chunk_keys "
+                "JOIN chunks ON chunks.id = chunk_id WHERE key = ? ORDER BY 1, 2 LIMIT 1",
+                (key,),
+            ).fetchone()
+        return found
+
+    def all_keys(self) -> Iterator[str]:
+        """Every store key of every chunk, ascending, each once, streamed; not what is none."""
+        last = ""
+        while True:
+            with self._database.use() as connection:
+                rows = connection.execute(
+                    "SELECT DISTINCT key FROM chunk_keys WHERE key > ? ORDER BY key LIMIT 1000",
+                    (last,),
+                ).fetchall()
+            if not rows:
+                return
+            yield from (row[0] for row in rows if is_hex(row[0], ID_DIGITS))
+            last = rows[-1][0]
+
+    def keys_of(self, chunk_ids: Iterable[int], encoder: str) -> dict[int, str]:
+        """The store keys of chunks under one encoder, by chunk id."""
+        with self._database.use() as connection:
+            rows = connection.execute(
+                "SELECT chunk_id, key FROM chunk_keys WHERE encoder = ? "
+                "AND chunk_id IN (SELECT value FROM json_each(?))",
+                (encoder, json.dumps([int(i) for i in chunk_ids])),
+            )
+            return dict(rows)
+
+    def is_live(self, key: str, content_id: str, encoder: str, own: Sequence[str]) -> bool:
+        """Whether a record of the chunk store belongs to a chunk of this catalog.
+
+        It does when a chunk has this key; or has these tokens, and the encoder is not one of the
+        knowledge base's ``own``: such a variant was encoded while a question was answered.
+        """
+        with self._database.use() as connection:
+            found = connection.execute(
+                "SELECT 1 FROM chunk_keys WHERE key = ? LIMIT 1", (key,)
+            ).fetchone()
+            if found is None and encoder not in own:
+                found = connection.execute(
+                    "SELECT 1 FROM chunks WHERE content_id = ? LIMIT 1", (content_id,)
+                ).fetchone()
+        return found is not None
+
+    def check_whole(self) -> None:
+        """Raise DamagedCatalogError where chunks, lengths or postings were lost or added.
+
+        Counted once after every change of the file.
+        """
+        with self._database.snapshot() as connection:
+            self._totals(connection)
+
+    def totals(self) -> Totals | None:
+        """What the tables hold together, as remembered and found; None for format 3."""
+        with self._database.snapshot() as connection:
+            return self._totals(connection)
+
+    @property
+    def checked(self) -> bool:
+        """Whether rows have digests; those of a catalog of format 3 are taken as they are."""
+        return self._database.checked
+
+    @property
+    def _index(self) -> BM25Index:
+        """The full-text index; another one on another connection, as after an upgrade."""
+        connection = self._database.connection
+        if self._words.connection is not connection:
+            self._words = dataclasses.replace(
+                self._words, connection=connection, checked=self.checked
+            )
+        return self._words
+
+    def _totals(self, connection: Connection) -> Totals | None:
+        """What the tables hold together; counted again after every change of the file."""
+        if not self.checked:
+            return None
+        version = self.version()
+        if self._whole is not None and self._whole[0] == version:
+            return self._whole[1]
+        totals = Totals.read(connection, self.path)
+        chunks = connection.execute(f"SELECT {IDS.format('id')} FROM chunks").fetchone()
+        *lengths, terms = connection.execute(
+            f"SELECT {IDS.format('chunk_id')}, COALESCE(SUM(num_terms), 0) FROM lengths"
+        ).fetchone()
+        (words,) = connection.execute("SELECT COUNT(*) FROM terms").fetchone()
+        for what, found, known in (
+            ("its chunks are", chunks, (totals.chunks, totals.chunk_ids)),
+            (
+                "the lengths of its chunks are",
+                (*lengths, terms),
+                (totals.chunks, totals.chunk_ids, totals.terms),
+            ),
+            ("the words of its chunks are", words, totals.words),
+        ):
+            if found != known:
+                raise unlike(self.path, what)
+        self._whole = version, totals
+        return totals
+
+    def _check_documents(self, connection: Connection, count: int) -> None:
+        if self.checked and count != Totals.read(connection, self.path).documents:
+            raise unlike(self.path, "its documents are")
+
+    def _documents(
+        self, connection: Connection, rest: str, values: Sequence[Any]
+    ) -> list[DocumentRow]:
+        """Rows of documents, held against their digests."""
+        rows = connection.execute(
+            f"SELECT {DOCUMENTS.select(self.checked)} FROM documents {rest}", values
+        ).fetchall()
+        return [self._document(row) for row in rows]
+
+    def _document(self, row: Sequence[Any]) -> DocumentRow:
+        if self.checked and not DOCUMENTS.is_whole(row):
+            raise unlike(self.path, f"document {row[0]!r} is")
+        return DocumentRow(*row[:-1])
+
+    def _chunks(
+        self, connection: Connection, condition: str, values: Sequence[Any]
+    ) -> list[tuple[ChunkRow, DocumentRow]]:
+        """Rows of chunks and of their documents, held against their digests."""
+        rows = connection.execute(
+            f"SELECT {CHUNKS.select(self.checked)}, {DOCUMENTS.select(self.checked)} FROM chunks "
+            f"JOIN documents ON documents.id = document_id WHERE {condition}",
+            values,
+        ).fetchall()
+        width = len(CHUNKS.columns) + 1
+        found: list[tuple[ChunkRow, DocumentRow]] = []
+        documents: dict[Sequence[Any], DocumentRow] = {}  # each is checked once
+        for row in rows:
+            own, its = row[:width], row[width:]
+            if self.checked and not CHUNKS.is_whole(own):
+                raise unlike(self.path, f"chunk {own[2]} of document {own[1]!r} is")
+            if its not in documents:
+                documents[its] = self._document(its)
+            found.append((ChunkRow(*own[:-1]), documents[its]))
+        return found
+
+    def _with_ids(self, chunk_ids: Iterable[int]) -> list[tuple[ChunkRow, DocumentRow]]:
+        with self._database.snapshot() as connection:
+            return self._among(connection, chunk_ids)
+
+    def _among(
+        self, connection: Connection, chunk_ids: Iterable[int]
+    ) -> list[tuple[ChunkRow, DocumentRow]]:
+        """The chunks with these ids; ids of no chunk are left out."""
+        asked = {int(chunk_id) for chunk_id in chunk_ids}
+        among, values = "IN (SELECT value FROM json_each(?))", (json.dumps(sorted(asked)),)
+        found = self._chunks(connection, f"chunks.id {among}", values)
+        if self.checked and len(found) < len(asked):
+            statement = f"SELECT COUNT(*) FROM chunks WHERE id {among}"
+            if connection.execute(statement, values).fetchone() != (len(found),):
+                raise unlike(self.path, "the documents of its chunks are")
+        return found
+
+    def _hits(self, connection: Connection, found: Sequence[tuple[int, float]]) -> list[Hit]:
+        """The chunks of (id, score) pairs, in the same order; ids of no chunk are left out."""
+        rows = self._among(connection, [chunk_id for chunk_id, _ in found])
+        by_id = {row.id: (row, document) for row, document in rows}
+        hits = []
+        for chunk_id, score in found:
+            if chunk_id in by_id:
+                row, document = by_id[chunk_id]
+                hits.append(row.hit(document, score))
+        return hits
+
+
+def _condition(where: Filter | None) -> tuple[str, Sequence[Any]]:
+    """A WHERE clause over the documents table and its values."""
+    if where is None:
+        return "", ()
+    text, values = where.sql()
+    return f"WHERE {text}", values

@@ -1,0 +1,301 @@
+"""A damaged catalog is made whole again from what its file still tells.
+
+Every page ends in a checksum, so it is known which are as they were written. Where one bit of a
+page is flipped, the checksum mostly tells which, and nothing is lost. Where more is wrong, the rows
+of all other pages are read from their bytes, held against their digests, and put into a new file.
+Documents that lost a row are dropped and named.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import fcntl
+import itertools
+import os
+import time
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+
+from jaxrag.base.errors import StoreError
+from jaxrag.base.types import Connection, HostArray
+from jaxrag.library.catalog.catalog import Catalog
+from jaxrag.library.catalog.database import UNCHECKED, Database, damaged, is_open, remove_files
+from jaxrag.library.catalog.digests import CHUNKS, DOCUMENTS, KEYS, SETTINGS, TOTALS, Table, Totals
+from jaxrag.library.catalog.pages import PAGE_BYTES, lost_pages, mend, rows_of, wrong_pages
+from jaxrag.library.catalog.rows import ChunkRow, DocumentRow
+from jaxrag.library.retrieve.base import searched_text
+from jaxrag.library.retrieve.bm25 import BM25Index
+
+_GAP = 1 << 24  # chunk ids that nobody gets, as reservations may be lost
+_INDEXED = 256  # chunks whose texts are indexed together
+_LOCKS = (0x40000000, 512)  # where SQLite locks a file, and how many bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Salvage:
+    """What became of a damaged catalog.
+
+    Attributes:
+      mended: pages in which a flipped bit was turned back.
+      unreadable: pages that are wrong beyond that, or gone.
+      documents: how many are whole.
+      settings: how many are lost, none that was needed.
+      lost: ids of documents that lost rows; they are to be added again.
+      nameless: how many documents lost all of theirs, None where that cannot be told.
+      kept: where the damaged file is now.
+    """
+
+    mended: int
+    unreadable: int
+    documents: int
+    settings: int
+    lost: tuple[str, ...]
+    nameless: int | None
+    kept: str
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether anything is gone that was in the catalog."""
+        return bool(self.lost or self.settings) or self.nameless != 0
+
+
+def salvage(path: Path, needed: Collection[str]) -> Salvage | None:
+    """Make a damaged catalog whole; None where all of its pages are.
+
+    The damaged file is kept as ``catalog.sqlite.damaged``. Who is killed meanwhile leaves one of
+    them in place. Nothing is done, and None returned, while anybody has the catalog open, and to
+    one of format 3, which has no checksums.
+
+    Args:
+      path: the file.
+      needed: the settings without which a catalog is of no use.
+
+    Raises:
+      DamagedCatalogError: too little of it is left.
+      StoreError: files cannot be written.
+    """
+    if is_open(path):
+        return None
+    with contextlib.suppress(StoreError), contextlib.closing(Database(path)) as database:
+        database.checkpoint()
+    new = path.with_name(f"{path.name}-salvage")
+    try:
+        # Closing any descriptor of the file drops the lock; ``pages`` hold one too, to the end.
+        with open(path, "r+b") as file:
+            if not _lock(file.fileno()):
+                return None
+            pages = _pages(path, file)
+            found = None if _is_unchecked(pages[0]) else _saved(path, pages, new, needed)
+            if found is not None:
+                _replace(path, new, Path(found.kept))
+            return found
+    except OSError as error:
+        raise StoreError(
+            f"catalog {path} cannot be repaired: {error}; check the disk, its free space and your "
+            "permissions"
+        ) from error
+    finally:
+        remove_files(new)
+
+
+def _lock(descriptor: int) -> bool:
+    """Keep every other process from opening the file with SQLite; False where one has it open."""
+    start, length = _LOCKS
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def _pages(path: Path, file: BinaryIO) -> HostArray:
+    """A private copy of the pages, uint8 [P, PAGE_BYTES], made as it is changed."""
+    size = os.fstat(file.fileno()).st_size
+    count = size // PAGE_BYTES  # of a page that is cut nothing can be believed
+    if not count:
+        raise damaged(path, f"it has {size} bytes, nothing can be read of it")
+    return np.memmap(file, np.uint8, "c", shape=(count, PAGE_BYTES))
+
+
+def _is_unchecked(page: HostArray) -> bool:
+    """Whether the first page is that of a catalog of format 3."""
+    header = page[:100].tobytes()
+    version = int.from_bytes(header[60:64], "big")
+    return header.startswith(b"SQLite format 3\0") and header[20] == 0 and version == UNCHECKED
+
+
+def _saved(path: Path, pages: HostArray, new: Path, needed: Collection[str]) -> Salvage | None:
+    """Write to ``new`` what can be saved of the pages, which are mended in place."""
+    wrong = wrong_pages(pages)
+    left = [number for number in wrong if not mend(pages[number])]
+    mended = len(wrong) - len(left)
+    if 0 not in left:
+        left += lost_pages(pages)
+    named = len(pages) if 0 in left else int.from_bytes(pages[0, 28:32].tobytes(), "big")
+    size = path.stat().st_size
+    unreadable = len(left) + max(0, named - len(pages), int(size > pages.size))
+    kept = path.with_name(f"{path.name}.damaged")
+    if not unreadable:
+        if not mended:
+            return None
+        with open(new, "wb") as file:
+            file.write(pages.data)
+            file.flush()
+            os.fsync(file.fileno())
+        log = path.with_name(f"{path.name}-wal")  # could not be read without the first page
+        if log.exists():
+            new.with_name(f"{new.name}-wal").write_bytes(log.read_bytes())
+        with contextlib.closing(Catalog.open(new)) as catalog:
+            documents = catalog.counts()["documents"]
+            catalog.checkpoint()
+        return Salvage(mended, 0, documents, 0, (), 0, str(kept))
+    found = _Found.read(pages, left)
+    missing = sorted(set(needed) - found.settings.keys())
+    if missing:
+        raise StoreError(
+            f"catalog {path}: the setting {missing[0]!r} is lost, and nothing can be told without "
+            "it; restore a copy, or ingest again into another folder"
+        )
+    whole, totals = found.whole_documents(), found.totals
+    if not whole and (totals is None or totals.documents):
+        raise StoreError(
+            f"catalog {path}: no document can be read of it; restore a copy, or ingest again into "
+            "another folder"
+        )
+    lost = sorted((found.documents.keys() | found.chunks.keys()) - set(whole))
+    found.write(new, whole, lost)
+    nameless = None if totals is None else max(0, totals.documents - len(whole) - len(lost))
+    settings = 0 if totals is None else max(0, totals.settings - len(found.settings))
+    return Salvage(mended, unreadable, len(whole), settings, tuple(lost), nameless, str(kept))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """Rows as they stand in the pages, held against their digests, which they keep.
+
+    Attributes:
+      settings: by name.
+      documents: by id.
+      chunks: by document and id.
+      keys: by chunk.
+      contexts: content ids by place, by chunk and encoder.
+      last: the last chunk id that was ever seen.
+      totals: None where they are lost.
+    """
+
+    settings: dict[str, tuple[Any, ...]]
+    documents: dict[str, tuple[Any, ...]]
+    chunks: dict[str, dict[int, tuple[Any, ...]]]
+    keys: dict[int, list[tuple[Any, ...]]]
+    contexts: dict[tuple[int, str], dict[int, str]]
+    last: int
+    totals: Totals | None
+
+    @classmethod
+    def read(cls, pages: HostArray, wrong: Sequence[int]) -> Self:
+        """All rows of the tables that cannot be computed from others."""
+        settings: dict[str, tuple[Any, ...]] = {}
+        documents: dict[str, tuple[Any, ...]] = {}
+        chunks: dict[str, dict[int, tuple[Any, ...]]] = collections.defaultdict(dict)
+        keys: dict[int, list[tuple[Any, ...]]] = collections.defaultdict(list)
+        contexts: dict[tuple[int, str], dict[int, str]] = collections.defaultdict(dict)
+        last, totals = 0, None
+        for row in rows_of(pages, wrong):
+            if _is_of(SETTINGS, row):
+                settings[row[0]] = row
+            elif _is_of(DOCUMENTS, row):
+                documents[row[0]] = row
+            elif _is_of(CHUNKS, row):
+                chunks[row[1]][row[0]] = row
+                last = max(last, row[0])
+            elif _is_of(TOTALS, row):
+                totals = Totals(*row[1:-1])
+            elif _has_types(row, int, str, str, int):
+                keys[row[0]].append(row)
+            elif _has_types(row, int, str, int, str):
+                contexts[row[0], row[1]][row[2]] = row[3]
+            elif _has_types(row, int, int, float):
+                last = max(last, row[1])
+        return cls(settings, documents, chunks, keys, contexts, last, totals)
+
+    def whole_documents(self) -> list[str]:
+        """Ids of the documents of which every chunk is there, in order."""
+        whole = []
+        for name, row in sorted(self.documents.items()):
+            chunks = self.chunks.get(name, {}).values()
+            numbers = sorted(ChunkRow(*chunk[:-1]).number for chunk in chunks)
+            if numbers == list(range(DocumentRow(*row[:-1]).num_chunks)):
+                whole.append(name)
+        return whole
+
+    def write(self, new: Path, whole: Sequence[str], lost: Sequence[str]) -> None:
+        """Make a catalog of these documents, whose postings and lengths come from their texts."""
+        Catalog.create(new, {}).close()
+        with contextlib.closing(Database(new)) as database:
+            with database.transaction() as connection:
+                _insert(connection, SETTINGS, self.settings.values())
+                _insert(connection, DOCUMENTS, (self.documents[name] for name in whole))
+                index = BM25Index(connection, path=new)
+                chunks = ((name, row) for name in whole for row in self.chunks[name].values())
+                for some in itertools.batched(chunks, _INDEXED):
+                    _insert(connection, CHUNKS, (row for _, row in some))
+                    texts = {}
+                    for name, row in some:
+                        title = DocumentRow(*self.documents[name][:-1]).title
+                        texts[row[0]] = searched_text(title, ChunkRow(*row[:-1]).text)
+                        self._write_keys(connection, row[0])
+                    index.add(texts)
+                connection.execute(
+                    "INSERT INTO reservations VALUES (?, ?, ?)",
+                    (self.last + 1, self.last + _GAP, time.time()),
+                )
+                if self.settings["vectors"][1] != "null":
+                    gone = [(i,) for name in lost for i in self.chunks.get(name, ())]
+                    connection.executemany("INSERT INTO leaving VALUES (?)", gone)
+                Totals.counted(connection).write(connection)
+            database.checkpoint()
+
+    def _write_keys(self, connection: Connection, chunk_id: int) -> None:
+        """The keys of a chunk with what stood in front of it, where both are whole."""
+        for row in self.keys.get(chunk_id, []):
+            _, encoder, *_ = row
+            places = self.contexts.get((chunk_id, encoder), {})
+            seen = [places.get(place, "") for place in range(len(places))]
+            if KEYS.digest((*row[:-1], *seen)) == row[-1]:
+                _insert(connection, KEYS, [row])
+                connection.executemany(
+                    "INSERT INTO contexts VALUES (?, ?, ?, ?)",
+                    [(chunk_id, encoder, place, name) for place, name in enumerate(seen)],
+                )
+
+
+def _is_of(table: Table, row: tuple[Any, ...]) -> bool:
+    return len(row) == len(table.columns) + 1 and table.is_whole(row)
+
+
+def _has_types(row: tuple[Any, ...], *types: type) -> bool:
+    return tuple(map(type, row)) == types
+
+
+def _insert(connection: Connection, table: Table, rows: Iterable[tuple[Any, ...]]) -> None:
+    """Rows with the digests that they have."""
+    connection.executemany(table.insert(True), rows)
+
+
+def _replace(path: Path, new: Path, kept: Path) -> None:
+    """Put the new file in the place of the damaged one, which is kept with its log."""
+    log, memory = (path.with_name(path.name + suffix) for suffix in ("-wal", "-shm"))
+    remove_files(kept)
+    os.link(path, kept)
+    if log.exists():  # frames of the old file must not meet the new one
+        os.rename(log, kept.with_name(f"{kept.name}-wal"))
+    memory.unlink(missing_ok=True)
+    os.replace(new, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

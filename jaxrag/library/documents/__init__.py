@@ -1,0 +1,23 @@
+"""Documents: what a knowledge base is made of, and the readers of files.
+
+A ``Document`` that exists is good: its constructor refuses text that could not be chunked, stored
+or found again. The readers turn a refusal into a ``BadDocument``, so that one bad file, line or row
+never costs the others.
+"""
+
+from jaxrag.library.documents.document import BadDocument, Document, document_from_mapping, text_id
+from jaxrag.library.documents.intake import Intake, Source
+from jaxrag.library.documents.paths import DocumentFiles, read_paths
+from jaxrag.library.documents.shard import Shard
+
+__all__ = [
+    "BadDocument",
+    "Document",
+    "DocumentFiles",
+    "Intake",
+    "Shard",
+    "Source",
+    "document_from_mapping",
+    "read_paths",
+    "text_id",
+]

@@ -1,0 +1,168 @@
+"""What every reader of files works with: the file, the options, bytes within bounds, text."""
+
+import codecs
+import contextlib
+import dataclasses
+import io
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from jaxrag.base.errors import DocumentError
+from jaxrag.library.documents.document import BadDocument, Document
+
+MAX_FILE_BYTES = 256 << 20  # of a file that is read as a whole
+MAX_LINE_BYTES = 64 << 20  # of a file that is read line by line
+MAX_TEXT_CHARACTERS = 64 << 20  # of the text that a file is unpacked to
+MAX_TAGS = 4 << 20  # of markup that is parsed as a whole: its tree takes far more than its bytes
+
+MAX_VALUES = 4 << 20  # objects and lists in JSON that is parsed as a whole
+MAX_CELLS = 256 << 10  # of a row of a table
+BETWEEN_PAGES = "\n\n"
+
+_NO_MEMORY = 2  # XML_ERR_NO_MEMORY of libxml2
+_MARKS = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadOptions:
+    """How files are read.
+
+    Attributes:
+      encoding: of text files without a byte order mark; None is UTF-8, and for .html what the page
+        declares.
+      text_field: the key or column that holds the text of a record; None is "text", and in tables
+        the first of "text", "content" and "body" that is there.
+      follow_links: read what links inside a folder name outside of it, and links to folders.
+
+    Raises DocumentError for an encoding that does not exist.
+    """
+
+    encoding: str | None = None
+    text_field: str | None = None
+    follow_links: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown encoding before anything is read."""
+        if self.encoding is not None and not is_encoding(self.encoding):
+            raise DocumentError(
+                f"encoding {self.encoding!r} is unknown; expected one such as utf-8, gb18030, "
+                "big5, shift_jis or cp1252"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+    """A file that is being read, and the name its document gets."""
+
+    path: Path
+    name: str
+    options: ReadOptions
+    reported: str | None = None  # what hits report as its path
+
+    @property
+    def suffix(self) -> str:
+        """The kind of file, in lower case, with its dot."""
+        return self.path.suffix.lower()
+
+    def bad(self, reason: object, where: str = "") -> BadDocument:
+        """The file, or one place in it, as a BadDocument."""
+        return BadDocument(f"{self.path}{where}", str(reason))
+
+
+Reader = Callable[[BinaryIO, File], Iterator[Document | BadDocument]]
+
+
+def is_encoding(name: str) -> bool:
+    """Whether Python can decode text from it and encode text to it."""
+    try:
+        return "\n".encode(name).decode(name) == "\n"
+    except (LookupError, ValueError, TypeError):
+        return False
+
+
+def read_bytes(stream: BinaryIO, limit: int = MAX_FILE_BYTES) -> bytes:
+    """All bytes of a file; DocumentError when there are more than ``limit``, which are not read."""
+    size = stream.seek(0, io.SEEK_END)
+    if size > limit:
+        raise DocumentError(f"is larger than {limit >> 20} MiB; split the file")
+    stream.seek(0)
+    return stream.read(size)
+
+
+def require_few_tags(markup: bytes) -> None:
+    """DocumentError where XML or HTML holds more than MAX_TAGS tags."""
+    if markup.count(b"<") > MAX_TAGS:
+        raise DocumentError(f"holds more than {MAX_TAGS >> 20} Mi tags; split the file")
+
+
+def require_few_values(text: str) -> None:
+    """DocumentError where JSON holds more than MAX_VALUES objects and lists."""
+    if text.count("{") + text.count("[") > MAX_VALUES:
+        raise DocumentError(
+            f"holds more than {MAX_VALUES >> 20} Mi objects and lists; split it into JSON lines"
+        )
+
+
+def marked_encoding(data: bytes) -> str | None:
+    """The encoding that a byte order mark states, if there is one."""
+    return next((name for mark, name in _MARKS.items() if data.startswith(mark)), None)
+
+
+def decode(data: bytes, encoding: str | None = None) -> str:
+    """Strictly decoded text without its byte order mark; line ends become LF.
+
+    A mark decides, else ``encoding``, else it is UTF-8. Raises DocumentError.
+    """
+    name = marked_encoding(data) or encoding or "utf-8"
+    try:
+        text = data.decode(name)
+    except UnicodeError as error:
+        at = f"byte {error.start}" if isinstance(error, UnicodeDecodeError) else "the text"
+        known = name.removesuffix("-sig").upper()
+        raise DocumentError(
+            f"{at} is not {known}; save the file as UTF-8 or name its encoding"
+        ) from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def join_pages(texts: Sequence[str]) -> tuple[str, tuple[int, ...]]:
+    """The text of all pages, and the first character of each; one without text takes no room."""
+    starts = [0]
+    for text in texts[:-1]:
+        starts.append(starts[-1] + (len(text) + len(BETWEEN_PAGES) if text else 0))
+    body = BETWEEN_PAGES.join(text for text in texts if text)
+    return body, tuple(min(start, len(body)) for start in starts)
+
+
+@contextlib.contextmanager
+def parsing(kind: str) -> Iterator[None]:
+    """Whatever a parser of this kind of file raises comes as a DocumentError of one line.
+
+    Want of memory passes, and so do DocumentErrors.
+    """
+    try:
+        yield
+    except (DocumentError, MemoryError):
+        raise
+    except Exception as error:
+        _raise_if_memory(error)
+        raise DocumentError(
+            f"cannot be parsed as {kind} ({one_line(error)}); save it anew"
+        ) from None
+
+
+def _raise_if_memory(error: Exception) -> None:
+    """MemoryError where that is what lxml means: it calls this an unknown error of syntax."""
+    if type(error).__name__ == "XMLSyntaxError" and getattr(error, "code", None) == _NO_MEMORY:
+        raise MemoryError from None
+
+
+def one_line(error: Exception) -> str:
+    """What a parser said, with the kind of its error: short, and never empty."""
+    text = " ".join(str(error).split())[:200]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

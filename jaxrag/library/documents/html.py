@@ -1,0 +1,247 @@
+"""Reader of .html: the main text, with headings, lists, tables and code as Markdown lines."""
+
+import re
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from jaxrag.base.errors import DocumentError
+from jaxrag.library.documents.blocks import Block, joined
+from jaxrag.library.documents.document import BadDocument, Document
+from jaxrag.library.documents.files import (
+    File,
+    decode,
+    is_encoding,
+    marked_encoding,
+    parsing,
+    read_bytes,
+    require_few_tags,
+)
+from jaxrag.library.documents.metadata import typed
+
+
+def _tags(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+_DROPPED = _tags(
+    "script style noscript template nav aside footer iframe object svg button select textarea "
+    "head datalist canvas audio video rt rp"
+)
+_BLOCKS = _tags(
+    "address article blockquote body center dd details div dl dt fieldset figcaption figure form "
+    "header hr html li main ol p section summary table tbody tfoot thead tr ul"
+)
+_HEADINGS = {f"h{level}": "#" * level + " " for level in range(1, 7)}
+_CELLS = frozenset(("td", "th"))
+_SPACE = re.compile(r"[ \t\n\r\f\v\u00a0]+")
+_DECLARED = re.compile(rb"""<meta[^>]{0,500}?charset\s*=\s*["']?\s*([A-Za-z0-9_:.-]{1,40})""", re.I)
+_XML_DECLARED = re.compile(rb"""^\s*<\?xml[^>]{0,100}?encoding\s*=\s*["']([A-Za-z0-9_.-]{1,40})""")
+_META = 64  # names that a page may give
+_META_CHARACTERS = 2_000  # of a name or value; what is longer is left out
+_META_OF_DISPLAY = _tags(
+    "viewport theme-color color-scheme referrer robots googlebot format-detection generator "
+    "handheldfriendly mobileoptimized apple-mobile-web-app-capable csrf-token csrf-param"
+)
+_DECLARED_WITHIN = 4096  # bytes
+# Pages that name the left one mean the right one, as browsers read them.
+_MEANT = {
+    "iso-8859-1": "cp1252",
+    "latin1": "cp1252",
+    "us-ascii": "cp1252",
+    "ascii": "cp1252",
+    "gb2312": "gb18030",
+    "gbk": "gb18030",
+    "shift_jis": "cp932",
+    "ks_c_5601-1987": "cp949",
+    "euc-kr": "cp949",
+    "utf-16": "utf-8",
+}
+
+
+def read_html(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
+    """One document: the main text of a page, titled by its <title>.
+
+    Metadata are what ``<meta name=... content=...>`` say, under names in lower case, and the
+    ``lang`` of the page; names about how a page is shown are left out.
+    Scripts, styles, menus and footers are left out; where the page marks its <main> part or single
+    <article>, so is everything around it. The encoding is that of a byte order mark, the option,
+    the page's own declaration or UTF-8, in this order.
+    """
+    data = read_bytes(stream)
+    require_few_tags(data)
+    text = decode(data, file.options.encoding or declared_encoding(data))
+    if not text.strip():
+        raise DocumentError("the file is empty; leave it out")
+    with parsing("HTML"):
+        root = _parsed(text)
+        title, body = text_of(root)
+        metadata = {} if root is None else _metadata_of(root)
+    if not body:
+        raise DocumentError("holds no text outside of scripts and menus; leave the file out")
+    yield Document(file.name, body, title or file.path.stem, file.reported, metadata)
+
+
+def declared_encoding(data: bytes) -> str | None:
+    """The encoding that a page names for itself; DocumentError when there is no such encoding."""
+    if marked_encoding(data):
+        return None
+    head = data[:_DECLARED_WITHIN]
+    found = _DECLARED.search(head) or _XML_DECLARED.search(head)
+    if found is None:
+        return None
+    name = found.group(1).decode("ascii").lower()
+    name = _MEANT.get(name, name)
+    if not is_encoding(name):
+        raise DocumentError(f"declares the encoding {name!r}, which is unknown; name its encoding")
+    return name
+
+
+def html_text(page: str) -> tuple[str, str]:
+    """Title and main text of a page; the text is '' when there is none.
+
+    Raises DocumentError for a page nested more than 2048 deep, of which the parser drops the rest.
+    """
+    return text_of(_parsed(page))
+
+
+def _parsed(page: str) -> Any:
+    from lxml import etree, html  # only who reads HTML waits for it
+
+    parser = html.HTMLParser(
+        encoding="utf-8", remove_comments=True, remove_pis=True, huge_tree=True
+    )
+    page = page.replace("\0", "\ufffd")
+    root = etree.fromstring(page.encode("utf-8", "replace"), parser)
+    if any(entry.type_name == "ERR_RESOURCE_LIMIT" for entry in parser.error_log):
+        raise DocumentError("is nested too deeply to be read to its end; flatten the page")
+    return root
+
+
+def _metadata_of(root: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if lang := (root.get("lang") or "").strip():
+        found["lang"] = lang[:_META_CHARACTERS]
+    for element in root.iter("meta"):
+        name = (element.get("name") or "").strip().lower()
+        content = _SPACE.sub(" ", element.get("content") or "").strip()
+        if not name or not content or name in _META_OF_DISPLAY or len(found) >= _META:
+            continue
+        if name not in found and max(len(name), len(content)) <= _META_CHARACTERS:
+            found[name] = typed(content)
+    return found
+
+
+def text_of(root: Any) -> tuple[str, str]:
+    """Title and main text of a parsed page, whose tags are in no namespace."""
+    if root is None:
+        return "", ""
+    titles = [element for element in root.iter("title") if element.getparent().tag == "head"]
+    title = _SPACE.sub(" ", "".join(titles[0].itertext())).strip() if titles else ""
+    articles = list(root.iter("article"))
+    for part in (*list(root.iter("main"))[:1], *(articles if len(articles) == 1 else ())):
+        text = _Writer().write(part)
+        if text:
+            break
+    else:
+        text = _Writer().write(root)
+    if not title and text.startswith("# "):
+        title = text[2:].partition("\n")[0].strip()
+    return title, text
+
+
+class _Writer:
+    """Turns one element into text: blocks apart by empty lines, items and rows one a line."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Block] = []
+        self._inline: list[str] = []
+        self._lead = ""  # "# " or "- " of the block under way
+        self._kind = ""
+        self._verbatim = 0  # depth of <pre>
+        self._row = 0  # depth of rows of data
+
+    def write(self, element: Any) -> str:
+        from lxml import etree
+
+        events = etree.iterwalk(element, events=("start", "end"))
+        for event, node in events:
+            tag = node.tag if isinstance(node.tag, str) else ""
+            if event == "start":
+                if tag in _DROPPED or node.get("hidden") is not None:
+                    events.skip_subtree()
+                    continue
+                self._open(tag, node)
+                self._add(node.text)
+            else:
+                if tag not in _DROPPED and node.get("hidden") is None:
+                    self._close(tag)
+                if node is not element:
+                    self._add(node.tail)
+        self._flush()
+        return joined(self._blocks)
+
+    def _open(self, tag: str, node: Any) -> None:
+        if tag == "pre":
+            self._flush()
+            self._verbatim += 1
+        elif tag == "br":
+            self._inline.append(" " if self._row else "\n")
+        elif tag in _CELLS:
+            if self._row:
+                self._inline.append(" | " if self._inline else "")
+            else:
+                self._flush()
+        elif self._row:
+            self._inline.append(" " if tag in _BLOCKS else "")
+        elif tag in _HEADINGS or tag in _BLOCKS:
+            self._flush()
+            if tag == "tr" and _is_data(node):
+                self._row += 1
+            elif tag in _HEADINGS:
+                self._lead = _HEADINGS[tag]
+            elif tag == "li":
+                self._lead, self._kind = "- ", "item"
+
+    def _close(self, tag: str) -> None:
+        if tag == "pre":
+            self._flush()
+            self._verbatim -= 1
+        elif self._row:
+            if tag == "tr":
+                self._kind = "row"
+                self._flush()
+                self._row -= 1
+            elif tag in _BLOCKS:
+                self._inline.append(" ")
+        elif tag in _HEADINGS or tag in _BLOCKS or tag in _CELLS:
+            self._flush()
+
+    def _add(self, text: str | None) -> None:
+        if text:
+            self._inline.append(text if self._verbatim else _SPACE.sub(" ", text))
+
+    def _flush(self) -> None:
+        """End the block under way."""
+        text = "".join(self._inline)
+        self._inline = []
+        if self._verbatim:
+            text = text.strip("\n")
+            text = f"```\n{text}\n```" if text.strip() else ""
+        else:
+            lines = [" ".join(line.split()) for line in text.split("\n")]
+            text = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+            if self._kind == "row" and len(filled := [c for c in text.split("|") if c.strip()]) < 2:
+                text, self._kind = "".join(filled).strip(), ""  # one cell is a paragraph
+            if text and self._lead:
+                text = self._lead + (text if self._lead == "- " else " ".join(text.split()))
+        if text:
+            self._blocks.append((self._kind, text))
+            self._lead, self._kind = "", ""
+        elif self._lead != "- ":  # an item's text may stand in a paragraph of its own
+            self._lead, self._kind = "", ""
+
+
+def _is_data(row: Any) -> bool:
+    """Whether a table row is data, one line of text, and not a means of layout."""
+    structure = _BLOCKS | _HEADINGS.keys() | {"br", "pre"}
+    return not any(node.tag in structure for node in row.iterdescendants())

@@ -1,0 +1,131 @@
+"""Everything that a knowledge base accepts as documents, one after another."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from pathlib import Path
+from typing import Any
+
+from jaxrag.base.errors import DocumentError
+from jaxrag.library.documents.document import BadDocument, Document, document_from_mapping, text_id
+from jaxrag.library.documents.parser import ParseLimits, Parser
+from jaxrag.library.documents.paths import DocumentFiles, read_paths
+from jaxrag.library.documents.shard import Shard
+
+Source = Document | BadDocument | str | Path | Mapping[str, Any]
+
+
+class Intake:
+    """One pass over given documents: read, dealt to a shard, each id once.
+
+    Holds the ids it has seen, never the documents.
+
+    Attributes:
+      characters: length of the texts that have been read so far.
+      seen: ids of the documents that were read so far.
+      part: of the documents that are taken in.
+      paths: the files and folders that were given to be read, so far.
+      passed: files of folders that hold no text by their nature, so far.
+    """
+
+    def __init__(self, given: Iterable[Source], shard: Shard) -> None:
+        """Refuse with DocumentError what is one document and not a list of them."""
+        one = isinstance(given, str | bytes | Path | Document | Mapping)
+        if one or not isinstance(given, Iterable):
+            raise DocumentError(
+                f"documents is {'one' if one else 'a'} {type(given).__name__}; expected a list: of "
+                "Document, of text, or of pathlib.Path to read"
+            )
+        self._given = given.only(shard.holds) if isinstance(given, DocumentFiles) else given
+        self.part = shard
+        self.characters = 0
+        self.seen: set[str] = set()
+        self.paths: list[Path] = []
+        self.passed = 0
+        self._whole: set[str] = set()
+        self._refused: set[str] = set()  # files with a document that another file had
+        self._index = 0
+        self._files: DocumentFiles | None = None
+        self._total_bytes: int | None = None
+
+    def __iter__(self) -> Iterator[Document | BadDocument]:
+        """The documents of the shard; an id that came before comes as a BadDocument."""
+        for found in self._found():
+            if isinstance(found, Document):
+                if found.id in self.seen:
+                    self._refused.add(found.file or "")
+                    yield BadDocument(
+                        found.file or found.id,
+                        f"id {found.id!r} was given before in this run; give one of the two "
+                        "another name or id",
+                    )
+                    continue
+                self.seen.add(found.id)
+                self.characters += len(found.text)
+            yield found
+
+    @property
+    def whole(self) -> set[str]:
+        """Resolved paths of the files that were taken in whole; of one part of several, none."""
+        return set() if self.part.count > 1 else self._whole - self._refused
+
+    def fraction(self) -> float | None:
+        """How much has been read, 0 to 1: of the bytes of files, of the items of a list.
+
+        None where nobody knows how much there is.
+        """
+        if isinstance(self._given, DocumentFiles):
+            return self._bytes_fraction(self._given)
+        if isinstance(self._given, Sized) and len(self._given):
+            inside = self._bytes_fraction(self._files) if self._files is not None else 0.0
+            return min(1.0, (self._index + inside) / len(self._given))
+        return None
+
+    def _bytes_fraction(self, files: DocumentFiles) -> float:
+        if self._total_bytes is None:
+            self._total_bytes = files.total_bytes()
+        return min(1.0, files.read_bytes() / max(self._total_bytes, 1))
+
+    def _found(self) -> Iterator[Document | BadDocument]:
+        if isinstance(self._given, DocumentFiles):
+            self.paths += self._given.paths
+            yield from self._given
+            self._whole |= self._given.whole
+            self.passed += self._given.passed
+            return
+        with Parser(ParseLimits()) as parser:
+            yield from self._listed(self._given, parser)
+
+    def _listed(self, given: Iterable[Source], parser: Parser) -> Iterator[Document | BadDocument]:
+        for index, item in enumerate(given):
+            self._index = index
+            where = f"documents[{index}]"
+            if not isinstance(item, Document | BadDocument | str | Path | Mapping):
+                raise DocumentError(
+                    f"{where} is a {type(item).__name__}; expected a Document, a text, a "
+                    'pathlib.Path or a mapping with a "text"'
+                )
+            try:
+                if isinstance(item, Path):
+                    self._files = read_paths([item]).only(self.part.holds)
+                    self._total_bytes = None
+                    self.paths += self._files.paths
+                    yield from self._files.read_with(parser)
+                    self._whole |= self._files.whole
+                    self.passed += self._files.passed
+                    self._files = None
+                else:
+                    found = _document(item)
+                    name = found.id if isinstance(found, Document) else found.source
+                    if self.part.holds(name):
+                        yield found
+            except DocumentError as error:
+                if self.part.holds(where):
+                    yield BadDocument(where, str(error))
+            self._index = index + 1
+
+
+def _document(item: Document | BadDocument | str | Mapping[str, Any]) -> Document | BadDocument:
+    if isinstance(item, Document | BadDocument):
+        return item
+    if isinstance(item, str):
+        return Document(text_id(item), item)
+    return document_from_mapping(item)

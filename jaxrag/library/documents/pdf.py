@@ -1,0 +1,101 @@
+"""Reader of .pdf: the text layer, page by page."""
+
+import io
+import itertools
+import unicodedata
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from jaxrag.base.errors import DocumentError
+from jaxrag.library.documents.document import BadDocument, Document
+from jaxrag.library.documents.files import (
+    BETWEEN_PAGES,
+    MAX_TEXT_CHARACTERS,
+    File,
+    join_pages,
+    one_line,
+    parsing,
+    read_bytes,
+)
+
+_FULL_LINE = 0.9  # of the longest line of its page
+
+
+def read_pdf(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
+    """One document with its pages. A page that cannot be read is reported, the others are kept.
+
+    Refused: a file that needs a password, one without a text layer (a scan), one of more than
+    MAX_TEXT_CHARACTERS. The parser bounds what a compressed stream may grow to.
+    """
+    data = read_bytes(stream)
+    with parsing("PDF"):
+        reader = _open(data)
+        num_pages = len(reader.pages)
+    texts: list[str] = []
+    size = bad = 0
+    for number in range(num_pages):
+        try:
+            text = _clean(reader.pages[number].extract_text())
+        except MemoryError:
+            raise
+        except Exception as error:
+            yield file.bad(f"the page cannot be parsed ({one_line(error)})", f", page {number + 1}")
+            text = ""
+            bad += 1
+        texts.append(text)
+        size += len(text) + len(BETWEEN_PAGES)
+        if size > MAX_TEXT_CHARACTERS:
+            raise DocumentError(
+                f"holds more than {MAX_TEXT_CHARACTERS >> 20} Mi characters; split it"
+            )
+    if not any(texts):
+        if bad == num_pages and bad:
+            return
+        raise DocumentError(
+            f"no text layer on its {num_pages} pages; run text recognition (OCR) on it first"
+        )
+    body, pages = join_pages(texts)
+    yield Document(file.name, body, _title(reader) or file.path.stem, file.reported, {}, pages)
+
+
+def _open(data: bytes) -> Any:
+    import pypdf  # only who reads PDF waits for it
+
+    reader = pypdf.PdfReader(io.BytesIO(data), strict=False)
+    if reader.is_encrypted:
+        try:
+            opened = bool(reader.decrypt(""))  # files that only restrict printing open so
+        except Exception:
+            opened = False
+        if not opened:
+            raise DocumentError("is encrypted; save a copy of it without a password")
+    return reader
+
+
+def _title(reader: Any) -> str:
+    try:
+        title = reader.metadata.title if reader.metadata else None
+    except Exception:
+        return ""
+    return " ".join(_clean(title).split()) if isinstance(title, str) else ""
+
+
+def _clean(text: str) -> str:
+    """Text as a broken font map may leave it, without NULs and halves of surrogate pairs.
+
+    Scripts without spaces wrap inside of words: there a line that fills its width goes on with the
+    next one.
+    """
+    whole = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    lines = [line.rstrip() for line in whole.replace("\0", "").splitlines()]
+    full = _FULL_LINE * max(map(len, lines), default=0)
+    out = ""
+    for line, following in itertools.zip_longest(lines, lines[1:], fillvalue=""):
+        wraps = len(line) >= full and _is_wide(line[-1:]) and _is_wide(following[:1])
+        out += line if wraps else line + "\n"
+    return out.strip()
+
+
+def _is_wide(character: str) -> bool:
+    """Whether it belongs to a script of wide characters, such as Chinese; not for ''."""
+    return character != "" and unicodedata.east_asian_width(character) == "W"

@@ -1,0 +1,175 @@
+"""Reader of .rst: reStructuredText as docutils understands it, in Markdown lines."""
+
+import re
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from jaxrag.base.errors import DocumentError
+from jaxrag.library.documents.blocks import Block, code, heading, item, joined, one_spaced, row
+from jaxrag.library.documents.document import BadDocument, Document
+from jaxrag.library.documents.files import MAX_TEXT_CHARACTERS, File, decode, parsing, read_bytes
+
+_MAX_LINE = 1 << 20  # characters; docutils would take 10,000
+_DIRECTIVE = re.compile(r"^[ \t]*\.\. (?:\|[^|\n]{1,200}\| )?([A-Za-z][\w:.+-]{0,60}?)::", re.M)
+_ROLE = re.compile(r":([A-Za-z][\w:.+-]{0,60}):`")
+_TARGET = re.compile(r"(?s)(.+?)\s*<[^<>]*>")
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# What shows something of elsewhere, or says how pages are made.
+_WITHOUT_TEXT = _names(
+    "raw include literalinclude toctree contents index highlight currentmodule module meta image "
+    "graphviz mermaid plot default-role sectionauthor codeauthor tabularcolumns"
+)
+_OF_CODE = _names(
+    "code-block sourcecode testcode testoutput testsetup testcleanup doctest ipython prompt "
+    "productionlist"
+)
+_OTHERS = _WITHOUT_TEXT | _OF_CODE | {"class"}  # than docutils takes these for
+_ADMONITIONS = _names("attention caution danger error hint important note tip warning")
+_DROPPED = _names("comment target substitution_definition pending meta decoration image raw")
+_LINES = _names("literal_block doctest_block math_block")
+_PARAGRAPHS = _names(
+    "paragraph title subtitle rubric term caption attribution field_name option_string"
+)
+
+
+def read_rst(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
+    """One document: sections, lists, tables and code as docutils reads them, titled by the first.
+
+    Nothing is included from other files, and nothing is passed on raw. What only Sphinx knows is
+    read as far as it is text: the words of a role, the content of a directive. A piece that
+    docutils refuses stays as it was written.
+    """
+    text = decode(read_bytes(stream), file.options.encoding)
+    with parsing("reStructuredText"):
+        blocks = list(_blocks(_tree(text), 0, ""))
+    title = next((it[2:] for _, it in blocks if it.startswith("# ")), "")
+    body = joined(blocks)
+    if len(body) > MAX_TEXT_CHARACTERS:  # substitutions may say a thing many times
+        raise DocumentError(f"holds more than {MAX_TEXT_CHARACTERS >> 20} Mi characters; split it")
+    if not body:
+        raise DocumentError("holds no text; leave the file out")
+    yield Document(file.name, body, title or file.path.stem, file.reported)
+
+
+def _tree(text: str) -> Any:
+    import docutils.core  # only who reads reStructuredText waits for it
+
+    _know(text)
+    settings = {
+        "_disable_config": True, "doctitle_xform": False, "docinfo_xform": False,
+        "file_insertion_enabled": False, "raw_enabled": False, "halt_level": 5, "report_level": 5,
+        "warning_stream": False, "line_length_limit": _MAX_LINE, "syntax_highlight": "none",
+        "input_encoding": "unicode",
+    }  # fmt: skip
+    return docutils.core.publish_doctree(text, settings_overrides=settings)
+
+
+def _know(text: str) -> None:
+    """Have docutils take the directives and roles of a text that it does not know by itself."""
+    from docutils.parsers.rst import directives, roles
+    from docutils.parsers.rst.languages import en
+
+    for name in {found.lower() for found in _DIRECTIVE.findall(text)}:
+        if name in _OTHERS or name not in en.directives:
+            directives.register_directive(name, _directive(name))
+    for name in {found.lower() for found in _ROLE.findall(text)}:
+        if name not in en.roles:
+            roles.register_local_role(name, _role)
+    roles.register_local_role("raw", _role)
+
+
+def _directive(name: str) -> Any:
+    from docutils import nodes
+    from docutils.parsers.rst import Directive
+
+    class Unknown(Directive):
+        optional_arguments = 1
+        final_argument_whitespace = True
+        has_content = True
+        option_spec = _AnyOption(any=str)
+
+        def run(self) -> list[Any]:
+            if name in _WITHOUT_TEXT:
+                return []
+            argument = self.arguments[0] if self.arguments else ""
+            if name in _OF_CODE:
+                lines = "\n".join(self.content)
+                return [nodes.literal_block(lines, lines, classes=argument.split())]
+            made = nodes.container()
+            if argument:
+                made += nodes.paragraph("", "", *self.state.inline_text(argument, self.lineno)[0])
+            self.state.nested_parse(self.content, self.content_offset, made)
+            return [made]
+
+    return Unknown
+
+
+class _AnyOption(dict[str, Any]):
+    """Options of any name and value."""
+
+    def __missing__(self, name: str) -> Any:
+        return str
+
+
+def _role(
+    name: str, rawtext: str, text: str, lineno: int, inliner: Any, options: Any = None,
+    content: Any = None,
+) -> tuple[list[Any], list[Any]]:  # fmt: skip
+    """The words of a role, without the target behind them in angle brackets."""
+    from docutils import nodes, utils
+
+    shown = utils.unescape(text)
+    found = _TARGET.fullmatch(shown)
+    return [nodes.inline(rawtext, found.group(1) if found else shown.lstrip("~!"))], []
+
+
+def _blocks(node: Any, depth: int, lead: str) -> Iterator[Block]:
+    """What stands below a node; its first block begins with ``lead``."""
+    for child in node.children:
+        for kind, text in _block(child, depth):
+            if lead and text:
+                kind, text, lead = "", lead + text, ""
+            yield kind, text
+
+
+def _block(node: Any, depth: int) -> Iterator[Block]:
+    name = node.tagname
+    if name in _DROPPED:
+        return
+    if name == "section":
+        yield from _blocks(node, depth + 1, "")
+    elif name == "title" and node.parent.tagname == "section":
+        yield heading(depth, node.astext())
+    elif name in _PARAGRAPHS:
+        yield "", one_spaced(node.astext())
+    elif name in _LINES:
+        yield code(node.astext(), _language(node))
+    elif name == "line_block":
+        yield "", "\n".join(filter(None, map(one_spaced, node.astext().split("\n"))))
+    elif name == "list_item":
+        first, *others = list(_blocks(node, depth, "")) or [("", "")]
+        yield from (item(first[1]), *others) if not first[0] else (first, *others)
+    elif name == "row":
+        yield row(one_spaced(cell.astext()) for cell in node.children)
+    elif name in _ADMONITIONS:
+        yield from _blocks(node, depth, f"{name.capitalize()}: ")
+    elif name in ("footnote", "citation"):
+        label, *_ = [*(it.astext() for it in node.children if it.tagname == "label"), ""]
+        yield from _blocks(node, depth, f"[{label}] " if label else "")
+    elif name == "field":
+        names, body = node.children
+        yield "", f"{one_spaced(names.astext())}: {one_spaced(body.astext())}"
+    elif name == "system_message":
+        yield from (("", it.astext()) for it in node.children if it.tagname == "literal_block")
+    elif name != "label":
+        yield from _blocks(node, depth, "")
+
+
+def _language(node: Any) -> str:
+    classes = [it for it in node.get("classes", ()) if it != "code"]
+    return classes[0] if len(classes) == 1 and classes[0].isalnum() else ""

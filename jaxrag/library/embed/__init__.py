@@ -1,0 +1,23 @@
+"""Text embedders for search by meaning."""
+
+from jaxrag.library.embed.bert import Pooling
+from jaxrag.library.embed.embedder import (
+    BertEmbedder,
+    Embedder,
+    FunctionEmbedder,
+    Kind,
+    as_embedder,
+    load_embedder,
+)
+from jaxrag.library.embed.sentence import Prefixes
+
+__all__ = [
+    "BertEmbedder",
+    "Embedder",
+    "FunctionEmbedder",
+    "Kind",
+    "Pooling",
+    "Prefixes",
+    "as_embedder",
+    "load_embedder",
+]

@@ -1,0 +1,194 @@
+"""Stored chunks as files for other programs, with a manifest that says what each of them is."""
+
+import dataclasses
+import functools
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
+from jaxrag.kv.store import KVStore, Record
+from jaxrag.library.export.bundle import Bundle, Placement, describe, find_records
+from jaxrag.library.export.files import Written, file_errors, held, write_json, write_safetensors
+from jaxrag.library.export.tensors import huggingface_tensors, lmcache_tensors
+from jaxrag.library.export.tree import write_tree
+from jaxrag.models.text.progress import followed
+
+MANIFEST = "manifest.json"
+VERSION = 1  # of manifests and of the records in exported files
+
+
+class Write(Protocol):
+    """Write one bundle below a folder, or keep what stands there as it would be written."""
+
+    def __call__(
+        self,
+        out: Path,
+        store: KVStore,
+        bundle: Bundle,
+        records: Sequence[Record],
+        placement: Placement,
+        settings: Mapping[str, Any],
+    ) -> Written:
+        """Raises ChunkMissing and ChunkCorrupt for a chunk that cannot be read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """One kind of export."""
+
+    write: Write
+    rotated: bool | None  # its keys are always (True) or never (False) rotated; None = either
+
+
+FORMATS: dict[str, Format] = {
+    # A transformers cache, layer by layer.
+    "safetensors": Format(functools.partial(write_safetensors, huggingface_tensors), rotated=None),
+    # An engine's memory format; engines cache keys as their attention made them.
+    "lmcache": Format(functools.partial(write_safetensors, lmcache_tensors), rotated=True),
+    # What the store holds, array by array.
+    "zarr": Format(write_tree, rotated=False),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportReport:
+    """What became of the chunks that were to be exported."""
+
+    path: str
+    format: str
+    files: int  # that stand in the folder now
+    kept: int  # of these: stood there already
+    tokens: int
+    nbytes: int
+    refused: tuple[tuple[str, str], ...]  # file that was not made, reason
+    seconds: float
+
+
+def export_bundles(
+    store: KVStore,
+    bundles: Sequence[Bundle],
+    placement: Placement,
+    out: str | os.PathLike[str],
+    *,
+    format: str = "safetensors",
+    documents: Sequence[Mapping[str, Any]] = (),
+    progress: bool = False,
+) -> ExportReport:
+    """Write chunks and ``manifest.json`` to a folder; one bundle is in memory at a time.
+
+    Every file appears whole or not at all, and the manifest is completed last. Exporting again to
+    the same folder keeps the files that are as they would be written, so an export that was cut
+    short goes on where it stopped. A chunk that the store does not hold, or holds damaged, is named
+    in the report and in the manifest, and does not stop the others.
+
+    Args:
+        store: where the chunks are; what it holds as int8 is exported dequantised, but for "zarr".
+        bundles: the files to make; names are distinct.
+        placement: whether and where keys are rotated.
+        out: a new or empty folder, or that of an earlier export with the same settings.
+        format: a key of FORMATS.
+        documents: JSON-able, for the manifest: where the chunks' texts come from.
+        progress: show how far it is, on stderr.
+
+    Raises:
+        StoreError: an unknown format or a placement it cannot have, a folder that holds something
+            else or that another export is writing to, tokens behind the model's last position, or
+            a disk that cannot be written.
+    """
+    start = time.perf_counter()
+    write = _checked(format, placement).write
+    folder = Path(out)
+    settings = _settings(store, format, placement)
+    files: list[dict[str, Any]] = []
+    refused: list[tuple[str, str]] = []
+    kept = 0
+    _make_folder(folder)
+    with held(folder):
+        _prepare(folder, settings)
+        for bundle in followed(bundles, "export", "file", shown=progress):
+            try:
+                records = find_records(store, bundle)
+                placement.check(sum(record.tokens for record in records), bundle.name)
+                written = write(folder, store, bundle, records, placement, settings)
+            except (ChunkMissing, ChunkCorrupt) as error:
+                refused.append((bundle.name, str(error)))
+                continue
+            entry = {"path": written.path, "bytes": written.nbytes, "sha256": written.sha256}
+            files.append({**entry, **describe(bundle, records)})
+            kept += written.kept
+        manifest = {
+            **settings,
+            "complete": True,
+            "files": files,
+            "documents": list(documents),
+            "refused": [{"name": name, "reason": reason} for name, reason in refused],
+        }
+        write_json(folder / MANIFEST, manifest)
+    return ExportReport(
+        path=str(folder),
+        format=format,
+        files=len(files),
+        kept=kept,
+        tokens=sum(file["tokens"] for file in files),
+        nbytes=sum(file["bytes"] for file in files),
+        refused=tuple(refused),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _checked(name: str, placement: Placement) -> Format:
+    if name not in FORMATS:
+        raise StoreError(f"format={name!r}: expected one of {', '.join(FORMATS)}")
+    rotated = placement.first_position is not None
+    if FORMATS[name].rotated is True and not rotated:
+        raise StoreError(f"format {name!r} holds rotated keys: give the first position, such as 0")
+    if FORMATS[name].rotated is False and rotated:
+        raise StoreError(
+            f"format {name!r} holds keys before RoPE, as they are stored: leave the position out, "
+            "or export safetensors"
+        )
+    return FORMATS[name]
+
+
+def _settings(store: KVStore, name: str, placement: Placement) -> dict[str, Any]:
+    """What all files of an export have in common."""
+    return {
+        "program": "jaxrag export",
+        "version": VERSION,
+        "format": name,
+        "fingerprint": store.fingerprint,
+        "layout": dataclasses.asdict(store.layout),
+        "rope": placement.describe(),
+    }
+
+
+def _make_folder(folder: Path) -> None:
+    with file_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def _prepare(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Put an incomplete manifest into a new folder, or see that it holds this very export."""
+    path = folder / MANIFEST
+    with file_errors(path):
+        if not path.is_file():
+            if any(folder.iterdir()):
+                raise StoreError(
+                    f"{folder} is not empty and holds no {MANIFEST}: expected a new or empty "
+                    "folder, or that of an earlier export"
+                )
+            write_json(path, {**settings, "complete": False})
+            return
+        try:
+            found = json.loads(path.read_bytes())
+        except (ValueError, RecursionError):
+            found = None
+    if not isinstance(found, dict) or any(found.get(k) != v for k, v in settings.items()):
+        raise StoreError(
+            f"{path} belongs to another export (other model, format or positions): name another "
+            "folder, or remove this one"
+        )

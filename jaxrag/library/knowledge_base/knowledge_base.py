@@ -1,0 +1,478 @@
+"""The knowledge base itself: open, add, remove, search, keep in order."""
+
+import concurrent.futures
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self, get_args, overload
+
+from jaxrag.base.errors import KnowledgeBaseError, RequestError
+from jaxrag.base.tables import require_kind
+from jaxrag.kv.store.chunk_store import Mode
+from jaxrag.kv.store.prefetch import Tier
+from jaxrag.library.catalog import DocumentEntry
+from jaxrag.library.documents import DocumentFiles, Intake, Shard, Source, read_paths
+from jaxrag.library.documents.chunking import ChunkBy
+from jaxrag.library.export import ExportReport, ExportRequest, Piece, Selector, export_selected
+from jaxrag.library.knowledge_base import upkeep
+from jaxrag.library.knowledge_base.gone import Gone, compare
+from jaxrag.library.knowledge_base.ingest import AddReport, Ingest, Turn
+from jaxrag.library.knowledge_base.location import find_folder, open_catalog, store_location
+from jaxrag.library.knowledge_base.maintained import Maintained
+from jaxrag.library.knowledge_base.neighbours import SimilarBy
+from jaxrag.library.knowledge_base.prepare import Cut, Preparer
+from jaxrag.library.knowledge_base.search import Hits, Search, SearchMode
+from jaxrag.library.knowledge_base.settings import Wanted
+from jaxrag.library.knowledge_base.vectors import GivenEmbedder, choose_embedder
+from jaxrag.library.retrieve.adapters import adopted
+from jaxrag.library.retrieve.base import Reranker, Retriever
+from jaxrag.library.retrieve.filters import Filter
+from jaxrag.models.model import Model
+from jaxrag.models.text.prompts import PromptTemplate, template_named
+from jaxrag.models.text.tokenizer import Tokenizer
+from jaxrag.reuse.attention_index.document import Indexing, indexing_from
+from jaxrag.reuse.encode import prefix_key
+
+_Removes = Literal["nothing", "certain", "all"]  # of what has left its files
+_MOST = 1 << 31  # chunks that a search gives; no index counts further
+
+
+class KnowledgeBase(Maintained):
+    """Documents and the cached KV of their chunks, for one model and one prompt template.
+
+    The folder holds ``catalog.sqlite`` (documents, chunks, full-text index), the vector index if
+    there is an embedder, and the chunk store unless that lies elsewhere. Everything that shapes a
+    stored chunk is fixed when the folder is made and remembered by it. Attributes: see ``Parts``.
+    """
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        model: Model | None = None,
+        *,
+        template: PromptTemplate | str | None = None,
+        chunk_tokens: int | None = None,
+        overlap: int | None = None,
+        chunk_by: ChunkBy | None = None,
+        encoders: Sequence[str] | None = None,
+        neighbours: int | None = None,
+        similar_by: SimilarBy | None = None,
+        stored: str | None = None,
+        salt: str | None = None,
+        secret: bytes | None = None,
+        reseal: bool = False,
+        store: str | os.PathLike[str] | None = None,
+        max_bytes: int | None = None,
+        embedder: GivenEmbedder | None = None,
+        index: str | None = None,
+        attention_index: str | Mapping[str, Any] | Indexing | None = None,
+        retriever: Retriever | Any | None = None,
+        reranker: Reranker | None = None,
+        mode: Mode | None = None,
+    ) -> Self:
+        """Open the knowledge base in a folder, or make one when there is none.
+
+        Args:
+          path: the folder, or its file:// URL.
+          model: what encodes the chunks. None opens an existing knowledge base for search, or with
+            mode "rw" for everything but adding.
+          template: prompt format, or the name of one (for a new knowledge base the one that the
+            model brings, else "turborag").
+          chunk_tokens: largest chunk (512).
+          overlap: tokens that consecutive chunks share (a fiftieth of chunk_tokens).
+          chunk_by: "tokens", "sentence" or "markdown" ("tokens").
+          encoders: names of the KV variants to keep of every chunk ("isolated"). A variant that an
+            existing knowledge base lacks is kept from now on; adding a document again makes it.
+          neighbours: how many similar chunks a chunk is encoded behind, by encoders that see them
+            (10).
+          similar_by: "vectors", or "bm25" with the chunk's text as the question ("vectors" where
+            there is an embedder).
+          stored: "native" keeps KV in the model's dtype, "int8" in half the bytes or less.
+          salt: of a tenant; knowledge bases of different salts share no key in one repository.
+          secret: seals stored chunks: 16 random bytes or more. What it did not seal is a miss,
+            whoever put it, and is encoded again. An existing knowledge base may get one at any
+            time, and asks for it from then on.
+          reseal: take this secret, or none, in place of the one that it was sealed with.
+          store: URL (s3://, gs://) or folder of the chunk repository; the folder itself when None.
+            Chunks of a URL are kept in the folder too once they were read.
+          max_bytes: limit of the chunk KV kept on local disk, 0 for none; the coldest is dropped,
+            and encoded or fetched again when it is needed. May be changed at every opening.
+          embedder: directory of an embedding model, or a function from texts to vectors; chunks
+            then have vectors. An existing knowledge base without one gets it from now on; ``embed``
+            makes the vectors of the chunks that are there.
+          index: kind of vector index, "lance", "exact" or "faiss" ("lance").
+          attention_index: kind and settings of the indexes that long chunks are stored with, for
+            the decode rule "retrieval": such as "lists" or "lists:exact_below=16384,reach=8192"
+            (none). An existing knowledge base without them keeps them from now on; adding a
+            document again, or ``verify(repair=True)``, makes its chunks'.
+          retriever: an object whose ``search`` is asked instead (retrieve.base.Retriever), a
+            retriever of LangChain or LlamaIndex, or the name of one that an installed package
+            announces (retrieve.plugins).
+          reranker: scores (question, texts) of more candidates than are wanted, to sort them by.
+          mode: "r" changes no document and no stored KV: chunks that a method has to encode are
+            used and not kept. None means "rw" where a model is given and the folder can be written.
+
+        Raises:
+          KnowledgeBaseError: no knowledge base and no model to make one with; a model, tokenizer,
+            embedder, secret or setting other than the remembered one; a path that cannot hold one.
+          ConfigError: an unknown template, sizes that make no chunks, an embedder that is none.
+          RequestError: an argument of another kind, or an unknown encoder.
+          RetrievalError: an unknown index.
+          TokenizerError: a new knowledge base for a model without a tokenizer.
+          StoreError: files that cannot be read or written, a secret that is too short.
+        """
+        if mode is not None and mode not in get_args(Mode):
+            raise KnowledgeBaseError(f"mode={mode!r}: expected one of {', '.join(get_args(Mode))}")
+        require_kind("path", path, (str, os.PathLike), "a folder", optional=False)
+        require_kind("model", model, (Model,), "a Model, as load_model(DIR) gives it")
+        require_kind(
+            "template", template, (str, PromptTemplate), "a template's name, a .toml file or a "
+            "PromptTemplate",
+        )  # fmt: skip
+        require_kind("chunk_tokens", chunk_tokens, (int,), "how many tokens")
+        require_kind("overlap", overlap, (int,), "how many tokens")
+        if isinstance(encoders, str):
+            raise RequestError(f"encoders={encoders!r} is one text: expected a list of names")
+        folder = find_folder(path)
+        given, embedder_path = choose_embedder(embedder)
+        wanted = Wanted(
+            template=template_named(template) if isinstance(template, str) else template,
+            chunk_tokens=chunk_tokens,
+            overlap=overlap,
+            chunk_by=chunk_by,
+            encoders=None if encoders is None else tuple(encoders),
+            neighbours=neighbours,
+            similar_by=similar_by,
+            stored=stored,
+            salt=salt,
+            store=None if store is None else store_location(store),
+            max_bytes=max_bytes,
+            embedder=given,
+            embedder_path=embedder_path,
+            index=index,
+            indexing=None if attention_index is None else indexing_from(attention_index),
+            secret=secret,
+            reseal=reseal,
+        )
+        catalog, mode = open_catalog(folder, model, wanted, mode)
+        try:
+            return cls(folder, catalog, model, mode, given, retriever, reranker, secret)
+        except BaseException:
+            catalog.close()
+            raise
+
+    def add(
+        self,
+        documents: Iterable[Source],
+        *,
+        progress: bool = False,
+        shard: tuple[int, int] | None = None,
+        cut: Cut | None = None,
+        turn: Turn | None = None,
+    ) -> AddReport:
+        """Cut documents into chunks, make their KV durable, then make them findable.
+
+        Each item is a Document (or a BadDocument, which is passed on), a text, a pathlib.Path of a
+        file or folder, or a mapping with a "text". A document whose id is known is replaced as a
+        whole when it changed and left alone when it did not; KV is encoded of the chunks that
+        changed. Bad documents are skipped and named in the report; a run that was cut short is
+        continued by adding the same documents again. Variants that are encoded behind similar
+        chunks come last, of every chunk whose neighbours are others now (``refresh``).
+
+        Args:
+          documents: what to add.
+          progress: show how far it is, on stderr.
+          shard: (i, n) takes the i-th of n parts of them, for n processes with the same list;
+            with n > 1, call ``refresh`` when all have ended.
+          cut: gives the chunks of a document where they were made elsewhere, with ``chunking`` and
+            the model's tokenizer; None cuts it here.
+          turn: runs a piece of encoding when others let it, and returns what it returns; None runs
+            it at once. What it raises ends the run as any other error.
+
+        Raises:
+          KnowledgeBaseError: opened without a model, or for reading.
+          DocumentError: not a list of documents.
+          ConfigError: a shard that does not exist.
+          StoreError: KV, vectors or catalog cannot be written; documents committed before stay.
+        """
+        return self._add(documents, "nothing", progress=progress, shard=shard, cut=cut, turn=turn)
+
+    def _add(
+        self,
+        documents: Iterable[Source],
+        removes: _Removes,
+        *,
+        progress: bool,
+        shard: tuple[int, int] | None = None,
+        cut: Cut | None = None,
+        turn: Turn | None = None,
+    ) -> AddReport:
+        if shard is not None:
+            pair = isinstance(shard, tuple | list) and len(shard) == 2
+            if not pair or not all(type(number) is int for number in shard):
+                raise RequestError(f"shard={shard!r}: expected two integers, (i, n)")
+        part = Shard() if shard is None else Shard(*shard)
+        model = self._require_model("add documents")
+        self._require_writable("add documents")
+        self._catalog.upgrade()
+        if self._vectors is not None:
+            _ = self._vectors.embedder  # refused before any work
+            if not self._all_embedded():
+                self.embed(progress=progress)
+        alone = tuple(name for name in self.encoders if name not in self._behind_others)
+        preparer = Preparer(
+            self._encoding(model), self.template, self.chunking, alone, self._catalog, cut
+        )
+        intake = Intake(documents, part)
+        with self._acknowledged():
+            report = Ingest(preparer, self._vectors, turn).run(intake, progress)
+            report = self._without_gone(report, intake, removes)
+        if self._behind_others and part.count == 1:
+            return dataclasses.replace(report, neighbours=self.refresh(progress=progress))
+        return report
+
+    def sync(
+        self,
+        paths: Iterable[str | Path] | DocumentFiles,
+        *,
+        empty: bool = False,
+        progress: bool = False,
+    ) -> AddReport:
+        """Add what files and folders hold, then remove what they hold no more.
+
+        Removed are documents whose ``file`` lies below the paths and is there no more, or was read
+        to its end without them: a row that was taken out. All of them leave in one transaction,
+        after the new documents came. Documents of files that could not be read, of other folders
+        and without a file stay. A path that is missing, or a folder in which nothing is left,
+        removes nothing: it may be a disk that is not mounted.
+
+        Args:
+          paths: as of ``read_paths``, or what that gives.
+          empty: remove also what came from paths that are missing and folders that are empty.
+          progress: as of ``add``.
+
+        Raises as ``add``, and DocumentError for a missing path without ``empty``.
+        """
+        files = _files_of(paths, empty)
+        return self._add(files, "all" if empty else "certain", progress=progress)
+
+    def gone(self, paths: Iterable[str | Path] | DocumentFiles, *, empty: bool = False) -> Gone:
+        """What ``sync`` would remove; reads the files and changes nothing."""
+        intake = Intake(_files_of(paths, empty), Shard())
+        for _ in intake:
+            pass
+        found = compare(self._catalog.documents(), intake.paths, intake.seen, intake.whole)
+        if not empty:
+            return found
+        return Gone((*found.ids, *found.doubtful), (), found.kept)
+
+    def _without_gone(self, report: AddReport, intake: Intake, removes: _Removes) -> AddReport:
+        """Remove what has left the files that were read, or report it."""
+        if not intake.paths or intake.part.count > 1:
+            return report
+        found = compare(self._catalog.documents(), intake.paths, intake.seen, intake.whole)
+        removed = found.ids * (removes != "nothing") + found.doubtful * (removes == "all")
+        left = found.ids * (removes == "nothing") + found.doubtful * (removes != "all")
+        if removed:
+            self._catalog.remove(removed)
+            self._finish_removals()
+        return dataclasses.replace(report, removed=removed, gone=left, kept=found.kept)
+
+    def update(self, documents: Iterable[Source], *, progress: bool = False) -> AddReport:
+        """Replace documents by others of the same ids; ``add`` by another name."""
+        return self.add(documents, progress=progress)
+
+    def remove(self, ids: Iterable[str]) -> upkeep.RemoveReport:
+        """Remove documents by id. They are unreachable when this returns; ``gc`` frees their bytes.
+
+        So is the KV of chunks that have seen them; with a model it is encoded again (``refresh``).
+
+        Raises RequestError for a single text and for ids that are none, KnowledgeBaseError when
+        opened for reading.
+        """
+        require_kind("ids", ids, (Iterable,), "a list of document ids", optional=False)
+        if isinstance(ids, str):
+            raise RequestError(f"ids={ids!r} is one text; expected a list of document ids")
+        self._require_writable("remove documents")
+        ids = list(ids)
+        for index, one in enumerate(ids):
+            require_kind(f"ids[{index}]", one, (str,), "a text, a document's id", optional=False)
+        distinct = list(dict.fromkeys(ids))
+        unknown = tuple(i for i in distinct if self._catalog.document(i) is None)
+        with self._acknowledged():
+            left = self._catalog.remove(distinct)
+            self._finish_removals()
+        again = self.refresh() if left and self.model and self._behind_others else None
+        return upkeep.RemoveReport(len(distinct) - len(unknown), len(left), unknown, again)
+
+    @overload
+    def search(
+        self, question: str, k: int = 5, *,
+        where: Mapping[str, Any] | None = None, mode: SearchMode | None = None,
+        min_score: float | None = None,
+    ) -> Hits: ...  # fmt: skip
+
+    @overload
+    def search(
+        self, question: list[str] | tuple[str, ...], k: int = 5, *,
+        where: Mapping[str, Any] | None = None, mode: SearchMode | None = None,
+        min_score: float | None = None,
+    ) -> list[Hits]: ...  # fmt: skip
+
+    def search(
+        self,
+        question: str | list[str] | tuple[str, ...],
+        k: int = 5,
+        *,
+        where: Mapping[str, Any] | None = None,
+        mode: SearchMode | None = None,
+        min_score: float | None = None,
+    ) -> Hits | list[Hits]:
+        """The up to ``k`` best chunks for a question, best first; a list of them for a list.
+
+        Where the vector index has lost vectors, what is left is searched, and the ``notes`` of the
+        result say so.
+
+        Args:
+          question: a text or several.
+          k: how many chunks at most.
+          where: only documents with this metadata, such as {"year": {"$gte": 2020}}; see
+            jaxrag.library.retrieve.filters.
+          mode: "bm25" ranks by shared words, "vector" by embeddings, "hybrid" by both ranks. None
+            asks the retriever if one was given; else "hybrid" where every chunk has a vector, and
+            "bm25" where not.
+          min_score: leaves out chunks that score less: by "bm25" the weights of shared words, a sum
+            that grows with their number and rarity and has no upper end; by "vector" the inner
+            product of the embedder's vectors, where these have length 1 the cosine, up to 1; of a
+            reranker or a retriever of yours, its own. "hybrid" without a reranker has only ranks.
+
+        Raises RequestError for an empty question, k < 1, a bad filter, a mode without vectors, or
+        a least score in "hybrid" without a reranker.
+        """
+        questions = [question] if isinstance(question, str) else question
+        if not isinstance(questions, list | tuple):
+            raise RequestError(f"question={question!r}: expected a text that is not empty")
+        for text in questions:
+            if not isinstance(text, str) or not text.strip():
+                raise RequestError(f"question={text!r}: expected a text that is not empty")
+        if type(k) is not int or k < 1:
+            raise RequestError(f"k={k!r}: expected at least 1 chunk")
+        k = min(k, _MOST)
+        complete = self._vectors is not None and bool(self._settings["vectors_complete"])
+        given = self.retriever
+        retriever = None if given is None else adopted(given, self.chunks)
+        search = Search(self._catalog, self._vectors, complete, retriever, self.reranker)
+        found = search.run(questions, k, where, mode, min_score)
+        return found[0] if isinstance(question, str) else found
+
+    def chunk_of(self, key: str) -> str:
+        """The chunk of a store key as people name it: document, place and encoder."""
+        place = self._catalog.place_of(key)
+        if place is None:
+            return "what chunks are encoded behind"
+        document_id, number, encoder = place
+        return f"{document_id} #{number}, {encoder}"
+
+    def why_nothing(self, where: Mapping[str, Any]) -> list[str]:
+        """Why no document at all can match a filter: a field or a type of value that none has."""
+        return Filter.parse(where).cannot_match(self._catalog.metadata_kinds())
+
+    def documents(self, where: Mapping[str, Any] | None = None) -> list[DocumentEntry]:
+        """Every document, or those whose metadata matches, by id."""
+        return self._catalog.documents(None if where is None else Filter.parse(where))
+
+    def counts(self) -> dict[str, Any]:
+        """How many "documents", "chunks" and "tokens" it holds, and "encoded" chunks by variant."""
+        return self._catalog.counts()
+
+    def ids_beginning(self, prefix: str) -> list[str]:
+        """Ids of the documents that begin with a text, which is not empty, in order."""
+        return self._catalog.ids_beginning(prefix)
+
+    def prefetch(
+        self, what: str | Sequence[str], *, k: int = 5, tier: Tier = "page"
+    ) -> "concurrent.futures.Future[int]":
+        """Bring chunk KV closer before it is asked for.
+
+        Args:
+          what: a question, whose ``k`` best chunks are meant in every variant that is kept, or a
+            list of store keys.
+          k: how many chunks of a question.
+          tier: "page" asks the system to read the files, "host" keeps them in memory.
+
+        Returns a Future of the bytes that are there now. Raises RequestError for another tier or
+        a question that cannot be searched.
+        """
+        if tier not in get_args(Tier):
+            raise RequestError(f"tier={tier!r}: expected one of {', '.join(get_args(Tier))}")
+        require_kind("what", what, (Sequence,), "a question or a list of keys", optional=False)
+        if isinstance(what, str):
+            ids = [hit.chunk_id for hit in self.search(what, k)]
+            found = [self._catalog.keys_of(ids, encoder) for encoder in self.encoders]
+            keys = [key for by_id in found for key in by_id.values()]
+        else:
+            keys = list(what)
+        return self.store.prefetch(keys, tier=tier)
+
+    def export(
+        self,
+        out: str | os.PathLike[str],
+        *,
+        format: str = "safetensors",
+        documents: Iterable[str] | None = None,
+        keys: Iterable[str] = (),
+        question: str | None = None,
+        k: int = 5,
+        where: Mapping[str, Any] | None = None,
+        joined: bool = False,
+        encoder: str | None = None,
+        first_position: int | None = None,
+        tokenizer: Tokenizer | None = None,
+        progress: bool = False,
+    ) -> ExportReport:
+        """Write chunk KV to a folder for other programs; ``docs/format.md`` describes the files.
+
+        Args:
+          out: a new or empty folder, or that of an earlier export, which is continued.
+          format: "safetensors" (transformers' cache), "lmcache" or "zarr".
+          documents: ids of the documents whose chunks are meant; None is all that match ``where``.
+          keys: chunks by their keys in the store, instead.
+          question: the prompt of a question, instead: one file with the prefix and the ``k`` best
+            chunks of documents that match ``where``.
+          joined: the prefix and all chunks that are meant as one file.
+          encoder: the KV variant, by default the first of ``encoders``.
+          first_position: rotate keys to this position and the following; see ``ExportRequest``.
+          tokenizer: of the model; by default read from the model's directory.
+          progress: show how far it is, on stderr.
+
+        Raises RequestError for arguments that contradict each other, KnowledgeBaseError for an
+        unknown document, encoder or another tokenizer, StoreError for a folder that cannot take it.
+        """
+        require_kind("out", out, (str, os.PathLike), "a folder", optional=False)
+        for name, texts in (("documents", documents), ("keys", keys)):
+            if isinstance(texts, str):
+                raise RequestError(f"{name}={texts!r} is one text: expected a list")
+        request = ExportRequest(
+            format=format,
+            documents=None if documents is None else tuple(documents),
+            where=where,
+            keys=tuple(keys),
+            question=question,
+            hits=() if question is None else tuple(self.search(question, k, where=where)),
+            joined=joined,
+            first_position=first_position,
+        )
+        chosen = encoder or self.encoders[0]
+        checked = self._tokenizer(tokenizer)
+        ids = self.template.prefix_ids(checked)
+        prefix = None
+        if len(ids):
+            prefix = Piece(prefix_key(self.store.fingerprint, checked.digest, ids), ids)
+        selector = Selector(self._catalog, self.template, checked, chosen, prefix)
+        return export_selected(request, selector, self.store, self.config, out, progress)
+
+
+def _files_of(paths: Iterable[str | Path] | DocumentFiles, empty: bool) -> DocumentFiles:
+    return paths if isinstance(paths, DocumentFiles) else read_paths(paths, missing_ok=empty)

@@ -1,0 +1,223 @@
+"""Where a knowledge base lies: its folder, its catalog, and the repository of its chunks."""
+
+import itertools
+import os
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxrag.base.errors import KnowledgeBaseError
+from jaxrag.kv.store import ChunkStore, KVLayout, ReadThrough
+from jaxrag.kv.store.chunk_store import Mode
+from jaxrag.kv.store.keys import derive
+from jaxrag.library.catalog import Catalog, lost_settings
+from jaxrag.library.catalog.database import damaged
+from jaxrag.library.catalog.salvage import Salvage, salvage
+from jaxrag.library.knowledge_base.settings import (
+    NEEDED,
+    REPLACED,
+    Wanted,
+    check_settings,
+    neighbour_settings,
+    new_settings,
+    vector_settings,
+)
+from jaxrag.library.knowledge_base.vectors import VECTORS, ChunkVectors
+from jaxrag.library.knowledge_base.writers import FOLDER as WRITERS
+from jaxrag.models.model import Model
+from jaxrag.models.text.prompts import TEMPLATES
+from jaxrag.reuse.encode import ENCODERS
+
+CATALOG = "catalog.sqlite"
+TIER = "tier"  # folder of the local copies of a repository that lies elsewhere
+
+
+def find_folder(path: str | os.PathLike[str]) -> Path:
+    """The local folder that a path or file:// URL names. Raises KnowledgeBaseError for others."""
+    text = os.fspath(path)
+    scheme, separator, _ = text.partition("://")
+    if separator:
+        if scheme != "file":
+            raise KnowledgeBaseError(
+                f"{text}: a knowledge base needs a local folder, its catalog is an SQLite file; "
+                "give a path or a file:// URL (its chunks may lie elsewhere: store=)"
+            )
+        text = urllib.parse.unquote(urllib.parse.urlsplit(text).path)
+    folder = Path(text).absolute()
+    if folder.exists() and not folder.is_dir():
+        raise KnowledgeBaseError(f"{folder} is a file; expected the folder of a knowledge base")
+    return folder
+
+
+def store_location(store: str | os.PathLike[str]) -> str:
+    """A repository as it is remembered: a URL as it is, a folder with its absolute path."""
+    text = os.fspath(store)
+    if "://" in text and not text.startswith("file://"):
+        return text
+    return str(find_folder(text))
+
+
+def mend_catalog(folder: Path) -> Salvage | None:
+    """Make a damaged catalog whole from what can be read of it; None where nothing was done.
+
+    Nothing is done to a whole one, nor to one that anybody has open. What its rows say is left to
+    ``KnowledgeBase.verify``. Raises StoreError where too little is left or files cannot be written.
+    """
+    path = folder / CATALOG
+    return salvage(path, NEEDED) if path.is_file() and os.access(folder, os.W_OK) else None
+
+
+def mend_settings(folder: Path) -> tuple[str, ...]:
+    """Make settings whole that are not as written, where something tells what they were.
+
+    Returns their names, "" for what had none. Raises StoreError where nothing tells.
+    """
+    path = folder / CATALOG
+    if not path.is_file() or not os.access(folder, os.W_OK):
+        return ()
+    return lost_settings.mend_settings(path, NEEDED, _may_have_been, REPLACED)
+
+
+def _may_have_been(name: str, settings: Mapping[str, Any]) -> Iterator[Any]:
+    """Values that a setting may have had, by the others."""
+    yield from (None, "", False, True)
+    if name == "template":
+        yield from (template.to_dict() for template in TEMPLATES.values())
+    if name == "encoders":
+        for count in range(1, len(ENCODERS) + 1):
+            yield from map(list, itertools.permutations(ENCODERS, count))
+    if name == "fingerprint" and {"model", "layout", "salt"} <= settings.keys():
+        model, layout, salt = (settings[it] for it in ("model", "layout", "salt"))
+        yield derive(model["fingerprint"], stored=layout["stored"], salt=salt)
+
+
+def open_catalog(
+    folder: Path, model: Model | None, wanted: Wanted, mode: Mode | None
+) -> tuple[Catalog, Mode]:
+    """Open the catalog in a folder, or make it; add to it what the opening asks for beyond it.
+
+    Returns the catalog and the mode, chosen where it is None. Raises what ``KnowledgeBase.open``
+    raises.
+    """
+    path = folder / CATALOG
+    writes = model is not None and mode != "r"
+    if path.is_file() and not (writes and _is_new(path)):
+        catalog = Catalog.open(path)
+    elif model is None or mode == "r":
+        raise KnowledgeBaseError(
+            f"{folder} holds no knowledge base; ingest documents, or open it for writing with "
+            "a model to make one"
+        )
+    else:
+        catalog = _create(folder, new_settings(model, wanted))
+    try:
+        if mode is None:
+            mode = "rw" if model is not None and catalog.writable else "r"
+        if mode == "rw" and not catalog.writable:
+            raise KnowledgeBaseError(
+                f"{folder} cannot be written; open it with mode 'r', or change its permissions"
+            )
+        settings = catalog.settings()
+        for name in NEEDED:
+            if name not in settings:
+                raise damaged(path, f"the setting {name!r} is missing")
+        check_settings(folder, settings, model, wanted)
+        _extend(folder, catalog, model, wanted, mode)
+    except BaseException:
+        catalog.close()
+        raise
+    return catalog, mode
+
+
+def _is_new(path: Path) -> bool:
+    """Whether another process is making this catalog, or died at it.
+
+    Raises DamagedCatalogError for an empty catalog beside what is only made after it.
+    """
+    if not Catalog.is_empty(path):
+        return False
+    for name in (VECTORS, WRITERS, TIER):
+        if (path.parent / name).exists():
+            raise damaged(path, f"it is empty, though {path.parent / name} is there")
+    return True
+
+
+def open_repository(
+    folder: Path, settings: Mapping[str, Any], mode: Mode, secret: bytes | None
+) -> ChunkStore | ReadThrough:
+    """The repository of the chunks; one that lies elsewhere is read through a local tier.
+
+    Both believe what is sealed with the secret, where there is one.
+    """
+    location, limit = settings["store"] or str(folder), settings["max_bytes"]
+    fingerprint, layout = settings["fingerprint"], KVLayout(**settings["layout"])
+    if "://" not in location:
+        return ChunkStore.open(
+            location, fingerprint, layout, mode=mode, max_bytes=limit, secret=secret
+        )
+    remote = ChunkStore.open(location, fingerprint, layout, mode=mode, secret=secret)
+    if not os.access(folder, os.W_OK):
+        return remote
+    tier = ChunkStore.open(
+        folder / TIER,
+        fingerprint,
+        layout,
+        mode="rw",
+        max_bytes=limit,
+        durable=False,
+        secret=secret,
+    )
+    return ReadThrough(remote, tier)
+
+
+def _create(folder: Path, settings: Mapping[str, Any]) -> Catalog:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KnowledgeBaseError(
+            f"{folder} cannot be made ({error.strerror}); name a folder you may write to"
+        ) from None
+    return Catalog.create(folder / CATALOG, settings)
+
+
+def _extend(
+    folder: Path, catalog: Catalog, model: Model | None, wanted: Wanted, mode: Mode
+) -> None:
+    """Remember what may be added later: a secret, encoders, an embedder, another size limit."""
+    settings = catalog.settings()
+    if wanted.sealed != settings.get("sealed"):
+        if mode == "rw":
+            catalog.set("sealed", wanted.sealed)
+        elif wanted.reseal:
+            raise KnowledgeBaseError(f"{folder}: open it for writing to seal it with this secret")
+    new = [name for name in wanted.encoders or () if name not in settings["encoders"]]
+    if new:
+        if model is None or mode == "r":
+            raise KnowledgeBaseError(
+                f"{folder} has no {new[0]!r} chunks; open it for writing with its model to add them"
+            )
+        if settings["neighbours"] is None:
+            embedded = wanted.embedder is not None or settings["vectors"] is not None
+            catalog.set("neighbours", neighbour_settings(wanted, embedded))
+        catalog.extend("encoders", new)
+    if wanted.indexing is not None and settings.get("attention_index") is None:
+        if model is None or mode == "r":
+            raise KnowledgeBaseError(
+                f"{folder} keeps no attention indexes; open it for writing with its model to add "
+                "them"
+            )
+        catalog.set("attention_index", wanted.indexing.to_table())
+    if wanted.max_bytes is not None and (wanted.max_bytes or None) != settings["max_bytes"]:
+        if mode == "r":
+            raise KnowledgeBaseError(f"{folder}: open it for writing to change max_bytes")
+        catalog.set("max_bytes", wanted.max_bytes or None)
+    vectors = vector_settings(wanted)
+    if vectors is not None and settings["vectors"] is None:
+        if mode == "r":
+            raise KnowledgeBaseError(f"{folder} has no embedder; open it for writing to add one")
+        ChunkVectors(folder, vectors, wanted.embedder, mode).make()
+        catalog.set("vectors_complete", False)
+        catalog.set("vectors", vectors)
+        if len(catalog.chunk_ids()) == 0:  # whoever puts documents from now on makes vectors
+            catalog.set("vectors_complete", True)

@@ -1,0 +1,252 @@
+"""A knowledge base that is kept in order: vectors, neighbours, garbage, damage, counts."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrag.base.errors import KnowledgeBaseError, RequestError, TokenizerError
+from jaxrag.base.types import HostArray
+from jaxrag.library.catalog.audit import RowsReport
+from jaxrag.library.knowledge_base import upkeep
+from jaxrag.library.knowledge_base.ingest import RefreshReport
+from jaxrag.library.knowledge_base.location import find_folder
+from jaxrag.library.knowledge_base.neighbours import DEFAULT_TOP_N, Neighbours, SimilarBy, refresh
+from jaxrag.library.knowledge_base.parts import Parts
+from jaxrag.library.knowledge_base.rows import Names, examine
+from jaxrag.library.knowledge_base.stats import collect_stats
+from jaxrag.models.model import Model
+from jaxrag.models.text.prompts import PromptTemplate
+from jaxrag.reuse.encode import encoder_named
+
+DEFAULT_GRACE_SECONDS = 3600.0
+
+GATE = "gate:"  # settings of this prefix, one a method, so that two gates do not meet
+
+
+class Maintained(Parts):
+    """What is done with the documents that are there."""
+
+    def refresh(self, *, progress: bool = False) -> RefreshReport:
+        """Encode every chunk whose neighbours are not those that its KV was encoded behind.
+
+        Of the encoder variants that see neighbours; ``add``, ``update`` and ``remove`` do it by
+        themselves. Needed after documents were removed without a model or added in shards: until
+        then a question encodes what it misses.
+
+        Where nothing changed since the last refresh, nothing is searched; where neighbours are
+        found by vectors in an "exact" index, only chunks that the change can reach are. By words or
+        in another index any change may reorder every list: each chunk is then a question to all,
+        and the time grows with the square of their number.
+
+        Raises KnowledgeBaseError when opened without a model or for reading, or when neighbours
+        are found by vectors and chunks lack theirs.
+        """
+        model = self._require_model("encode chunks behind their neighbours")
+        self._require_writable("encode its chunks")
+        neighbours = self._neighbours(model)
+        self._check_vectors(neighbours.by)
+        with self._acknowledged():
+            return refresh(neighbours, self._encoding(model), self._behind_others, progress)
+
+    def neighbours_of(
+        self, chunk_ids: Sequence[int], encoder: str, template: PromptTemplate | None = None
+    ) -> list[tuple[HostArray, ...]]:
+        """What stands in front of chunks under an encoder that sees neighbours.
+
+        As recorded with their KV; where there is none, as a search finds them now.
+
+        Args:
+          chunk_ids: of hits.
+          encoder: a key of ENCODERS.
+          template: what wraps them; None is the knowledge base's own.
+
+        Returns for every chunk the token ids of its neighbours, int32 [T] each, in order. Raises
+        KnowledgeBaseError without a model, for a chunk that has left meanwhile, and as ``refresh``.
+        """
+        neighbours = self._neighbours(self._require_model("find neighbours as token ids"))
+        if template is not None:
+            neighbours = dataclasses.replace(neighbours, template=template)
+        placed = neighbours.recorded(chunk_ids, encoder)
+        others = [i for i in chunk_ids if i not in placed]
+        if others:
+            self._check_vectors(neighbours.by)
+            placed |= neighbours.find(others)
+        gone = [i for i in chunk_ids if i not in placed]
+        if gone:
+            raise KnowledgeBaseError(f"{self.path} holds chunk {gone[0]} no more; search again")
+        return [placed[i].neighbours for i in chunk_ids]
+
+    def embed(self, *, progress: bool = False) -> int:
+        """Make the vectors that chunks lack, after an embedder was added; returns how many.
+
+        A run that was cut short is continued by the next. Raises KnowledgeBaseError without an
+        embedder or when opened for reading.
+        """
+        self._require_writable("embed its chunks")
+        if self._vectors is None:
+            raise KnowledgeBaseError(f"{self.path} has no embedder; open it with embedder=")
+        with self._acknowledged():
+            made = upkeep.embed_missing(self._catalog, self._vectors, progress)
+            self._catalog.set("vectors_complete", True)
+        self._settings["vectors_complete"] = True
+        return made
+
+    def gc(
+        self,
+        *,
+        grace_seconds: float = DEFAULT_GRACE_SECONDS,
+        dry_run: bool = False,
+        others: Sequence[str | os.PathLike[str]] = (),
+        gone: Sequence[str] = (),
+    ) -> upkeep.GcReport:
+        """Free what removed and replaced documents, and writers that died, have left behind.
+
+        Nothing younger than the grace is touched, nor what ``add`` and the like have put and not
+        committed yet, in any process: it may run beside writers at any grace. Readers of what is
+        removed need one.
+
+        Args:
+          grace_seconds: longer than any request takes.
+          dry_run: only count.
+          others: folders of other knowledge bases in the same repository that are not where they
+            were opened for writing last.
+          gone: ids of those that exist no more.
+
+        Raises KnowledgeBaseError when another knowledge base of the repository cannot be asked, or
+        this one was opened for reading; StoreError when files cannot be removed.
+        """
+        self._require_writable("collect its garbage")
+        if not grace_seconds >= 0:
+            raise RequestError(f"grace_seconds={grace_seconds}: expected 0 or more")
+        self._finish_removals()
+        owners = self._owners()
+        claim = upkeep.Claim.of(self._catalog, self._catalog.settings())
+        folders = [find_folder(path) for path in others]
+        with upkeep.all_claims(claim, self.id, owners, folders, gone) as claims:
+            report = upkeep.sweep(self.store, claims, self._vectors, grace_seconds, dry_run)
+        if not dry_run:
+            for owner_id in gone:
+                owners.forget(owner_id)
+            with self._acknowledged():
+                self._catalog.set("last_gc", upkeep.gc_note(report))
+        return report
+
+    def verify(
+        self,
+        *,
+        repair: bool = False,
+        max_bytes_per_second: float | None = None,
+        progress: bool = False,
+    ) -> upkeep.VerifyReport:
+        """Hold every row of the catalog, and every chunk's KV and indexes, against their digests.
+
+        Rows are held against each other as well: the tokens against the text, the names of KV
+        against the tokens, the words against the texts, their numbers against what there should be.
+
+        Args:
+          repair: make rows anew from those that prove what they were, and drop documents of which
+            nothing does; encode damaged and missing chunks again, and those without the index that
+            they should have, and embed those whose vectors are gone.
+          max_bytes_per_second: of reading.
+          progress: show how far it is, on stderr.
+
+        Raises KnowledgeBaseError for a repair without a model or when opened for reading.
+        """
+        model = None
+        if repair:
+            model = self._require_model("repair chunks")
+            self._require_writable("repair chunks")
+        rows = self._verify_rows(repair)
+        report = upkeep.verify(
+            self.store,
+            self._catalog,
+            self.indexing,
+            max_bytes_per_second,
+            limited=self._settings["max_bytes"] is not None and self._settings["store"] is None,
+            progress=progress,
+        )
+        if model is not None:
+            report = upkeep.repair(report, self._catalog, self.template, self._encoding(model))
+            if self._vectors is not None and not self._all_embedded():
+                self.embed(progress=progress)
+            if rows.faults and self._behind_others:
+                self.refresh(progress=progress)
+        lost = 0
+        if self._vectors is not None and self._settings["vectors_complete"]:
+            lost = len(self._vectors.compared(self._catalog).lost)
+        return dataclasses.replace(report, rows=rows, vectors_lost=lost)
+
+    def _verify_rows(self, repair: bool) -> RowsReport:
+        """Check every row of the catalog, with the tokenizer where it is at hand."""
+        try:
+            tokenizer = self._tokenizer(None)
+            names = Names(self.store.fingerprint, self.template, tokenizer)
+        except (KnowledgeBaseError, TokenizerError) as error:
+            if repair:
+                raise
+            names, why = None, f"tokens and keys were not checked: {error}"
+        else:
+            why = ""
+        look = functools.partial(examine, names)
+        audit = self._catalog.audit()
+        if not repair:
+            return dataclasses.replace(audit.check(look), unchecked=why)
+        with self._acknowledged():
+            self._catalog.upgrade()
+            report = self._catalog.audit().repair(look)
+        self._finish_removals()
+        return report
+
+    @property
+    def gates(self) -> dict[str, dict[str, Any]]:
+        """By method: the recompute ratio that `jaxrag kb gate` found, with what was measured."""
+        return {
+            name.removeprefix(GATE): value
+            for name, value in self._settings.items()
+            if name.startswith(GATE)
+        }
+
+    def set_gate(self, method: str, gate: Mapping[str, Any]) -> None:
+        """Remember what a gate found for a method, instead of what an earlier one did.
+
+        Raises KnowledgeBaseError when opened for reading.
+        """
+        self._require_writable("remember a gate")
+        with self._acknowledged():
+            self._catalog.set(GATE + method, dict(gate))
+        self._settings[GATE + method] = dict(gate)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and settings, JSON-able.
+
+        ``stored`` is what the chunk store holds under this knowledge base's fingerprint, the KV of
+        the template's prefix among it. Reads every commit record of the store.
+        """
+        return collect_stats(
+            self.path, self._catalog, self._catalog.settings(), self.store, self._vectors
+        ) | {"gates": {name: gate["ratio"] for name, gate in self.gates.items()}}
+
+    @property
+    def _behind_others(self) -> tuple[str, ...]:
+        """The variants that see neighbours."""
+        return tuple(name for name in self.encoders if encoder_named(name).sees_neighbours)
+
+    def _neighbours(self, model: Model) -> Neighbours:
+        """How neighbours are found: as the settings say, or by default where no variant needs it.
+
+        By default, ten by vectors where every chunk has one, else by words.
+        """
+        known = self._settings["neighbours"]
+        if known is None:
+            by = "vectors" if self._all_embedded() else "bm25"
+            known = {"top_n": DEFAULT_TOP_N, "by": by}
+        return Neighbours(self._catalog, self._vectors, model, self.template, **known)
+
+    def _check_vectors(self, by: SimilarBy) -> None:
+        if by == "vectors" and not self._all_embedded():
+            raise KnowledgeBaseError(
+                f"{self.path} has chunks without a vector to find their neighbours by; call "
+                "embed(), or run `jaxrag kb verify --repair`"
+            )

@@ -1,0 +1,294 @@
+"""The neighbours of chunks, and the KV that is encoded behind them (FusionRAG section 3.1).
+
+The neighbours of a chunk are the ``top_n`` other chunks of the knowledge base most similar to it,
+the most similar first. The chunk itself is none of them and takes none of the places; nor does one
+with the same tokens as the chunk or as a nearer neighbour. The list ends before the first that does
+not fit the model's context behind the prefix and in front of the chunk.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxrag.base.errors import StoreError
+from jaxrag.base.types import HostArray
+from jaxrag.library.catalog import Catalog, ChunkTokens
+from jaxrag.library.knowledge_base.ingest import RefreshReport
+from jaxrag.library.knowledge_base.staleness import NeighbourSearch
+from jaxrag.library.knowledge_base.vectors import ChunkVectors
+from jaxrag.library.knowledge_base.writers import Writer
+from jaxrag.library.retrieve.base import NOTHING, VectorIndex
+from jaxrag.library.retrieve.bm25 import BM25Snapshot
+from jaxrag.models.model import Model
+from jaxrag.models.text.progress import progress_bar
+from jaxrag.models.text.prompts import PromptTemplate
+from jaxrag.reuse.encode import ChunkEncoding, ChunkInContext
+
+SimilarBy = Literal["vectors", "bm25"]
+
+DEFAULT_TOP_N = 10  # FusionRAG section 5.3.2
+
+_BATCH = 64  # chunks between two commits
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Placed(ChunkInContext):
+    """A chunk and the chunks in front of it.
+
+    Attributes:
+      content_ids: of the neighbours.
+    """
+
+    content_ids: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Neighbours:
+    """How the neighbours of a knowledge base's chunks are found.
+
+    Attributes:
+      catalog: of the knowledge base.
+      vectors: of every chunk; needed to find neighbours by vectors.
+      model: whose tokens and context length count.
+      template: wraps the chunks.
+      top_n: how many a chunk has at most.
+      by: "vectors" ranks by the inner product of the chunks' own vectors, "bm25" by the words of
+        the chunk as a question.
+      words: by "bm25", the full-text index in memory; None asks the catalog's.
+    """
+
+    catalog: Catalog
+    vectors: ChunkVectors | None
+    model: Model
+    template: PromptTemplate
+    top_n: int
+    by: SimilarBy
+    words: BM25Snapshot | None = None
+
+    @functools.cached_property
+    def prefix(self) -> HostArray:
+        """Token ids of the template's prefix, int32 [P]."""
+        return self.template.prefix_ids(self.model.text_tokenizer())
+
+    @property
+    def index(self) -> VectorIndex | None:
+        """What ranks chunks by their vectors; None where words do."""
+        if self.by == "bm25":
+            return None
+        assert self.vectors is not None
+        return self.vectors.index
+
+    def find(self, chunk_ids: Sequence[int]) -> dict[int, Placed]:
+        """Search the neighbours of chunks; ids of no chunk, or of one that leaves, are left out."""
+        own = self.catalog.tokens(chunk_ids)
+        found: dict[int, list[ChunkTokens]] = {}
+        waiting, depth = list(own), self.top_n + 1
+        while waiting:
+            rankings = self._rank(waiting, depth)
+            tokens = self.catalog.tokens(itertools.chain(*rankings.values()))
+            waiting = []
+            for chunk_id, ranking in rankings.items():
+                others: dict[str, ChunkTokens] = {}
+                for other in ranking:
+                    if other in tokens and tokens[other].content_id != own[chunk_id].content_id:
+                        others.setdefault(tokens[other].content_id, tokens[other])
+                if len(others) < self.top_n and len(ranking) >= depth:  # equal chunks took places
+                    waiting.append(chunk_id)
+                else:
+                    found[chunk_id] = list(others.values())[: self.top_n]
+            depth *= 2
+        return {i: self._place(own[i], found[i]) for i in own if i in found}
+
+    def recorded(self, chunk_ids: Sequence[int], encoder: str) -> dict[int, Placed]:
+        """The neighbours that chunks were encoded behind; of those with KV of this encoder."""
+        contexts = self.catalog.contexts(chunk_ids, encoder)
+        own = self.catalog.tokens(contexts)
+        others = self.catalog.with_content(set(itertools.chain(*contexts.values())))
+        return {
+            chunk_id: self._place(own[chunk_id], [others[name] for name in contexts[chunk_id]])
+            for chunk_id in own
+            if others.keys() >= set(contexts[chunk_id])
+        }
+
+    def _rank(self, chunk_ids: Sequence[int], depth: int) -> dict[int, list[int]]:
+        """For every chunk up to ``depth`` chunk ids, most similar first, itself perhaps included.
+
+        Where fewer are returned, there are no others. A chunk that left meanwhile is left out.
+        """
+        if self.by == "bm25":
+            search = self.catalog.search if self.words is None else self.words.search
+            return {
+                chunk_id: [found.chunk_id for found in search(text, depth)]
+                for chunk_id, text in self.catalog.searched_texts(chunk_ids).items()
+            }
+        index = self.index
+        assert index is not None
+        try:
+            vectors = index.get(np.asarray(chunk_ids, np.int64))
+        except StoreError:
+            standing = list(self.catalog.tokens(chunk_ids))
+            if len(standing) == len(chunk_ids):
+                raise
+            return self._rank(standing, depth)  # a chunk that left took its vector along
+        found, _ = index.search(vectors, depth)
+        return {
+            chunk_id: row[row != NOTHING].tolist()
+            for chunk_id, row in zip(chunk_ids, found, strict=True)
+        }
+
+    def _place(self, own: ChunkTokens, others: Sequence[ChunkTokens]) -> Placed:
+        ids = self._prompt_ids(own)
+        room = self.model.config.max_positions - len(self.prefix) - len(ids)
+        neighbours = _that_fit(map(self._prompt_ids, others), room)
+        return Placed(ids, neighbours, tuple(it.content_id for it in others[: len(neighbours)]))
+
+    def _prompt_ids(self, chunk: ChunkTokens) -> HostArray:
+        return self.template.chunk_ids(self.model.text_tokenizer(), chunk.ids, chunk.title)
+
+
+def each_other(
+    chunks: Sequence[HostArray], room: int, top_n: int = DEFAULT_TOP_N
+) -> Iterator[tuple[HostArray, ...]]:
+    """For each of some chunks, int32 [T], the others as its neighbours, in their order.
+
+    At most ``top_n``, equal chunks once, and no more than fit ``room`` tokens with the chunk.
+    """
+    distinct = {ids.tobytes(): ids for ids in chunks}
+    for own in chunks:
+        others = [ids for name, ids in distinct.items() if name != own.tobytes()]
+        yield _that_fit(others[:top_n], room - len(own))
+
+
+def _that_fit(chunks: Iterable[HostArray], room: int) -> tuple[HostArray, ...]:
+    """Chunks up to the first that does not fit ``room`` tokens any more."""
+    fitting: list[HostArray] = []
+    for ids in chunks:
+        room -= len(ids)
+        if room < 0:
+            break
+        fitting.append(ids)
+    return tuple(fitting)
+
+
+def refresh(
+    neighbours: Neighbours, encoding: ChunkEncoding, encoders: Sequence[str], progress: bool
+) -> RefreshReport:
+    """Encode every chunk whose neighbours, their order included, are not those of its KV.
+
+    Neighbours are searched of the chunks whose lists may have changed since the last complete
+    search (jaxrag.library.knowledge_base.staleness). Found by the exact vector index, these are the new
+    chunks and those that a chunk which came or went is near to; found by BM25 or an approximate
+    index, all chunks as soon as any document changed: one question for every chunk, for BM25 to an
+    index that is read into memory once.
+
+    KV that is stored already is not encoded again, so a run that was cut short is continued by the
+    next. Chunks of documents that leave meanwhile, and those that would have seen them, are passed
+    over.
+
+    Args:
+      neighbours: of the knowledge base.
+      encoding: of its chunks.
+      encoders: those of its variants that see neighbours.
+      progress: show how far it is, on stderr.
+    """
+    start = time.perf_counter()
+    count: collections.Counter[str] = collections.Counter()
+    search = NeighbourSearch.begin(neighbours.catalog, _how(neighbours, encoding, encoders))
+    outdated = search.outdated(encoders, neighbours.top_n, neighbours.index)
+    if neighbours.by == "bm25" and len(outdated) > _BATCH:
+        neighbours = dataclasses.replace(neighbours, words=neighbours.catalog.words())
+    left_alone = (len(search.chunk_ids) - len(outdated)) * len(encoders)
+    count.update(chunks=left_alone, unchanged=left_alone)
+    with (
+        Writer.at_work(neighbours.catalog.path.parent) as at_work,
+        progress_bar(
+            len(outdated) * len(encoders), "encode behind neighbours", "chunk", shown=progress
+        ) as bar,
+    ):
+        for batch in itertools.batched(map(int, outdated), _BATCH):
+            placed = neighbours.find(batch)
+            for encoder in encoders:
+                count.update(_refresh_batch(neighbours, encoding, encoder, placed, at_work))
+                bar.update(len(batch))
+            search.check()
+    search.finish()
+    return RefreshReport(
+        chunks=count["chunks"],
+        searched=len(outdated),
+        encoded=count["encoded"],
+        reused=count["reused"],
+        unchanged=count["unchanged"],
+        encoded_tokens=count["encoded_tokens"],
+        context_tokens=count["context_tokens"],
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _how(
+    neighbours: Neighbours, encoding: ChunkEncoding, encoders: Sequence[str]
+) -> dict[str, Any]:
+    """What decides the lists besides the chunks there are; JSON-able."""
+    return {
+        "by": neighbours.by,
+        "top_n": neighbours.top_n,
+        "vectors": None if neighbours.vectors is None else dict(neighbours.vectors.settings),
+        "encoders": sorted(encoders),
+        "fingerprint": encoding.store.fingerprint,
+        "prefix": encoding.prefix.tolist(),
+    }
+
+
+def _refresh_batch(
+    neighbours: Neighbours,
+    encoding: ChunkEncoding,
+    encoder: str,
+    placed: Mapping[int, Placed],
+    at_work: Writer,
+) -> dict[str, int]:
+    """Bring the KV of some chunks up to date; returns what was counted."""
+    keys = {
+        chunk_id: encoding.key(encoder, it.ids, it.neighbours) for chunk_id, it in placed.items()
+    }
+    at_work.needs(keys.values())
+    known = neighbours.catalog.keys_of(placed, encoder)
+    changed = [chunk_id for chunk_id in placed if known.get(chunk_id) != keys[chunk_id]]
+    wanted = {keys[chunk_id]: placed[chunk_id] for chunk_id in changed}
+    missing = encoding.encode_missing(encoder, wanted)
+    neighbours.catalog.put_contexts(encoder, [(i, keys[i], placed[i].content_ids) for i in changed])
+    # What nobody held when it was found may have been swept before this commit made it live.
+    stored = {key: it for key, it in wanted.items() if key not in missing}
+    encoding.encode_missing(encoder, stored)
+    return {
+        "chunks": len(placed),
+        "unchanged": len(placed) - len(changed),
+        "reused": len(changed) - len(missing),
+        "encoded": len(missing),
+        "encoded_tokens": sum(len(it.ids) for it in missing.values()),
+        "context_tokens": sum(
+            len(encoding.prefix) + sum(map(len, it.neighbours)) for it in missing.values()
+        ),
+    }
+
+
+def recorded_chunks(
+    catalog: Catalog, model: Model, template: PromptTemplate, keys: Iterable[str]
+) -> dict[str, dict[str, Placed]]:
+    """What is needed to encode store keys again: encoder -> key -> chunk and neighbours.
+
+    A key that no chunk of the catalog has is left out.
+    """
+    neighbours = Neighbours(catalog, None, model, template, 0, "bm25")
+    found: dict[str, dict[str, Placed]] = {}
+    for key in keys:
+        chunk = catalog.chunk_of(key)
+        if chunk is not None:
+            placed = neighbours.recorded([chunk.chunk_id], chunk.encoder)
+            if chunk.chunk_id in placed:
+                found.setdefault(chunk.encoder, {})[key] = placed[chunk.chunk_id]
+    return found

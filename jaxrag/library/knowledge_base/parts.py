@@ -1,0 +1,209 @@
+"""The parts of an open knowledge base: what its operations work on."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from jaxrag.base.config import ModelConfig, config_from_dict
+from jaxrag.base.errors import KnowledgeBaseError
+from jaxrag.base.sharding import processes_of
+from jaxrag.kv.store.chunk_store import Mode
+from jaxrag.kv.store.owners import Owners, this_owner
+from jaxrag.library.catalog import Catalog
+from jaxrag.library.documents.chunking import Chunking
+from jaxrag.library.embed import Embedder
+from jaxrag.library.knowledge_base.location import open_repository
+from jaxrag.library.knowledge_base.vectors import ChunkVectors
+from jaxrag.library.retrieve.adapters import CatalogChunks
+from jaxrag.library.retrieve.base import Chunks, Reranker, Retriever
+from jaxrag.library.retrieve.plugins import retriever_plugin
+from jaxrag.models.model import Model
+from jaxrag.models.text.prompts import PromptTemplate, template_from_dict
+from jaxrag.models.text.tokenizer import Tokenizer
+from jaxrag.reuse.attention_index.document import Indexing, indexing_from
+from jaxrag.reuse.encode import ChunkEncoding
+
+UNCHECKED_ROWS = (
+    "catalog of format 3: rows are not checked; `jaxrag kb verify --repair` adds digests"
+)
+
+
+class Parts:
+    """The parts of an open knowledge base, and how they are let go.
+
+    Attributes:
+      path: the folder.
+      id: names it in a repository that several share.
+      model: the model it was opened with, or None.
+      model_path: directory of the model it was made with; None for a model made in memory.
+      config: of that model.
+      template: wraps its chunks in a prompt.
+      chunking: how documents are split.
+      encoders: the KV variants that are kept of every chunk.
+      indexing: what indexes long chunks are stored with; None where they get none.
+      store: the chunk KV, of a fingerprint of its own; writable when the mode is "rw".
+      mode: "rw" may change it, "r" changes no document and no stored KV.
+      retriever: what ``search`` asks where no mode is named, one of ours or of LangChain or
+        LlamaIndex; may be set at any time.
+      reranker: what sorts the candidates of ``search``; may be set at any time.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        catalog: Catalog,
+        model: Model | None,
+        mode: Mode,
+        embedder: Embedder | None,
+        retriever: Retriever | Any | None,
+        reranker: Reranker | None,
+        secret: bytes | None,
+    ) -> None:
+        """Use ``KnowledgeBase.open``, which checks what is there first."""
+        settings = catalog.settings()
+        self.path = path
+        self.id: str = settings["id"]
+        self.model = model
+        self.model_path: str | None = settings["model"]["path"]
+        self.config: ModelConfig = config_from_dict(settings["model"]["config"], str(path))
+        self.template: PromptTemplate = template_from_dict(settings["template"], str(path))
+        self.chunking = Chunking(**settings["chunking"])
+        self.encoders: tuple[str, ...] = tuple(settings["encoders"])
+        table = settings.get("attention_index")
+        self.indexing: Indexing | None = None if table is None else indexing_from(table)
+        self.mode: Mode = mode
+        self._catalog = catalog
+        self._settings = settings
+        self.retriever: Retriever | Any | None
+        if isinstance(retriever, str):
+            self.retriever = retriever_plugin(retriever)(self.chunks)
+        else:
+            self.retriever = retriever
+        self.reranker = reranker
+        self._vectors = None
+        if settings["vectors"] is not None:
+            self._vectors = ChunkVectors(path, settings["vectors"], embedder, mode)
+        self.store = open_repository(path, settings, mode, secret)
+        if mode == "rw":
+            self._owners().register(this_owner(self.id, path))
+            self._finish_removals()
+
+    @property
+    def chunks(self) -> Chunks:
+        """What a retriever may ask about chunks (retrieve.adapters, retrieve.plugins)."""
+        catalog = self._catalog
+        return CatalogChunks(catalog.texts, catalog.ids_of_document, catalog.search)
+
+    @property
+    def unchecked(self) -> str | None:
+        """What is to be said of a catalog without digests; None of all others."""
+        return None if self._catalog.checked else UNCHECKED_ROWS
+
+    @property
+    def embedder(self) -> Embedder | None:
+        """What makes the vectors of its chunks' texts and of questions; None: nothing does.
+
+        Raises KnowledgeBaseError when it is not at hand, or is another one than it was made with.
+        """
+        return None if self._vectors is None else self._vectors.embedder
+
+    @property
+    def index(self) -> str | None:
+        """The kind of its vector index; None: it has none."""
+        return None if self._vectors is None else str(self._vectors.settings["index"])
+
+    def close(self) -> None:
+        """Close the catalog and the store; nothing else can be done with this object then."""
+        if self._vectors is not None:
+            self._vectors.close()
+        self.store.close()
+        self._catalog.close()
+
+    def __enter__(self) -> Self:
+        """The knowledge base itself."""
+        return self
+
+    def __repr__(self) -> str:
+        """Where it is and what it keeps, on one line."""
+        return (
+            f"<KnowledgeBase {str(self.path)!r}: template {self.template.name!r}, encoders "
+            f"{', '.join(self.encoders)}, mode {self.mode!r}>"
+        )
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def _tokenizer(self, given: Tokenizer | None) -> Tokenizer:
+        """The given one, the model's, or that of the model's directory, if it is the right one."""
+        if given is None and self.model is not None:
+            given = self.model.text_tokenizer()
+        if given is None and self.model_path is not None:
+            given = Tokenizer.load(self.model_path)
+        if given is None:
+            raise KnowledgeBaseError(
+                f"{self.path} does not remember a model directory; pass the model's tokenizer"
+            )
+        if given.digest != self._settings["tokenizer"]:
+            raise KnowledgeBaseError(
+                f"{self.path} was cut with tokenizer {self._settings['tokenizer'][:16]}, not with "
+                f"{given.digest[:16]}; name the directory of its model"
+            )
+        return given
+
+    def _owners(self) -> Owners:
+        return Owners(self._settings["store"] or self.path, self.store.fingerprint)
+
+    def _finish_removals(self) -> None:
+        """Drop the vectors of chunks that have left, also those of a run that was cut short."""
+        left = self._catalog.leaving() if self._vectors is not None else []
+        if left:
+            assert self._vectors is not None
+            self._vectors.remove(left)
+            self._catalog.settle(left)
+
+    def _all_embedded(self) -> bool:
+        """Whether every chunk has a vector; compared, as a damaged index may have lost some."""
+        if self._vectors is None or not self._settings["vectors_complete"]:
+            return False
+        return not len(self._vectors.compared(self._catalog).lost)
+
+    @contextlib.contextmanager
+    def _acknowledged(self) -> Iterator[None]:
+        """A change of the catalog that is safe from damage to its log when this is left."""
+        yield
+        self._catalog.checkpoint()
+
+    def _encoding(self, model: Model) -> ChunkEncoding:
+        """How its chunks are encoded.
+
+        Raises TokenizerError when the model takes no text, and KnowledgeBaseError when several
+        processes hold it: each would change the catalog.
+        """
+        if len(processes_of(model.mesh)) > 1:
+            raise KnowledgeBaseError(
+                f"{self.path} is changed by processes that hold a model each, and several hold "
+                "this one; load it onto the devices of one process"
+            )
+        prefix = self.template.prefix_ids(model.text_tokenizer())
+        return ChunkEncoding(model, self.store, prefix, self.indexing)
+
+    def _require_model(self, purpose: str) -> Model:
+        if self.model is None:
+            raise KnowledgeBaseError(
+                f"{self.path} was opened without a model; open it with the model to {purpose}"
+            )
+        return self.model
+
+    def _require_writable(self, purpose: str) -> None:
+        if self.mode != "rw":
+            raise KnowledgeBaseError(
+                f"{self.path} was opened for reading; open it with mode 'rw' to {purpose}"
+            )

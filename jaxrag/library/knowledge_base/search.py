@@ -1,0 +1,127 @@
+"""Finding chunks for questions: by words, by vectors, by both, or by somebody else's retriever.
+
+Whatever an index or a retriever returns goes through the catalog: what it does not hold is not
+found, however long the index remembers it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from jaxrag.base.errors import RequestError
+from jaxrag.library.catalog import Catalog, Hit
+from jaxrag.library.knowledge_base.vectors import ChunkVectors
+from jaxrag.library.retrieve.base import Reranker, Retriever
+from jaxrag.library.retrieve.filters import Filter
+from jaxrag.library.retrieve.plugins import ForeignRetriever
+from jaxrag.library.retrieve.retrievers import (
+    BM25Retriever,
+    HybridRetriever,
+    Reranked,
+    VectorRetriever,
+)
+
+SearchMode = Literal["bm25", "vector", "hybrid"]
+
+
+class Hits(list[Hit]):
+    """The chunks that were found for a question, best first.
+
+    Attributes:
+      notes: what of the knowledge base was not searched, and why; empty where all of it was.
+    """
+
+    def __init__(self, hits: Iterable[Hit], notes: tuple[str, ...] = ()) -> None:
+        """A list of hits, with notes."""
+        super().__init__(hits)
+        self.notes = notes
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """How one knowledge base is searched."""
+
+    catalog: Catalog
+    vectors: ChunkVectors | None
+    complete: bool  # every chunk has its vector
+    retriever: Retriever | None  # used instead of our own, where no mode is named
+    reranker: Reranker | None
+
+    def run(
+        self,
+        questions: Sequence[str],
+        k: int,
+        where: Mapping[str, Any] | None,
+        mode: SearchMode | None,
+        min_score: float | None = None,
+    ) -> list[Hits]:
+        """The up to ``k`` best chunks of every question, best first; none below ``min_score``.
+
+        Raises RequestError for a bad filter, an unknown mode, or one whose vectors are not there,
+        and for a least score where scores are ranks.
+        """
+        chosen = None if where is None else Filter.parse(where)
+        retriever, notes = self._retriever(mode)
+        if min_score is not None:
+            _check_least(min_score, isinstance(retriever, HybridRetriever) and not self.reranker)
+        if self.reranker is not None:
+            retriever = Reranked(retriever, self.reranker, self.catalog.texts)
+        depth = k
+        while True:
+            rankings = [
+                [one for one in ranking if min_score is None or one.score >= min_score]
+                for ranking in retriever.search(questions, depth, where=where)
+            ]
+            rows = [self.catalog.hits(ranking, chosen) for ranking in rankings]
+            cut = [
+                len(hits) < k and len(ranking) >= depth  # chunks that are gone took places
+                for hits, ranking in zip(rows, rankings, strict=True)
+            ]
+            if not any(cut):
+                return [Hits(hits[:k], notes) for hits in rows]
+            depth *= 2
+
+    def _retriever(self, mode: SearchMode | None) -> tuple[Retriever, tuple[str, ...]]:
+        """What ranks the chunks, and what is to be said about it."""
+        if mode is not None and mode not in get_args(SearchMode):
+            raise RequestError(
+                f"mode={mode!r}: expected one of {', '.join(get_args(SearchMode))}, or None"
+            )
+        if mode is None and self.retriever is not None:
+            return ForeignRetriever(self.retriever), ()
+        words = BM25Retriever(self.catalog.search)
+        if mode == "bm25" or (mode is None and not self.complete):
+            return words, ()
+        if self.vectors is None or not self.complete:
+            why = "has no embedder" if self.vectors is None else "has chunks without a vector yet"
+            raise RequestError(
+                f"mode={mode!r}: {self.catalog.path.parent} {why}; open it with embedder= and "
+                "call embed(), or search with mode='bm25'"
+            )
+        compared = self.vectors.compared(self.catalog)
+        notes: tuple[str, ...] = ()
+        if lost := len(compared.lost):
+            notes = (
+                f"the vectors of {lost} of {self.catalog.counts()['chunks']} chunks are gone, so "
+                "these were not found by meaning; `jaxrag kb verify --repair` makes them again",
+            )
+        near = VectorRetriever(
+            self.vectors.embedder,
+            self.vectors.index,
+            chunk_ids=self.catalog.chunk_ids,
+            strays=compared.strays,
+        )
+        return near if mode == "vector" else HybridRetriever((words, near)), notes
+
+
+def _check_least(min_score: float, ranks: bool) -> None:
+    if isinstance(min_score, bool) or not isinstance(min_score, int | float):
+        raise RequestError(f"min_score={min_score!r}: expected a number")
+    if not math.isfinite(min_score):
+        raise RequestError(f"min_score={min_score}: expected a finite number")
+    if ranks:
+        raise RequestError(
+            f"min_score={min_score}: hybrid search scores by rank, which says nothing of how well "
+            "a chunk fits; search with mode 'bm25' or 'vector', or with a reranker"
+        )

@@ -1,0 +1,275 @@
+"""What a knowledge base is made with: written once, remembered, and checked at every opening."""
+
+import dataclasses
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from jaxrag.base.config import config_to_dict
+from jaxrag.base.errors import KnowledgeBaseError
+from jaxrag.kv.store.keys import derive
+from jaxrag.kv.store.seal import Sealer
+from jaxrag.library.documents.chunking import ChunkBy, Chunking
+from jaxrag.library.embed import Embedder
+from jaxrag.library.knowledge_base.neighbours import DEFAULT_TOP_N, SimilarBy
+from jaxrag.library.retrieve.names import index_named
+from jaxrag.models.model import Model
+from jaxrag.models.text.prompts import PromptTemplate
+from jaxrag.reuse.attention_index.document import Indexing
+from jaxrag.reuse.encode import encoder_named, prefix_provenance
+
+# The settings of every knowledge base, without which it cannot be opened.
+NEEDED = (
+    "chunking", "encoders", "fingerprint", "id", "layout", "max_bytes", "model", "neighbours",
+    "prefix_content", "salt", "store", "template", "tokenizer", "vectors", "vectors_complete",
+)  # fmt: skip
+# What takes the place of one that is lost: no answer depends on it.
+REPLACED: Mapping[str, Any] = {"max_bytes": None, "last_gc": None, "vectors_complete": False}
+DEFAULT_CHUNK_TOKENS = 512
+DEFAULT_ENCODERS = ("isolated",)
+DEFAULT_INDEX = "lance"
+_SHOWN = 16  # digits of a digest in a message
+_OVERLAP_SHARE = 50  # the default overlap is a fiftieth of a chunk: 10 tokens of 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What an opening asks for; None leaves it to what is remembered, or to the default."""
+
+    template: PromptTemplate | None
+    chunk_tokens: int | None
+    overlap: int | None
+    chunk_by: ChunkBy | None
+    encoders: tuple[str, ...] | None
+    neighbours: int | None
+    similar_by: SimilarBy | None
+    stored: str | None
+    salt: str | None
+    store: str | None  # a URL, or an absolute path
+    max_bytes: int | None
+    embedder: Embedder | None
+    embedder_path: str | None  # absolute, when it was given as a directory
+    index: str | None
+    indexing: Indexing | None = None
+    secret: bytes | None = dataclasses.field(default=None, repr=False)
+    reseal: bool = False
+
+    @property
+    def sealed(self) -> str | None:
+        """The name of the secret; None without one. Raises StoreError for one that is none."""
+        return None if self.secret is None else Sealer(self.secret).name
+
+    def __post_init__(self) -> None:
+        """Refuse values that no knowledge base can have."""
+        for name in self.encoders or ():
+            encoder_named(name)
+        if self.encoders is not None and not self.encoders:
+            raise KnowledgeBaseError("encoders is empty; name at least one, such as 'isolated'")
+        top_n, by = self.neighbours, self.similar_by
+        if top_n is not None and (type(top_n) is not int or top_n < 1):
+            raise KnowledgeBaseError(f"neighbours={top_n!r}: expected at least 1 chunk")
+        if by is not None and by not in get_args(SimilarBy):
+            raise KnowledgeBaseError(
+                f"similar_by={by!r}: expected one of {', '.join(get_args(SimilarBy))}"
+            )
+        if self.stored not in (None, "native", "int8"):
+            raise KnowledgeBaseError(f"stored={self.stored!r}: expected 'native' or 'int8'")
+        if self.salt is not None and not isinstance(self.salt, str):
+            raise KnowledgeBaseError(f"salt={self.salt!r}: expected a text")
+        limit = self.max_bytes
+        if limit is not None and (type(limit) is not int or limit < 0):
+            raise KnowledgeBaseError(f"max_bytes={limit!r}: expected bytes, or 0 for no limit")
+        seeing = [encoder_named(name).sees_neighbours for name in self.encoders or ()]
+        if self.indexing is not None and seeing and all(seeing):
+            raise KnowledgeBaseError(
+                f"attention_index with encoders={', '.join(self.encoders or ())}: chunks that see "
+                "their neighbours get no index; name 'isolated' or 'after_prefix' as well"
+            )
+        if self.index is not None:
+            index_named(self.index)
+            if self.embedder is None:
+                raise KnowledgeBaseError(
+                    f"index={self.index!r} without an embedder; pass embedder="
+                )
+
+
+def new_settings(model: Model, wanted: Wanted) -> dict[str, Any]:
+    """The settings of a knowledge base that is made now.
+
+    Raises KnowledgeBaseError for chunks that the model's context does not hold, ConfigError for
+    sizes that make no chunks, TokenizerError for a model without a tokenizer.
+    """
+    tokenizer, config = model.text_tokenizer(), model.config
+    template = wanted.template or model.prompt_format()
+    if wanted.template is not None:
+        template.check_markers(tokenizer)
+    size = DEFAULT_CHUNK_TOKENS if wanted.chunk_tokens is None else wanted.chunk_tokens
+    overlap = size // _OVERLAP_SHARE if wanted.overlap is None else wanted.overlap
+    chunking = Chunking(size, overlap, wanted.chunk_by or "tokens")
+    prefix = template.prefix_ids(tokenizer)
+    markers = len(template.chunk_ids(tokenizer, np.zeros(0, np.int32)))
+    needed = len(prefix) + markers + chunking.chunk_tokens
+    if needed > config.max_positions:
+        raise KnowledgeBaseError(
+            f"chunk_tokens={chunking.chunk_tokens} with the {template.name!r} template needs "
+            f"{needed} positions, the model has {config.max_positions}; use smaller chunks"
+        )
+    salt, stored = wanted.salt or "", wanted.stored or "native"
+    return {
+        "id": uuid.uuid4().hex,
+        "model": {
+            "path": None if model.path is None else str(Path(model.path).absolute()),
+            "digest": model.digest,
+            "fingerprint": model.fingerprint,
+            "config": config_to_dict(config),
+        },
+        "tokenizer": tokenizer.digest,
+        "fingerprint": derive(model.fingerprint, stored=stored, salt=salt),
+        "salt": salt,
+        "sealed": wanted.sealed,
+        "layout": {**dataclasses.asdict(model.whole_kv_layout), "stored": stored},
+        "store": wanted.store,
+        "max_bytes": wanted.max_bytes or None,
+        "template": template.to_dict(),
+        "prefix_content": (
+            prefix_provenance(tokenizer.digest, prefix).content_id if len(prefix) else None
+        ),
+        "chunking": dataclasses.asdict(chunking),
+        "encoders": list(dict.fromkeys(wanted.encoders or DEFAULT_ENCODERS)),
+        "neighbours": neighbour_settings(wanted, wanted.embedder is not None),
+        "attention_index": None if wanted.indexing is None else wanted.indexing.to_table(),
+        "vectors": None,  # added once its index is there
+        "vectors_complete": False,
+        "last_gc": None,
+    }
+
+
+def neighbour_settings(wanted: Wanted, embedded: bool) -> dict[str, Any] | None:
+    """The setting "neighbours" that the wanted encoders need; None when none of them sees any.
+
+    Raises KnowledgeBaseError for a number of neighbours that nobody sees, and for neighbours by
+    vectors where chunks have none (``embedded`` is false).
+    """
+    if not any(encoder_named(name).sees_neighbours for name in wanted.encoders or ()):
+        for name, value in (("neighbours", wanted.neighbours), ("similar_by", wanted.similar_by)):
+            if value is not None:
+                raise KnowledgeBaseError(
+                    f"{name}={value} without an encoder that sees neighbours; name the encoder "
+                    "'neighbours' as well, or leave it out"
+                )
+        return None
+    by = wanted.similar_by or ("vectors" if embedded else "bm25")
+    if by == "vectors" and not embedded:
+        raise KnowledgeBaseError("similar_by='vectors' without an embedder; pass embedder=")
+    return {"top_n": wanted.neighbours or DEFAULT_TOP_N, "by": by}
+
+
+def vector_settings(wanted: Wanted) -> dict[str, Any] | None:
+    """The setting "vectors", which names embedder and index; None without an embedder."""
+    if wanted.embedder is None:
+        return None
+    return {
+        "embedder": {
+            "path": wanted.embedder_path,
+            "digest": wanted.embedder.digest,
+            "dim": wanted.embedder.dim,
+        },
+        "index": wanted.index or DEFAULT_INDEX,
+    }
+
+
+def check_settings(
+    folder: Path, settings: Mapping[str, Any], model: Model | None, wanted: Wanted
+) -> None:
+    """Refuse whatever is not as it is remembered. Raises KnowledgeBaseError."""
+    if model is not None:
+        _check_model(folder, settings, model)
+    if wanted.template is not None and wanted.template.to_dict() != settings["template"]:
+        raise KnowledgeBaseError(
+            f"{folder} holds chunks for the template {settings['template']['name']!r}, not for "
+            f"this {wanted.template.name!r}; leave the template out or ingest into another folder"
+        )
+    vectors, neighbours = settings["vectors"], settings["neighbours"] or {}
+    known_index = settings.get("attention_index")  # older catalogs have no such setting
+    wanted_index = None if wanted.indexing is None else wanted.indexing.to_table()
+    if not neighbours:
+        neighbour_settings(wanted, wanted.embedder is not None or vectors is not None)
+    for name, value, known in (
+        ("chunk_tokens", wanted.chunk_tokens, settings["chunking"]["chunk_tokens"]),
+        ("overlap", wanted.overlap, settings["chunking"]["overlap"]),
+        ("chunk_by", wanted.chunk_by, settings["chunking"]["by"]),
+        ("neighbours", wanted.neighbours, neighbours.get("top_n", wanted.neighbours)),
+        ("similar_by", wanted.similar_by, neighbours.get("by", wanted.similar_by)),
+        ("stored", wanted.stored, settings["layout"]["stored"]),
+        ("store", wanted.store, settings["store"]),
+        ("index", wanted.index, vectors["index"] if vectors else wanted.index),
+        ("attention_index", wanted_index, known_index or wanted_index),
+    ):
+        if value is not None and value != known:
+            raise KnowledgeBaseError(
+                f"{folder} has {name}={known}, not {value}; leave it out or ingest into "
+                "another folder"
+            )
+    if wanted.salt is not None and wanted.salt != settings["salt"]:
+        raise KnowledgeBaseError(
+            f"{folder} was made with another salt; leave it out or ingest into another folder"
+        )
+    _check_seal(folder, settings.get("sealed"), wanted)
+    if wanted.embedder is not None and vectors is not None:
+        known, given = _told_apart(vectors["embedder"]["digest"], wanted.embedder.digest)
+        if given != known:
+            raise KnowledgeBaseError(
+                f"{folder} holds vectors of the embedder {vectors['embedder']['path'] or known} "
+                f"with digest {known}, not of this one with {given}; use its embedder or "
+                "ingest into another folder"
+            )
+
+
+def _check_seal(folder: Path, known: str | None, wanted: Wanted) -> None:
+    """Refuse another secret than the one that seals its chunks, or none, unless that is wanted."""
+    given = wanted.sealed
+    if known in (None, given) or wanted.reseal:
+        return
+    if given is None:
+        raise KnowledgeBaseError(
+            f"{folder} is sealed with secret {known}; pass its file as --secret-file or "
+            "JAXRAG_SECRET_FILE, or its bytes as secret="
+        )
+    raise KnowledgeBaseError(
+        f"{folder} is sealed with secret {known}, not with {given}; pass its own, or take "
+        "this one from now on with `jaxrag kb verify --repair --reseal`"
+    )
+
+
+def _check_model(folder: Path, settings: Mapping[str, Any], model: Model) -> None:
+    known = settings["model"]
+    if model.digest != known["digest"]:
+        theirs, ours = _told_apart(known["digest"], model.digest)
+        raise KnowledgeBaseError(
+            f"{folder} belongs to model {known['path']} with digest {theirs}, "
+            f"not to {model.path} with digest {ours}; use its model or ingest "
+            "into another folder"
+        )
+    if model.fingerprint != known["fingerprint"]:
+        theirs, ours = _told_apart(known["fingerprint"], model.fingerprint)
+        raise KnowledgeBaseError(
+            f"{folder} was made in {settings['layout']['dtype']} under fingerprint "
+            f"{theirs}, this model is {model.config.dtype} with fingerprint "
+            f"{ours}; load it with the same dtype and config or ingest again"
+        )
+    digest = None if model.tokenizer is None else model.tokenizer.digest
+    if digest != settings["tokenizer"]:
+        theirs, ours = _told_apart(settings["tokenizer"] or "none", digest or "none")
+        raise KnowledgeBaseError(
+            f"{folder} was cut with tokenizer {theirs}, the model has "
+            f"{ours}; restore the tokenizer or ingest into another folder"
+        )
+
+
+def _told_apart(one: str, other: str) -> tuple[str, str]:
+    """Two digests as they are shown: their first digits, or all where these are the same."""
+    length = max(len(one), len(other)) if one[:_SHOWN] == other[:_SHOWN] else _SHOWN
+    return one[:length], other[:length]

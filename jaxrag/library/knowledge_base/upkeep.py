@@ -1,0 +1,266 @@
+"""Upkeep of a knowledge base: sweep what nobody needs, check what is stored, repair it."""
+
+import contextlib
+import dataclasses
+import datetime
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+from jaxrag.base.errors import KnowledgeBaseError
+from jaxrag.kv.store import ChunkStore, ReadThrough, Record
+from jaxrag.kv.store.owners import Owner, Owners, this_owner
+from jaxrag.library.catalog import Catalog
+from jaxrag.library.catalog.audit import RowsReport
+from jaxrag.library.knowledge_base.ingest import RefreshReport
+from jaxrag.library.knowledge_base.location import CATALOG
+from jaxrag.library.knowledge_base.neighbours import recorded_chunks
+from jaxrag.library.knowledge_base.vectors import ChunkVectors
+from jaxrag.library.knowledge_base.writers import Writer, Writers
+from jaxrag.models.text.progress import progress_bar
+from jaxrag.models.text.prompts import PromptTemplate
+from jaxrag.reuse.attention_index.document import Indexing, is_indexed
+from jaxrag.reuse.encode import ChunkEncoding, gets_indexes
+
+_REPAIR_BATCH = 256  # chunks that are encoded together
+_EMBED_BATCH = 1024  # texts between two commits of the index
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoveReport:
+    """What became of the ids that were to be removed."""
+
+    documents: int
+    chunks: int
+    unknown: tuple[str, ...]  # ids that name no document
+    neighbours: RefreshReport | None = None  # the variants that see neighbours, encoded again
+
+
+@dataclasses.dataclass(frozen=True)
+class GcReport:
+    """What a collection removed, or would remove."""
+
+    chunks: int
+    damaged: int  # chunks whose commit record is unreadable
+    attempts: int  # of writers that died or came late
+    nbytes: int  # of all these
+    vectors: int
+    dry_run: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyReport:
+    """What a check of every row and every chunk's KV found.
+
+    The first four together are all chunks' KV.
+    """
+
+    ok: int
+    repaired: int
+    damaged: tuple[str, ...]  # keys of chunks without sound KV of their own, still
+    dropped: int  # not stored, as is to be expected under a size limit
+    unindexed: tuple[str, ...] = ()  # keys of chunks that are whole but lack their indexes
+    unsealed: tuple[str, ...] = ()  # of ``damaged``: sound, but not sealed with the secret
+    rows: RowsReport | None = None  # of the catalog; None where it was not looked at
+    vectors_lost: int = 0  # chunks that should have a vector and have none
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is damaged or missing now."""
+        rows = self.rows is None or self.rows.whole
+        return rows and not (self.damaged or self.unindexed or self.vectors_lost)
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """What one knowledge base needs of a repository."""
+
+    catalog: Catalog
+    encoders: Sequence[str]
+    prefix_content: str | None  # content id of the template's prefix
+    writers: Writers
+
+    @classmethod
+    def of(cls, catalog: Catalog, settings: Mapping[str, Any]) -> "Claim":
+        """The claim of the knowledge base with this catalog."""
+        writers = Writers(catalog.path.parent)
+        return cls(catalog, settings["encoders"], settings["prefix_content"], writers)
+
+    def holds(self, record: Record) -> bool:
+        """Whether the knowledge base needs this chunk."""
+        # The writers first: one that is done with a key has made the catalog hold it before.
+        return (
+            self.writers.need(record.key)
+            or record.content_id == self.prefix_content
+            or self.catalog.is_live(record.key, record.content_id, record.encoder, self.encoders)
+        )
+
+
+@contextlib.contextmanager
+def all_claims(
+    own: Claim, own_id: str, owners: Owners, others: Sequence[Path], gone: Sequence[str]
+) -> Iterator[list[Claim]]:
+    """The claims of every knowledge base whose chunks lie in the repository, this one first.
+
+    One that lies where it was registered on this host is found by itself.
+
+    Args:
+      own: the claim of this knowledge base.
+      own_id: its id.
+      owners: of the repository.
+      others: folders of knowledge bases that lie elsewhere now.
+      gone: ids of those that exist no more.
+
+    Raises KnowledgeBaseError when one can neither be asked nor was said to be gone.
+    """
+    with contextlib.ExitStack() as stack:
+        named: dict[str, Claim] = {}
+        for folder in others:
+            catalog = Catalog.open(folder / CATALOG)
+            stack.callback(catalog.close)
+            settings = catalog.settings()
+            named[settings["id"]] = Claim.of(catalog, settings)
+        claims = [own]
+        for owner in owners.all():
+            if owner.id == own_id or owner.id in gone:
+                continue
+            claim = named.get(owner.id) or _registered(owner, stack)
+            if claim is None:
+                raise KnowledgeBaseError(
+                    f"the repository also holds chunks of knowledge base {owner.id}, last seen at "
+                    f"{owner.host}:{owner.folder}; name its folder in others, or its id in gone if "
+                    "it exists no more"
+                )
+            claims.append(claim)
+        yield claims
+
+
+def _registered(owner: Owner, stack: contextlib.ExitStack) -> Claim | None:
+    """The claim of an owner that still lies where it was registered."""
+    path = Path(owner.folder) / CATALOG
+    if owner != this_owner(owner.id, Path(owner.folder)) or not path.is_file():
+        return None
+    catalog = Catalog.open(path)
+    stack.callback(catalog.close)
+    settings = catalog.settings()
+    return Claim.of(catalog, settings) if settings["id"] == owner.id else None
+
+
+def sweep(
+    store: ChunkStore | ReadThrough,
+    claims: Sequence[Claim],
+    vectors: ChunkVectors | None,
+    grace_seconds: float,
+    dry_run: bool,
+) -> GcReport:
+    """Remove KV that no claim holds and vectors of no chunk, where older than the grace.
+
+    What writers at work have announced stays, at any grace. Raises DamagedCatalogError for a claim
+    whose catalog lost rows: their KV would be nobody's.
+    """
+    for claim in claims:
+        claim.catalog.check_whole()
+    now = time.time()  # a writer that is not seen below reserves its ids later than this
+    report = store.gc(
+        lambda record: any(claim.holds(record) for claim in claims),
+        grace_seconds=grace_seconds,
+        dry_run=dry_run,
+        busy=lambda key: any(claim.writers.need(key) for claim in claims),
+    )
+    strays = 0
+    if vectors is not None:
+        since = claims[0].writers.since()
+        made_before = min(now - grace_seconds, now if since is None else since)
+        found = claims[0].catalog.strays(vectors.index.ids(), made_before, dry_run)
+        strays = len(found)
+        if not dry_run:
+            vectors.remove(found)
+    return GcReport(
+        chunks=report.chunks,
+        damaged=report.damaged,
+        attempts=report.attempts,
+        nbytes=report.nbytes,
+        vectors=strays,
+        dry_run=dry_run,
+    )
+
+
+def gc_note(report: GcReport) -> dict[str, Any]:
+    """What is remembered of a collection, JSON-able."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"finished": now, "chunks": report.chunks, "bytes": report.nbytes,
+            "vectors": report.vectors}  # fmt: skip
+
+
+def verify(
+    store: ChunkStore | ReadThrough,
+    catalog: Catalog,
+    indexing: Indexing | None,
+    max_bytes_per_second: float | None,
+    *,
+    limited: bool,
+    progress: bool,
+) -> VerifyReport:
+    """Check every chunk's KV, and that chunks have the indexes that they get by ``indexing``.
+
+    Under a size limit (``limited``), a chunk that is missing has been dropped and is left so.
+    """
+    with progress_bar(None, "verify", "B", shown=progress, scale=True) as bar:
+        found = store.verify(
+            catalog.all_keys(),
+            max_bytes_per_second=max_bytes_per_second,
+            told=bar.update,
+            finite=True,
+        )
+    damaged = (*found.corrupt, *found.unsealed, *(() if limited else found.missing))
+    dropped = len(found.missing) if limited else 0
+    bare = [] if indexing is None else _unindexed(store, catalog, indexing, set(damaged))
+    return VerifyReport(found.ok, 0, damaged, dropped, tuple(bare), found.unsealed)
+
+
+def repair(
+    report: VerifyReport, catalog: Catalog, template: PromptTemplate, encoding: ChunkEncoding
+) -> VerifyReport:
+    """Encode again what ``verify`` found damaged, missing or without indexes."""
+    repaired = set[str]()
+    wanted = [*report.damaged, *report.unindexed]
+    chunks = recorded_chunks(catalog, encoding.model, template, wanted)
+    with Writer.at_work(catalog.path.parent) as at_work:
+        for encoder, by_key in chunks.items():
+            at_work.needs(by_key)
+            for batch in itertools.batched(by_key.items(), _REPAIR_BATCH):
+                for made in encoding.encode(encoder, dict(batch)):
+                    made.put(encoding.store.put, replace=True)
+                    repaired.add(made.key)
+    damaged = tuple(key for key in report.damaged if key not in repaired)
+    bare = tuple(key for key in report.unindexed if key not in repaired)
+    whole = report.ok - (len(report.unindexed) - len(bare))
+    unsealed = tuple(key for key in report.unsealed if key not in repaired)
+    return VerifyReport(whole, len(repaired), damaged, report.dropped, bare, unsealed)
+
+
+def _unindexed(
+    store: ChunkStore | ReadThrough, catalog: Catalog, indexing: Indexing, but: Set[str]
+) -> list[str]:
+    """Keys of the catalog's chunks that are stored without the indexes that they should have."""
+    bare = []
+    for keys in itertools.batched((key for key in catalog.all_keys() if key not in but), 1000):
+        for record in store.head(keys, on_corrupt="skip"):
+            if record is None or is_indexed(record):
+                continue
+            if gets_indexes(indexing, record.encoder, record.tokens):
+                bare.append(record.key)
+    return bare
+
+
+def embed_missing(catalog: Catalog, vectors: ChunkVectors, progress: bool) -> int:
+    """Make the vectors of chunks that have none; returns how many."""
+    missing = vectors.compared(catalog).lost
+    with progress_bar(len(missing), "embed", "chunk", shown=progress) as bar:
+        for start in range(0, len(missing), _EMBED_BATCH):
+            texts = catalog.searched_texts(missing[start : start + _EMBED_BATCH])
+            vectors.add(list(texts), list(texts.values()))
+            bar.update(len(texts))
+    return len(missing)

@@ -1,0 +1,291 @@
+"""Vectors in a LanceDB table: no index for small tables, IVF_FLAT above, old versions cleaned up.
+
+LanceDB does not notice a damaged value. So every row has the xxh3-64 of its id and vector in the
+column ``check``, and all rows are held against theirs when the table is opened. Tables of before
+that column go on without it.
+
+This is the only file that knows LanceDB, which is imported when an index is opened.
+"""
+
+import contextlib
+import datetime
+import math
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from jaxrag.base.errors import RetrievalError, StoreError
+from jaxrag.library.retrieve.base import (
+    NOTHING,
+    Ids,
+    Mode,
+    Vectors,
+    checked_ids,
+    checked_k,
+    checked_rows,
+    checked_vectors,
+    in_order,
+    refuse_missing,
+)
+
+_TABLE = "chunks"
+_CHECK = "check"  # column of the digests of rows
+_INDEX_FROM = 20_000  # rows; below, comparing all of them is as fast
+_PROBES = 20  # partitions that a question is compared with
+_OPTIMIZE_EVERY = 20  # changes: small files are merged, new rows indexed, old versions removed
+_KEPT = datetime.timedelta(hours=1)  # versions this young may be in use by a reader
+_LISTED_IDS = 10_000  # most ids that are written into a query
+
+
+class LanceIndex:
+    """A vector index in a LanceDB table. See ``VectorIndex``.
+
+    LanceDB's commits are optimistic: any number of processes may read and write. Which rows are
+    compared is approximate from 20,000 rows on; filtered searches look further until they have
+    found enough.
+    """
+
+    def __init__(self, table: Any, folder: Path, dim: int, mode: Mode) -> None:
+        """Use ``LanceIndex.open``."""
+        self._table = table
+        self._folder = folder
+        self._dim = dim
+        self._mode = mode
+        self._changes = 0  # since the last optimize
+        self._indexed = False  # nothing is left to index
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, folder: Path, dim: int, *, mode: Mode = "rw") -> Self:
+        """Open the table in a folder, or make it when it is missing and the mode is "rw".
+
+        Raises RetrievalError when LanceDB is not installed, StoreError when there is nothing to
+        read, or it holds vectors of another length or rows that differ from their digests.
+        """
+        lancedb, arrow = _lancedb()
+        if not (folder / f"{_TABLE}.lance").is_dir() and mode == "r":
+            raise refuse_missing(folder, "lance")
+        with _errors(folder):
+            # A reader looks for a newer version at every search.
+            database = lancedb.connect(folder, read_consistency_interval=datetime.timedelta(0))
+            if (folder / f"{_TABLE}.lance").is_dir():
+                table = database.open_table(_TABLE)
+            else:
+                schema = arrow.schema(
+                    [
+                        arrow.field("id", arrow.int64(), nullable=False),
+                        arrow.field("vector", arrow.list_(arrow.float32(), dim), nullable=False),
+                        arrow.field(_CHECK, arrow.int64(), nullable=False),
+                    ]
+                )
+                table = database.create_table(_TABLE, schema=schema, exist_ok=True)
+            found = table.schema.field("vector").type.list_size
+        if found != dim:
+            raise StoreError(
+                f"{folder} holds vectors of {found} values, asked for {dim}; use the embedder it "
+                "was made with"
+            )
+        index = cls(table, folder, dim, mode)
+        index._check_rows()
+        return index
+
+    def add(self, ids: Ids, vectors: Vectors) -> None:
+        """Add vectors [N, E] under ids [N]; see ``VectorIndex``."""
+        _, arrow = _lancedb()
+        ids, vectors = checked_rows(ids, vectors, self._dim)
+        if not len(ids):
+            return
+        values = arrow.FixedSizeListArray.from_arrays(arrow.array(vectors.reshape(-1)), self._dim)
+        columns = {"id": arrow.array(ids), "vector": values}
+        if _CHECK in self._table.schema.names:
+            columns[_CHECK] = arrow.array(_checks(ids, vectors))
+        rows = arrow.table(columns)
+        with self._changing():
+            merge = self._table.merge_insert("id")
+            merge.when_matched_update_all().when_not_matched_insert_all().execute(rows)
+
+    def remove(self, ids: Ids) -> None:
+        """Forget ids; see ``VectorIndex``."""
+        ids = checked_ids(ids)
+        if not len(ids):
+            return
+        with self._changing():
+            for start in range(0, len(ids), _LISTED_IDS):
+                self._table.delete(_among(ids[start : start + _LISTED_IDS]))
+
+    def search(
+        self, vectors: Vectors, k: int, allowed: Ids | None = None
+    ) -> tuple[Ids, NDArray[np.float32]]:
+        """The up to ``k`` best of each query [Q, E]; see ``VectorIndex``."""
+        queries, k = checked_vectors(vectors, self._dim), checked_k(k)
+        ids = np.full((len(queries), k), NOTHING, np.int64)
+        scores = np.full((len(queries), k), -np.inf, np.float32)
+        if not len(queries) or (allowed is not None and not len(allowed)):
+            return ids, scores
+        with _errors(self._folder):
+            count = self._table.count_rows()
+            if allowed is None or len(allowed) <= _LISTED_IDS:
+                where = None if allowed is None else _among(allowed)
+                found = self._ask(queries, min(k, count), where, every=False)
+            else:
+                found = self._ask_and_drop(queries, k, allowed, count)
+        for query, (named, score) in enumerate(found):
+            best = np.lexsort((named, -score))[:k]
+            ids[query, : len(best)], scores[query, : len(best)] = named[best], score[best]
+        return ids, scores
+
+    def get(self, ids: Ids) -> Vectors:
+        """The vectors of ids [N], float32 [N, E]; see ``VectorIndex``."""
+        wanted = checked_ids(ids)
+        found, rows = [np.zeros(0, np.int64)], [np.zeros((0, self._dim), np.float32)]
+        for start in range(0, len(wanted), _LISTED_IDS):
+            asked = np.unique(wanted[start : start + _LISTED_IDS])
+            with _errors(self._folder):
+                ask = self._table.search().where(_among(asked)).select(["id", "vector"])
+                table = ask.limit(len(asked)).to_arrow()
+            vectors = table["vector"].combine_chunks().flatten().to_numpy()
+            found.append(table["id"].to_numpy().astype(np.int64))
+            rows.append(vectors.reshape(-1, self._dim).astype(np.float32))
+        named, first = np.unique(np.concatenate(found), return_index=True)
+        return in_order(wanted, named, np.concatenate(rows)[first], self._folder)
+
+    def ids(self) -> Ids:
+        """Every id, ascending."""
+        with _errors(self._folder):
+            column = self._table.search().select(["id"]).to_arrow()["id"]
+        return np.sort(column.to_numpy()).astype(np.int64)
+
+    def __len__(self) -> int:
+        with _errors(self._folder):
+            return int(self._table.count_rows())
+
+    def close(self) -> None:
+        """Merge what the last changes left in small files."""
+        with self._lock, _errors(self._folder):
+            if self._changes:
+                self._optimize()
+
+    def _check_rows(self) -> None:
+        if _CHECK not in self._table.schema.names:
+            return
+        with _errors(self._folder):
+            for batch in self._table.search().select(["id", "vector", _CHECK]).to_batches():
+                ids = batch.column("id").to_numpy()
+                vectors = batch.column("vector").flatten().to_numpy().reshape(-1, self._dim)
+                if not np.array_equal(_checks(ids, vectors), batch.column(_CHECK).to_numpy()):
+                    raise ValueError("rows differ from their digests")
+
+    def _ask(
+        self, queries: Vectors, limit: int, where: str | None, every: bool
+    ) -> list[tuple[Ids, NDArray[np.float32]]]:
+        """Ids and scores of each query, in no fixed order; ``every`` row is compared if asked."""
+        if limit == 0:
+            return [(np.zeros(0, np.int64), np.zeros(0, np.float32)) for _ in queries]
+        ask = self._table.search(queries).distance_type("dot").select(["id", "_distance"])
+        ask = ask.limit(limit).minimum_nprobes(_PROBES).maximum_nprobes(0)
+        if where is not None:
+            ask = ask.where(where, prefilter=True)
+        if every:
+            ask = ask.bypass_vector_index()
+        rows = ask.to_arrow()
+        named = rows["id"].to_numpy().astype(np.int64)
+        score = 1 - rows["_distance"].to_numpy().astype(np.float32)  # Lance's is 1 - product
+        if "query_index" in rows.column_names:
+            owner = rows["query_index"].to_numpy()
+        else:
+            owner = np.zeros(len(named), np.int32)
+        return [(named[owner == query], score[owner == query]) for query in range(len(queries))]
+
+    def _ask_and_drop(
+        self, queries: Vectors, k: int, allowed: Ids, count: int
+    ) -> list[tuple[Ids, NDArray[np.float32]]]:
+        """Search for more than ``k``, keep what is allowed; ever more until that is enough."""
+        limit = k
+        while True:
+            limit = min(4 * limit, count)
+            found = []
+            for named, score in self._ask(queries, limit, None, every=limit == count):
+                keep = np.isin(named, allowed)
+                found.append((named[keep], score[keep]))
+            if limit == count or all(len(named) >= k for named, _ in found):
+                return found
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        if self._mode == "r":
+            raise StoreError(f"{self._folder} was opened for reading; open it with mode 'rw'")
+        with self._lock, _errors(self._folder):
+            yield
+            self._changes += 1
+            if self._changes >= _OPTIMIZE_EVERY:
+                self._optimize()
+            if not self._indexed:
+                self._index_when_large()
+
+    def _optimize(self) -> None:
+        with _unless_in_conflict():
+            self._table.optimize(cleanup_older_than=_KEPT)
+            self._changes = 0
+
+    def _index_when_large(self) -> None:
+        lancedb, _ = _lancedb()
+        count = self._table.count_rows()
+        if count >= _INDEX_FROM and len(self._table.list_indices()) < 2:
+            partitions = math.isqrt(count) // 2
+            vectors = lancedb.index.IvfFlat(distance_type="dot", num_partitions=partitions)
+            with _unless_in_conflict():
+                self._table.create_index("id", config=lancedb.index.BTree())
+                self._table.create_index("vector", config=vectors)
+        self._indexed = count >= _INDEX_FROM and len(self._table.list_indices()) == 2
+
+
+@contextlib.contextmanager
+def _unless_in_conflict() -> Iterator[None]:
+    """Upkeep gives way to another process that changes the table; the next change tries again."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "conflict" not in str(error).lower():
+            raise
+
+
+def _lancedb() -> tuple[Any, Any]:
+    try:
+        import lancedb
+        import lancedb.index
+        import pyarrow
+    except ImportError:
+        raise RetrievalError(
+            "the index 'lance' needs the package lancedb; pip install lancedb, or use 'exact'"
+        ) from None
+    return lancedb, pyarrow
+
+
+def _checks(ids: Ids, vectors: Vectors) -> NDArray[np.int64]:
+    """The xxh3-64 of every id and its vector, int64 [N]."""
+    digests = (
+        xxhash.xxh3_64_intdigest(row.data, seed=number)
+        for number, row in zip(ids.tolist(), np.ascontiguousarray(vectors), strict=True)
+    )
+    return np.fromiter(digests, np.uint64, len(ids)).view(np.int64)
+
+
+def _among(ids: Ids) -> str:
+    return f"id IN ({','.join(map(str, ids.tolist()))})"
+
+
+@contextlib.contextmanager
+def _errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of a damaged table LanceDB raises whatever comes, also RustPanic
+        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+        raise StoreError(
+            f"{folder}: LanceDB: {reason}; check the disk, its free space and your permissions, or "
+            "remove the folder and embed again"
+        ) from error

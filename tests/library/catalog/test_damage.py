@@ -1,0 +1,287 @@
+"""Flipped bits and cuts of a catalog: the answer of before or one error, never another answer."""
+
+import contextlib
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxrag.base.errors import DamagedCatalogError, JaxragError, StoreError
+from jaxrag.library.catalog import Catalog, Entry
+from jaxrag.library.catalog.pages import PAGE_BYTES, mend, wrong_pages
+from jaxrag.library.catalog.salvage import salvage
+from jaxrag.library.documents import Document
+from jaxrag.library.documents.chunking import Chunk
+
+GOLDEN = Path(__file__).parents[2] / "goldens" / "catalog" / "format3.sqlite"
+QUESTIONS = ("fjord", "amber birch", "Title 1")
+IDS = range(1, 13)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The bytes of a catalog of today's format."""
+    path = shutil.copy(GOLDEN, tmp_path_factory.mktemp("whole") / "catalog.sqlite")
+    with contextlib.closing(Catalog.open(path)) as catalog:
+        assert catalog.upgrade()
+    return path.read_bytes()
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "catalog.sqlite"
+
+
+@pytest.fixture
+def place(path):
+    """``place(data)``: the catalog is these bytes, and nothing else is beside it."""
+
+    def put(data):
+        for other in path.parent.iterdir():
+            other.unlink()
+        path.write_bytes(data)
+
+    return put
+
+
+def told(path):
+    """What three questions find, with all that an answer is made of, and the lists of keys."""
+    with contextlib.closing(Catalog.open(path)) as catalog:
+        hits = [catalog.search(question, 5) for question in QUESTIONS]
+        tokens = catalog.tokens(IDS)
+        return (
+            catalog.settings(),
+            [
+                [(hit.chunk_id, hit.score, hit.text, hit.ids.tolist()) for hit in own]
+                for own in hits
+            ],
+            {i: (own.content_id, own.title, own.ids.tolist()) for i, own in tokens.items()},
+            [catalog.keys(document.id) for document in catalog.documents()],
+            catalog.contexts(IDS, "neighbours"),
+        )
+
+
+def verdict(path, want):
+    try:
+        found = told(path)
+    except JaxragError as error:
+        assert "\n" not in str(error)
+        assert path.name in str(error)
+        return "refused"
+    return "same" if found == want else "WRONG"
+
+
+def flipped(data, generator):
+    changed = bytearray(data)
+    changed[generator.integers(len(data))] ^= 1 << int(generator.integers(8))
+    return bytes(changed)
+
+
+def attack(place, path, whole, flips, cuts, seed):
+    generator = np.random.default_rng(seed)
+    place(whole)
+    want = told(path)
+    verdicts = []
+    for number in range(flips + cuts):
+        cut = number >= flips
+        place(whole[: generator.integers(len(whole))] if cut else flipped(whole, generator))
+        verdicts.append(verdict(path, want))
+    return verdicts
+
+
+def test_flips_and_cuts_are_never_believed(place, path, whole):
+    verdicts = attack(place, path, whole, flips=60, cuts=20, seed=7)
+    assert "WRONG" not in verdicts
+    assert verdicts[60:] == ["refused"] * 20
+    assert verdicts[:60].count("refused") > 20, "the others lie in pages that no question reads"
+
+
+@pytest.mark.slow
+def test_a_thousand_flips_and_a_hundred_cuts(place, path, whole):
+    verdicts = attack(place, path, whole, flips=1000, cuts=100, seed=8)
+    assert "WRONG" not in verdicts
+    assert verdicts[1000:] == ["refused"] * 100
+
+
+def test_every_byte_of_the_header_counts(place, path, whole):
+    place(whole)
+    want = told(path)
+    for byte in range(100):
+        changed = bytearray(whole)
+        changed[byte] ^= 4
+        place(changed)
+        assert verdict(path, want) == "refused", byte
+
+
+def test_damage_is_an_error_of_its_own_that_names_file_and_fix(place, path, whole):
+    changed = bytearray(whole)
+    changed[200] ^= 1
+    for data in (bytes(changed), whole[: 7 * PAGE_BYTES], whole[: 7 * PAGE_BYTES + 9]):
+        place(data)
+        with pytest.raises(DamagedCatalogError, match=r"verify --repair \S+, or restore") as error:
+            Catalog.open(path)
+        assert str(path) in str(error.value)
+    place(whole[:1000])
+    with pytest.raises(DamagedCatalogError, match="verify --repair"):
+        Catalog.is_empty(path)
+
+
+def pages_of(data):
+    return np.frombuffer(bytearray(data), np.uint8).reshape(-1, PAGE_BYTES)
+
+
+def test_a_page_tells_which_bit_was_flipped(whole):
+    pages = pages_of(whole)
+    assert wrong_pages(pages) == []
+    before = pages[3].copy()
+    for byte, bit in ((0, 0), (801, 5), (3001, 1), (PAGE_BYTES - 7, 6)):
+        pages[3, byte] ^= 1 << bit
+        assert wrong_pages(pages) == [3]
+        assert mend(pages[3])
+        assert (pages[3] == before).all()
+    pages[3, [100, 200, 300]] ^= 1
+    assert not mend(pages[3])
+
+
+def test_a_flipped_bit_is_turned_back(place, path, whole):
+    place(whole)
+    want = told(path)
+    assert salvage(path, want[0]) is None
+    changed = bytearray(whole)
+    changed[20] ^= 8  # without it no page would be checked
+    changed[5 * PAGE_BYTES + 4000] ^= 2
+    place(changed)
+    found = salvage(path, want[0])
+    assert (found.mended, found.unreadable, found.documents, found.is_loss) == (2, 0, 3, False)
+    assert told(path) == want
+    assert Path(found.kept).read_bytes() == changed
+    assert sorted(other.name for other in path.parent.iterdir()) == [
+        "catalog.sqlite",
+        "catalog.sqlite.damaged",
+    ]
+
+
+def page_with(whole, text):
+    """The number of the only page that holds a text."""
+    (found,) = [
+        number
+        for number in range(len(whole) // PAGE_BYTES)
+        if text in whole[number * PAGE_BYTES : (number + 1) * PAGE_BYTES]
+    ]
+    return found
+
+
+def without(whole, *numbers):
+    """The file with other bytes in some pages."""
+    pages = pages_of(whole)
+    for number in numbers:
+        pages[number, 64:1024] ^= 0x55
+    return pages.tobytes()
+
+
+def test_what_a_page_took_along_is_named_and_the_rest_stays(place, path, whole):
+    place(whole)
+    with contextlib.closing(Catalog.open(path)) as catalog:
+        for number in range(10):
+            put(catalog, f"n{number}", [f"unique{number} " + "harbour lamp " * 60] * 3)
+        lost = catalog.chunks("n4")[0].text.encode()[:60]
+        before = {row.id: row for row in catalog.documents()}
+        texts = {name: [chunk.text for chunk in catalog.chunks(name)] for name in before}
+        settings, next_id = catalog.settings(), catalog.reserve(1)[0]
+    data = path.read_bytes()
+    hit = {0, *(n for n in range(len(data) // PAGE_BYTES) if lost in page(data, n))}
+    place(without(data, *hit))
+    found = salvage(path, settings)
+    assert (found.mended, found.unreadable, found.nameless) == (0, len(hit), 0)
+    assert "n4" in found.lost
+    assert 0 < len(found.lost) < len(before)
+    with contextlib.closing(Catalog.open(path)) as catalog:
+        kept = {row.id: row for row in catalog.documents()}
+        assert kept == {name: row for name, row in before.items() if name not in found.lost}
+        for name in kept:
+            assert [chunk.text for chunk in catalog.chunks(name)] == texts[name]
+        assert catalog.settings() == settings
+        assert catalog.reserve(1)[0] > next_id
+        hits = catalog.search("unique7 harbour", 3)
+        assert [hit.document_id for hit in hits] == ["n7"] * 3
+        # Postings are those of the texts: removing takes every one of them.
+        catalog.remove(kept)
+        with catalog._database.use() as connection:
+            assert connection.execute("SELECT COUNT(*) FROM postings").fetchone() == (0,)
+
+
+def put(catalog, name, texts):
+    """A document of these chunks, whose token ids are its bytes."""
+    chunks = [
+        Chunk(index, 0, len(text), np.frombuffer(text.encode(), np.uint8).astype(np.int32), text)
+        for index, text in enumerate(texts)
+    ]
+    keys = {"isolated": [f"{name}-{chunk.index}" for chunk in chunks]}
+    contents = [f"content of {name} {chunk.index}" for chunk in chunks]
+    document = Document(name, " ".join(texts), title="", metadata={})
+    ids = catalog.reserve(len(chunks))
+    catalog.put([Entry(document, "digest", chunks, keys, contents, ids)])
+
+
+def roots(path):
+    """The first page of every table and index, from 0, by name."""
+    with contextlib.closing(Catalog.open(path)) as catalog:
+        connection = catalog._database.connection
+        rows = connection.execute("SELECT name, rootpage FROM sqlite_master").fetchall()
+    return {name: root - 1 for name, root in rows}
+
+
+def page(whole, number):
+    return whole[number * PAGE_BYTES : (number + 1) * PAGE_BYTES]
+
+
+def test_postings_are_made_anew(place, path, whole):
+    place(whole)
+    want, first = told(path), roots(path)
+    names = ("postings", "lengths", "terms", "reservations")
+    place(without(whole, 0, *(first[name] for name in names)))
+    found = salvage(path, want[0])
+    assert (found.documents, found.is_loss) == (3, False)
+    assert told(path) == want
+
+
+def test_a_zeroed_page_is_not_taken_for_whole(place, path, whole):
+    place(whole)
+    want = told(path)
+    pages = pages_of(whole)
+    pages[roots(path)["postings"]] = 0
+    place(pages.tobytes())
+    assert wrong_pages(pages) == [], "zeros have the checksum zero"
+    assert verdict(path, want) == "refused"
+    assert salvage(path, want[0]).documents == 3
+    assert told(path) == want
+
+
+def test_without_its_settings_nothing_is_told(place, path, whole):
+    place(whole)
+    needed = told(path)[0]
+    number = page_with(whole, b"best_first")
+    damaged = without(whole, number, 0)
+    place(damaged)
+    with pytest.raises(StoreError, match=r"the setting '\w+' is lost.*restore a copy"):
+        salvage(path, needed)
+    assert path.read_bytes() == damaged
+    assert [other.name for other in path.parent.iterdir()] == ["catalog.sqlite"]
+    place(b"")
+    with pytest.raises(DamagedCatalogError, match="0 bytes"):
+        salvage(path, needed)
+
+
+def test_nobody_is_salvaged_under(place, path, whole):
+    changed = flipped(whole, np.random.default_rng(3))
+    place(changed)
+    with contextlib.closing(Catalog.open(path)):
+        assert salvage(path, []) is None
+    assert path.read_bytes() == changed
+
+
+def test_format_3_is_left_as_it_is(path):
+    shutil.copy(GOLDEN, path)
+    assert salvage(path, []) is None
+    assert path.read_bytes() == GOLDEN.read_bytes()

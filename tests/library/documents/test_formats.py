@@ -1,0 +1,259 @@
+"""Readers of .html, .pdf and .docx on real files, in English and Chinese."""
+
+import io
+import zipfile
+
+import pytest
+
+from jaxrag.library.documents import archive as archive_module
+from jaxrag.library.documents import pdf as pdf_module
+from jaxrag.library.documents.html import html_text
+
+PAGE = """<!doctype html><html><head><meta charset="utf-8"><title> The
+ Wells </title><style>p { color: red }</style><script>var a = "<p>no</p>"</script></head><body>
+<nav><ul><li>Home</li></ul></nav><header><h1>Salt <em>wells</em></h1></header>
+<p>First <b>bold</b> paragraph&nbsp;with <a href="x">a link</a>.<br>Second line</p>
+<div hidden>hidden</div>tail<!-- comment -->
+<h2>盐井</h2><p>盐井靠人力开采。<ruby>盐<rt>yán</rt></ruby></p>
+<ul><li>one</li><li><p>two</p><ul><li>inner</li></ul></li></ul>
+<table><tr><th>Name</th><th>Depth</th></tr><tr><td>A</td><td>12 <b>m</b></td></tr></table>
+<pre>
+def depth():
+    # not a heading
+    return 12
+</pre>
+<footer>footer</footer></body></html>"""
+TEXT = """# Salt wells
+
+First bold paragraph with a link.
+Second line
+
+tail
+
+## 盐井
+
+盐井靠人力开采。盐
+
+- one
+- two
+- inner
+
+Name | Depth
+A | 12 m
+
+```
+def depth():
+    # not a heading
+    return 12
+```"""
+
+
+def only(found):
+    good, bad = found
+    assert bad == []
+    (document,) = good
+    return document
+
+
+def refused(found):
+    good, bad = found
+    assert good == []
+    return bad[0].reason
+
+
+# HTML
+
+
+def test_page_becomes_its_main_text(tmp_path, read):
+    (tmp_path / "wells.html").write_text(PAGE, encoding="utf-8")
+    document = only(read(tmp_path))
+    assert document.text == TEXT
+    assert (document.id, document.title) == ("wells.html", "The Wells")
+    assert document.file == str(tmp_path / "wells.html")
+
+
+def test_what_stands_around_main_or_the_single_article_is_left_out():
+    side = "<div>side</div>"
+    assert html_text(f"{side}<main><p>text</p></main>{side}")[1] == "text"
+    assert html_text(f"{side}<article><p>text</p></article>")[1] == "text"
+    assert html_text(f"{side}<main></main>")[1] == "side"
+    both = "<article>one</article><article>two</article>"
+    assert html_text(side + both)[1] == "side\n\none\n\ntwo"
+
+
+def test_table_of_layout_keeps_its_paragraphs():
+    page = "<table><tr><td>menu</td><td><p>one</p><p>two</p>three<br>four</td></tr></table>"
+    assert html_text(page)[1] == "menu\n\none\n\ntwo\n\nthree\nfour"
+    assert html_text("<table><tr><td><img></td><td>text</td></tr></table>")[1] == "text"
+
+
+@pytest.mark.parametrize(
+    ("declared", "encoding"),
+    [
+        ('<meta charset="gb2312">', "gb18030"),
+        ('<meta http-equiv="Content-Type" content="text/html; charset=big5">', "big5"),
+        ("<?xml version='1.0' encoding='Shift_JIS'?>", "cp932"),
+        ("", "utf-8"),
+        ("", "utf-16"),
+        ('<meta charset="utf-8">', "utf-16"),
+    ],
+)
+def test_the_encoding_is_what_the_page_says(tmp_path, read, declared, encoding):
+    page = f"{declared}<html><body><p>日本和香港</p></body></html>"
+    (tmp_path / "a.html").write_bytes(page.encode(encoding))
+    assert only(read(tmp_path)).text == "日本和香港"
+
+
+def test_browsers_reading_of_latin_1(tmp_path, read):
+    (tmp_path / "a.htm").write_bytes(b'<meta charset="iso-8859-1"><p>\x93caf\xe9\x94</p>')
+    assert only(read(tmp_path)).text == "“café”"
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "empty"),
+        (b"<p></p><script>x</script>", "holds no text"),
+        (b"<p>caf\xe9</p>", "byte 6 is not UTF-8"),
+        (b'<meta charset="klingon"><p>x</p>', "'klingon', which is unknown"),
+        (b"<div>" * 3000 + b"x", "nested too deeply"),
+    ],
+)
+def test_page_that_cannot_be_read(tmp_path, read, data, reason):
+    (tmp_path / "a.html").write_bytes(data)
+    assert reason in refused(read(tmp_path))
+
+
+# PDF
+
+
+def test_pdf_keeps_its_pages(tmp_path, read, make_pdf):
+    pages = ["The salt wells\nare worked by hand.", "", "盐井靠人力开采。", "Last page."]
+    (tmp_path / "wells.pdf").write_bytes(make_pdf(pages, title="On wells"))
+    document = only(read(tmp_path))
+    assert document.text == "\n\n".join(page for page in pages if page)
+    assert document.title == "On wells"
+    first, empty, third, last = document.pages
+    assert first == 0
+    assert document.text[third:].startswith("盐井")
+    assert document.text[last:] == "Last page."
+    assert empty == third, "a page without text begins where the next one does"
+
+
+def test_pdf_without_title_takes_the_name(tmp_path, read, make_pdf):
+    (tmp_path / "wells.pdf").write_bytes(make_pdf(["text"]))
+    assert only(read(tmp_path)).title == "wells"
+
+
+def test_pdf_that_needs_a_password_or_recognition(tmp_path, read, make_pdf):
+    (tmp_path / "a.pdf").write_bytes(make_pdf(["text"], encrypt=True))
+    assert "is encrypted; save a copy" in refused(read(tmp_path / "a.pdf"))
+    (tmp_path / "b.pdf").write_bytes(make_pdf(["", ""]))
+    assert "no text layer on its 2 pages; run text recognition" in refused(read(tmp_path / "b.pdf"))
+
+
+def test_bad_page_costs_only_itself(tmp_path, read, make_pdf, monkeypatch):
+    import pypdf
+
+    extract = pypdf.PageObject.extract_text
+
+    def breaking(page, *arguments, **options):
+        text = extract(page, *arguments, **options)
+        if "two" in text:
+            raise KeyError("/Font\nmissing")
+        return text
+
+    monkeypatch.setattr(pypdf.PageObject, "extract_text", breaking)
+    path = tmp_path / "a.pdf"
+    path.write_bytes(make_pdf(["one", "two", "three"]))
+    good, bad = read(path)
+    assert good[0].text == "one\n\nthree"
+    assert good[0].pages == (0, 5, 5)
+    assert [(b.source, b.reason.count("\n")) for b in bad] == [(f"{path}, page 2", 0)]
+
+
+def test_pdf_text_beyond_the_bound_is_refused(tmp_path, read, make_pdf, monkeypatch):
+    monkeypatch.setattr(pdf_module, "MAX_TEXT_CHARACTERS", 100)
+    (tmp_path / "a.pdf").write_bytes(make_pdf(["x" * 60, "y" * 60]))
+    assert "split it" in refused(read(tmp_path))
+
+
+def test_halves_of_surrogates_and_nuls_of_broken_fonts_do_not_cost_the_file():
+    assert pdf_module._clean("a\0b \ud83c\udf75 \ud800") == "ab 🍵 \ufffd"
+
+
+def test_chinese_lines_that_fill_the_page_go_on_with_the_next(tmp_path, read, make_pdf):
+    page = "标题\n盐井靠人力开采，已有千\n年历史。\n第二段。\nThe end of\nthe page."
+    (tmp_path / "a.pdf").write_bytes(make_pdf([page]))
+    assert only(read(tmp_path)).text == page.replace("千\n年", "千年")
+
+
+# DOCX
+
+
+def fill_wells(document):
+    document.core_properties.title = ""
+    document.add_heading("盐井 Wells", 0)
+    document.add_paragraph("The salt wells\tare worked by hand.")
+    document.add_heading("Depths", 2)
+    document.add_paragraph("first", style="List Bullet")
+    document.add_paragraph("second", style="List Number")
+    table = document.add_table(rows=2, cols=2)
+    for place, text in enumerate(["Name", "Depth", "A", "12 m"]):
+        table.cell(place // 2, place % 2).text = text
+    inner = table.cell(1, 0).add_table(rows=1, cols=2)
+    inner.cell(0, 0).text, inner.cell(0, 1).text = "x", "y"
+    document.add_paragraph("盐井靠人力开采。")
+
+
+def test_docx_in_document_order(tmp_path, read, make_docx):
+    (tmp_path / "wells.docx").write_bytes(make_docx(fill_wells))
+    document = only(read(tmp_path))
+    assert document.title == "盐井 Wells"
+    assert document.text == (
+        "# 盐井 Wells\n\nThe salt wells are worked by hand.\n\n## Depths\n\n- first\n- second\n\n"
+        "Name | Depth\nA x | y | 12 m\n\n盐井靠人力开采。"
+    )
+
+
+def test_docx_insertions_and_content_controls_are_text_deletions_are_not(tmp_path, read, make_docx):
+    from docx.oxml import parse_xml
+    from docx.oxml.ns import nsdecls
+
+    def fill(document):
+        body = document.element.body
+        w = nsdecls("w")
+        body.insert(0, parse_xml(
+            f"<w:sdt {w}><w:sdtContent><w:p><w:r><w:t>control</w:t></w:r></w:p></w:sdtContent>"
+            "</w:sdt>"
+        ))  # fmt: skip
+        body.insert(1, parse_xml(
+            f"<w:p {w}><w:ins><w:r><w:t>inserted</w:t></w:r></w:ins>"
+            "<w:del><w:r><w:delText>deleted</w:delText></w:r></w:del>"
+            '<w:hyperlink><w:r><w:t xml:space="preserve"> link</w:t></w:r></w:hyperlink></w:p>'
+        ))  # fmt: skip
+
+    (tmp_path / "a.docx").write_bytes(make_docx(fill))
+    assert only(read(tmp_path)).text == "control\n\ninserted link"
+
+
+def test_docx_that_unpacks_to_too_much_is_refused_unread(tmp_path, read, make_docx, monkeypatch):
+    bomb = io.BytesIO(make_docx(fill_wells))
+    with zipfile.ZipFile(bomb, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("word/extra.xml", b"\0" * 3_000_000)
+    (tmp_path / "a.docx").write_bytes(bomb.getvalue())
+    monkeypatch.setattr(archive_module, "MAX_PART_BYTES", 2_000_000)
+    assert "word/extra.xml unpacks to more than" in refused(read(tmp_path))
+    monkeypatch.setattr(archive_module, "MAX_UNPACKED_BYTES", 1_000_000)
+    assert "unpacks to more than" in refused(read(tmp_path))
+
+
+@pytest.mark.parametrize("data", [b"", b"PK\3\4", b"not a zip", b"\xd0\xcf\x11\xe0" + b"\0" * 600])
+def test_docx_that_is_none(tmp_path, read, data):
+    (tmp_path / "a.docx").write_bytes(data)
+    assert "cannot be parsed as DOCX" in refused(read(tmp_path))
+
+
+def test_docx_without_text(tmp_path, read, make_docx):
+    (tmp_path / "a.docx").write_bytes(make_docx(lambda document: None))
+    assert "holds no text" in refused(read(tmp_path))

@@ -1,0 +1,110 @@
+"""The reader printed in docs/format.md reads what the store writes; it is run as it is printed."""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxrag.kv.store import content_id
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "format.md"
+ALLOWED = {"hashlib", "json", "math", "numpy", "pathlib", "sys", "xxhash"}
+
+
+@pytest.fixture(scope="module")
+def listing():
+    (text,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.M | re.S)
+    return text
+
+
+@pytest.fixture(scope="module")
+def reader(listing):
+    module = types.ModuleType("reader")
+    exec(compile(listing, "docs/format.md", "exec"), module.__dict__)
+    return module
+
+
+def test_it_needs_numpy_only(listing):
+    found = set()
+    for node in ast.walk(ast.parse(listing)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        assert not isinstance(node, ast.ImportFrom)
+    assert found <= ALLOWED
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_it_reads_every_chunk(fill, reader, tmp_path, dtype):
+    chunks, _ = fill(dtype)
+    root = tmp_path / f"store-{dtype}-native"
+    keys = [bundle.name for bundle in chunks.bundles]
+    assert list(reader.chunks(root)) == [(chunks.store.fingerprint, key) for key in sorted(keys)]
+    for key, kv in zip(keys, chunks.kv, strict=True):
+        found, record = reader.read_chunk(root, chunks.store.fingerprint, key)
+        np.testing.assert_array_equal(found, kv.astype(np.float32))
+        assert record["encoder"] == "isolated"
+
+
+def test_it_reads_int8_chunks(fill, reader, tmp_path):
+    chunks, _ = fill("float32", "int8")
+    for bundle in chunks.bundles:
+        found, _ = reader.read_chunk(
+            tmp_path / "store-float32-int8", chunks.store.fingerprint, bundle.name
+        )
+        np.testing.assert_array_equal(found, chunks.store.get(bundle.name))
+
+
+def test_it_reads_what_several_ranks_wrote(fill, reader, tmp_path):
+    chunks, _ = fill("bfloat16", ways=2)
+    for bundle, kv in zip(chunks.bundles, chunks.kv, strict=True):
+        found, record = reader.read_chunk(
+            tmp_path / "store-bfloat16-native", chunks.store.fingerprint, bundle.name
+        )
+        assert record["ways"] == 2
+        np.testing.assert_array_equal(found, kv.astype(np.float32))
+
+
+def test_it_reads_auxiliary_arrays(fill, reader, tmp_path):
+    aux = {"importance": np.linspace(0, 1, 6, dtype=np.float32).reshape(2, 3)}
+    chunks, _ = fill("bfloat16", aux=aux)
+    key = chunks.bundles[0].name
+    root = tmp_path / "store-bfloat16-native"
+    _, record = reader.read_chunk(root, chunks.store.fingerprint, key)
+    (attempt,) = root.glob(f"kv/*/*/{key}/{record['attempt']}")
+    np.testing.assert_array_equal(reader.read_aux(attempt, record, "importance"), aux["importance"])
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut"])
+def test_it_refuses_damaged_bytes(fill, reader, tmp_path, damage):
+    chunks, _ = fill()
+    key = chunks.bundles[0].name
+    root = tmp_path / "store-bfloat16-native"
+    (shard,) = root.glob(f"kv/*/*/{key}/*/c/0/0/0/0/0")
+    data = bytearray(shard.read_bytes())
+    data[9] ^= 1
+    shard.write_bytes(data if damage == "flip" else data[:100])
+    with pytest.raises(ValueError, match=r"differ from their digest|truncated|damaged"):
+        reader.read_chunk(root, chunks.store.fingerprint, key)
+
+
+def test_it_knows_the_names_of_chunks(reader):
+    ids = np.array([3, 70_000, 1], np.int32)
+    assert reader.content_id("digest", ids) == content_id("digest", ids)
+
+
+def test_it_runs_as_a_program(fill, listing, tmp_path):
+    chunks, _ = fill()
+    (tmp_path / "reader.py").write_text(listing)
+    command = [sys.executable, tmp_path / "reader.py", tmp_path / "store-bfloat16-native"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == len(chunks.bundles)
+    shutil.rmtree(tmp_path / "store-bfloat16-native")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == ""

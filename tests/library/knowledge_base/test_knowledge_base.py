@@ -1,0 +1,294 @@
+"""A knowledge base: ingest, resume, replace, search, refuse."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxrag.base.errors import (
+    DocumentError,
+    KnowledgeBaseError,
+    RequestError,
+    StoreError,
+    TokenizerError,
+)
+from jaxrag.library.documents import BadDocument, Document
+from jaxrag.library.knowledge_base import KnowledgeBase, ingest
+from jaxrag.models.model import random_model
+from jaxrag.models.text.prompts import TEMPLATES
+from jaxrag.reuse.encode import chunk_encoding, chunk_key, encode_chunks, encode_for_store
+
+WORDS = ["amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "larch"]
+
+
+def test_every_chunk_is_found_in_the_store_with_the_kv_of_its_tokens(kb, model, text_of):
+    report = kb.add([Document("a", text_of(1)), Document("b", text_of(2), title="Bee")])
+    assert (report.documents, report.replaced, report.unchanged) == (2, 0, 0)
+    assert report.skipped == ()
+    assert report.encoded == report.chunks == sum(d.num_chunks for d in kb.documents()) > 6
+    assert report.encoded_tokens == report.tokens
+    hits = kb.search(" ".join(WORDS), k=100)
+    assert len(hits) == report.chunks
+    prefix = kb.template.prefix_ids(model.tokenizer)
+    for hit in hits:
+        ids = kb.template.chunk_ids(model.tokenizer, hit.ids, hit.title)
+        key = chunk_key(kb.store.fingerprint, model, "isolated", prefix, ids)
+        stored = kb.store.get(key)
+        ((_, kv),) = encode_chunks(model, "isolated", prefix, [ids])
+        np.testing.assert_allclose(stored, kv, rtol=1e-4, atol=1e-5)
+        assert model.tokenizer.decode(hit.ids) == hit.text
+
+
+def test_hits_say_where_they_come_from(kb, tmp_path, text_of):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "note.md").write_text("# On quartz\n" + text_of(3) + " quartz vein")
+    kb.add([tmp_path / "in", text_of(4)])
+    hit = kb.search("Where is the quartz vein?", k=1)[0]
+    assert (hit.document_id, hit.title) == ("note.md", "On quartz")
+    assert hit.file == str(tmp_path / "in" / "note.md")
+    assert "quartz vein" in hit.text
+    assert hit.chunk_index == kb.documents()[0].num_chunks - 1
+    assert hit.score > 0
+    assert hit.ids.dtype == np.int32
+
+
+def test_adding_again_encodes_nothing(tmp_path, model, encoded, text_of):
+    documents = [Document("a", text_of(1)), Document("b", text_of(2))]
+    with KnowledgeBase.open(tmp_path, model, chunk_tokens=100) as kb:
+        first = kb.add(documents)
+        before = kb.search("larch", k=100)
+    encoded.clear()
+    with KnowledgeBase.open(tmp_path, model) as kb:
+        second = kb.add(documents)
+        after = kb.search("larch", k=100)
+    assert sum(encoded) == 0
+    assert (second.documents, second.unchanged, second.encoded) == (2, 2, 0)
+    assert second.reused == second.chunks == first.chunks
+    assert [hit.chunk_id for hit in after] == [hit.chunk_id for hit in before]
+
+
+def test_equal_chunks_are_encoded_once(kb, encoded):
+    report = kb.add([Document("a", "same text"), Document("b", "same text")])
+    assert (report.chunks, report.encoded, report.reused) == (2, 1, 1)
+    assert sum(encoded) == 1
+
+
+def test_changed_document_is_replaced_as_a_whole(kb, text_of):
+    kept = "A" * 99
+    kb.add([Document("a", kept + "old basalt " + text_of(5)), Document("b", text_of(6))])
+    report = kb.add([Document("a", kept + "new gneiss", metadata={"edition": 2})])
+    assert (report.documents, report.replaced, report.unchanged) == (1, 1, 0)
+    assert kb.search("basalt", k=5) == []
+    assert [hit.document_id for hit in kb.search("gneiss", k=5)] == ["a"]
+    a, _ = kb.documents()
+    assert a.metadata == {"edition": 2}
+    assert {hit.document_id for hit in kb.search("larch", k=100)} == {"b"}
+    assert kb.stats()["chunks"] == sum(d.num_chunks for d in kb.documents())
+
+
+def test_bad_documents_cost_only_themselves(kb, text_of):
+    good = [Document(f"good{n}", text_of(n, 5)) for n in range(99)]
+    report = kb.add([*good[:50], BadDocument("bad.txt:3", "malformed"), "  ", *good[50:]])
+    assert report.documents == len(kb.documents()) == 99
+    assert [bad.source for bad in report.skipped] == ["bad.txt:3", "documents[51]"]
+
+
+def test_id_given_twice_in_one_run_is_reported(kb):
+    report = kb.add([Document("a", "first"), Document("a", "second"), {"text": "x", "id": "b"}])
+    assert report.documents == 2
+    assert [bad.source for bad in report.skipped] == ["a"]
+    assert kb.search("second", k=1) == []
+
+
+def test_id_of_another_file_is_refused_and_of_a_moved_file_follows(kb, tmp_path):
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "readme.txt").write_text(f"{folder} cobalt")
+    kb.add([tmp_path / "one"])
+    report = kb.add([tmp_path / "two"])
+    assert report.documents == 0
+    assert "one/readme.txt" in report.skipped[0].reason
+    (tmp_path / "one").rename(tmp_path / "moved")
+    assert kb.add([tmp_path / "moved"]).documents == 1
+    assert kb.documents()[0].file == str(tmp_path / "moved" / "readme.txt")
+
+
+@pytest.mark.parametrize("documents", ["text", Path("x"), {"text": "x"}, [3], [b"x"], [["x"]]])
+def test_what_is_no_list_of_documents_is_refused_before_work(kb, documents, encoded):
+    with pytest.raises(DocumentError, match="expected a"):
+        kb.add(documents)
+    assert encoded == []
+
+
+def test_interrupted_run_is_continued(tmp_path, model, monkeypatch, text_of):
+    """Killed between two chunks of the second batch: the first batch is there, nothing is lost."""
+    monkeypatch.setattr(ingest, "BATCH_TOKENS", 300)
+    documents = [Document(str(n), text_of(n)) for n in range(4)]
+    yielded = 0
+
+    def dying(*arguments, **options):
+        nonlocal yielded
+        for item in encode_for_store(*arguments, **options):
+            if yielded == 7:
+                raise KeyboardInterrupt
+            yielded += 1
+            yield item
+
+    kb = KnowledgeBase.open(tmp_path, model, template="plain", chunk_tokens=100)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(chunk_encoding, "encode_for_store", dying)
+        kb.add(documents)
+    kb.close()
+    with KnowledgeBase.open(tmp_path, model) as kb:
+        committed = kb.documents()
+        assert 0 < len(committed) < 4
+        assert {hit.document_id for hit in kb.search(" ".join(WORDS), k=100)} == {
+            document.id for document in committed
+        }
+        report = kb.add(documents)
+        assert report.documents == 4
+        assert report.unchanged == len(committed)
+        assert report.encoded == report.chunks - 7
+
+
+def test_failed_commit_leaves_the_catalog_as_it_was(kb, monkeypatch):
+    kb.add([Document("a", "old basalt")])
+    before = kb.documents()
+
+    def failing(*_):
+        raise StoreError("disk full")
+
+    monkeypatch.setattr(kb._catalog._index.__class__, "add", failing)
+    with pytest.raises(StoreError, match="disk full"):
+        kb.add([Document("a", "new gneiss"), Document("b", "new schist")])
+    monkeypatch.undo()
+    assert kb.documents() == before
+    assert len(kb.search("basalt", k=5)) == 1
+    kb.add([Document("a", "new gneiss")])
+    assert kb.search("basalt", k=5) == []
+
+
+def test_lost_kv_is_made_again(kb, tmp_path, text_of):
+    report = kb.add([Document("a", text_of(1))])
+    for commit in (tmp_path / "kb").rglob("commit.json"):
+        commit.unlink()
+    again = kb.add([Document("a", text_of(1))])
+    assert (again.unchanged, again.encoded) == (1, report.encoded)
+
+
+def test_second_encoder_is_added_to_the_documents_that_are_there(tmp_path, model, text_of):
+    documents = [Document("a", text_of(1))]
+    with KnowledgeBase.open(tmp_path, model, chunk_tokens=100, template="block_attention") as kb:
+        first = kb.add(documents)
+    with KnowledgeBase.open(tmp_path, model, encoders=["after_prefix"]) as kb:
+        assert kb.encoders == ("isolated", "after_prefix")
+        second = kb.add(documents)
+        assert (second.encoded, second.reused) == (first.chunks, first.chunks)
+        assert (second.unchanged, second.replaced) == (1, 0)
+        assert kb.stats()["encoders"] == {"isolated": first.chunks, "after_prefix": first.chunks}
+        assert kb.add(documents).unchanged == 1
+        assert kb.stats()["stored"]["chunks"] == 2 * first.chunks + 1  # the prefix
+
+
+def test_everything_is_remembered_and_search_needs_no_model(tmp_path, model):
+    with KnowledgeBase.open(
+        tmp_path / "kb", model, template="block_attention", chunk_tokens=90, overlap=7
+    ) as kb:
+        kb.add([Document("a", "basalt and gneiss")])
+    with KnowledgeBase.open((tmp_path / "kb").as_uri()) as kb:
+        assert kb.template == TEMPLATES["block_attention"]
+        assert (kb.chunking.chunk_tokens, kb.chunking.overlap) == (90, 7)
+        assert kb.model is None
+        assert kb.search("gneiss")[0].document_id == "a"
+        assert [hit.document_id for hit in kb.search("gneiss", k=2**70)] == ["a"]
+        stats = kb.stats()
+        assert json.loads(json.dumps(stats)) == stats
+        assert (stats["documents"], stats["chunks"]) == (1, 1)
+        assert stats["stored"]["chunks"] == 2  # one of them the template's prefix
+        assert stats["model_digest"] == model.digest
+        with pytest.raises(KnowledgeBaseError, match="without a model"):
+            kb.add(["more"])
+
+
+def test_foreign_model_tokenizer_template_and_sizes_are_refused(tmp_path, model, config):
+    KnowledgeBase.open(tmp_path, model, chunk_tokens=100).close()
+    others = {
+        "belongs to model": random_model(config, seed=1, tokenizer=model.tokenizer),
+        "fingerprint": dataclasses.replace(
+            model, config=dataclasses.replace(config, norm_eps=1e-6)
+        ),
+        "tokenizer": dataclasses.replace(model, tokenizer=None),
+    }
+    for reason, other in others.items():
+        with pytest.raises(KnowledgeBaseError, match=reason):
+            KnowledgeBase.open(tmp_path, other)
+    for settings in ({"template": "block_attention"}, {"chunk_tokens": 99}, {"overlap": 1}):
+        with pytest.raises(KnowledgeBaseError, match="into another folder"):
+            KnowledgeBase.open(tmp_path, model, **settings)
+
+
+def test_what_cannot_be_made_is_refused_and_leaves_nothing(tmp_path, model):
+    target = tmp_path / "kb"
+    with pytest.raises(KnowledgeBaseError, match="no knowledge base"):
+        KnowledgeBase.open(target)
+    with pytest.raises(TokenizerError):
+        KnowledgeBase.open(target, dataclasses.replace(model, tokenizer=None))
+    with pytest.raises(KnowledgeBaseError, match="positions"):
+        KnowledgeBase.open(target, model, chunk_tokens=512)
+    with pytest.raises(RequestError, match="isolated"):
+        KnowledgeBase.open(target, model, chunk_tokens=50, encoders=["nonsense"])
+    with pytest.raises(KnowledgeBaseError, match="local folder"):
+        KnowledgeBase.open("s3://bucket/kb", model)
+    assert not target.exists()
+    target.write_text("a file")
+    with pytest.raises(KnowledgeBaseError, match="is a file"):
+        KnowledgeBase.open(target, model)
+
+
+def test_title_too_long_for_the_context_skips_the_document(tmp_path, model):
+    with KnowledgeBase.open(tmp_path, model, chunk_tokens=100, template="block_attention") as kb:
+        report = kb.add([Document("a", "text", title="T" * 600), Document("b", "text")])
+        assert report.documents == 1
+        assert "context" in report.skipped[0].reason
+
+
+@pytest.mark.parametrize(("question", "k"), [("", 5), (" \n", 5), (None, 5), ("what", 0)])
+def test_bad_search_is_refused(kb, question, k):
+    with pytest.raises(RequestError, match="expected"):
+        kb.search(question, k)
+
+
+def test_closed_knowledge_base_says_so(kb):
+    kb.close()
+    with pytest.raises(StoreError, match="open it again"):
+        kb.search("basalt")
+
+
+def test_question_without_words_finds_nothing(kb):
+    kb.add(["basalt"])
+    assert kb.search("?!") == []
+
+
+def test_progress_draws_nothing_where_there_is_no_terminal(kb, capfd, text_of):
+    kb.add([Document("a", text_of(1))], progress=True)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_opened_for_reading_nothing_changes(tmp_path, model):
+    with pytest.raises(KnowledgeBaseError, match="for writing"):
+        KnowledgeBase.open(tmp_path / "kb", model, mode="r")
+    assert not (tmp_path / "kb").exists()
+    with KnowledgeBase.open(tmp_path / "kb", model, chunk_tokens=100) as kb:
+        kb.add([Document("a", "basalt")])
+    with pytest.raises(KnowledgeBaseError, match="for writing"):
+        KnowledgeBase.open(tmp_path / "kb", model, encoders=["after_prefix"], mode="r")
+    with pytest.raises(KnowledgeBaseError, match="expected one of r, rw"):
+        KnowledgeBase.open(tmp_path / "kb", model, mode="w")
+    with KnowledgeBase.open(tmp_path / "kb", model, mode="r") as kb:
+        assert kb.search("basalt")[0].document_id == "a"
+        assert not kb.store.writable
+        with pytest.raises(KnowledgeBaseError, match="opened for reading"):
+            kb.add([Document("b", "gneiss")])
+        assert kb.encoders == ("isolated",)

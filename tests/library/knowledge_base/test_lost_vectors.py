@@ -1,0 +1,158 @@
+"""Vectors that damage took away: a search over the rest says so, and they are made again."""
+
+import random
+import shutil
+
+import pytest
+
+from jaxrag.base.errors import StoreError
+from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.serve.generate import generate
+
+KINDS = ("exact", "faiss", "lance")
+
+
+@pytest.fixture
+def whole(make_kb, text_of, embedder):
+    """``whole(index)``: a knowledge base of four documents, added one by one."""
+
+    def make(index):
+        kb = make_kb(f"kb-{index}", embedder=embedder, index=index)
+        for number in range(4):
+            kb.add([{"id": f"doc{number}", "text": text_of(number)}])
+        return kb
+
+    return make
+
+
+def found(kb, question, mode=None):
+    hits = kb.search(question, 3, mode=mode)
+    return [(hit.chunk_id, hit.score) for hit in hits], hits.notes
+
+
+@pytest.mark.parametrize("index", KINDS)
+def test_a_search_over_less_says_so_and_repair_heals(whole, text_of, index):
+    kb = whole(index)
+    question = text_of(2, 8)
+    before = {mode: found(kb, question, mode) for mode in (None, "vector", "bm25")}
+    assert [notes for _, notes in before.values()] == [(), (), ()]
+    lost = kb._catalog.ids_of_document("doc2")
+    kb._vectors.index.remove(lost)
+    kb._vectors.index.add([10**6], kb._vectors.embedder([text_of(9)], "passage"))
+    for mode in (None, "vector"):
+        _, (note,) = found(kb, question, mode)
+        assert note.startswith(f"the vectors of {len(lost)} of {kb.stats()['chunks']} chunks")
+        assert "kb verify --repair" in note
+    assert found(kb, question, "bm25") == before["bm25"]
+    assert kb.stats()["vectors"]["complete"] is False
+    answer = kb.search([question, text_of(1, 8)], 2)
+    assert [len(hits.notes) for hits in answer] == [1, 1]
+    kb.verify(repair=True)
+    assert {mode: found(kb, question, mode) for mode in before} == before
+    assert kb.stats()["vectors"]["complete"] is True
+
+
+@pytest.mark.parametrize("index", KINDS)
+def test_vectors_of_no_chunk_change_no_ranking(whole, text_of, index):
+    """A batch whose documents are not there yet, or what a dead writer left."""
+    kb = whole(index)
+    question = text_of(2, 8)
+    before = [found(kb, question, mode) for mode in (None, "vector")]
+    strays = kb._vectors.embedder([question] * 40, "passage")
+    kb._vectors.index.add(range(10**6, 10**6 + 40), strays)
+    assert [found(kb, question, mode) for mode in (None, "vector")] == before
+    kb.remove(["doc0"])
+    assert found(kb, question)[1] == ()
+
+
+def test_an_answer_passes_the_note_on(whole, text_of):
+    kb = whole("exact")
+    kb._vectors.index.remove(kb._catalog.ids_of_document("doc1"))
+    answer = generate(text_of(1, 8), kb=kb, k=2, method="turborag", max_new_tokens=1)
+    assert any(note.startswith("the vectors of ") for note in answer.notes)
+
+
+@pytest.mark.parametrize("place", ["the last frame", "its end", "the first frame", "the rows"])
+def test_damage_that_looks_like_a_torn_tail_is_told(whole, text_of, embedder, place):
+    kb = whole("exact")
+    question = text_of(3, 8)
+    kb.close()
+    log, rows = kb.path / "vectors" / "0.log", kb.path / "vectors" / "0.vectors"
+    data = bytearray(log.read_bytes())
+    if place == "the last frame":
+        data[-8] ^= 4  # an id
+    elif place == "its end":
+        del data[-1:]
+    elif place == "the first frame":
+        data[9] ^= 4
+    else:
+        rows.write_bytes(rows.read_bytes()[:-1])
+    log.write_bytes(data)
+    if place == "the first frame":
+        with pytest.raises(StoreError, match="do not match their digests"):
+            KnowledgeBase.open(kb.path, embedder=embedder, mode="r").search(question)
+        return
+    with KnowledgeBase.open(kb.path, embedder=embedder, mode="r") as opened:
+        assert len(found(opened, question)[1]) == 1
+        assert len(found(opened, question, "vector")[1]) == 1
+
+
+def test_a_damaged_vector_of_a_lance_table_is_refused(whole, text_of, embedder):
+    kb = whole("lance")
+    vector = kb._vectors.index.get([1])[0].tobytes()
+    path, question = kb.path, text_of(1, 8)
+    kb.close()
+    holding = [it for it in (path / "vectors").rglob("*.lance") if it.is_file()]
+    holding = [it for it in holding if vector in it.read_bytes()]
+    assert holding
+    for file in holding:
+        data = bytearray(file.read_bytes())
+        data[data.index(vector) + data[data.index(vector) :].index(0x3F)] ^= 1
+        file.write_bytes(data)
+    with (
+        KnowledgeBase.open(path, embedder=embedder, mode="r") as opened,
+        pytest.raises(StoreError, match="rows differ from their digests"),
+    ):
+        opened.search(question)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", ["exact", "faiss"])
+def test_flips_and_cuts_are_refused_or_told(whole, text_of, embedder, tmp_path, index):
+    """Of 60 flipped bits and 30 cuts none is answered otherwise than before without a note."""
+    kb = whole(index)
+    kb.remove(["doc1"])
+    path = kb.path
+    questions = [text_of(100 + number, 6) for number in range(3)]
+    kb.close()
+
+    def ask(folder):
+        with KnowledgeBase.open(folder, embedder=embedder, mode="r") as kb:
+            return [found(kb, question) for question in questions]
+
+    before = ask(path)
+    files = [it for it in sorted((path / "vectors").iterdir()) if it.stat().st_size]
+    dice = random.Random(index)
+    outcomes = {"same": 0, "refused": 0, "told": 0}
+    work = tmp_path / "work"
+    for trial in range(90):
+        shutil.rmtree(work, ignore_errors=True)
+        shutil.copytree(path, work)
+        file = work / "vectors" / dice.choice(files).name
+        data = bytearray(file.read_bytes())
+        place = dice.randrange(len(data))
+        if trial < 60:
+            data[place] ^= 1 << dice.randrange(8)
+        else:
+            del data[place:]
+        file.write_bytes(data)
+        try:
+            after = ask(work)
+        except StoreError:
+            outcomes["refused"] += 1
+            continue
+        noted = all(notes for _, notes in after)
+        assert noted or after == before, (file.name, place)
+        outcomes["told" if noted else "same"] += 1
+    assert outcomes["refused"] > 0
+    assert outcomes["told"] > 0

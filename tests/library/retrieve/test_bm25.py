@@ -1,0 +1,206 @@
+"""BM25: terms of words and of CJK text, ranking, removal, and queries that are not SQL."""
+
+import contextlib
+import math
+
+import apsw
+import numpy as np
+import pytest
+
+from jaxrag.base.errors import DamagedCatalogError
+from jaxrag.library.retrieve.bm25 import BM25Index, terms
+from jaxrag.library.retrieve.filters import Filter
+
+
+class Index(BM25Index):
+    def add_all(self, texts):
+        self.add(dict(texts))
+
+
+@pytest.fixture
+def index():
+    with contextlib.closing(apsw.Connection(":memory:")) as connection:
+        made = Index(connection)
+        made.create()
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The LAMP's snake_case, 3.14", ["the", "lamp", "s", "snake", "case", "3", "14"]),
+        ("Café Ünïted Straße", ["cafe", "united", "strasse"]),
+        ("Ｆｕｌｌ ｗｉｄｔｈ", ["full", "width"]),
+        ("灯塔守", ["灯", "塔", "守", "灯塔", "塔守"]),
+        ("GPU灯塔2号", ["gpu", "灯", "塔", "灯塔", "2", "号"]),
+        ("がく", ["が", "く", "がく"]),
+        ("한국", ["한", "국", "한국"]),
+        ("?!", []),
+    ],
+)
+def test_terms(text, expected):
+    assert terms(text) == expected
+
+
+def test_rarer_and_more_frequent_words_rank_higher(index):
+    index.add_all(
+        [
+            (1, "the harbour and the boats"),
+            (2, "the lighthouse lamp of the harbour"),
+            (3, "a lamp"),
+            (4, "the sea and the harbour and the rain"),
+        ]
+    )
+    assert [m.chunk_id for m in index.search("Where is the lighthouse lamp?", 3)] == [2, 3, 4]
+    scores = [m.score for m in index.search("Where is the lighthouse lamp?", 4)]
+    assert scores == sorted(scores, reverse=True)
+    assert min(scores) > 0
+
+
+def test_score_is_okapi_bm25(index):
+    texts = {1: "red red blue", 2: "blue green", 3: "green", 4: "grey grey grey grey"}
+    index.add_all(texts)
+    idf = math.log(1 + (4 - 1 + 0.5) / (1 + 0.5))
+    length, mean, k1, b = 3, 10 / 4, 1.2, 0.75
+    expected = idf * 2 * (k1 + 1) / (2 + k1 * (1 - b + b * length / mean))
+    (match,) = index.search("red", 5)
+    assert match.score == pytest.approx(expected, rel=1e-9)
+
+
+def test_chinese_question_finds_chinese_text(index):
+    index.add_all([(1, "港口的船很多"), (2, "灯塔的看守人住在岛上"), (3, "岛上有风"), (4, "雨")])
+    assert index.search("灯塔看守人是谁?", 1)[0].chunk_id == 2
+
+
+def test_equal_scores_are_in_order_of_chunk_id(index):
+    index.add_all([(7, "same words"), (3, "same words"), (5, "same words"), (9, "x"), (10, "y")])
+    assert [m.chunk_id for m in index.search("same", 2)] == [3, 5]
+
+
+def test_removed_chunks_are_not_found(index):
+    index.add_all([(1, "lamp"), (2, "lamp oil"), (3, "sea")])
+    index.remove({1: "lamp"})
+    assert [m.chunk_id for m in index.search("lamp", 5)] == [2]
+
+
+@pytest.mark.parametrize(
+    "question", ['"', 'NEAR("a" "b") *', "terms: lamp^2", "a OR (b", "-x'; --"]
+)
+def test_query_syntax_is_ordinary_text(index, question):
+    index.add_all([(1, "near or not a b lamp x")])
+    index.search(question, 5)
+
+
+def test_very_long_question(index):
+    index.add_all([(1, "lamp"), (2, "sea")])
+    question = " ".join(f"word{n}" for n in range(5000)) + " lamp"
+    assert [m.chunk_id for m in index.search(question, 5)] == [1]
+
+
+def test_index_of_nothing_finds_nothing(index):
+    assert index.search("lamp", 5) == []
+
+
+def test_index_after_removal_scores_as_one_that_never_held_the_chunk(index):
+    index.add_all({1: "lamp oil", 2: "sea air lamp", 3: "rain"})
+    expected = index.search("lamp rain", 5)
+    index.add({4: "lamp lamp rain and other words"})
+    index.remove({4: "lamp lamp rain and other words"})
+    assert index.search("lamp rain", 5) == expected
+
+
+def test_words_of_most_chunks_do_not_count_among_many(index, monkeypatch):
+    index.add_all(
+        [(1, "the lamp the the"), (2, "the sea"), (3, "the"), (4, "lamp"), (5, "the rain")]
+    )
+    assert sorted(match.chunk_id for match in index.search("the lamp", 5)) == [1, 2, 3, 4, 5]
+    monkeypatch.setattr("jaxrag.library.retrieve.bm25._MANY_CHUNKS", 5)
+    assert [match.chunk_id for match in index.search("the lamp", 5)] == [4, 1]
+    assert [match.chunk_id for match in index.search("the", 5)] == [1, 3, 2, 5]
+
+
+def test_only_chunks_of_matching_documents_are_ranked(index):
+    index.connection.execute("CREATE TABLE documents (id TEXT, metadata TEXT)")
+    index.connection.execute("CREATE TABLE chunks (id INTEGER, document_id TEXT)")
+    index.add_all([(1, "lamp"), (2, "lamp oil"), (3, "lamp"), (4, "sea")])
+    index.connection.executemany(
+        "INSERT INTO documents VALUES (?, ?)",
+        [("a", '{"year": 2019}'), ("b", '{"year": 2020}'), ("c", "{}")],
+    )
+    index.connection.executemany(
+        "INSERT INTO chunks VALUES (?, ?)", [(1, "a"), (2, "b"), (3, "b"), (4, "c")]
+    )
+    scores = dict(index.search("lamp", 5))
+    found = index.search("lamp", 5, Filter.parse({"year": {"$gte": 2020}}))
+    assert [match.chunk_id for match in found] == [3, 2]
+    assert [match.score for match in found] == [scores[3], scores[2]]
+    assert index.search("lamp", 1, Filter.parse({"year": {"$gte": 2020}})) == found[:1]
+    assert index.search("lamp", 5, Filter.parse({"year": 1})) == []
+    assert len(index.search("lamp", 5, Filter.parse({}))) == 3
+
+
+def test_a_snapshot_ranks_as_the_index(index, monkeypatch):
+    """The same chunks with the same scores, ties included, whatever the words and their number."""
+    rng = np.random.default_rng(4)
+    words = [*(f"w{n}" for n in range(30)), "灯塔守", "the"]
+    share = 1 / np.arange(1, len(words) + 1)
+    texts = {
+        int(i): " ".join(rng.choice(words, rng.integers(0, 12), p=share / share.sum()))
+        for i in rng.choice(500, 120, replace=False)
+    }
+    index.add_all(texts)
+    index.remove(dict([next(iter(texts.items()))]))
+    questions = [*texts.values(), "", "nobody holds this", "塔 the the w3 w29"]
+    for many in (10_000, 50):
+        monkeypatch.setattr("jaxrag.library.retrieve.bm25._MANY_CHUNKS", many)
+        snapshot, ties = index.snapshot(), 0
+        for question in questions:
+            for k in (1, 7, 500):
+                found = index.search(question, k)
+                assert snapshot.search(question, k) == found
+            ties += len(found) - len({match.score for match in found})
+        assert ties > 100
+
+
+def test_a_snapshot_of_nothing_finds_nothing(index):
+    assert index.snapshot().search("lamp", 5) == []
+
+
+def test_terms_tell_of_their_postings_after_every_change(index):
+    """Each term has the number of its postings and the sum that tells which, in any order."""
+    rng = np.random.default_rng(6)
+    words = [*(f"w{n}" for n in range(12)), "\u706f\u5854"]
+    texts: dict[int, str] = {}
+    for round_number in range(30):
+        new = {10 * round_number + n: " ".join(rng.choice(words, 6)) for n in range(3)}
+        assert index.add(new) == sum(len(terms(text)) for text in new.values())
+        texts |= new
+        gone = {int(i): texts.pop(int(i)) for i in rng.choice(list(texts), 2, replace=False)}
+        index.remove(gone)
+        assert index.count_unlike(sorted(texts.items())) == 0
+        index.counted()
+    assert index.count_unlike(sorted(texts.items())[1:]) > 0
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "DELETE FROM postings WHERE term = 'lamp' AND chunk_id = 2",
+        "UPDATE postings SET count = 9 WHERE term = 'lamp' AND chunk_id = 2",
+        "UPDATE postings SET chunk_id = 7 WHERE term = 'lamp' AND chunk_id = 2",
+        "UPDATE postings SET count = 3 - count WHERE term = 'lamp'",
+        "UPDATE terms SET holders = holders + 1 WHERE term = 'lamp'",
+        "DELETE FROM terms WHERE term = 'lamp'",
+        "DELETE FROM postings WHERE term = 'lamp'",
+    ],
+)
+def test_postings_that_are_not_as_written_are_refused(index, statement):
+    index.add_all([(1, "lamp lamp oil"), (2, "lamp sea"), (3, "rain")])
+    assert index.search("rain lamp", 5, version=1)
+    index.connection.execute(statement)
+    with pytest.raises(DamagedCatalogError, match=r"'lamp' are not as written; run `jaxrag kb"):
+        index.search("rain lamp", 5, version=2)
+    with pytest.raises(DamagedCatalogError, match="'lamp'"):
+        index.snapshot()
+    assert [found.chunk_id for found in index.search("rain", 5, version=2)] == [3]
+    assert index.count_unlike([(1, "lamp lamp oil"), (2, "lamp sea"), (3, "rain")]) == 1

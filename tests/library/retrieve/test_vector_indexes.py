@@ -1,0 +1,244 @@
+"""Every vector index: exact results, filters, replacement, removal, reopening, other processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxrag.base.errors import RequestError, RetrievalError, StoreError
+from jaxrag.library.retrieve.names import VECTOR_INDEXES, index_named
+
+PACKAGES = {"exact": None, "faiss": "faiss", "lance": "lancedb"}
+DIM = 12
+
+
+@pytest.fixture(params=sorted(VECTOR_INDEXES))
+def kind(request):
+    if PACKAGES[request.param]:
+        pytest.importorskip(PACKAGES[request.param])
+    return index_named(request.param)
+
+
+@pytest.fixture
+def index(kind, tmp_path):
+    made = kind.open(tmp_path / "vectors", DIM)
+    yield made
+    made.close()
+
+
+def vectors(count, seed=0):
+    return np.random.default_rng(seed).standard_normal((count, DIM)).astype(np.float32)
+
+
+def expected(held, queries, k, allowed=None):
+    """By the definition: ids of the k largest inner products, padded with -1."""
+    ids = np.array(sorted(held if allowed is None else set(held) & set(allowed)), np.int64)
+    out = np.full((len(queries), k), -1, np.int64)
+    if len(ids):
+        scores = queries @ np.stack([held[i] for i in ids]).T
+        order = np.argsort(-scores, axis=1)[:, :k]
+        out[:, : order.shape[1]] = ids[order]
+    return out
+
+
+def test_finds_the_largest_inner_products(index):
+    data, queries = vectors(700), vectors(5, seed=1)
+    ids = np.random.default_rng(2).permutation(5000)[:700].astype(np.int64)
+    index.add(ids[:1], data[:1])
+    index.add(ids[1:], data[1:])
+    held = dict(zip(ids.tolist(), data, strict=True))
+    found, scores = index.search(queries, 9)
+    assert found.dtype == np.int64 and scores.dtype == np.float32
+    assert found.tolist() == expected(held, queries, 9).tolist()
+    products = np.einsum("qe,qke->qk", queries, np.array([[held[i] for i in r] for r in found]))
+    np.testing.assert_allclose(scores, products, rtol=1e-5, atol=1e-5)
+    assert index.ids().tolist() == sorted(ids.tolist())
+    assert len(index) == 700
+
+
+def test_vectors_are_given_back_by_id(index):
+    data = vectors(40)
+    index.add(np.arange(0, 80, 2), data)
+    index.add(np.array([6]), data[:1] + 1)
+    index.remove(np.array([4]))
+    asked = np.array([20, 6, 0, 20])
+    np.testing.assert_array_equal(index.get(asked), [data[10], data[0] + 1, data[0], data[10]])
+    assert index.get(np.zeros(0, np.int64)).shape == (0, DIM)
+    for missing in (4, 5, 1000):
+        with pytest.raises(StoreError, match=f"has no vector of chunk {missing}"):
+            index.get(np.array([20, missing]))
+
+
+def test_only_allowed_ids_are_found(index):
+    data, queries = vectors(60), vectors(3, seed=1)
+    index.add(np.arange(60), data)
+    held = dict(enumerate(data))
+    for allowed in ([], [7], [3, 9, 41, 999], list(range(0, 60, 2)), list(range(60))):
+        found, scores = index.search(queries, 4, np.array(allowed, np.int64))
+        assert found.tolist() == expected(held, queries, 4, allowed).tolist()
+        assert (np.isneginf(scores) == (found < 0)).all()
+
+
+def test_fewer_than_k_are_padded(index):
+    empty, scores = index.search(vectors(2), 3)
+    assert empty.tolist() == [[-1] * 3] * 2 and np.isneginf(scores).all()
+    index.add(np.array([5]), vectors(1))
+    found, scores = index.search(vectors(2), 3)
+    assert found.tolist() == [[5, -1, -1]] * 2
+    assert np.isneginf(scores[:, 1:]).all() and np.isfinite(scores[:, 0]).all()
+    assert index.search(vectors(0), 3)[0].shape == (0, 3)
+
+
+def test_an_id_added_again_has_the_new_vector(index):
+    data = np.eye(DIM, dtype=np.float32)
+    index.add(np.arange(3), data[:3])
+    index.add(np.array([1, 7]), data[[5, 6]])
+    found, scores = index.search(data[[1, 5]], 1)
+    assert found[1].tolist() == [1] and scores[0, 0] == 0
+    assert index.ids().tolist() == [0, 1, 2, 7]
+
+
+def test_removed_ids_are_not_found(index):
+    data = vectors(20)
+    index.add(np.arange(20), data)
+    index.remove(np.array([3, 4, 99]))
+    index.remove(np.zeros(0, np.int64))
+    held = {i: row for i, row in enumerate(data) if i not in (3, 4)}
+    assert index.search(data[3:6], 20)[0].tolist() == expected(held, data[3:6], 20).tolist()
+    assert index.ids().tolist() == sorted(held)
+    index.add(np.array([3]), data[3:4])
+    assert index.search(data[3:4], 20, np.array([3]))[0].tolist() == [[3] + [-1] * 19]
+    index.remove(np.arange(20))
+    assert len(index) == 0 and index.ids().tolist() == []
+    assert (index.search(data, 3)[0] == -1).all()
+
+
+def test_survives_reopening(kind, tmp_path):
+    data = vectors(40)
+    index = kind.open(tmp_path / "v", DIM)
+    index.add(np.arange(40), data)
+    index.remove(np.arange(10))
+    index.add(np.array([50]), data[:1])
+    index.close()
+    for mode in ("r", "rw"):
+        again = kind.open(tmp_path / "v", DIM, mode=mode)
+        held = dict(zip([*range(10, 40), 50], [*data[10:], data[0]], strict=True))
+        assert again.search(data, 5)[0].tolist() == expected(held, data, 5).tolist()
+        again.close()
+
+
+def test_another_object_sees_a_change_at_its_next_search(kind, tmp_path):
+    writer = kind.open(tmp_path / "v", DIM)
+    reader = kind.open(tmp_path / "v", DIM, mode="r")
+    data = vectors(6)
+    for number in range(6):
+        writer.add(np.array([number]), data[number : number + 1])
+        assert reader.search(data, number + 2)[0].max() == number
+        assert len(reader) == number + 1
+    writer.remove(np.array([5]))
+    assert reader.ids().tolist() == [0, 1, 2, 3, 4]
+    writer.close()
+    reader.close()
+
+
+WRITER = """
+import sys
+from pathlib import Path
+import numpy as np
+from jaxrag.library.retrieve.names import index_named
+name, folder, start = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+index = index_named(name).open(folder, 4)
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(start, start + 12):
+    index.add(np.array([number]), np.full((1, 4), number, np.float32))
+    if number % 3 == 0:
+        index.remove(np.array([number]))
+index.close()
+"""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(it, marks=() if it == "lance" else pytest.mark.slow)
+        for it in sorted(VECTOR_INDEXES)
+    ],
+)
+def test_processes_write_while_one_reads(name, tmp_path):
+    """Nothing acknowledged is lost, and a reader never sees a vector that nobody added."""
+    if PACKAGES[name]:
+        pytest.importorskip(PACKAGES[name])
+    reader = index_named(name).open(tmp_path, 4)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, name, str(tmp_path), str(start)],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for start in (100, 200)
+    ]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    running = True
+    while running:
+        running = any(process.poll() is None for process in processes)
+        ids, scores = reader.search(np.ones((1, 4), np.float32), 50)
+        for chunk_id, score in zip(ids[0], scores[0], strict=True):
+            assert chunk_id == -1 or score == 4 * chunk_id
+    for process in processes:
+        process.communicate(timeout=300)
+        assert process.returncode == 0
+    written = [n for start in (100, 200) for n in range(start, start + 12) if n % 3]
+    assert reader.ids().tolist() == written
+    reader.close()
+
+
+def test_refusals(kind, tmp_path):
+    with pytest.raises(StoreError, match="no '.*' vector index; open .* for writing"):
+        kind.open(tmp_path / "none", DIM, mode="r")
+    assert not (tmp_path / "none").exists()
+    index = kind.open(tmp_path / "v", DIM)
+    index.add(np.array([1]), vectors(1))
+    for ids, rows, message in [
+        (np.array([1, 2]), vectors(1), "2 ids for 1 vectors"),
+        (np.array([-1]), vectors(1), "integers >= 0"),
+        (np.array([0.5]), vectors(1), "integers >= 0"),
+        (np.array([2, 2]), vectors(2), "twice"),
+        (np.array([2]), vectors(1)[:, :5], r"expected float32 \[N, 12\]"),
+        (np.array([2]), np.full((1, DIM), np.nan, np.float32), "NaN"),
+    ]:
+        with pytest.raises(RequestError, match=message):
+            index.add(ids, rows)
+    with pytest.raises(RequestError, match="expected float32"):
+        index.search(vectors(1)[0], 3)
+    with pytest.raises(RequestError, match="k=0"):
+        index.search(vectors(1), 0)
+    assert index.ids().tolist() == [1]
+    with pytest.raises(StoreError, match="holds vectors of 12 values, asked for 13"):
+        kind.open(tmp_path / "v", DIM + 1)
+    reader = kind.open(tmp_path / "v", DIM, mode="r")
+    with pytest.raises(StoreError, match="opened for reading"):
+        reader.add(np.array([2]), vectors(1))
+    with pytest.raises(StoreError, match="opened for reading"):
+        reader.remove(np.array([1]))
+
+
+def test_unknown_name():
+    with pytest.raises(RetrievalError, match="'hnsw': expected one of exact, faiss, lance"):
+        index_named("hnsw")
+
+
+@pytest.mark.parametrize(("name", "package"), [("faiss", "faiss"), ("lance", "lancedb")])
+def test_a_missing_package_is_named_with_the_extra(name, package, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(RetrievalError, match=f"the index .{name}. needs the package"):
+        index_named(name).open(tmp_path, DIM)
