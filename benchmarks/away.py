@@ -31,9 +31,6 @@ from tqdm import tqdm
 from jaxrag.base.config import DType, ModelConfig
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import Array, HostArray, on_host
-from jaxrag.bench.decode import CHUNK_TOKENS
-from jaxrag.bench.decode import Options as DecodeOptions
-from jaxrag.bench.machine import describe
 from jaxrag.engine import decoding
 from jaxrag.engine.away import start_away
 from jaxrag.engine.decoding import FEWEST_ROOM, Lane, lane_of, start_decoding
@@ -45,6 +42,9 @@ from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.cache.host_pool import rows_of
+from jaxrag.measure.bench.decode import CHUNK_TOKENS
+from jaxrag.measure.bench.decode import Options as DecodeOptions
+from jaxrag.measure.bench.machine import describe
 from jaxrag.models.model import random_model
 from jaxrag.models.spec import num_params
 from jaxrag.reuse.attention_index import rotated

@@ -28,8 +28,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from jaxrag.bench.machine import describe
-from jaxrag.bench.serve import SMALL_LLAMA
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out
@@ -37,6 +35,8 @@ from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.engine import Engine
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.state import EngineSettings
+from jaxrag.measure.bench.machine import describe
+from jaxrag.measure.bench.serve import SMALL_LLAMA
 from jaxrag.models.model import random_model
 from jaxrag.reuse.methods import METHODS
 

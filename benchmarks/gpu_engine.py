@@ -66,8 +66,8 @@ def stage_engine(shape: Shape, impl: str, found: MutableMapping[str, Any]) -> No
     """
     _links(shape, found)
     traffic = _traffic(shape, requests=24, documents=24)
-    from jaxrag.bench.serve import Bench, Options
-    from jaxrag.bench.serve_arms import arms_of
+    from jaxrag.measure.bench.serve import Bench, Options
+    from jaxrag.measure.bench.serve_arms import arms_of
 
     arms = arms_of("static;inline;asynchronous;full")
     model = random_weights(MODEL, shape, impl, 1 << 10)  # Bench gives it the pool of `pool`
@@ -139,7 +139,7 @@ class _Asked:
 
 
 def _traffic(shape: Shape, *, requests: int, documents: int) -> Any:
-    from jaxrag.bench.serve_workload import Traffic
+    from jaxrag.measure.bench.serve_workload import Traffic
 
     tiny = shape is TINY
     return Traffic(
@@ -149,8 +149,8 @@ def _traffic(shape: Shape, *, requests: int, documents: int) -> Any:
 
 
 def _draw(traffic: Any, shape: Shape, impl: str) -> _Asked:
-    from jaxrag.bench.serve_workload import draw
     from jaxrag.engine.state import EngineSettings
+    from jaxrag.measure.bench.serve_workload import draw
 
     tokens = traffic.documents * traffic.chunk_tokens * 3
     rows = 8 * (traffic.chunks * traffic.chunk_tokens + traffic.question + max(traffic.answers))

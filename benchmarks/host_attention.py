@@ -27,11 +27,11 @@ from tqdm import tqdm
 from jaxrag.base.config import DTYPES, DType, ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
-from jaxrag.bench.machine import describe
-from jaxrag.bench.options import rules_of
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
+from jaxrag.measure.bench.machine import describe
+from jaxrag.measure.bench.options import rules_of
 from jaxrag.reuse.attention_index.faiss_objects import faiss_module
 from jaxrag.reuse.decode import HostSearch, rule_from
 from jaxrag.reuse.decode.far import HostLayer, HostPrompt

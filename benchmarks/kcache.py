@@ -26,12 +26,12 @@ from typing import Any
 from kcache_measure import QUICK, Options, throughput, traffic
 
 from jaxrag.base.options import parse_bytes
-from jaxrag.bench.machine import describe
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.evals.long import plan
-from jaxrag.evals.long.run import run as run_eval
+from jaxrag.measure.bench.machine import describe
+from jaxrag.measure.evals.long import plan
+from jaxrag.measure.evals.long.run import run as run_eval
 from jaxrag.models.spec import num_params
 
 

@@ -14,8 +14,6 @@ from tqdm import tqdm
 from jaxrag.base.config import DType, ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
-from jaxrag.bench.decode import CHUNK_TOKENS
-from jaxrag.bench.decode import Options as DecodeOptions
 from jaxrag.engine.decoding import Lane, lane_of, start_decoding
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
@@ -26,6 +24,8 @@ from jaxrag.engine.runner import ModelRunner
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.store import KVStore
 from jaxrag.kv.store.memory import MemoryStore
+from jaxrag.measure.bench.decode import CHUNK_TOKENS
+from jaxrag.measure.bench.decode import Options as DecodeOptions
 from jaxrag.models.model import Model, random_model
 from jaxrag.reuse.decode import DecodeRule, Dense, TopN
 from jaxrag.reuse.methods import METHODS

@@ -31,7 +31,6 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 
-from jaxrag.bench.machine import describe
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
@@ -43,6 +42,7 @@ from jaxrag.library.retrieve.base import Found, Retriever, Vectors, searched_tex
 from jaxrag.library.retrieve.bm25 import terms
 from jaxrag.library.retrieve.names import VECTOR_INDEXES, index_named
 from jaxrag.library.retrieve.retrievers import BM25Retriever, HybridRetriever, VectorRetriever
+from jaxrag.measure.bench.machine import describe
 from jaxrag.models.text import byte_level
 from jaxrag.models.text.tokenizer import Tokenizer
 

@@ -58,8 +58,6 @@ from tqdm import tqdm
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import KnowledgeBaseError, RequestError
-from jaxrag.bench.machine import describe
-from jaxrag.bench.ttft import LLAMA_100M
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
@@ -69,6 +67,8 @@ from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.cache import PAGE, pages_for
 from jaxrag.library.documents import Document
 from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.measure.bench.machine import describe
+from jaxrag.measure.bench.ttft import LLAMA_100M
 from jaxrag.models.model import Model, random_model
 from jaxrag.models.text import byte_level
 from jaxrag.models.text.prompts import TEMPLATES

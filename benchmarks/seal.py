@@ -29,7 +29,6 @@ from blake3 import blake3
 from update import WORDS, small_model
 
 from jaxrag.base.types import HostArray
-from jaxrag.bench.machine import describe
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
@@ -37,6 +36,7 @@ from jaxrag.kv.store import ChunkStore, KVLayout, Provenance, chunk_key, content
 from jaxrag.kv.store.layout import Stored
 from jaxrag.library.documents import Document
 from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.measure.bench.machine import describe
 from jaxrag.models.model import Model, random_model
 
 SECRET = bytes(range(32))

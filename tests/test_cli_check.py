@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import ModelError
-from jaxrag.bench import model_check
 from jaxrag.cli import main
 from jaxrag.kv.cache import budget
+from jaxrag.measure.bench import model_check
 from jaxrag.models import FAMILIES, model
 from jaxrag.models import memory as memories
 from jaxrag.models.export import export_hf

@@ -42,7 +42,8 @@ CHOSEN = {"pallas_kernels.mosaic.paged", "pallas_kernels.jax_triton.topn"}
 MAY_IMPORT = {"pallas_kernels.jax_triton.topn": {"triton", "jax_triton"}}  # beside jax
 # Run by the peer's interpreter, never imported.
 PEER_SCRIPTS = {
-    f"jaxrag.bench.peer_{name}" for name in ("decode", "llama", "logits", "train", "transformers")
+    f"jaxrag.measure.bench.peer_{name}"
+    for name in ("decode", "llama", "logits", "train", "transformers")
 }
 
 

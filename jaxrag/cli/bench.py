@@ -3,7 +3,6 @@
 import argparse
 from pathlib import Path
 
-from jaxrag.bench.options import IngestOptions, StoreOptions, TrainStepOptions, TtftOptions
 from jaxrag.cli.bench_decode import add_decode
 from jaxrag.cli.bench_document import add_document
 from jaxrag.cli.bench_peer import add_peer_benchmarks
@@ -22,6 +21,7 @@ from jaxrag.cli.options import (
     peer_of,
 )
 from jaxrag.cli.output import give_out, require_folder
+from jaxrag.measure.bench.options import IngestOptions, StoreOptions, TrainStepOptions, TtftOptions
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -108,7 +108,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run_ttft(args: argparse.Namespace) -> None:
     """Print a table, or one JSON object."""
-    from jaxrag.bench.ttft import Options, report, run
+    from jaxrag.measure.bench.ttft import Options, report, run
 
     require_folder(args.out)
     options = from_fields(Options, args, peer_python=peer_of(args))
@@ -118,7 +118,7 @@ def run_ttft(args: argparse.Namespace) -> None:
 
 def run_store(args: argparse.Namespace) -> None:
     """Print a table, or one JSON object."""
-    from jaxrag.bench.store import Options, report, run
+    from jaxrag.measure.bench.store import Options, report, run
 
     require_folder(args.out)
     options = from_fields(Options, args)
@@ -128,7 +128,7 @@ def run_store(args: argparse.Namespace) -> None:
 
 def run_train_step(args: argparse.Namespace) -> None:
     """Print two tables, or one JSON object."""
-    from jaxrag.bench.train_step import Options, report, run
+    from jaxrag.measure.bench.train_step import Options, report, run
 
     require_folder(args.out)
     options = from_fields(Options, args, peer_python=peer_of(args))
@@ -138,7 +138,7 @@ def run_train_step(args: argparse.Namespace) -> None:
 
 def run_ingest(args: argparse.Namespace) -> None:
     """Print a table, or one JSON object."""
-    from jaxrag.bench.ingest import Options, report, run
+    from jaxrag.measure.bench.ingest import Options, report, run
 
     require_folder(args.out)
     options = from_fields(Options, args)
@@ -148,9 +148,9 @@ def run_ingest(args: argparse.Namespace) -> None:
 
 def run_explain(args: argparse.Namespace) -> None:
     """Write the pictures and the numbers; print a summary, or one JSON object."""
-    from jaxrag.bench.explain import explain, method_to_explain, report
-    from jaxrag.bench.explain_plots import check_folder, draw
     from jaxrag.engine.sampling import SamplingParams
+    from jaxrag.measure.bench.explain import explain, method_to_explain, report
+    from jaxrag.measure.bench.explain_plots import check_folder, draw
     from jaxrag.serve.questions import prepare, resolve
 
     folder, where = Path(args.out), where_of(args)

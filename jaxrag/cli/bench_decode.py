@@ -2,10 +2,10 @@
 
 import argparse
 
-from jaxrag.bench.options import DecodeOptions, rules_of
 from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.options import add_command, add_earlier_name, add_result
 from jaxrag.cli.output import give_out, require_folder
+from jaxrag.measure.bench.options import DecodeOptions, rules_of
 
 
 def add_decode(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -24,7 +24,7 @@ def add_decode(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
 
 def run_decode(args: argparse.Namespace) -> None:
     """Print a table, or one JSON object."""
-    from jaxrag.bench.decode import Options, report, run
+    from jaxrag.measure.bench.decode import Options, report, run
 
     require_folder(args.out)
     result = run(from_fields(Options, args))

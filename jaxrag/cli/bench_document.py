@@ -2,10 +2,10 @@
 
 import argparse
 
-from jaxrag.bench.options import DocumentOptions
 from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.options import add_command, add_earlier_name, add_result
 from jaxrag.cli.output import give_out, require_folder
+from jaxrag.measure.bench.options import DocumentOptions
 
 
 def add_document(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -29,7 +29,7 @@ def add_document(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 def run_document(args: argparse.Namespace) -> None:
     """Print a table, or one JSON object."""
-    from jaxrag.bench.document import Options, report, run
+    from jaxrag.measure.bench.document import Options, report, run
 
     require_folder(args.out)
     kinds = {} if args.kinds is None else {"kinds": tuple(args.kinds.split(";"))}

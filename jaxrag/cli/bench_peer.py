@@ -60,7 +60,7 @@ def add_peer_benchmarks(kinds: "argparse._SubParsersAction[argparse.ArgumentPars
 
 def run_decode_throughput(args: argparse.Namespace) -> None:
     """Print a table, or one JSON object."""
-    from jaxrag.bench.decode_throughput import Options, report, run
+    from jaxrag.measure.bench.decode_throughput import Options, report, run
 
     require_folder(args.out)
     options = Options(
@@ -76,7 +76,7 @@ def run_decode_throughput(args: argparse.Namespace) -> None:
 
 def run_prefill(args: argparse.Namespace) -> None:
     """Print a table, or one JSON object."""
-    from jaxrag.bench.prefill import Options, report, run
+    from jaxrag.measure.bench.prefill import Options, report, run
 
     require_folder(args.out)
     options = Options(**_common(args), contexts=args.contexts)
@@ -112,7 +112,7 @@ def _add_rest(parser: argparse.ArgumentParser) -> None:
 
 def _common(args: argparse.Namespace) -> dict[str, Any]:
     """What both benchmarks are told alike."""
-    from jaxrag.bench.ttft import default_peer
+    from jaxrag.measure.bench.ttft import default_peer
 
     if args.peer_python and not args.peer:
         raise RequestError("--peer-python without --peer; add --peer transformers")

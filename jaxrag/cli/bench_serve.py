@@ -5,10 +5,10 @@ from pathlib import Path
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import parse_bytes
-from jaxrag.bench.options import ServeOptions, TrafficOptions
 from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.options import add_command, add_earlier_name, add_result
 from jaxrag.cli.output import give_out, require_folder
+from jaxrag.measure.bench.options import ServeOptions, TrafficOptions
 
 
 def add_serve(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -59,12 +59,12 @@ def add_serve(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 def run_serve(args: argparse.Namespace) -> None:
     """Print a table, or one JSON object."""
-    from jaxrag.bench.serve import Options, run
-    from jaxrag.bench.serve_arms import arms_of
-    from jaxrag.bench.serve_records import Slo
-    from jaxrag.bench.serve_report import draw, markdown, report
-    from jaxrag.bench.serve_workload import Traffic
-    from jaxrag.evals.plots import check_picture
+    from jaxrag.measure.bench.serve import Options, run
+    from jaxrag.measure.bench.serve_arms import arms_of
+    from jaxrag.measure.bench.serve_records import Slo
+    from jaxrag.measure.bench.serve_report import draw, markdown, report
+    from jaxrag.measure.bench.serve_workload import Traffic
+    from jaxrag.measure.evals.plots import check_picture
     from jaxrag.models.compiled import keep_compiled
 
     for option in ("out", "markdown", "plot"):

@@ -13,7 +13,7 @@ from jaxrag.cli.output import human_count, print_json, shorten
 from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
-    from jaxrag.bench.model_check import Checked, Parity
+    from jaxrag.measure.bench.model_check import Checked, Parity
     from jaxrag.models.memory import Memory
     from jaxrag.models.overview import Overview
     from jaxrag.serve.choice import Choice
@@ -47,7 +47,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0; 1 for what cannot be served; 3 where transformers gives other logits."""
-    from jaxrag.bench.model_check import Parity, check_model
+    from jaxrag.measure.bench.model_check import Parity, check_model
     from jaxrag.models.overview import overview
     from jaxrag.serve.choice import choices
 

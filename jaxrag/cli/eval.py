@@ -10,10 +10,10 @@ from jaxrag.cli import eval_long, eval_methods, eval_own
 from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.options import add_command, add_earlier_name, add_json, add_result, chunks_of
 from jaxrag.cli.output import give_out, print_json, require_folder, titled
-from jaxrag.evals.options import SyntheticOptions
+from jaxrag.measure.evals.options import SyntheticOptions
 
 if TYPE_CHECKING:
-    from jaxrag.evals.synthetic import Cell, Options
+    from jaxrag.measure.evals.synthetic import Cell, Options
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -83,9 +83,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run_synthetic(args: argparse.Namespace) -> None:
     """Print the tables, or one JSON object."""
-    from jaxrag.bench.machine import describe
-    from jaxrag.evals.synthetic import run
-    from jaxrag.evals.synthetic_report import markdown, tables
+    from jaxrag.measure.bench.machine import describe
+    from jaxrag.measure.evals.synthetic import run
+    from jaxrag.measure.evals.synthetic_report import markdown, tables
 
     options = _options(args)
     require_folder(args.out)
@@ -99,7 +99,7 @@ def run_synthetic(args: argparse.Namespace) -> None:
 
 def run_curve(args: argparse.Namespace) -> None:
     """Write the picture; print its points as one JSON object, or where it is."""
-    from jaxrag.evals.plots import check_picture, draw_curves, read_curves
+    from jaxrag.measure.evals.plots import check_picture, draw_curves, read_curves
 
     out = Path(args.out)
     check_picture(out)
@@ -116,7 +116,7 @@ def run_curve(args: argparse.Namespace) -> None:
 
 def _options(args: argparse.Namespace) -> "Options":
     from jaxrag.base.tables import build, override
-    from jaxrag.evals.synthetic import Options
+    from jaxrag.measure.evals.synthetic import Options
     from jaxrag.tasks.synthetic import SyntheticTask
 
     models: dict[str, str] = {}
@@ -146,7 +146,7 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def _compared(text: str) -> "tuple[Cell, Cell]":
-    from jaxrag.evals.synthetic import Cell
+    from jaxrag.measure.evals.synthetic import Cell
 
     found = re.fullmatch(r"([^:,]+):([^:,]+),([^:,]+):([^:,]+)", text)
     if found is None:

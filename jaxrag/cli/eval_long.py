@@ -12,10 +12,10 @@ from jaxrag.base.options import parse_names
 from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.options import add_command, add_earlier_name, add_result
 from jaxrag.cli.output import give_out, print_json, require_folder, titled
-from jaxrag.evals.options import LongOptions
+from jaxrag.measure.evals.options import LongOptions
 
 if TYPE_CHECKING:
-    from jaxrag.evals.long.plan import Options
+    from jaxrag.measure.evals.long.plan import Options
 
 _TASKS = {  # for the help; evals.long.tasks has the tasks
     "ruler": "niah_single_1 to _3, niah_multikey_1 to _3, niah_multivalue, niah_multiquery, vt, "
@@ -85,11 +85,11 @@ def _add_arguments(parser: argparse.ArgumentParser, suite: str) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the tables, or one JSON object; write what was asked for."""
-    from jaxrag.bench.machine import describe
-    from jaxrag.evals.long.heatmap import draw_heatmap
-    from jaxrag.evals.long.report import markdown, tables
-    from jaxrag.evals.long.run import prompts, run
-    from jaxrag.evals.plots import check_picture
+    from jaxrag.measure.bench.machine import describe
+    from jaxrag.measure.evals.long.heatmap import draw_heatmap
+    from jaxrag.measure.evals.long.report import markdown, tables
+    from jaxrag.measure.evals.long.run import prompts, run
+    from jaxrag.measure.evals.plots import check_picture
 
     options = _options(args)
     for option in ("out", "markdown", "prompts"):
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _options(args: argparse.Namespace) -> "Options":
-    from jaxrag.evals.long.plan import GRID_DEPTHS, Options
+    from jaxrag.measure.evals.long.plan import GRID_DEPTHS, Options
 
     depths = tuple(map(_depth, parse_names(args.depths))) if args.suite == "needle" else GRID_DEPTHS
     return from_fields(

@@ -8,10 +8,10 @@ from jaxrag.base.options import parse_names
 from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.options import add_command, add_earlier_name, add_result, chunks_of
 from jaxrag.cli.output import give_out, require_folder, titled
-from jaxrag.evals.options import MethodsOptions
+from jaxrag.measure.evals.options import MethodsOptions
 
 if TYPE_CHECKING:
-    from jaxrag.evals.methods_grid import Options
+    from jaxrag.measure.evals.methods_grid import Options
 
 
 def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -51,9 +51,9 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
 
 def run(args: argparse.Namespace) -> int:
     """Print the tables, or one JSON object; exit code 3 where ratio 1 is not full attention."""
-    from jaxrag.bench.machine import describe
-    from jaxrag.evals.methods import run
-    from jaxrag.evals.methods_report import markdown, tables
+    from jaxrag.measure.bench.machine import describe
+    from jaxrag.measure.evals.methods import run
+    from jaxrag.measure.evals.methods_report import markdown, tables
 
     options = _options(args)
     require_folder(args.out)
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> "Options":
     from jaxrag.base.tables import build, override
-    from jaxrag.evals.methods_grid import Options
+    from jaxrag.measure.evals.methods_grid import Options
     from jaxrag.tasks.synthetic import SyntheticTask
 
     task: dict[str, Any] = {"chunks": chunks_of(args.chunks), "split": args.split}

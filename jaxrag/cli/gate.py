@@ -17,8 +17,8 @@ from jaxrag.cli.options import (
 from jaxrag.cli.output import print_json, table
 
 if TYPE_CHECKING:
-    from jaxrag.evals.gate import GateReport
-    from jaxrag.evals.statistics import Estimate
+    from jaxrag.measure.evals.gate import GateReport
+    from jaxrag.measure.evals.statistics import Estimate
 
 
 def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -94,7 +94,7 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when a ratio was found and is remembered, 3 when none reaches the target."""
-    from jaxrag.evals.gate import Target, gate
+    from jaxrag.measure.evals.gate import Target, gate
     from jaxrag.reuse.methods import method_named
     from jaxrag.serve.question_files import QuestionFile
 

@@ -12,7 +12,7 @@ from jaxrag.base.errors import RequestError
 from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
-    from jaxrag.evals.synthetic_report import Table
+    from jaxrag.measure.evals.synthetic_report import Table
 
 
 def print_json(value: Any) -> None:

@@ -41,10 +41,10 @@ from crash_store import StoreExperiment
 from crash_work import KINDS, at_work
 from fault_report import foot, markdown
 
-from jaxrag.bench.machine import describe
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
+from jaxrag.measure.bench.machine import describe
 from jaxrag.models.model import Model
 
 NAMES = (*KINDS, "store")

@@ -11,8 +11,8 @@ from typing import Any
 from bases import BASES, Base, as_document, document_id, document_text, load
 from crash_log import FRESH, Log
 
-from jaxrag.evals.gate import Target, gate
 from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.measure.evals.gate import Target, gate
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.question_files import QuestionFile
 

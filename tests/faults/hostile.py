@@ -47,12 +47,12 @@ from fault_report import foot, markdown
 from hostile_case import Case
 from tqdm import tqdm
 
-from jaxrag.bench.machine import describe
 from jaxrag.cli import main as jaxrag
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
 from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.measure.bench.machine import describe
 
 CASES = (*hostile_models.CASES, *hostile_files.CASES)
 MAX_SECONDS = 5.0  # of processor time

@@ -15,8 +15,8 @@ from jaxrag.engine import prefill
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.evals.scoring import READS, draw, scored, write
-from jaxrag.evals.synthetic_report import markdown
+from jaxrag.measure.evals.scoring import READS, draw, scored, write
+from jaxrag.measure.evals.synthetic_report import markdown
 from jaxrag.models.decoder import unembed
 from jaxrag.models.model import load_model
 from jaxrag.reuse.methods import METHODS
@@ -31,7 +31,10 @@ ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "checkpoints" / "synthetic-0.8m"
 LOSSES = ROOT / "tests" / "goldens" / "shipped_loss.json"  # by scripts/make_shipped_loss.py
 WEIGHTS = ("full", "dual", "long")
-RECORDED = ("full", "dual")  # in results.json; for "long" see tests/evals/long/test_record.py
+RECORDED = (
+    "full",
+    "dual",
+)  # in results.json; for "long" see tests/measure/evals/long/test_record.py
 ASKED = 60  # questions that the tests ask; the figures are of some thousand
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 

@@ -13,10 +13,10 @@ import pytest
 from attention_heads import HeadSpec, draw
 from index_measure import HEADS, exact_rows, index_of, of_blocks, quality
 
-from jaxrag.bench.decode import counted
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
+from jaxrag.measure.bench.decode import counted
 from jaxrag.models.model import load_model
 from jaxrag.reuse.attention_index import (
     Exact,

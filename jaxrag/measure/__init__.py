@@ -1,0 +1,1 @@
+"""How good answers are (``evals``), and how fast what is installed is (``bench``)."""

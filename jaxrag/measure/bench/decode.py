@@ -1,0 +1,313 @@
+"""Latency per generated token by context length and decode rule, on random weights.
+
+The context is filled with chunks that are encoded each for itself, behind them a final block whose
+tokens are run, so that an index has queries to train on. Weights and text are random: only latency
+and bytes mean anything, and recall says how an index does on keys and queries without structure.
+Every rule generates the same number of tokens after the same prompt, one at a time; of the steps
+after the warm-up the median is reported and the best, which a busy machine disturbs least. What an
+index scans and finds is counted in a second pass over as many tokens, block by block of ``BLOCK``,
+which is not timed.
+"""
+
+import dataclasses
+import itertools
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.shapes import bucket
+from jaxrag.engine.away import start_away
+from jaxrag.engine.decoding import FEWEST_ROOM, Lane, lane_of, start_decoding
+from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.mapping import RequestState
+from jaxrag.engine.prefill import prefill_observed
+from jaxrag.engine.request import Prompt, Request
+from jaxrag.engine.runner import ModelRunner
+from jaxrag.kv.cache import PAGE
+from jaxrag.measure.bench.machine import describe
+from jaxrag.measure.bench.options import DecodeOptions
+from jaxrag.measure.bench.ttft import LLAMA_100M
+from jaxrag.models.model import Model, random_model
+from jaxrag.models.spec import num_params
+from jaxrag.models.text.progress import progress_bar
+from jaxrag.reuse.decode import Account, Decoding, rule_from
+from jaxrag.reuse.decode.footprint import A100
+from jaxrag.reuse.methods import METHODS, placement_of
+
+CHUNK_TOKENS = 512
+BLOCK = 32  # steps whose recall is averaged
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(DecodeOptions):
+    """What to measure."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot be measured, and rules that the model cannot run."""
+        for name in ("layers", "question_tokens", "steps", "warm"):
+            if getattr(self, name) < 1:
+                raise RequestError(f"{name}={getattr(self, name)}: expected a positive integer")
+        for context in self.contexts:
+            if context % CHUNK_TOKENS or context <= self.question_tokens:
+                raise RequestError(
+                    f"context {context}: expected a multiple of {CHUNK_TOKENS} above the "
+                    f"{self.question_tokens} question tokens"
+                )
+        for rule in self.rules:
+            chosen = rule_from(rule, "rules")
+            chosen.check(self.config())
+            if self.kv == "host":
+                chosen.check_host(self.config())
+
+    def config(self) -> ModelConfig:
+        """A small Llama: 8 query heads on 2 KV heads of 64 dimensions."""
+        longest = max(self.contexts) + self.steps + self.warm + 1
+        return dataclasses.replace(
+            LLAMA_100M,
+            vocab_size=2048,
+            num_layers=self.layers,
+            model_dim=512,
+            mlp_dim=1024,
+            num_heads=8,
+            num_kv_heads=2,
+            head_dim=64,
+            max_positions=max(longest, 4096),
+            dtype=self.dtype,
+            eos_ids=(),
+        )
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Measure every context and rule; returns rows, machine and setting, JSON-able."""
+    config = options.config()
+    rows = []
+    with progress_bar(len(options.contexts) * len(options.rules), "decode", "row") as bar:
+        for context in options.contexts:
+            tokens = context + options.steps + options.warm + 4 * PAGE
+            model = random_model(config, options.seed, cache_tokens=tokens)
+            prompt = _prompt(model, options, context)
+            for rule in options.rules:
+                bar.set_postfix_str(f"{context} {rule}", refresh=False)
+                rows.append(_measure(model, options, prompt, rule))
+                bar.update()
+    return {
+        "benchmark": "decode",
+        "model": f"random Llama, {num_params(config) / 1e6:.1f}M, {config.num_layers} layers, "
+        f"{config.num_heads} heads on {config.num_kv_heads} KV heads of {config.head_dim}",
+        "dtype": options.dtype,
+        "kv_bytes_per_token": config.kv_bytes_per_token,
+        "chunk_tokens": CHUNK_TOKENS,
+        "question_tokens": options.question_tokens,
+        "steps": options.steps,
+        "break_even_device": dataclasses.asdict(A100),
+        "rows": rows,
+        "machine": describe(),
+    }
+
+
+def _prompt(model: Model, options: Options, context: int) -> Prompt:
+    rng = np.random.default_rng((options.seed, context))
+
+    def ids(count: int) -> np.ndarray[Any, Any]:
+        return rng.integers(3, model.config.vocab_size, count).astype(np.int32)
+
+    whole, rest = divmod(context - options.question_tokens, CHUNK_TOKENS)
+    chunks = [ids(CHUNK_TOKENS) for _ in range(whole)] + ([ids(rest)] if rest else [])
+    return Prompt(np.zeros(0, np.int32), tuple(chunks), ids(options.question_tokens))
+
+
+def _measure(model: Model, options: Options, prompt: Prompt, text: str) -> dict[str, Any]:
+    rule, store = rule_from(text), engine_of(model).memory
+    method = dataclasses.replace(METHODS["turborag"], decode=rule)
+    placement: dict[str, Any] = {"kv": options.kv}
+    if options.kv is None:
+        placement = placement_of(method)
+    layers = placement.get("value_layers")
+    if layers is not None and layers >= model.config.num_layers:
+        placement = {}
+    if placement not in ({}, {"kv": "device"}):
+        model = dataclasses.replace(model, **placement)  # a cache of its own
+    count = options.warm + options.steps
+    request = Request(prompt, store, method, count + 1)
+    return engine_of(model).call(lambda runner: _row(runner, request, options, text))
+
+
+def _row(runner: ModelRunner, request: Request, options: Options, text: str) -> dict[str, Any]:
+    rule, config, prompt = request.method.decode, runner.model.config, request.prompt
+    mapped = map_request(runner, request, request.room)
+    try:
+        seconds, prepare_seconds, ids, accounts, state_bytes = _generate(
+            runner, mapped, request, request.room
+        )
+        account = accounts[-1]
+        row: dict[str, Any] = {
+            "context": prompt.num_tokens,
+            "rule": text,
+            "kv": runner.model.kv,
+            "settings": dataclasses.asdict(rule),
+            "seconds": statistics.median(seconds[options.warm :]),
+            "best_seconds": min(seconds[options.warm :]),
+            "prepare_seconds": prepare_seconds,
+            "ids": ids,
+            "formula_bytes": dataclasses.asdict(rule.bytes(config, prompt.num_tokens)),
+            "state_bytes": state_bytes,
+            **_real_bytes(runner, account, state_bytes),
+        }
+        if rule.searches is not None:
+            row["index"] = {
+                "bytes": account.index_bytes,
+                "trained": account.trained,
+                "notes": list(account.notes),
+            }
+            if options.measure:
+                row["index"] |= counted(runner, mapped, request, options.steps)
+        if rule.scores_every_key:
+            row["scanned"] = 1.0
+        even = rule.break_even(config, prompt.num_tokens)
+        if even is not None:
+            row["break_even"] = dataclasses.asdict(even)
+        return row
+    finally:
+        unmap(runner, mapped)
+
+
+def _generate(
+    runner: ModelRunner, mapped: RequestState, request: Request, count: int
+) -> tuple[list[float], float, list[int], list[Account], int]:
+    """Seconds of every step, of preparing the rule, the ids, index accounts, state bytes.
+
+    The accounts are those before the first step, after every ``BLOCK`` steps and after the last.
+    """
+    rule, away = request.method.decode, runner.cache.away
+    host = runner.host_search if away or rule.searches is not None else None
+    numbers = [] if host is None else [host.admit()]
+    logits, _, bank = prefill_observed(runner, [mapped], rule.observe)
+    logits.block_until_ready()
+    before = _live_bytes()
+    key = lane_of(request, len(mapped.table.pages), away)
+    assert key is not None
+    lane = Lane(runner, key)
+    start = time.perf_counter()
+    if away:
+        room = bucket(request.room, FEWEST_ROOM)
+        begun: Decoding | None = start_away(runner, mapped, rule, bank, room, numbers[0])
+    else:
+        begun = start_decoding(runner, [mapped], rule, bank, key.room, numbers)
+    ids = [int(lane.join([0], [(request, mapped)], logits, begun)[0][0])]  # it comes from prefill
+    prepared = time.perf_counter() - start
+    state = _live_bytes() - before
+    seconds: list[float] = []
+    accounts = [] if host is None else [host.account_of(numbers)]
+    while len(seconds) < count:
+        for _ in range(min(BLOCK, count - len(seconds))):
+            start = time.perf_counter()
+            ids.append(int(lane.step(1)[0][0, 0]))
+            seconds.append(time.perf_counter() - start)
+        accounts.append(Account() if host is None else host.account_of(numbers))
+    if host is not None:
+        host.release(numbers)
+    return seconds, prepared, ids, accounts, state
+
+
+def counted(
+    runner: ModelRunner, mapped: RequestState, request: Request, steps: int
+) -> dict[str, Any]:
+    """What the indexes of a mapped request scan and find in so many steps, beside exact search.
+
+    For the engine's thread. ``keys`` of a head; the share of them ``scanned`` by a search and the
+    ``recall`` over all steps and, in ``blocks``, over every ``BLOCK`` of them; ``trained`` indexes,
+    and ``notes`` on those that are none.
+    """
+    host, config = runner.host_search, runner.model.config
+    host.measure = True
+    try:
+        *_, accounts, _ = _generate(runner, mapped, request, steps)
+    finally:
+        host.measure = False
+    per_head = accounts[-1].keys / (config.num_layers * config.num_kv_heads)
+    blocks = [_between(*pair, per_head) for pair in itertools.pairwise(accounts)]
+    return {
+        "keys": int(per_head),
+        "trained": accounts[-1].trained,
+        "notes": list(accounts[-1].notes),
+        **_between(accounts[0], accounts[-1], per_head),
+        "block_steps": BLOCK,
+        "blocks": blocks,
+    }
+
+
+def _between(before: Account, after: Account, keys: float) -> dict[str, float]:
+    """The share of ``keys`` scanned a search, and recall, from one account to a later one."""
+    searches, wanted = after.searches - before.searches, after.wanted - before.wanted
+    return {
+        "scanned": (after.scanned - before.scanned) / max(searches * keys, 1),
+        "recall": (after.found - before.found) / max(wanted, 1),
+    }
+
+
+def _real_bytes(runner: ModelRunner, account: Account, state: int) -> dict[str, int]:
+    """Bytes of the arrays that hold K and V of the whole cache, and indexes, by where they lie.
+
+    ``state`` is what a row carries on the device: the static pattern, where K and V are away.
+    """
+    cache = runner.cache
+    return {
+        "cache_tokens": cache.allocator.num_pages * PAGE,
+        "device_bytes": cache.pool.k.nbytes + cache.pool.v.nbytes + cache.away * state,
+        "host_bytes": account.index_bytes + (0 if cache.host is None else cache.host.nbytes),
+    }
+
+
+def _live_bytes() -> int:
+    return sum(x.nbytes for x in jax.live_arrays())
+
+
+def report(result: dict[str, Any]) -> Iterator[str]:
+    """The result as lines of a table."""
+    yield f"{result['model']}, {result['dtype']}; chunks of {result['chunk_tokens']} tokens, each"
+    yield f"encoded alone; milliseconds a token, median and best of {result['steps']}; latency only"
+    yield (
+        f"{'context':>8} {'rule':<16} {'median':>8} {'best':>8} {'of dense':>8} {'prepare s':>9} "
+        f"{'scanned':>8} {'recall':>7} {'device MB':>10} {'host MB':>9} {'index MB':>9}"
+    )
+    dense = {r["context"]: r["seconds"] for r in result["rows"] if r["rule"] == "dense"}
+    for row in result["rows"]:
+        index = row.get("index", {})
+        beside = dense.get(row["context"])
+        scanned = index.get("scanned", row.get("scanned"))
+        yield (
+            f"{row['context']:>8} {row['rule']:<16} {1000 * row['seconds']:>8.2f} "
+            f"{1000 * row['best_seconds']:>8.2f} "
+            f"{'' if beside is None else f'{row["seconds"] / beside:.2f}':>8} "
+            f"{row['prepare_seconds']:>9.2f} {_share(scanned):>8} {_share(index.get('recall')):>7} "
+            f"{row['device_bytes'] / 1e6:>10.1f} {row['host_bytes'] / 1e6:>9.1f} "
+            f"{index.get('bytes', 0) / 1e6:>9.1f}"
+        )
+    yield (
+        "device and host MB: of the arrays of the cache, and of indexes; formula_bytes of the JSON "
+        "result says where the papers place keys and values"
+    )
+    for row in result["rows"]:
+        for note in row.get("index", {}).get("notes", ()):
+            yield f"{row['context']} {row['rule']}: {note}"
+        if blocks := row.get("index", {}).get("blocks"):
+            shares = ", ".join(_share(block["recall"]) for block in blocks)
+            yield f"{row['context']} {row['rule']}: recall by {BLOCK} steps: {shares}"
+        if "break_even" in row:
+            even = row["break_even"]
+            yield (
+                f"{row['context']} {row['rule']}: KCache section 3.2 on {A100.name}: not slower "
+                f"from {even['tokens']} tokens on, or {even['grouped_tokens']} where the heads of "
+                f"a group fetch for themselves; V hides behind prefill: {even['prefill_hidden']}"
+            )
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f}%"

@@ -1,0 +1,315 @@
+"""Throughput of ingest, from texts to a committed knowledge base, beside a plain forward pass.
+
+The plain pass runs the same tokens in the same packed rows through the model and keeps nothing.
+Both are measured in turn, so that a slow moment of the machine falls on both; the first round is a
+warm-up that compiles. The best of each is compared, since what else runs on a machine only ever
+slows down; medians stand beside it. Processor seconds, of all threads, are hardly disturbed by
+others: on a CPU their ratio says what ingest costs beyond the forward pass.
+
+With an encoder that sees neighbours every round also makes a knowledge base of that variant: the
+chunks' own KV first (``after_prefix``), which is not part of the figure, then every chunk behind
+its neighbours, from their search to the committed KV. The time of a chunk over that of an isolated
+one is set against the same ratio of their FLOPs.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import Array, HostArray, Tokens
+from jaxrag.library.documents import Document
+from jaxrag.library.documents.chunking import Chunking, split
+from jaxrag.library.knowledge_base import KnowledgeBase, ingest
+from jaxrag.measure.bench.limits import matmul_peak
+from jaxrag.measure.bench.machine import describe
+from jaxrag.measure.bench.options import IngestOptions
+from jaxrag.measure.bench.ttft import LLAMA_100M
+from jaxrag.models.attention import PackedAttend
+from jaxrag.models.decoder import forward
+from jaxrag.models.export import export_hf
+from jaxrag.models.flops import forward_flops
+from jaxrag.models.model import Model, load_model
+from jaxrag.models.rope import RopeTable
+from jaxrag.models.spec import Params, init_params, num_params
+from jaxrag.models.text import byte_level
+from jaxrag.models.text.progress import followed
+from jaxrag.models.text.prompts import TEMPLATES
+from jaxrag.reuse.encode import encoder_named
+from jaxrag.reuse.encode.neighbours import batch_rows
+from jaxrag.reuse.encode.packed import packed_batches
+
+Clock = tuple[float, float]  # seconds on the wall, and of all processors together
+
+TEMPLATE = "plain"
+_DOCUMENT_WORDS = 1500
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(IngestOptions):
+    """What to measure."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot be measured."""
+        if self.repeats < 1 or self.chunk_tokens < 1 or self.tokens < self.chunk_tokens:
+            raise RequestError(
+                f"repeats={self.repeats} chunk_tokens={self.chunk_tokens} tokens={self.tokens}: "
+                "expected positive numbers and at least one chunk"
+            )
+        encoder_named(self.encoder)
+        if self.neighbours < 1:
+            raise RequestError(f"neighbours={self.neighbours}: expected at least 1 chunk")
+        if self.folder is not None and not Path(self.folder).is_dir():
+            raise RequestError(f"folder {self.folder}: expected a folder that exists")
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Measure; returns throughputs, their ratio, the machine and the setting, JSON-able."""
+    rng = np.random.default_rng(options.seed)
+    with tempfile.TemporaryDirectory(prefix="jaxrag-bench-", dir=options.folder) as folder:
+        work = Path(folder)
+        texts = invented_texts(rng, options.tokens)
+        path = options.model or str(_write_random(work / "model", options, next(texts)))
+        model = load_model(path, dtype=options.dtype)
+        documents, batches = _corpus(model, texts, options)
+        clocks: dict[str, list[Clock]] = {"plain": [], "ingest": []}
+        behind: list[_Behind] = []
+        peaks: list[float] = []
+        for round_ in followed(range(options.repeats + 1), "ingest", "round"):
+            peaks.append(matmul_peak(options.dtype))
+            with _clock(clocks["plain"]):
+                _plain(model, batches)
+            with (
+                KnowledgeBase.open(
+                    work / f"kb{round_}",
+                    model,
+                    template=TEMPLATE,
+                    chunk_tokens=options.chunk_tokens,
+                    overlap=0,
+                ) as kb,
+                _clock(clocks["ingest"]),
+            ):
+                kb.add(documents)
+            if encoder_named(options.encoder).sees_neighbours:
+                place = work / f"behind{round_}"
+                behind.append(_encode_behind(model, documents, batches, options, place))
+        result = _result(options, model, batches, clocks, max(peaks))
+        if behind:
+            result["neighbours"] = _neighbours_result(options, result, behind[1:])
+        return result
+
+
+@dataclasses.dataclass(frozen=True)
+class _Behind:
+    """One round of encoding every chunk behind its neighbours."""
+
+    refreshed: ingest.RefreshReport
+    flops: int
+
+
+def _encode_behind(
+    model: Model,
+    documents: Sequence[Document],
+    batches: Sequence[Sequence[HostArray]],
+    options: Options,
+    path: Path,
+) -> _Behind:
+    with KnowledgeBase.open(
+        path,
+        model,
+        template=TEMPLATE,
+        chunk_tokens=options.chunk_tokens,
+        overlap=0,
+        encoders=("after_prefix", options.encoder),
+        neighbours=options.neighbours,
+    ) as kb:
+        refreshed = kb.add(documents).neighbours
+        assert refreshed is not None
+        prefix = len(TEMPLATES[TEMPLATE].prefix_ids(model.text_tokenizer()))
+        lengths = (len(ids) for batch in batches for ids in batch)
+        flops = 0
+        for document in documents:
+            chunk_ids = kb.chunks.of_document(document.id)
+            for others in kb.neighbours_of(chunk_ids, options.encoder):
+                length, before = next(lengths), prefix + sum(map(len, others))
+                joint = encoder_named(options.encoder).neighbours == "joint"
+                span = (before + length, 0) if joint else (length, before)
+                flops += forward_flops(model.config, [span], num_logits=0)
+    return _Behind(refreshed, flops)
+
+
+def _neighbours_result(
+    options: Options, result: dict[str, Any], rounds: Sequence[_Behind]
+) -> dict[str, Any]:
+    """Throughput behind neighbours, and the time of a chunk beside its FLOPs."""
+    best = min(rounds, key=lambda it: it.refreshed.seconds)
+    report, isolated = best.refreshed, result["ingest"]
+    flops_ratio = best.flops / report.encoded * result["chunks"] / result["flops"]
+    time_ratio = report.seconds / report.encoded * isolated["chunks_per_second"]
+    return {
+        "encoder": options.encoder,
+        "top_n": options.neighbours,
+        "batch_rows": batch_rows(options.chunk_tokens),
+        "encoded": report.encoded,
+        "context_tokens": report.context_tokens,
+        "seconds": report.seconds,
+        "median_seconds": statistics.median(it.refreshed.seconds for it in rounds),
+        "chunks_per_minute": report.chunks_per_minute,
+        "flops": best.flops,
+        "flops_per_second": best.flops / report.seconds,
+        "flops_ratio": flops_ratio,
+        "time_ratio": time_ratio,
+        "time_over_flops": time_ratio / flops_ratio,
+    }
+
+
+def _result(
+    options: Options,
+    model: Model,
+    batches: Sequence[Sequence[HostArray]],
+    clocks: dict[str, list[Clock]],
+    peak: float,
+) -> dict[str, Any]:
+    lengths = [len(chunk) for batch in batches for chunk in batch]
+    flops = forward_flops(model.config, [(length, 0) for length in lengths], num_logits=0)
+    measured = {}
+    for name, rounds in clocks.items():
+        best = min(wall for wall, _ in rounds[1:])
+        measured[name] = {
+            "seconds": best,
+            "median_seconds": statistics.median(wall for wall, _ in rounds[1:]),
+            "processor_seconds": min(processor for _, processor in rounds[1:]),
+            "tokens_per_second": sum(lengths) / best,
+            "chunks_per_second": len(lengths) / best,
+            "flops_per_second": flops / best,
+            "flop_utilisation": flops / best / peak,
+        }
+    plain, whole = measured["plain"], measured["ingest"]
+    return {
+        "benchmark": "ingest",
+        "model": options.model or f"random Llama, {num_params(model.config) / 1e6:.1f}M",
+        "dtype": options.dtype,
+        "tokens": sum(lengths),
+        "chunks": len(lengths),
+        "chunk_tokens": options.chunk_tokens,
+        "repeats": options.repeats,
+        "flops": flops,
+        "kv_bytes": sum(lengths) * model.config.kv_bytes_per_token,
+        "matmul_peak_flops_per_second": peak,
+        **measured,
+        "ingest_over_plain": plain["seconds"] / whole["seconds"],
+        "ingest_over_plain_median": plain["median_seconds"] / whole["median_seconds"],
+        "ingest_over_plain_processor": plain["processor_seconds"] / whole["processor_seconds"],
+        "machine": describe(),
+    }
+
+
+def report(result: dict[str, Any]) -> Iterator[str]:
+    """The result as lines of a table."""
+    yield (
+        f"{result['model']}, {result['dtype']}; {result['tokens']} tokens in {result['chunks']} "
+        f"chunks, {result['kv_bytes'] / 1e6:.0f} MB of KV; best of {result['repeats']}"
+    )
+    yield f"{'':>14} {'s':>7} {'chunks/s':>9} {'tokens/s':>9} {'GFLOP/s':>8} {'of peak':>8}"
+    for name, title in (("plain", "plain forward"), ("ingest", "ingest")):
+        row = result[name]
+        yield (
+            f"{title:>14} {row['seconds']:>7.2f} {row['chunks_per_second']:>9.2f} "
+            f"{row['tokens_per_second']:>9.0f} {row['flops_per_second'] / 1e9:>8.1f} "
+            f"{row['flop_utilisation']:>8.1%}"
+        )
+    yield (
+        f"ingest reaches {result['ingest_over_plain']:.1%} of the plain forward pass "
+        f"({result['ingest_over_plain_median']:.1%} by medians, "
+        f"{result['ingest_over_plain_processor']:.1%} by processor seconds); matmul peak "
+        f"{result['matmul_peak_flops_per_second'] / 1e9:.1f} GFLOP/s"
+    )
+    if "neighbours" in result:
+        row = result["neighbours"]
+        yield (
+            f"{row['encoder']} {row['top_n']}: {row['chunks_per_minute']:.1f} chunks/min, batches "
+            f"of {row['batch_rows']}, {row['flops_per_second'] / 1e9:.1f} GFLOP/s; a chunk takes "
+            f"{row['time_ratio']:.2f} times an isolated one's time for {row['flops_ratio']:.2f} "
+            f"times its FLOPs ({row['time_over_flops']:.2f})"
+        )
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def _forward(params: Params, config: ModelConfig, tokens: Tokens, rope: RopeTable) -> Array:
+    """Final hidden states [B, T, D]; no KV is kept."""
+    return forward(params, config, tokens, None, PackedAttend(config, rope, True))[0]
+
+
+@contextlib.contextmanager
+def _clock(rounds: list[Clock]) -> Iterator[None]:
+    start = time.perf_counter(), time.process_time()
+    yield
+    rounds.append((time.perf_counter() - start[0], time.process_time() - start[1]))
+
+
+def _plain(model: Model, batches: Sequence[Sequence[HostArray]]) -> None:
+    """The forward passes that ingest runs, without anything else."""
+    prefix = np.zeros(0, np.int32)
+    for chunks in batches:
+        out = [
+            _forward(model.params, model.config, tokens, rope)
+            for tokens, rope, _ in packed_batches(model, prefix, chunks)
+        ]
+        jax.block_until_ready(out)
+
+
+def _corpus(
+    model: Model, texts: Iterator[str], options: Options
+) -> tuple[list[Document], list[list[HostArray]]]:
+    """Documents of about that many tokens, and their chunks in the batches ingest makes of them."""
+    tokenizer, template = model.text_tokenizer(), TEMPLATES[TEMPLATE]
+    chunking = Chunking(options.chunk_tokens, 0)
+    documents: list[Document] = []
+    batches: list[list[HostArray]] = [[]]
+    total = in_batch = 0
+    while total < options.tokens:
+        documents.append(Document(f"document {len(documents)}", next(texts)))
+        for chunk in split(documents[-1].text, tokenizer, chunking):
+            ids = template.chunk_ids(tokenizer, chunk.ids)
+            batches[-1].append(ids)
+            in_batch += len(ids)
+        if in_batch >= ingest.BATCH_TOKENS:
+            total, in_batch = total + in_batch, 0
+            batches.append([])
+        elif total + in_batch >= options.tokens:
+            break
+    return documents, [batch for batch in batches if batch]
+
+
+def invented_texts(rng: np.random.Generator, tokens: int) -> Iterator[str]:
+    """Endless documents of invented words, the frequent ones short; the same for a seed."""
+    syllables = [a + b for a, b in itertools.product("bdfgklmnprstvz", "aeiou")]
+    words = ["".join(rng.choice(syllables, 1 + n // 400)) for n in range(2000)]
+    share = 1 / np.arange(2, len(words) + 2)
+    while True:
+        chosen = rng.choice(len(words), min(_DOCUMENT_WORDS, tokens), p=share / share.sum())
+        sentences = [
+            " ".join(words[i] for i in part).capitalize() + "."
+            for part in itertools.batched(chosen, 12)
+        ]
+        yield " ".join(sentences)
+
+
+def _write_random(directory: Path, options: Options, sample: str) -> Path:
+    """A Hugging Face directory of the random model, with a tokenizer trained on a sample."""
+    config = dataclasses.replace(LLAMA_100M, dtype=options.dtype)
+    params = jax.jit(lambda key: init_params(config, key))(jax.random.key(options.seed))
+    export_hf(directory, params, config)
+    byte_level.save(byte_level.train([sample], 1000), directory)
+    return directory

@@ -1,0 +1,278 @@
+"""A model at work for a few seconds: finite, as transformers has it, how fast, what suits it."""
+
+import dataclasses
+import importlib.util
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrag.base.errors import JaxragError, ModelError, RequestError
+from jaxrag.base.types import HostArray
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.request import Prompt, Request
+from jaxrag.engine.sampling import SamplingParams
+from jaxrag.kv.cache import PAGE
+from jaxrag.measure.bench.peer import Peer
+from jaxrag.measure.evals.gate import Target, compare
+from jaxrag.models.memory import gib
+from jaxrag.models.model import Model, load_model
+from jaxrag.models.overview import Overview
+from jaxrag.models.record import is_checkpoint
+from jaxrag.reuse.methods import METHODS
+from jaxrag.serve.choice import Choice, choices
+from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
+from jaxrag.tasks.synthetic import SyntheticTask, sample
+
+LOGIT_TOKENS = 48  # of the prompt that is held against transformers
+SAME = 1e-3  # of the largest logit: rounding of two float32 forwards stays far below
+_SECONDS = 2.0  # that the longest timed prefill may take, about
+_FIRST, _LONGEST = 64, 1024  # tokens of timed prompts
+_NEW = 17  # tokens of a timed answer
+_SAMPLES, _ASKED = 4, 2  # of six short documents in plain words each; questions on each
+_ANSWER = 8  # tokens of their answers
+
+
+@dataclasses.dataclass(frozen=True)
+class Parity:
+    """Logits in float32 beside those of transformers, over one prompt of random token ids.
+
+    Attributes:
+      peer: versions of what they were compared with.
+      tokens: of the prompt.
+      difference: the largest, absolute.
+      largest: logit, absolute.
+      first_choice: share of the tokens with the same first choice.
+    """
+
+    peer: dict[str, str]
+    tokens: int
+    difference: float
+    largest: float
+    first_choice: float
+
+    @property
+    def same(self) -> bool:
+        """Is the difference that of rounding?"""
+        return self.difference <= SAME * max(self.largest, 1.0)
+
+
+class Speed(NamedTuple):
+    """Tokens a second of one request under full attention, compiled before."""
+
+    prompt_tokens: int
+    prefill: float
+    decode: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreed:
+    """A method beside full attention on a few questions.
+
+    Attributes:
+      choice: the method, and what it needs.
+      agreement: share of answer tokens that are full attention's first choice as well.
+      kl: mean KL(full attention || method), nats a token.
+      meets: does it reach the gate's target?
+    """
+
+    choice: Choice
+    agreement: float
+    kl: float
+    meets: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """What was measured. Make one with ``check_model``.
+
+    Attributes:
+      load_seconds: to read the weights.
+      parity: with transformers, or why it was not compared.
+      speed: of prefill and of generation.
+      agreement: of the methods that suit, or why none was compared.
+      answer_tokens: that were compared.
+    """
+
+    load_seconds: float
+    parity: Parity | str
+    speed: Speed
+    agreement: tuple[Agreed, ...] | str
+    answer_tokens: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        parity: Any = self.parity
+        if isinstance(parity, Parity):
+            parity = dataclasses.asdict(parity) | {"same": parity.same}
+        agreement: Any = self.agreement
+        if not isinstance(agreement, str):
+            agreement = [
+                {
+                    "method": one.choice.method.name,
+                    "recompute_ratio": one.choice.method.recompute_ratio,
+                    "encoders": list(one.choice.encoders),
+                    "agreement": one.agreement,
+                    "kl": one.kl,
+                    "meets": one.meets,
+                }
+                for one in agreement
+            ]
+        return {
+            "load_seconds": self.load_seconds,
+            "parity": parity,
+            "speed": self.speed._asdict(),
+            "agreement": agreement,
+            "answer_tokens": self.answer_tokens,
+        }
+
+
+def check_model(
+    found: Overview,
+    *,
+    dtype: str | None = None,
+    cache_tokens: int | None = None,
+    mesh: Mesh | None = None,
+    peer_python: str | None = None,
+) -> Checked:
+    """Load a model and try it.
+
+    Args:
+      found: what it is understood as.
+      dtype: as for ``load_model``.
+      cache_tokens: as for ``load_model``.
+      mesh: as for ``load_model``.
+      peer_python: interpreter with torch and transformers; None: this one, where it has both.
+
+    Raises ModelError for weights that do not fit or give logits that are no numbers, and
+    RequestError where ``peer_python`` is named and does not answer.
+    """
+    start = time.perf_counter()
+    model = load_model(found.path, mesh=mesh, dtype=dtype, cache_tokens=cache_tokens)
+    load_seconds = time.perf_counter() - start
+    ids = _random_ids(model, LOGIT_TOKENS)
+    logits = np.asarray(model.logits(ids[None]))
+    if not np.isfinite(logits).all():
+        raise ModelError(
+            f"{found.path}: its logits hold NaN or infinity in {model.config.dtype}; load it in a "
+            "wider dtype, such as float32"
+        )
+    speed = _speed(model)
+    agreement, tokens = _agreement(model)
+    parity = _parity(found, model, ids, peer_python)
+    return Checked(load_seconds, parity, speed, agreement, tokens)
+
+
+def _random_ids(model: Model, count: int) -> HostArray:
+    draw = np.random.default_rng(0)
+    size = min(count, model.config.max_positions)
+    return draw.integers(0, model.config.vocab_size, size, dtype=np.int32)
+
+
+def _parity(found: Overview, model: Model, ids: HostArray, peer_python: str | None) -> Parity | str:
+    """Held against transformers, or why not."""
+    if is_checkpoint(found.path):
+        return "a jaxrag checkpoint, which transformers does not read; `jaxrag convert` it first"
+    python = peer_python
+    if python is None:
+        if not all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
+            return "transformers is not importable here; name an interpreter with --peer-python"
+        python = sys.executable
+    if model.config.dtype != "float32":
+        need = 2 * 4 * found.files.parameters  # once here, once there
+        free = found.memory.host_free
+        if free is not None and found.memory.weights + need > free:
+            return f"two sets of float32 weights take {gib(need)}, more than is free"
+        model = load_model(found.path, dtype="float32", cache_tokens=PAGE)
+    with jax.default_matmul_precision("highest"):
+        ours = np.asarray(model.logits(ids[None])[0], np.float32)
+    try:
+        about, theirs = _ask_peer(python, found.path, ids)
+    except RequestError as error:
+        if peer_python is not None:
+            raise
+        return str(error)
+    return Parity(
+        peer=about,
+        tokens=len(ids),
+        difference=float(np.abs(ours - theirs).max()),
+        largest=float(np.abs(theirs).max()),
+        first_choice=float((ours.argmax(1) == theirs.argmax(1)).mean()),
+    )
+
+
+def _ask_peer(python: str, path: str, ids: HostArray) -> tuple[dict[str, str], HostArray]:
+    """What the peer says of itself, and its logits [T, V]."""
+    peer = Peer(python, "peer_logits.py", str(Path(path).resolve()))
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "logits.npy"
+            peer.ask({"ids": ids.tolist(), "out": str(out)})
+            return peer.about, np.load(out)
+    finally:
+        peer.close()
+
+
+def _speed(model: Model) -> Speed:
+    """Prompts twice as long each time, until one takes long enough to be timed."""
+    engine, method = engine_of(model), METHODS["full_attention"]
+    room = min(model.config.max_positions, engine.runner.num_pages * PAGE) - _NEW
+    bound = max(min(_LONGEST, room), 1)
+    length = min(_FIRST, bound)
+    while True:
+        ids = _random_ids(model, length)
+        nothing = np.zeros(0, np.int32)
+        request = Request(Prompt(nothing, (), ids), engine.memory, method, _NEW)
+        for _ in range(2):  # the first compiles
+            for progress in engine.iterate([request]):
+                if progress.error is not None:
+                    raise progress.error
+                outcome = progress.outcome
+        assert outcome is not None
+        next_length = min(2 * length, bound)
+        if next_length == length or 2 * outcome.prefill_seconds > _SECONDS:
+            return Speed(length, length / outcome.prefill_seconds, 1 / outcome.per_token)
+        length = next_length
+
+
+def _agreement(model: Model) -> tuple[tuple[Agreed, ...] | str, int]:
+    """What the gate measures, of the methods that suit; or why it is not measured."""
+    suited = [one for one in choices(model.config, model.reading) if one.refused is None]
+    if not suited:
+        return "no method that suits can serve this model", 0
+    try:
+        settings = [
+            resolve(
+                kb=None,
+                model=model,
+                method=method,
+                template=None,
+                k=1,
+                max_new_tokens=_ANSWER,
+                stop=(),
+            )
+            for method in (METHODS["full_attention"], *(one.method for one in suited))
+        ]
+        prepared = [_probes(one) for one in settings]
+    except JaxragError as error:  # no tokenizer, words that it lacks, a context too short
+        return str(error), 0
+    measured, tokens = compare(settings, prepared, Target(), 1)
+    return tuple(
+        Agreed(one, it.agreement.value, it.kl, it.meets)
+        for one, it in zip(suited, measured, strict=True)
+    ), tokens
+
+
+def _probes(settings: Settings) -> list[ReadyQuestion]:
+    """Questions on short documents about invented people."""
+    task = SyntheticTask(split="test")
+    return [
+        prepare(settings, asked.question, drawn.chunks, SamplingParams())
+        for drawn in (sample(task, 0, index) for index in range(_SAMPLES))
+        for asked in drawn.questions[:_ASKED]
+    ]

@@ -1,0 +1,435 @@
+"""Serving under load: the same arrivals for an engine under several settings, and for a peer.
+
+One client of an open loop (``serve_workload``) sends to one engine of this process. The arms differ
+in the engine's settings and in the method; they have the same weights, requests and moments, and
+chunk KV is read from one store, over a link of so many bytes a second. Every arm starts with an
+empty pool, after requests like those to come were served, so that nothing is compiled while it is
+timed. Times count from when a request was due.
+
+The peer serves the same weights over HTTP and gets the same prompts as token ids, with its prefix
+cache on: once as they come (``peer``), where a prompt has its documents in an order of its own and
+the cache can reuse what leading documents two prompts share; and once more all over
+(``peer_repeated``), its best case, where it has seen every prompt before.
+
+Our own server is measured likewise, beside an engine of this process that has the same: rows
+``in_process`` and ``http`` (``serve_http``).
+"""
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import math
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.engine.engine import Engine
+from jaxrag.engine.request import Request, check_length
+from jaxrag.engine.state import EngineSettings
+from jaxrag.kv.store import ChunkStore, KVStore
+from jaxrag.measure.bench.machine import describe
+from jaxrag.measure.bench.options import ServeOptions
+from jaxrag.measure.bench.serve_arms import FULL, Arm, arms_of
+from jaxrag.measure.bench.serve_client import offer, offer_http
+from jaxrag.measure.bench.serve_http import HTTP, IN_PROCESS, OwnServer, own_server
+from jaxrag.measure.bench.serve_papers import figures
+from jaxrag.measure.bench.serve_peer import HttpPeer, vllm
+from jaxrag.measure.bench.serve_records import Served, Slo, highest_rate, ratios, summary
+from jaxrag.measure.bench.serve_workload import Asked, Traffic, draw, like
+from jaxrag.measure.bench.throttle import Link, Throttled
+from jaxrag.measure.bench.ttft import LLAMA_100M, SETTLE_SECONDS
+from jaxrag.models.model import Model, load_model, random_model
+from jaxrag.models.spec import num_params
+from jaxrag.models.text.progress import progress_bar
+from jaxrag.reuse.methods import METHODS, Method
+
+PEER, REPEATED = "peer", "peer_repeated"
+_WARM = 3  # requests of every length of an answer
+_PROBE_REQUESTS = 10  # at least, at a rate that is tried
+_DOUBLINGS, _HALVINGS = 5, 3  # of the search for the highest rate
+
+# Random weights of a Llama that a small machine serves at some requests a second.
+SMALL_LLAMA: ModelConfig = dataclasses.replace(
+    LLAMA_100M,
+    num_layers=6,
+    model_dim=256,
+    mlp_dim=688,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=32,
+    vocab_size=2000,
+    eos_ids=(),
+    rope=dataclasses.replace(LLAMA_100M.rope, rotary_dim=32),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(ServeOptions):
+    """What to measure.
+
+    Attributes:
+      traffic: what is asked.
+      arms: what is compared.
+      rates: requests a second; infinity sends all at once.
+      link: bytes a second of the store; None: as fast as it is.
+      slo: what a good request meets.
+      patience: seconds after the last request was due in which all answers must come.
+      probe_seconds: for how long requests come at each rate that is tried for it.
+    """
+
+    traffic: Traffic = dataclasses.field(default_factory=Traffic)
+    arms: tuple[Arm, ...] = arms_of("static;inline;asynchronous;full")
+    rates: tuple[float, ...] = (2.0, 4.0)
+    link: float | None = None
+    slo: Slo = dataclasses.field(default_factory=Slo)
+    patience: float = 120.0
+    probe_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured."""
+        if not self.rates or min(self.rates) <= 0 or len(set(self.rates)) < len(self.rates):
+            raise RequestError(f"rates {self.rates}: expected numbers above 0, each once")
+        for name in ("rows", "pool_chunks", "patience", "probe_seconds"):
+            if getattr(self, name) <= 0:
+                raise RequestError(f"{name}={getattr(self, name)}: expected more than 0")
+        if self.highest_rate and math.isinf(min(self.rates)):
+            raise RequestError("the highest rate is looked for from a finite one; add it to rates")
+        if self.peer is not None and self.peer_python is not None:
+            raise RequestError("a peer by URL or by its interpreter, not both; leave one out")
+        if self.folder is not None and not Path(self.folder).is_dir():
+            raise RequestError(f"folder {self.folder}: does not exist; make it first")
+
+
+def run(options: Options) -> dict[str, Any]:
+    """All arms at all rates, then the peer; returns a JSON-able result."""
+    model = random_model(SMALL_LLAMA) if options.model is None else load_model(options.model)
+    with contextlib.ExitStack() as stack:
+        name = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="jaxrag-bench-", dir=options.folder)
+        )
+        bench = Bench(model, options, Path(name) / "store")
+        rows: list[dict[str, Any]] = []
+        highest: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
+        steps = len(options.arms) * len(options.rates)
+        bar = stack.enter_context(progress_bar(steps, "serve", "arm"))
+        for rate in options.rates:
+            for arm in options.arms:
+                bar.set_postfix_str(f"{arm.name} at {rate:g}/s", refresh=False)
+                rows.append(bench.measure(arm, rate))
+                bar.update()
+        if options.highest_rate:
+            for arm in options.arms:
+                bar.set_postfix_str(f"highest rate of {arm.name}", refresh=False)
+                highest[arm.name] = bench.highest(arm)
+        if options.fusionrag:
+            bar.set_postfix_str("FusionRAG's figures", refresh=False)
+            extra["fusionrag"] = figures(options.traffic, bench.measure, bench.highest)
+        if options.http:
+            bar.set_postfix_str("our own server", refresh=False)
+            for rate in options.rates:
+                rows.append(bench.measure_in_process(rate))
+            with bench.own_server(Path(name)) as own:
+                for rate in options.rates:
+                    rows.append(bench.measure_http(own, rate))
+        peer = None
+        if options.peer_python is not None or options.peer is not None:
+            bar.set_postfix_str("peer", refresh=False)
+            with _peer(model, options, Path(name)) as server:
+                peer = server.about
+                for rate in options.rates:
+                    rows += bench.measure_peer(server, rate)
+        equal = bench.equal()
+    config = model.config
+    return {
+        "benchmark": "serve",
+        "model": {
+            "directory": options.model,
+            "parameters": num_params(config),
+            "layers": config.num_layers,
+            "model_dim": config.model_dim,
+            "dtype": config.dtype,
+            "chunk_bytes": model.kv_layout.nbytes(options.traffic.chunk_tokens),
+        },
+        "traffic": dataclasses.asdict(options.traffic),
+        "arms": {arm.name: dataclasses.asdict(arm) for arm in options.arms},
+        "rows_that_decode": options.rows,
+        "watched": options.watched,
+        "pool_chunks": options.pool_chunks,
+        "link_bytes_per_second": options.link,
+        "slo": dataclasses.asdict(options.slo),
+        "rows": rows,
+        "ratios": ratios(rows, "asynchronous"),
+        "http": _http_costs(rows),
+        "highest_rate": highest,
+        **extra,
+        "equal": equal,
+        "peer": peer,
+        "machine": describe(),
+    }
+
+
+class Bench:
+    """A model, a store and a workload, and arms that are measured over them.
+
+    Attributes:
+      options: what is measured.
+    """
+
+    def __init__(self, model: Model, options: Options, folder: Path) -> None:
+        """Draw the workload, and open a store for it in ``folder``."""
+        self.options = options
+        self._model = dataclasses.replace(
+            model, cache_tokens=options.pool_chunks * options.traffic.chunk_tokens
+        )
+        self._store = ChunkStore.open(
+            folder,
+            model.fingerprint,
+            model.kv_layout,
+            mode="rw",
+            max_tokens=options.traffic.chunk_tokens,
+            durable=False,
+        )
+        self._prepared: set[tuple[str, bytes]] = set()  # encoder and ids of what is stored
+        self._answers: dict[tuple[str, float], dict[int, list[int]]] = {}
+        self._methods: dict[str, Method] = {}  # of the arms that answered
+        for it in self._draw(options.traffic):
+            check_length(model, it.prompt, it.tokens)
+
+    def measure(self, arm: Arm, rate: float, traffic: Traffic | None = None) -> dict[str, Any]:
+        """One arm at one rate, from an empty pool; a row of the result."""
+        asked = self._draw(traffic or self.options.traffic)
+        self._prepare(arm.resolved, traffic or self.options.traffic)
+        engine = self._warm(arm)
+        speed = self.options.link if arm.link is None else arm.link
+        link = Link(speed) if speed else None
+        store = self._store if link is None else Throttled(self._store, link)
+        before = engine.compiled.copy()
+        request_of = functools.partial(self._request, store, arm.resolved)
+        served = offer(engine, asked, rate, request_of, self.options.patience)
+        row = self._row(arm.name, rate, served)
+        row["compiled"] = sorted((engine.compiled - before).elements())
+        row["read_bytes"] = None if link is None else link.carried
+        if traffic is None:
+            self._keep(arm.name, rate, arm.resolved, served)
+        return row
+
+    def highest(self, arm: Arm) -> dict[str, Any]:
+        """The highest rate that an arm sustains, and the rates that were tried."""
+        options = self.options
+
+        def good(rate: float) -> float:
+            count = max(math.ceil(rate * options.probe_seconds), _PROBE_REQUESTS)
+            row = self.measure(arm, rate, dataclasses.replace(options.traffic, requests=count))
+            return float(row["good"])
+
+        rate, tried = highest_rate(
+            good, min(options.rates), options.slo.share, doublings=_DOUBLINGS, halvings=_HALVINGS
+        )
+        return {"rate": rate, "tried": [{"rate": at, "good": share} for at, share in tried]}
+
+    def measure_peer(self, peer: HttpPeer, rate: float) -> list[dict[str, Any]]:
+        """The peer at one rate: on documents as they come, then the same prompts once more."""
+        options = self.options
+        vocabulary = self._model.config.vocab_size
+        warm = like(options.traffic, vocabulary, _WARM)
+        salt = f"run {time.time_ns()}"
+        rows = []
+        for name in (None, PEER, REPEATED):
+            asked = warm if name is None else self._draw(options.traffic)
+            body_of = functools.partial(peer.body, salt=f"warm {salt}" if name is None else salt)
+            at = math.inf if name is None else rate
+            time.sleep(SETTLE_SECONDS)
+            served = offer_http(peer.url, asked, at, body_of, options.patience)
+            if name is None:
+                if lost := [it.error for it in served if not it.complete]:
+                    raise RequestError(
+                        f"the peer answered {len(lost)} of {len(warm)} requests not at all or "
+                        f"not in full: {lost[0] or 'fewer tokens than were asked for'}"
+                    )
+                continue
+            self._keep(name, rate, None, served)
+            rows.append(self._row(name, rate, served) | {"compiled": None, "read_bytes": None})
+        return rows
+
+    def measure_in_process(self, rate: float) -> dict[str, Any]:
+        """An engine of this process whose documents are all in its memory."""
+        method, asked = arms_of("asynchronous")[0].resolved, self._draw(self.options.traffic)
+        engine = self._engine(EngineSettings())
+
+        def request_of(one: Asked) -> Request:
+            return self._request(engine.memory, method, one)
+
+        def ask(some: Sequence[Asked], at: float) -> list[Served]:
+            return offer(engine, some, at, request_of, self.options.patience)
+
+        _complete(ask(self._primes(), math.inf))
+        before = engine.compiled.copy()
+        time.sleep(SETTLE_SECONDS)
+        served = ask(asked, rate)
+        self._keep(IN_PROCESS, rate, method, served)
+        compiled = sorted((engine.compiled - before).elements())
+        row = self._row(IN_PROCESS, rate, served)
+        return row | {"compiled": compiled, "read_bytes": None}
+
+    def own_server(self, folder: Path) -> contextlib.AbstractContextManager[OwnServer]:
+        """A server with the same rows and pool; its files go into ``folder``."""
+        work = folder / "http"
+        work.mkdir()
+        assert self._model.cache_tokens is not None
+        return own_server(
+            self._model, work, method=arms_of("asynchronous")[0].method, rows=self.options.rows,
+            cache_tokens=self._model.cache_tokens, requests=self.options.traffic.requests + 1000,
+        )  # fmt: skip
+
+    def measure_http(self, server: OwnServer, rate: float) -> dict[str, Any]:
+        """The same requests to a server that has met these documents before."""
+        body_of = functools.partial(server.body, salt="")
+
+        def ask(some: Sequence[Asked], at: float) -> list[Served]:
+            return offer_http(server.url, some, at, body_of, self.options.patience)
+
+        _complete(ask(self._primes(), math.inf))
+        before = Counter(server.programs())
+        time.sleep(SETTLE_SECONDS)
+        served = ask(self._draw(self.options.traffic), rate)
+        for one in served:
+            one.ids = server.ids_of(one.text)
+        self._keep(HTTP, rate, arms_of("asynchronous")[0].resolved, served)
+        compiled = sorted((Counter(server.programs()) - before).elements())
+        return self._row(HTTP, rate, served) | {"compiled": compiled, "read_bytes": None}
+
+    def _primes(self) -> list[Asked]:
+        """Requests for all documents, then some of every length of an answer."""
+        traffic, vocabulary = self.options.traffic, self._model.config.vocab_size
+        every = [dataclasses.replace(it, tokens=1) for it in self._draw(traffic)]
+        return [*every, *like(traffic, vocabulary, _WARM)]
+
+    def equal(self) -> dict[str, Any]:
+        """Requests whose tokens are equal under all arms of one method, and the peer's as full's.
+
+        ``None`` where fewer than two arms can be compared. A peer rounds differently.
+        """
+        groups: dict[Method, list[dict[int, list[int]]]] = {}
+        for (name, _), answers in self._answers.items():
+            if name in self._methods:
+                groups.setdefault(self._methods[name], []).append(answers)
+        ours = [_same(it) for it in groups.values() if len(it) > 1]
+        full = groups.get(METHODS[FULL], [])
+        peers = [it for (name, _), it in self._answers.items() if name not in self._methods]
+        theirs = _same([full[0], *peers]) if full and any(map(_told, peers)) else None
+        return {"arms": min(ours, default=None), "peer_as_full": theirs}
+
+    def _row(self, name: str, rate: float, served: list[Served]) -> dict[str, Any]:
+        """A row of the result; its rate is None where all came at once."""
+        known = None if math.isinf(rate) else rate
+        return {"arm": name, "rate": known, **summary(served, self.options.slo)}
+
+    def _keep(self, name: str, rate: float, method: Method | None, served: list[Served]) -> None:
+        """Remember the answers, to compare them."""
+        if method is not None:
+            self._methods[name] = method
+        self._answers[name, rate] = {at: it.ids for at, it in enumerate(served) if it.complete}
+
+    def _draw(self, traffic: Traffic) -> list[Asked]:
+        return draw(traffic, self._model.config.vocab_size)
+
+    def _request(self, store: KVStore, method: Method, asked: Asked) -> Request:
+        return Request(
+            asked.prompt, store, method, asked.tokens,
+            rows=self.options.rows, watched=self.options.watched, tenant=asked.tenant,
+        )  # fmt: skip
+
+    def _engine(self, settings: EngineSettings) -> Engine:
+        model = dataclasses.replace(self._model)
+        model.engine = Engine(model, settings)
+        return model.engine
+
+    def _prepare(self, method: Method, traffic: Traffic) -> None:
+        """Have every chunk in the store that requests ask for, as the method wants it."""
+        if method.encoder is None:
+            return
+        engine = self._engine(EngineSettings())
+        requests = []
+        for it in self._draw(traffic):
+            chunks = enumerate(it.prompt.chunks)
+            wanted = {(method.encoder_of(at), chunk.tobytes()) for at, chunk in chunks}
+            if not wanted <= self._prepared:
+                request = self._request(self._store, method, it)
+                requests.append(dataclasses.replace(request, max_new_tokens=1))
+                self._prepared |= wanted
+        for progress in engine.iterate(requests):
+            if progress.error is not None:
+                raise progress.error
+
+    def _warm(self, arm: Arm) -> Engine:
+        """An engine that has served requests of all shapes, with an empty pool."""
+        gc.collect()  # the pools of engines that are done
+        engine = self._engine(arm.engine)
+        traffic, vocabulary = self.options.traffic, self._model.config.vocab_size
+        engine.warm_up([
+            self._request(engine.memory, arm.resolved, it)
+            for it in like(traffic, vocabulary, _WARM)
+        ])  # fmt: skip
+        engine.forget()
+        time.sleep(SETTLE_SECONDS)
+        return engine
+
+
+def _complete(served: Sequence[Served]) -> None:
+    """RequestError unless all were answered in full."""
+    if lost := [it.error for it in served if not it.complete]:
+        raise RequestError(
+            f"{len(lost)} of {len(served)} requests to warm up were not answered in full: "
+            f"{lost[0] or 'fewer tokens than were asked for'}"
+        )
+
+
+def _http_costs(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By rate, what the server adds to an engine in this process; JSON-able."""
+    engines = {row["rate"]: row for row in rows if row["arm"] == IN_PROCESS}
+    costs = []
+    for row in rows:
+        beside = engines.get(row["rate"])
+        if row["arm"] != HTTP or beside is None or not row["first_token"]:
+            continue
+        first = {p: row["first_token"][p] - beside["first_token"][p] for p in ("p50", "p95")}
+        costs.append({
+            "rate": row["rate"],
+            "first_token_seconds": first,
+            "events_per_second": row["tokens_per_second"],
+            "events_per_second_in_process": beside["tokens_per_second"],
+        })  # fmt: skip
+    return costs
+
+
+def _same(answers: Sequence[dict[int, list[int]]]) -> float:
+    """Share of the requests whose tokens are equal wherever they were answered."""
+    numbers = set.intersection(*map(set, answers))
+    same = [all(it[n] == answers[0][n] for it in answers) for n in numbers]
+    return float(np.mean(same)) if same else 0.0
+
+
+def _told(answers: dict[int, list[int]]) -> bool:
+    return any(answers.values())
+
+
+@contextlib.contextmanager
+def _peer(model: Model, options: Options, folder: Path) -> Iterator[HttpPeer]:
+    if options.peer is not None:
+        yield HttpPeer(options.peer, {"name": "given by its URL"})
+        return
+    assert options.peer_python is not None
+    traffic, work = options.traffic, folder / "peer"
+    work.mkdir()
+    longest = traffic.chunks * traffic.chunk_tokens + traffic.question + max(traffic.answers)
+    with vllm(options.peer_python, model, work, longest) as server:
+        yield server

@@ -1,0 +1,159 @@
+"""Who asks what and when: requests of an open loop, drawn from a seed.
+
+A client of an open loop sends at times that were drawn before, whatever became of earlier
+requests, so that a server that falls behind is measured with its queue. The gaps between arrivals
+are exponential (a Poisson process); at another rate the same requests come in the same order,
+nearer together or farther apart.
+
+Documents are asked for as often as Zipf's law has it, and those of one question tend to be of one
+topic. Their token ids are random.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import HostArray
+from jaxrag.engine.request import Prompt
+from jaxrag.measure.bench.options import TrafficOptions
+
+_ARRIVALS, _DOCUMENTS, _REQUESTS = range(3)  # streams of random numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic(TrafficOptions):
+    """What is drawn.
+
+    Attributes:
+      focus: the probability that a chunk is of the request's topic, and not any.
+      neighbours: chunks in front of which a chunk is encoded, for encoders that see some: the most
+        popular others of its topic.
+      batch: requests that come at one moment; above 1 these moments are equally far apart.
+    """
+
+    focus: float = 0.8
+    neighbours: int = 2
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be drawn."""
+        for name in ("requests", "documents", "chunk_tokens", "chunks", "question", "topics",
+                     "tenants", "batch"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise RequestError(f"{name}={getattr(self, name)}: expected 1 or more")
+        if self.chunks > self.documents:
+            raise RequestError(
+                f"chunks={self.chunks}: there are {self.documents} documents, and a request asks "
+                "for none twice"
+            )
+        if self.neighbours < 0 or self.neighbours >= self.documents:
+            raise RequestError(
+                f"neighbours={self.neighbours}: expected 0 to {self.documents - 1}, the others"
+            )
+        if not self.answers or min(self.answers) < 1:
+            raise RequestError(f"answers={self.answers}: expected lengths of 1 or more")
+        if not 0 <= self.focus <= 1 or self.zipf < 0:
+            raise RequestError(
+                f"focus={self.focus}, zipf={self.zipf}: expected 0 to 1, and 0 or more"
+            )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Asked:
+    """One request of the workload.
+
+    Attributes:
+      number: counts them from 0.
+      due: when it comes, in seconds at one request a second.
+      prompt: token ids, with the neighbours of every chunk.
+      tokens: of its answer, exactly.
+      tenant: whose it is.
+    """
+
+    number: int
+    due: float
+    prompt: Prompt
+    tokens: int
+    tenant: str
+
+    def at(self, rate: float) -> float:
+        """When it comes at so many requests a second, in seconds after the start."""
+        return 0.0 if math.isinf(rate) else self.due / rate
+
+
+def draw(traffic: Traffic, vocab_size: int) -> list[Asked]:
+    """All requests by time. The first n are the same whatever ``requests`` is."""
+    library = documents(traffic, vocab_size)
+    neighbours = [_neighbours(traffic, library, at) for at in range(traffic.documents)]
+    popular = np.arange(1, traffic.documents + 1) ** -traffic.zipf
+    due = _arrivals(traffic)
+    asked = []
+    for number in range(traffic.requests):
+        rng = np.random.default_rng((traffic.seed, _REQUESTS, number))
+        chosen = _choose(traffic, popular, rng)
+        prompt = Prompt(
+            np.zeros(0, np.int32),
+            tuple(library[at] for at in chosen),
+            _ids(rng, traffic.question, vocab_size),
+            tuple(neighbours[at] for at in chosen),
+        )
+        tokens, tenant = int(rng.choice(traffic.answers)), f"tenant {rng.integers(traffic.tenants)}"
+        asked.append(Asked(number, due[number], prompt, tokens, tenant))
+    return asked
+
+
+def like(traffic: Traffic, vocab_size: int, count: int) -> list[Asked]:
+    """Requests of every length of an answer, ``count`` of each, over documents of their own."""
+    lengths = sorted(set(traffic.answers)) * count
+    other = dataclasses.replace(
+        traffic, requests=len(lengths), documents=traffic.chunks + traffic.neighbours,
+        seed=traffic.seed + 1_000_003,
+    )  # fmt: skip
+    drawn = draw(other, vocab_size)
+    return [dataclasses.replace(it, tokens=n) for it, n in zip(drawn, lengths, strict=True)]
+
+
+def _arrivals(traffic: Traffic) -> list[float]:
+    """Seconds at one request a second."""
+    moments = -(-traffic.requests // traffic.batch)
+    if traffic.batch > 1:
+        times = np.arange(moments) * float(traffic.batch)
+    else:
+        rng = np.random.default_rng((traffic.seed, _ARRIVALS))
+        times = np.cumsum(rng.exponential(1.0, moments))
+    return [float(it) for it in np.repeat(times, traffic.batch)[: traffic.requests]]
+
+
+def documents(traffic: Traffic, vocab_size: int) -> list[HostArray]:
+    """Token ids of every document, the most popular first, int32 [chunk_tokens] each."""
+    rng = np.random.default_rng((traffic.seed, _DOCUMENTS))
+    return [_ids(rng, traffic.chunk_tokens, vocab_size) for _ in range(traffic.documents)]
+
+
+def _ids(rng: np.random.Generator, count: int, vocab_size: int) -> HostArray:
+    return rng.integers(3, vocab_size, count).astype(np.int32)
+
+
+def _neighbours(traffic: Traffic, library: Sequence[HostArray], at: int) -> tuple[HostArray, ...]:
+    """The most popular others of a document's topic, then of any."""
+    of_topic = range(at % traffic.topics, traffic.documents, traffic.topics)
+    others = [it for it in dict.fromkeys((*of_topic, *range(traffic.documents))) if it != at]
+    return tuple(library[it] for it in others[: traffic.neighbours])
+
+
+def _choose(traffic: Traffic, popular: HostArray, rng: np.random.Generator) -> list[int]:
+    """The documents of one request; each is as popular over many requests as it is said to be."""
+    topic = int(rng.choice(traffic.documents, p=popular / popular.sum())) % traffic.topics
+    here = np.arange(traffic.documents) % traffic.topics == topic
+    chosen: list[int] = []
+    while len(chosen) < traffic.chunks:
+        weight = np.where(here, popular, 0.0) if rng.random() < traffic.focus else popular.copy()
+        weight[chosen] = 0.0
+        if not weight.any():  # the topic has no more
+            weight = popular.copy()
+            weight[chosen] = 0.0
+        chosen.append(int(rng.choice(traffic.documents, p=weight / weight.sum())))
+    return chosen

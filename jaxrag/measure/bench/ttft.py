@@ -1,0 +1,390 @@
+"""Time to first token: full prefill and reuse of cached chunks, beside a peer's full prefill.
+
+Every row is one context length. The measurements of a row alternate (full prefill, chunks from the
+disk, from the pool, the peer's full prefill), so that a slow moment of the machine falls on all of
+them; the first round is a warm-up that compiles. Of the others the medians are reported, and the
+best, which a busy machine disturbs least.
+
+A method that recomputes tokens has one more row for every recompute ratio: the same prompt from the
+pool and from the disk, the selector's own passes included, beside the FLOPs of both. Chunks that
+are encoded behind neighbours have the other chunks of the prompt for neighbours; how long that
+encoding took is not part of any row.
+
+Batches of requests that come at one moment have rows of their own (jaxrag.measure.bench.ttft_batch).
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrag.base.config import DType, ModelConfig, RopeConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.engine import Engine, engine_of
+from jaxrag.engine.prefill import prefill
+from jaxrag.engine.request import Prompt, Request
+from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.state import EngineSettings
+from jaxrag.kv.cache import PAGE
+from jaxrag.kv.store import ChunkStore, KVStore
+from jaxrag.library.knowledge_base.neighbours import each_other
+from jaxrag.measure.bench.machine import describe
+from jaxrag.measure.bench.options import TtftOptions
+from jaxrag.measure.bench.peer import Peer
+from jaxrag.measure.bench.ttft_batch import measure_batches, report_batches
+from jaxrag.measure.bench.ttft_ratios import report_ratios, slopes
+from jaxrag.models.export import export_hf
+from jaxrag.models.flops import block_attention_flops, turborag_flops
+from jaxrag.models.model import Model, load_model
+from jaxrag.models.spec import init_params, num_params
+from jaxrag.models.text.progress import progress_bar
+from jaxrag.reuse.encode import chunk_key, encoder_named
+from jaxrag.reuse.methods import METHODS, Method
+
+CHUNK_TOKENS = 512
+SETTLE_SECONDS = 1.0  # idle worker threads of one process spin for a while and slow the other's
+
+# Random weights, the shape of a small Llama: 100M parameters.
+LLAMA_100M = ModelConfig(
+    family="llama",
+    vocab_size=32_000,
+    num_layers=12,
+    model_dim=768,
+    mlp_dim=2048,
+    num_heads=12,
+    num_kv_heads=4,
+    head_dim=64,
+    norm_eps=1e-5,
+    rope=RopeConfig(theta=10_000.0, rotary_dim=64, interleaved=False, scaling=None),
+    max_positions=65_536,
+    sliding_window=None,
+    window_layers=None,
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    post_norms=False,
+    tie_embeddings=True,
+    dtype="float32",
+    bos_id=1,
+    eos_ids=(2,),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(TtftOptions):
+    """What to measure."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot be measured."""
+        if METHODS.get(self.method) is None or METHODS[self.method].encoder is None:
+            reusing = ", ".join(name for name, m in METHODS.items() if m.encoder)
+            raise RequestError(f"method {self.method!r}: expected one that reuses: {reusing}")
+        for name, sizes in (("contexts", self.contexts), ("batch context", (self.batch_context,))):
+            if min(sizes) < CHUNK_TOKENS or any(n % CHUNK_TOKENS for n in sizes):
+                raise RequestError(f"{name} {sizes}: expected multiples of {CHUNK_TOKENS}")
+        if min(*self.repeats, self.batch_repeats, self.question_tokens) < 1:
+            raise RequestError("repeats and question tokens must be positive")
+        if len(self.repeats) not in (1, len(self.contexts)):
+            raise RequestError(
+                f"repeats {self.repeats}: expected one number, or one for each of the "
+                f"{len(self.contexts)} contexts"
+            )
+        if any(size < 1 for size in self.batches) or len(set(self.batches)) != len(self.batches):
+            raise RequestError(f"batches {self.batches}: expected sizes of 1 or more, each once")
+        if len(set(self.ratios)) != len(self.ratios):
+            raise RequestError(f"ratios {self.ratios}: expected each of them once")
+        if self.ratios and not METHODS[self.method].recomputes:
+            choosing = ", ".join(name for name, m in METHODS.items() if m.recomputes)
+            raise RequestError(
+                f"method {self.method!r} recomputes nothing; leave the ratios out, or take one of "
+                f"{choosing}"
+            )
+        self.recomputing()  # refuses a ratio out of range
+
+    def plain(self) -> Method:
+        """The method with nothing recomputed."""
+        method = METHODS[self.method]
+        return method.with_ratio(0) if method.recomputes else method
+
+    def recomputing(self) -> list[Method]:
+        """The method at every ratio that is measured; empty for one that recomputes nothing."""
+        method = METHODS[self.method]
+        if not method.recomputes:
+            return []
+        return [method.with_ratio(ratio) for ratio in sorted(self.ratios)] or [method]
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Measure every context; returns the rows, the machine and the setting, JSON-able."""
+    with contextlib.ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxrag-bench-")))
+        path = options.model or str(
+            write_random(work / "model", LLAMA_100M, options.dtype, options.seed)
+        )
+        in_batch = max(options.batches, default=0) * (
+            options.batch_context + options.question_tokens
+        )
+        longest = max(max(options.contexts) + options.question_tokens, in_batch)
+        # Prompts under full attention and their chunks for reuse lie in the pool together.
+        tokens = 2 * longest + 8 * PAGE * (longest // CHUNK_TOKENS + 8)
+        model = load_model(path, dtype=options.dtype, cache_tokens=tokens)
+        # What left the pool comes from the disk: a copy in host memory would be found before.
+        model.engine = Engine(model, EngineSettings(arena_bytes=0))
+        peer = None
+        if options.peer_python:
+            peer = Peer(options.peer_python, "peer_transformers.py", path, options.dtype)
+            stack.callback(peer.close)
+        store = ChunkStore.open(
+            work / "store",
+            model.fingerprint,
+            model.kv_layout,
+            mode="rw",
+            max_tokens=CHUNK_TOKENS,
+        )
+        rows = []
+        with progress_bar(len(options.contexts), "ttft", "context") as bar:
+            repeats = options.repeats * (len(options.contexts) // len(options.repeats))
+            for context, count in zip(options.contexts, repeats, strict=True):
+                rows.append(_measure(model, store, work / "store", options, context, count, peer))
+                bar.update()
+        plain = options.plain()
+        return {
+            "benchmark": "ttft",
+            "model": options.model or f"random Llama, {num_params(model.config) / 1e6:.1f}M",
+            "dtype": options.dtype,
+            "method": options.method,
+            "encoders": {"first": plain.encoder_of(0), "others": plain.encoder_of(1)},
+            "question_tokens": options.question_tokens,
+            "chunk_tokens": CHUNK_TOKENS,
+            "rows": rows,
+            "batches": _batches(model, store, options) if options.batches else None,
+            "peer": None if peer is None else {"name": "transformers", **peer.about},
+            "machine": describe(),
+        }
+
+
+def write_random(directory: Path, config: ModelConfig, dtype: DType, seed: int) -> Path:
+    """A Hugging Face directory of random weights of that dtype; returns it."""
+    config = dataclasses.replace(config, dtype=dtype)
+    params = jax.jit(lambda key: init_params(config, key))(jax.random.key(seed))
+    export_hf(directory, params, config)
+    return directory
+
+
+class First(NamedTuple):
+    """One measurement: seconds to the first token, its id, and what was computed for it."""
+
+    seconds: float
+    top: int
+    recomputed: int  # chunk tokens
+    flops: int  # all of it
+    selection_flops: int  # of these
+
+
+def _measure(
+    model: Model,
+    store: ChunkStore,
+    store_path: Path,
+    options: Options,
+    context: int,
+    repeats: int,
+    peer: Peer | None,
+) -> dict[str, Any]:
+    prompt = _draw(model, options, context)
+    whole = np.concatenate((*prompt.chunks, prompt.final))
+    full, reuse = METHODS["full_attention"], options.plain()
+    times: dict[str, list[float]] = {name: [] for name in ("full", "pool", "disk", "cold", "peer")}
+    tops: dict[str, int] = {}
+    recomputing = [_Recomputing(method) for method in options.recomputing()]
+    for _ in range(repeats + 1):
+        _forget(model, reuse, prompt)
+        time.sleep(SETTLE_SECONDS)
+        first = first_token(model, store, full, prompt)
+        tops["full"] = first.top
+        times["full"].append(first.seconds)
+        for name in ("cold", "disk", "pool"):
+            if name == "cold":
+                _drop_page_cache(store_path)
+            if name != "pool":
+                _forget(model, reuse, prompt)
+            times[name].append(first_token(model, store, reuse, prompt).seconds)
+        for it in recomputing:
+            for name in ("disk", "pool"):
+                if name == "disk":
+                    _forget(model, it.method, prompt)
+                it.firsts[name].append(first_token(model, store, it.method, prompt))
+        if peer is not None:
+            time.sleep(SETTLE_SECONDS)
+            answer = peer.ask({"ids": whole.tolist()})
+            tops["peer"] = answer["top"]
+            times["peer"].append(answer["seconds"])
+    median = {name: statistics.median(t[1:]) for name, t in times.items() if t}
+    best = {name: min(t[1:]) for name, t in times.items() if t}
+    row: dict[str, Any] = {
+        "context": context,
+        "prompt_tokens": len(whole),
+        "repeats": repeats,
+        "seconds": median,
+        "best_seconds": best,
+        "full_over_pool": median["full"] / median["pool"],
+        "full_over_disk": median["full"] / median["disk"],
+        "flops": {
+            "full": turborag_flops(model.config, len(whole), len(whole)),
+            "reuse": turborag_flops(model.config, len(prompt.final), len(whole)),
+            "full_block_attention": block_attention_flops(model.config, len(whole)),
+            "reuse_block_attention": block_attention_flops(model.config, len(prompt.final)),
+        },
+    }
+    if recomputing:
+        row["ratios"] = [it.row(row, context, tops["full"]) for it in recomputing]
+        row["slope"] = slopes(row)
+    if peer is not None:
+        row["peer_over_full"] = median["peer"] / median["full"]
+        row["peer_over_full_best"] = best["peer"] / best["full"]
+        row["peer_over_pool"] = median["peer"] / median["pool"]
+        row["same_first_token_as_peer"] = tops["peer"] == tops["full"]
+    return row
+
+
+def _draw(model: Model, options: Options, context: int, number: int = 0) -> Prompt:
+    """A prompt of random chunks, which have each other for neighbours."""
+    rng = np.random.default_rng((options.seed, context, *([number] if number else [])))
+
+    def ids(count: int) -> np.ndarray[Any, Any]:
+        return rng.integers(3, model.config.vocab_size, count).astype(np.int32)
+
+    chunks = tuple(ids(CHUNK_TOKENS) for _ in range(context // CHUNK_TOKENS))
+    neighbours = tuple(each_other(chunks, model.config.max_positions))
+    return Prompt(np.zeros(0, np.int32), chunks, ids(options.question_tokens), neighbours)
+
+
+def _batches(model: Model, store: KVStore, options: Options) -> dict[str, Any]:
+    reuse, context = options.plain(), options.batch_context
+    prompts = [_draw(model, options, context, number) for number in range(max(options.batches))]
+    rows = measure_batches(
+        engine_of(model),
+        store,
+        (METHODS["full_attention"], reuse),
+        prompts,
+        functools.partial(_forget, model, reuse),
+        sizes=options.batches,
+        repeats=options.batch_repeats,
+    )
+    return {"context": context, "rows": rows}
+
+
+@dataclasses.dataclass
+class _Recomputing:
+    """A method at one recompute ratio, and its measurements of one prompt."""
+
+    method: Method
+    firsts: dict[str, list[First]] = dataclasses.field(
+        default_factory=lambda: {"pool": [], "disk": []}
+    )
+
+    def row(self, context_row: dict[str, Any], chunk_tokens: int, full_top: int) -> dict[str, Any]:
+        """Medians and best of all measurements but the first, beside the row of the context."""
+        times = {name: [it.seconds for it in kept[1:]] for name, kept in self.firsts.items()}
+        median = {name: statistics.median(seconds) for name, seconds in times.items()}
+        full, last = context_row["seconds"]["full"], self.firsts["pool"][-1]
+        return {
+            "ratio": self.method.recompute_ratio,
+            "recomputed_tokens": last.recomputed,
+            "recomputed_share": last.recomputed / chunk_tokens,
+            "seconds": median,
+            "best_seconds": {name: min(seconds) for name, seconds in times.items()},
+            "full_over_pool": full / median["pool"],
+            "full_over_disk": full / median["disk"],
+            "flops": last.flops,
+            "selection_flops": last.selection_flops,
+            "flops_over_full": last.flops / context_row["flops"]["full"],
+            "same_first_token_as_full": last.top == full_top,
+        }
+
+
+def first_token(model: Model, store: KVStore, method: Method, prompt: Prompt) -> First:
+    """From token ids to the first token's id on the host."""
+    return engine_of(model).call(lambda runner: _timed(runner, store, method, prompt))
+
+
+def _timed(runner: ModelRunner, store: KVStore, method: Method, prompt: Prompt) -> First:
+    model = runner.model
+    start = time.perf_counter()
+    mapped = map_request(runner, Request(prompt, store, method, 1), reserve_tokens=0)
+    try:
+        logits, _ = prefill(runner, [mapped])
+        top = int(jnp.argmax(logits[0]))
+        seconds = time.perf_counter() - start
+        choice = mapped.choice
+        selection = 0 if choice is None else choice.flops
+        computed = turborag_flops(model.config, len(mapped.ids), prompt.num_tokens)
+        recomputed = 0 if choice is None else len(choice.tokens)
+        return First(seconds, top, recomputed, computed + selection, selection)
+    finally:
+        unmap(runner, mapped)
+
+
+def _forget(model: Model, method: Method, prompt: Prompt) -> None:
+    """Drop the prompt's chunks from the pool; the store keeps them."""
+    for index, chunk in enumerate(prompt.chunks):
+        encoder, others = method.encoder_of(index), None
+        if encoder_named(encoder).sees_neighbours:
+            assert prompt.neighbours is not None
+            others = prompt.neighbours[index]
+        key = chunk_key(model.fingerprint, model, encoder, prompt.prefix, chunk, others)
+        engine_of(model).call(functools.partial(_evict, key))
+
+
+def _evict(key: str, runner: ModelRunner) -> None:
+    runner.cache.allocator.evict(key)
+
+
+def _drop_page_cache(folder: Path) -> None:
+    """Ask the system to forget the store's pages, so that the next read comes from the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def report(result: dict[str, Any]) -> Iterator[str]:
+    """The result as lines of a table."""
+    peer = result["peer"]
+    repeats = ", ".join(map(str, dict.fromkeys(row["repeats"] for row in result["rows"])))
+    yield f"{result['model']}, {result['dtype']}, {result['method']}, question of " + (
+        f"{result['question_tokens']} tokens; milliseconds, medians of {repeats}"
+    )
+    head = f"{'context':>8} {'full':>9} {'pool':>8} {'disk':>8} {'cold':>8} {'full/pool':>9}"
+    yield head + (f" {'peer':>9} {'peer/full':>9} {'best':>5} {'peer/pool':>9}" if peer else "")
+    for row in result["rows"]:
+        ms = {name: 1000 * seconds for name, seconds in row["seconds"].items()}
+        line = f"{row['context']:>8} {ms['full']:>9.1f} {ms['pool']:>8.1f} {ms['disk']:>8.1f} "
+        line += f"{ms['cold']:>8.1f} {row['full_over_pool']:>9.1f}"
+        if peer:
+            line += (
+                f" {ms['peer']:>9.1f} {row['peer_over_full']:>9.2f}"
+                f" {row['peer_over_full_best']:>5.2f} {row['peer_over_pool']:>9.1f}"
+            )
+        yield line
+    if any("ratios" in row for row in result["rows"]):
+        yield from report_ratios(result)
+    if result["batches"]:
+        yield from report_batches(result)
+
+
+def default_peer() -> str:
+    """The interpreter that runs this program, for a peer in the same environment."""
+    return sys.executable

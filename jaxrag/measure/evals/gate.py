@@ -1,0 +1,365 @@
+"""The quality gate: which recompute ratio a method needs on a knowledge base, if any will do.
+
+Probe questions are answered with full attention. Then every method and ratio is shown the same
+answers, token by token (teacher forcing), over the chunks as it reuses them, and is asked for each
+next token: does it choose the same one, and how far is its distribution from full attention's?
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrag.base.errors import KnowledgeBaseError, RequestError
+from jaxrag.base.shapes import bucket
+from jaxrag.base.types import Array, HostArray, Step
+from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.mapping import RequestState
+from jaxrag.engine.prefill import prefill, run_tokens
+from jaxrag.engine.request import Request
+from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.sampling import SamplingParams
+from jaxrag.kv.cache import PagePool, PageTable
+from jaxrag.library.documents import Shard
+from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.measure.evals.statistics import Estimate, share
+from jaxrag.models.decoder import Decoder, unembed
+from jaxrag.models.text.progress import progress_bar
+from jaxrag.models.text.prompts import PromptTemplate
+from jaxrag.reuse.methods import METHODS, Method
+from jaxrag.reuse.select import NoTokens
+from jaxrag.serve.answers import Result, serve
+from jaxrag.serve.question_files import BadQuestion, QuestionFile
+from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
+from jaxrag.serve.suits import gate_subject
+
+RATIOS = (0.0, 0.05, 0.10, 0.15, 0.20, 0.30, 0.50)  # at 1 nothing is gained
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a ratio has to reach, on average over the probes.
+
+    Attributes:
+      agreement: least share of answer tokens that are full attention's first choice as well.
+      max_kl: largest mean of KL(full attention || method), in nats a token.
+      answers: least share of questions whose whole greedy answer is full attention's.
+    """
+
+    agreement: float = 0.9
+    max_kl: float = 0.1
+    answers: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse what no number can be compared with."""
+        for name in ("agreement", "answers"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise RequestError(
+                    f"--target-{name} {getattr(self, name)}: expected a share from 0 to 1"
+                )
+        if not self.max_kl >= 0:
+            raise RequestError(f"--max-kl {self.max_kl}: expected nats a token, 0 or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One ratio. Intervals are cluster-robust over questions."""
+
+    ratio: float
+    recomputed: float  # share of the chunk tokens
+    agreement: Estimate
+    kl: float
+    answers: Estimate
+    meets: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class GateReport:
+    """What was measured; ``ratio`` is the smallest that meets the target, None where none does."""
+
+    method: str
+    questions: int
+    answer_tokens: int  # that were compared, of all questions
+    target: Target
+    measured: tuple[Measured, ...]
+    ratio: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        values = dataclasses.asdict(self)
+        for row, one in zip(values["measured"], self.measured, strict=True):
+            row |= {"agreement": one.agreement._asdict(), "answers": one.answers._asdict()}
+        values["measured"] = list(values["measured"])
+        return values
+
+
+def gate(
+    kb: KnowledgeBase,
+    method: Method,
+    questions: QuestionFile,
+    *,
+    ratios: Sequence[float] | None = None,
+    target: Target | None = None,
+    template: str | PromptTemplate | None = None,
+    k: int = 5,
+    where: Mapping[str, Any] | None = None,
+    answer_tokens: int = 8,
+    batch_size: int = 8,
+    progress: bool = False,
+) -> GateReport:
+    """Measure a method at every ratio and store the smallest that meets the target with ``kb``.
+
+    Nothing is stored where none does; what an earlier gate stored for the method stays then.
+
+    Args:
+      kb: opened with its model, for writing.
+      method: one that reuses chunks.
+      questions: the probes; a line without documents is retrieved for.
+      ratios: to try; RATIOS when None, 0 alone for a method that recomputes nothing.
+      target: what to reach; the defaults of Target when None.
+      template: as for ``generate``.
+      k: as for ``generate``.
+      where: as for ``generate``.
+      answer_tokens: of every answer, compared at most.
+      batch_size: questions that run together.
+      progress: show how far it is, on stderr.
+
+    Raises:
+      RequestError: a bad line or ratio, a method that reuses nothing, a probe that finds no chunk
+        or cannot be served; before anything is computed.
+      KnowledgeBaseError: opened without a model, or for reading.
+    """
+    if kb.mode != "rw":
+        raise KnowledgeBaseError(
+            f"{kb.path} was opened for reading; open it with its model and mode 'rw' for a gate"
+        )
+    if batch_size < 1:
+        raise RequestError(f"batch_size={batch_size}: expected a positive integer")
+    target = target or Target()
+    if ratios is None:
+        ratios = (0.0,) if isinstance(method.selector, NoTokens) else RATIOS
+    tried = [method.with_ratio(ratio) for ratio in sorted(set(ratios))]
+    if not tried:
+        raise RequestError("no ratio to try; name some, such as --recompute-ratios 0,0.15,0.3")
+    settings = [
+        resolve(
+            kb=kb,
+            model=None,
+            method=one,
+            template=template,
+            k=k,
+            max_new_tokens=answer_tokens,
+            stop=(),
+            where=where,
+        )
+        for one in (METHODS["full_attention"], *tried)
+    ]
+    prepared = [_prepare(one, questions) for one in settings]
+    measured, tokens = compare(settings, prepared, target, batch_size, progress=progress)
+    report = GateReport(
+        method=method.name,
+        questions=len(prepared[0]),
+        answer_tokens=tokens,
+        target=target,
+        measured=measured,
+        ratio=next((one.ratio for one in measured if one.meets), None),
+    )
+    if report.ratio is not None:
+        found = {"subject": gate_subject(method, settings[0].template), "k": k, "where": where}
+        kb.set_gate(method.name, report.to_dict() | found | {"probes": questions.digest})
+    return report
+
+
+def compare(
+    settings: Sequence[Settings],
+    prepared: Sequence[Sequence[ReadyQuestion]],
+    target: Target,
+    batch_size: int,
+    *,
+    progress: bool = False,
+) -> tuple[tuple[Measured, ...], int]:
+    """How the methods of all settings but the first agree with the first's answers.
+
+    Args:
+      settings: that of full attention, then those that are compared with it.
+      prepared: the same questions under each of them.
+      target: what to reach.
+      batch_size: questions that are answered together.
+      progress: draw a bar on stderr.
+
+    Returns one ``Measured`` for each but the first, and how many answer tokens were compared.
+    """
+    tallies = [_Tally() for _ in settings[1:]]
+    total = len(prepared[0]) * len(settings)
+    with progress_bar(total, "gate", "question", shown=progress) as bar:
+        requests = [question.request for question in prepared[0]]
+        for batch in itertools.batched(range(len(requests)), batch_size):
+            here = [prepared[0][i] for i in batch]
+            answers = _answers(settings[0], here, batch_size)
+            full, _ = forced_logits(settings[0], here, answers)
+            bar.update(len(batch))
+            for one, ready, tally in zip(settings[1:], prepared[1:], tallies, strict=True):
+                here = [ready[i] for i in batch]
+                tally.add(batch, full, *forced_logits(one, here, answers))
+                bar.update(len(batch))
+    chunk_tokens = sum(len(chunk) for one in requests for chunk in one.prompt.chunks)
+    measured = tuple(
+        tally.measured(one.method.recompute_ratio or 0.0, chunk_tokens, target)
+        for one, tally in zip(settings[1:], tallies, strict=True)
+    )
+    return measured, sum(map(len, tallies[0].agree)) if tallies else 0
+
+
+def _prepare(settings: Settings, questions: QuestionFile) -> list[ReadyQuestion]:
+    ready = []
+    for question in questions.entries(Shard()):
+        where = f"{questions.path}: question {question.id!r}"
+        if isinstance(question, BadQuestion):
+            raise RequestError(f"{where}: {question.reason}")
+        try:
+            one = prepare(settings, question.text, question.documents, SamplingParams())
+        except RequestError as error:
+            raise RequestError(f"{where}: {error}") from None
+        if not one.request.prompt.chunks:
+            raise RequestError(f"{where} finds no chunk and can test no reuse; leave it out")
+        ready.append(one)
+    return ready
+
+
+def _answers(
+    settings: Settings, ready: Sequence[ReadyQuestion], batch_size: int
+) -> list[list[int]]:
+    """Greedy answers without their end, one token shorter than compared at most."""
+    found: dict[int, Result] = {}
+    for batch in serve(settings, ready, batch_size):
+        found |= batch
+    return [found[i].token_ids[: settings.max_new_tokens - 1] for i in range(len(ready))]
+
+
+def forced_logits(
+    settings: Settings,
+    questions: Sequence[ReadyQuestion],
+    answers: Sequence[Sequence[int]],
+) -> tuple[list[HostArray], int]:
+    """Logits of every token of given answers and of the one after, as decoding would have them.
+
+    Args:
+      settings: with the method.
+      questions: what is asked.
+      answers: token ids of each, at most ``settings.max_new_tokens`` - 1.
+
+    Returns float32 [len(answer) + 1, V] for each request, and how many chunk tokens were
+    recomputed for all of them.
+    """
+    engine = engine_of(settings.model)
+    logits: list[HostArray] = []
+    recomputed = 0
+    for question, answer in zip(questions, answers, strict=True):
+        job = functools.partial(_forced_logits, question.request, np.asarray(answer, np.int32))
+        one, count = engine.call(job)
+        logits.append(one)
+        recomputed += count
+    return logits, recomputed
+
+
+def _forced_logits(
+    request: Request, answer: HostArray, runner: ModelRunner
+) -> tuple[HostArray, int]:
+    """Logits float32 [len(answer) + 1, V] of one answer; how many tokens were recomputed for it."""
+    state = map_request(runner, request, len(answer))
+    try:
+        first, table = prefill(runner, [state])
+        rest = _feed(runner, [state], table, [answer])
+    finally:
+        unmap(runner, state)
+    recomputed = 0 if state.choice is None else len(state.choice.tokens)
+    return np.concatenate((np.asarray(first), rest[0, : len(answer)])), recomputed
+
+
+def _feed(
+    runner: ModelRunner,
+    states: Sequence[RequestState],
+    table: PageTable,
+    answers: Sequence[HostArray],
+) -> HostArray:
+    """Logits float32 [B', T, V] after each token of answers that follow prefilled prompts."""
+    model = runner.model
+    longest = max(map(len, answers))
+    rows, hidden_slot = table.slot_position.shape
+    if not longest:
+        return np.zeros((rows, 0, model.config.vocab_size), np.float32)
+    shape = (rows, bucket(longest, 1))
+    ids, positions = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
+    slots = np.full(shape, hidden_slot, np.int32)
+    for row, (request, answer) in enumerate(zip(states, answers, strict=True)):
+        at = np.arange(len(answer))
+        ids[row, at] = answer
+        positions[row, at] = request.next_position + at
+        slots[row, at] = request.next_slot + at
+    step = Step(*(model.put_batch(x, rows) for x in (ids, positions, slots)))
+    return np.asarray(runner.cache.run(_forced, model.decoder(hidden_slot), table, step))
+
+
+@functools.partial(jax.jit, donate_argnames=("pool",))
+def _forced(
+    pool: PagePool, decoder: Decoder, table: PageTable, step: Step
+) -> tuple[PagePool, Array]:
+    hidden, pool, _ = run_tokens(decoder, pool, table, step)
+    return pool, unembed(decoder.params, hidden)
+
+
+@dataclasses.dataclass
+class _Tally:
+    """What one ratio did on the questions so far."""
+
+    agree: list[HostArray] = dataclasses.field(default_factory=list)  # bool, of a question's tokens
+    question: list[int] = dataclasses.field(default_factory=list)
+    kl: float = 0.0  # sum over tokens
+    recomputed: int = 0
+
+    def add(
+        self,
+        questions: Sequence[int],
+        full: Sequence[HostArray],
+        own: Sequence[HostArray],
+        recomputed: int,
+    ) -> None:
+        for index, wanted, found in zip(questions, full, own, strict=True):
+            self.agree.append(wanted.argmax(1) == found.argmax(1))
+            self.question.append(index)
+            self.kl += float(kl_divergence(wanted, found).sum())
+        self.recomputed += recomputed
+
+    def measured(self, ratio: float, chunk_tokens: int, target: Target) -> Measured:
+        tokens = np.concatenate(self.agree)
+        agreement = share(tokens, np.repeat(self.question, [len(one) for one in self.agree]))
+        # The greedy answer is full attention's where every forced choice is.
+        answers = share(np.array([one.all() for one in self.agree]), np.array(self.question))
+        assert agreement is not None and answers is not None
+        kl = self.kl / len(tokens)
+        return Measured(
+            ratio=ratio,
+            recomputed=self.recomputed / chunk_tokens,
+            agreement=agreement,
+            kl=kl,
+            answers=answers,
+            meets=agreement.value >= target.agreement
+            and kl <= target.max_kl
+            and answers.value >= target.answers,
+        )
+
+
+def kl_divergence(wanted: HostArray, found: HostArray) -> HostArray:
+    """KL(softmax(wanted) || softmax(found)) in nats, [T] of logits [T, V]; computed in float64."""
+    p, q = (_log_softmax(x.astype(np.float64)) for x in (wanted, found))
+    return np.maximum((np.exp(p) * (p - q)).sum(1), 0.0)
+
+
+def _log_softmax(x: HostArray) -> HostArray:
+    x = x - x.max(1, keepdims=True)
+    return x - np.log(np.exp(x).sum(1, keepdims=True))

@@ -1,0 +1,364 @@
+"""Long prompts put to a model, by several methods.
+
+Every method answers the same prompts, as ``generate`` does with ``documents=``: one document that
+holds the whole haystack, or the chunks it is cut into. Decode rules of one method share a prefill.
+"""
+
+import dataclasses
+import functools
+import itertools
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.types import HostArray
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.request import DECODE_BLOCK, Request
+from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.sampling import SamplingParams
+from jaxrag.kv.cache import PAGE
+from jaxrag.measure.evals.long.ask import Asker, Generated
+from jaxrag.measure.evals.long.plan import Item, Options, plan
+from jaxrag.measure.evals.statistics import LEVEL, Estimate, difference, share
+from jaxrag.models.model import Model, load_model
+from jaxrag.models.text.progress import progress_bar
+from jaxrag.models.text.prompts import template_named
+from jaxrag.reuse.decode import DecodeRule, Dense
+from jaxrag.reuse.decode.footprint import Bytes
+from jaxrag.reuse.methods import Method, placement_of
+from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
+from jaxrag.tasks.long.case import Frame
+
+FIFTHS = 5  # of the haystack, for the table by depth
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """An answer as text, and what was generated; ``notes`` of the question are among its own."""
+
+    text: str
+    generated: Generated
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """What one method answered: the replies and their scores [Q] float64, in the plan's order."""
+
+    replies: list[Reply]
+    scores: HostArray
+
+
+def prompts(options: Options, progress: bool = True) -> list[dict[str, Any]]:
+    """The prompts as rows that `jaxrag train` reads: chunks, question, answers; and what they are.
+
+    Raises as ``run`` does; the methods are not looked at, nor how long the model's context is.
+    """
+    _, frame = _opened(options)
+    return [
+        {
+            "chunks": [frame.tokenizer.decode(chunk) for chunk in item.fitted.chunks],
+            "question": item.fitted.case.question,
+            "answers": [item.fitted.case.between.join(item.fitted.case.expected)],
+            "task": item.task,
+            "length": item.length,
+            "depth": item.depth,
+        }
+        for item in plan(options, frame, sys.maxsize, progress)
+    ]
+
+
+def run(options: Options, progress: bool = True) -> dict[str, Any]:
+    """Measure; JSON-able, scores as fractions of 1, ``report`` prints it and ``heatmap`` draws it.
+
+    Raises RequestError, ModelError, TokenizerError, ConfigError or DocumentError for what cannot be
+    asked, before the model computes anything.
+    """
+    model, frame = _opened(options)
+    for method in options.resolved:
+        method.check(model.config)
+    items = plan(options, frame, model.config.max_positions, progress)
+    model = dataclasses.replace(model, cache_tokens=_cache_tokens(options, frame, items))
+    models = _by_method(options, model)
+    settings = {
+        (method.name, task): resolve(
+            kb=None,
+            model=models[method.name],
+            method=method,
+            template=frame.template,
+            k=1,
+            max_new_tokens=options.answer_tokens(task),
+            stop=(),
+        )
+        for method in options.resolved
+        for task in options.chosen
+    }
+    firsts = {(item.task, item.length): item for item in reversed(items)}
+    for (_, task), one in settings.items():  # what a method refuses, it refuses before any work
+        for length in options.lengths:
+            _question(one, firsts[task, length])
+    answers = _answer(options, settings, items, progress)
+    return {
+        "suite": options.suite,
+        "flavour": options.flavour,
+        "tasks": list(options.chosen),
+        "lengths": list(options.lengths),
+        "depths": list(options.depths) if options.suite == "needle" else None,
+        "questions": options.questions,
+        "seed": options.seed,
+        "split": options.split,
+        "chunk_tokens": options.chunk_tokens,
+        "filler": list(options.filler),
+        "lead": options.lead,
+        "decode": dict(options.rules),
+        "host_values": options.host_values,
+        "answer_tokens": {task: options.answer_tokens(task) for task in options.chosen},
+        "interval": f"{LEVEL:.0%} (jaxrag/measure/evals/statistics.py)",
+        "model": {
+            "path": options.model,
+            "weights": model.digest,
+            "dtype": model.config.dtype,
+            "template": frame.template.to_dict(),
+        },
+        "methods": {method.name: repr(method) for method in options.resolved},
+        **_tables(options, items, answers),
+        "costs": _costs(options, model.config, items, answers),
+        "notes": {
+            name: sorted({note for reply in own.replies for note in reply.generated.notes})
+            for name, own in answers.items()
+        },
+        "items": [_item(i, item, answers) for i, item in enumerate(items)],
+    }
+
+
+def _opened(options: Options) -> tuple[Model, Frame]:
+    """The model, and what stands around the haystacks that it is given."""
+    model = load_model(options.model, dtype=options.dtype)
+    tokenizer = model.text_tokenizer()
+    if options.template is None:
+        template = model.prompt_format()
+    else:
+        template = template_named(options.template)
+        template.check_markers(tokenizer)
+    return model, Frame(tokenizer, template, options.chunk_tokens, options.lead)
+
+
+def _by_method(options: Options, model: Model) -> dict[str, Model]:
+    """The model that a method runs on: one with K and V where its rule has them, if asked."""
+    placed: dict[tuple[tuple[str, Any], ...], Model] = {(): model}
+    found: dict[str, Model] = {}
+    for method in options.resolved:
+        where = placement_of(method) if options.host_values else {}
+        key = tuple(sorted(where.items()))
+        if key not in placed:
+            placed[key] = dataclasses.replace(model, **where)
+        found[method.name] = placed[key]
+    return found
+
+
+def _cache_tokens(options: Options, frame: Frame, items: Sequence[Item]) -> int:
+    """Room for a batch of the longest prompts under the method that needs most."""
+    need = 0
+    _, around = frame.markers()
+    for item in items:
+        chunks = [len(chunk) + around for chunk in item.fitted.chunks]
+        recomputed = max(method.room(chunks) for method in options.resolved)
+        own = item.fitted.num_tokens + recomputed + options.answer_tokens(item.task) + DECODE_BLOCK
+        pages = (len(chunks) + 3) * PAGE  # every part begins a page
+        need = max(need, own + pages)
+    return need * options.batch_size
+
+
+def _question(settings: Settings, item: Item) -> ReadyQuestion:
+    """The prompt of an item, with the beginning of its answer."""
+    fitted = item.fitted
+    question = prepare(settings, fitted.case.question, fitted.chunks, SamplingParams())
+    request = question.request
+    final = np.concatenate((request.prompt.final, fitted.lead))
+    prompt = dataclasses.replace(request.prompt, final=final)
+    assert prompt.num_tokens == item.length
+    return dataclasses.replace(question, request=dataclasses.replace(request, prompt=prompt))
+
+
+def _answer(
+    options: Options,
+    settings: Mapping[tuple[str, str], Settings],
+    items: Sequence[Item],
+    progress: bool,
+) -> dict[str, Answers]:
+    """What every method answered; ``settings`` by method and task.
+
+    Prompts of one task and length are asked in batches, and every batch is prefilled once for all
+    methods of one model that differ in their decode rules only.
+    """
+    found: dict[str, dict[int, Reply]] = {method.name: {} for method in options.resolved}
+    total = len(items) * len(options.resolved)
+    with progress_bar(total, "eval", "answer", shown=progress) as bar:
+        for names in _sharing(options, settings):
+            engine = engine_of(settings[names[0], items[0].task].model)
+            asker = engine.call(Asker)
+            for places in _batches(options, items):
+                task = items[places[0]].task
+                bar.set_postfix_str(f"{task}, {items[places[0]].length}")
+                asked = [[_question(settings[n, task], items[i]) for i in places] for n in names]
+                requests = [
+                    [dataclasses.replace(q.request, rows=options.batch_size) for q in questions]
+                    for questions in asked
+                ]
+                for name, questions, generated in zip(
+                    names, asked, engine.call(functools.partial(_ask, asker, requests)), strict=True
+                ):
+                    for place, question, one in zip(places, questions, generated, strict=True):
+                        own = dataclasses.replace(one, notes=[*question.notes, *one.notes])
+                        found[name][place] = Reply(_text(settings[name, task], one), own)
+                bar.update(len(names) * len(places))
+    return {
+        name: Answers(
+            replies := [own[i] for i in range(len(items))], _scores(options, items, replies)
+        )
+        for name, own in found.items()
+    }
+
+
+def _ask(asker: Asker, requests: list[list[Request]], runner: ModelRunner) -> list[list[Generated]]:
+    del runner  # the asker has it
+    return asker.ask(requests)
+
+
+def _text(settings: Settings, generated: Generated) -> str:
+    return settings.model.text_tokenizer().decode(generated.token_ids)
+
+
+def _scores(options: Options, items: Sequence[Item], replies: Sequence[Reply]) -> HostArray:
+    scores = [
+        options.chosen[item.task].score(reply.text, item.fitted.case.expected)
+        for item, reply in zip(items, replies, strict=True)
+    ]
+    return np.array(scores, np.float64)
+
+
+def _sharing(options: Options, settings: Mapping[tuple[str, str], Settings]) -> list[list[str]]:
+    """Names of methods that a prefill serves together, in the order of the methods."""
+    found: dict[tuple[int, Method], list[str]] = {}
+    for method in options.resolved:
+        model = settings[method.name, next(iter(options.chosen))].model
+        alike = dataclasses.replace(method, name="", decode=Dense())
+        found.setdefault((id(model), alike), []).append(method.name)
+    return list(found.values())
+
+
+def _batches(options: Options, items: Sequence[Item]) -> Iterator[tuple[int, ...]]:
+    """Places of items of one task and length, at most a batch of them."""
+    places = sorted(range(len(items)), key=lambda i: (items[i].length, items[i].task))
+    for _, alike in itertools.groupby(places, lambda i: (items[i].length, items[i].task)):
+        yield from itertools.batched(alike, options.batch_size)
+
+
+def placed_bytes(options: Options, rule: DecodeRule, config: ModelConfig, tokens: int) -> Bytes:
+    """Bytes of a prompt by where they lie under a rule: of its formula, which a test measures."""
+    return rule.bytes(config, tokens, None if options.host_values else "device")
+
+
+def _costs(
+    options: Options, config: ModelConfig, items: Sequence[Item], answers: Mapping[str, Answers]
+) -> list[dict[str, Any]]:
+    """Of every method and length: the median of a step's seconds, tokens read, bytes."""
+    costs = []
+    for method, length in itertools.product(options.resolved, options.lengths):
+        replies = answers[method.name].replies
+        seconds = [
+            reply.generated.seconds
+            for item, reply in zip(items, replies, strict=True)
+            if item.length == length and reply.generated.seconds is not None
+        ]
+        rule = method.decode
+        costs.append({
+            "method": method.name,
+            "length": length,
+            "rows": options.batch_size,
+            "seconds": statistics.median(seconds) if seconds else None,
+            "read": sum(rule.tokens().values()) if rule.sparse else None,
+            "bytes": dataclasses.asdict(placed_bytes(options, rule, config, length)),
+        })  # fmt: skip
+    return costs
+
+
+def _tables(
+    options: Options, items: Sequence[Item], answers: Mapping[str, Answers]
+) -> dict[str, Any]:
+    """Scores by task and length, by depth, and each method against the first."""
+    task = np.array([item.task for item in items])
+    length = np.array([item.length for item in items])
+    depth = np.array([np.nan if item.depth is None else item.depth for item in items])
+    fifth = np.minimum(np.nan_to_num(depth * FIFTHS), FIFTHS - 1).astype(int)
+    first = options.resolved[0].name
+    cells: list[dict[str, Any]] = []
+    grid: list[dict[str, Any]] = []
+    by_depth: list[dict[str, Any]] = []
+    differences: list[dict[str, Any]] = []
+    agreement: list[dict[str, Any]] = []
+    for name, one in itertools.product(list(answers)[1:], options.chosen):
+        rows = task == one
+        same = np.array([
+            _same(*pair)
+            for pair in zip(answers[name].replies, answers[first].replies, strict=True)
+        ])  # fmt: skip
+        for size in (*options.lengths, None):  # None: all of them
+            here = rows if size is None else rows & (length == size)
+            named = {"method": name, "task": one, "length": size, "with": first}
+            agreement.append({**named, "share": _share(same[here])})
+    for name, one, size in itertools.product(answers, options.chosen, options.lengths):
+        rows = (task == one) & (length == size)
+        scores = answers[name].scores
+        named = {"method": name, "task": one, "length": size}
+        cells.append({**named, "score": _share(scores[rows])})
+        if name != first:
+            less = difference(scores[rows], answers[first].scores[rows], np.arange(rows.sum()))
+            differences.append({**named, "minus": first, "difference": _plain(less)})
+        if np.isnan(depth[rows]).any():
+            continue
+        if options.suite == "needle":
+            for place in options.depths:
+                here = scores[rows & (depth == place)]
+                grid.append({**named, "depth": place, "score": _share(here)})
+        else:
+            for n in range(FIFTHS):
+                by_depth.append({**named, "fifth": n, "score": _share(scores[rows & (fifth == n)])})
+    return {
+        "cells": cells,
+        "grid": grid,
+        "by_depth": by_depth,
+        "differences": differences,
+        "agreement": agreement,
+    }
+
+
+def _same(one: Reply, other: Reply) -> bool:
+    """Whether two answers are the same tokens and end for the same reason."""
+    a, b = one.generated, other.generated
+    return (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
+
+
+def _share(scores: HostArray) -> dict[str, float] | None:
+    return _plain(share(scores, np.arange(len(scores))))
+
+
+def _plain(estimate: Estimate | None) -> dict[str, float] | None:
+    return None if estimate is None else estimate._asdict()
+
+
+def _item(number: int, item: Item, answers: Mapping[str, Answers]) -> dict[str, Any]:
+    return {
+        "task": item.task,
+        "length": item.length,
+        "depth": item.depth,
+        "needles_at": list(item.fitted.at),
+        "chunks": len(item.fitted.chunks),
+        "question": item.fitted.case.question,
+        "expected": list(item.fitted.case.expected),
+        "answers": {name: own.replies[number].text for name, own in answers.items()},
+        "scores": {name: float(own.scores[number]) for name, own in answers.items()},
+    }

@@ -1,0 +1,234 @@
+"""How well methods of reuse answer, at one recompute ratio after the other: `jaxrag eval methods`.
+
+Every method answers the same questions of the synthetic task from cached chunks, as ``generate``
+does, and is compared with full attention and with full reuse (FusionRAG section 5.2). The chunks of
+all samples stand in one knowledge base; the neighbours that a chunk is encoded behind are found in
+it by BM25, so they come from other samples as well as its own. With ``Options.retrieve`` the chunks
+of a prompt come from a search (``methods_pool``).
+"""
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from jaxrag.base.types import HostArray
+from jaxrag.measure.evals.deviation import kv_deviation
+from jaxrag.measure.evals.methods_grid import REFERENCES, Cell, Options
+from jaxrag.measure.evals.methods_pool import Pool, open_pool
+from jaxrag.measure.evals.metrics import exact_match, token_f1
+from jaxrag.measure.evals.scoring import draw, write
+from jaxrag.measure.evals.statistics import LEVEL, Estimate, difference, recovery, share
+from jaxrag.measure.evals.synthetic import ALL, Asked
+from jaxrag.models.model import load_model
+from jaxrag.models.text.progress import progress_bar
+from jaxrag.models.text.prompts import template_named
+from jaxrag.reuse.encode import encoder_named
+from jaxrag.reuse.methods import Method
+from jaxrag.serve.answers import Result, serve
+
+HOPS = {"1 hop": ("hop1", "cross", "latest"), "2 hops": ("hop2",)}
+SMALLEST_GAP = (
+    0.02  # between full attention and full reuse, for a normalised score to mean anything
+)
+METRICS = ("exact_match", "f1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """What one served method answered; arrays [Q], in the order of the questions."""
+
+    results: list[Result]
+    exact_match: HostArray  # bool
+    f1: HostArray  # float64
+
+
+def run(options: Options, progress: bool = True) -> dict[str, Any]:
+    """Measure; JSON-able, shares as fractions of 1, ``methods_report`` prints it.
+
+    Raises RequestError, ModelError, TokenizerError or ConfigError for a model that cannot be asked,
+    before anything is encoded.
+    """
+    template = None if options.template is None else template_named(options.template)
+    asked = Asked.of(draw(options.task, options.seed, options.questions))
+    model = load_model(options.model, dtype=options.dtype)
+    written = write(model, asked.samples, template, options.response_start, options.retrieve)
+    longest = written.prompt_tokens(options.retrieve) + written.answer_tokens
+    room = 4 * options.batch_size * longest  # pages are not full, and cacheblend has copies
+    model = dataclasses.replace(model, cache_tokens=room)
+    written = dataclasses.replace(written, model=model)
+    cells = options.cells()
+    for cell in cells:
+        cell.method.check(model.config)
+    answers: dict[Method, Answers] = {}
+    deviations: dict[Method, Any] = {}
+    distinct = {cell.served: cell.method for cell in cells}
+    with tempfile.TemporaryDirectory() as folder:
+        pool = open_pool(options, written, list(distinct.values()), folder, progress)
+        with contextlib.ExitStack() as stack:
+            for kb in pool.kbs:
+                stack.enter_context(kb)
+            total = len(distinct) * len(asked.kind)
+            bar = progress_bar(total, "eval", "question", shown=progress)
+            stack.enter_context(bar)
+            prompts = pool.prompts()
+            for served, method in distinct.items():
+                bar.set_postfix_str(
+                    f"{method.name} {method.encoder} {method.recompute_ratio}", refresh=False
+                )
+                answers[served] = _answer(pool, method, options.batch_size, bar)
+                if options.deviation:
+                    deviations[served] = _deviation(pool, method, options.deviation)
+    return {
+        "task": dataclasses.asdict(options.task),
+        "seed": options.seed,
+        "questions": {name: int(rows.sum()) for name, rows in _groups(asked).items()},
+        "samples": len(asked.samples),
+        "interval": f"{LEVEL:.0%}, cluster-robust over samples (jaxrag/measure/evals/statistics.py)",
+        "model": {
+            "path": options.model,
+            "weights": model.digest,
+            "dtype": model.config.dtype,
+            "template": written.template.to_dict(),
+        },
+        "neighbours": options.neighbours,
+        "prompts": prompts,
+        "encoders": list(options.encoders),
+        "ratios": list(options.ratios),
+        "deviation_samples": min(options.deviation, len(asked.samples)),
+        "cells": [_cell(cell, asked, answers, deviations) for cell in cells],
+        "differences": _differences(cells, asked, answers),
+        "whole": _whole(cells, answers),
+    }
+
+
+def _answer(pool: Pool, method: Method, batch_size: int, bar: "tqdm[Any]") -> Answers:
+    results: list[Result] = []
+    for settings, questions in pool.asked(method):
+        found: dict[int, Result] = {}
+        for batch in serve(settings, questions, batch_size):
+            found |= batch
+            bar.update(len(batch))
+        results += [found[i] for i in range(len(questions))]
+    golds = [q.answer for sample in pool.written.samples for q in sample.questions]
+    both = list(zip((result.text for result in results), golds, strict=True))
+    return Answers(
+        results=results,
+        exact_match=np.array([exact_match(text, [gold]) for text, gold in both], np.bool_),
+        f1=np.array([token_f1(text, [gold]) for text, gold in both], np.float64),
+    )
+
+
+def _deviation(pool: Pool, method: Method, count: int) -> dict[str, Any]:
+    ((settings, questions),) = pool.asked(method, only_first=count)
+    prompts = [one.request.prompt for one in questions]
+    found = kv_deviation(settings.model, settings.store, settings.method, prompts)
+    return {
+        name: {"k": values[:, 0].tolist(), "v": values[:, 1].tolist()}
+        for name, values in found._asdict().items()
+    }
+
+
+def _groups(asked: Asked) -> dict[str, HostArray]:
+    """Which questions are of each group, bool [Q]: all, by hops, by kind."""
+    rows = asked.groups()
+    hops = {name: np.isin(asked.kind, kinds) for name, kinds in HOPS.items()}
+    return {ALL: rows.pop(ALL), **{name: row for name, row in hops.items() if row.any()}, **rows}
+
+
+def _cell(
+    cell: Cell,
+    asked: Asked,
+    answers: Mapping[Method, Answers],
+    deviations: Mapping[Method, Any],
+) -> dict[str, Any]:
+    own = answers[cell.served]
+    full, reuse = (answers[cell.served] for cell in REFERENCES)
+    counts = [result.counts for result in own.results]
+    total = sum(sum(one.values()) for one in counts)
+    same = [a.token_ids == b.token_ids for a, b in zip(own.results, full.results, strict=True)]
+    return {
+        "method": cell.name,
+        "encoder": cell.method.encoder,
+        "ratio": cell.ratio,
+        "exact_match": _by_group(asked, share, own.exact_match),
+        "f1": _by_group(asked, share, own.f1),
+        "normalised_f1": _by_group(asked, _normalised, reuse.f1, own.f1, full.f1),
+        "as_full_attention": _plain(share(np.array(same, np.bool_), asked.sample)),
+        "recomputed": sum(one["recomputed"] for one in counts) / total,
+        "recomputed_tokens": sum(one["recomputed"] for one in counts) / len(counts),
+        "encoded_tokens": sum(one["encoded"] for one in counts),
+        "flops": float(np.mean([result.flops for result in own.results])),
+        "deviation": deviations.get(cell.served),
+    }
+
+
+def _normalised(
+    reuse: HostArray, own: HostArray, full: HostArray, samples: HostArray
+) -> Estimate | None:
+    """FusionRAG equation 11: 0 is full reuse, 1 full attention; None where they are too close."""
+    if not len(own) or full.mean() - reuse.mean() < SMALLEST_GAP:
+        return None
+    return recovery(reuse, own, full, samples)
+
+
+def _differences(
+    cells: Sequence[Cell], asked: Asked, answers: Mapping[Method, Answers]
+) -> list[dict[str, Any]]:
+    """Paired: fusionrag behind neighbours against every other method at the same ratio."""
+    rows = []
+    for first in cells:
+        seeing = first.method.encoder and encoder_named(first.method.encoder).sees_neighbours
+        if first.name != "fusionrag" or not seeing:
+            continue
+        for second in cells:
+            if second == first or second.ratio not in (None, first.ratio):
+                continue
+            a, b = answers[first.served], answers[second.served]
+            rows.append({
+                "first": _label(first),
+                "second": _label(second),
+                "ratio": first.ratio,
+                **{
+                    metric: _by_group(asked, difference, getattr(a, metric), getattr(b, metric))
+                    for metric in METRICS
+                },
+            })  # fmt: skip
+    return rows
+
+
+def _label(cell: Cell) -> str:
+    return cell.name if cell.method.encoder is None else f"{cell.name}, {cell.method.encoder}"
+
+
+def _whole(cells: Sequence[Cell], answers: Mapping[Method, Answers]) -> list[dict[str, Any]]:
+    """At ratio 1 every method has to give full attention's tokens: which questions differ."""
+    full = answers[REFERENCES[0].served].results
+    rows = []
+    for cell in cells:
+        if cell.ratio == 1:
+            own = answers[cell.served].results
+            differing = [i for i, (a, b) in enumerate(zip(own, full, strict=True))
+                         if a.token_ids != b.token_ids]  # fmt: skip
+            rows.append({
+                "method": cell.name,
+                "encoder": cell.method.encoder,
+                "questions": len(own),
+                "differing": differing,
+            })  # fmt: skip
+    return rows
+
+
+def _by_group(asked: Asked, estimate: Any, *values: HostArray) -> dict[str, Any]:
+    return {
+        name: _plain(estimate(*(column[rows] for column in values), asked.sample[rows]))
+        for name, rows in _groups(asked).items()
+    }
+
+
+def _plain(estimate: Estimate | None) -> dict[str, float] | None:
+    return None if estimate is None else estimate._asdict()

@@ -1,0 +1,176 @@
+"""The result of ``methods.run`` as tables, for a terminal and as Markdown."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxrag.measure.evals.synthetic import ALL
+from jaxrag.measure.evals.synthetic_report import Table, markdown_table, shown
+
+Key = tuple[str, str | None]  # method and encoder: a row of the tables
+TITLES = {"exact_match": "exact match", "f1": "F1", "normalised_f1": "normalised F1"}
+NO_RATIO = "own"  # the column of what a method does by itself, without a ratio
+
+
+def tables(result: Mapping[str, Any]) -> Iterator[Table]:
+    """Scores by ratio, by kind of question, differences, agreement at ratio 1, KV deviation."""
+    cells = result["cells"]
+    yield _scores(result, "exact_match", _percent)
+    yield _scores(result, "f1", _percent)
+    yield _scores(result, "normalised_f1", _percent)
+    yield _scores(result, "as_full_attention", _percent)
+    for metric in ("exact_match", "f1"):
+        groups = list(result["questions"])
+        yield Table(
+            f"{TITLES[metric]} in % by hops and kind of question",
+            [
+                ["method", "encoder", "ratio", *groups],
+                ["questions", "", "", *map(str, result["questions"].values())],
+                *([*_names(cell), *(_percent(cell[metric][g]) for g in groups)] for cell in cells),
+            ],
+            names=3,
+        )
+    if result["differences"]:
+        groups = [ALL, *(name for name in result["questions"] if name.endswith(("hop", "hops")))]
+        yield Table(
+            "F1, the first method minus the second at the same ratio, in points, paired; better "
+            "or worse where the whole interval of all questions is on one side of 0",
+            [
+                ["first", "second", "ratio", "first is", *groups],
+                *(
+                    [
+                        row["first"],
+                        row["second"],
+                        f"{row['ratio']:g}",
+                        verdict(row["f1"][ALL]),
+                        *(_points(row["f1"][group]) for group in groups),
+                    ]
+                    for row in result["differences"]
+                ),
+            ],
+            names=4,
+        )
+    yield Table(
+        "answers at ratio 1 against full attention's, token by token",
+        [
+            ["method", "encoder", "questions", "differing"],
+            *(
+                [row["method"], row["encoder"], str(row["questions"]), str(len(row["differing"]))]
+                for row in result["whole"]
+            ),
+        ],
+        names=2,
+    )
+    yield Table(
+        "what a question costs: recomputed chunk tokens, and FLOPs to the first token; without a "
+        "ratio it is the method's own budget",
+        [
+            ["method", "encoder", "ratio", "recomputed", "tokens", "MFLOPs", "exact match"],
+            *(
+                [
+                    *_names(cell),
+                    f"{100 * cell['recomputed']:.1f} %",
+                    f"{cell['recomputed_tokens']:.1f}",
+                    f"{cell['flops'] / 1e6:.3g}",
+                    _percent(cell["exact_match"][ALL]),
+                ]
+                for cell in cells
+            ),
+        ],
+        names=3,
+    )
+    yield _prompts(result)
+    if any(cell["deviation"] for cell in cells):
+        yield _deviations(result)
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """All tables as Markdown, each under its title."""
+    return "\n".join(markdown_table(table) for table in tables(result))
+
+
+def verdict(estimate: Mapping[str, float] | None) -> str:
+    """Whether a difference is one: better, worse, or no difference that the data can show."""
+    if estimate is None or estimate["low"] <= 0 <= estimate["high"]:
+        return "not different"
+    return "better" if estimate["low"] > 0 else "worse"
+
+
+def _scores(result: Mapping[str, Any], metric: str, show: Any) -> Table:
+    """Methods by ratios, of all questions."""
+    found: dict[Key, dict[float | None, str]] = {}
+    for cell in result["cells"]:
+        value = cell[metric] if metric == "as_full_attention" else cell[metric][ALL]
+        found.setdefault((cell["method"], cell["encoder"]), {})[cell["ratio"]] = show(value)
+    ratios: list[float | None] = [None, *result["ratios"]]
+    low, high = result["task"]["chunks"]
+    chunks = f"{low}" if low == high else f"{low} to {high}"
+    title = {
+        "exact_match": f"exact match in %, {result['questions'][ALL]} questions on "
+        f"{result['samples']} sets of {chunks} chunks ({result['task']['split']} split, seed "
+        f"{result['seed']}), by recompute ratio, with 95 % intervals",
+        "f1": "F1 of words in %, by recompute ratio",
+        "normalised_f1": "normalised F1 (FusionRAG equation 11): 0 is full reuse, 100 full "
+        "attention; undefined where the gap between them is too small",
+        "as_full_attention": "answers that are full attention's, token by token, in %",
+    }[metric]
+    return Table(
+        title,
+        [
+            ["method", "encoder", *(NO_RATIO if r is None else f"{r:g}" for r in ratios)],
+            *(
+                [method, encoder or "", *(by_ratio.get(ratio, "") for ratio in ratios)]
+                for (method, encoder), by_ratio in found.items()
+            ),
+        ],
+        names=2,
+    )
+
+
+def _deviations(result: Mapping[str, Any]) -> Table:
+    layers = range(len(result["cells"][0]["deviation"]["relative"]["k"]))
+    rows = []
+    for cell in result["cells"]:
+        relative = cell["deviation"]["relative"]
+        rows.append([*_names(cell), *(f"{relative['k'][layer]:.2g} / {relative['v'][layer]:.2g}"
+                                      for layer in layers)])  # fmt: skip
+    return Table(
+        "deviation of the chunk tokens' K / V from full attention's, squared and over its own "
+        f"square, by layer; one question of each of {result['deviation_samples']} sets of chunks",
+        [["method", "encoder", "ratio", *(f"layer {layer}" for layer in layers)], *rows],
+        names=3,
+    )
+
+
+def _prompts(result: Mapping[str, Any]) -> Table:
+    """Which chunks stand together in prompts (FusionRAG Fig. 7a)."""
+    found = result["prompts"]
+    together = found["co_occurrence"]
+    shares = {f"{count} chunks": share for count, share in together.items()}
+    shares["in front of a chunk"] = found["seen"]
+    shares["answer in the prompt"] = found["answer"]
+    return Table(
+        f"co-occurrence in %: of the best chunks of a question, is one among the "
+        f"{result['neighbours']} neighbours of another; share of the chunks in front of a chunk "
+        "that it was encoded behind; share of the answers whose words stand in the prompt",
+        [
+            ["chunks of a prompt", *shares],
+            [
+                "of its sample" if found["retrieve"] is None else f"{found['retrieve']} found",
+                *("" if share is None else f"{100 * share:.1f}" for share in shares.values()),
+            ],
+        ],
+        names=1,
+    )
+
+
+def _names(cell: Mapping[str, Any]) -> Sequence[str]:
+    ratio = "" if cell["ratio"] is None else f"{cell['ratio']:g}"
+    return cell["method"], cell["encoder"] or "", ratio
+
+
+def _percent(estimate: dict[str, float] | None) -> str:
+    return shown(estimate, ".1f")
+
+
+def _points(estimate: dict[str, float] | None) -> str:
+    return shown(estimate, "+.1f")

@@ -1,0 +1,317 @@
+"""One's own questions put to one's own knowledge base, method by method: `jaxrag eval own`.
+
+Every method gets the same chunks for a question and answers it alone, greedily. Time to first token
+is that of chunks which lie in the store: before every answer the pool is made anew, and an answer
+for which something was compiled, or encoded because the store lacked it, is asked for again until
+its time is only its own. What is compared with full attention is compared question by question.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import HostArray
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.sampling import SamplingParams
+from jaxrag.library.documents import Shard
+from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.measure.evals.gate import forced_logits
+from jaxrag.measure.evals.metrics import exact_match, holds, token_f1
+from jaxrag.measure.evals.statistics import difference, median, share
+from jaxrag.models.text.progress import progress_bar
+from jaxrag.models.text.prompts import PromptTemplate
+from jaxrag.serve.answers import Result, serve
+from jaxrag.serve.question_files import BadQuestion, Question, QuestionFile, is_texts
+from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
+from jaxrag.serve.suits import suiting
+
+REFERENCE = "full_attention"
+METRICS = ("exact_match", "f1", "holds")
+_ATTEMPTS = 3  # at an answer whose time is its own
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """A question with what is right about it.
+
+    Attributes:
+      question: of the file.
+      answers: right ones, each enough.
+      sources: ids of the documents that the answer stands in; empty where nobody says.
+    """
+
+    question: Question
+    answers: tuple[str, ...]
+    sources: tuple[str, ...]
+
+
+def probes_of(questions: QuestionFile, kb: KnowledgeBase) -> tuple[Probe, ...]:
+    """The questions of a file with their right answers.
+
+    Raises RequestError, with the line: a line that is none, without a right answer, with texts to
+    answer from, or with a source that the knowledge base does not hold.
+    """
+    known = {document.id for document in kb.documents()}
+    return tuple(_probe(questions, it, known) for it in questions.entries(Shard()))
+
+
+def _probe(file: QuestionFile, question: Question | BadQuestion, known: set[str]) -> Probe:
+    where = f"{file.path}:{question.line}"
+    if isinstance(question, BadQuestion):
+        raise RequestError(f"{where}: {question.reason}")
+    check_no_texts(file, question)
+    answers = _listed(question, "answers", "answer")
+    if not is_texts(answers) or not any(map(str.strip, answers)):
+        raise RequestError(
+            f'{where}: "answers" is {answers!r:.60}; expected one right answer or a list of them, '
+            'such as "answers": ["larch"]'
+        )
+    sources = _listed(question, "sources", "source")
+    if sources is not None and not is_texts(sources):
+        raise RequestError(
+            f'{where}: "sources" is {sources!r:.60}; expected a list of ids of documents'
+        )
+    for source in sources or ():
+        if source not in known:
+            raise RequestError(
+                f"{where}: source {source!r} is no document of the knowledge base; its ids are "
+                "what `jaxrag kb list` shows"
+            )
+    right = tuple(answer for answer in answers if answer.strip())
+    return Probe(question, right, tuple(dict.fromkeys(sources or ())))
+
+
+def check_no_texts(file: QuestionFile, question: Question) -> None:
+    """Refuse a question that brings texts of its own where chunks are retrieved: RequestError."""
+    if question.documents is not None:
+        raise RequestError(
+            f'{file.path}:{question.line}: "documents" are texts to answer from, and here chunks '
+            'are retrieved; leave them out, and name documents that hold the answer in "sources"'
+        )
+
+
+def _listed(question: Question, *names: str) -> Any:
+    """What the line holds under the first of these names that it has; a text as a list."""
+    value = next((question.record[name] for name in names if name in question.record), None)
+    return [value] if isinstance(value, str) else value
+
+
+@dataclasses.dataclass(frozen=True)
+class Answered:
+    """One probe, answered by one method.
+
+    Attributes:
+      result: of the first time it was asked; its counts say what was encoded for it.
+      ttft: seconds, of chunks that lie in the store and programs that are compiled.
+      same: of full attention's answer, given token by token: which tokens of it, and of the one
+        behind it, are this method's first choice, bool [T].
+    """
+
+    result: Result
+    ttft: float
+    same: HostArray
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What was asked, and what every method made of it: answered[method][probe]."""
+
+    probes: tuple[Probe, ...]
+    settings: tuple[Settings, ...]  # of each method; full attention is the first
+    answered: tuple[tuple[Answered, ...], ...]
+    notes: tuple[str, ...]
+
+    def scores(self, method: int) -> dict[str, HostArray]:
+        """Of a method by name of the metric, [Q] each."""
+        texts = [it.result.text for it in self.answered[method]]
+        golds = [probe.answers for probe in self.probes]
+        both = list(zip(texts, golds, strict=True))
+        return {
+            "exact_match": np.array([exact_match(*it) for it in both], np.bool_),
+            "f1": np.array([token_f1(*it) for it in both], np.float64),
+            "holds": np.array([holds(*it) for it in both], np.bool_),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; shares as fractions of 1 and times in seconds, each with its interval."""
+        with_sources = [i for i, probe in enumerate(self.probes) if probe.sources]
+        recall = np.array([_recall(self.probes[i], self.answered[0][i]) for i in with_sources])
+        settings, found = self.settings[0], [it.result.sources for it in self.answered[0]]
+        return {
+            "questions": len(self.probes),
+            "with_sources": len(with_sources),
+            "k": settings.k,
+            "max_new_tokens": settings.max_new_tokens,
+            "template": settings.template.name,
+            "without_chunks": sum(not sources for sources in found),
+            "recall": _plain(share(recall, np.arange(len(recall)))),
+            "methods": [self._method(i) for i in range(len(self.settings))],
+            "notes": list(self.notes),
+        }
+
+    def _method(self, index: int) -> dict[str, Any]:
+        own, full = self.answered[index], self.answered[0]
+        each = np.arange(len(own))
+        scores, of_full = self.scores(index), self.scores(0)
+        same = [a.result.token_ids == b.result.token_ids for a, b in zip(own, full, strict=True)]
+        tokens = np.repeat(each, [len(it.same) for it in own])
+        over = np.array([b.ttft / a.ttft for a, b in zip(own, full, strict=True)])
+        method = self.settings[index].method
+        return {
+            "method": method.name,
+            "encoder": method.encoder,
+            "ratio": method.recompute_ratio if method.recomputes else None,
+            **{name: _plain(share(scores[name], each)) for name in METRICS},
+            "minus_full": {
+                name: _plain(difference(scores[name], of_full[name], each)) for name in METRICS
+            },
+            "same_answer": _plain(share(np.array(same), each)),
+            "same_tokens": _plain(share(np.concatenate([it.same for it in own]), tokens)),
+            "ttft": _plain(median(np.array([it.ttft for it in own]))),
+            "full_over_own": _plain(median(over)),
+            "tokens": {
+                name: float(np.mean([it.result.counts[name] for it in own]))
+                for name in ("reused", "recomputed", "encoded")
+            },
+            "cut_off": sum(it.result.finish_reason == "length" for it in own),
+        }
+
+    def records(self) -> list[dict[str, Any]]:
+        """One for each question and method, JSON-able."""
+        lines = []
+        for index, settings in enumerate(self.settings):
+            scores = self.scores(index)
+            for i, (probe, own) in enumerate(zip(self.probes, self.answered[index], strict=True)):
+                lines.append({
+                    "id": probe.question.id,
+                    "method": settings.method.name,
+                    "question": probe.question.text,
+                    "answers": list(probe.answers),
+                    "text": own.result.text,
+                    "finish_reason": own.result.finish_reason,
+                    **{name: scores[name][i].item() for name in METRICS},
+                    "same_answer": own.result.token_ids == self.answered[0][i].result.token_ids,
+                    "same_tokens": float(own.same.mean()),
+                    "ttft": own.ttft,
+                    "counts": own.result.counts,
+                    "sources": list(probe.sources),
+                    "retrieved": [source.document_id for source in own.result.sources],
+                    "recall": _recall(probe, own) if probe.sources else None,
+                    "notes": own.result.notes,
+                })  # fmt: skip
+        return lines
+
+
+def evaluate(
+    kb: KnowledgeBase,
+    questions: QuestionFile,
+    *,
+    methods: Sequence[str] = (),
+    template: str | PromptTemplate | None = None,
+    k: int = 5,
+    where: Mapping[str, Any] | None = None,
+    max_new_tokens: int = 32,
+    progress: bool = False,
+) -> Evaluation:
+    """Ask a knowledge base the questions of a file by several methods.
+
+    Args:
+      kb: opened with its model.
+      questions: with their right answers (``probes_of``).
+      methods: presets or TOML files; those that suit the knowledge base where none is named. Full
+        attention is asked always, and first.
+      template: as for ``generate``.
+      k: as for ``generate``.
+      where: as for ``generate``.
+      max_new_tokens: upper bound of an answer.
+      progress: show how far it is, on stderr.
+
+    Raises RequestError for a bad line, an unknown method or a question that cannot be served;
+    before anything is computed.
+    """
+    if kb.model is None:
+        raise RequestError(f"{kb.path} was opened without its model; open it with model=")
+    probes = probes_of(questions, kb)
+    names = tuple(dict.fromkeys((REFERENCE, *(methods or suiting(kb, kb.model)))))
+    settings = tuple(
+        resolve(
+            kb=kb,
+            model=None,
+            method=name,
+            template=template,
+            k=k,
+            max_new_tokens=max_new_tokens,
+            stop=(),
+            where=where,
+        )
+        for name in names
+    )
+    ready = [[_ready(questions, one, probe) for probe in probes] for one in settings]
+    answered: list[list[Answered]] = [[] for _ in settings]
+    with progress_bar(len(probes) * len(settings), "eval", "answer", shown=progress) as bar:
+        for asked in zip(*ready, strict=True):
+            [full, *others] = [_timed(*it) for it in zip(settings, asked, strict=True)]
+            shown = [full[0].token_ids[: max_new_tokens - 1]]
+            [wanted], _ = forced_logits(settings[0], asked[:1], shown)
+            first = wanted.argmax(1)
+            answered[0].append(Answered(*full, np.ones(len(first), np.bool_)))
+            bar.update()
+            for i, own in enumerate(others, 1):
+                [logits], _ = forced_logits(settings[i], asked[i : i + 1], shown)
+                answered[i].append(Answered(*own, logits.argmax(1) == first))
+                bar.update()
+    notes = dict.fromkeys(note for one in settings for note in _notes(one, questions))
+    return Evaluation(probes, settings, tuple(map(tuple, answered)), tuple(notes))
+
+
+def _ready(file: QuestionFile, settings: Settings, probe: Probe) -> ReadyQuestion:
+    try:
+        return prepare(settings, probe.question.text, None, SamplingParams())
+    except RequestError as error:
+        raise RequestError(f"{file.path}:{probe.question.line}: {error}") from None
+
+
+def _timed(settings: Settings, ready: ReadyQuestion) -> tuple[Result, float]:
+    """What the question comes to when it is first asked, and seconds to its first token."""
+    engine, results = engine_of(settings.model), list[Result]()
+    for _ in range(_ATTEMPTS):
+        engine.forget()
+        engine.call(_make_pool)
+        compiled = engine.compiled.total()
+        [found] = serve(settings, [ready], 1)
+        results.append(found[0])
+        if engine.compiled.total() == compiled and not found[0].counts["encoded"]:
+            break
+    return results[0], results[-1].timings["ttft"]
+
+
+def _make_pool(runner: ModelRunner) -> None:
+    assert runner.cache.pool is not None
+
+
+def _notes(settings: Settings, questions: QuestionFile) -> list[str]:
+    """What is to be known of a method's numbers."""
+    assert settings.kb is not None
+    method = settings.method
+    notes = [note if method.name in note else f"{method.name}: {note}" for note in settings.notes]
+    gate = settings.kb.gates.get(method.name)
+    if gate is not None and gate["probes"] == questions.digest and method.recomputes:
+        notes.append(
+            f"{method.name}: its ratio was chosen on these very questions, so that its numbers are "
+            "better than others would be; keep some questions from the gate"
+        )
+    return notes
+
+
+def _recall(probe: Probe, own: Answered) -> float:
+    """Share of the probe's sources that are among what was retrieved."""
+    found = {source.document_id for source in own.result.sources}
+    return len(found.intersection(probe.sources)) / len(probe.sources)
+
+
+def _plain(estimate: Any) -> dict[str, Any] | None:
+    return None if estimate is None else estimate._asdict()

@@ -1,0 +1,124 @@
+"""The result of ``accuracy.run`` as tables, for a terminal and as Markdown."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jaxrag.measure.evals.synthetic import ALL
+
+READ_TITLES = {
+    "full": "full attention",
+    "block": "block, reordered",
+    "composite": "block, composite",
+}
+
+
+class Table(NamedTuple):
+    """A title and rows of cells, the first of them the heading."""
+
+    title: str
+    rows: list[list[str]]
+    names: int  # columns of text before the columns of numbers
+
+
+def tables(result: dict[str, Any]) -> Iterator[Table]:
+    """Accuracy by model and read, the same by kind of question, differences, recoveries."""
+    cells, counts = result["cells"], result["questions"]
+    names = list(result["models"])
+    reads = list(dict.fromkeys(cell["read"] for cell in cells))
+    found = {(cell["model"], cell["read"]): cell["accuracy"] for cell in cells}
+    low, high = result["task"]["chunks"]
+    chunks = f"{low}" if low == high else f"{low} to {high}"
+    yield Table(
+        f"exact match in %, {counts[ALL]} questions on {result['samples']} sets of {chunks} chunks "
+        f"({result['task']['split']} split, seed {result['seed']}), with 95 % intervals",
+        [
+            ["model", *(READ_TITLES[read] for read in reads)],
+            *([name, *(_percent(found[name, read][ALL]) for read in reads)] for name in names),
+        ],
+        names=1,
+    )
+    shortcut = [f"{100 * value:.1f}" for value in result["shortcut"].values()]
+    yield Table(
+        "by kind of question; the shortcut answers with any value of the relation asked for",
+        [
+            ["model", "read", *counts],
+            ["questions", "", *map(str, counts.values())],
+            ["shortcut", "", *shortcut],
+            *(
+                [name, READ_TITLES[read], *map(_percent, found[name, read].values())]
+                for name in names
+                for read in reads
+            ),
+        ],
+        names=2,
+    )
+    if result["differences"]:
+        yield Table(
+            "paired differences in points, first minus second",
+            [
+                ["first", "second", "difference"],
+                *(
+                    [row["a"], row["b"], _points(row["difference"][ALL])]
+                    for row in result["differences"]
+                ),
+            ],
+            names=2,
+        )
+    if result["recovery"]:
+        yield Table(
+            f"share of what {result['baseline']} loses without fine-tuning that comes back, in %",
+            [
+                ["model", "read", "recovered"],
+                *(
+                    [row["model"], READ_TITLES[row["read"]], _percent(row["recovery"])]
+                    for row in result["recovery"]
+                ),
+            ],
+            names=2,
+        )
+    if result["answered"]:
+        yield Table(
+            "answered one at a time through cached chunks, and scored packed",
+            [
+                ["model", "read", "questions", "right", "right, packed", "differing"],
+                *(
+                    [
+                        row["model"],
+                        READ_TITLES[row["read"]],
+                        *(str(row[name]) for name in ("questions", "right", "packed_right")),
+                        str(len(row["differing"])),
+                    ]
+                    for row in result["answered"]
+                ),
+            ],
+            names=2,
+        )
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """All tables as Markdown, each under its title."""
+    return "\n".join(markdown_table(table) for table in tables(result))
+
+
+def markdown_table(table: Table) -> str:
+    """The rows under the title as a sentence."""
+    head, *rows = table.rows
+    rule = ["---"] * table.names + ["---:"] * (len(head) - table.names)
+    lines = "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
+    return f"{table.title[0].upper()}{table.title[1:]}.\n\n{lines}\n"
+
+
+def _percent(estimate: dict[str, float] | None) -> str:
+    return shown(estimate, ".1f")
+
+
+def _points(estimate: dict[str, float] | None) -> str:
+    return shown(estimate, "+.1f")
+
+
+def shown(estimate: dict[str, float] | None, form: str) -> str:
+    """95.8 [95.1, 96.4], from fractions."""
+    if estimate is None:
+        return "undefined"
+    value, low, high = (100 * estimate[name] for name in ("value", "low", "high"))
+    return f"{value:{form}} [{low:{form}}, {high:{form}}]"

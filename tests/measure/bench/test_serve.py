@@ -1,0 +1,656 @@
+"""Serving under load: what is drawn, what is said of it, and tiny runs; no time is judged."""
+
+import dataclasses
+import json
+import math
+import threading
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+
+from jaxrag.base.errors import ConfigError, RequestError
+from jaxrag.cli import main
+from jaxrag.cli.bench_serve import link_of, rates_of
+from jaxrag.kv.store import MemoryStore, Provenance, chunk_key, content_id, context_id
+from jaxrag.measure.bench import serve
+from jaxrag.measure.bench.serve import Options, run
+from jaxrag.measure.bench.serve_arms import arms_of
+from jaxrag.measure.bench.serve_client import offer_http
+from jaxrag.measure.bench.serve_http import HTTP, IN_PROCESS, OwnServer
+from jaxrag.measure.bench.serve_papers import figures
+from jaxrag.measure.bench.serve_peer import HttpPeer, vllm, write_model
+from jaxrag.measure.bench.serve_records import (
+    Served,
+    Slo,
+    highest_rate,
+    jain,
+    percentiles,
+    ratios,
+    summary,
+)
+from jaxrag.measure.bench.serve_report import draw as plot
+from jaxrag.measure.bench.serve_report import markdown, report
+from jaxrag.measure.bench.serve_workload import Traffic, documents, draw, like
+from jaxrag.measure.bench.throttle import Link, Throttled
+from jaxrag.models.export import export_hf
+from jaxrag.models.model import load_model, random_model
+from jaxrag.models.spec import init_params
+
+TINY = Traffic(
+    requests=6, documents=6, chunk_tokens=20, chunks=2, question=5, answers=(3, 5), topics=2,
+    tenants=2, neighbours=1,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch):
+    monkeypatch.setattr(serve, "SETTLE_SECONDS", 0)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory, tiny_config):
+    config = tiny_config(eos_ids=())
+    path = tmp_path_factory.mktemp("serve") / "model"
+    export_hf(path, init_params(config, jax.random.key(0)), config)
+    return str(path)
+
+
+def ids_of(asked):
+    return [[*map(tuple, it.prompt.chunks), tuple(it.prompt.final)] for it in asked]
+
+
+# What is drawn
+
+
+def test_a_seed_says_who_asks_what_and_when():
+    one, two = draw(Traffic(), 2000), draw(Traffic(), 2000)
+    assert ids_of(one) == ids_of(two)
+    assert [(it.due, it.tokens, it.tenant) for it in one] == [
+        (it.due, it.tokens, it.tenant) for it in two
+    ]
+    other = draw(Traffic(seed=1), 2000)
+    assert ids_of(one) != ids_of(other)
+    assert [it.due for it in one] != [it.due for it in other]
+
+
+def test_more_requests_begin_with_the_same():
+    few, many = draw(Traffic(requests=10), 2000), draw(Traffic(requests=30), 2000)
+    assert ids_of(few) == ids_of(many[:10])
+    assert [it.due for it in few] == [it.due for it in many[:10]]
+
+
+def test_rates_move_the_same_requests():
+    asked = draw(Traffic(), 2000)
+    assert [it.at(4) for it in asked] == [it.at(2) / 2 for it in asked]
+    assert {it.at(math.inf) for it in asked} == {0.0}
+
+
+def test_arrivals_are_a_poisson_process():
+    due = np.array([it.due for it in draw(Traffic(requests=4000, documents=4), 2000)])
+    gaps = np.diff(due)
+    assert due[-1] == pytest.approx(4000, rel=0.05)
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.1)  # exponential
+    assert np.corrcoef(gaps[:-1], gaps[1:])[0, 1] == pytest.approx(0, abs=0.05)
+
+
+def test_batches_come_at_one_moment():
+    asked = draw(Traffic(requests=5, batch=2), 2000)
+    assert [it.due for it in asked] == [0, 0, 2, 2, 4]
+
+
+def test_documents_are_popular_by_zipf_and_share_topics():
+    traffic = Traffic(requests=2000, documents=40, chunks=3, topics=5)
+    library = {tuple(it): n for n, it in enumerate(documents(traffic, 2000))}
+    asked = [[library[tuple(c)] for c in it.prompt.chunks] for it in draw(traffic, 2000)]
+    assert all(len(set(it)) == 3 for it in asked)
+    first = Counter(it[0] for it in asked)
+    share = 1 / sum(1 / n for n in range(1, 41))
+    assert first[0] / 2000 == pytest.approx(share, abs=0.03)
+    assert first[1] / 2000 == pytest.approx(share / 2, abs=0.03)
+    alike = np.mean([it[0] % 5 == it[1] % 5 for it in asked])
+    free = dataclasses.replace(traffic, focus=0.0)
+    drawn = [[library[tuple(c)] for c in it.prompt.chunks] for it in draw(free, 2000)]
+    assert alike > np.mean([it[0] % 5 == it[1] % 5 for it in drawn]) + 0.3
+
+
+def test_neighbours_are_others_and_belong_to_the_document():
+    asked = draw(Traffic(), 2000)
+    seen = {}
+    for it in asked:
+        for chunk, others in zip(it.prompt.chunks, it.prompt.neighbours, strict=True):
+            assert len(others) == 2
+            assert tuple(chunk) not in map(tuple, others)
+            assert seen.setdefault(tuple(chunk), [*map(tuple, others)]) == [*map(tuple, others)]
+
+
+def test_warm_requests_have_every_shape_and_no_document_of_the_workload():
+    warm = like(Traffic(), 2000, 2)
+    assert sorted(it.tokens for it in warm) == [8, 8, 16, 16, 32, 32, 64, 64]
+    seen = {tuple(c) for it in draw(Traffic(), 2000) for c in it.prompt.chunks}
+    assert not seen & {tuple(c) for it in warm for c in it.prompt.chunks}
+    assert {len(it.prompt.chunks) for it in warm} == {4}
+
+
+# What is said of it
+
+
+def record(due, first, last, tokens, wanted=None, **more):
+    one = Served(due, wanted or tokens, **more)
+    one.came(first, 1)
+    one.came(last, tokens - 1)
+    one.done = True
+    return one
+
+
+SLO = Slo(first=1.0, per_token=0.1)
+
+
+def test_times_count_from_when_a_request_was_due():
+    one = record(2.0, 2.5, 3.5, 11)
+    assert (one.to_first, one.to_last) == (0.5, 1.5)
+    assert one.per_token == pytest.approx(0.1)
+    assert record(0, 1, 1, 1).per_token == 0
+
+
+@pytest.mark.parametrize(
+    ("served", "good"),
+    [
+        (record(0, 0.5, 1.4, 11), True),
+        (record(0, 1.0, 1.5, 11), False),  # the first token is late
+        (record(0, 0.5, 1.6, 11), False),  # the others are
+        (record(0, 0.5, 1.0, 11, wanted=12), False),  # one is missing
+        (Served(0, 3), False),
+    ],
+)
+def test_what_is_good(served, good):
+    assert served.good(SLO) is good
+
+
+def test_summary_of_hand_made_records():
+    served = [record(0, 0.1, 0.3, 3, tenant="a"), record(1, 1.2, 5.2, 5, tenant="b")]
+    lost = Served(2, 3, "b", error="gone")
+    lost.came(2.5, 1)
+    found = summary([*served, lost], SLO)
+    assert (found["requests"], found["lost"], found["errors"]) == (3, 1, ["gone"])
+    assert found["first_token"]["p50"] == pytest.approx(0.15)
+    assert found["per_token"]["p95"] == pytest.approx(0.1 + 0.95 * 0.9)
+    assert found["end_to_end"]["p99"] == pytest.approx(0.3 + 0.99 * 3.9)
+    assert found["good"] == pytest.approx(1 / 3)
+    assert found["seconds"] == pytest.approx(5.2)
+    assert found["tokens_per_second"] == pytest.approx(9 / 5.2)
+    assert found["good_per_second"] == pytest.approx(1 / 5.2)
+    a, b = 3 / 0.3, 5 / (4.2 + 0.5)
+    assert found["fairness"] == pytest.approx((a + b) ** 2 / (2 * (a * a + b * b)))
+    assert found["first_tokens"] == [0.1, 0.2, 0.5]
+
+
+def test_percentiles_and_fairness():
+    assert percentiles([]) is None
+    found = percentiles(list(range(101)))
+    assert found == {"mean": 50.0, "p50": 50.0, "p95": 95.0, "p99": 99.0}
+    assert jain([2.0, 2.0, 2.0]) == 1.0
+    assert jain([3.0, 0.0, 0.0]) == pytest.approx(1 / 3)
+    assert jain([]) == jain([0.0, 0.0]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("limit", "found", "tries"),
+    [(5.0, 5.0, 6), (0.6, 0.5625, 6), (1000.0, 64.0, 6), (0.0, 0.0, 6)],
+)
+def test_the_highest_rate_is_bisected(limit, found, tries):
+    rate, tried = highest_rate(
+        lambda at: 1.0 if at <= limit else 0.5, 2.0, 0.95, doublings=5, halvings=3
+    )
+    assert rate == found
+    assert len(tried) <= tries
+    assert all(share == (1.0 if at <= limit else 0.5) for at, share in tried)
+
+
+def test_ratios_are_of_one_rate():
+    def row(arm, rate, first):
+        times = {"mean": first, "p50": first}
+        return {"arm": arm, "rate": rate, **dict.fromkeys(
+            ("first_token", "per_token", "end_to_end"), times)}  # fmt: skip
+
+    rows = [row("a", 1, 2.0), row("b", 1, 3.0), row("a", 2, 5.0), row("b", 2, 5.0), row("c", 3, 1)]
+    found = ratios(rows, "a")
+    assert [(it["arm"], it["over"], it["rate"]) for it in found] == [("a", "b", 1), ("a", "b", 2)]
+    assert [it["first_token"]["p50"] for it in found] == [2 / 3, 1.0]
+    found = ratios([row("a:link=0", 1, 2.0), row("a", 1, 4.0), row("b", 1, 8.0)], "a")
+    assert [(it["arm"], it["over"]) for it in found] == [
+        ("a:link=0", "b"),
+        ("a", "a:link=0"),
+        ("a", "b"),
+    ]
+
+
+# The link
+
+
+class Clock:
+    """A clock that only sleeping moves."""
+
+    def __init__(self):
+        self.now, self.slept = 100.0, []
+
+    def __call__(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+def test_a_link_sends_one_after_the_other():
+    clock = Clock()
+    link = Link(10.0, clock, clock.sleep)
+    first, second = link.book(20), link.book(10)
+    assert (first, second, link.carried) == (102.0, 103.0, 30)
+    link.wait(first)
+    link.wait(second)
+    assert clock.slept == [2.0, 1.0]
+    clock.now = 200.0  # it idled
+    assert link.book(10) == 201.0
+    clock.now = 205.0  # the read itself took longer
+    link.wait(201.0)
+    assert clock.slept == [2.0, 1.0]
+    with pytest.raises(RequestError, match="expected more than 0"):
+        Link(0)
+
+
+def test_a_throttled_store_is_the_store_and_sleeps_by_bytes(tiny_config):
+    model = random_model(tiny_config())
+    inner = MemoryStore(model.fingerprint, model.kv_layout)
+    ids = np.arange(5, dtype=np.int32)
+    record = Provenance("isolated", content_id("", ids), context_id("isolated", ids[:0]))
+    key = chunk_key(model.fingerprint, record.content_id, record.context_id)
+    clock = Clock()
+    layout = model.kv_layout
+    store = Throttled(inner, Link(layout.nbytes(5) / 4, clock, clock.sleep))
+    kv = np.ones(layout.shape(5), layout.numpy_dtype)
+    store.put(key, kv, record=record)
+    assert clock.slept == []
+    assert np.array_equal(store.get(key), kv)
+    assert clock.slept == [4.0]  # the chunk in four seconds
+    store.get(key, layers=(0, 1))
+    assert clock.slept[1] == pytest.approx(4.0 / layout.num_layers)
+    assert list(store.keys()) == [key] and store.find([key]) == inner.find([key])
+    assert store.delete([key]) == 1 and not list(inner.keys())
+
+
+# Arms
+
+
+def test_arms_are_settings():
+    static, inline, beside, full = arms_of(
+        "static;inline;asynchronous:engine.load_threads=7;full:engine.prefill_tokens=64"
+    )
+    assert static.engine.scheduler.static and static.engine.lockstep
+    assert inline.engine.lockstep and not inline.engine.scheduler.static
+    assert (beside.engine.load_threads, beside.engine.lockstep) == (7, False)
+    assert (full.method, full.engine.prefill_tokens) == ("full_attention", 64)
+    assert full.name == "full:engine.prefill_tokens=64"
+    few, one = arms_of("inline;asynchronous:engine.load_threads=1", "load_threads=5")
+    assert (few.engine.load_threads, few.engine.lockstep) == (5, True)
+    assert one.engine.load_threads == 1
+    [some] = arms_of("asynchronous:method=cacheblend,recompute_ratio=0.3")
+    assert some.resolved.recompute_ratio == 0.3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("statical", "'statical': expected one of static, static_full"),
+        ("static;static", "each once"),
+        ("", "expected some of"),
+        ("static:engine.threads=3", "unknown key 'threads'"),
+        ("static:link=-1", "link=-1.0: expected bytes a second"),
+        ("full:recompute_ratio=0.3", "computes the whole prompt"),
+        ("inline:method=turbo", "method 'turbo': expected one of"),
+    ],
+)
+def test_arms_that_are_none_are_refused(text, message):
+    with pytest.raises((ConfigError, RequestError), match=message):
+        arms_of(text)
+
+
+# Whole runs
+
+
+def tiny(model_dir, **changes):
+    options = Options(model=model_dir, traffic=TINY, rates=(50.0,), rows=2, pool_chunks=10)
+    return dataclasses.replace(options, **changes)
+
+
+def test_all_arms_give_the_same_tokens_and_lose_nothing(model_dir, tmp_path):
+    result = run(tiny(model_dir, rates=(30.0, math.inf), link=1e7))
+    rows = result["rows"]
+    arms = ["static", "inline", "asynchronous", "full"]
+    assert [(row["arm"], row["rate"]) for row in rows] == [
+        (arm, rate) for rate in (30.0, None) for arm in arms
+    ]
+    for row in rows:
+        assert (row["requests"], row["lost"], row["errors"]) == (6, 0, [])
+        assert row["compiled"] == [], row["arm"]
+        assert sum(row["found"].values()) == 12
+        assert len(row["first_tokens"]) == 6
+        for times in (row["first_token"], row["per_token"], row["end_to_end"]):
+            assert 0 < times["p50"] <= times["p95"] <= times["p99"]
+        if row["arm"] == "full":
+            assert row["found"] == {"computed": 12} and row["read_bytes"] == 0
+        else:
+            assert set(row["found"]) <= {"pool", "store"}
+            read = row["found"]["store"] * result["model"]["chunk_bytes"]
+            assert row["read_bytes"] == read > 0
+    assert result["equal"] == {"arms": 1.0, "peer_as_full": None}
+    lines = "\n".join(report(result))
+    assert "asynchronous over inline, at 30/s" in lines and "store of 10 MB/s" in lines
+    assert markdown(result).count("\n| ") == 10
+    plot(result, tmp_path / "first.png")
+    assert (tmp_path / "first.png").stat().st_size > 0
+    json.dumps(result, allow_nan=False)
+
+
+def test_arms_that_recompute_find_their_chunks_stored(model_dir):
+    """Under both of FusionRAG's encoders, with the same tokens whoever reads them."""
+    result = run(tiny(model_dir, arms=arms_of("fusionrag;fusionrag_inline")))
+    for row in result["rows"]:
+        assert (row["lost"], row["compiled"]) == (0, [])
+        assert set(row["found"]) <= {"pool", "host", "store"} and row["found"]["store"]
+    assert result["equal"]["arms"] == 1.0
+
+
+@pytest.mark.slow
+def test_the_highest_rate_of_an_arm(model_dir):
+    """Every rate is sustained where any time is good: it is doubled as often as it may be."""
+    anyhow = Slo(first=math.inf, per_token=math.inf)
+    options = tiny(model_dir, arms=arms_of("inline"), slo=anyhow, probe_seconds=0.02)
+    [(arm, found)] = run(dataclasses.replace(options, highest_rate=True))["highest_rate"].items()
+    assert (arm, found["rate"]) == ("inline", 50 * 2**5)
+    assert found["tried"] == [{"rate": 50.0 * 2**n, "good": 1.0} for n in range(6)]
+
+
+def test_figures_of_fusionrag_are_ratios_of_two_arms():
+    asked, tried = [], []
+
+    def measure(arm, rate, traffic):
+        asked.append((arm.name.split(":")[0], arm.recompute_ratio, arm.engine.lockstep, rate))
+        assert (traffic.batch, traffic.requests, traffic.documents) == (10, 40, 160)
+        return {"first_token": {"mean": 4.0 if arm.engine.lockstep else 3.0}}
+
+    def highest(arm):
+        tried.append(arm.method)
+        return {"rate": 2.0 if arm.method == "full_attention" else 5.0, "tried": []}
+
+    found = figures(Traffic(), measure, highest)
+    assert asked == [("fusionrag_inline", 0.15, True, 2.0), ("fusionrag", 0.15, False, 2.0)]
+    assert tried == ["fusionrag", "full_attention"]
+    assert (found["figure_11"]["ratio"], found["figure_15"]["ratio"]) == (0.75, 2.5)
+
+
+def test_answers_that_differ_are_seen(model_dir):
+    bench = serve.Bench.__new__(serve.Bench)
+    method = arms_of("static")[0].resolved
+    bench._methods = {"a": method, "b": method}
+    bench._answers = {("a", 1.0): {0: [1, 2], 1: [3]}, ("b", 1.0): {0: [1, 9], 1: [3]}}
+    assert bench.equal() == {"arms": 0.5, "peer_as_full": None}
+
+
+def test_requests_that_come_too_late_are_lost(model_dir):
+    """A store that takes a third of a second a chunk, for a client that waits a twentieth."""
+    both = arms_of("asynchronous;asynchronous:link=0")
+    row, free = run(tiny(model_dir, arms=both, link=3e4, patience=0.05))["rows"]
+    assert free["read_bytes"] is None  # behind no link at all
+    assert (row["lost"], row["good"], row["first_token"]) == (6, 0.0, None)
+
+
+def test_the_program_writes_what_it_measured(model_dir, tmp_path, capsys):
+    out, page, picture = (str(tmp_path / name) for name in ("r.json", "r.md", "r.svg"))
+    sizes = ["--requests", "4", "--documents", "6", "--chunk-tokens", "20", "--chunks", "2"]
+    sizes += ["--question", "5", "--answers", "3", "--rows", "2", "--pool-chunks", "10"]
+    given = ["--arms", "inline;asynchronous", "--rates", "40", "--link", "10MB/s", "--topics", "2"]
+    files = ["--out", out, "--markdown", page, "--plot", picture]
+    assert main(["bench", "serve", "--model", model_dir, *sizes, *given, *files]) == 0
+    shown = capsys.readouterr().out
+    with open(out, encoding="utf-8") as file:
+        result = json.load(file)
+    assert shown.splitlines() == list(report(result))
+    assert result["link_bytes_per_second"] == 1e7
+    assert result["traffic"]["answers"] == [3]
+    with open(page, encoding="utf-8") as file:
+        assert file.read() == markdown(result)
+    with open(picture, encoding="utf-8") as file:
+        assert "<svg" in file.read()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rates": (0.0,)}, "expected numbers above 0"),
+        ({"rates": (1.0, 1.0)}, "each once"),
+        ({"rates": (math.inf,), "highest_rate": True}, "add it to rates"),
+        ({"rows": 0}, "rows=0: expected more than 0"),
+        ({"peer": "http://x", "peer_python": "y"}, "leave one out"),
+        ({"folder": "nowhere"}, "folder nowhere: does not exist"),
+    ],
+)
+def test_bad_options_are_refused(change, message):
+    with pytest.raises(RequestError, match=message):
+        dataclasses.replace(Options(), **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"requests": 0}, "requests=0: expected 1 or more"),
+        ({"documents": 3}, "chunks=4: there are 3 documents"),
+        ({"neighbours": 160}, "expected 0 to 159"),
+        ({"answers": (4, 0)}, "expected lengths of 1 or more"),
+        ({"focus": 1.5}, "expected 0 to 1"),
+    ],
+)
+def test_bad_traffic_is_refused(change, message):
+    with pytest.raises(RequestError, match=message):
+        dataclasses.replace(Traffic(), **change)
+
+
+def test_rates_and_links_are_read():
+    assert rates_of("2,inf") == (2.0, math.inf)
+    assert link_of("40MB/s") == 40e6
+    for text in ("", "two", "0", "nan"):
+        with pytest.raises(RequestError, match="expected numbers above 0"):
+            rates_of(text)
+    for text in ("40MB", "40", "MB/s", "40MB/h", "0MB/s"):
+        with pytest.raises(RequestError, match="expected a speed such as 40MB/s"):
+            link_of(text)
+
+
+# A peer
+
+
+class Completions(BaseHTTPRequestHandler):
+    """A server of OpenAI's completions: each token is the prompt's length plus its number."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        answers = {
+            "/v1/models": {"data": [{"id": "tiny"}]}, "/version": {"version": "1.2"},
+        }  # fmt: skip
+        body = json.dumps(answers.get(self.path, {})).encode()
+        self.send_response(200 if self.path in answers else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(asked)
+        how = self.server.how
+        if how == "refuse":
+            body = b'{"error": {"message": "too\\nlong"}}'
+            self.send_response(400)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+            return
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        start = len(asked["prompt"])
+        events = []
+        for n in range(asked["max_tokens"]):
+            last = n + 1 == asked["max_tokens"]
+            choice = {"text": f"t{n} ", "finish_reason": "length" if last else None}
+            if how == "ids":
+                choice["token_ids"] = [start + n]
+            events.append({"choices": [choice]})
+        if how == "stop":
+            events = events[:1]
+        if how == "error":
+            events[1:] = [{"error": "broken"}]
+        if how != "stop":
+            events.append({"choices": [], "usage": {"completion_tokens": asked["max_tokens"]}})
+        text = "".join(f"data: {json.dumps(it)}\r\n\r\n" for it in events) + ": a comment\n\n"
+        data = (text + "data: [DONE]\n\n").encode()
+        for at in range(0, len(data), 7):  # chunks that end anywhere
+            part = data[at : at + 7]
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(part), part))
+        self.wfile.write(b"0\r\n\r\n")
+
+
+@pytest.fixture
+def server():
+    served = ThreadingHTTPServer(("127.0.0.1", 0), Completions)
+    served.asked, served.how = [], "ids"
+    thread = threading.Thread(target=served.serve_forever, daemon=True)
+    thread.start()
+    served.url = f"http://127.0.0.1:{served.server_port}"
+    yield served
+    served.shutdown()
+    served.server_close()
+    thread.join()
+
+
+def test_the_client_reads_a_stream_of_events(server):
+    peer = HttpPeer(server.url + "/", {"name": "tiny"})
+    assert (peer.model, peer.about) == ("tiny", {"name": "tiny", "version": "1.2"})
+    asked = draw(TINY, 101)
+    served = offer_http(server.url, asked, 100.0, lambda it: peer.body(it, "salt"), 10.0)
+    assert all(it.complete for it in served), [it.error for it in served]
+    start = 2 * 20 + 5
+    assert [it.ids for it in served] == [[start + n for n in range(it.tokens)] for it in asked]
+    assert all(it.due <= it.first <= it.last for it in served)
+    whole = {tuple(np.concatenate((*it.prompt.chunks, it.prompt.final))) for it in asked}
+    assert {tuple(it["prompt"]) for it in server.asked} == whole
+    for body in server.asked:
+        assert body["ignore_eos"] and body["stream"] and body["cache_salt"] == "salt"
+        assert body["min_tokens"] == body["max_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("how", "complete", "error"),
+    [
+        ("text", True, None),  # no ids: its usage says how many
+        ("stop", False, None),  # ends before the answer does
+        ("error", False, 'the peer says "broken"'),
+        ("refuse", False, 'the peer answered 400: {"error": {"message": "too'),
+    ],
+)
+def test_what_a_peer_may_do(server, how, complete, error):
+    server.how = how
+    peer = HttpPeer(server.url, {})
+    [served] = offer_http(server.url, draw(TINY, 101)[:1], 1e3, lambda it: peer.body(it, "s"), 10.0)
+    assert served.complete is complete
+    assert (served.error is None) == (error is None)
+    assert error is None or error in served.error
+
+
+def test_a_peer_that_is_not_there():
+    with pytest.raises(RequestError, match="does not answer /v1/models"):
+        HttpPeer("http://127.0.0.1:9", {})
+    with pytest.raises(RequestError, match="expected http://HOST:PORT"):
+        HttpPeer("127.0.0.1:9", {})
+    [served] = offer_http("http://127.0.0.1:9", draw(TINY, 101)[:1], 1e3, lambda it: {}, 5.0)
+    assert served.error.startswith("ConnectionRefusedError")
+
+
+def test_a_peer_is_measured_fresh_and_repeated(server, model_dir):
+    result = run(tiny(model_dir, arms=arms_of("full"), peer=server.url))
+    assert [row["arm"] for row in result["rows"]] == ["full", "peer", "peer_repeated"]
+    fresh, repeated = result["rows"][1:]
+    assert (fresh["lost"], repeated["lost"], fresh["compiled"]) == (0, 0, None)
+    salts = [it["cache_salt"] for it in server.asked]
+    warm, timed = salts[:-12], salts[-12:]
+    assert len(set(timed)) == 1 and not set(warm) & set(timed)
+    prompts = [tuple(it["prompt"]) for it in server.asked[-12:]]
+    assert sorted(prompts[:6]) == sorted(prompts[6:])
+    assert result["equal"] == {"arms": None, "peer_as_full": 0.0}
+    assert result["peer"]["version"] == "1.2"
+    assert any(it.startswith("peer: name given") for it in report(result))
+
+
+def test_our_own_server_is_asked_for_the_same_chunks_and_tokens(server, model_dir):
+    """The body of a request, by a server that only listens."""
+    own = OwnServer(server.url, {})
+    asked = draw(TINY, 101)[0]
+    body = own.body(asked, "")
+    assert body["prompt"] == asked.prompt.final.tolist()
+    assert body["documents"] == [chunk.tolist() for chunk in asked.prompt.chunks]
+    assert (body["max_tokens"], body["ignore_eos"]) == (asked.tokens, True)
+    assert own.ids_of("t3 t17 t5") == [3, 17, 5] and own.ids_of("") == []
+
+
+def test_what_http_costs_is_told_by_rate():
+    def row(arm, rate, first, tokens):
+        times = {"p50": first, "p95": 2 * first}
+        return {"arm": arm, "rate": rate, "first_token": times, "tokens_per_second": tokens}
+
+    rows = [row(IN_PROCESS, 2, 0.5, 90), row(IN_PROCESS, None, 1.0, 80), row("full", 2, 9, 9)]
+    rows += [row(HTTP, 2, 0.75, 88), row(HTTP, None, 1.5, 70), row(HTTP, 4, 1, 1)]
+    found = serve._http_costs(rows)
+    assert [it["rate"] for it in found] == [2, None]
+    assert found[0]["first_token_seconds"] == {"p50": 0.25, "p95": 0.5}
+    assert (found[1]["events_per_second"], found[1]["events_per_second_in_process"]) == (70, 80)
+
+
+@pytest.mark.slow
+def test_our_own_server_gives_the_tokens_of_the_engine(model_dir):
+    """In a process of its own; the most rows at once that the server is meant for."""
+    traffic = dataclasses.replace(TINY, requests=64)
+    result = run(tiny(
+        model_dir, traffic=traffic, arms=arms_of("asynchronous"), rates=(math.inf,), rows=64,
+        http=True,
+    ))  # fmt: skip
+    assert [row["arm"] for row in result["rows"]] == ["asynchronous", IN_PROCESS, HTTP]
+    assert [row["lost"] for row in result["rows"]] == [0, 0, 0]
+    assert result["rows"][2]["compiled"] == []
+    assert result["equal"]["arms"] == 1.0
+    assert any(it.startswith("http over in_process, at once") for it in report(result))
+
+
+def test_the_copy_of_the_model_has_the_same_weights_and_a_word_a_token(model_dir, tmp_path):
+    model = load_model(model_dir)
+    write_model(model, tmp_path / "copy")
+    again = load_model(str(tmp_path / "copy"))
+    assert again.digest == model.digest
+    assert again.tokenizer is not None
+    words = tokenizers.Tokenizer.from_file(str(tmp_path / "copy" / "tokenizer.json"))
+    assert words.get_vocab_size() == model.config.vocab_size
+    assert words.decode([3, 7], skip_special_tokens=False) == "t3 t7"
+
+
+def test_a_peer_that_cannot_start_says_so(model_dir, tmp_path):
+    model = load_model(model_dir)
+    for python, message in (("nowhere/python", "cannot be run"), ("false", "ended with 1")):
+        folder = tmp_path / message[:5]
+        folder.mkdir()
+        with pytest.raises(RequestError, match=message), vllm(python, model, folder, 100):
+            pass

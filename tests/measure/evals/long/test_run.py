@@ -1,0 +1,321 @@
+"""The account of a run: which prompts, whose answers, compared with what; tables and picture."""
+
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+
+from jaxrag.base.errors import RequestError
+from jaxrag.measure.evals.long import run as running
+from jaxrag.measure.evals.long.ask import Generated
+from jaxrag.measure.evals.long.heatmap import draw_heatmap
+from jaxrag.measure.evals.long.plan import Options, plan
+from jaxrag.measure.evals.long.report import markdown, tables
+from jaxrag.measure.evals.statistics import difference, share
+from jaxrag.tasks.long.case import Frame
+from jaxrag.tasks.world import split_of
+from jaxrag.train.samples import Writer
+
+NEEDLE = Options(
+    suite="needle",
+    flavour="village",
+    model="village",
+    lengths=(200, 120),
+    depths=(0, 0.5, 1),
+    methods=("full_attention", "turborag"),
+    questions=4,
+    chunk_tokens=40,
+)
+RETRIEVAL = dataclasses.replace(NEEDLE, suite="infinitebench", questions=10)
+
+
+def a_reply(text, notes=()):
+    return running.Reply(text, Generated([*text.encode()], "stop", 0.5, [*notes]))
+
+
+@pytest.fixture
+def asked(monkeypatch, village_model):
+    """``asked(options, right)``: the result of a run whose answers are known.
+
+    ``right(method, item)`` says which are right. Also the plan, and by method the requests that
+    were asked, in the order of the plan.
+    """
+
+    def measure(options, right):
+        tokenizer = village_model.tokenizer
+        frame = Frame(tokenizer, village_model.template, options.chunk_tokens)
+        items = plan(options, frame, village_model.config.max_positions, progress=False)
+        asked = {method.name: [None] * len(items) for method in options.resolved}
+
+        class Knowing:
+            def __init__(self, runner):
+                pass
+
+            def ask(self, rules):
+                return [[self.answer(request) for request in requests] for requests in rules]
+
+            def answer(self, request):
+                name = request.method.name
+                (place,) = [i for i, item in enumerate(items) if is_of(request, item)]
+                asked[name][place] = request
+                words = items[place].fitted.case.expected[0] if right(name, items[place]) else "She"
+                return Generated(tokenizer.encode(words).tolist(), "stop", 0.5, ["a note"])
+
+        def is_of(request, item):
+            prompt, case = request.prompt, item.fitted.case
+            return (
+                prompt.num_tokens == item.length
+                and request.max_new_tokens == 8
+                and case.needles[0] in tokenizer.decode(np.concatenate(prompt.chunks))
+                and case.question in tokenizer.decode(prompt.final)
+            )
+
+        monkeypatch.setattr(running, "load_model", lambda path, dtype: village_model)
+        monkeypatch.setattr(running, "Asker", Knowing)
+        return running.run(options, progress=False), items, asked
+
+    return measure
+
+
+def shallow(method, item):
+    """Full attention is always right, the other method in the second half."""
+    return method == "full_attention" or item.depth >= 0.5
+
+
+def test_a_plan_is_every_length_task_and_depth(village_frame):
+    items = plan(NEEDLE, village_frame, 1024, progress=False)
+    shape = [(item.length, item.depth) for item in items]
+    assert shape == [(n, d) for n in (200, 120) for d in (0, 0.5, 1) for _ in range(4)]
+    assert len({item.fitted.case.needles for item in items}) == len(items)
+    fewer = plan(dataclasses.replace(NEEDLE, lengths=(120,)), village_frame, 1024, progress=False)
+    assert [i.fitted.case.needles for i in fewer] == [i.fitted.case.needles for i in items[12:]]
+    other = plan(dataclasses.replace(NEEDLE, seed=8), village_frame, 1024, progress=False)
+    assert other[0].fitted.case.needles != items[0].fitted.case.needles
+
+
+def test_needles_of_other_suites_spread_evenly(village_frame):
+    items = plan(RETRIEVAL, village_frame, 1024, progress=False)
+    own = [item.depth for item in items if (item.task, item.length) == ("passkey", 120)]
+    assert own == pytest.approx(np.arange(0.05, 1, 0.1))
+
+
+def test_every_method_gets_the_same_prompts(asked, village_model):
+    _, items, found = asked(NEEDLE, shallow)
+    assert list(found) == ["full_attention", "turborag"]
+    for requests in found.values():
+        for item, request in zip(items, requests, strict=True):
+            assert request.prompt.num_tokens == item.length
+            words = village_model.tokenizer.decode(np.concatenate(request.prompt.chunks))
+            assert item.fitted.case.needles[0] in words and len(request.prompt.chunks) > 1
+            asked_for = village_model.tokenizer.decode(request.prompt.final)
+            assert item.fitted.case.question in asked_for
+
+
+def test_every_figure_is_of_the_prompts_it_names(asked):
+    result, items, _ = asked(NEEDLE, shallow)
+    full = np.ones(24)
+    turbo = np.array([item.depth >= 0.5 for item in items], np.float64)
+    length = np.array([item.length for item in items])
+    for method, scores in (("full_attention", full), ("turborag", turbo)):
+        for n in NEEDLE.lengths:
+            rows = length == n
+            (cell,) = [c for c in result["cells"] if (c["method"], c["length"]) == (method, n)]
+            assert cell["score"] == share(scores[rows], np.arange(12))._asdict()
+            for depth in NEEDLE.depths:
+                (cell,) = [c for c in result["grid"] if (c["method"], c["length"], c["depth"]) ==
+                           (method, n, depth)]  # fmt: skip
+                assert cell["score"]["n"] == 4
+                assert cell["score"]["value"] == (method == "full_attention" or depth >= 0.5)
+    assert len(result["grid"]) == 12 and result["by_depth"] == []
+    (one, two) = result["differences"]
+    assert one["method"] == two["method"] == "turborag" and one["minus"] == "full_attention"
+    expected = difference(turbo[:12], full[:12], np.arange(12))
+    assert one["length"] == 200 and one["difference"] == expected._asdict()
+    assert json.loads(json.dumps(result, allow_nan=False))["seed"] == 7
+    assert result["notes"]["full_attention"] == ["a note"]
+    assert len(result["notes"]["turborag"]) == 2  # this model was not trained to read blocks
+
+
+def test_every_prompt_is_on_record(asked):
+    result, items, _ = asked(NEEDLE, shallow)
+    for item, row in zip(items, result["items"], strict=True):
+        assert (row["task"], row["length"], row["depth"]) == ("needle", item.length, item.depth)
+        assert row["needles_at"] == list(item.fitted.at) and 0 < row["needles_at"][0] < item.length
+        assert row["expected"] == list(item.fitted.case.expected)
+        assert row["scores"] == {"full_attention": 1, "turborag": float(item.depth >= 0.5)}
+        assert row["answers"]["turborag"] == (row["expected"][0] if item.depth >= 0.5 else "She")
+
+
+def test_fifths_of_the_haystack(asked):
+    result, _, _ = asked(RETRIEVAL, lambda method, item: method == "turborag" or item.depth < 0.35)
+    assert result["grid"] == [] and result["depths"] is None
+    for cell in result["by_depth"]:
+        assert cell["score"]["n"] == 2
+        full = [1, 0.5, 0, 0, 0][cell["fifth"]]  # 0.25 is below 0.35, the other of the fifth not
+        assert cell["score"]["value"] == (full if cell["method"] == "full_attention" else 1)
+    assert len(result["by_depth"]) == 2 * 2 * 2 * 5
+
+
+def test_agreement_counts_the_same_answers_right_or_wrong(asked):
+    methods = ("full_attention", "turborag", "fusionrag")
+    options = dataclasses.replace(NEEDLE, methods=methods)
+    right = {"full_attention": (0.5, 1), "turborag": (0.5, 1), "fusionrag": (0, 0.5, 1)}
+    result, _, _ = asked(options, lambda method, item: item.depth in right[method])
+    found = {(c["method"], c["length"]): c["share"] for c in result["agreement"]}
+    lengths = (*NEEDLE.lengths, None)
+    assert set(found) == {(name, length) for name in methods[1:] for length in lengths}
+    same = np.array([depth > 0 for depth in NEEDLE.depths for _ in range(4)])
+    for length in NEEDLE.lengths:
+        assert found["turborag", length] == share(np.ones(12), np.arange(12))._asdict()
+        assert found["fusionrag", length] == share(same, np.arange(12))._asdict()
+    assert found["fusionrag", None]["value"] == pytest.approx(2 / 3)
+    assert found["fusionrag", None]["n"] == 24
+    assert {cell["with"] for cell in result["agreement"]} == {"full_attention"}
+    (agreement,) = [table for table in tables(result) if "token by token" in table.title]
+    assert agreement.rows[0] == ["task", "method", "200", "120", "all"]
+    assert agreement.rows[2][:2] == ["needle", "fusionrag"]
+    assert agreement.rows[2][-1].startswith("66.7 [")
+
+
+@pytest.mark.parametrize("change", [{"token_ids": [1]}, {"finish_reason": "length"}])
+def test_answers_agree_in_tokens_and_in_how_they_end(change):
+    one = a_reply("an answer")
+    assert running._same(one, a_reply("an answer", notes=["another"]))
+    other = dataclasses.replace(one, generated=dataclasses.replace(one.generated, **change))
+    assert not running._same(one, other)
+
+
+def test_tables_show_the_figures(asked):
+    result, _, _ = asked(NEEDLE, shallow)
+    scores, grid, differences, costs, _ = tables(result)
+    assert scores.rows[0] == ["task", "method", "200", "120"]
+    assert scores.rows[2][:2] == ["needle", "turborag"] and scores.rows[2][2].startswith("66.7 [")
+    assert grid.rows[0] == ["method", "tokens", "0 %", "50 %", "100 %"]
+    assert grid.rows[3:] == [["turborag", "200", "0", "100", "100"],
+                             ["turborag", "120", "0", "100", "100"]]  # fmt: skip
+    assert differences.rows[1][2].startswith("-33.3 [")
+    assert costs.rows[0] == ["method", "reads", "200, ms", "120, ms", "200, kB", "120, kB"]
+    assert costs.rows[1][:4] == ["full_attention", "all", "500.00", "500.00"]
+    text = markdown(result)
+    assert "village flavour" in text and "chunks of up to 40 tokens" in text
+    retrieval, _, _ = asked(dataclasses.replace(RETRIEVAL, chunk_tokens=None), shallow)
+    scores, fifths, differences, costs, agreement = tables(retrieval)
+    assert [row[:2] for row in scores.rows[1:]] == [
+        [task, method]
+        for task in ("passkey", "kv_retrieval")
+        for method in ("full_attention", "turborag")
+    ]
+    assert "as one chunk" in scores.title
+    assert fifths.rows[3] == ["passkey", "turborag", "200", "0", "0", "50", "100", "100"]
+    for table in (scores, fifths, differences, costs, agreement):
+        assert {len(row) for row in table.rows} == {len(table.rows[0])}
+
+
+def test_the_heat_map_shows_the_grid(asked, tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    result, _, _ = asked(NEEDLE, shallow)
+    path = tmp_path / "map.png"
+    draw_heatmap(result, path)
+    half = image.imread(path)
+    assert half.shape[0] > 300 and half.shape[1] > half.shape[0]
+    reds = (half[..., 0] > 0.6) & (half[..., 1] < 0.1)
+    greens = (half[..., 1] > 0.35) & (half[..., 0] < 0.1)
+    assert greens.sum() > 3 * reds.sum() > 3000  # five cells of six
+    draw_heatmap(asked(NEEDLE, lambda *_: True)[0], path)
+    whole = image.imread(path)
+    assert ((whole[..., 0] > 0.6) & (whole[..., 1] < 0.1)).sum() < reds.sum() / 2
+    draw_heatmap(result, path.with_suffix(".svg"))
+    assert path.with_suffix(".svg").stat().st_size > 1000
+    with pytest.raises(RequestError, match=r"ends in \.png"):
+        draw_heatmap(result, tmp_path / "map.txt")
+
+
+def test_every_method_answers_under_every_decode_rule(asked):
+    rules = ("dense", "static_window:sink=4,recent=16")
+    options = dataclasses.replace(NEEDLE, decode=rules, questions=1)
+    assert [(m.name, m.encoder, m.decode.name) for m in options.resolved] == [
+        ("full_attention, dense", None, "dense"),
+        ("full_attention, static_window:sink=4,recent=16", None, "static_window"),
+        ("turborag, dense", "isolated", "dense"),
+        ("turborag, static_window:sink=4,recent=16", "isolated", "static_window"),
+    ]
+    names = [method.name for method in options.resolved]
+    result, _, found = asked(options, lambda method, item: "window" not in method)
+    assert list(result["methods"]) == names == list(found)
+    scores = {cell["method"]: cell["score"]["value"] for cell in result["cells"]}
+    assert scores == dict(zip(names, (1, 0, 1, 0), strict=True))
+
+
+def test_decode_rules_are_called_what_they_are_named(asked):
+    rules = ("dense", "few=static_window:sink=4,recent=16")
+    options = dataclasses.replace(NEEDLE, decode=rules, methods=("full_attention",), questions=1)
+    result, _, _ = asked(options, shallow)
+    assert list(result["methods"]) == ["full_attention, dense", "full_attention, few"]
+    assert "sink=4, recent=16" in result["methods"]["full_attention, few"]
+    assert result["decode"] == {"dense": "dense", "few": "static_window:sink=4,recent=16"}
+    (table,) = [table for table in tables(result) if table.title == "decode rules"]
+    assert table.rows[1:] == [["few", "static_window:sink=4,recent=16"]]
+
+
+def test_prompts_can_be_trained_on(monkeypatch, village_model):
+    monkeypatch.setattr(running, "load_model", lambda path, dtype: village_model)
+    options = dataclasses.replace(NEEDLE, split="train", lengths=(150,), depths=(0.5,))
+    rows = running.prompts(options, progress=False)
+    writer = Writer(village_model.tokenizer, village_model.template, 1, "", "")
+    for row in rows:
+        sample = writer.write(row)
+        assert sample.num_shared + len(sample.finals[0].question) == 150 == row["length"]
+        assert sum(row["answers"][0] in chunk for chunk in row["chunks"]) == 1
+        assert (row["task"], row["depth"]) == ("needle", 0.5)
+    asked = {re.findall(r"([A-Z]\w+) ([A-Z]\w+)", row["question"])[-1] for row in rows}
+    assert len(asked) == 4 and {split_of(*name) for name in asked} == {"train"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"flavour": "city"}, "--flavour city: needle has plain, village"),
+        ({"answers": 0}, "--answers 0"),
+        ({"answers": 17}, "--answers 17: expected at most 16"),
+        ({"tasks": ("niah",)}, "--tasks niah: the village tasks of needle are needle"),
+        ({"lengths": ()}, "--contexts: name at least one"),
+        ({"lengths": (5, 5)}, "--contexts 5,5"),
+        ({"lengths": (0,)}, "--contexts 0"),
+        ({"depths": (0.5, 1.01)}, r"--depths 1.01: expected 0 to 1"),
+        ({"depths": (float("nan"),)}, "--depths nan"),
+        ({"depths": ()}, "--depths: name"),
+        ({"questions": 0}, "--num-questions 0"),
+        ({"batch_size": 0}, "--batch-size 0"),
+        ({"chunk_tokens": 0}, "--chunk-tokens 0"),
+        ({"max_new_tokens": 0}, "--max-new-tokens 0"),
+        ({"split": "dev"}, "--split dev: expected train or test"),
+        ({"filler": ("x.txt",)}, "--filler x.txt: no village task"),
+        ({"methods": ()}, "--methods"),
+        ({"methods": ("turborag", "turborag")}, "each once"),
+        ({"methods": ("turbo",)}, "'turbo'"),
+        ({"host_values": True}, "--host-values: no method's decode rule"),
+        ({"decode": ("topn:n=0",)}, "n=0"),
+        ({"decode": ("a=dense", "a=topn")}, "full_attention, a; .* each once"),
+        ({"decode": ("dense", "dense")}, "full_attention, dense; .* each once"),
+    ],
+)
+def test_impossible_options_are_refused(changes, named):
+    with pytest.raises(RequestError, match=named):
+        dataclasses.replace(NEEDLE, **changes)
+
+
+def test_a_length_beyond_the_context_is_refused_before_any_prompt(village_frame):
+    options = dataclasses.replace(NEEDLE, lengths=(100, 1020))
+    with pytest.raises(RequestError, match=r"--contexts 1020: .* context of 1024; .* at most 1016"):
+        plan(options, village_frame, 1024, progress=False)
+
+
+def test_what_a_method_refuses_is_refused_before_any_work(asked, monkeypatch, village_model):
+    config = dataclasses.replace(village_model.config, sliding_window=16)
+    windowed = dataclasses.replace(village_model, config=config)
+    options = dataclasses.replace(NEEDLE, methods=("full_attention", "turborag_composite"))
+    monkeypatch.setattr(running, "load_model", lambda path, dtype: windowed)
+    with pytest.raises(RequestError, match="sliding window"):
+        running.run(options, progress=False)

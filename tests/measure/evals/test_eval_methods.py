@@ -1,0 +1,128 @@
+"""`jaxrag eval methods`: one small run of it, and what it refuses."""
+
+import json
+
+import pytest
+
+from jaxrag.cli import main
+from jaxrag.measure.evals.methods_report import verdict
+from jaxrag.measure.evals.metrics import token_f1
+from jaxrag.measure.evals.scoring import draw, write
+from jaxrag.serve.generate import generate
+from jaxrag.tasks.synthetic import SyntheticTask
+
+TASK = ("--num-questions", 6, "--chunks", 3, "--batch-size", 4, "--deviation", 1)
+
+
+@pytest.fixture(scope="module")
+def measured(village_dir, tmp_path_factory):
+    """Exit code, result and Markdown of one run."""
+    folder = tmp_path_factory.mktemp("methods")
+    out, tables = folder / "result.json", folder / "tables.md"
+    arguments = ("--methods", "fusionrag", "--recompute-ratios", "0,1", "--encoder", "own", *TASK)
+    code = main([str(a) for a in ("eval", "methods", "--model", village_dir, *arguments,
+                                  "--out", out, "--markdown", tables, "--json")])  # fmt: skip
+    return code, json.loads(out.read_text()), tables.read_text()
+
+
+@pytest.fixture
+def cell_of(measured):
+    def find(method, ratio=None):
+        (found,) = [c for c in measured[1]["cells"] if (c["method"], c["ratio"]) == (method, ratio)]
+        return found
+
+    return find
+
+
+@pytest.mark.slow
+def test_every_cell_is_measured(measured):
+    code, result, tables = measured
+    assert code == 0
+    assert [(c["method"], c["encoder"], c["ratio"]) for c in result["cells"]] == [
+        ("full_attention", None, None),
+        ("full_reuse", "after_prefix", None),
+        ("fusionrag", "neighbours", 0.0),
+        ("fusionrag", "neighbours", 1.0),
+    ]
+    assert result["questions"]["all"] == 6
+    hops = [result["questions"].get(name, 0) for name in ("1 hop", "2 hops", "unknown")]
+    assert sum(hops) == 6
+    assert "| fusionrag | neighbours |" in tables and "Normalised F1" in tables
+
+
+@pytest.mark.slow
+def test_everything_was_encoded_beforehand(measured):
+    assert [cell["encoded_tokens"] for cell in measured[1]["cells"]] == [0] * 4
+
+
+@pytest.mark.slow
+def test_ratio_1_gives_the_answers_of_full_attention(measured, cell_of):
+    (whole,) = measured[1]["whole"]
+    assert whole["questions"] == 6 and whole["differing"] == []
+    full, fusion = cell_of("full_attention"), cell_of("fusionrag", 1.0)
+    assert fusion["as_full_attention"]["value"] == 1
+    for metric in ("exact_match", "f1"):
+        assert fusion[metric] == full[metric]
+    assert max(fusion["deviation"]["relative"]["v"]) < 1e-8
+    assert full["recomputed"] == 1 and 0 < fusion["recomputed"] < 1  # the first chunk is exact
+
+
+@pytest.mark.slow
+def test_plain_reuse_deviates_more_in_deeper_layers(cell_of):
+    for cell in (cell_of("full_reuse"), cell_of("fusionrag", 0.0)):
+        first, second = cell["deviation"]["relative"]["k"]
+        assert first < 1e-8 < second
+        assert cell["recomputed"] == 0
+
+
+@pytest.mark.slow
+def test_answers_are_those_of_generate(village_model, cell_of):
+    samples = draw(SyntheticTask(chunks=(3, 3), split="test"), 7, 6)
+    written = write(village_model, samples)
+    longest = max(len(final.response) for ids in written.ids for final in ids.finals)
+    same, scores = [], []
+    for sample in samples:
+        for question in sample.questions:
+            reuse, full = (
+                generate(
+                    question.question,
+                    documents=sample.chunks,
+                    model=village_model,
+                    method=method,
+                    max_new_tokens=longest,
+                )
+                for method in ("full_reuse", "full_attention")
+            )
+            same.append(reuse.token_ids == full.token_ids)
+            scores.append(token_f1(reuse.text, [question.answer]))
+    cell = cell_of("full_reuse")
+    assert cell["as_full_attention"]["value"] == pytest.approx(sum(same) / 6)
+    assert cell["f1"]["all"]["value"] == pytest.approx(sum(scores) / 6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--methods", "turborag", "--recompute-ratios", "0.1"), "none of the methods"),
+        (("--encoder", "isolated"), "--encoder isolated"),
+        (("--chunks", "six"), "--chunks six"),
+        (("--out", "no/where.json"), "--out no/where.json"),
+    ],
+)
+def test_bad_options_are_refused_before_a_model_is_read(capsys, arguments, words):
+    assert main(["eval", "methods", "--model", "nowhere", *arguments]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_verdicts_need_the_whole_interval():
+    assert verdict({"value": 0.1, "low": 0.01, "high": 0.2}) == "better"
+    assert verdict({"value": -0.1, "low": -0.2, "high": -0.01}) == "worse"
+    assert verdict({"value": 0.1, "low": 0.0, "high": 0.2}) == "not different"
+    assert verdict(None) == "not different"
+
+
+@pytest.mark.parametrize("part", ["most", "1.5", "-1", "nan", "1e-1", "2"])
+def test_what_is_no_ratio_is_bad_usage(capsys, part):
+    with pytest.raises(SystemExit, match="2"):
+        main(["eval", "methods", "--model", "nowhere", "--recompute-ratios", f"0,{part}"])
+    assert f"'{part}' is no number from 0 to 1, such as 0.15" in capsys.readouterr().err

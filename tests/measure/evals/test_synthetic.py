@@ -1,0 +1,138 @@
+"""The account of a run: what is compared with what, on which questions; and its tables."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from jaxrag.base.errors import RequestError
+from jaxrag.measure.evals import synthetic as accuracy
+from jaxrag.measure.evals.scoring import READS, draw
+from jaxrag.measure.evals.statistics import difference, recovery, share
+from jaxrag.measure.evals.synthetic import Asked, Cell, Options, run
+from jaxrag.measure.evals.synthetic_report import markdown, tables
+from jaxrag.tasks.synthetic import KINDS, describe
+
+MODELS = {"raw": "raw", "tuned": "tuned"}
+SHARES = {  # of right answers, by model and read
+    ("raw", "full"): 0.9,
+    ("raw", "block"): 0.5,
+    ("raw", "composite"): 0.3,
+    ("tuned", "full"): 0.88,
+    ("tuned", "block"): 0.85,
+    ("tuned", "composite"): 0.7,
+}
+
+
+@pytest.fixture
+def verdicts(monkeypatch, village_model, rng):
+    """Scoring is replaced by known verdicts: Options of the two models, and the verdicts."""
+    right = {Cell(*cell): rng.random(400) < p for cell, p in SHARES.items()}
+    names = {reader: name for name, reader in READS.items()}
+
+    def load(path, dtype):
+        return dataclasses.replace(village_model, path=path)
+
+    def score(written, read, heard):
+        heard(len(written.samples))
+        return right[Cell(written.model.path, names[read])]
+
+    monkeypatch.setattr(accuracy, "load_model", load)
+    monkeypatch.setattr(accuracy, "scored", score)
+    options = Options(models=MODELS, questions=400, compare=((Cell("tuned", "block"),
+                      Cell("raw", "block")),))  # fmt: skip
+    return options, right
+
+
+def test_every_figure_is_of_the_cells_it_names(verdicts):
+    options, right = verdicts
+    result = run(options, progress=False)
+    asked = Asked.of(draw(options.task, options.seed, 400))
+    assert result["questions"]["all"] == 400 == sum(result["questions"][kind] for kind in KINDS)
+    for cell in result["cells"]:
+        values = right[Cell(cell["model"], cell["read"])]
+        for kind, found in cell["accuracy"].items():
+            rows = asked.kind == kind if kind != "all" else slice(None)
+            assert found == share(values[rows], asked.sample[rows])._asdict()
+    best = right[Cell("raw", "full")]
+    pairs = {(row["a"], row["b"]): row["difference"]["all"] for row in result["differences"]}
+    assert len(pairs) == 5 + 2 + 1
+    expected = difference(right[Cell("raw", "block")], best, asked.sample)
+    assert pairs["raw:block", "raw:full"] == expected._asdict()
+    expected = difference(right[Cell("tuned", "full")], best, asked.sample)
+    assert pairs["tuned:full", "raw:full"] == expected._asdict()
+    assert pairs["tuned:block", "tuned:composite"]["value"] > 0
+    assert pairs["tuned:block", "raw:block"]["value"] > 0.2
+    found = {row["read"]: row["recovery"] for row in result["recovery"]}
+    lost, back = right[Cell("raw", "block")], right[Cell("tuned", "block")]
+    assert found["block"] == recovery(lost, back, best, asked.sample)._asdict()
+    assert {row["model"] for row in result["recovery"]} == {"tuned"}
+    assert json.loads(json.dumps(result)) == json.loads(json.dumps(result, allow_nan=False))
+
+
+def test_the_shortcut_is_that_of_these_questions(verdicts):
+    options, _ = verdicts
+    result = run(options, progress=False)
+    samples = draw(options.task, options.seed, 400)
+    guesses = [q.guess for sample in samples for q in sample.questions]
+    assert result["shortcut"]["all"] == pytest.approx(np.mean(guesses))
+    wide = describe(options.task, options.seed, len(samples))
+    for kind in KINDS:
+        assert result["shortcut"][kind] == pytest.approx(wide[kind]["shortcut"], abs=0.02)
+
+
+def test_the_baseline_can_be_chosen(verdicts):
+    options, _ = verdicts
+    result = run(Options(models=options.models, questions=400, baseline="tuned"), progress=False)
+    assert result["baseline"] == "tuned"
+    assert {row["model"] for row in result["recovery"]} == {"raw"}
+    assert ("raw:full", "tuned:full") in [(r["a"], r["b"]) for r in result["differences"]]
+
+
+def test_tables_show_the_figures(verdicts):
+    options, right = verdicts
+    result = run(options, progress=False)
+    found = list(tables(result))
+    assert [len(table.rows) for table in found] == [3, 3 + 6, 1 + 8, 1 + 4 - 2]
+    for table in found:
+        assert {len(row) for row in table.rows} == {len(table.rows[0])}
+    value = 100 * right[Cell("raw", "block")].mean()
+    assert found[0].rows[1][2].startswith(f"{value:.1f} [")
+    loss = 100 * (right[Cell("raw", "block")].mean() - right[Cell("raw", "full")].mean())
+    assert found[2].rows[1][:2] == ["raw:block", "raw:full"]
+    assert found[2].rows[1][2].startswith(f"{loss:+.1f} [")
+    text = markdown(result)
+    assert f"| raw | {found[0].rows[1][1]} |" in text
+    assert "400 questions" in text and "95 % intervals" in text
+
+
+def test_a_loss_that_is_none_has_no_recovery(verdicts):
+    options, right = verdicts
+    right[Cell("raw", "block")] = right[Cell("raw", "full")]
+    result = run(options, progress=False)
+    assert {row["read"]: row["recovery"] for row in result["recovery"]}["block"] is None
+    assert "undefined" in markdown(result)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"models": {}}, "no model"),
+        ({"models": {"a b": "x"}}, "'a b'"),
+        ({"models": {"a:b": "x"}}, "'a:b'"),
+        ({"reads": ("full", "sideways")}, "full,sideways"),
+        ({"reads": ()}, "--read"),
+        ({"reads": ("full", "full")}, "each once"),
+        ({"questions": 0}, "--num-questions 0"),
+        ({"answer": 4001}, "--generate 4001"),
+        ({"answer": -1}, "--generate -1"),
+        ({"baseline": "other"}, "--baseline other"),
+        ({"compare": ((Cell("raw", "block"), Cell("other", "full")),)}, "other:full"),
+        ({"reads": ("full",), "compare": ((Cell("raw", "full"), Cell("raw", "block")),)},
+         "raw:block"),
+    ],
+)  # fmt: skip
+def test_impossible_options_are_refused(changes, named):
+    with pytest.raises(RequestError, match=named):
+        Options(**{"models": MODELS, **changes})
