@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import importlib
 import json
 import os
 import subprocess
@@ -10,30 +11,40 @@ from pathlib import Path
 
 import pytest
 
+from jaxrag.base.moved import MOVED
+
 ROOT = Path(__file__).parents[1]
 
-# The house, from the roof down: a room imports from lower floors only, never from a neighbour on
-# its own. A room is a package or a loose file below ``jaxrag``; the ground floor is loose files
-# alone, which may stand on one another. Doors (``jaxrag`` itself, ``__main__``) stand on top.
+# The storeys, from the roof down: a wing imports from lower storeys only, never a neighbour.
+# A wing is a package below ``jaxrag``. Doors (``jaxrag`` itself, ``__main__``) stand on top.
 FLOORS = (
     ("cli",),
-    ("bench",),
-    ("evals",),
-    ("server",),
+    ("server", "measure"),
     ("serve",),
-    ("engine",),
-    ("knowledge_base", "methods"),
-    ("encode", "decode", "export"),
-    ("attention_index", "embed", "catalog", "train", "select"),
-    ("models", "documents", "tasks"),
-    ("cache", "store", "text", "retrieve"),
-    ("errors", "types", "shapes", "struct", "tables", "config", "options", "sharding", "installed"),
+    ("engine", "library", "train"),
+    ("reuse", "tasks"),
+    ("models",),
+    ("kv",),
+    ("base",),
 )
+# The rooms of a wing, from its roof down; "" is the wing's own files. The ground's may stand on
+# one another.
+ROOMS = {
+    "measure": (("bench",), ("evals",)),
+    "library": (
+        ("knowledge_base",),
+        ("export",),
+        ("embed", "catalog"),
+        ("documents",),
+        ("retrieve",),
+    ),
+    "reuse": (("methods",), ("encode", "decode"), ("attention_index", "select")),
+    "models": (("",), ("text",)),
+    "kv": (("cache", "store"),),
+}
 DOORS = {"jaxrag", "__main__"}
-GROUND = set(FLOORS[-1])
-LOOSE = GROUND | {"methods", "__init__", "__main__"}  # all other code lives in a room
 FLOOR = {name: number for number, row in enumerate(reversed(FLOORS), 1) for name in row}
-STORE_MAY_IMPORT = {"store", "errors", "config", "types"}  # the store knows bytes, not models
+STORE_MAY_IMPORT = {"kv.store", "base.errors", "base.config", "base.types"}  # bytes, not models
 KERNEL_RULES = {"pallas_kernels.visibility", "pallas_kernels.rotation"}  # data and pure rules
 BANNED = {"torch", "transformers"}
 # Imported when its body is chosen: JAX's Mosaic tells its compiler in the environment where its
@@ -75,9 +86,15 @@ def imported(path):
     return found
 
 
-def part(module):
-    """The name that has a rank: the first below ``jaxrag``, or ``jaxrag`` itself."""
+def wing(module):
+    """The name that has a storey: the first below ``jaxrag``, or ``jaxrag`` itself."""
     return module.split(".")[1] if "." in module else module
+
+
+def room(module):
+    """The room within the wing, "" for the wing's own files."""
+    below = ".".join(module.split(".")[2:3])
+    return below if any(below in row for row in ROOMS.get(wing(module), ())) else ""
 
 
 def ours(module):
@@ -87,12 +104,18 @@ def ours(module):
 JAXRAG = sorted(filter(ours, FILES))
 
 
-def test_every_room_has_a_floor():
-    """A new room, or a new loose file, is named in the table first."""
-    rooms = {path.stem if path.is_file() else path.name for path in sources(ROOT / "jaxrag")}
-    assert rooms - {"__init__"} - DOORS == FLOOR.keys()
-    loose = {path.stem for path in sources(ROOT / "jaxrag") if path.is_file()}
-    assert loose == LOOSE
+def test_every_wing_has_a_floor():
+    """A new wing, or a new room of a wing that has some, is named in the tables first."""
+    wings = {path.stem if path.is_file() else path.name for path in sources(ROOT / "jaxrag")}
+    assert wings - {"__init__"} - DOORS == FLOOR.keys()
+    assert {path.stem for path in sources(ROOT / "jaxrag") if path.is_file()} == {
+        "__init__", "__main__"
+    }  # fmt: skip
+    for name, rows in ROOMS.items():
+        named = {room for row in rows for room in row}
+        found = {path.stem for path in sources(ROOT / "jaxrag" / name)} - {"__init__"}
+        assert named <= found if "" not in named else named - {""} <= found
+        assert "" in named or found == named
 
 
 def sources(folder):
@@ -105,21 +128,22 @@ def sources(folder):
 
 
 def climbs(module, names):
-    """Those of the names that are not on a floor below the module's own room."""
-    room = part(module)
-    return [
-        name
-        for name in names
-        if part(name) != room
-        and not {room, part(name)} <= GROUND
-        and (part(name) in DOORS or FLOOR[part(name)] >= FLOOR[room])
-    ]
+    """Those of the names that are not on a floor below the module's own."""
+    return [name for name in names if not _below(name, module)]
 
 
-@pytest.mark.parametrize("module", [name for name in JAXRAG if part(name) not in DOORS])
+def _below(name, module):
+    if wing(name) != wing(module):
+        return wing(name) not in DOORS and FLOOR[wing(name)] < FLOOR[wing(module)]
+    rows = ROOMS.get(wing(name), ())
+    rank = {one: number for number, row in enumerate(reversed(rows)) for one in row}
+    return room(name) == room(module) or rank[room(name)] < rank[room(module)]
+
+
+@pytest.mark.parametrize("module", [name for name in JAXRAG if wing(name) not in DOORS])
 def test_imports_point_to_lower_floors(module):
     upward = climbs(module, sorted(filter(ours, imported(FILES[module]))))
-    assert not upward, f"{module} imports {upward}, which are not on a lower floor (FLOORS)"
+    assert not upward, f"{module} imports {upward}, which are not on a lower floor (FLOORS, ROOMS)"
 
 
 @pytest.mark.parametrize(
@@ -128,8 +152,10 @@ def test_imports_point_to_lower_floors(module):
         ("jaxrag.engine.loader", "jaxrag.kv.store.keys", False),
         ("jaxrag.engine.loader", "jaxrag.engine.mapping", False),
         ("jaxrag.base.config", "jaxrag.base.errors", False),
-        ("jaxrag.kv.store.keys", "jaxrag.models.text.prompts", True),  # sideways
-        ("jaxrag.reuse.methods", "jaxrag.library.knowledge_base", True),  # sideways
+        ("jaxrag.library.knowledge_base.search", "jaxrag.library.catalog", False),
+        ("jaxrag.library.catalog", "jaxrag.library.knowledge_base.search", True),  # up, in a wing
+        ("jaxrag.kv.store.keys", "jaxrag.kv.cache", True),  # sideways, in a wing
+        ("jaxrag.engine.engine", "jaxrag.library.knowledge_base", True),  # sideways
         ("jaxrag.models.model", "jaxrag.engine.engine", True),  # up
         ("jaxrag.base.errors", "jaxrag.kv.store.keys", True),  # up
         ("jaxrag.engine.loader", "jaxrag", True),  # the door
@@ -142,13 +168,17 @@ def test_what_counts_as_a_climb(module, name, refused):
 @pytest.mark.parametrize("module", JAXRAG)
 def test_only_attention_chooses_a_kernel(module):
     kernels = {name for name in imported(FILES[module]) if name.startswith("pallas_kernels")}
-    assert module == "jaxrag.models.attention" or part(module) == "bench" or kernels <= KERNEL_RULES
+    assert (
+        module == "jaxrag.models.attention"
+        or module.startswith("jaxrag.measure.bench")
+        or kernels <= KERNEL_RULES
+    )
 
 
-@pytest.mark.parametrize("module", [name for name in JAXRAG if part(name) == "store"])
+@pytest.mark.parametrize("module", [name for name in JAXRAG if name.startswith("jaxrag.kv.store")])
 def test_the_store_knows_no_models(module):
     foreign = {name for name in imported(FILES[module]) if ours(name)}
-    assert {part(name) for name in foreign} <= STORE_MAY_IMPORT
+    assert {".".join(name.split(".")[1:3]) for name in foreign} <= STORE_MAY_IMPORT
 
 
 @pytest.mark.parametrize("module", [name for name in FILES if not ours(name)])
@@ -168,7 +198,7 @@ def test_only_training_imports_flax():
     """It takes a tenth of what a question in a new process takes (``jaxrag.base.struct``)."""
     for module in FILES:
         roots = {name.split(".")[0] for name in imported(FILES[module])}
-        assert "flax" not in roots or part(module) == "train", module
+        assert "flax" not in roots or wing(module) == "train", module
 
 
 def test_modules_form_no_cycle():
@@ -211,3 +241,25 @@ print(json.dumps({
         "x64": False,
         "precision": None,
     }
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_paths_of_version_0_1_lead_to_the_modules_of_today(name):
+    program = f"""
+import importlib, warnings
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    earlier = importlib.import_module("jaxrag.{name}")
+now = importlib.import_module("jaxrag.{MOVED[name]}")
+assert earlier is now and now.__spec__.name == now.__name__ == "jaxrag.{MOVED[name]}"
+assert [str(one.message) for one in told] == ["jaxrag.{name} is jaxrag.{MOVED[name]} now"]
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_name_that_never_was_is_not_found():
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("jaxrag.nowhere")
+    with pytest.warns(DeprecationWarning), pytest.raises(ModuleNotFoundError):
+        importlib.import_module("jaxrag.store.nowhere")

@@ -7,16 +7,16 @@ import structure
 
 FILES = {
     "jaxrag/__init__.py": "",
-    "jaxrag/base/errors.py": "class E(Exception):\n    pass\n",
-    "jaxrag/base/types.py": "from jaxrag.base.errors import E\n",
-    "jaxrag/kv/store/__init__.py": "from jaxrag.kv.store import keys\n",
-    "jaxrag/kv/store/keys.py": "import types\n\nfrom jaxrag.base.errors import E\n",
+    "jaxrag/errors.py": "class E(Exception):\n    pass\n",
+    "jaxrag/types.py": "from jaxrag.errors import E\n",
+    "jaxrag/store/__init__.py": "from jaxrag.store import keys\n",
+    "jaxrag/store/keys.py": "import types\n\nfrom jaxrag.errors import E\n",
     "jaxrag/serve/batch.py": "def f():\n    from jaxrag.train.loop import g\n",
-    "jaxrag/train/loop.py": "from jaxrag.serve.batch import f\nimport jaxrag.kv.store.keys\n",
+    "jaxrag/train/loop.py": "from jaxrag.serve.batch import f\nimport jaxrag.store.keys\n",
     "pallas_kernels/tiles.py": "import jax\n",
     "scripts/make.py": "from jaxrag import serve\n",
     "benchmarks/gpu.py": "import scenes\n",
-    "benchmarks/scenes.py": "import gpu\nimport jaxrag.kv.store\n",
+    "benchmarks/scenes.py": "import gpu\nimport jaxrag.store\n",
 }
 
 
@@ -94,7 +94,7 @@ def test_long_signatures_and_long_files(tree):
     found = structure.measure(tree)
     assert found["functions, jaxrag"] == 3
     assert found["long signatures, jaxrag"] == 1
-    assert found["long files"] == ["jaxrag.base.types"]
+    assert found["long files"] == ["jaxrag.types"]
 
 
 def test_the_command(tree, capsys):

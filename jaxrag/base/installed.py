@@ -10,7 +10,7 @@ from pathlib import Path
 from jaxrag.base.errors import ConfigError
 
 __version__ = "0.1.0"
-DATA = Path(__file__).with_name("data")
+DATA = Path(__file__).parents[1] / "data"
 
 
 def located(name: str | Path) -> Path:

@@ -34,7 +34,7 @@ WEIGHTS = ("full", "dual", "long")
 RECORDED = (
     "full",
     "dual",
-)  # in results.json; for "long" see tests/measure/evals/long/test_record.py
+)  # in results.json; "long": measure/evals/long/test_record.py
 ASKED = 60  # questions that the tests ask; the figures are of some thousand
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 

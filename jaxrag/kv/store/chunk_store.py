@@ -1,8 +1,8 @@
 """Chunk KV in a directory or an object store, shared by any number of processes.
 
-``jaxrag.kv.store.namespace`` shows the layout. A writer fills a directory of its own and then creates
-``commit.json`` if there is none. Until then nobody can see the bytes; afterwards nobody changes
-them. A writer that dies leaves an attempt that no record names, for gc.
+``jaxrag.kv.store.namespace`` shows the layout. A writer fills a directory of its own and then
+creates ``commit.json`` if there is none. Until then nobody can see the bytes; afterwards nobody
+changes them. A writer that dies leaves an attempt that no record names, for gc.
 """
 
 import dataclasses

@@ -178,7 +178,7 @@ class Parser:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self.close()
-        places = [str(Path(__file__).parents[2]), *sys.path]
+        places = [str(Path(__file__).parents[3]), *sys.path]
         process = self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(places)],
             stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""What runs in the process that parses files; ``jaxrag.library.documents.parser`` starts and asks it.
+"""What runs in the process that parses files (``jaxrag.library.documents.parser`` starts it).
 
 It imports neither JAX nor, unless it is to cut what it reads, a tokenizer. Both sides send frames
 of JSON with their length in front; nothing that is sent is run.

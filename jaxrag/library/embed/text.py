@@ -1,6 +1,7 @@
 """Texts to token ids for an encoder: special tokens around each text, the end cut where too long.
 
-The decoder's tokenizer (jaxrag.models.text.tokenizer) adds and cuts nothing; an encoder's must do both.
+The decoder's tokenizer (jaxrag.models.text.tokenizer) adds and cuts nothing; an encoder's must do
+both.
 """
 
 import hashlib

@@ -182,7 +182,7 @@ def refresh(
     """Encode every chunk whose neighbours, their order included, are not those of its KV.
 
     Neighbours are searched of the chunks whose lists may have changed since the last complete
-    search (jaxrag.library.knowledge_base.staleness). Found by the exact vector index, these are the new
+    search (``knowledge_base.staleness``). Found by the exact vector index, these are the new
     chunks and those that a chunk which came or went is near to; found by BM25 or an approximate
     index, all chunks as soon as any document changed: one question for every chunk, for BM25 to an
     index that is read into memory once.

@@ -11,7 +11,7 @@ A frame with a count n > 0 says that the next n rows of ``g.vectors`` have these
 (xxh3-64) covers ids and rows. A frame with n < 0 forgets its ids. Rows are made durable before
 their frame is written, so what a crash leaves behind the last whole frame is overwritten by the
 next writer. A last frame that was damaged later looks the same from here; the catalog tells it
-apart, which names ids only after their vectors are durable (jaxrag.library.knowledge_base.vectors). An id
+apart, which names ids only after their vectors are durable (``knowledge_base.vectors``). An id
 that is added again gets the new row; the old one is dead. When most rows are dead the rest is
 copied to generation g + 1. All numbers are little-endian.
 """

@@ -10,7 +10,7 @@ pool and from the disk, the selector's own passes included, beside the FLOPs of 
 are encoded behind neighbours have the other chunks of the prompt for neighbours; how long that
 encoding took is not part of any row.
 
-Batches of requests that come at one moment have rows of their own (jaxrag.measure.bench.ttft_batch).
+Batches of requests that come at one moment have rows of their own (``bench.ttft_batch``).
 """
 
 import contextlib

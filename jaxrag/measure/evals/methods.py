@@ -88,7 +88,7 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
         "seed": options.seed,
         "questions": {name: int(rows.sum()) for name, rows in _groups(asked).items()},
         "samples": len(asked.samples),
-        "interval": f"{LEVEL:.0%}, cluster-robust over samples (jaxrag/measure/evals/statistics.py)",
+        "interval": f"{LEVEL:.0%}, cluster-robust over samples (evals/statistics.py)",
         "model": {
             "path": options.model,
             "weights": model.digest,

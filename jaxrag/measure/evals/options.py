@@ -130,8 +130,8 @@ class LongOptions:
       model: a model directory.
       lengths: tokens of a prompt, template and lead included, the answer not.
       methods: presets or .toml files; the others are compared with the first one.
-      decode: rules of jaxrag.reuse.decode, NAME=RULE to call one so; every method answers under each of
-        them; none = as the method says.
+      decode: rules of ``reuse.decode``, NAME=RULE to call one so; every method answers under each
+        of them; none = as the method says.
       flavour: "plain", or "village" for models that know the words of the synthetic task only.
       split: "test" or "train", the people whom the village flavour asks about.
       answers: names that an answer of RULER's village flavour has.

@@ -140,7 +140,7 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
         "questions": {name: int(rows.sum()) for name, rows in asked.groups().items()},
         "samples": len(asked.samples),
         "shortcut": {name: float(asked.guess[r].mean()) for name, r in asked.groups().items()},
-        "interval": f"{LEVEL:.0%}, cluster-robust over samples (jaxrag/measure/evals/statistics.py)",
+        "interval": f"{LEVEL:.0%}, cluster-robust over samples (evals/statistics.py)",
         "models": {
             name: {
                 "path": options.models[name],

@@ -1,6 +1,6 @@
 """Renders chat templates in a process of its own, as nothing bounds Jinja from the inside.
 
-Run by jaxrag.models.text.chat, never imported: it reads requests as lines of JSON from stdin and answers
+Run by ``text.chat``, never imported: it reads requests as lines of JSON from stdin and answers
 each with one. It imports Jinja and the standard library only, so that it starts at once.
 """
 

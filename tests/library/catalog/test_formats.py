@@ -1,7 +1,7 @@
 """A catalog of format 3, and how it becomes one of today's format.
 
 ``goldens/catalog/format3.sqlite`` was written by commit 3b5bb39: the knowledge base of
-tests/library/knowledge_base/conftest.py with ``chunk_tokens=60`` and the encoders isolated and neighbours,
+knowledge_base/conftest.py with ``chunk_tokens=60`` and the encoders isolated and neighbours,
 to which four documents d0 to d3 of 30 random words were added and d3 removed again.
 """
 

@@ -114,7 +114,7 @@ def test_the_digest_tells_what_shapes_the_vectors(embedder_dir):
 
 
 def test_the_digest_is_the_same_in_another_process(minilm):
-    program = "import sys, jaxrag.library.embed; print(jaxrag.library.embed.load_embedder(sys.argv[1]).digest)"
+    program = "import sys, jaxrag.library.embed as e; print(e.load_embedder(sys.argv[1]).digest)"
     done = subprocess.run(
         [sys.executable, "-c", program, str(GOLDENS / "minilm")], capture_output=True, text=True
     )
