@@ -44,7 +44,7 @@ from jaxrag.kv.cache import PAGE
 from jaxrag.kv.cache.host_pool import rows_of
 from jaxrag.measure.bench.decode import CHUNK_TOKENS
 from jaxrag.measure.bench.decode import Options as DecodeOptions
-from jaxrag.measure.bench.machine import describe
+from jaxrag.measure.machine import describe
 from jaxrag.models.model import random_model
 from jaxrag.models.spec import num_params
 from jaxrag.reuse.attention_index import rotated

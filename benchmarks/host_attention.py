@@ -30,8 +30,8 @@ from jaxrag.base.types import HostArray
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.measure.bench.machine import describe
 from jaxrag.measure.bench.options import rules_of
+from jaxrag.measure.machine import describe
 from jaxrag.reuse.attention_index.faiss_objects import faiss_module
 from jaxrag.reuse.decode import HostSearch, rule_from
 from jaxrag.reuse.decode.far import HostLayer, HostPrompt

@@ -29,9 +29,9 @@ from jaxrag.base.options import parse_bytes
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.measure.bench.machine import describe
 from jaxrag.measure.evals.long import plan
 from jaxrag.measure.evals.long.run import run as run_eval
+from jaxrag.measure.machine import describe
 from jaxrag.models.spec import num_params
 
 

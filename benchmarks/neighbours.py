@@ -19,12 +19,12 @@ from jaxrag.base.options import parse_ratios
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder, titled
-from jaxrag.measure.bench.machine import describe
 from jaxrag.measure.evals.methods import run
 from jaxrag.measure.evals.methods_grid import Options
 from jaxrag.measure.evals.methods_report import verdict
 from jaxrag.measure.evals.synthetic import ALL
 from jaxrag.measure.evals.synthetic_report import Table, markdown_table, shown
+from jaxrag.measure.machine import describe
 from jaxrag.tasks.synthetic import SyntheticTask
 
 BEHIND = {"after_prefix": "the prefix", "neighbours": "neighbours"}

@@ -42,7 +42,7 @@ from jaxrag.library.retrieve.base import Found, Retriever, Vectors, searched_tex
 from jaxrag.library.retrieve.bm25 import terms
 from jaxrag.library.retrieve.names import VECTOR_INDEXES, index_named
 from jaxrag.library.retrieve.retrievers import BM25Retriever, HybridRetriever, VectorRetriever
-from jaxrag.measure.bench.machine import describe
+from jaxrag.measure.machine import describe
 from jaxrag.models.text import byte_level
 from jaxrag.models.text.tokenizer import Tokenizer
 

@@ -67,8 +67,8 @@ from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.cache import PAGE, pages_for
 from jaxrag.library.documents import Document
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.measure.bench.machine import describe
 from jaxrag.measure.bench.ttft import LLAMA_100M
+from jaxrag.measure.machine import describe
 from jaxrag.models.model import Model, random_model
 from jaxrag.models.text import byte_level
 from jaxrag.models.text.prompts import TEMPLATES

@@ -24,7 +24,7 @@ from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
 from jaxrag.library.documents import Document
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.measure.bench.machine import describe
+from jaxrag.measure.machine import describe
 from jaxrag.models.model import Model, random_model
 from jaxrag.models.text import byte_level
 from jaxrag.models.text.tokenizer import Tokenizer

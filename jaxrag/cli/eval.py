@@ -83,9 +83,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run_synthetic(args: argparse.Namespace) -> None:
     """Print the tables, or one JSON object."""
-    from jaxrag.measure.bench.machine import describe
     from jaxrag.measure.evals.synthetic import run
     from jaxrag.measure.evals.synthetic_report import markdown, tables
+    from jaxrag.measure.machine import describe
 
     options = _options(args)
     require_folder(args.out)

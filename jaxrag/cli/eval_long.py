@@ -85,11 +85,11 @@ def _add_arguments(parser: argparse.ArgumentParser, suite: str) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the tables, or one JSON object; write what was asked for."""
-    from jaxrag.measure.bench.machine import describe
     from jaxrag.measure.evals.long.heatmap import draw_heatmap
     from jaxrag.measure.evals.long.report import markdown, tables
     from jaxrag.measure.evals.long.run import prompts, run
     from jaxrag.measure.evals.plots import check_picture
+    from jaxrag.measure.machine import describe
 
     options = _options(args)
     for option in ("out", "markdown", "prompts"):

@@ -51,9 +51,9 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
 
 def run(args: argparse.Namespace) -> int:
     """Print the tables, or one JSON object; exit code 3 where ratio 1 is not full attention."""
-    from jaxrag.measure.bench.machine import describe
     from jaxrag.measure.evals.methods import run
     from jaxrag.measure.evals.methods_report import markdown, tables
+    from jaxrag.measure.machine import describe
 
     options = _options(args)
     require_folder(args.out)

@@ -29,6 +29,7 @@ from jaxrag.serve.choice import Choice, choices
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.tasks.synthetic import SyntheticTask, sample
 
+PEER_LOGITS = Path(__file__).with_name("peer_logits.py")
 LOGIT_TOKENS = 48  # of the prompt that is held against transformers
 SAME = 1e-3  # of the largest logit: rounding of two float32 forwards stays far below
 _SECONDS = 2.0  # that the longest timed prefill may take, about
@@ -208,7 +209,7 @@ def _parity(found: Overview, model: Model, ids: HostArray, peer_python: str | No
 
 def _ask_peer(python: str, path: str, ids: HostArray) -> tuple[dict[str, str], HostArray]:
     """What the peer says of itself, and its logits [T, V]."""
-    peer = Peer(python, "peer_logits.py", str(Path(path).resolve()))
+    peer = Peer(python, PEER_LOGITS, str(Path(path).resolve()))
     try:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "logits.npy"

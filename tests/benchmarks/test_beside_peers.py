@@ -7,17 +7,19 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import decode_throughput
 import jax
 import numpy as np
+import prefill
 import pytest
+from decode_throughput import ThroughputOptions, report, same, step_bytes
+from rows import LLAMA_300M, Rows, RowsOptions, draw
 
 from jaxrag.base.errors import RequestError
-from jaxrag.cli import main
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.measure.bench import limits, prefill
-from jaxrag.measure.bench.alternate import LLAMA_300M, Rows, draw, in_turn, ratios
-from jaxrag.measure.bench.decode_throughput import Options, report, same, step_bytes
+from jaxrag.measure.bench import limits
+from jaxrag.measure.rounds import in_turn, ratios
 from jaxrag.models.export import export_hf
 from jaxrag.models.flops import forward_flops
 from jaxrag.models.model import load_model, random_model
@@ -57,7 +59,7 @@ class FakePeer:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("jaxrag.measure.bench.ttft.SETTLE_SECONDS", 0)
+    monkeypatch.setattr("jaxrag.measure.rounds.SETTLE_SECONDS", 0)
     monkeypatch.setattr(limits, "BYTES", 1 << 20)
     monkeypatch.setitem(limits._MATMUL, "cpu", 16)
 
@@ -93,11 +95,11 @@ def test_every_arm_decodes_what_the_engine_generates(model_dir, answer, tmp_path
     )
     llama = FakePeer(tmp_path / "llama", **{"": {"seconds": 8.0, "ids": answer}})
     out = tmp_path / "result.json"
-    command = ["bench", "decode-throughput", "--model", model_dir, "--dtype", "float32"]
+    command = ["--model", model_dir, "--dtype", "float32"]
     command += ["--contexts", "40", "--tokens", "10", "--repeats", "2", "--out", str(out)]
     command += ["--peer", "transformers", "--peer-python", str(hf.python)]
     command += ["--llama-python", str(llama.python)]
-    assert main([*command, "--batch", "1,3"]) == 0
+    assert decode_throughput.main([*command, "--batch", "1,3"]) == 0
     table = capsys.readouterr().out
     result = json.loads(out.read_text(encoding="utf-8"))
     assert [(row["batch"], row["context"]) for row in result["rows"]] == [(1, 40), (3, 40)]
@@ -129,12 +131,12 @@ def test_every_arm_decodes_what_the_engine_generates(model_dir, answer, tmp_path
 
     # A row that is there is not measured again; a new one is.
     before = len(llama.asked())
-    assert main([*command, "--batch", "1,2,3", "--resume"]) == 0
+    assert decode_throughput.main([*command, "--batch", "1,2,3", "--resume"]) == 0
     assert [it["rows"] for it in llama.asked()[before:]] == [2] * 3
     again = json.loads(out.read_text(encoding="utf-8"))["rows"]
     assert again[:2] == result["rows"] and [row["batch"] for row in again] == [1, 3, 2]
     capsys.readouterr()
-    assert main([*command, "--batch", "1", "--seed", "1", "--resume"]) == 1
+    assert decode_throughput.main([*command, "--batch", "1", "--seed", "1", "--resume"]) == 1
     assert "seed is 0, now 1; write to another" in capsys.readouterr().err
 
 
@@ -143,9 +145,9 @@ def test_prefill_stands_beside_the_peer_and_the_matrix_product(model_dir, tmp_pa
         tmp_path / "hf", matmul={"flops_per_second": 1e15}, top={"seconds": 2.0, "top": -5}
     )
     out = tmp_path / "result.json"
-    command = ["bench", "prefill", "--model", model_dir, "--dtype", "float32", "--repeats", "1"]
+    command = ["--model", model_dir, "--dtype", "float32", "--repeats", "1"]
     command += ["--peer", "transformers", "--peer-python", str(peer.python), "--out", str(out)]
-    assert main([*command, "--contexts", "40"]) == 0
+    assert prefill.main([*command, "--contexts", "40"]) == 0
     [row] = json.loads(out.read_text(encoding="utf-8"))["rows"]
     config = load_model(model_dir, dtype="float32", cache_tokens=64).config
     assert row["flops"] == forward_flops(config, [(40, 0)], num_logits=1)
@@ -213,33 +215,34 @@ def test_a_copy_counts_what_is_read_and_what_is_written(monkeypatch):
 )
 def test_bad_options_are_refused(change, message):
     with pytest.raises(RequestError, match=message):
-        dataclasses.replace(Options(), **change)
+        dataclasses.replace(ThroughputOptions(), **change)
     rest = {name: value for name, value in change.items() if name in ("dtypes", "contexts")}
     if rest and "llama_python" not in change:
         with pytest.raises(RequestError, match=message):
-            dataclasses.replace(prefill.Options(), **rest)
+            dataclasses.replace(prefill.PrefillOptions(), **rest)
 
 
 def test_a_peer_without_its_name_and_one_that_cannot_run_are_refused(model_dir, capsys):
-    command = ["bench", "decode-throughput", "--model", model_dir]
-    assert main([*command, "--peer-python", "python"]) == 1
+    command = ["--model", model_dir]
+    assert decode_throughput.main([*command, "--peer-python", "python"]) == 1
     assert "--peer-python without --peer; add --peer transformers" in capsys.readouterr().err
-    assert main([*command, "--llama-python", "no-such-python"]) == 1
+    assert decode_throughput.main([*command, "--llama-python", "no-such-python"]) == 1
     assert "--llama-python no-such-python: cannot be run" in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_result_is_not_gone_on_with(tmp_path):
     with pytest.raises(RequestError, match="--resume without --out"):
-        Rows.open({}, ("dtype",), None, resume=True)
+        Rows.open("a", RowsOptions(resume=True), ("dtype",))
     path = tmp_path / "result.json"
+    again = RowsOptions(resume=True, out=str(path))
     for text in ("{", "[]", "{}", '{"rows": 1}'):
         path.write_text(text, encoding="utf-8")
         with pytest.raises(RequestError, match=r"result\.json: no result to go on with"):
-            Rows.open({"benchmark": "a"}, ("dtype",), str(path), resume=True)
+            Rows.open("a", again, ("dtype",))
     path.write_text('{"benchmark": "b", "rows": []}', encoding="utf-8")
     with pytest.raises(RequestError, match="benchmark is 'b', now 'a'"):
-        Rows.open({"benchmark": "a"}, ("dtype",), str(path), resume=True)
-    assert Rows.open({"benchmark": "a"}, ("dtype",), str(path), resume=False).rows == []
+        Rows.open("a", again, ("dtype",))
+    assert Rows.open("a", RowsOptions(out=str(path)), ("dtype",)).rows == []
 
 
 def test_the_report_has_a_line_for_every_arm():
@@ -274,7 +277,7 @@ def peer_llama(monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", SimpleNamespace(GGMLQuantizationType=types))
     llama = SimpleNamespace(llama_log_callback=lambda function: function)
     monkeypatch.setitem(sys.modules, "llama_cpp", llama)
-    path = Path(limits.__file__).with_name("peer_llama.py")
+    path = Path(decode_throughput.__file__).with_name("peer_llama.py")
     spec = importlib.util.spec_from_file_location("peer_llama", path)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)

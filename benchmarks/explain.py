@@ -4,28 +4,39 @@ For the chunks that a knowledge base finds for a question: how far their stored 
 full attention computes (FusionRAG Fig. 3), which tokens each selector would compute again
 (FusionRAG Fig. 8), and where the question looks when the chunks see each other and when they do not
 (TurboRAG Fig. 2). ``explain_plots`` draws the numbers.
+
+example: python benchmarks/explain.py --kb kb --question "Who built the bridge?" --out pictures
 """
 
+import argparse
 import dataclasses
 import functools
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from explain_plots import check_folder, draw
 from tqdm import tqdm
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import FINAL, Array, HostArray, Tokens
+from jaxrag.cli import run_command
+from jaxrag.cli.opening import open_kb, where_of
+from jaxrag.cli.options import add_found, add_json, add_model, add_secret
+from jaxrag.cli.output import give_out
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.progress import notes_on_missed
 from jaxrag.engine.request import Prompt
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.measure.bench.machine import describe
+from jaxrag.engine.sampling import SamplingParams
+from jaxrag.measure.machine import describe
 from jaxrag.models.attention import PackedAttend
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import Model
@@ -45,7 +56,7 @@ from jaxrag.reuse.select import (
     choose,
     layer_deviations,
 )
-from jaxrag.serve.questions import ReadyQuestion, Settings
+from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 
 DEFAULT_RATIO = 0.15  # of methods that recompute nothing, or have a number of their own
 BINS = 10  # parts of a chunk, for where in it tokens are chosen
@@ -361,3 +372,56 @@ def report(result: dict[str, Any]) -> list[str]:
         lines.append(f"{it['selector']:>25}  {'  '.join(map(str, it['by_chunk']))}")
     lines += [f"note: {it['selector']} was left out: {it['why']}" for it in selection["refused"]]
     return lines + [f"note: {note}" for note in result["notes"]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Explain one question; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kb", required=True, metavar="DIR", help="where chunks come from")
+    add_secret(parser)
+    parser.add_argument("--question", required=True, metavar="TEXT", help="the question, as text")
+    add_model(parser)
+    parser.add_argument(
+        "--method",
+        default="fusionrag",
+        metavar="NAME",
+        help="whose stored KV is looked at (fusionrag)",
+    )
+    parser.add_argument(
+        "--recompute-ratio",
+        type=float,
+        metavar="R",
+        help="share of the chunk tokens that selectors choose (the method's own, or 0.15)",
+    )
+    parser.add_argument(
+        "--template", metavar="NAME", help="a template's name or .toml file (that of --kb)"
+    )
+    add_found(parser)
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="folder for the pictures and explain.json"
+    )
+    add_json(parser)
+    return run_command(run, parser.parse_args(argv))
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write the pictures and the numbers; print a summary, or one JSON object."""
+    folder, where = Path(args.out), where_of(args)
+    method = method_to_explain(args.method, args.recompute_ratio)
+    check_folder(folder)
+    with open_kb(args) as kb:
+        settings = resolve(
+            kb=kb, model=None, method=method, template=args.template, k=args.k,
+            max_new_tokens=1, stop=(), where=where,
+        )  # fmt: skip
+        question = prepare(settings, args.question, None, SamplingParams())
+        result = {"question": args.question, **explain(settings, question)}
+    pictures = draw(result, folder)
+    args.out = folder / "explain.json"
+    give_out(args, result, [*report(result), "", *[f"wrote {path}" for path in pictures]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,6 +8,8 @@ prefill. The account of every answer says how many chunk tokens were encoded and
 were trained for it. Weights are random: only times and counts mean anything, and the effort of a
 search is given, for where there is nothing to find none would do. The first question of each kind
 compiles; programs are kept on disk, and later processes read them.
+
+example: python benchmarks/document.py --text long.txt --tokens 32768 --out result.json
 """
 
 import dataclasses
@@ -25,15 +27,18 @@ from typing import Any
 
 import jax
 import numpy as np
+from script import More, run_script
 from tokenizers import Tokenizer
 
 from jaxrag.base.errors import RequestError
+from jaxrag.base.options import option, parse_count
+from jaxrag.cli.options import add_earlier_name
 from jaxrag.measure.bench.decode import Options as DecodeOptions
 from jaxrag.measure.bench.ingest import invented_texts
-from jaxrag.measure.bench.machine import describe
-from jaxrag.measure.bench.options import DocumentOptions
+from jaxrag.measure.machine import describe
+from jaxrag.measure.zoo import random_named
 from jaxrag.models.export import export_hf
-from jaxrag.models.spec import init_params, num_params
+from jaxrag.models.spec import init_params
 from jaxrag.models.text import byte_level
 from jaxrag.models.text.progress import followed
 from jaxrag.reuse.attention_index.document import indexing_from
@@ -49,14 +54,38 @@ _SLACK = 512  # tokens of a prompt beside the document: question, answer, pages
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(DocumentOptions):
+class DocumentOptions:
     """What to measure.
 
     Attributes:
+      text: a file; None invents words.
+      tokens: of the document at most.
+      attention_index: what it is stored with, as ``jaxrag ingest --attention-index``.
+      chunk_tokens: of its chunks, all of which are retrieved; None: it is one chunk.
+      layers: of a random Llama, as in ``bench decode``.
+      questions: after one that compiles.
+      max_new_tokens: of an answer.
+      seed: of what is drawn.
       kinds: of KINDS, how it is asked.
     """
 
-    kinds: tuple[str, ...] = tuple(KINDS)
+    text: str | None = option(None, "the document", "FILE", unset="invented words")
+    tokens: int = option(32_768, "of it at most", "N", parse=parse_count)
+    attention_index: str = option("lists:exact_below=4096,probes=3", "as of jaxrag ingest", "KIND")
+    chunk_tokens: int | None = option(
+        None, "of its chunks, all retrieved", "N", parse=parse_count, unset="one chunk"
+    )
+    layers: int = option(4, "of the model", "N")
+    questions: int = option(3, "after one that compiles", "N", flag="--num-questions")
+    max_new_tokens: int = option(16, "of an answer", "N", parse=parse_count)
+    seed: int = option(0, "of what is drawn", "N")
+    kinds: tuple[str, ...] = option(
+        tuple(KINDS),
+        "how it is asked, such as 'retrieval, kv=host;dense'",
+        "KIND;...",
+        parse=lambda text: tuple(text.split(";")),
+        unset="all",
+    )
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
@@ -85,7 +114,7 @@ class Options(DocumentOptions):
             )
 
 
-def run(options: Options) -> dict[str, Any]:
+def run(options: DocumentOptions) -> dict[str, Any]:
     """Ingest, ask, and compare; returns rows, machine and setting, JSON-able."""
     with tempfile.TemporaryDirectory(prefix="jaxrag-bench-") as folder:
         work = Path(folder)
@@ -127,7 +156,7 @@ def run(options: Options) -> dict[str, Any]:
     }
 
 
-def _write(work: Path, options: Options) -> tuple[dict[str, Any], list[str]]:
+def _write(work: Path, options: DocumentOptions) -> tuple[dict[str, Any], list[str]]:
     """The document and a random model that reads it; what they are, and words to ask about."""
     rng = np.random.default_rng(options.seed)
     if options.text is None:
@@ -161,7 +190,7 @@ def _write(work: Path, options: Options) -> tuple[dict[str, Any], list[str]]:
         )
     chosen = rng.choice(words, options.questions + 1).tolist()
     about = {
-        "model": f"random Llama, {num_params(config) / 1e6:.1f}M, {config.num_layers} layers",
+        "model": f"{random_named(config)}, {config.num_layers} layers",
         "text": "invented words" if options.text is None else Path(options.text).name,
         "tokens": count,
         "chunk_tokens": options.chunk_tokens or count + 8,
@@ -247,3 +276,13 @@ def report(result: dict[str, Any]) -> Iterator[str]:
         )
     if (ratio := result["ttft_full_over_retrieval"]) is not None:
         yield f"full prefill / retrieval, time to first token: {ratio:.1f}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; returns the exit code."""
+    earlier = More(lambda parser: add_earlier_name(parser, "--questions", "questions"))
+    return run_script(__doc__, DocumentOptions, run, report, argv, more=earlier)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The llama.cpp side of `jaxrag bench decode-throughput`; run by the peer's own interpreter.
+"""The llama.cpp side of `decode_throughput.py`; run by the peer's own interpreter.
 
 Imports llama_cpp, gguf and NumPy and nothing of jaxrag. Reads one JSON line per measurement from
 stdin, {"ids": [...], "rows": B, "tokens": n}, and answers {"seconds": s, "ids": [...]}: n decode

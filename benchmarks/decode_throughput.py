@@ -7,12 +7,14 @@ The sides take turns, the first round is a warm-up that compiles, and only decod
 
 A step reads the weights and the KV of every row at least once: what that comes to a second stands
 beside what the machine reads when it does nothing else.
+
+example: python benchmarks/decode_throughput.py --peer transformers --peer-python PEER/bin/python
 """
 
 import contextlib
 import dataclasses
 import functools
-import tempfile
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,10 +23,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rows import BESIDE_PEER, OURS, Rows, RowsOptions, draw
+from script import run_script
 from tqdm import tqdm
 
 from jaxrag.base.config import DType
 from jaxrag.base.errors import RequestError
+from jaxrag.base.options import option, parse_count, parse_counts
 from jaxrag.engine.decoding import Lane, lane_of
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
@@ -33,58 +38,37 @@ from jaxrag.engine.request import DECODE_BLOCK, Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.swap import swap_in, swap_out
 from jaxrag.kv.cache import PAGE
-from jaxrag.measure.bench.alternate import (
-    LLAMA_300M,
-    OURS,
-    Rows,
-    between,
-    check_lists,
-    draw,
-    in_turn,
-    named,
-    ratios,
-    spread,
-)
 from jaxrag.measure.bench.limits import bandwidth
 from jaxrag.measure.bench.peer import Peer
-from jaxrag.measure.bench.ttft import write_random
+from jaxrag.measure.rounds import between, in_turn, ratios, spread
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.spec import Params
 from jaxrag.reuse.methods import METHODS
 
+HERE = Path(__file__).parent
 TRANSFORMERS, LLAMA = "transformers", "llama.cpp"
 CACHES = {TRANSFORMERS: ("dynamic", "static"), LLAMA: ("",)}  # each an arm of its own
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class ThroughputOptions(RowsOptions):
     """What to measure.
 
     Attributes:
-      model: a directory; None makes a random Llama of 300M parameters.
-      dtypes: of weights, activations and KV, each measured.
       batches: rows that are decoded together.
-      contexts: tokens before the first that is generated.
       tokens: that every row generates.
-      repeats: timed rounds, after a warm-up.
-      peer_python: interpreter with torch and transformers; None measures them not.
       llama_python: interpreter with llama_cpp and gguf; None measures them not.
-      seed: of what is drawn.
     """
 
-    model: str | None = None
-    dtypes: tuple[DType, ...] = ("float32", "bfloat16")
-    batches: tuple[int, ...] = (1, 4, 8, 32)
-    contexts: tuple[int, ...] = (512, 4096)
-    tokens: int = 32
-    repeats: int = 5
-    peer_python: str | None = None
-    llama_python: str | None = None
-    seed: int = 0
+    batches: tuple[int, ...] = option(
+        (1, 4, 8, 32), "rows that are decoded together", "N,...", parse=parse_counts, flag="--batch"
+    )
+    tokens: int = option(32, "that every row generates", "N", parse=parse_count)
+    llama_python: str | None = option(None, "interpreter that imports llama_cpp and gguf", "FILE")
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
-        check_lists(self, "dtypes", "batches", "contexts")
+        self.check_lists("dtypes", "batches", "contexts")
         if self.llama_python and "float16" in self.dtypes:
             raise RequestError("dtype 'float16': llama.cpp is measured in float32 and bfloat16")
         if min(*self.batches, *self.contexts, self.tokens, self.repeats) < 1:
@@ -147,17 +131,12 @@ class SamePrompt:
         runner.forget_cache()
 
 
-def run(options: Options, out: str | None = None, resume: bool = False) -> dict[str, Any]:
+def run(options: ThroughputOptions) -> dict[str, Any]:
     """Measure every dtype, batch and context; returns the rows and the machine, JSON-able.
 
-    The result is written to ``out`` after every row; ``resume`` keeps the rows that are there.
+    The result is written to ``options.out`` after every row.
     """
-    setting = {
-        "benchmark": "decode-throughput",
-        "model": named(options.model),
-        "seed": options.seed,
-    }
-    table = Rows.open(setting, ("dtype", "batch", "context"), out, resume)
+    table = Rows.open("decode-throughput", options, ("dtype", "batch", "context"))
     for dtype in options.dtypes:
         left = [
             (batch, context)
@@ -168,10 +147,7 @@ def run(options: Options, out: str | None = None, resume: bool = False) -> dict[
         if not left:
             continue
         with contextlib.ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxrag-bench-"))
-            path = options.model or str(
-                write_random(Path(folder) / "model", LLAMA_300M, dtype, options.seed)
-            )
+            path, folder = stack.enter_context(options.directory(dtype))
             limits = bandwidth()
             peers = _peers(options, path, dtype, folder, stack)
             about = {name: peer.about for name, peer in peers.items()}
@@ -183,20 +159,20 @@ def run(options: Options, out: str | None = None, resume: bool = False) -> dict[
 
 
 def _peers(
-    options: Options, path: str, dtype: DType, folder: str, stack: contextlib.ExitStack
+    options: ThroughputOptions, path: str, dtype: DType, folder: Path, stack: contextlib.ExitStack
 ) -> dict[str, Peer]:
     """The peers that were asked for, started on the model; they end with the stack."""
     peers = {}
     if options.peer_python:
-        peers[TRANSFORMERS] = Peer(options.peer_python, "peer_decode.py", path, dtype)
+        peers[TRANSFORMERS] = Peer(options.peer_python, HERE / "peer_decode.py", path, dtype)
         stack.callback(peers[TRANSFORMERS].close)
     if options.llama_python:
         peers[LLAMA] = Peer(
             options.llama_python,
-            "peer_llama.py",
+            HERE / "peer_llama.py",
             path,
             dtype,
-            str(Path(folder) / "model.gguf"),
+            str(folder / "model.gguf"),
             option="--llama-python",
             needs="llama_cpp and gguf",
         )
@@ -207,7 +183,7 @@ def _peers(
 def _measure(
     model: Model,
     peers: Mapping[str, Peer],
-    options: Options,
+    options: ThroughputOptions,
     batch: int,
     context: int,
     read: float,
@@ -314,3 +290,12 @@ def report(result: dict[str, Any]) -> Iterator[str]:
             "over ours: time of the peer over ours, round by round; same: tokens that both begin "
             "with, of one more than were timed"
         )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; returns the exit code."""
+    return run_script(__doc__, ThroughputOptions, run, report, argv, more=BESIDE_PEER)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

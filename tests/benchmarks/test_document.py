@@ -1,12 +1,11 @@
-"""bench document: new processes prefill nothing of a stored document and train no index."""
+"""benchmarks/document.py: new processes prefill nothing of a stored document and train no index."""
 
 import dataclasses
 
 import pytest
+from document import KINDS, DocumentOptions, main, report, run
 
 from jaxrag.base.errors import RequestError
-from jaxrag.cli import main
-from jaxrag.measure.bench.document import KINDS, Options, report, run
 
 TINY = (
     "lists:clusters=8,cap=400,knn=50,exact_below=512,min_queries=1,probes=3,queries=200,reach=500"
@@ -15,7 +14,9 @@ TINY = (
 
 @pytest.mark.slow
 def test_counts_prove_it(tmp_path):
-    options = Options(tokens=1500, attention_index=TINY, layers=1, questions=1, max_new_tokens=3)
+    options = DocumentOptions(
+        tokens=1500, attention_index=TINY, layers=1, questions=1, max_new_tokens=3
+    )
     result = run(options)
     assert result["chunks"] == 1
     assert result["index"]["chunks"] == 1
@@ -53,17 +54,17 @@ def test_counts_prove_it(tmp_path):
 )
 def test_refused(change, message):
     with pytest.raises(RequestError, match=message):
-        Options(**change)
+        DocumentOptions(**change)
 
 
 def test_the_command(capsys):
-    assert main(["bench", "document", "--tokens", "100"]) != 0
+    assert main(["--tokens", "100"]) != 0
     assert "makes no index of so few" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_every_chunk_is_asked():
-    options = Options(
+    options = DocumentOptions(
         tokens=1900,
         chunk_tokens=600,
         kinds=("retrieval, kv=host",),

@@ -1,9 +1,20 @@
-"""FusionRAG's figures 11 and 15 in miniature, beside the ratios of the paper."""
+"""FusionRAG's figures 11 and 15 in miniature, beside the ratios of the paper.
 
+Options and result are those of `jaxrag bench serve`; the figures stand in the result beside them.
+
+example: python benchmarks/fusionrag.py --link 40MB/s --requests 30 --arms asynchronous --rates 2
+"""
+
+import argparse
 import dataclasses
-from collections.abc import Callable
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from jaxrag.cli import run_command
+from jaxrag.cli.bench_serve import add_arguments, run_serve
+from jaxrag.measure.bench.serve import Bench
 from jaxrag.measure.bench.serve_arms import Arm, arms_of
 from jaxrag.measure.bench.serve_workload import Traffic
 
@@ -49,3 +60,41 @@ def figures(
             "paper": list(PAPER_THROUGHPUT),
         },
     }
+
+
+def measured(bench: Bench) -> dict[str, Any]:
+    """What the result has beside that of `jaxrag bench serve`."""
+    return {"fusionrag": figures(bench.options.traffic, bench.measure, bench.highest)}
+
+
+def lines(result: dict[str, Any]) -> Iterator[str]:
+    """The figures, one a line."""
+    share = f"{100 * result['slo']['share']:g} %"
+    one, two = result["fusionrag"]["figure_11"], result["fusionrag"]["figure_15"]
+    yield (
+        f"FusionRAG Fig. 11, batches of {one['batch']}: first token with asynchronous loads "
+        f"{_ratio(one['ratio'])} of inline ones (paper {one['paper']})"
+    )
+    rates = " and ".join(f"{two[name]['rate']:.2f}/s {name}" for name in ("reuse", "full"))
+    yield (
+        f"FusionRAG Fig. 15, highest rate with {share} good: {rates}, {_ratio(two['ratio'])} "
+        f"times (paper {two['paper'][0]} to {two['paper'][1]})"
+    )
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_arguments(parser)
+    command = functools.partial(run_serve, also=measured, beside=lines)
+    return run_command(command, parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

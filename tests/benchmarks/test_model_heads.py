@@ -94,7 +94,7 @@ def test_what_cannot_be_dumped(model):
 def test_the_command_says_which_model_and_text(tmp_path, capsys):
     text, out = tmp_path / "text.txt", tmp_path / "result.json"
     text.write_text("The home of Kora Felell is Ninven. She works as a smith. " * 6)
-    model = Path(__file__).parents[3] / "checkpoints" / "synthetic-0.8m" / "full"
+    model = Path(__file__).parents[2] / "checkpoints" / "synthetic-0.8m" / "full"
     arguments = ["--model", str(model), "--text", str(text), "--layers", "0"]
     arguments += ["--contexts", "40", "--ask", "8", "--sink", "2", "--recent", "4", "--k", "3"]
     arguments += ["--engines", "flat fp32", "--cold-mb", "1", "--rounds", "1", "--out", str(out)]

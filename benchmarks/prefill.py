@@ -4,37 +4,30 @@ One prompt of random tokens, nothing reused, until the id of its first token is 
 peer gives the logits of the last token only and keeps the KV, as ours does. The sides take turns
 and the first round is a warm-up that compiles. The FLOPs are those that are really multiplied,
 beside the best of a large square product in the same dtype, ours and the peer's.
+
+example: python benchmarks/prefill.py --peer transformers --peer-python PEER/bin/python
 """
 
 import contextlib
 import dataclasses
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from rows import BESIDE_PEER, OURS, Rows, RowsOptions, draw
+from script import run_script
 from tqdm import tqdm
 
 from jaxrag.base.config import DType
 from jaxrag.base.errors import RequestError
+from jaxrag.base.options import option, parse_counts
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt
-from jaxrag.measure.bench.alternate import (
-    LLAMA_300M,
-    OURS,
-    Rows,
-    between,
-    check_lists,
-    draw,
-    in_turn,
-    named,
-    ratios,
-    spread,
-)
+from jaxrag.measure.bench import ttft
 from jaxrag.measure.bench.limits import matmul_peak, matmul_side
 from jaxrag.measure.bench.peer import Peer
-from jaxrag.measure.bench.ttft import first_token, write_random
+from jaxrag.measure.rounds import between, in_turn, ratios, spread
 from jaxrag.models.flops import forward_flops
 from jaxrag.models.model import Model, load_model
 from jaxrag.reuse.methods import METHODS
@@ -43,51 +36,35 @@ PEER = "transformers"
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """What to measure.
+class PrefillOptions(RowsOptions):
+    """What to measure."""
 
-    Attributes:
-      model: a directory; None makes a random Llama of 300M parameters.
-      dtypes: of weights, activations and KV, each measured.
-      contexts: tokens of the prompt.
-      repeats: timed rounds, after a warm-up.
-      peer_python: interpreter with torch and transformers; None measures no peer.
-      seed: of what is drawn.
-    """
-
-    model: str | None = None
-    dtypes: tuple[DType, ...] = ("float32", "bfloat16")
-    contexts: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
-    repeats: int = 5
-    peer_python: str | None = None
-    seed: int = 0
+    contexts: tuple[int, ...] = option(
+        (512, 1024, 2048, 4096, 8192), "tokens of the prompt", "N,...", parse=parse_counts
+    )
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
-        check_lists(self, "dtypes", "contexts")
+        self.check_lists("dtypes", "contexts")
         if min(*self.contexts, self.repeats) < 1:
             raise RequestError("contexts and repeats must be positive")
 
 
-def run(options: Options, out: str | None = None, resume: bool = False) -> dict[str, Any]:
+def run(options: PrefillOptions) -> dict[str, Any]:
     """Measure every dtype and context; returns the rows and the machine, JSON-able.
 
-    The result is written to ``out`` after every row; ``resume`` keeps the rows that are there.
+    The result is written to ``options.out`` after every row.
     """
-    setting = {"benchmark": "prefill", "model": named(options.model), "seed": options.seed}
-    table = Rows.open(setting, ("dtype", "context"), out, resume)
+    table = Rows.open("prefill", options, ("dtype", "context"))
     for dtype in options.dtypes:
         left = [n for n in options.contexts if not table.has(dtype=dtype, context=n)]
         if not left:
             continue
         with contextlib.ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxrag-bench-"))
-            path = options.model or str(
-                write_random(Path(folder) / "model", LLAMA_300M, dtype, options.seed)
-            )
+            path, _ = stack.enter_context(options.directory(dtype))
             peer = None
             if options.peer_python:
-                peer = Peer(options.peer_python, "peer_transformers.py", path, dtype)
+                peer = Peer(options.peer_python, ttft.PEER_SCRIPT, path, dtype)
                 stack.callback(peer.close)
             model = load_model(path, dtype=dtype, cache_tokens=2 * max(left))
             limits: dict[str, float] = {}
@@ -111,7 +88,7 @@ def _peaks(dtype: DType, peer: Peer | None) -> dict[str, float]:
 
 
 def _measure(
-    model: Model, peer: Peer | None, options: Options, context: int, peak: float
+    model: Model, peer: Peer | None, options: PrefillOptions, context: int, peak: float
 ) -> dict[str, Any]:
     """One row of the table: both arms at one context."""
     ids = draw(model.config, options.seed, context)
@@ -120,7 +97,7 @@ def _measure(
     tops: dict[str, int] = {}
 
     def ours() -> float:
-        first = first_token(model, store, method, prompt)
+        first = ttft.first_token(model, store, method, prompt)
         tops[OURS] = first.top
         return first.seconds
 
@@ -175,3 +152,12 @@ def report(result: dict[str, Any]) -> Iterator[str]:
             yield line
     if any(row["peers"] for row in result["rows"]):
         yield "over ours: time of the peer over ours, round by round"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; returns the exit code."""
+    return run_script(__doc__, PrefillOptions, run, report, argv, more=BESIDE_PEER)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

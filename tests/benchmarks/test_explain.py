@@ -1,4 +1,4 @@
-"""`jaxrag bench explain`: its numbers against slow oracles, its pictures, and what it refuses."""
+"""benchmarks/explain.py: its numbers against slow oracles, its pictures, and what it refuses."""
 
 import json
 import sys
@@ -6,24 +6,24 @@ import sys
 import jax
 import numpy as np
 import pytest
-
-from jaxrag import KnowledgeBase, load_model
-from jaxrag.base.errors import RequestError
-from jaxrag.base.types import Tokens
-from jaxrag.cli import main
-from jaxrag.engine.direct import map_request, unmap
-from jaxrag.engine.engine import engine_of
-from jaxrag.engine.request import Prompt, Request
-from jaxrag.library.documents import Document
-from jaxrag.measure.bench.explain import (
+from explain import (
     COMPARED,
     distribution,
     left_by_layer,
+    main,
     method_to_explain,
     question_attention,
     report,
 )
-from jaxrag.measure.bench.explain_plots import PICTURES, draw
+from explain_plots import PICTURES, draw
+
+from jaxrag import KnowledgeBase, load_model
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import Tokens
+from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.request import Prompt, Request
+from jaxrag.library.documents import Document
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import random_model
 from jaxrag.models.rope import place
@@ -58,7 +58,7 @@ def explained(kb_dir, tmp_path_factory):
     """What the program wrote for one question: the folder and the numbers."""
     out = tmp_path_factory.mktemp("explained") / "pictures"
     arguments = ["--kb", str(kb_dir), "--question", "Where is the lantern of the market?"]
-    assert main(["bench", "explain", *arguments, "--k", "3", "--out", str(out)]) == 0
+    assert main([*arguments, "--k", "3", "--out", str(out)]) == 0
     return out, json.loads((out / "explain.json").read_text(encoding="utf-8"))
 
 
@@ -183,7 +183,7 @@ def test_json_is_what_the_folder_holds(kb_dir, tmp_path, capsys):
     """A prompt of one exact chunk: nothing deviates, nothing is chosen, and it still is drawn."""
     arguments = ["--kb", str(kb_dir), "--question", "lantern", "--method", "full_reuse"]
     arguments += ["--k", "1", "--recompute-ratio", "0.5", "--out", str(tmp_path), "--json"]
-    assert main(["bench", "explain", *arguments]) == 0
+    assert main([*arguments]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result == json.loads((tmp_path / "explain.json").read_text(encoding="utf-8"))
     assert [it["tokens"] for it in result["selection"]["selectors"]] == [[]] * len(COMPARED)
@@ -195,7 +195,7 @@ def test_selectors_that_the_model_is_too_small_for_are_named(word_model_dir, tmp
     with KnowledgeBase.open(tmp_path / "kb", model=load_model(word_model_dir)) as kb:
         kb.add([Document(str(i), f"the job of Kora Felell is {i} weaver .") for i in range(3)])
     arguments = ["--kb", str(tmp_path / "kb"), "--question", "What does Kora Felell work as ?"]
-    assert main(["bench", "explain", *arguments, "--out", str(tmp_path / "out")]) == 0
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     assert "note: kv_deviation was left out: kv_deviation: layer 1 is compared" in printed
     assert (tmp_path / "out" / "critical-tokens.png").is_file()
@@ -225,7 +225,7 @@ def test_the_ratio_is_the_methods_own_where_it_has_one():
 
 
 def test_what_cannot_be_written_is_refused_before_the_work(tmp_path, capsys, monkeypatch):
-    arguments = ["bench", "explain", "--kb", str(tmp_path / "none"), "--question", "q"]
+    arguments = ["--kb", str(tmp_path / "none"), "--question", "q"]
     assert main([*arguments, "--out", str(tmp_path / "a" / "b")]) == 1
     assert "No such file or directory; name a folder" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

@@ -1,4 +1,4 @@
-"""The transformers side of `jaxrag bench train-step`; run by the peer's own interpreter.
+"""The transformers side of `train_step.py`; run by the peer's own interpreter.
 
 Imports torch and transformers and nothing of jaxrag. Reads one JSON line per measurement from
 stdin, {"ids": [[...]], "segments": [[...]] or null}, and answers {"seconds": s, "loss": x}: one

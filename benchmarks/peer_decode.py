@@ -1,4 +1,4 @@
-"""The transformers side of `jaxrag bench decode-throughput`; run by the peer's own interpreter.
+"""The transformers side of `decode_throughput.py`; run by the peer's own interpreter.
 
 Imports torch and transformers and nothing of jaxrag. Reads one JSON line per measurement from
 stdin, {"ids": [...], "rows": B, "tokens": n, "cache": "dynamic" or "static"}, and answers

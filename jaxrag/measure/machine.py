@@ -40,7 +40,7 @@ def _cpu_name() -> str:
 
 def _commit() -> str:
     """The commit of the source tree, with "+changes" where it differs; "unknown" outside git."""
-    tree = Path(__file__).parents[3]
+    tree = Path(__file__).parents[2]
     git = ["git", "-C", str(tree)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)

@@ -4,28 +4,33 @@ Both sides train the same weights on the same tokens in float32: forward, next-t
 token, backward, clip, AdamW. Rows are causal, or hold chunks under the block mask. Measurements of
 both sides alternate; the first is a warm-up that compiles and is also where the losses are
 compared. Growth is that of one row of chunks of a fixed size and a final block.
+
+example: python benchmarks/train_step.py --peer transformers --peer-python PEER/bin/python
 """
 
 import contextlib
 import dataclasses
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from script import PEER, run_script
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
+from jaxrag.base.options import option, parse_count
 from jaxrag.base.sharding import make_mesh
 from jaxrag.base.types import HostArray, Tokens
-from jaxrag.measure.bench.machine import describe
-from jaxrag.measure.bench.options import TrainStepOptions
 from jaxrag.measure.bench.peer import Peer
-from jaxrag.measure.bench.ttft import LLAMA_100M, SETTLE_SECONDS
+from jaxrag.measure.machine import describe
+from jaxrag.measure.rounds import settle
+from jaxrag.measure.zoo import llama
 from jaxrag.models.export import export_hf
 from jaxrag.models.rope import rope_table
 from jaxrag.models.segments import lay_out
@@ -46,31 +51,28 @@ from jaxrag.train.step import Program, TrainState, make_step, new_state, program
 CHUNK_TOKENS = 64
 FINAL_TOKENS = 64
 RATE = 1e-4
+PEER_TRAIN = Path(__file__).with_name("peer_train.py")
 
 
-def _llama(layers: int, width: int, mlp: int, heads: int, kv_heads: int, vocab: int) -> ModelConfig:
-    return dataclasses.replace(
-        LLAMA_100M,
-        num_layers=layers,
-        model_dim=width,
-        mlp_dim=mlp,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=width // heads,
-        vocab_size=vocab,
-        rope=dataclasses.replace(LLAMA_100M.rope, rotary_dim=width // heads),
-    )
-
-
+_NARROW = {"model_dim": 128, "mlp_dim": 320, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32}
+_WIDE = {"model_dim": 384, "mlp_dim": 1024, "num_heads": 6, "num_kv_heads": 2, "head_dim": 64}
 MODELS: dict[str, ModelConfig] = {
-    "0.8M": _llama(layers=4, width=128, mlp=320, heads=4, kv_heads=4, vocab=512),
-    "15M": _llama(layers=6, width=384, mlp=1024, heads=6, kv_heads=2, vocab=8192),
+    "0.8M": llama(num_layers=4, vocab_size=512, **_NARROW),
+    "15M": llama(num_layers=6, vocab_size=8192, **_WIDE),
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(TrainStepOptions):
+class TrainStepOptions:
     """What to measure."""
+
+    models: tuple[str, ...] = option(("0.8M", "15M"), "sizes", "NAME,...")
+    rows: int = option(8, "of a step", "N")
+    row_tokens: int = option(512, "of a row", "N", parse=parse_count)
+    repeats: int = option(5, "after a warm-up", "N")
+    growth: tuple[int, ...] = option((8, 16, 32, 64, 128), "chunks of a row; '' for none", "N,...")
+    peer_python: str | None = None
+    seed: int = option(0, "of what is drawn", "N")
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be measured."""
@@ -150,7 +152,7 @@ def rows_of(ids: HostArray, chunks: int) -> TrainBatch:
     return TrainBatch(tokens=Tokens(**tokens), **arrays)
 
 
-def run(options: Options) -> dict[str, Any]:
+def run(options: TrainStepOptions) -> dict[str, Any]:
     """Measure every model; returns the rows, the growth and the machine, JSON-able."""
     rng = np.random.default_rng(options.seed)
     rows = []
@@ -162,7 +164,7 @@ def run(options: Options) -> dict[str, Any]:
             trainer, peer = Trainer(model, options.seed), None
             if options.peer_python:
                 export_hf(work / "model", trainer.state.trained, model)  # type: ignore[arg-type]
-                peer = Peer(options.peer_python, "peer_train.py", str(work / "model"), str(RATE))
+                peer = Peer(options.peer_python, PEER_TRAIN, str(work / "model"), str(RATE))
                 stack.callback(peer.close)
                 about = peer.about
             shape = (options.rows, options.row_tokens)
@@ -184,7 +186,7 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def _measure(
-    trainer: Trainer, peer: Peer | None, ids: HostArray, mode: str, options: Options
+    trainer: Trainer, peer: Peer | None, ids: HostArray, mode: str, options: TrainStepOptions
 ) -> dict[str, Any]:
     chunks = 0 if mode == "full" else options.row_tokens // CHUNK_TOKENS - 1
     batch = rows_of(ids, chunks)
@@ -193,12 +195,12 @@ def _measure(
     times: dict[str, list[float]] = {"ours": [], "peer": []}
     losses: dict[str, list[float]] = {"ours": [], "peer": []}
     for _ in range(options.repeats + 1):
-        time.sleep(SETTLE_SECONDS)
+        settle()
         seconds, loss = trainer.step(batch)
         times["ours"].append(seconds)
         losses["ours"].append(loss)
         if peer is not None:
-            time.sleep(SETTLE_SECONDS)
+            settle()
             answer = peer.ask(question)
             times["peer"].append(answer["seconds"])
             losses["peer"].append(answer["loss"])
@@ -221,7 +223,7 @@ def _measure(
     return row
 
 
-def _growth(options: Options, rng: np.random.Generator) -> list[dict[str, Any]]:
+def _growth(options: TrainStepOptions, rng: np.random.Generator) -> list[dict[str, Any]]:
     """Time and memory of a step of one row of more and more chunks, with the smallest model."""
     if not options.growth:
         return []
@@ -276,3 +278,12 @@ def _timed(row: dict[str, Any], side: str) -> str:
     times = [1000 * seconds for seconds in row["runs"][side]]
     between = f"{min(times):.0f}-{max(times):.0f}"
     return f"{1000 * row['seconds'][side]:>7.0f} {between:>13}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; returns the exit code."""
+    return run_script(__doc__, TrainStepOptions, run, report, argv, more=PEER)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
