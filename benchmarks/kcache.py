@@ -32,7 +32,7 @@ from jaxrag.cli.output import give_out, require_folder
 from jaxrag.measure.evals.long import plan
 from jaxrag.measure.evals.long.run import run as run_eval
 from jaxrag.measure.machine import describe
-from jaxrag.models.spec import num_params
+from jaxrag.measure.zoo import random_named
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -42,8 +42,7 @@ def run(options: Options) -> dict[str, Any]:
     found: dict[str, Any] = {
         "benchmark": "kcache",
         "options": dataclasses.asdict(options),
-        "model": f"random Llama, {num_params(config) / 1e6:.1f}M, {layers} layers, "
-        f"{config.num_heads} heads on {config.num_kv_heads} KV heads of {config.head_dim}",
+        "model": random_named(config, shape=True),
         "kv_bytes_per_token": config.kv_bytes_per_token,
     }
     if "throughput" in options.parts:
