@@ -38,7 +38,6 @@ from jaxrag.measure.zoo import random_named
 def run(options: Options) -> dict[str, Any]:
     """Measure; JSON-able."""
     config = options.config()
-    layers = config.num_layers
     found: dict[str, Any] = {
         "benchmark": "kcache",
         "options": dataclasses.asdict(options),

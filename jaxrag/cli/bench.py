@@ -1,16 +1,22 @@
 """`jaxrag bench`: measurements that anybody can repeat."""
 
 import argparse
+import importlib
 import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrag.cli.bench_decode import add_decode
 from jaxrag.cli.bench_serve import add_serve
 from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.options import add_command, add_earlier_name, add_peer, add_result, peer_of
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.measure.bench.options import IngestOptions, StoreOptions, TtftOptions
+from jaxrag.measure.bench.options import (
+    DecodeOptions,
+    IngestOptions,
+    StoreOptions,
+    TtftOptions,
+    rules_of,
+)
 
 # What a checkout measures; no wheel has these scripts. They take the options of the command.
 IN_A_CHECKOUT = {
@@ -39,68 +45,63 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Register the command and its benchmarks."""
     parser = add_command(commands, "bench", "measure", "jaxrag bench ttft --contexts 512,4096")
     kinds = parser.add_subparsers(title="benchmarks", metavar="NAME", required=True)
-    ttft = add_command(
+    ttft = _add(
         kinds,
         "ttft",
+        TtftOptions,
         "time to first token: full prefill, cached chunks from pool and disk, a peer, batches",
-        "jaxrag bench ttft --peer transformers --peer-python PEER/bin/python --out result.json",
+        "--peer transformers --peer-python PEER/bin/python --out result.json",
     )
-    add_fields(ttft, TtftOptions)
     add_earlier_name(ttft, "--ratios", "ratios")
     add_peer(ttft)
-    add_result(ttft)
-    ttft.set_defaults(run=run_ttft)
-    store = add_command(
+    store = _add(
         kinds,
         "store",
+        StoreOptions,
         "throughput of the chunk store beside memcpy, plain reads, safetensors and zarr-python",
-        "jaxrag bench store --chunks 8 --layers 32 --chunk-tokens 512 --out result.json",
+        "--chunks 8 --layers 32 --chunk-tokens 512 --out result.json",
     )
-    add_fields(store, StoreOptions)
     add_earlier_name(store, "--rounds", "rounds")
     add_earlier_name(store, "--tokens", "tokens")
-    add_result(store)
-    store.set_defaults(run=run_store)
-    ingest = add_command(
+    _add(
         kinds,
         "ingest",
+        IngestOptions,
         "throughput of ingest beside a plain forward pass of the same tokens",
-        "jaxrag bench ingest --tokens 16384 --out benchmarks/results/ingest.json",
+        "--tokens 16384 --out benchmarks/results/ingest.json",
     )
-    add_fields(ingest, IngestOptions)
-    add_result(ingest)
-    ingest.set_defaults(run=run_ingest)
-    add_decode(kinds)
+    decode = _add(
+        kinds,
+        "decode",
+        DecodeOptions,
+        "latency per generated token by context length and decode rule, random weights",
+        "--contexts 4k,128k --decode dense --decode retrieval",
+    )
+    add_earlier_name(decode, "--rules", "rules", type=rules_of)
     add_serve(kinds)
     for name, script in IN_A_CHECKOUT.items():
         kinds.choices[name] = InACheckout(f"{parser.prog} {name}", script)
 
 
-def run_ttft(args: argparse.Namespace) -> None:
+def _add(
+    kinds: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    options: type,
+    summary: str,
+    example: str,
+) -> argparse.ArgumentParser:
+    """Register the benchmark that the module of that name measures."""
+    parser = add_command(kinds, name, summary, f"jaxrag bench {name} {example}")
+    add_fields(parser, options)
+    add_result(parser)
+    parser.set_defaults(run=run, benchmark=name)
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
     """Print a table, or one JSON object."""
-    from jaxrag.measure.bench.ttft import Options, report, run
-
+    module = importlib.import_module(f"jaxrag.measure.bench.{args.benchmark}")
     require_folder(args.out)
-    options = from_fields(Options, args, peer_python=peer_of(args))
-    result = run(options)
-    give_out(args, result, report(result))
-
-
-def run_store(args: argparse.Namespace) -> None:
-    """Print a table, or one JSON object."""
-    from jaxrag.measure.bench.store import Options, report, run
-
-    require_folder(args.out)
-    options = from_fields(Options, args)
-    result = run(options)
-    give_out(args, result, report(result))
-
-
-def run_ingest(args: argparse.Namespace) -> None:
-    """Print a table, or one JSON object."""
-    from jaxrag.measure.bench.ingest import Options, report, run
-
-    require_folder(args.out)
-    options = from_fields(Options, args)
-    result = run(options)
-    give_out(args, result, report(result))
+    peer = {"peer_python": peer_of(args)} if "peer_python" in args else {}
+    result = module.run(from_fields(module.Options, args, **peer))
+    give_out(args, result, module.report(result))

@@ -9,7 +9,7 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.options import parse_bytes
 from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.options import add_command, add_earlier_name, add_result
-from jaxrag.cli.output import give_out, require_folder
+from jaxrag.cli.output import give_out, require_folders
 from jaxrag.measure.bench.options import ServeOptions, TrafficOptions
 
 if TYPE_CHECKING:
@@ -96,8 +96,7 @@ def run_serve(
     from jaxrag.measure.evals.plots import check_picture
     from jaxrag.models.compiled import keep_compiled
 
-    for option in ("out", "markdown", "plot"):
-        require_folder(getattr(args, option), f"--{option}")
+    require_folders(args, "out", "markdown", "plot")
     if args.plot:
         check_picture(Path(args.plot))
     options = from_fields(

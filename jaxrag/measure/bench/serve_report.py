@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxrag.measure.evals.plots import COLOURS, check_picture, figure_class
+from jaxrag.measure.table import markdown_rows
 
 _TIMES = (("first_token", "first token ms"), ("per_token", "per token ms"), ("end_to_end", "end s"))
 _SCALE = {"first_token": 1000, "per_token": 1000, "end_to_end": 1}
@@ -47,10 +48,8 @@ def report(result: dict[str, Any]) -> Iterator[str]:
 
 def markdown(result: dict[str, Any], *beside: str) -> str:
     """The result as a page; what else is said ``beside`` the table goes below."""
-    head, *rows = cells(result)
-    lines = [_setting(result), ""]
-    lines += [_line(head), _line(["---"] + ["---:"] * (len(head) - 1)), *map(_line, rows)]
-    return "\n".join([*lines, "", *(f"- {it}" for it in (*_beside(result), *beside))]) + "\n"
+    lines = [_setting(result), "", markdown_rows(cells(result)), ""]
+    return "\n".join([*lines, *(f"- {it}" for it in (*_beside(result), *beside))]) + "\n"
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -136,7 +135,3 @@ def _beside(result: dict[str, Any]) -> Iterator[str]:
         yield f"the peer's answers equal to full attention's: {100 * equal['peer_as_full']:.0f} %"
     if result["peer"]:
         yield "peer: " + ", ".join(f"{name} {value}" for name, value in result["peer"].items())
-
-
-def _line(row: list[str]) -> str:
-    return f"| {' | '.join(row)} |"

@@ -21,7 +21,7 @@ from jaxrag.library.documents import Shard
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.measure.evals.gate import forced_logits
 from jaxrag.measure.evals.metrics import exact_match, holds, token_f1
-from jaxrag.measure.evals.statistics import difference, median, share
+from jaxrag.measure.evals.statistics import difference, median, plain, share
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.serve.answers import Result, serve
@@ -148,7 +148,7 @@ class Evaluation:
             "max_new_tokens": settings.max_new_tokens,
             "template": settings.template.name,
             "without_chunks": sum(not sources for sources in found),
-            "recall": _plain(share(recall, np.arange(len(recall)))),
+            "recall": plain(share(recall, np.arange(len(recall)))),
             "methods": [self._method(i) for i in range(len(self.settings))],
             "notes": list(self.notes),
         }
@@ -165,14 +165,14 @@ class Evaluation:
             "method": method.name,
             "encoder": method.encoder,
             "ratio": method.recompute_ratio if method.recomputes else None,
-            **{name: _plain(share(scores[name], each)) for name in METRICS},
+            **{name: plain(share(scores[name], each)) for name in METRICS},
             "minus_full": {
-                name: _plain(difference(scores[name], of_full[name], each)) for name in METRICS
+                name: plain(difference(scores[name], of_full[name], each)) for name in METRICS
             },
-            "same_answer": _plain(share(np.array(same), each)),
-            "same_tokens": _plain(share(np.concatenate([it.same for it in own]), tokens)),
-            "ttft": _plain(median(np.array([it.ttft for it in own]))),
-            "full_over_own": _plain(median(over)),
+            "same_answer": plain(share(np.array(same), each)),
+            "same_tokens": plain(share(np.concatenate([it.same for it in own]), tokens)),
+            "ttft": plain(median(np.array([it.ttft for it in own]))),
+            "full_over_own": plain(median(over)),
             "tokens": {
                 name: float(np.mean([it.result.counts[name] for it in own]))
                 for name in ("reused", "recomputed", "encoded")
@@ -311,7 +311,3 @@ def _recall(probe: Probe, own: Answered) -> float:
     """Share of the probe's sources that are among what was retrieved."""
     found = {source.document_id for source in own.result.sources}
     return len(found.intersection(probe.sources)) / len(probe.sources)
-
-
-def _plain(estimate: Any) -> dict[str, Any] | None:
-    return None if estimate is None else estimate._asdict()
