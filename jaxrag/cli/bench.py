@@ -148,9 +148,9 @@ def run_ingest(args: argparse.Namespace) -> None:
 
 def run_explain(args: argparse.Namespace) -> None:
     """Write the pictures and the numbers; print a summary, or one JSON object."""
-    from jaxrag.engine.sampling import SamplingParams
     from jaxrag.measure.bench.explain import explain, method_to_explain, report
     from jaxrag.measure.bench.explain_plots import check_folder, draw
+    from jaxrag.serve.ask import Ask
     from jaxrag.serve.questions import prepare, resolve
 
     folder, where = Path(args.out), where_of(args)
@@ -158,10 +158,10 @@ def run_explain(args: argparse.Namespace) -> None:
     check_folder(folder)
     with open_kb(args) as kb:
         settings = resolve(
-            kb=kb, model=None, method=method, template=args.template, k=args.k,
-            max_new_tokens=1, stop=(), where=where,
-        )  # fmt: skip
-        question = prepare(settings, args.question, None, SamplingParams())
+            Ask(method=method, template=args.template, k=args.k, max_new_tokens=1, where=where),
+            kb=kb,
+        )
+        question = prepare(settings, args.question)
         result = {"question": args.question, **explain(settings, question)}
     pictures = draw(result, folder)
     args.out = folder / "explain.json"
