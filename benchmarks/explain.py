@@ -35,7 +35,6 @@ from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.progress import notes_on_missed
 from jaxrag.engine.request import Prompt
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.engine.sampling import SamplingParams
 from jaxrag.measure.machine import describe
 from jaxrag.models.attention import PackedAttend
 from jaxrag.models.decoder import forward
@@ -56,6 +55,7 @@ from jaxrag.reuse.select import (
     choose,
     layer_deviations,
 )
+from jaxrag.serve.ask import Ask
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 
 DEFAULT_RATIO = 0.15  # of methods that recompute nothing, or have a number of their own
@@ -413,10 +413,10 @@ def run(args: argparse.Namespace) -> None:
     check_folder(folder)
     with open_kb(args) as kb:
         settings = resolve(
-            kb=kb, model=None, method=method, template=args.template, k=args.k,
-            max_new_tokens=1, stop=(), where=where,
-        )  # fmt: skip
-        question = prepare(settings, args.question, None, SamplingParams())
+            Ask(method=method, template=args.template, k=args.k, max_new_tokens=1, where=where),
+            kb=kb,
+        )
+        question = prepare(settings, args.question)
         result = {"question": args.question, **explain(settings, question)}
     pictures = draw(result, folder)
     args.out = folder / "explain.json"

@@ -9,7 +9,7 @@ from jaxrag.base.config import ModelOptions
 from jaxrag.base.errors import RequestError
 from jaxrag.cli.fields import Options, add_fields
 from jaxrag.engine.sampling_params import SamplingParams
-from jaxrag.serve.options import AnswerOptions, ReuseOptions, SearchOptions
+from jaxrag.serve.ask import ANSWER, READING, RETRIEVAL, Ask
 
 if TYPE_CHECKING:
     from jaxrag.tasks.synthetic import SyntheticTask
@@ -116,20 +116,19 @@ def add_secret(parser: Options) -> None:
 
 def add_where(parser: Options) -> None:
     """--where."""
-    add_fields(parser, SearchOptions, only=("where",))
+    add_fields(parser, Ask, only=("where",))
 
 
 def add_found(parser: Options) -> None:
     """--k and --where."""
-    add_fields(parser, SearchOptions, only=("k", "where"))
+    add_fields(parser, Ask, only=("k", "where"))
 
 
 def add_generation(to: argparse.ArgumentParser) -> None:
-    """ReuseOptions, SearchOptions, AnswerOptions and SamplingParams."""
-    add_fields(to.add_argument_group("how chunks are reused and read"), ReuseOptions)
-    add_fields(to.add_argument_group("what is retrieved"), SearchOptions)
-    group = to.add_argument_group("the answer")
-    add_fields(group, AnswerOptions)
+    """Ask and SamplingParams."""
+    for title in (READING, RETRIEVAL, ANSWER):
+        group = to.add_argument_group(title)
+        add_fields(group, Ask, group=title)
     add_fields(group, SamplingParams)
 
 

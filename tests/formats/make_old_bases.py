@@ -17,10 +17,10 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+from jaxrag.methods import method_named
 from test_old_bases import ANSWERS, FIRST, KINDS, LATER, MODEL, archive, document, seen, unpack
 
 from jaxrag import KnowledgeBase, load_model
-from jaxrag.methods import method_named
 from jaxrag.serve.suits import gate_subject
 
 EXTRA = "rino-dirow.md"  # added and removed again

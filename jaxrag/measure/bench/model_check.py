@@ -25,6 +25,7 @@ from jaxrag.models.model import Model, load_model
 from jaxrag.models.overview import Overview
 from jaxrag.models.record import is_checkpoint
 from jaxrag.reuse.methods import METHODS
+from jaxrag.serve.ask import Ask
 from jaxrag.serve.choice import Choice, choices
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.tasks.synthetic import SyntheticTask, sample
@@ -248,15 +249,7 @@ def _agreement(model: Model) -> tuple[tuple[Agreed, ...] | str, int]:
         return "no method that suits can serve this model", 0
     try:
         settings = [
-            resolve(
-                kb=None,
-                model=model,
-                method=method,
-                template=None,
-                k=1,
-                max_new_tokens=_ANSWER,
-                stop=(),
-            )
+            resolve(Ask(method=method, max_new_tokens=_ANSWER), model=model)
             for method in (METHODS["full_attention"], *(one.method for one in suited))
         ]
         prepared = [_probes(one) for one in settings]

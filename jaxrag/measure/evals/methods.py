@@ -108,9 +108,9 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
 
 def _answer(pool: Pool, method: Method, batch_size: int, bar: "tqdm[Any]") -> Answers:
     results: list[Result] = []
-    for settings, questions in pool.asked(method):
+    for _, questions in pool.asked(method):
         found: dict[int, Result] = {}
-        for batch in serve(settings, questions, batch_size):
+        for batch in serve(questions, batch_size):
             found |= batch
             bar.update(len(batch))
         results += [found[i] for i in range(len(questions))]

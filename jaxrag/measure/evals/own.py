@@ -25,6 +25,7 @@ from jaxrag.measure.evals.statistics import difference, median, plain, share
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.serve.answers import Result, serve
+from jaxrag.serve.ask import Ask
 from jaxrag.serve.question_files import BadQuestion, Question, QuestionFile, is_texts
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.serve.suits import suiting
@@ -144,8 +145,8 @@ class Evaluation:
         return {
             "questions": len(self.probes),
             "with_sources": len(with_sources),
-            "k": settings.k,
-            "max_new_tokens": settings.max_new_tokens,
+            "k": settings.ask.k,
+            "max_new_tokens": settings.ask.max_new_tokens,
             "template": settings.template.name,
             "without_chunks": sum(not sources for sources in found),
             "recall": plain(share(recall, np.arange(len(recall)))),
@@ -239,14 +240,8 @@ def evaluate(
     names = tuple(dict.fromkeys((REFERENCE, *(methods or suiting(kb, kb.model)))))
     settings = tuple(
         resolve(
+            Ask(method=name, template=template, k=k, max_new_tokens=max_new_tokens, where=where),
             kb=kb,
-            model=None,
-            method=name,
-            template=template,
-            k=k,
-            max_new_tokens=max_new_tokens,
-            stop=(),
-            where=where,
         )
         for name in names
     )
@@ -282,7 +277,7 @@ def _timed(settings: Settings, ready: ReadyQuestion) -> tuple[Result, float]:
         engine.forget()
         engine.call(_make_pool)
         compiled = engine.compiled.total()
-        [found] = serve(settings, [ready], 1)
+        [found] = serve([ready], 1)
         results.append(found[0])
         if engine.compiled.total() == compiled and not found[0].counts["encoded"]:
             break

@@ -30,6 +30,7 @@ from jaxrag.models.text.prompts import template_named
 from jaxrag.reuse.decode import DecodeRule, Dense
 from jaxrag.reuse.decode.footprint import Bytes
 from jaxrag.reuse.methods import Method, placement_of
+from jaxrag.serve.ask import Ask
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.tasks.long.case import Frame
 
@@ -85,13 +86,12 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
     models = _by_method(options, model)
     settings = {
         (method.name, task): resolve(
-            kb=None,
+            Ask(
+                method=method,
+                template=frame.template,
+                max_new_tokens=options.answer_tokens(task),
+            ),
             model=models[method.name],
-            method=method,
-            template=frame.template,
-            k=1,
-            max_new_tokens=options.answer_tokens(task),
-            stop=(),
         )
         for method in options.resolved
         for task in options.chosen
