@@ -100,7 +100,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--embedder", metavar="DIR", help="embedding model; chunks get vectors, search is hybrid"
     )
     parser.add_argument(
-        "--index", metavar="NAME", help="of the vectors: lance, exact or faiss (lance)"
+        "--index",
+        metavar="NAME",
+        help="of the vectors: lance, or exact, which compares all (lance)",
     )
     parser.add_argument(
         "--attention-index",
@@ -230,7 +232,10 @@ def ingest(
 ) -> "AddReport":
     """Ingest one part of the documents into the knowledge base that the arguments describe."""
     from jaxrag.library.knowledge_base import KnowledgeBase
+    from jaxrag.library.retrieve.lance import EARLIER_KINDS
 
+    if args.index in EARLIER_KINDS:
+        note(f"--index {args.index} is an earlier name of {EARLIER_KINDS[args.index]}")
     if args.sync and shard.count > 1:
         raise RequestError(
             f"--sync needs all documents, and part {shard} has some; run it once without parts"

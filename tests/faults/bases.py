@@ -136,7 +136,6 @@ BASES: dict[str, Base] = {
         decode="retrieval:k=4,sink=2,recent=4",
     ),
     "lance": Base({"index": "lance"}),
-    "faiss": Base({"index": "faiss"}),
     "limited": Base({"max_bytes": 1 << 24}, vectors=False),
     "sealed": Base({"secret": bytes(range(32))}),
     "log": Base(unfinished=True),

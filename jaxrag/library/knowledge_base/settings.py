@@ -15,7 +15,7 @@ from jaxrag.kv.store.seal import Sealer
 from jaxrag.library.documents.chunking import ChunkBy, Chunking
 from jaxrag.library.embed import Embedder
 from jaxrag.library.knowledge_base.neighbours import DEFAULT_TOP_N, SimilarBy
-from jaxrag.library.retrieve.names import index_named
+from jaxrag.library.retrieve.lance import kind_named
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.attention_index.document import Indexing
@@ -89,7 +89,7 @@ class Wanted:
                 "their neighbours get no index; name 'isolated' or 'after_prefix' as well"
             )
         if self.index is not None:
-            index_named(self.index)
+            kind_named(self.index)
             if self.embedder is None:
                 raise KnowledgeBaseError(
                     f"index={self.index!r} without an embedder; pass embedder="
@@ -177,7 +177,7 @@ def vector_settings(wanted: Wanted) -> dict[str, Any] | None:
             "digest": wanted.embedder.digest,
             "dim": wanted.embedder.dim,
         },
-        "index": wanted.index or DEFAULT_INDEX,
+        "index": kind_named(wanted.index or DEFAULT_INDEX),
     }
 
 
@@ -194,6 +194,7 @@ def check_settings(
         )
     vectors, neighbours = settings["vectors"], settings["neighbours"] or {}
     known_index = settings.get("attention_index")  # older catalogs have no such setting
+    index = None if wanted.index is None else kind_named(wanted.index)
     wanted_index = None if wanted.indexing is None else wanted.indexing.to_table()
     if not neighbours:
         neighbour_settings(wanted, wanted.embedder is not None or vectors is not None)
@@ -205,7 +206,7 @@ def check_settings(
         ("similar_by", wanted.similar_by, neighbours.get("by", wanted.similar_by)),
         ("stored", wanted.stored, settings["layout"]["stored"]),
         ("store", wanted.store, settings["store"]),
-        ("index", wanted.index, vectors["index"] if vectors else wanted.index),
+        ("index", index, kind_named(vectors["index"]) if vectors else index),
         ("attention_index", wanted_index, known_index or wanted_index),
     ):
         if value is not None and value != known:
