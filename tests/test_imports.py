@@ -37,6 +37,7 @@ ROOMS = {
         ("embed", "catalog"),
         ("documents",),
         ("retrieve",),
+        ("",),
     ),
     "reuse": (("methods",), ("encode", "decode"), ("attention_index", "select")),
     "models": (("",), ("text",)),

@@ -12,7 +12,7 @@ import functools
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from jaxrag.library.knowledge_base.ingest import RefreshReport
 from jaxrag.library.knowledge_base.staleness import NeighbourSearch
 from jaxrag.library.knowledge_base.vectors import ChunkVectors
 from jaxrag.library.knowledge_base.writers import Writer
+from jaxrag.library.options import SimilarBy
 from jaxrag.library.retrieve.base import NOTHING
 from jaxrag.library.retrieve.bm25 import BM25Snapshot
 from jaxrag.library.retrieve.lance import VectorIndex
@@ -30,8 +31,6 @@ from jaxrag.models.model import Model
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.encode import ChunkEncoding, ChunkInContext
-
-SimilarBy = Literal["vectors", "bm25"]
 
 DEFAULT_TOP_N = 10  # FusionRAG section 5.3.2
 
