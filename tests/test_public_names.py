@@ -34,7 +34,7 @@ PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples")
 MADE = ("Document", "Method", "PromptTemplate", "Sampling", "SamplingParams")  # by users
 WHOLE = ("KnowledgeBase", "Result", "Stream", "AsyncStream")  # their methods are public, too
 OF_MODEL = ("fingerprint", "logits", "prompt_format", "text_tokenizer")  # docs/api.md
-# Benchmarks that are scripts of a checkout since 0.2; their names refuse in one line that says which
+# Benchmarks that are scripts since 0.2: their names refuse, in one line that says which script
 # (tests/cli), and take no options.
 SCRIPTS = ("explain", "document", "decode-throughput", "prefill", "train-step")
 BY_ORDER = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
