@@ -8,7 +8,7 @@ of one parameter at a time, read through a memory map.
 import dataclasses
 import fnmatch
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,7 +33,7 @@ Index = tuple[slice, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Source:
+class StoredParam:
     """Where one parameter lies: its rule, its place among the fused ones, one tensor per layer."""
 
     rule: TensorRule
@@ -213,46 +213,76 @@ def place(
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
-def find_sources(directory: Path, config: ModelConfig) -> dict[str, _Source]:
+def find_sources(directory: Path, config: ModelConfig) -> dict[str, StoredParam]:
     """Match the tensors of the files with the parameters, strictly both ways, by parameter path."""
     family = FAMILIES[config.family]
     stored = read_tensors(directory)
     specs = by_name(param_specs(config))
+    shapes = {
+        rule: specs[rule.paths[0]].shape[rule.per_layer :]
+        for rule in family.tensors
+        if rule.paths[0] in specs
+    }
+    tied = config.tie_embeddings and "lm_head.weight" in stored
+    ignored = (*family.ignored, "lm_head.weight") if tied else family.ignored
+    found = match_tensors(
+        directory, stored, shapes, config.num_layers, (family.name, "model"), ignored
+    )
+    if tied:
+        _check_tied(directory, stored)
+    return found
+
+
+def match_tensors(
+    directory: Path,
+    stored: Mapping[str, StoredTensor],
+    shapes: Mapping[TensorRule, tuple[int, ...]],
+    num_layers: int,
+    what: tuple[str, str],
+    ignored: Sequence[str],
+    prefix: str = "",
+) -> dict[str, StoredParam]:
+    """Every parameter with its tensors, by path.
+
+    Args:
+      directory: where the tensors are, for errors.
+      stored: all of them by name.
+      shapes: of one layer of each rule's parameter.
+      num_layers: tensors of a rule that repeats.
+      what: the family, and what it is of, for errors.
+      ignored: patterns of names that may be left over.
+      prefix: before every name.
+
+    Raises ModelError for a tensor that is missing, left over or of another shape.
+    """
     unused = set(stored)
-    sources: dict[str, _Source] = {}
-    for rule in family.tensors:
-        if rule.paths[0] not in specs:
-            continue
-        shape = specs[rule.paths[0]].shape
-        layers = range(config.num_layers) if rule.per_layer else range(1)
-        names = [rule.key.format(layer=layer) for layer in layers]
-        expected = rule.file_shape(shape[1:] if rule.per_layer else shape)
+    found: dict[str, StoredParam] = {}
+    for rule, shape in shapes.items():
+        layers = range(num_layers) if rule.per_layer else range(1)
+        names = [prefix + rule.key.format(layer=layer) for layer in layers]
         for name in names:
             if name not in stored:
                 raise ModelError(
-                    f"{directory}: tensor {name!r} is missing; the {family.name} config asks for it"
+                    f"{directory}: tensor {name!r} is missing; the {what[0]} config asks for it"
                 )
-            require_weight(stored[name], expected, directory)
+            require_weight(stored[name], rule.file_shape(shape), directory)
         unused.difference_update(names)
         tensors = tuple(stored[name] for name in names)
-        sources |= {path: _Source(rule, part, tensors) for part, path in enumerate(rule.paths)}
-    if config.tie_embeddings and "lm_head.weight" in unused:
-        _check_tied(directory, stored)
-        unused.remove("lm_head.weight")
+        found |= {path: StoredParam(rule, part, tensors) for part, path in enumerate(rule.paths)}
     leftover = sorted(
         name
         for name in unused
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in family.ignored)
+        if not any(fnmatch.fnmatchcase(name.removeprefix(prefix), it) for it in ignored)
     )
     if leftover:
         raise ModelError(
-            f"{directory}: {len(leftover)} tensors have no place in this {family.name} model, "
+            f"{directory}: {len(leftover)} tensors have no place in this {' '.join(what)}, "
             f"first {leftover[0]!r}; does config.json belong to these weights?"
         )
-    return sources
+    return found
 
 
-def _read_slice(source: _Source, spec: ParamSpec, dtype: str | None, index: Index) -> HostArray:
+def _read_slice(source: StoredParam, spec: ParamSpec, dtype: str | None, index: Index) -> HostArray:
     """Copy one slice of a parameter, casting on the way; only its bytes are read."""
     sizes = [len(range(n)[part]) for n, part in zip(spec.shape, index, strict=True)]
     block = np.empty(sizes, source.dtype if dtype is None else jax.numpy.dtype(dtype))

@@ -1,6 +1,6 @@
 """Parameters by name: ``layers.q`` for ``params.layers.q``. Absent weights have no name."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,10 +20,15 @@ def by_name(tree: Params) -> dict[str, Any]:
 
 def from_names(leaves: Mapping[str, Any]) -> Params:
     """Inverse of ``by_name``."""
+    return nested(Params, LayerParams, leaves)
+
+
+def nested[P](params: Callable[..., P], layer: Callable[..., Any], leaves: Mapping[str, Any]) -> P:
+    """Parameters from leaves by dotted name; those of ``layers`` are a ``layer``."""
     layers = {
         name.removeprefix(_LAYERS): leaf
         for name, leaf in leaves.items()
         if name.startswith(_LAYERS)
     }
     rest = {name: leaf for name, leaf in leaves.items() if not name.startswith(_LAYERS)}
-    return Params(layers=LayerParams(**layers), **rest)
+    return params(layers=layer(**layers), **rest)

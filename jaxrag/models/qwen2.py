@@ -15,7 +15,7 @@ from jaxrag.models.hf_config import (
     write_decoder,
 )
 
-_DEFAULTS = Defaults(
+DEFAULTS = Defaults(
     vocab_size=151936,
     hidden_size=4096,
     intermediate_size=22016,
@@ -81,10 +81,10 @@ def write_windows(config: ModelConfig) -> dict[str, Any]:
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     """Biases are part of the family; no key switches them off."""
-    num_layers = read_int(hf, "num_hidden_layers", _DEFAULTS.num_hidden_layers)
+    num_layers = read_int(hf, "num_hidden_layers", DEFAULTS.num_hidden_layers)
     window, layers = read_windows(hf, num_layers)
     return read_decoder(
-        hf, "qwen2", _DEFAULTS, qkv_bias=True, sliding_window=window, window_layers=layers
+        hf, "qwen2", DEFAULTS, qkv_bias=True, sliding_window=window, window_layers=layers
     )
 
 

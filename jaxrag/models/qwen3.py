@@ -1,26 +1,16 @@
 """Qwen3 (dense): RMSNorm on every head of q and k before the rotation; windows as in Qwen2."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.models.family import DECODER, GATED_MLP, O_BIAS, QK_NORM, QKV_BIAS, Family
-from jaxrag.models.hf_config import Defaults, read_bool, read_decoder, read_int, write_decoder
+from jaxrag.models.hf_config import read_bool, read_decoder, read_int, write_decoder
+from jaxrag.models.qwen2 import DEFAULTS as QWEN2_DEFAULTS
 from jaxrag.models.qwen2 import read_windows, write_windows
 
-_DEFAULTS = Defaults(
-    vocab_size=151936,
-    hidden_size=4096,
-    intermediate_size=22016,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=32,
-    head_dim=128,
-    max_position_embeddings=32768,
-    rms_norm_eps=1e-6,
-    bos_token_id=None,
-    eos_token_ids=(),
-)
+_DEFAULTS = dataclasses.replace(QWEN2_DEFAULTS, head_dim=128)
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:

@@ -6,9 +6,8 @@ never costs the others.
 """
 
 from jaxrag.library.documents.document import BadDocument, Document, document_from_mapping, text_id
-from jaxrag.library.documents.intake import Intake, Source
+from jaxrag.library.documents.intake import Intake, Shard, Source
 from jaxrag.library.documents.paths import DocumentFiles, read_paths
-from jaxrag.library.documents.shard import Shard
 
 __all__ = [
     "BadDocument",

@@ -23,6 +23,11 @@ def joined(blocks: Iterable[Block]) -> str:
     return "".join(pieces)
 
 
+def first_title(blocks: Iterable[Block]) -> str:
+    """The first heading of level 1; '' without one."""
+    return next((text[2:] for _, text in blocks if text.startswith("# ")), "")
+
+
 def heading(level: int, text: str) -> Block:
     """A heading of level 1, 2 and so on; those below 6 are of 6."""
     text = one_spaced(text)
@@ -45,6 +50,11 @@ def code(text: str, language: str = "") -> Block:
     """Lines that stand as they were written."""
     text = text.strip("\n")
     return "", f"```{language}\n{text}\n```" if text.strip() else ""
+
+
+def names(text: str) -> frozenset[str]:
+    """The words of a text: tags, directives."""
+    return frozenset(text.split())
 
 
 def one_spaced(text: str) -> str:

@@ -51,7 +51,7 @@ def read_epub(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
             bad += 1
     body = "\n\n".join(filter(None, texts))
     if body:
-        yield Document(file.name, body, title or file.path.stem, file.reported, metadata)
+        yield file.document(body, title, metadata)
     elif not bad:
         raise DocumentError("holds no chapter with text; leave the file out")
 

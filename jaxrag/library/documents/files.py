@@ -4,9 +4,10 @@ import codecs
 import contextlib
 import dataclasses
 import io
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from jaxrag.base.errors import DocumentError
 from jaxrag.library.documents.document import BadDocument, Document
@@ -15,7 +16,6 @@ MAX_FILE_BYTES = 256 << 20  # of a file that is read as a whole
 MAX_LINE_BYTES = 64 << 20  # of a file that is read line by line
 MAX_TEXT_CHARACTERS = 64 << 20  # of the text that a file is unpacked to
 MAX_TAGS = 4 << 20  # of markup that is parsed as a whole: its tree takes far more than its bytes
-
 MAX_VALUES = 4 << 20  # objects and lists in JSON that is parsed as a whole
 MAX_CELLS = 256 << 10  # of a row of a table
 BETWEEN_PAGES = "\n\n"
@@ -73,6 +73,24 @@ class File:
         """The file, or one place in it, as a BadDocument."""
         return BadDocument(f"{self.path}{where}", str(reason))
 
+    def document(
+        self,
+        text: str,
+        title: str = "",
+        metadata: Mapping[str, Any] = {},
+        pages: tuple[int, ...] = (),
+        *,
+        empty: str = "holds no text; leave the file out",
+    ) -> Document:
+        """The file as one document, titled by its name where it has no title.
+
+        Raises DocumentError for one without text, which says ``empty``.
+        """
+        if not text.strip():
+            raise DocumentError(empty)
+        title = title or self.path.stem
+        return Document(self.name, text, title, self.reported, dict(metadata), pages)
+
 
 Reader = Callable[[BinaryIO, File], Iterator[Document | BadDocument]]
 
@@ -100,12 +118,22 @@ def require_few_tags(markup: bytes) -> None:
         raise DocumentError(f"holds more than {MAX_TAGS >> 20} Mi tags; split the file")
 
 
-def require_few_values(text: str) -> None:
-    """DocumentError where JSON holds more than MAX_VALUES objects and lists."""
+def parse_json(text: str, expected: str) -> Any:
+    """JSON that is parsed as a whole; DocumentError for what is none or holds too many values."""
     if text.count("{") + text.count("[") > MAX_VALUES:
         raise DocumentError(
             f"holds more than {MAX_VALUES >> 20} Mi objects and lists; split it into JSON lines"
         )
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DocumentError(f"not JSON ({error}); expected {expected}") from None
+
+
+def require_short(characters: int) -> None:
+    """DocumentError where a file is unpacked to more than MAX_TEXT_CHARACTERS."""
+    if characters > MAX_TEXT_CHARACTERS:
+        raise DocumentError(f"holds more than {MAX_TEXT_CHARACTERS >> 20} Mi characters; split it")
 
 
 def marked_encoding(data: bytes) -> str | None:
@@ -150,16 +178,12 @@ def parsing(kind: str) -> Iterator[None]:
     except (DocumentError, MemoryError):
         raise
     except Exception as error:
-        _raise_if_memory(error)
+        # lxml calls want of memory an unknown error of syntax.
+        if type(error).__name__ == "XMLSyntaxError" and getattr(error, "code", None) == _NO_MEMORY:
+            raise MemoryError from None
         raise DocumentError(
             f"cannot be parsed as {kind} ({one_line(error)}); save it anew"
         ) from None
-
-
-def _raise_if_memory(error: Exception) -> None:
-    """MemoryError where that is what lxml means: it calls this an unknown error of syntax."""
-    if type(error).__name__ == "XMLSyntaxError" and getattr(error, "code", None) == _NO_MEMORY:
-        raise MemoryError from None
 
 
 def one_line(error: Exception) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from jaxrag.base.errors import DocumentError
-from jaxrag.library.documents.blocks import Block, joined
+from jaxrag.library.documents.blocks import Block, joined, names
 from jaxrag.library.documents.document import BadDocument, Document
 from jaxrag.library.documents.files import (
     File,
@@ -18,16 +18,11 @@ from jaxrag.library.documents.files import (
 )
 from jaxrag.library.documents.metadata import typed
 
-
-def _tags(names: str) -> frozenset[str]:
-    return frozenset(names.split())
-
-
-_DROPPED = _tags(
+_DROPPED = names(
     "script style noscript template nav aside footer iframe object svg button select textarea "
     "head datalist canvas audio video rt rp"
 )
-_BLOCKS = _tags(
+_BLOCKS = names(
     "address article blockquote body center dd details div dl dt fieldset figcaption figure form "
     "header hr html li main ol p section summary table tbody tfoot thead tr ul"
 )
@@ -38,7 +33,7 @@ _DECLARED = re.compile(rb"""<meta[^>]{0,500}?charset\s*=\s*["']?\s*([A-Za-z0-9_:
 _XML_DECLARED = re.compile(rb"""^\s*<\?xml[^>]{0,100}?encoding\s*=\s*["']([A-Za-z0-9_.-]{1,40})""")
 _META = 64  # names that a page may give
 _META_CHARACTERS = 2_000  # of a name or value; what is longer is left out
-_META_OF_DISPLAY = _tags(
+_META_OF_DISPLAY = names(
     "viewport theme-color color-scheme referrer robots googlebot format-detection generator "
     "handheldfriendly mobileoptimized apple-mobile-web-app-capable csrf-token csrf-param"
 )
@@ -76,9 +71,8 @@ def read_html(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
         root = _parsed(text)
         title, body = text_of(root)
         metadata = {} if root is None else _metadata_of(root)
-    if not body:
-        raise DocumentError("holds no text outside of scripts and menus; leave the file out")
-    yield Document(file.name, body, title or file.path.stem, file.reported, metadata)
+    empty = "holds no text outside of scripts and menus; leave the file out"
+    yield file.document(body, title, metadata, empty=empty)
 
 
 def declared_encoding(data: bytes) -> str | None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from email.message import EmailMessage
 from typing import Any, BinaryIO
 
-from jaxrag.base.errors import DocumentError
 from jaxrag.library.documents.document import MAX_TITLE_CHARACTERS, BadDocument, Document
 from jaxrag.library.documents.files import File, parsing, read_bytes, require_few_tags
 from jaxrag.library.documents.html import html_text
@@ -24,10 +23,8 @@ def read_mail(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
         message = email.message_from_bytes(data, policy=email.policy.default)
         body, metadata = _body(message), _metadata(message)
         subject = " ".join(str(message["subject"] or "").split())
-    if not body.strip():
-        raise DocumentError("holds no text; leave the file out")
     title = subject[:MAX_TITLE_CHARACTERS] or file.path.stem
-    yield Document(file.name, _whole(body), _whole(title), file.reported, metadata)
+    yield file.document(_whole(body), _whole(title), metadata)
 
 
 def _body(message: EmailMessage) -> str:
@@ -49,8 +46,8 @@ def _metadata(message: EmailMessage) -> dict[str, Any]:
     when = getattr(message["date"], "datetime", None)
     if isinstance(when, datetime.datetime):
         found["date"] = when.isoformat()
-    names = [part.get_filename() for part in message.iter_attachments()]
-    if named := [_whole(name) for name in names if name]:
+    attached = [part.get_filename() for part in message.iter_attachments()]
+    if named := [_whole(name) for name in attached if name]:
         found["attachments"] = named
     return found
 

@@ -10,12 +10,12 @@ from jaxrag.base.errors import DocumentError
 from jaxrag.library.documents.document import BadDocument, Document
 from jaxrag.library.documents.files import (
     BETWEEN_PAGES,
-    MAX_TEXT_CHARACTERS,
     File,
     join_pages,
     one_line,
     parsing,
     read_bytes,
+    require_short,
 )
 
 _FULL_LINE = 0.9  # of the longest line of its page
@@ -44,18 +44,11 @@ def read_pdf(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
             bad += 1
         texts.append(text)
         size += len(text) + len(BETWEEN_PAGES)
-        if size > MAX_TEXT_CHARACTERS:
-            raise DocumentError(
-                f"holds more than {MAX_TEXT_CHARACTERS >> 20} Mi characters; split it"
-            )
-    if not any(texts):
-        if bad == num_pages and bad:
-            return
-        raise DocumentError(
-            f"no text layer on its {num_pages} pages; run text recognition (OCR) on it first"
-        )
+        require_short(size)
     body, pages = join_pages(texts)
-    yield Document(file.name, body, _title(reader) or file.path.stem, file.reported, {}, pages)
+    if body or not bad or bad < num_pages:
+        empty = f"no text layer on its {num_pages} pages; run text recognition (OCR) on it first"
+        yield file.document(body, _title(reader), pages=pages, empty=empty)
 
 
 def _open(data: bytes) -> Any:

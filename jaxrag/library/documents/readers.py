@@ -7,19 +7,15 @@ from typing import BinaryIO
 
 from jaxrag.base.errors import DocumentError
 from jaxrag.library.documents.document import BadDocument, Document
-from jaxrag.library.documents.docx import read_docx
 from jaxrag.library.documents.epub import read_epub
 from jaxrag.library.documents.files import File, Reader, ReadOptions
 from jaxrag.library.documents.html import read_html
 from jaxrag.library.documents.mail import read_mail
-from jaxrag.library.documents.notebook import read_notebook
-from jaxrag.library.documents.org import read_org
+from jaxrag.library.documents.markup import read_org, read_rst
+from jaxrag.library.documents.office import read_docx, read_pptx, read_xlsx
 from jaxrag.library.documents.pdf import read_pdf
-from jaxrag.library.documents.pptx import read_pptx
 from jaxrag.library.documents.records import read_json, read_json_lines, read_table
-from jaxrag.library.documents.rst import read_rst
-from jaxrag.library.documents.text import read_text
-from jaxrag.library.documents.xlsx import read_xlsx
+from jaxrag.library.documents.text import read_notebook, read_text
 
 _READERS: dict[str, Reader] = {
     ".txt": read_text,

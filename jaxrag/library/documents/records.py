@@ -5,7 +5,6 @@ import contextlib
 import csv
 import dataclasses
 import io
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
@@ -17,8 +16,8 @@ from jaxrag.library.documents.files import (
     File,
     decode,
     marked_encoding,
+    parse_json,
     read_bytes,
-    require_few_values,
 )
 from jaxrag.library.documents.metadata import Column
 
@@ -44,7 +43,7 @@ def read_json_lines(stream: BinaryIO, file: File) -> Iterator[Document | BadDocu
         elif raw.strip() and raw != codecs.BOM_UTF8:
             where = f":{number}"
             try:
-                value = _parse(decode(raw, encoding), "one object per line")
+                value = parse_json(decode(raw, encoding), "one object per line")
                 yield _record(value, file, where)
             except DocumentError as error:
                 yield file.bad(error, where)
@@ -58,7 +57,7 @@ def read_json_lines(stream: BinaryIO, file: File) -> Iterator[Document | BadDocu
 def read_json(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     """One object, a list of them, or ``{"documents": [...]}``; ids are ``"id"`` or ``name[0]``."""
     text_field = file.options.text_field or "text"
-    value = _parse(decode(read_bytes(stream), file.options.encoding), "objects with a text")
+    value = parse_json(decode(read_bytes(stream), file.options.encoding), "objects with a text")
     if isinstance(value, dict) and "documents" in value and text_field not in value:
         value = value["documents"]
         if not isinstance(value, list):
@@ -233,14 +232,6 @@ def _record(value: Any, file: File, where: str) -> Document:
     if not isinstance(value, dict):
         raise DocumentError(f'holds a {type(value).__name__}; expected {{"{text_field}": "..."}}')
     return document_from_mapping(value, file.name + where, file.reported, text_field)
-
-
-def _parse(text: str, expected: str) -> Any:
-    require_few_values(text)
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DocumentError(f"not JSON ({error}); expected {expected}") from None
 
 
 def _skip_line(stream: BinaryIO) -> None:

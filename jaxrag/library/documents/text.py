@@ -1,13 +1,15 @@
-"""Readers of .txt and .md (with its front matter)."""
+"""Readers of .txt, .md (with its front matter) and .ipynb (without what its cells printed)."""
 
 import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from jaxrag.base.errors import DocumentError
 from jaxrag.library.documents.document import BadDocument, Document
-from jaxrag.library.documents.files import File, decode, read_bytes
+from jaxrag.library.documents.files import File, decode, parse_json, read_bytes
 from jaxrag.library.documents.metadata import front_matter
 
+_NOTEBOOK = 4  # their format since 2015
 _HEADING = re.compile(r"^# (.*)$", re.MULTILINE)  # linear in the text: no part can share another's
 
 
@@ -31,3 +33,46 @@ def first_heading(text: str) -> str:
     """The first level-1 heading of a Markdown text that says something, or ''."""
     headings = (found.group(1).lstrip(" ").rstrip(" #") for found in _HEADING.finditer(text))
     return next(filter(None, headings), "")
+
+
+def read_notebook(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
+    """One document: prose as it stands, code between fences; outputs are left out.
+
+    It is titled by the first heading.
+    """
+    notebook = parse_json(decode(read_bytes(stream)), "a notebook")
+    if not isinstance(notebook, dict) or not isinstance(notebook.get("cells"), list):
+        raise DocumentError(
+            f"is no notebook of format {_NOTEBOOK}; convert it with "
+            "`jupyter nbconvert --to notebook`"
+        )
+    language = _language(notebook.get("metadata"))
+    prose, parts = [], []
+    for cell in notebook["cells"]:
+        kind, source = _cell(cell)
+        if not source.strip():
+            continue
+        if kind == "code":
+            parts.append(f"```{language}\n{source}\n```")
+        else:
+            prose.append(source)
+            parts.append(source)
+    title = first_heading("\n".join(prose))
+    empty = "holds no cell with text; leave the file out"
+    yield file.document("\n\n".join(parts), title, empty=empty)
+
+
+def _cell(cell: Any) -> tuple[str, str]:
+    """Kind and text of a cell, whose lines may be listed."""
+    source = cell.get("source", "") if isinstance(cell, dict) else None
+    if isinstance(source, list) and all(isinstance(line, str) for line in source):
+        source = "".join(source)
+    if not isinstance(source, str):
+        raise DocumentError("has a cell without a text for its source; save the notebook anew")
+    return str(cell.get("cell_type")), source.strip("\n")
+
+
+def _language(metadata: Any) -> str:
+    found = metadata.get("language_info") if isinstance(metadata, dict) else None
+    name = found.get("name") if isinstance(found, dict) else None
+    return name if isinstance(name, str) and name.isalnum() else ""

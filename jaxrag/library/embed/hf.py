@@ -5,21 +5,21 @@ shape.
 """
 
 import dataclasses
-import fnmatch
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import einops
 import jax
 import numpy as np
 
 from jaxrag.base.errors import ConfigError, ModelError
-from jaxrag.base.types import Array, HostArray
+from jaxrag.base.types import HostArray
 from jaxrag.library.embed.bert import ACTIVATIONS, TENSORS, BertConfig, BertParams, LayerParams
 from jaxrag.models.family import TensorRule
+from jaxrag.models.hf import match_tensors
 from jaxrag.models.hf_config import read_float, read_int
-from jaxrag.models.tensor_files import StoredTensor, read_json, read_tensors, require_weight
+from jaxrag.models.names import nested
+from jaxrag.models.tensor_files import read_json, read_tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,19 +108,21 @@ def load_params(
     ``sharding`` None puts them on the default device. Raises ModelError when tensors are missing,
     left over or of the wrong shape.
     """
-    sources = _find_sources(directory, family, config)
-    leaves = {
-        rule.paths[0]: _load(rule, tensors, config, dtype, sharding)
-        for rule, tensors in zip(TENSORS, sources, strict=True)
-    }
-    of_layers = "layers."
-    layers = {
-        path.removeprefix(of_layers): leaf
-        for path, leaf in leaves.items()
-        if path.startswith(of_layers)
-    }
-    rest = {path: leaf for path, leaf in leaves.items() if not path.startswith(of_layers)}
-    return BertParams(layers=LayerParams(**layers), **rest)
+    stored = read_tensors(directory)
+    prefix = family.prefix if family.prefix + TENSORS[0].key in stored else ""
+    sources = match_tensors(
+        directory, stored, {rule: _shape(rule, config) for rule in TENSORS}, config.num_layers,
+        (family.model_type, "encoder"), _IGNORED, prefix,
+    )  # fmt: skip
+    leaves = {}
+    for path, source in sources.items():
+        shape = _shape(source.rule, config)
+        block: HostArray = np.empty((len(source.tensors), *shape), jax.numpy.dtype(dtype))
+        for layer, row in enumerate(block):
+            row[...] = source.layer(layer, shape)
+        placed = jax.device_put(block if source.rule.per_layer else block[0], sharding)
+        leaves[path] = jax.block_until_ready(placed)
+    return nested(BertParams, LayerParams, leaves)
 
 
 def _find_family(hf: Mapping[str, Any], path: Path) -> EncoderFamily:
@@ -172,53 +174,3 @@ def _read_config(hf: Mapping[str, Any], family: EncoderFamily) -> BertConfig:
 def _shape(rule: TensorRule, config: BertConfig) -> tuple[int, ...]:
     """Shape of one layer of a weight."""
     return tuple(config.sizes[letter] for letter in rule.pattern.split(" -> ")[1].split())
-
-
-def _find_sources(
-    directory: Path, family: EncoderFamily, config: BertConfig
-) -> list[list[StoredTensor]]:
-    """The tensors of every rule of TENSORS, one a layer where it repeats."""
-    stored = read_tensors(directory)
-    prefix = family.prefix if family.prefix + TENSORS[0].key in stored else ""
-    unused = set(stored)
-    sources = []
-    for rule in TENSORS:
-        layers = range(config.num_layers) if rule.per_layer else range(1)
-        names = [prefix + rule.key.format(layer=layer) for layer in layers]
-        expected = rule.file_shape(_shape(rule, config))
-        for name in names:
-            if name not in stored:
-                raise ModelError(
-                    f"{directory}: tensor {name!r} is missing; the {family.model_type} config asks "
-                    "for it"
-                )
-            require_weight(stored[name], expected, directory)
-        unused.difference_update(names)
-        sources.append([stored[name] for name in names])
-    leftover = sorted(
-        name
-        for name in unused
-        if not any(fnmatch.fnmatchcase(name.removeprefix(prefix), p) for p in _IGNORED)
-    )
-    if leftover:
-        raise ModelError(
-            f"{directory}: {len(leftover)} tensors have no place in this {family.model_type} "
-            f"encoder, first {leftover[0]!r}; does config.json belong to these weights?"
-        )
-    return sources
-
-
-def _load(
-    rule: TensorRule,
-    tensors: list[StoredTensor],
-    config: BertConfig,
-    dtype: str,
-    sharding: jax.sharding.Sharding | None,
-) -> Array:
-    shape = _shape(rule, config)
-    sizes = rule.axis_sizes(shape)
-    block: HostArray = np.empty((len(tensors), *shape), jax.numpy.dtype(dtype))
-    for row, tensor in zip(block, tensors, strict=True):
-        row[...] = einops.rearrange(tensor.view(), rule.pattern, **sizes)
-    placed = jax.device_put(block if rule.per_layer else block[0], sharding)
-    return jax.block_until_ready(placed)

@@ -6,6 +6,7 @@ import zipfile
 import pytest
 
 from jaxrag.library.documents import archive as archive_module
+from jaxrag.library.documents import files as files_module
 from jaxrag.library.documents import pdf as pdf_module
 from jaxrag.library.documents.html import html_text
 
@@ -173,7 +174,7 @@ def test_bad_page_costs_only_itself(tmp_path, read, make_pdf, monkeypatch):
 
 
 def test_pdf_text_beyond_the_bound_is_refused(tmp_path, read, make_pdf, monkeypatch):
-    monkeypatch.setattr(pdf_module, "MAX_TEXT_CHARACTERS", 100)
+    monkeypatch.setattr(files_module, "MAX_TEXT_CHARACTERS", 100)
     (tmp_path / "a.pdf").write_bytes(make_pdf(["x" * 60, "y" * 60]))
     assert "split it" in refused(read(tmp_path))
 

@@ -6,7 +6,7 @@ import zipfile
 import pytest
 
 from jaxrag.library.documents import archive as archive_module
-from jaxrag.library.documents import rst as rst_module
+from jaxrag.library.documents import files as files_module
 
 CONTAINER = """<?xml version="1.0"?>
 <container version="1.0" xmlns="urn:oasis:names:tc:opendocument:xmlns:container"><rootfiles>
@@ -252,7 +252,7 @@ def test_what_docutils_refuses_stays_as_it_was_written(tmp_path, read):
 
 
 def test_restructuredtext_beyond_the_bound_or_without_text(tmp_path, read, monkeypatch):
-    monkeypatch.setattr(rst_module, "MAX_TEXT_CHARACTERS", 1_000)
+    monkeypatch.setattr(files_module, "MAX_TEXT_CHARACTERS", 1_000)
     (tmp_path / "a.rst").write_text(".. |a| replace:: " + "x" * 200 + "\n\n" + "|a| " * 10)
     assert "Mi characters; split it" in refused(read(tmp_path))
     (tmp_path / "a.rst").write_text(".. comment\n")

@@ -11,8 +11,7 @@ import pytest
 from pptx.util import Inches
 
 from jaxrag.library.documents import archive as archive_module
-from jaxrag.library.documents import pptx as pptx_module
-from jaxrag.library.documents import xlsx as xlsx_module
+from jaxrag.library.documents import files as files_module
 
 LAUGHS = '<!DOCTYPE d [<!ENTITY a0 "ha">' + "".join(
     f'<!ENTITY a{n} "{f"&a{n - 1};" * 10}">' for n in range(1, 12)
@@ -126,7 +125,7 @@ def test_hidden_sheets_and_formulas_without_a_value_are_no_text(tmp_path, read):
 
 def test_a_workbook_of_text_beyond_the_bound(tmp_path, read, monkeypatch):
     # The name of a column is there once, and said in every row.
-    monkeypatch.setattr(xlsx_module, "MAX_TEXT_CHARACTERS", 5_000)
+    monkeypatch.setattr(files_module, "MAX_TEXT_CHARACTERS", 5_000)
     (tmp_path / "a.xlsx").write_bytes(workbook(("S", [["x" * 900, "y"], *[[1, 2]] * 10])))
     assert "Mi characters; split it" in refused(read(tmp_path))
 
@@ -216,7 +215,7 @@ def test_a_presentation_without_titles_takes_the_one_that_it_says(tmp_path, read
 def test_a_presentation_without_text_or_with_too_much(tmp_path, read, monkeypatch):
     (tmp_path / "a.pptx").write_bytes(saved(pptx.Presentation()))
     assert "holds no text" in refused(read(tmp_path))
-    monkeypatch.setattr(pptx_module, "MAX_TEXT_CHARACTERS", 20)
+    monkeypatch.setattr(files_module, "MAX_TEXT_CHARACTERS", 20)
     (tmp_path / "a.pptx").write_bytes(saved(slides()))
     assert "Mi characters; split it" in refused(read(tmp_path))
 

@@ -1,40 +1,53 @@
-"""Reader of .rst: reStructuredText as docutils understands it, in Markdown lines."""
+"""Readers of .rst and .org: reStructuredText and Org mode, in Markdown lines."""
 
 import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from jaxrag.base.errors import DocumentError
-from jaxrag.library.documents.blocks import Block, code, heading, item, joined, one_spaced, row
+from jaxrag.library.documents.blocks import (
+    Block,
+    code,
+    first_title,
+    heading,
+    item,
+    joined,
+    names,
+    one_spaced,
+    row,
+)
 from jaxrag.library.documents.document import BadDocument, Document
-from jaxrag.library.documents.files import MAX_TEXT_CHARACTERS, File, decode, parsing, read_bytes
+from jaxrag.library.documents.files import File, decode, parsing, read_bytes, require_short
 
 _MAX_LINE = 1 << 20  # characters; docutils would take 10,000
 _DIRECTIVE = re.compile(r"^[ \t]*\.\. (?:\|[^|\n]{1,200}\| )?([A-Za-z][\w:.+-]{0,60}?)::", re.M)
 _ROLE = re.compile(r":([A-Za-z][\w:.+-]{0,60}):`")
 _TARGET = re.compile(r"(?s)(.+?)\s*<[^<>]*>")
 
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 # What shows something of elsewhere, or says how pages are made.
-_WITHOUT_TEXT = _names(
+_WITHOUT_TEXT = names(
     "raw include literalinclude toctree contents index highlight currentmodule module meta image "
     "graphviz mermaid plot default-role sectionauthor codeauthor tabularcolumns"
 )
-_OF_CODE = _names(
+_OF_CODE = names(
     "code-block sourcecode testcode testoutput testsetup testcleanup doctest ipython prompt "
     "productionlist"
 )
 _OTHERS = _WITHOUT_TEXT | _OF_CODE | {"class"}  # than docutils takes these for
-_ADMONITIONS = _names("attention caution danger error hint important note tip warning")
-_DROPPED = _names("comment target substitution_definition pending meta decoration image raw")
-_LINES = _names("literal_block doctest_block math_block")
-_PARAGRAPHS = _names(
+_ADMONITIONS = names("attention caution danger error hint important note tip warning")
+_DROPPED = names("comment target substitution_definition pending meta decoration image raw")
+_LINES = names("literal_block doctest_block math_block")
+_PARAGRAPHS = names(
     "paragraph title subtitle rubric term caption attribution field_name option_string"
 )
+
+_ORG_BLOCK = re.compile(r"[ \t]*#\+begin_(\w+)[ \t]*([\w+-]*)", re.I)
+_ORG_LITERAL = ("src", "example", "export")  # blocks whose lines are no markup
+_ORG_KEYWORD = re.compile(
+    r"[ \t]*(?:#\+\w|#(?:[ \t]|$)|:[\w-]+:[ \t]*$)"
+)  # comments and drawers too
+_ORG_ITEM = re.compile(r"[ \t]*(?:[-+]|[ \t]\*|\d+[.)])[ \t]+(?=\S)")
+_ORG_FIXED = re.compile(r"[ \t]*: ")  # lines that stand as they are
+_ORG_RULE = re.compile(r"[ \t]*\|[-+|\s]*$")  # of a table
 
 
 def read_rst(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
@@ -47,13 +60,9 @@ def read_rst(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     text = decode(read_bytes(stream), file.options.encoding)
     with parsing("reStructuredText"):
         blocks = list(_blocks(_tree(text), 0, ""))
-    title = next((it[2:] for _, it in blocks if it.startswith("# ")), "")
     body = joined(blocks)
-    if len(body) > MAX_TEXT_CHARACTERS:  # substitutions may say a thing many times
-        raise DocumentError(f"holds more than {MAX_TEXT_CHARACTERS >> 20} Mi characters; split it")
-    if not body:
-        raise DocumentError("holds no text; leave the file out")
-    yield Document(file.name, body, title or file.path.stem, file.reported)
+    require_short(len(body))  # substitutions may say a thing many times
+    yield file.document(body, first_title(blocks))
 
 
 def _tree(text: str) -> Any:
@@ -162,8 +171,8 @@ def _block(node: Any, depth: int) -> Iterator[Block]:
         label, *_ = [*(it.astext() for it in node.children if it.tagname == "label"), ""]
         yield from _blocks(node, depth, f"[{label}] " if label else "")
     elif name == "field":
-        names, body = node.children
-        yield "", f"{one_spaced(names.astext())}: {one_spaced(body.astext())}"
+        label, body = node.children
+        yield "", f"{one_spaced(label.astext())}: {one_spaced(body.astext())}"
     elif name == "system_message":
         yield from (("", it.astext()) for it in node.children if it.tagname == "literal_block")
     elif name != "label":
@@ -173,3 +182,65 @@ def _block(node: Any, depth: int) -> Iterator[Block]:
 def _language(node: Any) -> str:
     classes = [it for it in node.get("classes", ()) if it != "code"]
     return classes[0] if len(classes) == 1 and classes[0].isalnum() else ""
+
+
+def read_org(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
+    """One document, titled by ``#+TITLE:`` or else its first heading.
+
+    States, priorities, tags, properties, planned times, comments and keywords are left out; of a
+    link its words are kept, and what a block of code holds. Nothing is included or run.
+    """
+    import orgparse  # only who reads Org waits for it
+
+    text = decode(read_bytes(stream), file.options.encoding)
+    with parsing("Org"):
+        root = orgparse.loads(text)
+        titles = root.get_file_property_list("TITLE")
+        blocks: list[Block] = []
+        for node in root.env.nodes:
+            if not node.is_root():
+                blocks.append(heading(node.level, node.heading))
+            blocks += _org_blocks(node.get_body(format="plain"))
+    yield file.document(joined(blocks), one_spaced(" ".join(titles)) or first_title(blocks))
+
+
+def _org_blocks(body: str) -> Iterator[Block]:
+    """The blocks below one heading."""
+    lines: list[str] = []  # of the paragraph or item under way
+    rest = iter(body.split("\n"))
+    for line in rest:
+        if begun := _ORG_BLOCK.match(line):
+            kind, language = begun.group(1).lower(), begun.group(2)
+            if kind in _ORG_LITERAL:
+                yield _paragraph(lines)
+                yield code("\n".join(_until_end(rest, kind)), language if kind == "src" else "")
+        elif not line.strip() or _ORG_KEYWORD.match(line):
+            yield _paragraph(lines)
+        elif line.lstrip().startswith("|"):
+            yield _paragraph(lines)
+            if not _ORG_RULE.match(line):
+                yield row(one_spaced(cell) for cell in line.strip().strip("|").split("|"))
+        elif _ORG_FIXED.match(line):
+            yield _paragraph(lines)
+            yield "fixed", line.strip().removeprefix(":").strip()
+        else:
+            if _ORG_ITEM.match(line):
+                yield _paragraph(lines)
+            lines.append(line)
+    yield _paragraph(lines)
+
+
+def _until_end(lines: Iterator[str], kind: str) -> Iterator[str]:
+    """The lines of a block; those that would be markup stand there behind a comma."""
+    for line in lines:
+        if line.strip().lower() == f"#+end_{kind}":
+            return
+        yield re.sub(r"^(\s*),(?=\*|,|#\+)", r"\1", line)
+
+
+def _paragraph(lines: list[str]) -> Block:
+    """The lines that were gathered, which are then gathered anew."""
+    text = " ".join(lines)
+    lines.clear()
+    found = _ORG_ITEM.match(text)
+    return item(one_spaced(text[found.end() :])) if found else ("", one_spaced(text))

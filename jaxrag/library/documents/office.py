@@ -1,0 +1,314 @@
+"""Readers of office files: .docx, .pptx and .xlsx, each unpacked within bounds (``archive``)."""
+
+import datetime
+import io
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, BinaryIO
+
+from jaxrag.base.errors import DocumentError
+from jaxrag.library.documents.archive import parts, repacked
+from jaxrag.library.documents.blocks import (
+    Block,
+    first_title,
+    heading,
+    item,
+    joined,
+    one_spaced,
+    row,
+)
+from jaxrag.library.documents.document import BadDocument, Document
+from jaxrag.library.documents.files import File, join_pages, parsing, read_bytes, require_short
+
+_W = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
+_TEXT, _PARAGRAPH, _RUN, _TABLE = (f"{_W}{name}" for name in ("t", "p", "r", "tbl"))
+_FALLBACK = "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"
+_BREAKS = {f"{_W}tab": " ", f"{_W}br": "\n", f"{_W}cr": "\n", f"{_W}noBreakHyphen": "-"}
+_WRAPPERS = frozenset(
+    f"{_W}{name}" for name in ("sdt", "sdtContent", "customXml", "ins", "smartTag")
+)
+_MAX_ROWS = 1 << 20  # of a sheet, as the format has it
+_STREAMED = ("xl/worksheets/", "xl/sharedStrings.xml")
+_DIGITS = 15  # of a number, as spreadsheets keep them
+_ESCAPED = re.compile(r"_x000[dD]_")  # a carriage return in XML
+
+
+def read_docx(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
+    """One document: the body with text boxes and tracked insertions, headings as "# " lines.
+
+    Tables become rows of cells between bars. Headers, footers, notes and comments are left out.
+    Refused: a file that unpacks to more than the bounds of ``archive``.
+    """
+    data = read_bytes(stream)
+    with parsing("DOCX"):
+        title, body = _docx_text(repacked(parts(data, "DOCX")))
+    yield file.document(body, title)
+
+
+def _docx_text(data: bytes) -> tuple[str, str]:
+    import docx  # only who reads DOCX waits for it
+
+    document = docx.Document(io.BytesIO(data))
+    styles = _style_names(document.styles.element)
+    blocks: list[Block] = []
+    first = ""
+    for kind, node in _docx_blocks(document.element.body):
+        if kind == "table":
+            blocks += [("row", cells) for cells in _docx_rows(node)]
+            continue
+        text = _paragraph_text(node)
+        if not text:
+            continue
+        named = node.find(f"./{_W}pPr/{_W}pStyle")
+        name = styles.get(None if named is None else named.get(f"{_W}val"), styles[None])
+        level = 1 if name == "Title" else _heading_level(name)
+        if level:
+            first = first or one_spaced(text)
+            blocks.append(heading(level, text))
+        elif name.startswith("List") or node.find(f"./{_W}pPr/{_W}numPr") is not None:
+            blocks.append(item(text))
+        else:
+            blocks.append(("", text))
+    return one_spaced(document.core_properties.title or "") or first, joined(blocks)
+
+
+def _style_names(styles: Any) -> dict[str | None, str]:
+    """Names of the styles of paragraphs by id; under None that of a paragraph that names none."""
+    names: dict[str | None, str] = {None: ""}
+    for style in styles.iterchildren(f"{_W}style"):
+        if style.get(f"{_W}type") == "paragraph":
+            named = style.find(f"./{_W}name")
+            name = "" if named is None else named.get(f"{_W}val") or ""
+            names.setdefault(style.get(f"{_W}styleId") or "", name)
+            if style.get(f"{_W}default") in ("1", "true", "on"):
+                names[None] = name
+    return names
+
+
+def _docx_blocks(parent: Any) -> Iterator[tuple[str, Any]]:
+    """The paragraphs and tables below a body or cell, those inside content controls too."""
+    for node in parent.iterchildren():
+        tag = node.tag
+        if tag == _PARAGRAPH:
+            yield "paragraph", node
+        elif tag == _TABLE:
+            yield "table", node
+        elif tag in _WRAPPERS:
+            yield from _docx_blocks(node)
+
+
+def _docx_rows(table: Any) -> Iterator[str]:
+    """Each row's cells between bars; a table inside a cell is part of the cell."""
+    for line in table.iterchildren(f"{_W}tr"):
+        cells = [_cell_text(cell) for cell in _cells(line)]
+        if any(cells):
+            yield " | ".join(cells)
+
+
+def _cells(row: Any) -> Iterator[Any]:
+    for node in row.iterchildren():
+        if node.tag == f"{_W}tc":
+            yield node
+        elif node.tag in _WRAPPERS:
+            yield from _cells(node)
+
+
+def _cell_text(cell: Any) -> str:
+    """On one line. What tables inside of tables hold is split into words once only, as text."""
+    words: list[str] = []
+    for kind, node in _docx_blocks(cell):
+        if kind == "table":
+            words += (line.replace("  ", " ") for line in _docx_rows(node))  # where a cell is empty
+        else:
+            words.append(_paragraph_text(node).replace("\n", " "))
+    return " ".join(filter(None, words)).strip()
+
+
+def _paragraph_text(paragraph: Any) -> str:
+    """The text of a paragraph; that of a text box stands on lines of its own."""
+    pieces: list[str] = []
+    skipped = {
+        node for fallback in paragraph.iter(_FALLBACK) for node in fallback.iterdescendants()
+    }
+    for node in paragraph.iterdescendants(_TEXT, _PARAGRAPH, *_BREAKS):
+        if node in skipped:
+            continue
+        tag = node.tag
+        if tag == _TEXT:
+            pieces.append(node.text or "")
+        elif tag == _PARAGRAPH:
+            pieces.append("\n")
+        elif node.getparent().tag == _RUN:
+            pieces.append(_BREAKS[tag])
+    lines = (" ".join(line.split()) for line in "".join(pieces).split("\n"))
+    return "\n".join(line for line in lines if line)
+
+
+def _heading_level(style: str) -> int:
+    """1 to 6 for the styles "Heading 1" and so on, 0 for any other."""
+    name, _, number = style.rpartition(" ")
+    return min(int(number), 6) if name.lower() == "heading" and number in set("123456789") else 0
+
+
+def read_pptx(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
+    """One document whose pages are the slides, each under its title as a "# " line.
+
+    Titled by the first of these, as the title that a presentation says it has is often its
+    program's.
+
+    In the order of the file: what stands in placeholders as items of a list, text boxes as
+    paragraphs, tables as rows of cells between bars, groups as what they hold, and behind all of
+    it the speaker's notes. Hidden slides are empty pages. Footers, numbers of slides, charts,
+    diagrams and pictures are left out. Refused: a file beyond the bounds of ``archive``, and more
+    than MAX_TEXT_CHARACTERS.
+    """
+    data = read_bytes(stream)
+    with parsing("PPTX"):
+        title, texts = _pptx_text(repacked(parts(data, "PPTX")))
+    body, pages = join_pages(texts)
+    yield file.document(body, title, pages=pages)
+
+
+def _pptx_text(data: bytes) -> tuple[str, list[str]]:
+    """The title, and the text of every slide."""
+    import pptx  # only who reads PPTX waits for it
+
+    presentation = pptx.Presentation(io.BytesIO(data))
+    title = ""
+    texts: list[str] = []
+    size = 0
+    for slide in presentation.slides:
+        hidden = slide.element.get("show") in ("0", "false")
+        blocks = [] if hidden else list(_slide(slide))
+        title = title or first_title(blocks)
+        texts.append(joined(blocks))
+        size += len(texts[-1])
+        require_short(size)
+    return title or one_spaced(presentation.core_properties.title or ""), texts
+
+
+def _slide(slide: Any) -> Iterator[Block]:
+    named = slide.shapes.title
+    if named is not None and named.has_text_frame:
+        yield heading(1, one_spaced(named.text_frame.text))
+    yield from _shapes(slide.shapes, None if named is None else named.shape_id)
+    if slide.has_notes_slide:
+        frame = slide.notes_slide.notes_text_frame
+        for _, text in () if frame is None else _paragraphs(frame):
+            yield "", f"Notes: {text}"
+
+
+def _shapes(shapes: Iterable[Any], title: int | None) -> Iterator[Block]:
+    from pptx.enum.shapes import MSO_SHAPE_TYPE, PP_PLACEHOLDER
+
+    around = (PP_PLACEHOLDER.DATE, PP_PLACEHOLDER.FOOTER, PP_PLACEHOLDER.SLIDE_NUMBER)
+    for shape in shapes:
+        if shape.shape_type == MSO_SHAPE_TYPE.GROUP:
+            yield from _shapes(shape.shapes, None)
+        elif getattr(shape, "has_table", False):
+            for cells in shape.table.rows:
+                yield row(one_spaced(cell.text_frame.text) for cell in cells.cells)
+        elif shape.has_text_frame and shape.shape_id != title:
+            if not shape.is_placeholder:
+                yield from _paragraphs(shape.text_frame)
+            elif shape.placeholder_format.type not in around:
+                found = list(_paragraphs(shape.text_frame))
+                yield from (item(text) for _, text in found) if len(found) > 1 else found
+
+
+def _paragraphs(frame: Any) -> Iterator[Block]:
+    for paragraph in frame.paragraphs:
+        if text := one_spaced(paragraph.text):
+            yield "", text
+
+
+def read_xlsx(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
+    """One document: each sheet under its name, a row of cells a line, between bars.
+
+    The first row of two or more cells names the columns where all of its cells are text and no two
+    the same; every cell below is then "name: value", so that a row says by itself what it means.
+    Formulas count with the value that was saved with them; a number is written with its 15 digits,
+    or as the percentage it is shown as, dates in ISO form. Hidden sheets, charts, notes and macros
+    are left out. Refused: a file beyond the bounds of ``archive``, and more than
+    MAX_TEXT_CHARACTERS.
+    """
+    data = read_bytes(stream)
+    with parsing("XLSX"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the library, about styles and extensions
+        title, body = _xlsx_text(repacked(parts(data, "XLSX", streamed=_STREAMED)))
+    empty = (
+        "holds no text in visible sheets; leave the file out, or save it by a spreadsheet "
+        "program, which computes its formulas"
+    )
+    yield file.document(body, title, empty=empty)
+
+
+def _xlsx_text(data: bytes) -> tuple[str, str]:
+    import openpyxl  # only who reads XLSX waits for it
+
+    book = openpyxl.load_workbook(
+        io.BytesIO(data), read_only=True, data_only=True, keep_links=False
+    )
+    if not book.worksheets:
+        raise DocumentError(
+            "has no sheet that can be read, as a workbook of the strict form; save it as .xlsx of "
+            "the common form"
+        )
+    blocks: list[Block] = []
+    size = 0
+    for sheet in book.worksheets:
+        if sheet.sheet_state != "visible":
+            continue
+        sheet.reset_dimensions()  # are what the file says, and not what it holds
+        title = heading(1, sheet.title)
+        for block in _xlsx_rows(sheet.iter_rows(max_row=_MAX_ROWS)):
+            size += len(block[1])
+            require_short(size)
+            blocks += [title, block] if title else [block]
+            title = ("", "")
+    return one_spaced(book.properties.title or ""), joined(blocks)
+
+
+def _xlsx_rows(cells: Iterator[Sequence[Any]]) -> Iterator[Block]:
+    names: list[str] | None = None
+    for found in cells:
+        texts = [_shown(cell) for cell in found]
+        filled = [text for text in texts if text]
+        if not filled:
+            continue
+        if names is None and len(filled) > 1:
+            named = all(isinstance(cell.value, str | None) for cell in found)
+            names = texts if named and len(set(filled)) == len(filled) else []
+            yield row(filled)
+        elif names:
+            named_cells = zip(names + [""] * (len(texts) - len(names)), texts, strict=False)
+            yield row(f"{name}: {text}" if name else text for name, text in named_cells if text)
+        else:
+            yield row(filled)
+
+
+def _shown(cell: Any) -> str:
+    """A cell as text, on one line."""
+    value = cell.value
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "TRUE" if value else "FALSE"
+    if isinstance(value, int | float):
+        if _is_percentage(cell):
+            return f"{100 * value:.{_DIGITS}g}%"
+        return str(value) if isinstance(value, int) else f"{value:.{_DIGITS}g}"
+    if isinstance(value, datetime.datetime):
+        midnight = value.time() == datetime.time.min
+        return value.date().isoformat() if midnight else value.isoformat(" ")
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    return one_spaced(_ESCAPED.sub(" ", str(value)))
+
+
+def _is_percentage(cell: Any) -> bool:
+    try:
+        return "%" in (cell.number_format or "")
+    except (IndexError, TypeError):  # a style that the file lacks
+        return False
