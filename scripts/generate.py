@@ -18,10 +18,17 @@ from collections.abc import Iterator, Sequence
 from jaxrag.base.config import ModelOptions
 from jaxrag.base.errors import RequestError
 from jaxrag.cli import run_command
-from jaxrag.cli.distributed import add_distributed, ending_all, join
 from jaxrag.cli.fields import from_fields
 from jaxrag.cli.opening import asked_of, load, method_of, open_kb
-from jaxrag.cli.options import add_generation, add_json, add_model, add_secret
+from jaxrag.cli.options import (
+    add_distributed,
+    add_generation,
+    add_json,
+    add_model,
+    add_secret,
+    ending_all,
+    join,
+)
 from jaxrag.cli.output import print_json
 
 

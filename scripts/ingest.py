@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 from jaxrag.base.errors import RequestError
 from jaxrag.cli import run_command
-from jaxrag.cli.distributed import add_distributed, join
 from jaxrag.cli.ingest import add_arguments
 from jaxrag.cli.ingest import run as ingest
+from jaxrag.cli.options import add_distributed, join
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,9 +19,8 @@ from jaxrag.models import memory as memories
 from jaxrag.models.export import export_hf
 from jaxrag.models.memory import memory_of
 from jaxrag.models.model import load_model
-from jaxrag.models.names import by_name
 from jaxrag.models.overview import LLAMA_3_8B, overview
-from jaxrag.models.spec import init_params, num_params, param_specs
+from jaxrag.models.spec import by_name, init_params, num_params, param_specs
 from jaxrag.models.tensor_files import DTYPES, NewTensor, file_header
 
 ROOT = Path(__file__).parents[1]

@@ -4,7 +4,7 @@ import argparse
 import collections
 import dataclasses
 import textwrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import parse_bytes, parse_seconds
@@ -16,6 +16,7 @@ from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
     from jaxrag.library.catalog.salvage import Salvage
+    from jaxrag.library.knowledge_base import KnowledgeBase
     from jaxrag.library.knowledge_base.upkeep import VerifyReport
 
 
@@ -111,9 +112,7 @@ _GROUPS = ("stored", "attention_index", "vectors", "last_gc", "gates")  # a line
 
 def run_stats(args: argparse.Namespace) -> None:
     """Print what the knowledge base holds and how it was made."""
-    from jaxrag.library.knowledge_base import KnowledgeBase
-
-    with KnowledgeBase.open(args.kb, secret=secret_of(args.secret_file)) as kb:
+    with _opened(args) as kb:
         stats = kb.stats()
         if kb.unchecked is not None:
             note(kb.unchecked)
@@ -137,9 +136,7 @@ def run_stats(args: argparse.Namespace) -> None:
 
 def run_list(args: argparse.Namespace) -> None:
     """Print one line a document, or a JSON object with all that is known of them."""
-    from jaxrag.library.knowledge_base import KnowledgeBase
-
-    with KnowledgeBase.open(args.kb, secret=secret_of(args.secret_file)) as kb:
+    with _opened(args) as kb:
         where = where_of(args)
         documents = kb.documents(where)
         for why in [] if documents or where is None else kb.why_nothing(where):
@@ -154,9 +151,7 @@ def run_list(args: argparse.Namespace) -> None:
 
 def run_remove(args: argparse.Namespace) -> int:
     """Exit code 0 when every document was there, 3 when some were not."""
-    from jaxrag.library.knowledge_base import KnowledgeBase
-
-    with KnowledgeBase.open(args.kb, mode="rw", secret=secret_of(args.secret_file)) as kb:
+    with _opened(args, mode="rw") as kb:
         report = kb.remove(args.ids)
     if args.json:
         print_json(dataclasses.asdict(report))
@@ -170,9 +165,7 @@ def run_remove(args: argparse.Namespace) -> int:
 
 def run_gc(args: argparse.Namespace) -> None:
     """Print what was freed, or with --dry-run would be."""
-    from jaxrag.library.knowledge_base import KnowledgeBase
-
-    with KnowledgeBase.open(args.kb, mode="rw", secret=secret_of(args.secret_file)) as kb:
+    with _opened(args, mode="rw") as kb:
         report = kb.gc(
             grace_seconds=args.grace, dry_run=args.dry_run, others=args.others, gone=args.gone
         )
@@ -188,11 +181,9 @@ def run_gc(args: argparse.Namespace) -> None:
 
 def run_verify(args: argparse.Namespace) -> int:
     """Exit code 0 when all rows and chunks are whole at the end and nothing is lost, 3 when not."""
-    from jaxrag.library.knowledge_base import KnowledgeBase
-    from jaxrag.library.knowledge_base.folders import find_folder
     from jaxrag.library.knowledge_base.location import mend_catalog, mend_settings
+    from jaxrag.library.knowledge_base.settings import find_folder
 
-    secret = secret_of(args.secret_file)
     if args.reseal and not args.repair:
         raise RequestError("--reseal without --repair: chunks are encoded again; pass both")
     mended = mend_catalog(find_folder(args.kb)) if args.repair else None
@@ -203,8 +194,8 @@ def run_verify(args: argparse.Namespace) -> int:
     if settings and not args.json:
         print(printable(f"settings repaired: {', '.join(name or 'totals' for name in settings)}"))
     if args.reseal:
-        KnowledgeBase.open(args.kb, mode="rw", secret=secret, reseal=True).close()
-    kb = open_kb(args) if args.repair else KnowledgeBase.open(args.kb, secret=secret)
+        _opened(args, mode="rw", reseal=True).close()
+    kb = open_kb(args) if args.repair else _opened(args)
     with kb:
         report = kb.verify(
             repair=args.repair, max_bytes_per_second=args.rate, progress=not args.json
@@ -281,6 +272,12 @@ def _about_rows(report: "VerifyReport") -> list[str]:
     if report.vectors_lost:
         lines.append(f"{counted(report.vectors_lost, 'vector')} lost; --repair makes them again")
     return lines
+
+
+def _opened(args: argparse.Namespace, **options: Any) -> "KnowledgeBase":
+    from jaxrag.library.knowledge_base import KnowledgeBase
+
+    return KnowledgeBase.open(args.kb, secret=secret_of(args.secret_file), **options)
 
 
 def _add_kb(action: argparse.ArgumentParser) -> None:

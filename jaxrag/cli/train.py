@@ -5,8 +5,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxrag.cli.distributed import add_distributed, join
-from jaxrag.cli.options import add_command, add_json
+from jaxrag.cli.options import add_command, add_distributed, add_json, join
 from jaxrag.cli.output import human_count, print_json, table
 
 if TYPE_CHECKING:

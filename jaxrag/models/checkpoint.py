@@ -20,11 +20,16 @@ from jax.sharding import Mesh
 from jaxrag.base.config import DType, ModelConfig
 from jaxrag.base.errors import ModelError
 from jaxrag.models.digest import params_digest
-from jaxrag.models.finite import require_finite
-from jaxrag.models.names import by_name, from_names
-from jaxrag.models.new_directory import new_directory
-from jaxrag.models.record import Record, is_checkpoint, read_record, write_record
-from jaxrag.models.spec import Params, ParamSpec, param_shardings, param_specs
+from jaxrag.models.record import Record, is_checkpoint, new_directory, read_record, write_record
+from jaxrag.models.spec import (
+    Params,
+    ParamSpec,
+    by_name,
+    from_names,
+    param_shardings,
+    param_specs,
+    require_finite,
+)
 from jaxrag.models.text.tokenizer import Tokenizer, copy_tokenizer
 
 __all__ = ["is_checkpoint", "load_checkpoint", "restore_params", "save_checkpoint"]

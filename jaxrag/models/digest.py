@@ -17,9 +17,8 @@ import numpy as np
 import xxhash
 
 from jaxrag.base.sharding import to_host
-from jaxrag.models.names import by_name
 from jaxrag.models.record import is_checkpoint, read_record
-from jaxrag.models.spec import Params
+from jaxrag.models.spec import Params, by_name
 from jaxrag.models.tensor_files import StoredTensor, read_tensors
 
 _WORTH_REMEMBERING = 64 << 20  # bytes; hashing less takes no time

@@ -18,11 +18,9 @@ from jaxrag.models import FAMILIES
 from jaxrag.models.checkpoint import restore_params, save_checkpoint
 from jaxrag.models.family import Family, TensorRule
 from jaxrag.models.hf import is_hf_directory, load_config, load_params
-from jaxrag.models.names import by_name
-from jaxrag.models.new_directory import new_directory, refuse_existing
 from jaxrag.models.reading import Reading, write_reading
-from jaxrag.models.record import is_checkpoint, read_record
-from jaxrag.models.spec import Params
+from jaxrag.models.record import is_checkpoint, new_directory, read_record, refuse_existing
+from jaxrag.models.spec import Params, by_name
 from jaxrag.models.tensor_files import INDEX_FILE, SINGLE_FILE, NewTensor, write_file
 from jaxrag.models.text.prompts import PromptTemplate, write_prompt
 from jaxrag.models.text.tokenizer import copy_tokenizer

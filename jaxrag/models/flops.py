@@ -94,20 +94,6 @@ def forward_flops(config: ModelConfig, spans: Sequence[tuple[int, int]], num_log
     return layers + attention + num_logits * _lm_head_flops(c)
 
 
-def decode_flops(config: ModelConfig, num_prompt: int, num_generated: int) -> int:
-    """Matrix-multiply FLOPs of the dense decode of an answer, prefill not included.
-
-    Prefill yields the first of the ``num_generated`` tokens and the last is never fed back, so
-    ``num_generated - 1`` tokens pass through the model behind ``num_prompt`` cached ones.
-
-    Raises RequestError when num_prompt is negative or num_generated below 1.
-    """
-    if num_generated < 1:
-        raise RequestError(f"num_generated={num_generated}: expected a positive integer")
-    steps = num_generated - 1
-    return forward_flops(config, [(steps, num_prompt)], num_logits=steps)
-
-
 def _layers_flops_per_token(c: ModelConfig) -> int:
     """Every weight matrix of every layer, once."""
     qkvo = 2 * c.model_dim * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)

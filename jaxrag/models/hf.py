@@ -22,10 +22,16 @@ from jaxrag.base.errors import ConfigError, ModelError
 from jaxrag.base.types import Array, HostArray
 from jaxrag.models import FAMILIES
 from jaxrag.models.family import Family, TensorRule
-from jaxrag.models.finite import require_finite
 from jaxrag.models.hf_config import read_token_ids
-from jaxrag.models.names import by_name, from_names
-from jaxrag.models.spec import Params, ParamSpec, param_shardings, param_specs
+from jaxrag.models.spec import (
+    Params,
+    ParamSpec,
+    by_name,
+    from_names,
+    param_shardings,
+    param_specs,
+    require_finite,
+)
 from jaxrag.models.tensor_files import StoredTensor, read_json, read_tensors, require_weight
 from jaxrag.models.text.tokenizer import Tokenizer
 

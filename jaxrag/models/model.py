@@ -21,13 +21,13 @@ from jaxrag.base.types import EMPTY, FINAL, Array, HostArray, Tokens
 from jaxrag.kv.cache.host import to_device
 from jaxrag.kv.store import HeadShare, KVLayout, KVStore, fingerprint
 from jaxrag.models.attention import PackedAttend, check_kernels, measured_kernels
-from jaxrag.models.by_layer import by_layer, gains_by_layer
 from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
 from jaxrag.models.compiled import keep_compiled
 from jaxrag.models.decoder import Decoder, forward, unembed
 from jaxrag.models.digest import params_digest, weights_digest
 from jaxrag.models.hf import load_config, load_hf, names_dtype
 from jaxrag.models.hub import fetched, is_hub_name
+from jaxrag.models.linear import by_layer, gains_by_layer
 from jaxrag.models.memory import Placement, check_pool, memory_of, require_room
 from jaxrag.models.reading import Reading, read_reading
 from jaxrag.models.record import read_record

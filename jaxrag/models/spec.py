@@ -5,6 +5,8 @@ Initialisation, sharding and the strict check of a checkpoint are all derived fr
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -13,7 +15,11 @@ from jax.sharding import Mesh
 
 from jaxrag.base import struct
 from jaxrag.base.config import ModelConfig
-from jaxrag.base.sharding import Rules, sharding
+from jaxrag.base.errors import ModelError
+from jaxrag.base.sharding import Rules, replicated, sharding, to_host
+from jaxrag.base.types import Array
+
+_LAYERS = "layers."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,3 +164,48 @@ def init_params(
     shrink = 1 / (2 * config.num_layers)
     layers = made.layers
     return made.replace(layers=layers.replace(o=layers.o * shrink, down=layers.down * shrink))
+
+
+def by_name(tree: Params) -> dict[str, Any]:
+    """The leaves of a ``Params`` of arrays, specs or shardings, by dotted name."""
+    return {
+        ".".join(key.name for key in path): leaf
+        for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_spec)
+    }
+
+
+def from_names(leaves: Mapping[str, Any]) -> Params:
+    """Inverse of ``by_name``."""
+    return nested(Params, LayerParams, leaves)
+
+
+def nested[P](params: Callable[..., P], layer: Callable[..., Any], leaves: Mapping[str, Any]) -> P:
+    """Parameters from leaves by dotted name; those of ``layers`` are a ``layer``."""
+    layers = {
+        name.removeprefix(_LAYERS): leaf
+        for name, leaf in leaves.items()
+        if name.startswith(_LAYERS)
+    }
+    rest = {name: leaf for name, leaf in leaves.items() if not name.startswith(_LAYERS)}
+    return params(layers=layer(**layers), **rest)
+
+
+def require_finite(directory: str | Path, params: Params, mesh: Mesh | None = None) -> None:
+    """Raise ModelError where weights, as they were loaded, hold NaN or infinity.
+
+    They are read once, on the devices where they are; ``mesh`` is theirs.
+    """
+    leaves = by_name(params)
+    place = None if mesh is None else replicated(mesh)
+    finite = to_host(jax.jit(_finite, out_shardings=place)(list(leaves.values())))
+    bad = [name for name, good in zip(leaves, finite.tolist(), strict=True) if not good]
+    if bad:
+        raise ModelError(
+            f"{directory}: {bad[0]!r} holds NaN or infinity in {leaves[bad[0]].dtype.name}"
+            + (f", as do {len(bad) - 1} other parameters" if bad[1:] else "")
+            + "; download or copy the weights again, or load them in a wider dtype"
+        )
+
+
+def _finite(leaves: list[Array]) -> Array:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves])

@@ -11,6 +11,7 @@ Each part is tokenised on its own and the ids are concatenated, as when question
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,10 @@ from jaxrag.base.types import HostArray
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.tasks.synthetic import Sample
-from jaxrag.train.chat_blocks import split_chat
+
+SEPARATORS = ("\n\n", "---", "===", "\n\t", "\n")
+MAX_BLOCKS = 14  # "fewer than 15"
+LONG_DIALOGUE = 12  # messages from which on each is a block of its own
 
 
 class BadRow(ValueError):
@@ -219,3 +223,45 @@ def _text(row: Mapping[str, Any], key: str, empty: str | None = "") -> str:
     if empty is not None and not value.strip():
         raise BadRow(empty or f"{key} is empty")
     return value
+
+
+def split_chat(messages: Sequence[str]) -> list[str]:
+    """Blocks of a prompt, whose concatenation is the prompt; the last one is global.
+
+    ``messages`` are the prompt texts of the turns, the last one the user's question. A single turn
+    is cut itself; of several, the last is the global block and those before it are cut.
+    """
+    if len(messages) == 1:
+        return _merge(_cut(messages[0]), MAX_BLOCKS)
+    *before, question = messages
+    if len(messages) >= LONG_DIALOGUE:
+        return [*before, question]
+    return [*_merge(_cut("".join(before)), MAX_BLOCKS - 1), question]
+
+
+def _cut(text: str) -> list[str]:
+    """Pieces of a text, each with the separator that ends it."""
+    for separator in SEPARATORS:
+        *closed, last = text.split(separator)
+        if closed:
+            pieces = [piece + separator for piece in closed]
+            return [*pieces, last] if last else pieces
+    return [text]
+
+
+def _merge(pieces: list[str], most: int) -> list[str]:
+    """Join the two neighbours that are smallest together until at most ``most`` are left.
+
+    Pieces of white space alone are no blocks: they join the piece before them.
+    """
+    blocks: list[str] = []
+    for piece in pieces:
+        if blocks and not (piece.strip() and blocks[-1].strip()):
+            blocks[-1] += piece
+        else:
+            blocks.append(piece)
+    while len(blocks) > most:
+        sizes = [len(a) + len(b) for a, b in itertools.pairwise(blocks)]
+        at = sizes.index(min(sizes))
+        blocks[at : at + 2] = [blocks[at] + blocks[at + 1]]
+    return blocks

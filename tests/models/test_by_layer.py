@@ -11,10 +11,10 @@ from jaxrag.base.sharding import make_mesh
 from jaxrag.base.types import FINAL, Tokens
 from jaxrag.engine.decoding import Lane, LaneKey
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.models import by_layer as room
+from jaxrag.models import linear as room
 from jaxrag.models.attention import PackedAttend
-from jaxrag.models.by_layer import by_layer, gains_by_layer
 from jaxrag.models.decoder import forward, unembed
+from jaxrag.models.linear import by_layer, gains_by_layer
 from jaxrag.models.model import random_model
 from jaxrag.models.rope import rope_table
 from jaxrag.models.taps import Tap

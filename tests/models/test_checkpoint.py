@@ -11,8 +11,7 @@ from jax.sharding import AxisType
 
 from jaxrag.base.errors import ModelError
 from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint, save_checkpoint
-from jaxrag.models.names import by_name, from_names
-from jaxrag.models.spec import param_shardings
+from jaxrag.models.spec import by_name, from_names, param_shardings
 
 
 @pytest.fixture(scope="module")

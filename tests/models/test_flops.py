@@ -9,7 +9,7 @@ import pytest
 from jaxrag.base.config import config_from_dict
 from jaxrag.base.errors import RequestError
 from jaxrag.base.tables import read_toml
-from jaxrag.models.flops import block_attention_flops, decode_flops, forward_flops, turborag_flops
+from jaxrag.models.flops import block_attention_flops, forward_flops, turborag_flops
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 
@@ -116,13 +116,6 @@ def test_forward_flops_equal_a_loop_over_tokens(tiny_config, changes, spans):
     assert forward_flops(config, spans, 2) == count_by_loops(config, spans, 2)
 
 
-def test_decode_is_the_prefill_of_the_same_tokens(tiny_config):
-    config = tiny_config()
-    one_by_one = sum(forward_flops(config, [(1, 20 + i)], 1) for i in range(6))
-    assert decode_flops(config, 20, 7) == one_by_one
-    assert decode_flops(config, 20, 1) == 0
-
-
 def test_reuse_saves_what_the_chunks_would_have_cost():
     llama = load("llama-3-8b")
     full = forward_flops(llama, [(8242, 0)], 1)
@@ -136,7 +129,6 @@ def test_reuse_saves_what_the_chunks_would_have_cost():
         (lambda config: forward_flops(config, [(-1, 3)], 1), "num_new=-1"),
         (lambda config: forward_flops(config, [(1, -3)], 1), "num_before=-3"),
         (lambda config: forward_flops(config, [(1, 3)], -1), "num_logits=-1"),
-        (lambda config: decode_flops(config, 4, 0), "num_generated=0"),
         (lambda config: turborag_flops(config, 9, 8), "num_input=9"),
         (lambda config: turborag_flops(config, 1, 8, attention_matmuls=3), "attention_matmuls=3"),
         (lambda config: block_attention_flops(config, -2), "num_computed=-2"),

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from jaxrag.base.errors import ConfigError, ModelError
 from jaxrag.models import hf
 from jaxrag.models.hf import load_config, load_hf, load_params, place
-from jaxrag.models.names import by_name
+from jaxrag.models.spec import by_name
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 

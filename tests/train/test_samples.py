@@ -8,8 +8,7 @@ import pytest
 from jaxrag.models.text.prompts import TEMPLATES
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.tasks.synthetic import SyntheticTask, sample
-from jaxrag.train.chat_blocks import split_chat
-from jaxrag.train.samples import BadRow, Writer
+from jaxrag.train.samples import BadRow, Writer, split_chat
 
 END = 2
 

@@ -15,11 +15,10 @@ from jaxrag.engine.request import Prompt, Request
 from jaxrag.reuse.methods import METHODS
 from jaxrag.train.config import OptimizerPart
 from jaxrag.train.lora import init_adapters, merge_all
-from jaxrag.train.optimizer import decays, learning_rate, make_optimizer
 from jaxrag.train.packing import Packer, lay_piece
 from jaxrag.train.samples import Final, TrainSample
 from jaxrag.train.start import set_up
-from jaxrag.train.step import make_step
+from jaxrag.train.step import decays, learning_rate, make_optimizer, make_step
 from jaxrag.train.stream import Stream
 
 

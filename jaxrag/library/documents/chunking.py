@@ -18,7 +18,7 @@ import numpy as np
 from jaxrag.base.errors import ConfigError, DocumentError, TokenizerError
 from jaxrag.base.types import HostArray
 from jaxrag.library.options import ChunkBy
-from jaxrag.models.text.sentences import sentence_starts
+from jaxrag.models.text.pieces import sentence_starts
 from jaxrag.models.text.tokenizer import Tokenizer
 
 _LINE_END = re.compile(r"\r\n?|\n")

@@ -1,11 +1,15 @@
-"""What every reader of files works with: the file, the options, bytes within bounds, text."""
+"""What every reader of files works with: the file, the options, bytes within bounds, text.
+
+Files that are zip archives of XML are unpacked within bounds, and nothing but their text.
+"""
 
 import codecs
 import contextlib
 import dataclasses
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,6 +30,11 @@ _MARKS = {
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
+MAX_PART_BYTES = 64 << 20  # of one part once it is unpacked
+MAX_UNPACKED_BYTES = 128 << 20  # of all of them
+
+_PIECE = 1 << 16  # bytes that are unpacked at a time
+_OLE = b"\xd0\xcf\x11\xe0"  # how Office stores what needs a password, and stored all until 2007
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,3 +199,61 @@ def one_line(error: Exception) -> str:
     """What a parser said, with the kind of its error: short, and never empty."""
     text = " ".join(str(error).split())[:200]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def parts(
+    data: bytes,
+    kind: str,
+    suffixes: tuple[str, ...] = (".xml", ".rels"),
+    streamed: tuple[str, ...] = (),
+) -> Iterator[tuple[str, bytes]]:
+    """The parts of an archive by name; those without one of the suffixes are not unpacked: b"".
+
+    Bounded by what is unpacked in truth, whatever the directory of the archive says. Parts whose
+    names begin with one of ``streamed`` are never a tree as a whole, and may have any number of
+    tags. Raises DocumentError for what comes to a bound, holds too many tags or is packed in
+    another way than files of this kind are, and what ``zipfile`` raises for a broken one.
+    """
+    if data.startswith(_OLE):
+        raise DocumentError(
+            f"cannot be parsed as {kind}: it needs a password or has an older format; save it anew "
+            "without one"
+        )
+    left = MAX_UNPACKED_BYTES
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        entries = {entry.filename: entry for entry in archive.infolist()}
+        for path, entry in entries.items():
+            name = path.replace("\\", "/")  # as some programs of Windows write it
+            if not name.lower().endswith(suffixes):
+                yield name, b""
+                continue
+            if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise DocumentError(f"{name} is packed in a way that {kind} lacks; save it anew")
+            part = _read(archive, entry, min(MAX_PART_BYTES, left))
+            left -= len(part)
+            if not name.startswith(streamed):
+                require_few_tags(part)
+            yield name, part
+
+
+def repacked(found: Iterable[tuple[str, bytes]]) -> bytes:
+    """An archive of these parts, for libraries that read one."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as plain:
+        for name, part in found:
+            plain.writestr(name, part)
+    return out.getvalue()
+
+
+def _read(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, limit: int) -> bytes:
+    pieces, size = [], 0
+    with archive.open(entry) as stream:
+        while size <= limit and (piece := stream.read(_PIECE)):
+            pieces.append(piece)
+            size += len(piece)
+    if size > limit:
+        raise DocumentError(
+            f"{entry.filename} unpacks to more than {MAX_PART_BYTES >> 20} MiB, or all parts to "
+            f"more than {MAX_UNPACKED_BYTES >> 20} MiB; split the file"
+        )
+    return b"".join(pieces)

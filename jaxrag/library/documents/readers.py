@@ -7,13 +7,10 @@ from typing import BinaryIO
 
 from jaxrag.base.errors import DocumentError
 from jaxrag.library.documents.document import BadDocument, Document
-from jaxrag.library.documents.epub import read_epub
 from jaxrag.library.documents.files import File, Reader, ReadOptions
-from jaxrag.library.documents.html import read_html
-from jaxrag.library.documents.mail import read_mail
+from jaxrag.library.documents.html import read_epub, read_html, read_mail
 from jaxrag.library.documents.markup import read_org, read_rst
-from jaxrag.library.documents.office import read_docx, read_pptx, read_xlsx
-from jaxrag.library.documents.pdf import read_pdf
+from jaxrag.library.documents.office import read_docx, read_pdf, read_pptx, read_xlsx
 from jaxrag.library.documents.records import read_json, read_json_lines, read_table
 from jaxrag.library.documents.text import read_notebook, read_text
 

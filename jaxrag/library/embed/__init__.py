@@ -9,7 +9,7 @@ from jaxrag.library.embed.embedder import (
     as_embedder,
     load_embedder,
 )
-from jaxrag.library.embed.sentence import Prefixes
+from jaxrag.library.embed.hf import Prefixes
 
 __all__ = [
     "BertEmbedder",

@@ -18,11 +18,9 @@ from jaxrag.base.config import DTYPES
 from jaxrag.base.errors import ConfigError, EmbedderError, RequestError
 from jaxrag.base.sharding import Rules, replicated
 from jaxrag.base.types import Array, HostArray
-from jaxrag.library.embed.batches import fill, plan
 from jaxrag.library.embed.bert import POOLINGS, BertConfig, BertParams, Pooling, embed
-from jaxrag.library.embed.hf import load_config, load_params
-from jaxrag.library.embed.sentence import Prefixes, read_settings
-from jaxrag.library.embed.text import EncoderTokenizer
+from jaxrag.library.embed.hf import Prefixes, load_config, load_params, read_settings
+from jaxrag.library.embed.text import EncoderTokenizer, fill, plan
 from jaxrag.models.digest import weights_digest
 
 _LOG = logging.getLogger("jaxrag")

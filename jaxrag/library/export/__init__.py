@@ -1,9 +1,14 @@
 """Chunk KV for other programs: transformers, LMCache, and whatever reads zarr or safetensors."""
 
-from jaxrag.library.export.bundle import Bundle, Piece, Placement
-from jaxrag.library.export.export import FORMATS, MANIFEST, ExportReport, export_bundles
-from jaxrag.library.export.request import ExportRequest, export_selected
-from jaxrag.library.export.selection import Selection, Selector
+from jaxrag.library.export.bundle import Bundle, Piece, Placement, Selection, Selector
+from jaxrag.library.export.export import (
+    FORMATS,
+    MANIFEST,
+    ExportReport,
+    ExportRequest,
+    export_bundles,
+    export_selected,
+)
 
 __all__ = [
     "FORMATS",

@@ -9,12 +9,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, RequestError, StoreError
 from jaxrag.kv.store import KVStore, Record
-from jaxrag.library.export.bundle import Bundle, Placement, describe, find_records
-from jaxrag.library.export.files import Written, file_errors, held, write_json, write_safetensors
-from jaxrag.library.export.tensors import huggingface_tensors, lmcache_tensors
-from jaxrag.library.export.tree import write_tree
+from jaxrag.library.catalog import Hit
+from jaxrag.library.export.bundle import (
+    Bundle,
+    Placement,
+    Selection,
+    Selector,
+    describe,
+    find_records,
+)
+from jaxrag.library.export.files import (
+    Written,
+    file_errors,
+    held,
+    huggingface_tensors,
+    lmcache_tensors,
+    write_json,
+    write_safetensors,
+    write_tree,
+)
+from jaxrag.library.retrieve.filters import Filter
 from jaxrag.models.text.progress import followed
 
 MANIFEST = "manifest.json"
@@ -192,3 +209,91 @@ def _prepare(folder: Path, settings: Mapping[str, Any]) -> None:
             f"{path} belongs to another export (other model, format or positions): name another "
             "folder, or remove this one"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportRequest:
+    """What to export, and how.
+
+    Attributes:
+      format: a key of FORMATS.
+      documents: ids of documents; None exports all whose metadata matches ``where``.
+      where: what the metadata of documents must match; None takes all.
+      keys: chunks by their keys in the store, instead.
+      question: one whose prompt is exported, instead.
+      hits: the chunks found for the question.
+      joined: one file with the template's prefix and all chunks, as they stand in one prompt; a
+        question's always are.
+      first_position: where rotated keys begin; None leaves keys as stored where the format can, and
+        begins at 0 where it cannot or chunks are joined.
+    """
+
+    format: str = "safetensors"
+    documents: tuple[str, ...] | None = None
+    where: Mapping[str, Any] | None = None
+    keys: tuple[str, ...] = ()
+    question: str | None = None
+    hits: tuple[Hit, ...] = ()
+    joined: bool = False
+    first_position: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what contradicts itself."""
+        if self.format not in FORMATS:
+            raise RequestError(f"format={self.format!r}: expected one of {', '.join(FORMATS)}")
+        named = [self.documents is not None, bool(self.keys), self.question is not None]
+        if sum(named) > 1:
+            raise RequestError("documents, keys and a question exclude each other: give one")
+        if self.where is not None and (self.documents is not None or self.keys):
+            raise RequestError("where chooses among all documents: leave documents and keys out")
+        if self._one_file and FORMATS[self.format].rotated is False:
+            raise RequestError(
+                f"format {self.format!r} holds every chunk as it is stored: chunks cannot be "
+                "joined there; export safetensors"
+            )
+
+    @property
+    def _one_file(self) -> bool:
+        return self.joined or self.question is not None
+
+    def placement(self, config: ModelConfig) -> Placement:
+        """Whether and from where on keys are rotated."""
+        rotate = self._one_file or FORMATS[self.format].rotated is True
+        first = 0 if self.first_position is None and rotate else self.first_position
+        return Placement(config, first)
+
+    def select(self, selector: Selector) -> Selection:
+        """The chunks. Raises KnowledgeBaseError for what the catalog does not hold."""
+        if self.question is not None:
+            return selector.hits(self.hits)
+        if self.keys:
+            return selector.keys(self.keys)
+        if self.where is not None:
+            return selector.matching(Filter.parse(self.where))
+        return selector.documents(self.documents)
+
+
+def export_selected(
+    request: ExportRequest,
+    selector: Selector,
+    store: KVStore,
+    config: ModelConfig,
+    out: str | os.PathLike[str],
+    progress: bool,
+) -> ExportReport:
+    """Write what the request asks for to a folder; see ``export_bundles`` for what is raised."""
+    placement = request.placement(config)
+    selection = request.select(selector)
+    if request.joined or request.question is not None:
+        bundles = [selector.joined(selection, request.question)]
+    else:
+        bundles = selection.separate()
+    return export_bundles(
+        store,
+        bundles,
+        placement,
+        out,
+        format=request.format,
+        documents=selection.documents,
+        progress=progress,
+    )

@@ -1,4 +1,8 @@
-"""Exported files: written beside their place and renamed into it, and kept when they are there."""
+"""Exported files: written beside their place and renamed into it, and kept when they are there.
+
+Chunk KV as the tensors of other programs in safetensors files, keys rotated where these want them
+so, or as a zarr v3 hierarchy of what the store holds.
+"""
 
 import contextlib
 import dataclasses
@@ -7,19 +11,32 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxrag.base.config import RopeConfig
 from jaxrag.base.errors import StoreError
-from jaxrag.base.types import HostArray
-from jaxrag.kv.store import KVStore, Record
+from jaxrag.base.shapes import bucket
+from jaxrag.base.types import Array, HostArray
+from jaxrag.kv.store import KVLayout, KVStore, Record
+from jaxrag.kv.store.backend import Backend
+from jaxrag.kv.store.record import SCALE
 from jaxrag.library.export.bundle import Bundle, Placement, describe, read
-from jaxrag.library.export.rotate import place_keys
-from jaxrag.library.export.tensors import Arrange
-from jaxrag.models.tensor_files import file_header, write_file
+from jaxrag.models.rope import RopeTable, place, rope_table
+from jaxrag.models.tensor_files import NewTensor, file_header, write_file
 
 METADATA_KEY = "jaxrag"  # of the JSON record in a safetensors header
+_SMALLEST_SHAPE = 256  # tokens and positions are padded to powers of two from here on
+Load = Callable[[], HostArray]  # [L, 2, T, K, H]; called once for every tensor
+Arrange = Callable[[KVLayout, int, Load], list[NewTensor]]
+TREE = "chunks.zarr"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,3 +145,142 @@ def _begins_with(path: Path, header: bytes, nbytes: int) -> bool:
             return os.fstat(file.fileno()).st_size == nbytes and file.read(len(header)) == header
     except FileNotFoundError:
         return False
+
+
+def place_keys(keys: HostArray, first_position: int, rope: RopeConfig) -> HostArray:
+    """Give keys [L, T, K, H] the positions first_position, first_position + 1, ...
+
+    A YaRN attention factor is multiplied in. Computed in float32 and rounded once, to the dtype of
+    ``keys``. Runs on the CPU, whatever accelerators there are.
+    """
+    layers, tokens, heads, dim = keys.shape
+    padded = np.zeros((layers, bucket(tokens, _SMALLEST_SHAPE), heads, dim), keys.dtype)
+    padded[:, :tokens] = keys
+    last = first_position + padded.shape[1]
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        table = rope_table(rope, bucket(last, _SMALLEST_SHAPE))
+        return np.asarray(_place(padded, np.int32(first_position), table, rope))[:, :tokens]
+
+
+@functools.partial(jax.jit, static_argnames=("rope",))
+def _place(keys: Array, first_position: Array, table: RopeTable, rope: RopeConfig) -> Array:
+    positions = first_position + jnp.arange(keys.shape[1])
+
+    def layer(k: Array) -> Array:
+        return place(k.astype(jnp.float32), positions, table, rope).astype(k.dtype)
+
+    return lax.map(layer, keys)
+
+
+def huggingface_tensors(layout: KVLayout, tokens: int, load: Load) -> list[NewTensor]:
+    """``layers.{i}.key`` and ``layers.{i}.value``, each [1, K, T, H].
+
+    What ``transformers.Cache.update(key, value, i)`` takes for a batch of one.
+    """
+    shape = (1, layout.num_kv_heads, tokens, layout.head_dim)
+
+    def heads_first(layer: int, which: int) -> HostArray:
+        return load()[layer, which].swapaxes(0, 1)[None]
+
+    return [
+        NewTensor(
+            name=f"layers.{layer}.{name}",
+            dtype=layout.numpy_dtype,
+            shape=shape,
+            values=functools.partial(heads_first, layer, which),
+        )
+        for layer in range(layout.num_layers)
+        for which, name in enumerate(("key", "value"))
+    ]
+
+
+def lmcache_tensors(layout: KVLayout, tokens: int, load: Load) -> list[NewTensor]:
+    """One tensor ``kv`` [2, L, T, K * H], LMCache's memory format ``KV_2LTD``."""
+    width = layout.num_kv_heads * layout.head_dim
+    shape = (2, layout.num_layers, tokens, width)
+    return [
+        NewTensor(
+            name="kv",
+            dtype=layout.numpy_dtype,
+            shape=shape,
+            values=lambda: load().swapaxes(0, 1).reshape(shape),
+        )
+    ]
+
+
+def write_tree(
+    out: Path,
+    store: KVStore,
+    bundle: Bundle,
+    records: Sequence[Record],
+    placement: Placement,
+    settings: Mapping[str, Any],
+) -> Written:
+    """Write one chunk as the group ``chunks.zarr/<key>`` unless it stands there.
+
+    The group's attributes hold ``settings`` and the description of the bundle. Its array ``kv`` is
+    [L, 2, T, K, H], K before RoPE; the chunk's auxiliary arrays are in the group ``aux``. Elements
+    are unsigned bits, and the attribute ``dtype`` says of what.
+    """
+    root = out / TREE
+    folder = root / bundle.name
+    document = _group({"jaxrag": {**settings, **describe(bundle, records)}})
+    with file_errors(folder):
+        _make_root(root, settings)
+        kept = _holds(folder / "zarr.json", document)
+        if not kept:
+            temporary = out / f".{bundle.name}.tmp"
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            try:
+                _write_arrays(Backend(temporary), store, bundle, records)
+                _write(temporary / "zarr.json", document)
+                shutil.rmtree(folder, ignore_errors=True)  # of a chunk that was replaced since
+                temporary.rename(folder)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+        nbytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return Written(folder.relative_to(out).as_posix(), nbytes, None, kept)
+
+
+def _write_arrays(
+    target: Backend, store: KVStore, bundle: Bundle, records: Sequence[Record]
+) -> None:
+    layout = dataclasses.replace(store.layout, stored="native")  # get_many dequantises
+    attributes = {"dtype": layout.dtype, "rope_applied": False}
+    target.write_array("kv/", layout, read(store, bundle), attributes)
+    if len(records) > 1:  # auxiliary arrays belong to one chunk, not to several side by side
+        return
+    names = [name for name in records[0].aux if name != SCALE]
+    for name in names:
+        array = store.aux(records[0].key, name)
+        target.write_aux(f"aux/{name}/", array, {"dtype": records[0].aux[name].dtype})
+    if names:
+        target.write("aux/zarr.json", _group({}))
+
+
+def _make_root(root: Path, settings: Mapping[str, Any]) -> None:
+    document = _group({"jaxrag": settings})
+    if not _holds(root / "zarr.json", document):
+        root.mkdir(exist_ok=True)
+        _write(root / "zarr.json", document)
+
+
+def _group(attributes: Mapping[str, Any]) -> bytes:
+    node = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+    return json.dumps(node).encode()
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    try:
+        return path.read_bytes() == data
+    except FileNotFoundError:
+        return False
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

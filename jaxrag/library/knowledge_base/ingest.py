@@ -20,6 +20,7 @@ from tqdm import tqdm
 from jaxrag.kv.store import ChunkWriter, PutResult
 from jaxrag.library.documents import BadDocument, Intake
 from jaxrag.library.knowledge_base.prepare import Prepared, Preparer
+from jaxrag.library.knowledge_base.vectors import ChunkVectors
 from jaxrag.library.knowledge_base.writers import Writer
 from jaxrag.library.retrieve.base import searched_text
 from jaxrag.models.text.progress import progress_bar
@@ -28,6 +29,10 @@ from jaxrag.reuse.encode.packed import ROW_TOKENS
 
 BATCH_TOKENS = 1 << 16  # of one catalog commit
 UNKNOWN_EXAMPLES = 5  # words that a report shows
+_COUNTED = (
+    "documents", "replaced", "unchanged", "chunks", "tokens", "encoded", "encoded_tokens",
+    "unknown_tokens", "unsealed",
+)  # fmt: skip
 
 _Future = concurrent.futures.Future
 
@@ -101,18 +106,6 @@ class AddReport:
         return self.encoded / self.seconds
 
 
-class Vectors(Protocol):
-    """Where the vectors of chunk texts are kept, when they are."""
-
-    def add(self, chunk_ids: Sequence[int], texts: Sequence[str]) -> None:
-        """Embed the texts and keep their vectors, durably."""
-        ...
-
-    def remove(self, chunk_ids: Sequence[int]) -> None:
-        """Forget vectors; an id that has none is left out."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Ingest:
     """How documents come into one knowledge base.
@@ -124,7 +117,7 @@ class Ingest:
     """
 
     preparer: Preparer
-    vectors: Vectors | None = None
+    vectors: ChunkVectors | None = None
     turn: Turn | None = None
 
     def run(self, intake: Intake, progress: bool) -> AddReport:
@@ -148,20 +141,13 @@ class Ingest:
                 pipeline.take(batch, None if bar.disable else intake)
             pipeline.finish()
         count = pipeline.count
+        counted = {field: count[field] for field in _COUNTED}
         return AddReport(
-            documents=count["documents"],
-            replaced=count["replaced"],
-            unchanged=count["unchanged"],
-            chunks=count["chunks"],
-            tokens=count["tokens"],
-            encoded=count["encoded"],
+            **counted,
             reused=count["chunks"] * len(preparer.encoders) - count["encoded"],
-            encoded_tokens=count["encoded_tokens"],
             skipped=tuple(skipped),
             seconds=time.perf_counter() - start,
-            unknown_tokens=count["unknown"],
             unknown_words=tuple(pipeline.unknown_words),
-            unsealed=count["unsealed"],
             passed=intake.passed,
         )
 
@@ -277,7 +263,7 @@ class _Pipeline:
             return
         for chunk in prepared.entry.chunks:
             unknown = int((chunk.ids == tokenizer.unk_id).sum())
-            self.count["unknown"] += unknown
+            self.count["unknown_tokens"] += unknown
             if unknown and len(self.unknown_words) < UNKNOWN_EXAMPLES:
                 words = tokenizer.unknown_words(chunk.text)
                 room = UNKNOWN_EXAMPLES - len(self.unknown_words)

@@ -15,14 +15,13 @@ from jaxrag.library.catalog import DocumentEntry
 from jaxrag.library.documents import DocumentFiles, Intake, Shard, Source, read_paths
 from jaxrag.library.export import ExportReport, ExportRequest, Piece, Selector, export_selected
 from jaxrag.library.knowledge_base import upkeep
-from jaxrag.library.knowledge_base.folders import find_folder
-from jaxrag.library.knowledge_base.gone import Gone, compare
 from jaxrag.library.knowledge_base.ingest import AddReport, Ingest, Turn
 from jaxrag.library.knowledge_base.location import open_catalog
 from jaxrag.library.knowledge_base.maintained import Maintained
 from jaxrag.library.knowledge_base.prepare import Cut, Preparer
 from jaxrag.library.knowledge_base.search import Hits, Search, SearchMode
-from jaxrag.library.knowledge_base.settings import Wanted
+from jaxrag.library.knowledge_base.settings import Wanted, find_folder
+from jaxrag.library.knowledge_base.upkeep import Gone, compare
 from jaxrag.library.knowledge_base.vectors import GivenEmbedder
 from jaxrag.library.options import ChunkBy, SimilarBy
 from jaxrag.library.retrieve.adapters import adopted

@@ -11,9 +11,8 @@ from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.kv.store import ChunkStore, KVLayout, ReadThrough
 from jaxrag.kv.store.chunk_store import Mode
 from jaxrag.kv.store.keys import derive
-from jaxrag.library.catalog import Catalog, lost_settings
+from jaxrag.library.catalog import Catalog, salvage
 from jaxrag.library.catalog.database import damaged
-from jaxrag.library.catalog.salvage import Salvage, salvage
 from jaxrag.library.knowledge_base.settings import (
     NEEDED,
     REPLACED,
@@ -34,14 +33,14 @@ CATALOG = "catalog.sqlite"
 TIER = "tier"  # folder of the local copies of a repository that lies elsewhere
 
 
-def mend_catalog(folder: Path) -> Salvage | None:
+def mend_catalog(folder: Path) -> salvage.Salvage | None:
     """Make a damaged catalog whole from what can be read of it; None where nothing was done.
 
     Nothing is done to a whole one, nor to one that anybody has open. What its rows say is left to
     ``KnowledgeBase.verify``. Raises StoreError where too little is left or files cannot be written.
     """
     path = folder / CATALOG
-    return salvage(path, NEEDED) if path.is_file() and os.access(folder, os.W_OK) else None
+    return salvage.salvage(path, NEEDED) if path.is_file() and os.access(folder, os.W_OK) else None
 
 
 def mend_settings(folder: Path) -> tuple[str, ...]:
@@ -52,7 +51,7 @@ def mend_settings(folder: Path) -> tuple[str, ...]:
     path = folder / CATALOG
     if not path.is_file() or not os.access(folder, os.W_OK):
         return ()
-    return lost_settings.mend_settings(path, NEEDED, _may_have_been, REPLACED)
+    return salvage.mend_settings(path, NEEDED, _may_have_been, REPLACED)
 
 
 def _may_have_been(name: str, settings: Mapping[str, Any]) -> Iterator[Any]:

@@ -4,6 +4,17 @@ The neighbours of a chunk are the ``top_n`` other chunks of the knowledge base m
 the most similar first. The chunk itself is none of them and takes none of the places; nor does one
 with the same tokens as the chunk or as a nearer neighbour. The list ends before the first that does
 not fit the model's context behind the prefix and in front of the chunk.
+
+A complete search is remembered in the catalog: of which chunks it was, and how they were searched.
+Where nothing came or went since, all lists are as they were. Where an exact vector index ranks
+them, two chunks' similarity is theirs alone, and the chunks to search again are those that
+
+- have no KV, as new ones, and those whose KV saw a chunk that is gone;
+- have fewer neighbours than asked for, because the context ended or there were no more;
+- are at least as similar to a new chunk as to the last of their neighbours.
+
+With BM25 a word weighs less the more chunks hold it, and with an approximate index what is found
+depends on how it was built: there every change may reorder every list, and all are searched again.
 """
 
 import collections
@@ -20,7 +31,6 @@ from jaxrag.base.errors import StoreError
 from jaxrag.base.types import HostArray
 from jaxrag.library.catalog import Catalog, ChunkTokens
 from jaxrag.library.knowledge_base.ingest import RefreshReport
-from jaxrag.library.knowledge_base.staleness import NeighbourSearch
 from jaxrag.library.knowledge_base.vectors import ChunkVectors
 from jaxrag.library.knowledge_base.writers import Writer
 from jaxrag.library.options import SimilarBy
@@ -35,6 +45,10 @@ from jaxrag.reuse.encode import ChunkEncoding, ChunkInContext
 DEFAULT_TOP_N = 10  # FusionRAG section 5.3.2
 
 _BATCH = 64  # chunks between two commits
+_COUNTED = ("chunks", "encoded", "reused", "unchanged", "encoded_tokens", "context_tokens")
+_SETTING = "searched"
+_ROWS = 2048  # vectors that are compared at once
+_ROUNDING = 1e-4  # of two products of the same vectors in other batches, relative to their lengths
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -182,7 +196,7 @@ def refresh(
     """Encode every chunk whose neighbours, their order included, are not those of its KV.
 
     Neighbours are searched of the chunks whose lists may have changed since the last complete
-    search (``knowledge_base.staleness``). Found by an exact vector index, these are the new
+    search. Found by an exact vector index, these are the new
     chunks and those that a chunk which came or went is near to; found by BM25 or an approximate
     index, all chunks as soon as any document changed: one question for every chunk, for BM25 to an
     index that is read into memory once.
@@ -198,7 +212,7 @@ def refresh(
       progress: show how far it is, on stderr.
     """
     start = time.perf_counter()
-    count: collections.Counter[str] = collections.Counter()
+    count = collections.Counter(dict.fromkeys(_COUNTED, 0))
     search = NeighbourSearch.begin(neighbours.catalog, _how(neighbours, encoding, encoders))
     outdated = search.outdated(encoders, neighbours.top_n, neighbours.index)
     if neighbours.by == "bm25" and len(outdated) > _BATCH:
@@ -218,16 +232,8 @@ def refresh(
                 bar.update(len(batch))
             search.check()
     search.finish()
-    return RefreshReport(
-        chunks=count["chunks"],
-        searched=len(outdated),
-        encoded=count["encoded"],
-        reused=count["reused"],
-        unchanged=count["unchanged"],
-        encoded_tokens=count["encoded_tokens"],
-        context_tokens=count["context_tokens"],
-        seconds=time.perf_counter() - start,
-    )
+    seconds = time.perf_counter() - start
+    return RefreshReport(searched=len(outdated), seconds=seconds, **count)
 
 
 def _how(
@@ -292,3 +298,129 @@ def recorded_chunks(
             if chunk.chunk_id in placed:
                 found.setdefault(chunk.encoder, {})[key] = placed[chunk.chunk_id]
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class NeighbourSearch:
+    """One search of the neighbours of a knowledge base's chunks, from ``begin`` to ``finish``.
+
+    Attributes:
+      catalog: of the knowledge base.
+      how: what decides the result besides the chunks, JSON-able.
+      chunk_ids: every chunk there was when it began, int64 ascending.
+      run: its number; only the search with the highest one may be remembered.
+      known: what the last complete search left, where it was such a search.
+    """
+
+    catalog: Catalog
+    how: Mapping[str, Any]
+    chunk_ids: HostArray
+    run: int
+    known: Mapping[str, Any] | None
+
+    @classmethod
+    def begin(cls, catalog: Catalog, how: Mapping[str, Any]) -> "NeighbourSearch":
+        """Begin a search. Until it is finished none is remembered, so that a killed one is not."""
+        before = catalog.swap(_SETTING, lambda value: {"run": _run_of(value) + 1})
+        known = before if before and before.get("how") == how else None
+        return cls(catalog, how, catalog.chunk_ids(), _run_of(before) + 1, known)
+
+    def outdated(self, encoders: Sequence[str], top_n: int, index: VectorIndex | None) -> HostArray:
+        """The chunks whose neighbours may be others now, or that lack KV: int64 ascending.
+
+        Args:
+          encoders: whose KV is looked for.
+          top_n: neighbours of a chunk, at most.
+          index: what ranks them; None for BM25.
+        """
+        ids = self.chunk_ids
+        if not encoders:
+            return ids[:0]
+        if self.known is None:
+            return ids
+        searched = _from_ranges(self.known["chunks"])
+        new, gone = np.setdiff1d(ids, searched), np.setdiff1d(searched, ids)
+        if not len(new) and not len(gone):
+            return _lacking(self.catalog, ids, encoders)
+        # Where one of several chunks of a content has left, its content may rank lower now.
+        copies = np.isin(gone, _from_ranges(self.known["copies"])).any()
+        if index is None or not index.exact or copies or 2 * len(new) >= len(ids):
+            return ids
+        outdated = np.zeros(len(ids), bool)
+        try:
+            for encoder in encoders:
+                own, last = self.catalog.last_neighbours(encoder, top_n)
+                outdated |= ~np.isin(ids, own)
+                outdated |= np.isin(ids, own[_entered(index, own, last, new)])
+        except StoreError:
+            if np.array_equal(self.catalog.chunk_ids(), ids):
+                raise
+            return ids  # a chunk that left meanwhile took its vector along: all are searched
+        return ids[outdated]
+
+    def check(self) -> None:
+        """Call after lists were written: a search that began later is not to be remembered then."""
+        if _run_of(self.catalog.settings().get(_SETTING)) != self.run:
+            self._give_up()
+
+    def finish(self) -> None:
+        """Everything that ``outdated`` named was searched; remember it, if nothing interfered."""
+        copies = self.catalog.copies()  # before what they are copies of is looked at
+        if not np.array_equal(self.catalog.chunk_ids(), self.chunk_ids):
+            self._give_up()
+            return
+        found = {
+            "run": self.run,
+            "how": dict(self.how),
+            "chunks": _to_ranges(self.chunk_ids),
+            "copies": _to_ranges(copies),
+        }
+        self.catalog.swap(_SETTING, lambda value: found if _run_of(value) == self.run else value)
+        self.check()
+
+    def _give_up(self) -> None:
+        self.catalog.swap(_SETTING, lambda value: {"run": _run_of(value) + 1})
+
+
+def _run_of(value: Mapping[str, Any] | None) -> int:
+    return 0 if value is None else int(value["run"])
+
+
+def _lacking(catalog: Catalog, ids: HostArray, encoders: Sequence[str]) -> HostArray:
+    """Chunks without KV of one of the encoders."""
+    lacking = np.zeros(len(ids), bool)
+    for encoder in encoders:
+        lacking |= ~np.isin(ids, catalog.encoded_ids(encoder))
+    return ids[lacking]
+
+
+def _entered(index: VectorIndex, own: HostArray, last: HostArray, new: HostArray) -> HostArray:
+    """Whether one of ``new`` is at least as similar to each of ``own`` as ``last`` is: bool [N].
+
+    Rounding counts as similar: a chunk too many is searched, never one too few.
+    """
+    entered = np.zeros(len(own), bool)
+    for first in range(0, len(new), _ROWS):
+        added = index.get(new[first : first + _ROWS])
+        longest = np.sqrt(np.square(added).sum(1).max())
+        for start in range(0, len(own), _ROWS):
+            here = slice(start, start + _ROWS)
+            vectors, ends = index.get(own[here]), index.get(last[here])
+            lengths = np.sqrt(np.square(vectors).sum(1))
+            slack = _ROUNDING * lengths * np.maximum(longest, np.sqrt(np.square(ends).sum(1)))
+            entered[here] |= (vectors @ added.T).max(1) >= (vectors * ends).sum(1) - slack
+    return entered
+
+
+def _to_ranges(ids: HostArray) -> list[list[int]]:
+    """Ascending ids as first and last of every run."""
+    if not len(ids):
+        return []
+    breaks = np.flatnonzero(np.diff(ids) != 1)
+    firsts, lasts = ids[np.r_[0, breaks + 1]], ids[np.r_[breaks, len(ids) - 1]]
+    return [[int(first), int(last)] for first, last in zip(firsts, lasts, strict=True)]
+
+
+def _from_ranges(ranges: Sequence[Sequence[int]]) -> HostArray:
+    parts = [np.arange(first, last + 1) for first, last in ranges]
+    return np.concatenate([np.zeros(0, np.int64), *parts])

@@ -17,9 +17,8 @@ from jaxrag.library.embed import Embedder
 from jaxrag.library.knowledge_base.location import open_repository
 from jaxrag.library.knowledge_base.settings import Wanted
 from jaxrag.library.knowledge_base.vectors import ChunkVectors
-from jaxrag.library.retrieve.adapters import CatalogChunks
+from jaxrag.library.retrieve.adapters import CatalogChunks, retriever_plugin
 from jaxrag.library.retrieve.base import Chunks, Reranker, Retriever
-from jaxrag.library.retrieve.plugins import retriever_plugin
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate, template_from_dict
 from jaxrag.models.text.tokenizer import Tokenizer

@@ -12,9 +12,9 @@ from typing import Any, Literal, get_args
 from jaxrag.base.errors import RequestError
 from jaxrag.library.catalog import Catalog, Hit
 from jaxrag.library.knowledge_base.vectors import ChunkVectors
+from jaxrag.library.retrieve.adapters import ForeignRetriever
 from jaxrag.library.retrieve.base import Reranker, Retriever
 from jaxrag.library.retrieve.filters import Filter
-from jaxrag.library.retrieve.plugins import ForeignRetriever
 from jaxrag.library.retrieve.retrievers import (
     BM25Retriever,
     HybridRetriever,

@@ -1,6 +1,8 @@
 """What a knowledge base is made with: written once, remembered, and checked at every opening."""
 
 import dataclasses
+import os
+import urllib.parse
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +16,6 @@ from jaxrag.base.tables import require_kind
 from jaxrag.kv.store.keys import derive
 from jaxrag.kv.store.seal import Sealer
 from jaxrag.library.documents.chunking import Chunking
-from jaxrag.library.knowledge_base.folders import store_location
 from jaxrag.library.knowledge_base.neighbours import DEFAULT_TOP_N
 from jaxrag.library.knowledge_base.vectors import choose_embedder
 from jaxrag.library.options import KnowledgeBaseOptions, SimilarBy
@@ -294,3 +295,28 @@ def _told_apart(one: str, other: str) -> tuple[str, str]:
     """Two digests as they are shown: their first digits, or all where these are the same."""
     length = max(len(one), len(other)) if one[:_SHOWN] == other[:_SHOWN] else _SHOWN
     return one[:length], other[:length]
+
+
+def find_folder(path: str | os.PathLike[str]) -> Path:
+    """The local folder that a path or file:// URL names. Raises KnowledgeBaseError for others."""
+    text = os.fspath(path)
+    scheme, separator, _ = text.partition("://")
+    if separator:
+        if scheme != "file":
+            raise KnowledgeBaseError(
+                f"{text}: a knowledge base needs a local folder, its catalog is an SQLite file; "
+                "give a path or a file:// URL (its chunks may lie elsewhere: store=)"
+            )
+        text = urllib.parse.unquote(urllib.parse.urlsplit(text).path)
+    folder = Path(text).absolute()
+    if folder.exists() and not folder.is_dir():
+        raise KnowledgeBaseError(f"{folder} is a file; expected the folder of a knowledge base")
+    return folder
+
+
+def store_location(store: str | os.PathLike[str]) -> str:
+    """A repository as it is remembered: a URL as it is, a folder with its absolute path."""
+    text = os.fspath(store)
+    if "://" in text and not text.startswith("file://"):
+        return text
+    return str(find_folder(text))

@@ -7,8 +7,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-import numpy as np
-
 from jaxrag.base.errors import RetrievalError
 from jaxrag.library.retrieve.base import (
     NOTHING,
@@ -77,15 +75,6 @@ class VectorRetriever:
         self._index = index
         self._chunk_ids = chunk_ids
         self._strays = frozenset[int]() if strays is None else frozenset(strays.tolist())
-
-    def add(self, ids: Sequence[int] | Ids, texts: Sequence[str]) -> None:
-        """Embed texts and add them to the index; durable when it returns."""
-        if len(texts):
-            self._index.add(np.asarray(ids, np.int64), self._embed(texts, "passage"))
-
-    def remove(self, ids: Sequence[int] | Ids) -> None:
-        """Forget chunks; durable when it returns."""
-        self._index.remove(np.asarray(ids, np.int64))
 
     def search(
         self, queries: Sequence[str], k: int, *, where: Mapping[str, Any] | None = None

@@ -188,12 +188,6 @@ class PromptTemplate:
         before = before if before.startswith(leading) else leading + before
         return ("prefix", before), ("chunk", self.chunk), ("final block", after)
 
-    def question_span(self, tokenizer: Tokenizer, question: str) -> tuple[int, int]:
-        """Where the question's own tokens stand in ``final_ids``: the first, and one past them."""
-        before = self._around_chunks(tokenizer)[0][1].partition("{question}")[0]
-        start = len(_fill(before, tokenizer, {}))
-        return start, start + len(tokenizer.encode(question))
-
     def arrange[C: OfDocument](self, found: Sequence[C]) -> list[C]:
         """Retrieved chunks, given best first, in the order of the prompt."""
         if self.chunk_order == "best_last":

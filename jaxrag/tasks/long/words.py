@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from jaxrag.base.errors import DocumentError
-from jaxrag.models.text.sentences import sentence_starts
+from jaxrag.models.text.pieces import sentence_starts
 
 Prose = Callable[[random.Random], Iterator[str]]  # endless sentences of a haystack
 

@@ -5,9 +5,8 @@ import zipfile
 
 import pytest
 
-from jaxrag.library.documents import archive as archive_module
 from jaxrag.library.documents import files as files_module
-from jaxrag.library.documents import pdf as pdf_module
+from jaxrag.library.documents import office as office_module
 from jaxrag.library.documents.html import html_text
 
 PAGE = """<!doctype html><html><head><meta charset="utf-8"><title> The
@@ -180,7 +179,7 @@ def test_pdf_text_beyond_the_bound_is_refused(tmp_path, read, make_pdf, monkeypa
 
 
 def test_halves_of_surrogates_and_nuls_of_broken_fonts_do_not_cost_the_file():
-    assert pdf_module._clean("a\0b \ud83c\udf75 \ud800") == "ab 🍵 \ufffd"
+    assert office_module._clean("a\0b \ud83c\udf75 \ud800") == "ab 🍵 \ufffd"
 
 
 def test_chinese_lines_that_fill_the_page_go_on_with_the_next(tmp_path, read, make_pdf):
@@ -243,9 +242,9 @@ def test_docx_that_unpacks_to_too_much_is_refused_unread(tmp_path, read, make_do
     with zipfile.ZipFile(bomb, "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("word/extra.xml", b"\0" * 3_000_000)
     (tmp_path / "a.docx").write_bytes(bomb.getvalue())
-    monkeypatch.setattr(archive_module, "MAX_PART_BYTES", 2_000_000)
+    monkeypatch.setattr(files_module, "MAX_PART_BYTES", 2_000_000)
     assert "word/extra.xml unpacks to more than" in refused(read(tmp_path))
-    monkeypatch.setattr(archive_module, "MAX_UNPACKED_BYTES", 1_000_000)
+    monkeypatch.setattr(files_module, "MAX_UNPACKED_BYTES", 1_000_000)
     assert "unpacks to more than" in refused(read(tmp_path))
 
 

@@ -5,7 +5,6 @@ import zipfile
 
 import pytest
 
-from jaxrag.library.documents import archive as archive_module
 from jaxrag.library.documents import files as files_module
 
 CONTAINER = """<?xml version="1.0"?>
@@ -127,13 +126,13 @@ def test_entities_of_a_book_neither_grow_nor_lead_outside(tmp_path, read, used):
 
 
 def test_a_book_that_unpacks_to_too_much_is_refused(tmp_path, read, monkeypatch):
-    monkeypatch.setattr(archive_module, "MAX_PART_BYTES", 2_000_000)
+    monkeypatch.setattr(files_module, "MAX_PART_BYTES", 2_000_000)
     (tmp_path / "a.epub").write_bytes(book(two="<p>" + " " * 3_000_000))
     assert "OEBPS/two.html unpacks to more than" in refused(read(tmp_path))
 
 
 def test_pictures_of_a_book_are_not_unpacked(tmp_path, read, monkeypatch):
-    monkeypatch.setattr(archive_module, "MAX_PART_BYTES", 100_000)
+    monkeypatch.setattr(files_module, "MAX_PART_BYTES", 100_000)
     (tmp_path / "a.epub").write_bytes(book(cover=bytes(1_000_000)))
     assert only(read(tmp_path)).title == "Salt wells"
 

@@ -10,7 +10,6 @@ import pptx
 import pytest
 from pptx.util import Inches
 
-from jaxrag.library.documents import archive as archive_module
 from jaxrag.library.documents import files as files_module
 
 LAUGHS = '<!DOCTYPE d [<!ENTITY a0 "ha">' + "".join(
@@ -250,7 +249,7 @@ def test_files_that_are_none(tmp_path, read, kind, change, reason):
 def test_files_that_unpack_to_too_much_are_refused_unread(tmp_path, read, kind, monkeypatch):
     data = edited(some(kind), **{PART[kind]: lambda part: part + b" " * 3_000_000})
     (tmp_path / f"a.{kind}").write_bytes(data)
-    monkeypatch.setattr(archive_module, "MAX_PART_BYTES", 2_000_000)
+    monkeypatch.setattr(files_module, "MAX_PART_BYTES", 2_000_000)
     assert f"{PART[kind]}.xml unpacks to more than" in refused(read(tmp_path))
 
 

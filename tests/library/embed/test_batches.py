@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrag.library.embed.batches import Batch, fill, plan, width_for
+from jaxrag.library.embed.text import Batch, fill, plan, width_for
 
 
 def test_widths():

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrag.base.errors import ConfigError, ModelError
 from jaxrag.library.embed import Prefixes, load_embedder
-from jaxrag.library.embed.sentence import known_prefixes, read_settings
+from jaxrag.library.embed.hf import known_prefixes, read_settings
 
 
 def test_what_the_files_say(embedder_dir):

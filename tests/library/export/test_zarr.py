@@ -75,7 +75,7 @@ def test_exporting_again_writes_nothing_and_a_replaced_chunk_is_written_again(fi
 def test_a_failed_write_leaves_no_half_a_chunk(fill, tmp_path, monkeypatch):
     chunks, config = fill()
     out = tmp_path / "out"
-    monkeypatch.setattr("jaxrag.library.export.tree._write_arrays", lambda *_: 1 / 0)
+    monkeypatch.setattr("jaxrag.library.export.files._write_arrays", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         export(chunks, config, out)
     assert {path.name for path in out.iterdir()} == {MANIFEST, "chunks.zarr"}

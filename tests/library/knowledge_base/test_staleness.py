@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxrag.library.knowledge_base.staleness import (
+from jaxrag.library.knowledge_base.neighbours import (
     NeighbourSearch,
     _entered,
     _from_ranges,

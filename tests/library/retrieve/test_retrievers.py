@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import RequestError, RetrievalError
+from jaxrag.library.retrieve.adapters import GROUP, ForeignRetriever, retriever_plugin
 from jaxrag.library.retrieve.base import Found
 from jaxrag.library.retrieve.filters import Filter
 from jaxrag.library.retrieve.lance import VectorIndex
-from jaxrag.library.retrieve.plugins import GROUP, ForeignRetriever, retriever_plugin
 from jaxrag.library.retrieve.retrievers import (
     BM25Retriever,
     HybridRetriever,
@@ -47,9 +47,9 @@ class Fixed:
 
 @pytest.fixture
 def by_vector(tmp_path):
-    retriever = VectorRetriever(embed, VectorIndex.open(tmp_path, len(WORDS), "exact"), chunk_ids)
-    retriever.add(list(TEXTS), list(TEXTS.values()))
-    return retriever
+    index = VectorIndex.open(tmp_path, len(WORDS), "exact")
+    index.add(np.array(list(TEXTS)), embed(list(TEXTS.values()), "passage"))
+    return VectorRetriever(embed, index, chunk_ids)
 
 
 def test_vector_retriever(by_vector):
@@ -61,9 +61,8 @@ def test_vector_retriever(by_vector):
         2,
         3,
     }
-    by_vector.remove([3])
+    by_vector._index.remove(np.array([3]))
     assert by_vector.search(["lamp"], 1) == [[Found(1, 1.0)]]
-    by_vector.add([], [])
     assert by_vector.search([], 3) == []
     with pytest.raises(RequestError, match="regex"):
         by_vector.search(["lamp"], 1, where={"year": {"$regex": "."}})

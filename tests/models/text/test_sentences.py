@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrag.models.text.sentences import sentence_starts
+from jaxrag.models.text.pieces import sentence_starts
 
 
 def sentences(text):

@@ -8,7 +8,7 @@ import uuid
 import pytest
 
 from jaxrag.base.errors import DocumentError
-from jaxrag.models.text.sentences import sentence_starts
+from jaxrag.models.text.pieces import sentence_starts
 from jaxrag.tasks.long import words
 
 
