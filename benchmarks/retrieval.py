@@ -34,7 +34,7 @@ import scipy.sparse
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.library.catalog import Catalog, Entry
+from jaxrag.library.catalog import Catalog, NewDocument
 from jaxrag.library.documents import Document
 from jaxrag.library.documents.chunking import Chunking, split
 from jaxrag.library.embed import load_embedder
@@ -204,7 +204,7 @@ def fill(catalog: Catalog, passages: Sequence[Document], tokenizer: Tokenizer) -
     free = iter(catalog.reserve(sum(map(len, cut))))
     catalog.put(
         [
-            Entry(
+            NewDocument(
                 document=passage,
                 digest="",
                 chunks=chunks,

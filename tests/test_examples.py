@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxrag.library.catalog import Catalog, Entry
+from jaxrag.library.catalog import Catalog, NewDocument
 from jaxrag.library.documents import Document, read_paths
 from jaxrag.library.documents.chunking import Chunk, Chunking, split
 from jaxrag.models.text.prompts import template_named
@@ -40,7 +40,7 @@ def catalog(tmp_path_factory):
             for index, (start, end) in enumerate((s, s + CHARACTERS) for s in pieces)
         ]
         contents = [f"{document.id}:{chunk.index}" for chunk in chunks]
-        made.put([Entry(document, "", chunks, {}, contents, made.reserve(len(chunks)))])
+        made.put([NewDocument(document, "", chunks, {}, contents, made.reserve(len(chunks)))])
     yield made
     made.close()
 
@@ -73,7 +73,7 @@ def village(tmp_path_factory, tokenizer):
         assert isinstance(document, Document), document
         chunks = split(document.text, tokenizer, Chunking(20, 0, "sentence"))
         contents = [f"{document.id}:{chunk.index}" for chunk in chunks]
-        made.put([Entry(document, "", chunks, {}, contents, made.reserve(len(chunks)))])
+        made.put([NewDocument(document, "", chunks, {}, contents, made.reserve(len(chunks)))])
     yield made
     made.close()
 

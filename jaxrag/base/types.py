@@ -37,7 +37,7 @@ HostArray = np.ndarray[Any, Any]
 # and answer, which see everything before them; 3, 4, ... the chunks.
 FIRST_CHUNK = 3
 
-HIDDEN = np.int32(np.iinfo(np.int32).max)  # slot_position of a slot that nobody may see
+HIDDEN = np.int32(np.iinfo(np.int32).max)  # slot_position of a slot that no query may see
 
 
 class Tokens(struct.PyTreeNode):

@@ -20,7 +20,13 @@ from jax.sharding import Mesh
 from jaxrag.base.config import DType, ModelConfig
 from jaxrag.base.errors import ModelError
 from jaxrag.models.digest import params_digest
-from jaxrag.models.record import Record, is_checkpoint, new_directory, read_record, write_record
+from jaxrag.models.record import (
+    CheckpointRecord,
+    is_checkpoint,
+    new_directory,
+    read_record,
+    write_record,
+)
 from jaxrag.models.spec import (
     Params,
     ParamSpec,
@@ -61,7 +67,7 @@ def save_checkpoint(
             for path in sorted((temporary / _PARAMS).rglob("*"))
             if path.is_file()
         }
-        write_record(temporary, Record(config, params_digest(params), files))
+        write_record(temporary, CheckpointRecord(config, params_digest(params), files))
 
 
 def load_checkpoint(

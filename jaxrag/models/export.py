@@ -25,7 +25,7 @@ from jaxrag.models.tensor_files import INDEX_FILE, SINGLE_FILE, NewTensor, write
 from jaxrag.models.text.prompts import PromptTemplate, write_prompt
 from jaxrag.models.text.tokenizer import copy_tokenizer
 
-Form = Literal["huggingface", "jaxrag"]
+ModelForm = Literal["huggingface", "jaxrag"]
 _MAX_FILE_BYTES = 5_000_000_000
 
 
@@ -63,7 +63,7 @@ def export_hf(
         _write_json(temporary / "config.json", hf_config)
 
 
-def convert(source: str | Path, target: str | Path, to: Form | None = None) -> Form:
+def convert(source: str | Path, target: str | Path, to: ModelForm | None = None) -> ModelForm:
     """Convert a Hugging Face directory to a jaxrag checkpoint, or back; returns the form written.
 
     The values of the tensors are kept exactly; config and tokenizer files go with them. Works in
@@ -75,7 +75,7 @@ def convert(source: str | Path, target: str | Path, to: Form | None = None) -> F
         raise ModelError(f"{source}: no such model directory")
     if not is_checkpoint(source) and not is_hf_directory(source):
         raise ModelError(f"{source}: neither a Hugging Face directory nor a jaxrag checkpoint")
-    form: Form = "huggingface" if is_checkpoint(source) else "jaxrag"
+    form: ModelForm = "huggingface" if is_checkpoint(source) else "jaxrag"
     if to not in (None, form):
         raise ModelError(f"{source}: cannot convert to {to!r}; from here it can be {form!r}")
     refuse_existing(Path(target))

@@ -91,9 +91,9 @@ def _likelihoods(
 
     def of_piece(scanned: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         states, following = scanned
-        told = jax.nn.log_softmax(unembed(params, states))
-        top, top_ids = lax.top_k(told, count)
-        return jnp.take_along_axis(told, following[:, None], axis=-1)[:, 0], top, top_ids
+        logs = jax.nn.log_softmax(unembed(params, states))
+        top, top_ids = lax.top_k(logs, count)
+        return jnp.take_along_axis(logs, following[:, None], axis=-1)[:, 0], top, top_ids
 
     following = jnp.roll(tokens.ids[0], -1)
     pieces = (hidden[0].reshape(-1, piece, dim), following.reshape(-1, piece))

@@ -43,8 +43,8 @@ class Memory:
       pool_tokens: as asked for, or by default.
       pool: of these tokens on the device.
       host_pool: of these tokens in host memory.
-      free: on the device now; None where nobody says.
-      host_free: of host memory now; None where nobody says.
+      free: on the device now; None where it is not reported.
+      host_free: of host memory now; None where it is not reported.
     """
 
     device: str
@@ -61,13 +61,13 @@ class Memory:
 
     @property
     def missing(self) -> int:
-        """Bytes that the weights lack on the device; 0 where they fit or nobody knows."""
+        """Bytes that the weights lack on the device; 0 where they fit or it is not known."""
         need = self.weights + (self.reading if self.on_cpu else 0)
         return 0 if self.free is None else max(need - self.free, 0)
 
     @property
     def most_tokens(self) -> int | None:
-        """Tokens of KV that fit beside the weights, in whole pages; None where nobody knows.
+        """Tokens of KV that fit beside the weights, in whole pages; None: not known.
 
         Of a pool that lies where this one does.
         """

@@ -67,7 +67,7 @@ class Model:
       mesh: the devices it is spread over; None is the default device.
       cache_tokens: size of its engine's page pool; None leaves that to the engine.
       template: the prompt format that it was trained with, from its directory's ``prompt.toml``;
-        used where nobody names another.
+        used where no other is named.
       reading: how it was trained to read chunks, from ``reading.toml``.
       value_layers: its engine's pool holds V of so many layers on the device, and of the others in
         host memory (KCache section 3.1), where only the decode rule "topn" reads it; None: of all.
@@ -166,7 +166,7 @@ class Model:
         return self.tokenizer
 
     def prompt_format(self, wanted: str = DEFAULT_TEMPLATE) -> PromptTemplate:
-        """The template where nobody names one: its own, else what suits it (suited_template)."""
+        """The template where none is named: its own, else what suits it (suited_template)."""
         return self.template or suited_template(self.tokenizer, template_named(wanted))
 
     @property

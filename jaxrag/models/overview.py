@@ -45,7 +45,7 @@ LLAMA_3_8B = read_llama(
 
 
 @dataclasses.dataclass(frozen=True)
-class Files:
+class WeightFiles:
     """The weights on disk.
 
     Attributes:
@@ -83,8 +83,8 @@ class Vocabulary:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompt:
-    """The prompt where nobody names a template.
+class DefaultPrompt:
+    """The prompt where no template is named.
 
     Attributes:
       template: its name.
@@ -118,10 +118,10 @@ class Overview:
     path: str
     architecture: str
     config: ModelConfig
-    files: Files
+    files: WeightFiles
     ignored: tuple[str, ...]
     vocabulary: Vocabulary | None
-    prompt: Prompt | None
+    prompt: DefaultPrompt | None
     reading: Reading
     memory: Memory
 
@@ -129,7 +129,7 @@ class Overview:
     def longest_context(self) -> int | None:
         """Tokens of one prompt and its answer: the model's, or what memory holds if that is less.
 
-        None where nobody knows the memory.
+        None where the memory is not known.
         """
         most = self.memory.most_tokens
         return None if most is None else min(self.config.max_positions, most)
@@ -155,7 +155,7 @@ def overview(
     """Understand a directory, or ORG/NAME of the hub, as ``load_model`` would on this mesh.
 
     Every file but the weights is read, and of these the headers: their names, shapes and sizes are
-    held against the config. Whether weights and pool fit is told, not required.
+    held against the config. Whether weights and pool fit is reported, not required.
 
     Raises ModelError, ConfigError and TokenizerError as ``load_model`` does.
     """
@@ -204,12 +204,12 @@ def rope_words(config: ModelConfig) -> str:
     return words
 
 
-def _hf_files(path: Path, config: ModelConfig) -> Files:
+def _hf_files(path: Path, config: ModelConfig) -> WeightFiles:
     sources = find_sources(path, config)
     tensors = read_tensors(path)
     used = {tensor.name for source in sources.values() for tensor in source.tensors}
     found = {tensor.path for tensor in tensors.values()}
-    return Files(
+    return WeightFiles(
         kind="Hugging Face directory",
         count=len(found),
         nbytes=sum(file.stat().st_size for file in found),
@@ -218,12 +218,12 @@ def _hf_files(path: Path, config: ModelConfig) -> Files:
     )
 
 
-def _checkpoint_files(path: Path, config: ModelConfig) -> Files:
+def _checkpoint_files(path: Path, config: ModelConfig) -> WeightFiles:
     files = [path / name for name in read_record(path).files]
     lost = [file for file in files if not file.is_file()]
     if lost:
         raise ModelError(f"{lost[0]}: missing; copy the checkpoint again")
-    return Files(
+    return WeightFiles(
         kind="jaxrag checkpoint",
         count=len(files),
         nbytes=sum(file.stat().st_size for file in files),
@@ -243,7 +243,7 @@ def _vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> Vocabulary:
     )
 
 
-def _prompt(path: Path, tokenizer: Tokenizer) -> Prompt:
+def _prompt(path: Path, tokenizer: Tokenizer) -> DefaultPrompt:
     own, default = read_prompt(path), template_named(DEFAULT_TEMPLATE)
     chosen: PromptTemplate = own or suited_template(tokenizer, default)
     if own is not None:
@@ -254,4 +254,6 @@ def _prompt(path: Path, tokenizer: Tokenizer) -> Prompt:
         source = "the tokenizer has its markers, and no chat template"
     else:
         source = f"no chat template, and no tokens for the markers of {default.name!r}"
-    return Prompt(chosen.name, source, chosen.parts(tokenizer), chosen.split_marker(tokenizer))
+    return DefaultPrompt(
+        chosen.name, source, chosen.parts(tokenizer), chosen.split_marker(tokenizer)
+    )

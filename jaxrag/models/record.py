@@ -20,7 +20,7 @@ _VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Record:
+class CheckpointRecord:
     """What a checkpoint says about itself."""
 
     config: ModelConfig
@@ -33,7 +33,7 @@ def is_checkpoint(directory: str | Path) -> bool:
     return (Path(directory) / RECORD_FILE).is_file()
 
 
-def write_record(directory: Path, record: Record) -> None:
+def write_record(directory: Path, record: CheckpointRecord) -> None:
     """Write the record of a checkpoint."""
     values = {
         "version": _VERSION,
@@ -45,7 +45,7 @@ def write_record(directory: Path, record: Record) -> None:
     (directory / RECORD_FILE).write_text(text, encoding="utf-8")
 
 
-def read_record(directory: Path) -> Record:
+def read_record(directory: Path) -> CheckpointRecord:
     """Read the record of a checkpoint. Raises ModelError or ConfigError when it is not one."""
     path = Path(directory) / RECORD_FILE
     if not path.is_file():
@@ -59,7 +59,7 @@ def read_record(directory: Path) -> Record:
     if not (known and isinstance(values["files"], dict) and isinstance(values["config"], dict)):
         raise ModelError(f"{path}: expected a version, a digest, and the objects files and config")
     config = config_from_dict(values["config"], str(path))
-    return Record(config, str(values["digest"]), dict(values["files"]))
+    return CheckpointRecord(config, str(values["digest"]), dict(values["files"]))
 
 
 def refuse_existing(target: Path) -> None:

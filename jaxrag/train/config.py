@@ -18,7 +18,7 @@ from jaxrag.models.reading import Reading
 from jaxrag.models.segments import PositionScheme
 from jaxrag.tasks.synthetic import SyntheticTask
 
-Mode = Literal["full", "block", "both"]
+SampleMode = Literal["full", "block", "both"]
 OnBad = Literal["fail", "skip"]
 LoraTarget = Literal["q", "k", "v", "o", "gate", "up", "down"]
 
@@ -58,7 +58,7 @@ class SourcePart:
       name: for messages.
       weight: relative share of the samples drawn.
       paths: .jsonl and .parquet files.
-      made_by: what makes them, told where one is missing.
+      made_by: what makes them, named where one is missing.
       synthetic: the task to draw samples of, instead of files.
       mode: instead of ``data.mode``.
       block_share: share of the samples that are trained as ``mode`` says; the others in full mode
@@ -73,7 +73,7 @@ class SourcePart:
     paths: tuple[str, ...] = ()
     made_by: str | None = None
     synthetic: SyntheticTask | None = None
-    mode: Mode | None = None
+    mode: SampleMode | None = None
     block_share: float = 1.0
     full_only: tuple[str, ...] = ()
     first_step: int = 0
@@ -114,7 +114,7 @@ class DataPart:
     samples: int | None = None
     template: str = "turborag"
     positions: PositionScheme = "reordered"
-    mode: Mode = "block"
+    mode: SampleMode = "block"
     response_start: str = ""
     refusal: str = "The documents do not contain the answer."
     bad_rows: OnBad = "fail"

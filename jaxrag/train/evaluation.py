@@ -18,9 +18,9 @@ from jaxrag.models.text.prompts import template_named
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.train.config import DataPart, EvalPart
 from jaxrag.train.loss import TokenLoss
-from jaxrag.train.packing import Piece, TrainBatch, lay_piece, pack_batch
-from jaxrag.train.samples import Writer
-from jaxrag.train.sources import Limits, open_source
+from jaxrag.train.packing import SamplePiece, TrainBatch, lay_piece, pack_batch
+from jaxrag.train.samples import SampleWriter
+from jaxrag.train.sources import SampleLimits, open_source
 
 Losses = Callable[[TrainBatch], TokenLoss]  # the forward pass of a batch
 
@@ -38,7 +38,7 @@ class Scores:
 class PackedPieces:
     """Pieces packed into batches [B, T]: make one with ``pack_pieces``, score it many times."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SamplePiece, ...]
     batches: tuple[tuple[tuple[int, ...], ...], ...]  # numbers of the pieces in each row
     row_tokens: int
 
@@ -61,7 +61,7 @@ class PackedPieces:
         return Scores(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
-def pack_pieces(pieces: Sequence[Piece], rows: int, row_tokens: int) -> PackedPieces:
+def pack_pieces(pieces: Sequence[SamplePiece], rows: int, row_tokens: int) -> PackedPieces:
     """Pack pieces of at most ``row_tokens`` tokens into batches of ``rows`` rows each."""
     packed = pack([len(piece) for piece in pieces], row_tokens)
     packed += [[] for _ in range(-len(packed) % rows)]  # every batch has the one compiled shape
@@ -94,8 +94,8 @@ def held_out(
     ``positions`` is the length of the model's context. Raises TrainError for no usable sample.
     """
     template = template_named(data.template)
-    writer = Writer(tokenizer, template, end_id, data.response_start, data.refusal)
-    limits = Limits(data.row_tokens, positions, data.bad_rows, data.too_long)
+    writer = SampleWriter(tokenizer, template, end_id, data.response_start, data.refusal)
+    limits = SampleLimits(data.row_tokens, positions, data.bad_rows, data.too_long)
     source = open_source(part.name, part.paths, part.synthetic, writer, limits, part.seed)
     count = min(part.samples, source.num_rows or part.samples)
     samples = (source.sample(k) for k in range(count))
@@ -110,7 +110,7 @@ def held_out(
 
 
 def _of_piece(
-    piece: Piece, loss: HostArray, correct: HostArray
+    piece: SamplePiece, loss: HostArray, correct: HostArray
 ) -> tuple[HostArray, HostArray, HostArray]:
     """Loss, tokens and exact match of the piece's questions, from those of its row's tokens."""
     spans = piece.questions

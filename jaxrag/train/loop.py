@@ -27,8 +27,8 @@ from jaxrag.train.evaluation import HeldOut, held_out
 from jaxrag.train.log import Log, measured_peak
 from jaxrag.train.packing import NOTHING
 from jaxrag.train.start import Setup, set_up
-from jaxrag.train.step import Metrics, TrainState, make_evaluation, make_step
-from jaxrag.train.stream import Ahead, Position, Step, Stream
+from jaxrag.train.step import StepMetrics, TrainState, make_evaluation, make_step
+from jaxrag.train.stream import Ahead, Position, SampleStream, StepData
 
 RUN_FILE = "run.json"
 MODEL_DIR = "model"  # the last weights, as a Hugging Face directory
@@ -82,14 +82,14 @@ def train(
     """
     setup = set_up(config)
     out = Path(out)
-    stream = Stream(config.data, setup.tokenizer, setup.end_id, setup.model.max_positions)
+    stream = SampleStream(config.data, setup.tokenizer, setup.end_id, setup.model.max_positions)
     _claim(out, setup, stream, resume)
     with Checkpoints(out / "checkpoints", config.run.keep, config.run.best) as checkpoints:
         run = _Run(setup, stream, checkpoints, out, evaluate, progress)
         return run.go(min(stop_after or config.optimizer.steps, config.optimizer.steps))
 
 
-def _claim(out: Path, setup: Setup, stream: Stream, resume: bool) -> None:
+def _claim(out: Path, setup: Setup, stream: SampleStream, resume: bool) -> None:
     """Write the record of a new run, or compare with that of the run that is there."""
     path = out / RUN_FILE
     record = {
@@ -128,7 +128,7 @@ class _Pending:
     """A step whose metrics were not fetched yet."""
 
     step: int
-    metrics: Metrics
+    metrics: StepMetrics
     tokens: int
     flops: int
     efficiency: float
@@ -140,7 +140,7 @@ class _Run:
     def __init__(
         self,
         setup: Setup,
-        stream: Stream,
+        stream: SampleStream,
         checkpoints: Checkpoints,
         out: Path,
         evaluate: Evaluate | None,
@@ -225,7 +225,7 @@ class _Run:
         with jax.transfer_guard_device_to_host("disallow"):  # a step waits for nothing
             return self.step(state, frozen, self.setup.rope, batch)
 
-    def _placed(self, steps: Iterator[Step]) -> Iterator[tuple[Step, Any]]:
+    def _placed(self, steps: Iterator[StepData]) -> Iterator[tuple[StepData, Any]]:
         for step in steps:
             yield step, self.setup.place(step.batch, self.setup.config.compute.accumulate)
 
@@ -245,7 +245,7 @@ class _Run:
     def _due(every: int, step: int) -> bool:
         return every > 0 and step % every == 0
 
-    def _note(self, step: Step, metrics: Metrics) -> None:
+    def _note(self, step: StepData, metrics: StepMetrics) -> None:
         spans = [span for piece in step.pieces for span in piece.spans]
         predicted = int((step.batch.kinds != NOTHING).sum())
         tokens = sum(map(len, step.pieces))

@@ -35,7 +35,7 @@ class TrainBatch(struct.PyTreeNode):
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class SamplePiece:
     """A sample laid out in one mode; int32 arrays [n]."""
 
     ids: HostArray
@@ -51,7 +51,7 @@ class Piece:
         return len(self.ids)
 
 
-def lay_piece(sample: TrainSample, full: bool, positions: PositionScheme) -> Piece:
+def lay_piece(sample: TrainSample, full: bool, positions: PositionScheme) -> SamplePiece:
     """Lay a sample out in full or in block mode; ``positions`` is read in block mode only."""
     lengths = [len(chunk) for chunk in sample.chunks]
     scheme: PositionScheme = "reordered" if full else positions
@@ -80,7 +80,7 @@ def lay_piece(sample: TrainSample, full: bool, positions: PositionScheme) -> Pie
         at += len(final)
     joined = np.concatenate(ids).astype(np.int32)
     kind = np.concatenate(kinds)
-    return Piece(
+    return SamplePiece(
         ids=joined,
         positions=np.concatenate(place).astype(np.int32),
         segments=np.full_like(joined, FINAL) if full else np.concatenate(segments).astype(np.int32),
@@ -108,10 +108,10 @@ class Packer:
 
     def __post_init__(self) -> None:
         """Start with empty rows."""
-        self.members: list[list[Piece]] = [[] for _ in range(self.rows)]
+        self.members: list[list[SamplePiece]] = [[] for _ in range(self.rows)]
         self.free = [self.row_tokens] * self.rows
 
-    def add(self, pieces: Sequence[Piece]) -> bool:
+    def add(self, pieces: Sequence[SamplePiece]) -> bool:
         """Place all of these, or none of them: whether there was room."""
         free, places = list(self.free), []
         for piece in pieces:
@@ -136,7 +136,7 @@ class Packer:
         return 1 - sum(self.free) / (self.rows * self.row_tokens)
 
 
-def pack_batch(rows: Sequence[Sequence[Piece]], row_tokens: int) -> TrainBatch:
+def pack_batch(rows: Sequence[Sequence[SamplePiece]], row_tokens: int) -> TrainBatch:
     """Rows of pieces, one behind the other and apart from each other, as arrays [B, T]."""
     shape = (len(rows), row_tokens)
     names = ("ids", "positions", "segments", "examples", "targets")

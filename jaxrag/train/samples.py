@@ -69,7 +69,7 @@ class TrainSample:
 
 
 @dataclasses.dataclass(frozen=True)
-class Writer:
+class SampleWriter:
     """Tokenises rows for one model.
 
     Attributes:

@@ -20,15 +20,15 @@ from jaxrag.base.types import HostArray
 from jaxrag.models.digest import cache_directory
 from jaxrag.tasks.synthetic import SyntheticTask
 from jaxrag.tasks.synthetic import sample as synthetic_sample
-from jaxrag.train.config import Mode, OnBad
-from jaxrag.train.samples import BadRow, TrainSample, Writer
+from jaxrag.train.config import OnBad, SampleMode
+from jaxrag.train.samples import BadRow, SampleWriter, TrainSample
 
 _LOG = logging.getLogger("jaxrag")
 _REPORTED = 20  # skipped rows that are named one by one
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class SampleLimits:
     """What a sample may measure: tokens of a row, positions of the model; and what if not."""
 
     row_tokens: int
@@ -37,7 +37,7 @@ class Limits:
     too_long: OnBad
 
 
-class Files:
+class SampleFiles:
     """Rows of .jsonl and .parquet files."""
 
     def __init__(self, paths: Sequence[str], seed: int, made_by: str | None = None) -> None:
@@ -67,7 +67,7 @@ def _permutation(count: int, seed: int, epoch: int) -> HostArray:
     return np.random.default_rng((seed, epoch)).permutation(count)
 
 
-class Source:
+class SampleSource:
     """Samples by number, tokenised, with unusable ones reported.
 
     Attributes:
@@ -78,9 +78,9 @@ class Source:
     def __init__(
         self,
         name: str,
-        origin: Files | SyntheticTask,
-        writer: Writer,
-        limits: Limits,
+        origin: SampleFiles | SyntheticTask,
+        writer: SampleWriter,
+        limits: SampleLimits,
         seed: int,
     ) -> None:
         """Args: name; files or a task; how rows are tokenised; what fits; of the generator."""
@@ -90,7 +90,7 @@ class Source:
     @property
     def num_rows(self) -> int | None:
         """Rows of the files; None for a generator, which has no end."""
-        return len(self._origin) if isinstance(self._origin, Files) else None
+        return len(self._origin) if isinstance(self._origin, SampleFiles) else None
 
     def sample(self, k: int) -> TrainSample | None:
         """Sample k, or None where it is skipped.
@@ -144,17 +144,19 @@ def open_source(
     name: str,
     paths: Sequence[str],
     synthetic: SyntheticTask | None,
-    writer: Writer,
-    limits: Limits,
+    writer: SampleWriter,
+    limits: SampleLimits,
     seed: int,
     made_by: str | None = None,
-) -> Source:
-    """A source of files or of a task. Raises TrainError as ``Files`` does."""
-    origin = Files(paths, seed, made_by) if synthetic is None else synthetic
-    return Source(name, origin, writer, limits, seed)
+) -> SampleSource:
+    """A source of files or of a task. Raises TrainError as ``SampleFiles`` does."""
+    origin = SampleFiles(paths, seed, made_by) if synthetic is None else synthetic
+    return SampleSource(name, origin, writer, limits, seed)
 
 
-def block_mode(source: Source, k: int, mode: Mode, share: float, full_only: Sequence[str]) -> Mode:
+def block_mode(
+    source: SampleSource, k: int, mode: SampleMode, share: float, full_only: Sequence[str]
+) -> SampleMode:
     """The mode of sample k: ``mode``, or full where the sample's draw or its text says so."""
     if mode == "full" or (share < 1 and source.draw(k) >= share) or source.holds(k, full_only):
         return "full"

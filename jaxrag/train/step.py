@@ -39,7 +39,7 @@ class TrainState(struct.PyTreeNode):
     optimizer: optax.OptState
 
 
-class Metrics(struct.PyTreeNode):
+class StepMetrics(struct.PyTreeNode):
     """Of one step, on the device; nothing waits for it."""
 
     loss: Array  # what was minimised, per reduction
@@ -58,7 +58,9 @@ class _Sums(NamedTuple):
     correct: Array
 
 
-Step = Callable[[TrainState, Params | None, RopeTable, TrainBatch], tuple[TrainState, Metrics]]
+StepProgram = Callable[
+    [TrainState, Params | None, RopeTable, TrainBatch], tuple[TrainState, StepMetrics]
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +176,7 @@ def state_shardings(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> Trai
     return TrainState(step=step, trained=trained, optimizer=optimizer)
 
 
-def make_step(config: TrainConfig, program: Program, shardings: TrainState) -> Step:
+def make_step(config: TrainConfig, program: Program, shardings: TrainState) -> StepProgram:
     """The compiled step. It takes the state (donated), frozen weights, rope and a batch [A, B, T].
 
     The A parts are computed one after the other and their gradients added in float32; what the
@@ -184,7 +186,7 @@ def make_step(config: TrainConfig, program: Program, shardings: TrainState) -> S
 
     def step(
         state: TrainState, frozen: Params | None, rope: RopeTable, batch: TrainBatch
-    ) -> tuple[TrainState, Metrics]:
+    ) -> tuple[TrainState, StepMetrics]:
         num_response, num_context = (
             jnp.maximum((batch.kinds == kind).sum(), 1).astype(jnp.float32)
             for kind in (RESPONSE, CONTEXT)
@@ -213,7 +215,7 @@ def make_step(config: TrainConfig, program: Program, shardings: TrainState) -> S
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             ((loss, sums), gradient), _ = lax.scan(add, zeros, (batch, weights))
         updates, opt_state = optimizer.update(gradient, state.optimizer, state.trained)
-        metrics = Metrics(
+        metrics = StepMetrics(
             loss=loss,
             response_loss=sums.response_loss / num_response,
             context_loss=sums.context_loss / num_context,

@@ -14,10 +14,10 @@ from typing import Any, Self
 from jaxrag.base.errors import TrainError
 from jaxrag.models.text.prompts import template_named
 from jaxrag.models.text.tokenizer import Tokenizer
-from jaxrag.train.config import DataPart, Mode, SourcePart
-from jaxrag.train.packing import Packer, Piece, TrainBatch, lay_piece
-from jaxrag.train.samples import Writer
-from jaxrag.train.sources import Limits, Source, block_mode, open_source
+from jaxrag.train.config import DataPart, SampleMode, SourcePart
+from jaxrag.train.packing import Packer, SamplePiece, TrainBatch, lay_piece
+from jaxrag.train.samples import SampleWriter
+from jaxrag.train.sources import SampleLimits, SampleSource, block_mode, open_source
 
 _SPARE = 0.25  # of a step's tokens that is drawn beyond it, so that small pieces fill the gaps
 _MAX_SKIPPED = 10_000  # samples skipped in a row before a source is taken for useless
@@ -61,7 +61,7 @@ class _Drawn:
 
     source: int
     k: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SamplePiece, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -69,28 +69,28 @@ class _Drawn:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class StepData:
     """The data of one step, and the position behind it."""
 
     batch: TrainBatch  # host arrays [B, T]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SamplePiece, ...]
     efficiency: float
     position: Position
 
 
-class Stream:
+class SampleStream:
     """Packs steps from a mixture."""
 
     def __init__(
         self, data: DataPart, tokenizer: Tokenizer, end_id: int, max_positions: int
     ) -> None:
         """Open the sources. Raises TrainError or ConfigError."""
-        writer = Writer(
+        writer = SampleWriter(
             tokenizer, template_named(data.template), end_id, data.response_start, data.refusal
         )
-        limits = Limits(data.row_tokens, max_positions, data.bad_rows, data.too_long)
+        limits = SampleLimits(data.row_tokens, max_positions, data.bad_rows, data.too_long)
         self.data = data
-        self.sources: tuple[Source, ...] = tuple(
+        self.sources: tuple[SampleSource, ...] = tuple(
             open_source(
                 part.name,
                 part.paths,
@@ -107,7 +107,7 @@ class Stream:
         """Before the first step."""
         return Position.start(len(self.sources))
 
-    def steps(self, position: Position) -> Iterator[Step]:
+    def steps(self, position: Position) -> Iterator[StepData]:
         """Steps from a position on, without end. Raises TrainError for an unusable sample."""
         held = [self.lay(source, k) for source, k in position.waiting]
         while True:
@@ -121,13 +121,13 @@ class Stream:
         sample = self.sources[source].sample(k)
         if sample is None:
             return _Drawn(source, k, ())
-        wanted: Mode = part.mode or data.mode
+        wanted: SampleMode = part.mode or data.mode
         mode = block_mode(self.sources[source], k, wanted, part.block_share, part.full_only)
         modes = {"full": (True,), "block": (False,), "both": (True, False)}[mode]
         pieces = tuple(lay_piece(sample, full, data.positions) for full in modes)
         return _Drawn(source, k, pieces)
 
-    def _step(self, position: Position, held: list[_Drawn]) -> tuple[Step, list[_Drawn]]:
+    def _step(self, position: Position, held: list[_Drawn]) -> tuple[StepData, list[_Drawn]]:
         data, drawing, new = self.data, _Drawing(self, position), list[_Drawn]()
         most = math.inf if data.samples is None else data.samples
         wanted = data.rows * data.row_tokens * (1 + _SPARE)
@@ -137,7 +137,11 @@ class Stream:
             new.append(drawing.next())
             tokens += new[-1].num_tokens
             count += len(new[-1].pieces)
-        packer, placed, left = Packer(data.rows, data.row_tokens), list[Piece](), list[_Drawn]()
+        packer, placed, left = (
+            Packer(data.rows, data.row_tokens),
+            list[SamplePiece](),
+            list[_Drawn](),
+        )
         # Those that waited find empty rows; the new ones fill the gaps, largest first.
         for item in [*held, *sorted(new, key=lambda item: -item.num_tokens)]:
             if len(placed) + len(item.pieces) <= most and packer.add(item.pieces):
@@ -147,13 +151,13 @@ class Stream:
         left.sort(key=[*held, *new].index)
         waiting = tuple((item.source, item.k) for item in left)
         after = Position(position.step + 1, tuple(drawing.drawn), tuple(drawing.credit), waiting)
-        return Step(packer.batch(), tuple(placed), packer.efficiency, after), left
+        return StepData(packer.batch(), tuple(placed), packer.efficiency, after), left
 
 
 class _Drawing:
     """Draws of one step."""
 
-    def __init__(self, stream: Stream, position: Position) -> None:
+    def __init__(self, stream: SampleStream, position: Position) -> None:
         self._stream = stream
         self.drawn, self.credit = list(position.drawn), list(position.credit)
         self._active = [

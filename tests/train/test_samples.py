@@ -8,7 +8,7 @@ import pytest
 from jaxrag.models.text.prompts import TEMPLATES
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.tasks.synthetic import SyntheticTask, sample
-from jaxrag.train.samples import BadRow, Writer, split_chat
+from jaxrag.train.samples import BadRow, SampleWriter, split_chat
 
 END = 2
 
@@ -20,7 +20,7 @@ def tokenizer(tokenizer_dir):
 
 @pytest.fixture
 def writer(tokenizer):
-    return Writer(tokenizer, TEMPLATES["block_attention"], END, " ", "I cannot say.")
+    return SampleWriter(tokenizer, TEMPLATES["block_attention"], END, " ", "I cannot say.")
 
 
 def test_documents_are_tokenised_as_a_prompt_is(writer, tokenizer):

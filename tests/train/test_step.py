@@ -19,13 +19,13 @@ from jaxrag.train.packing import Packer, lay_piece
 from jaxrag.train.samples import Final, TrainSample
 from jaxrag.train.start import set_up
 from jaxrag.train.step import decays, learning_rate, make_optimizer, make_step
-from jaxrag.train.stream import Stream
+from jaxrag.train.stream import SampleStream
 
 
 def few_steps(config, count=4):
     """Losses and gradient norms of the first steps, the state after them, the step's cache size."""
     setup = set_up(config)
-    stream = Stream(config.data, setup.tokenizer, setup.end_id, setup.model.max_positions)
+    stream = SampleStream(config.data, setup.tokenizer, setup.end_id, setup.model.max_positions)
     state, frozen = setup.first_state(), setup.frozen()
     step = make_step(config, setup.program, setup.shardings)
     found = []

@@ -13,7 +13,7 @@ from jaxrag.models.segments import example_ids
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.train.packing import CONTEXT, RESPONSE, Packer, lay_piece
 from jaxrag.train.samples import Final, TrainSample
-from jaxrag.train.stream import Ahead, Position, Stream
+from jaxrag.train.stream import Ahead, Position, SampleStream
 
 SAMPLE = TrainSample(
     prefix=np.array([1, 2]),
@@ -76,7 +76,7 @@ def rows_of(name, count):
 def make_stream(train_config, tokenizer_dir):
     def make(**changes):
         data = train_config(**changes).data
-        return Stream(data, Tokenizer.load(tokenizer_dir), end_id=2, max_positions=1024)
+        return SampleStream(data, Tokenizer.load(tokenizer_dir), end_id=2, max_positions=1024)
 
     return make
 

@@ -12,7 +12,7 @@ from typing import Any
 from jaxrag.base.errors import DamagedCatalogError
 from jaxrag.base.types import Connection
 from jaxrag.library.catalog.database import Database
-from jaxrag.library.catalog.digests import CHUNKS, DOCUMENTS, KEYS, Table, Totals, contexts
+from jaxrag.library.catalog.digests import CHUNKS, DOCUMENTS, KEYS, DigestTable, Totals, contexts
 from jaxrag.library.catalog.rows import ChunkRow, DocumentRow
 from jaxrag.library.retrieve.base import searched_text
 from jaxrag.library.retrieve.bm25 import BM25Index
@@ -49,7 +49,7 @@ class KeyRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class StoredDocument:
     """All rows of one document, as they stand in the file."""
 
     id: str
@@ -128,7 +128,7 @@ class Audit:
 
     database: Database
 
-    def check(self, examine: Callable[[Stored], Examined]) -> RowsReport:
+    def check(self, examine: Callable[[StoredDocument], Examined]) -> RowsReport:
         """Look at every row; ``examine`` tells what a document's rows should be."""
         faults: list[Fault] = []
         lost: list[str] = []
@@ -146,7 +146,7 @@ class Audit:
             more, unnamed = self._sums(connection)
             return self._report(connection, [*faults, *more], lost, unnamed, repaired=False)
 
-    def repair(self, examine: Callable[[Stored], Examined]) -> RowsReport:
+    def repair(self, examine: Callable[[StoredDocument], Examined]) -> RowsReport:
         """The same, and write what ``examine`` gives, in one transaction.
 
         Words and totals are made anew where anything was wrong. Documents without rows that can be
@@ -166,7 +166,7 @@ class Audit:
                 self._make_sums(connection)
             return self._report(connection, faults, lost, unnamed, repaired=True)
 
-    def _stored(self, connection: Connection, name: str) -> Stored:
+    def _stored(self, connection: Connection, name: str) -> StoredDocument:
         checked = self.database.checked
         documents = connection.execute(
             f"SELECT {DOCUMENTS.select(checked)} FROM documents WHERE id = ?", (name,)
@@ -189,7 +189,7 @@ class Audit:
             whole = not checked or KEYS.is_whole((*row[:-1], *behind, row[-1]))
             chunk_id, encoder, key, digest = row
             found.append(Raw(KeyRow(chunk_id, encoder, key, tuple(behind)), digest, whole))
-        return Stored(
+        return StoredDocument(
             name,
             next((_raw(DOCUMENTS, DocumentRow, row, checked) for row in documents), None),
             [_raw(CHUNKS, ChunkRow, row, checked) for row in chunks],
@@ -275,7 +275,7 @@ class Audit:
 
 
 def _raw[Row](
-    table: Table, kind: Callable[..., Row], row: Sequence[Any], checked: bool
+    table: DigestTable, kind: Callable[..., Row], row: Sequence[Any], checked: bool
 ) -> Raw[Row]:
     return Raw(kind(*row[:-1]), row[-1], not checked or table.is_whole(row))
 
@@ -308,7 +308,7 @@ def _texts(connection: Connection) -> Iterator[tuple[int, str]]:
 
 
 def _update(
-    connection: Connection, table: Table, key: int, row: Sequence[Any], more: Sequence[str]
+    connection: Connection, table: DigestTable, key: int, row: Sequence[Any], more: Sequence[str]
 ) -> None:
     """Write a row over the one with the same first ``key`` columns."""
     columns = (*table.columns, "xxh3")

@@ -30,15 +30,15 @@ from jaxrag.library.catalog.digests import (
     unlike,
     upgrade,
 )
-from jaxrag.library.catalog.reader import Reader
-from jaxrag.library.catalog.rows import ChunkRow, DocumentRow, Entry
+from jaxrag.library.catalog.reader import CatalogReader
+from jaxrag.library.catalog.rows import ChunkRow, DocumentRow, NewDocument
 from jaxrag.library.retrieve.base import searched_text
 from jaxrag.library.retrieve.bm25 import BM25Index
 
 _REMOVED_AT_ONCE = 256  # documents whose texts are held
 
 
-class Catalog(Reader):
+class Catalog(CatalogReader):
     """One open catalog file. Safe to share between threads; other processes open their own."""
 
     def __init__(self, database: Database) -> None:
@@ -172,7 +172,7 @@ class Catalog(Reader):
     # Changes
 
     def reserve(self, count: int) -> range:
-        """New chunk ids, which nobody else gets and which never name another chunk.
+        """New chunk ids, each given once, which never name another chunk.
 
         Vectors are added under them before the documents are put. Committed at once.
         """
@@ -192,7 +192,7 @@ class Catalog(Reader):
                 )
         return range(first, first + count)
 
-    def put(self, entries: Sequence[Entry]) -> list[int]:
+    def put(self, entries: Sequence[NewDocument]) -> list[int]:
         """Add or replace whole documents, all in one transaction; returns chunk ids that left.
 
         The chunks' KV must already be in the store, and their vectors in the index. The ids that
@@ -303,7 +303,7 @@ class Catalog(Reader):
     # What the vector index and the chunk store may drop
 
     def leaving(self) -> list[int]:
-        """Chunk ids that left and that nobody said were removed from the vector index."""
+        """Chunk ids that left and are not known to be removed from the vector index."""
         with self._database.use() as connection:
             return [row[0] for row in connection.execute("SELECT chunk_id FROM leaving")]
 
@@ -383,7 +383,7 @@ class Catalog(Reader):
             (json.dumps(sorted(dict.fromkeys(gone))),),
         )
 
-    def _insert(self, connection: Connection, entry: Entry, now: str) -> None:
+    def _insert(self, connection: Connection, entry: NewDocument, now: str) -> None:
         document, chunks = entry.document, entry.chunks
         checked = self.checked
         row = DocumentRow(

@@ -363,7 +363,7 @@ def _address(path: Path, writable: bool) -> str:
     """The file's URI. Without WAL frames beside it, a read-only file is opened as immutable.
 
     SQLite opens a WAL file only where it can make a shared-memory file beside it, unless it is
-    told that nothing changes. Frames that wait in a WAL file would be left out then.
+    asked to take it as unchanging. Frames that wait in a WAL file would be left out then.
     """
     address = f"file:{urllib.parse.quote(os.fspath(path.absolute()))}"
     if writable:

@@ -33,7 +33,7 @@ CREATE_TOTALS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class DigestTable:
     """A table whose rows have a digest in their last column, ``xxh3``.
 
     Attributes:
@@ -81,12 +81,12 @@ class Table:
         return row[-1] == self.digest(row[:-1])
 
 
-SETTINGS = Table("settings", ("name", "value"))
-DOCUMENTS = Table(
+SETTINGS = DigestTable("settings", ("name", "value"))
+DOCUMENTS = DigestTable(
     "documents",
     ("id", "title", "file", "metadata", "digest", "num_chunks", "num_tokens", "added"),
 )
-CHUNKS = Table(
+CHUNKS = DigestTable(
     "chunks",
     (
         "id", "document_id", "number", "first_char", "last_char", "page", "section", "content_id",
@@ -94,8 +94,8 @@ CHUNKS = Table(
     ),
 )  # fmt: skip
 # Its digest also covers the content ids of the chunk's contexts, in their order.
-KEYS = Table("chunk_keys", ("chunk_id", "encoder", "key"))
-TOTALS = Table(
+KEYS = DigestTable("chunk_keys", ("chunk_id", "encoder", "key"))
+TOTALS = DigestTable(
     "totals",
     (
         "one", "documents", "chunks", "chunk_ids", "terms", "words", "settings",

@@ -37,7 +37,7 @@ from jaxrag.library.retrieve.bm25 import BM25Index, BM25Snapshot, Sizes
 from jaxrag.library.retrieve.filters import Filter
 
 
-class Reader:
+class CatalogReader:
     """What can be asked of an open catalog. Safe to share between threads."""
 
     def __init__(self, database: Database) -> None:

@@ -56,7 +56,7 @@ class Hit:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Entry:
+class NewDocument:
     """A document as it is committed: its chunks, their ids, and their keys in the store."""
 
     document: Document

@@ -32,13 +32,21 @@ from jaxrag.library.catalog.database import (
     remove_files,
     to_json,
 )
-from jaxrag.library.catalog.digests import CHUNKS, DOCUMENTS, KEYS, SETTINGS, TOTALS, Table, Totals
+from jaxrag.library.catalog.digests import (
+    CHUNKS,
+    DOCUMENTS,
+    KEYS,
+    SETTINGS,
+    TOTALS,
+    DigestTable,
+    Totals,
+)
 from jaxrag.library.catalog.pages import PAGE_BYTES, lost_pages, mend, rows_of, wrong_pages
 from jaxrag.library.catalog.rows import ChunkRow, DocumentRow
 from jaxrag.library.retrieve.base import searched_text
 from jaxrag.library.retrieve.bm25 import BM25Index
 
-_GAP = 1 << 24  # chunk ids that nobody gets, as reservations may be lost
+_GAP = 1 << 24  # chunk ids that are never given, as reservations may be lost
 _INDEXED = 256  # chunks whose texts are indexed together
 _LOCKS = (0x40000000, 512)  # where SQLite locks a file, and how many bytes
 
@@ -53,7 +61,7 @@ class Salvage:
       documents: how many are whole.
       settings: how many are lost, none that was needed.
       lost: ids of documents that lost rows; they are to be added again.
-      nameless: how many documents lost all of theirs, None where that cannot be told.
+      nameless: how many documents lost all of theirs, None where that is not known.
       kept: where the damaged file is now.
     """
 
@@ -281,7 +289,7 @@ class _Found:
                 )
 
 
-def _is_of(table: Table, row: tuple[Any, ...]) -> bool:
+def _is_of(table: DigestTable, row: tuple[Any, ...]) -> bool:
     return len(row) == len(table.columns) + 1 and table.is_whole(row)
 
 
@@ -289,7 +297,7 @@ def _has_types(row: tuple[Any, ...], *types: type) -> bool:
     return tuple(map(type, row)) == types
 
 
-def _insert(connection: Connection, table: Table, rows: Iterable[tuple[Any, ...]]) -> None:
+def _insert(connection: Connection, table: DigestTable, rows: Iterable[tuple[Any, ...]]) -> None:
     """Rows with the digests that they have."""
     connection.executemany(table.insert(True), rows)
 
@@ -328,7 +336,7 @@ def mend_settings(
       defaults: what takes its place where there is none.
 
     Returns the names of those that were mended or forgotten; "" stands for settings that are gone
-    without a name, and for totals. Raises StoreError for one that is needed and cannot be told.
+    without a name, and for totals. Raises StoreError for one that is needed and lost.
     """
     changed: list[str] = []
     with contextlib.closing(Database(path)) as database:
@@ -341,7 +349,7 @@ def mend_settings(
             digests = {row[0]: row[2] for row in rows if row[0] not in whole}
             gone = set(needed) - whole.keys() - digests.keys()
             for name, digest in [*digests.items(), *((name, None) for name in sorted(gone))]:
-                value = _told(name, digest, candidates(name, whole), defaults)
+                value = _restored(name, digest, candidates(name, whole), defaults)
                 if value is None and name in needed:
                     raise StoreError(
                         f"catalog {path}: the setting {name!r} is not as written, and nothing "
@@ -363,7 +371,7 @@ def mend_settings(
     return tuple(changed)
 
 
-def _told(
+def _restored(
     name: str, digest: int | None, candidates: Iterable[Any], defaults: Mapping[str, Any]
 ) -> str | None:
     """The value of a setting as JSON; None where nothing tells it."""

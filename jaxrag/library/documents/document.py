@@ -10,7 +10,7 @@ from typing import Any
 from jaxrag.base.errors import DocumentError
 
 MAX_TITLE_CHARACTERS = 2_000
-_SHOWN = 60  # characters of a text, where it is one of several things that are told
+_SHOWN = 60  # characters of a text, where it is shown among other things
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ def document_from_mapping(
 
 
 def begun(text: str) -> str:
-    """The beginning of a text, to be told on a line with other things."""
+    """The beginning of a text, shown on a line with other things."""
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 

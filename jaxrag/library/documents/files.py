@@ -101,7 +101,7 @@ class File:
         return Document(self.name, text, title, self.reported, dict(metadata), pages)
 
 
-Reader = Callable[[BinaryIO, File], Iterator[Document | BadDocument]]
+FileReader = Callable[[BinaryIO, File], Iterator[Document | BadDocument]]
 
 
 def is_encoding(name: str) -> bool:

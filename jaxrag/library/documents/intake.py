@@ -112,7 +112,7 @@ class Intake:
     def fraction(self) -> float | None:
         """How much has been read, 0 to 1: of the bytes of files, of the items of a list.
 
-        None where nobody knows how much there is.
+        None where that is not known.
         """
         if isinstance(self._given, DocumentFiles):
             return self._bytes_fraction(self._given)

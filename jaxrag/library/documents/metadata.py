@@ -27,14 +27,14 @@ _BEGINS_A_MAPPING = re.compile(r"\s*(?:#[^\n]*\n\s*)*['\"]?[\w .$-]+['\"]?:(?:\s
 
 @dataclasses.dataclass
 class Column:
-    """What all values of a column have in common, told one after another."""
+    """What all values of a column have in common, seen one after another."""
 
     integers: bool = True
     reals: bool = True
     booleans: bool = True
     filled: bool = False
 
-    def tell(self, text: str) -> None:
+    def see(self, text: str) -> None:
         """One more value; an empty one says nothing."""
         text = text.strip()
         if not text:
@@ -59,7 +59,7 @@ class Column:
 def typed(text: str) -> str | int | float | bool | None:
     """One text alone, in the type that it spells."""
     column = Column()
-    column.tell(text)
+    column.see(text)
     return column.value(text)
 
 

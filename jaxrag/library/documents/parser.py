@@ -1,7 +1,7 @@
 """A process that parses files, so that no file stops or takes down who reads it.
 
 Parsers build trees of what strangers wrote: a file that crashes its parser, takes its memory or
-never ends costs nobody but itself. ``parser_process`` is what runs there.
+never ends costs only itself. ``parser_process`` is what runs there.
 """
 
 import base64
@@ -143,14 +143,14 @@ class Parser:
                 "chunking": None if chunking is None else dataclasses.asdict(chunking),
             })  # fmt: skip
             while not done:
-                told, waited = self._receive(process, left, wanted)
+                message, waited = self._receive(process, left, wanted)
                 # Each record is a document; pages that cannot be read are parts of one.
                 left = self._limits.seconds if is_of_records(filename) else left - waited
-                if "document" in told:
-                    yield _parsed(told["document"])
-                elif "bad" in told:
-                    yield BadDocument(**told["bad"])
-                elif "memory" in told:
+                if "document" in message:
+                    yield _parsed(message["document"])
+                elif "bad" in message:
+                    yield BadDocument(**message["bad"])
+                elif "memory" in message:
                     raise ParserFailed(
                         f"takes more than {self._limits.nbytes / 2**30:.3g} GiB of memory to "
                         "parse; split the file",
@@ -227,9 +227,9 @@ class Parser:
             data += piece
         end = start + LENGTH.unpack_from(data)[0]
         with memoryview(data) as view:
-            told = parse_frame(view[start:end])
+            message = parse_frame(view[start:end])
         del data[:end]
-        return told, time.monotonic() - begun
+        return message, time.monotonic() - begun
 
     def _ended(self, process: "subprocess.Popen[bytes]") -> ParserFailed:
         code = process.wait()
@@ -239,9 +239,9 @@ class Parser:
         )
 
 
-def _parsed(told: dict[str, Any]) -> Parsed:
-    rows, pages = told.pop("chunks"), tuple(told.pop("pages"))
-    document = Document(**told, pages=pages)
+def _parsed(message: dict[str, Any]) -> Parsed:
+    rows, pages = message.pop("chunks"), tuple(message.pop("pages"))
+    document = Document(**message, pages=pages)
     return Parsed(document, _chunks(document.text, rows) if rows else ())
 
 

@@ -22,9 +22,9 @@ from jaxrag.library.documents.readers import read_open
 
 LENGTH = struct.Struct(">Q")  # of a frame, before it
 
-_GRACE_SECONDS = 10  # after which the process ends itself, where nobody did it before
+_GRACE_SECONDS = 10  # after which the process ends itself, where the parent did not
 
-Cut = Callable[[Document, dict[str, Any]], list[tuple[Any, ...]]]
+Cutter = Callable[[Document, dict[str, Any]], list[tuple[Any, ...]]]
 
 
 def write_frame(stream: IO[bytes], message: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ def main() -> None:
         write_frame(answers, {"end": True})
 
 
-def _messages(job: dict[str, Any], cut: Cut | None) -> Iterator[dict[str, Any]]:
+def _messages(job: dict[str, Any], cut: Cutter | None) -> Iterator[dict[str, Any]]:
     """What is to be said of a file, document by document."""
     filename, options = job["filename"], ReadOptions(**job["options"])
     try:
@@ -87,7 +87,7 @@ def _messages(job: dict[str, Any], cut: Cut | None) -> Iterator[dict[str, Any]]:
                     yield {"bad": dataclasses.asdict(found)}
                     continue
                 try:
-                    yield {"document": _told(found, cut, job["chunking"])}
+                    yield {"document": _described(found, cut, job["chunking"])}
                 except DocumentError as error:
                     yield {"bad": {"source": filename, "reason": str(error)}}
     except OSError as error:
@@ -95,7 +95,7 @@ def _messages(job: dict[str, Any], cut: Cut | None) -> Iterator[dict[str, Any]]:
         yield {"bad": {"source": filename, "reason": reason}}
 
 
-def _told(document: Document, cut: Cut | None, chunking: dict[str, Any]) -> dict[str, Any]:
+def _described(document: Document, cut: Cutter | None, chunking: dict[str, Any]) -> dict[str, Any]:
     return {
         "id": document.id,
         "text": document.text,
@@ -107,7 +107,7 @@ def _told(document: Document, cut: Cut | None, chunking: dict[str, Any]) -> dict
     }
 
 
-def _cutter(tokenizer_json: str) -> Cut:
+def _cutter(tokenizer_json: str) -> Cutter:
     from jaxrag.library.documents.chunking import Chunking, split  # only who cuts waits for JAX
     from jaxrag.models.text.tokenizer import Tokenizer
 

@@ -18,7 +18,7 @@ from jaxrag.library.documents.readers import (
     read_open,
 )
 
-Wanted = Callable[[str], bool]
+WantedId = Callable[[str], bool]
 
 
 class DocumentFiles:
@@ -39,7 +39,7 @@ class DocumentFiles:
         paths: Iterable[Path],
         options: ReadOptions,
         limits: ParseLimits,
-        wanted: Wanted | None = None,
+        wanted: WantedId | None = None,
         missing_ok: bool = False,
     ) -> None:
         """Use ``read_paths``, which checks the paths."""
@@ -66,7 +66,7 @@ class DocumentFiles:
         for found in self._files():
             yield from self._read(found, parser)
 
-    def only(self, wanted: Wanted) -> "DocumentFiles":
+    def only(self, wanted: WantedId) -> "DocumentFiles":
         """The same files, reduced to the documents whose id is wanted."""
         return DocumentFiles(self.paths, self.options, self.limits, wanted, self.missing_ok)
 

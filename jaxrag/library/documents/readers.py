@@ -7,14 +7,14 @@ from typing import BinaryIO
 
 from jaxrag.base.errors import DocumentError
 from jaxrag.library.documents.document import BadDocument, Document
-from jaxrag.library.documents.files import File, Reader, ReadOptions
+from jaxrag.library.documents.files import File, FileReader, ReadOptions
 from jaxrag.library.documents.html import read_epub, read_html, read_mail
 from jaxrag.library.documents.markup import read_org, read_rst
 from jaxrag.library.documents.office import read_docx, read_pdf, read_pptx, read_xlsx
 from jaxrag.library.documents.records import read_json, read_json_lines, read_table
 from jaxrag.library.documents.text import read_notebook, read_text
 
-_READERS: dict[str, Reader] = {
+_READERS: dict[str, FileReader] = {
     ".txt": read_text,
     ".md": read_text,
     ".jsonl": read_json_lines,
@@ -63,7 +63,7 @@ _FIXES = {
     ".azw3": "convert it to .epub",
     ".tex": "convert it, as with `pandoc FILE -o FILE.md`",
 }
-# Pictures, sound, archives and programs: nobody expects their text.
+# Pictures, sound, archives and programs: no text is expected of them.
 _NO_TEXT = (
     "png jpg jpeg gif bmp tif tiff webp ico heic svg psd mp3 wav ogg flac m4a mp4 mov avi mkv webm "
     "zip gz bz2 xz zst 7z rar tar tgz iso dmg exe dll so dylib o a class jar whl pyc "

@@ -95,7 +95,7 @@ def read_table(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]
             for found in _rows(text, file):
                 if isinstance(found, _Row) and len(found.cells) == len(found.names):
                     for name, cell in zip(found.names, found.cells, strict=True):
-                        columns.setdefault(name, Column()).tell(cell)
+                        columns.setdefault(name, Column()).see(cell)
         text.seek(0)
         yield from _documents(_rows(text, file), columns, file, encoding)
     except UnicodeError:

@@ -73,7 +73,7 @@ class BertConfig:
         }
 
 
-class LayerParams(struct.PyTreeNode):
+class BertLayerParams(struct.PyTreeNode):
     """Weights of all layers; every leaf leads with L."""
 
     q: Any  # [L, D, N, H]
@@ -102,7 +102,7 @@ class BertParams(struct.PyTreeNode):
     types: Any  # [Y, D]
     norm: Any  # [D]
     norm_bias: Any  # [D]
-    layers: LayerParams
+    layers: BertLayerParams
 
 
 _LAYER = "encoder.layer.{layer}."
@@ -161,7 +161,7 @@ def forward(params: BertParams, config: BertConfig, ids: Array, lengths: Array) 
     activation = ACTIVATIONS[config.activation]
     inside = (jnp.arange(ids.shape[1]) < lengths[:, None])[:, None, None, :]
 
-    def layer(x: Array, p: LayerParams) -> tuple[Array, None]:
+    def layer(x: Array, p: BertLayerParams) -> tuple[Array, None]:
         q = jnp.einsum("btd,dnh->btnh", x, p.q) + p.q_bias
         k = jnp.einsum("btd,dnh->btnh", x, p.k) + p.k_bias
         v = jnp.einsum("btd,dnh->btnh", x, p.v) + p.v_bias

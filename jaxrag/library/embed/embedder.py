@@ -234,7 +234,7 @@ class FunctionEmbedder:
         return _digest({"version": _VERSION, "function": self.name, "dim": self.dim})
 
     def __call__(self, texts: Sequence[str], kind: Kind) -> HostArray:
-        """Vectors float32 [N, E]; the function is not told the kind.
+        """Vectors float32 [N, E]; the function does not get the kind.
 
         Raises RequestError as ``BertEmbedder`` does, EmbedderError when what the function returns
         is not N finite vectors of E numbers.

@@ -26,8 +26,8 @@ from jaxrag.library.embed.bert import (
     ACTIVATIONS,
     TENSORS,
     BertConfig,
+    BertLayerParams,
     BertParams,
-    LayerParams,
     Pooling,
 )
 from jaxrag.models.family import TensorRule
@@ -157,7 +157,7 @@ def load_params(
             row[...] = source.layer(layer, shape)
         placed = jax.device_put(block if source.rule.per_layer else block[0], sharding)
         leaves[path] = jax.block_until_ready(placed)
-    return nested(BertParams, LayerParams, leaves)
+    return nested(BertParams, BertLayerParams, leaves)
 
 
 def _find_family(hf: Mapping[str, Any], path: Path) -> EncoderFamily:
@@ -234,7 +234,7 @@ KNOWN_PREFIXES: tuple[tuple[str, Prefixes], ...] = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class EmbedderSettings:
     """How texts become vectors, apart from the weights."""
 
     encoder: Path  # the folder with config.json, weights and tokenizer
@@ -245,7 +245,7 @@ class Settings:
     lower_case: bool  # before tokenisation
 
 
-def read_settings(directory: Path) -> Settings:
+def read_settings(directory: Path) -> EmbedderSettings:
     """Read the settings of a model directory.
 
     A directory without modules.json is a plain encoder: mean pooling, vectors as they come.
@@ -264,7 +264,7 @@ def read_settings(directory: Path) -> Settings:
         limit = _optional(encoder / "tokenizer_config.json").get("model_max_length")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float)):
         raise ModelError(f"{encoder}: the longest text is {limit!r}: expected a number of tokens")
-    return Settings(
+    return EmbedderSettings(
         encoder=encoder,
         pooling=pooling,
         normalize=normalize,

@@ -1,6 +1,12 @@
 """Chunk KV for other programs: transformers, LMCache, and whatever reads zarr or safetensors."""
 
-from jaxrag.library.export.bundle import Bundle, Piece, Placement, Selection, Selector
+from jaxrag.library.export.bundle import (
+    Bundle,
+    ChunkSelector,
+    ExportedChunk,
+    KeyPlacement,
+    Selection,
+)
 from jaxrag.library.export.export import (
     FORMATS,
     MANIFEST,
@@ -14,12 +20,12 @@ __all__ = [
     "FORMATS",
     "MANIFEST",
     "Bundle",
+    "ChunkSelector",
     "ExportReport",
     "ExportRequest",
-    "Piece",
-    "Placement",
+    "ExportedChunk",
+    "KeyPlacement",
     "Selection",
-    "Selector",
     "export_bundles",
     "export_selected",
 ]

@@ -21,11 +21,11 @@ PROMPT = "prompt"  # name of the file that holds a whole prompt
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Piece:
+class ExportedChunk:
     """One stored chunk of an export."""
 
     key: str
-    token_ids: HostArray | None  # [T] int32, as they stand in the prompt; None if nobody knows them
+    token_ids: HostArray | None  # [T] int32, as they stand in the prompt; None: not known
     content_id: str | None = None  # of these ids, where the record shall be held against it
 
 
@@ -37,7 +37,7 @@ class Bundle:
     """
 
     name: str  # of the file, without its suffix
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ExportedChunk, ...]
     question: str | None = None
     final_ids: HostArray | None = None  # [T] int32, the final block: what to feed after the cache
 
@@ -48,7 +48,7 @@ class Bundle:
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class KeyPlacement:
     """Whether exported keys are rotated, and how.
 
     ``first_position`` is the position of each file's first token; the others follow it. None leaves
@@ -158,7 +158,7 @@ def read(store: KVStore, bundle: Bundle) -> HostArray:
 class Selection:
     """Chunks in the order they were asked for, and the documents they come from."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ExportedChunk, ...]
     documents: tuple[Mapping[str, Any], ...]  # JSON-able, for the manifest
 
     def separate(self) -> list[Bundle]:
@@ -167,7 +167,7 @@ class Selection:
 
 
 @dataclasses.dataclass(frozen=True)
-class Selector:
+class ChunkSelector:
     """Looks chunks up in a catalog under one encoder variant.
 
     Attributes:
@@ -182,7 +182,7 @@ class Selector:
     template: PromptTemplate
     tokenizer: Tokenizer
     encoder: str
-    prefix: Piece | None
+    prefix: ExportedChunk | None
 
     def documents(self, document_ids: Iterable[str] | None) -> Selection:
         """Every chunk of these documents, or of all.
@@ -214,7 +214,7 @@ class Selector:
         A key that no chunk of the catalog has is exported without token ids, as its chunk is known
         to the store alone.
         """
-        pieces = {key: Piece(key, None) for key in keys}
+        pieces = {key: ExportedChunk(key, None) for key in keys}
         documents: list[Mapping[str, Any]] = []
         for entry in self.catalog.documents():
             for encoder, names in self.catalog.keys(entry.id).items():
@@ -241,7 +241,7 @@ class Selector:
         return Bundle(PROMPT, pieces, question, final)
 
     def _select(self, chosen: Iterable[tuple[DocumentEntry, Sequence[Chunk]]]) -> Selection:
-        pieces: list[Piece] = []
+        pieces: list[ExportedChunk] = []
         documents: dict[str, dict[str, Any]] = {}
         for entry, chunks in chosen:
             keys = self.catalog.keys(entry.id).get(self.encoder)
@@ -254,7 +254,7 @@ class Selector:
             for chunk in chunks:
                 key = keys[chunk.index]
                 ids = self.template.chunk_ids(self.tokenizer, chunk.ids, entry.title)
-                pieces.append(Piece(key, ids, content_id(self.tokenizer.digest, ids)))
+                pieces.append(ExportedChunk(key, ids, content_id(self.tokenizer.digest, ids)))
                 described.append(
                     {
                         "index": chunk.index,

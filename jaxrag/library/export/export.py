@@ -15,14 +15,14 @@ from jaxrag.kv.store import KVStore, Record
 from jaxrag.library.catalog import Hit
 from jaxrag.library.export.bundle import (
     Bundle,
-    Placement,
+    ChunkSelector,
+    KeyPlacement,
     Selection,
-    Selector,
     describe,
     find_records,
 )
 from jaxrag.library.export.files import (
-    Written,
+    WrittenFile,
     file_errors,
     held,
     huggingface_tensors,
@@ -47,9 +47,9 @@ class Write(Protocol):
         store: KVStore,
         bundle: Bundle,
         records: Sequence[Record],
-        placement: Placement,
+        placement: KeyPlacement,
         settings: Mapping[str, Any],
-    ) -> Written:
+    ) -> WrittenFile:
         """Raises ChunkMissing and ChunkCorrupt for a chunk that cannot be read."""
 
 
@@ -88,7 +88,7 @@ class ExportReport:
 def export_bundles(
     store: KVStore,
     bundles: Sequence[Bundle],
-    placement: Placement,
+    placement: KeyPlacement,
     out: str | os.PathLike[str],
     *,
     format: str = "safetensors",
@@ -157,7 +157,7 @@ def export_bundles(
     )
 
 
-def _checked(name: str, placement: Placement) -> Format:
+def _checked(name: str, placement: KeyPlacement) -> Format:
     if name not in FORMATS:
         raise StoreError(f"format={name!r}: expected one of {', '.join(FORMATS)}")
     rotated = placement.first_position is not None
@@ -171,7 +171,7 @@ def _checked(name: str, placement: Placement) -> Format:
     return FORMATS[name]
 
 
-def _settings(store: KVStore, name: str, placement: Placement) -> dict[str, Any]:
+def _settings(store: KVStore, name: str, placement: KeyPlacement) -> dict[str, Any]:
     """What all files of an export have in common."""
     return {
         "program": "jaxrag export",
@@ -256,13 +256,13 @@ class ExportRequest:
     def _one_file(self) -> bool:
         return self.joined or self.question is not None
 
-    def placement(self, config: ModelConfig) -> Placement:
+    def placement(self, config: ModelConfig) -> KeyPlacement:
         """Whether and from where on keys are rotated."""
         rotate = self._one_file or FORMATS[self.format].rotated is True
         first = 0 if self.first_position is None and rotate else self.first_position
-        return Placement(config, first)
+        return KeyPlacement(config, first)
 
-    def select(self, selector: Selector) -> Selection:
+    def select(self, selector: ChunkSelector) -> Selection:
         """The chunks. Raises KnowledgeBaseError for what the catalog does not hold."""
         if self.question is not None:
             return selector.hits(self.hits)
@@ -275,7 +275,7 @@ class ExportRequest:
 
 def export_selected(
     request: ExportRequest,
-    selector: Selector,
+    selector: ChunkSelector,
     store: KVStore,
     config: ModelConfig,
     out: str | os.PathLike[str],

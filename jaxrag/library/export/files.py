@@ -28,19 +28,19 @@ from jaxrag.base.types import Array, HostArray
 from jaxrag.kv.store import KVLayout, KVStore, Record
 from jaxrag.kv.store.backend import Backend
 from jaxrag.kv.store.record import SCALE
-from jaxrag.library.export.bundle import Bundle, Placement, describe, read
+from jaxrag.library.export.bundle import Bundle, KeyPlacement, describe, read
 from jaxrag.models.rope import RopeTable, place, rope_table
 from jaxrag.models.tensor_files import NewTensor, file_header, write_file
 
 METADATA_KEY = "jaxrag"  # of the JSON record in a safetensors header
 _SMALLEST_SHAPE = 256  # tokens and positions are padded to powers of two from here on
-Load = Callable[[], HostArray]  # [L, 2, T, K, H]; called once for every tensor
-Arrange = Callable[[KVLayout, int, Load], list[NewTensor]]
+LoadKV = Callable[[], HostArray]  # [L, 2, T, K, H]; called once for every tensor
+Arrange = Callable[[KVLayout, int, LoadKV], list[NewTensor]]
 TREE = "chunks.zarr"
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
+class WrittenFile:
     """One file, or one folder of a tree, of an export."""
 
     path: str  # relative to the folder of the export
@@ -55,9 +55,9 @@ def write_safetensors(
     store: KVStore,
     bundle: Bundle,
     records: Sequence[Record],
-    placement: Placement,
+    placement: KeyPlacement,
     settings: Mapping[str, Any],
-) -> Written:
+) -> WrittenFile:
     """Write one bundle to ``chunks/<name>.safetensors`` unless it stands there as it would be.
 
     The header's metadata holds ``settings`` and the description of the bundle. One bundle is in
@@ -83,7 +83,7 @@ def write_safetensors(
                 write_file(temporary, tensors, metadata)
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return Written(path.relative_to(out).as_posix(), nbytes, digest, kept)
+    return WrittenFile(path.relative_to(out).as_posix(), nbytes, digest, kept)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
@@ -172,7 +172,7 @@ def _place(keys: Array, first_position: Array, table: RopeTable, rope: RopeConfi
     return lax.map(layer, keys)
 
 
-def huggingface_tensors(layout: KVLayout, tokens: int, load: Load) -> list[NewTensor]:
+def huggingface_tensors(layout: KVLayout, tokens: int, load: LoadKV) -> list[NewTensor]:
     """``layers.{i}.key`` and ``layers.{i}.value``, each [1, K, T, H].
 
     What ``transformers.Cache.update(key, value, i)`` takes for a batch of one.
@@ -194,7 +194,7 @@ def huggingface_tensors(layout: KVLayout, tokens: int, load: Load) -> list[NewTe
     ]
 
 
-def lmcache_tensors(layout: KVLayout, tokens: int, load: Load) -> list[NewTensor]:
+def lmcache_tensors(layout: KVLayout, tokens: int, load: LoadKV) -> list[NewTensor]:
     """One tensor ``kv`` [2, L, T, K * H], LMCache's memory format ``KV_2LTD``."""
     width = layout.num_kv_heads * layout.head_dim
     shape = (2, layout.num_layers, tokens, width)
@@ -213,9 +213,9 @@ def write_tree(
     store: KVStore,
     bundle: Bundle,
     records: Sequence[Record],
-    placement: Placement,
+    placement: KeyPlacement,
     settings: Mapping[str, Any],
-) -> Written:
+) -> WrittenFile:
     """Write one chunk as the group ``chunks.zarr/<key>`` unless it stands there.
 
     The group's attributes hold ``settings`` and the description of the bundle. Its array ``kv`` is
@@ -241,7 +241,7 @@ def write_tree(
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
         nbytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return Written(folder.relative_to(out).as_posix(), nbytes, None, kept)
+    return WrittenFile(folder.relative_to(out).as_posix(), nbytes, None, kept)
 
 
 def _write_arrays(

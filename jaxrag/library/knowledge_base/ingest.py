@@ -21,7 +21,7 @@ from jaxrag.kv.store import ChunkWriter, PutResult
 from jaxrag.library.documents import BadDocument, Intake
 from jaxrag.library.knowledge_base.prepare import Prepared, Preparer
 from jaxrag.library.knowledge_base.vectors import ChunkVectors
-from jaxrag.library.knowledge_base.writers import Writer
+from jaxrag.library.knowledge_base.writers import KeyWriter
 from jaxrag.library.retrieve.base import searched_text
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.reuse.encode import ChunkInContext, Encoded
@@ -129,7 +129,7 @@ class Ingest:
         preparer = self.preparer
         skipped: list[BadDocument] = []
         with (
-            Writer.at_work(preparer.catalog.path.parent) as at_work,
+            KeyWriter.at_work(preparer.catalog.path.parent) as at_work,
             progress_bar(None, "cut", "token", shown=progress, scale=True) as bar,
             preparer.encoding.store.writer() as writer,
             concurrent.futures.ThreadPoolExecutor(1, "jaxrag-commit") as committer,
@@ -141,7 +141,7 @@ class Ingest:
                 pipeline.take(batch, None if bar.disable else intake)
             pipeline.finish()
         count = pipeline.count
-        counted = {field: count[field] for field in _COUNTED}
+        counted: dict[str, Any] = {field: count[field] for field in _COUNTED}
         return AddReport(
             **counted,
             reused=count["chunks"] * len(preparer.encoders) - count["encoded"],
@@ -204,7 +204,7 @@ class _Pipeline:
         self,
         preparer: Preparer,
         commit: Callable[[Sequence[Prepared]], None],
-        at_work: Writer,
+        at_work: KeyWriter,
         writer: ChunkWriter,
         committer: concurrent.futures.ThreadPoolExecutor,
         bar: "tqdm[Any]",

@@ -13,14 +13,20 @@ from jaxrag.kv.store.chunk_store import Mode
 from jaxrag.kv.store.prefetch import Tier
 from jaxrag.library.catalog import DocumentEntry
 from jaxrag.library.documents import DocumentFiles, Intake, Shard, Source, read_paths
-from jaxrag.library.export import ExportReport, ExportRequest, Piece, Selector, export_selected
+from jaxrag.library.export import (
+    ChunkSelector,
+    ExportedChunk,
+    ExportReport,
+    ExportRequest,
+    export_selected,
+)
 from jaxrag.library.knowledge_base import upkeep
 from jaxrag.library.knowledge_base.ingest import AddReport, Ingest, Turn
 from jaxrag.library.knowledge_base.location import open_catalog
 from jaxrag.library.knowledge_base.maintained import Maintained
 from jaxrag.library.knowledge_base.prepare import Cut, Preparer
 from jaxrag.library.knowledge_base.search import Hits, Search, SearchMode
-from jaxrag.library.knowledge_base.settings import Wanted, find_folder
+from jaxrag.library.knowledge_base.settings import WantedSettings, find_folder
 from jaxrag.library.knowledge_base.upkeep import Gone, compare
 from jaxrag.library.knowledge_base.vectors import GivenEmbedder
 from jaxrag.library.options import ChunkBy, SimilarBy
@@ -128,7 +134,7 @@ class KnowledgeBase(Maintained):
         require_kind("path", path, (str, os.PathLike), "a folder", optional=False)
         require_kind("model", model, (Model,), "a Model, as load_model(DIR) gives it")
         folder = find_folder(path)
-        wanted = Wanted(
+        wanted = WantedSettings(
             template=template, chunk_tokens=chunk_tokens, overlap=overlap, chunk_by=chunk_by,
             encoders=encoders, neighbours=neighbours, similar_by=similar_by, stored=stored,
             salt=salt, secret=secret, reseal=reseal, store=store, max_bytes=max_bytes,
@@ -452,8 +458,8 @@ class KnowledgeBase(Maintained):
         ids = self.template.prefix_ids(checked)
         prefix = None
         if len(ids):
-            prefix = Piece(prefix_key(self.store.fingerprint, checked.digest, ids), ids)
-        selector = Selector(self._catalog, self.template, checked, chosen, prefix)
+            prefix = ExportedChunk(prefix_key(self.store.fingerprint, checked.digest, ids), ids)
+        selector = ChunkSelector(self._catalog, self.template, checked, chosen, prefix)
         return export_selected(request, selector, self.store, self.config, out, progress)
 
 

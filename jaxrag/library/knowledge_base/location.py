@@ -16,7 +16,7 @@ from jaxrag.library.catalog.database import damaged
 from jaxrag.library.knowledge_base.settings import (
     NEEDED,
     REPLACED,
-    Wanted,
+    WantedSettings,
     check_settings,
     neighbour_settings,
     new_settings,
@@ -68,7 +68,7 @@ def _may_have_been(name: str, settings: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def open_catalog(
-    folder: Path, model: Model | None, wanted: Wanted, mode: Mode | None
+    folder: Path, model: Model | None, wanted: WantedSettings, mode: Mode | None
 ) -> tuple[Catalog, Mode]:
     """Open the catalog in a folder, or make it; add to it what the opening asks for beyond it.
 
@@ -157,7 +157,7 @@ def _create(folder: Path, settings: Mapping[str, Any]) -> Catalog:
 
 
 def _extend(
-    folder: Path, catalog: Catalog, model: Model | None, wanted: Wanted, mode: Mode
+    folder: Path, catalog: Catalog, model: Model | None, wanted: WantedSettings, mode: Mode
 ) -> None:
     """Remember what may be added later: a secret, encoders, an embedder, another size limit."""
     settings = catalog.settings()

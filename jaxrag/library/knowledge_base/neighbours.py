@@ -32,7 +32,7 @@ from jaxrag.base.types import HostArray
 from jaxrag.library.catalog import Catalog, ChunkTokens
 from jaxrag.library.knowledge_base.ingest import RefreshReport
 from jaxrag.library.knowledge_base.vectors import ChunkVectors
-from jaxrag.library.knowledge_base.writers import Writer
+from jaxrag.library.knowledge_base.writers import KeyWriter
 from jaxrag.library.options import SimilarBy
 from jaxrag.library.retrieve.base import NOTHING
 from jaxrag.library.retrieve.bm25 import BM25Snapshot
@@ -220,7 +220,7 @@ def refresh(
     left_alone = (len(search.chunk_ids) - len(outdated)) * len(encoders)
     count.update(chunks=left_alone, unchanged=left_alone)
     with (
-        Writer.at_work(neighbours.catalog.path.parent) as at_work,
+        KeyWriter.at_work(neighbours.catalog.path.parent) as at_work,
         progress_bar(
             len(outdated) * len(encoders), "encode behind neighbours", "chunk", shown=progress
         ) as bar,
@@ -255,7 +255,7 @@ def _refresh_batch(
     encoding: ChunkEncoding,
     encoder: str,
     placed: Mapping[int, Placed],
-    at_work: Writer,
+    at_work: KeyWriter,
 ) -> dict[str, int]:
     """Bring the KV of some chunks up to date; returns what was counted."""
     keys = {
@@ -267,7 +267,7 @@ def _refresh_batch(
     wanted = {keys[chunk_id]: placed[chunk_id] for chunk_id in changed}
     missing = encoding.encode_missing(encoder, wanted)
     neighbours.catalog.put_contexts(encoder, [(i, keys[i], placed[i].content_ids) for i in changed])
-    # What nobody held when it was found may have been swept before this commit made it live.
+    # What no document held when it was found may have been swept before this commit made it live.
     stored = {key: it for key, it in wanted.items() if key not in missing}
     encoding.encode_missing(encoder, stored)
     return {

@@ -15,7 +15,7 @@ from jaxrag.library.catalog import Catalog
 from jaxrag.library.documents.chunking import Chunking
 from jaxrag.library.embed import Embedder
 from jaxrag.library.knowledge_base.location import open_repository
-from jaxrag.library.knowledge_base.settings import Wanted
+from jaxrag.library.knowledge_base.settings import WantedSettings
 from jaxrag.library.knowledge_base.vectors import ChunkVectors
 from jaxrag.library.retrieve.adapters import CatalogChunks, retriever_plugin
 from jaxrag.library.retrieve.base import Chunks, Reranker, Retriever
@@ -56,7 +56,7 @@ class Parts:
         catalog: Catalog,
         model: Model | None,
         mode: Mode,
-        wanted: Wanted,
+        wanted: WantedSettings,
         retriever: Retriever | Any | None,
         reranker: Reranker | None,
     ) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from jaxrag.base.errors import DocumentError
 from jaxrag.base.types import HostArray
 from jaxrag.kv.store import content_id
-from jaxrag.library.catalog import Catalog, Entry
+from jaxrag.library.catalog import Catalog, NewDocument
 from jaxrag.library.documents import BadDocument, Document, Intake
 from jaxrag.library.documents.chunking import Chunk, Chunking, split
 from jaxrag.models.text.prompts import PromptTemplate
@@ -30,7 +30,7 @@ _THREADS = 2  # the tokenizer works outside of the interpreter lock
 class Prepared:
     """A document that is ready to be encoded."""
 
-    entry: Entry  # without chunk ids
+    entry: NewDocument  # without chunk ids
     token_ids: tuple[HostArray, ...]  # per chunk [T] int32, as it stands in the prompt
     unchanged: bool  # the catalog holds it as it is
     replaces: bool  # the catalog holds something else under its id
@@ -130,7 +130,7 @@ class Preparer:
         commit = not same or any(held.get(encoder) != keys[encoder] for encoder in keys)
         replaces = known is not None and not same
         content_ids = [content_id(self.tokenizer.digest, ids) for ids in token_ids]
-        entry = Entry(document, digest, chunks, keys, content_ids, chunk_ids=())
+        entry = NewDocument(document, digest, chunks, keys, content_ids, chunk_ids=())
         return Prepared(entry, token_ids, same, replaces, commit)
 
 

@@ -16,7 +16,16 @@ from typing import Any
 from jaxrag.base.errors import JaxragError
 from jaxrag.base.types import HostArray
 from jaxrag.kv.store import chunk_key, content_id, context_id
-from jaxrag.library.catalog.audit import CHUNK, DOCUMENT, KEY, Examined, Fault, KeyRow, Raw, Stored
+from jaxrag.library.catalog.audit import (
+    CHUNK,
+    DOCUMENT,
+    KEY,
+    Examined,
+    Fault,
+    KeyRow,
+    Raw,
+    StoredDocument,
+)
 from jaxrag.library.catalog.digests import CHUNKS, DOCUMENTS
 from jaxrag.library.catalog.rows import ChunkRow, DocumentRow, from_blob
 from jaxrag.library.documents import Document
@@ -57,7 +66,7 @@ class Names:
         return chunk_key(self.fingerprint, content, context_id(encoder, seen, neighbours))
 
 
-def examine(names: Names | None, stored: Stored) -> Examined:
+def examine(names: Names | None, stored: StoredDocument) -> Examined:
     """What is wrong with a document's rows, and what mends them.
 
     Without ``names`` rows are held against their digests and each other only.
@@ -80,7 +89,7 @@ def examine(names: Names | None, stored: Stored) -> Examined:
 class _Document:
     """One document's rows, and what can be made of them."""
 
-    def __init__(self, names: Names | None, stored: Stored) -> None:
+    def __init__(self, names: Names | None, stored: StoredDocument) -> None:
         self.names = names
         self.stored = stored
 
@@ -253,7 +262,7 @@ class _Document:
         return self.names.key(row.encoder, content, row.content_ids)
 
     def _mended_keys(self, contents: dict[int, str]) -> tuple[list[KeyRow], list[tuple[int, str]]]:
-        """Keys to be written, and those to be removed as nobody knows what they are of."""
+        """Keys to be written, and those to be removed: what they are of is not known."""
         written, dropped = [], []
         for raw in self.stored.keys:
             row = raw.row

@@ -40,7 +40,7 @@ _OVERLAP_SHARE = 50  # the default overlap is a fiftieth of a chunk: 10 tokens o
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted(KnowledgeBaseOptions):
+class WantedSettings(KnowledgeBaseOptions):
     """The options of an opening, read and checked.
 
     ``template`` is a PromptTemplate now, ``encoders`` a tuple, ``store`` a URL or an absolute path,
@@ -118,7 +118,7 @@ class Wanted(KnowledgeBaseOptions):
                 )
 
 
-def new_settings(model: Model, wanted: Wanted) -> dict[str, Any]:
+def new_settings(model: Model, wanted: WantedSettings) -> dict[str, Any]:
     """The settings of a knowledge base that is made now.
 
     Raises KnowledgeBaseError for chunks that the model's context does not hold, ConfigError for
@@ -169,10 +169,10 @@ def new_settings(model: Model, wanted: Wanted) -> dict[str, Any]:
     }
 
 
-def neighbour_settings(wanted: Wanted, embedded: bool) -> dict[str, Any] | None:
+def neighbour_settings(wanted: WantedSettings, embedded: bool) -> dict[str, Any] | None:
     """The setting "neighbours" that the wanted encoders need; None when none of them sees any.
 
-    Raises KnowledgeBaseError for a number of neighbours that nobody sees, and for neighbours by
+    Raises KnowledgeBaseError for a number of neighbours that no encoder sees, and for neighbours by
     vectors where chunks have none (``embedded`` is false).
     """
     if not any(encoder_named(name).sees_neighbours for name in wanted.encoders or ()):
@@ -189,7 +189,7 @@ def neighbour_settings(wanted: Wanted, embedded: bool) -> dict[str, Any] | None:
     return {"top_n": wanted.neighbours or DEFAULT_TOP_N, "by": by}
 
 
-def vector_settings(wanted: Wanted) -> dict[str, Any] | None:
+def vector_settings(wanted: WantedSettings) -> dict[str, Any] | None:
     """The setting "vectors", which names embedder and index; None without an embedder."""
     if wanted.embedder is None:
         return None
@@ -204,7 +204,7 @@ def vector_settings(wanted: Wanted) -> dict[str, Any] | None:
 
 
 def check_settings(
-    folder: Path, settings: Mapping[str, Any], model: Model | None, wanted: Wanted
+    folder: Path, settings: Mapping[str, Any], model: Model | None, wanted: WantedSettings
 ) -> None:
     """Refuse whatever is not as it is remembered. Raises KnowledgeBaseError."""
     if model is not None:
@@ -241,7 +241,7 @@ def check_settings(
         )
     _check_seal(folder, settings.get("sealed"), wanted)
     if wanted.embedder is not None and vectors is not None:
-        known, given = _told_apart(vectors["embedder"]["digest"], wanted.embedder.digest)
+        known, given = _shown_apart(vectors["embedder"]["digest"], wanted.embedder.digest)
         if given != known:
             raise KnowledgeBaseError(
                 f"{folder} holds vectors of the embedder {vectors['embedder']['path'] or known} "
@@ -250,7 +250,7 @@ def check_settings(
             )
 
 
-def _check_seal(folder: Path, known: str | None, wanted: Wanted) -> None:
+def _check_seal(folder: Path, known: str | None, wanted: WantedSettings) -> None:
     """Refuse another secret than the one that seals its chunks, or none, unless that is wanted."""
     given = wanted.sealed
     if known in (None, given) or wanted.reseal:
@@ -269,14 +269,14 @@ def _check_seal(folder: Path, known: str | None, wanted: Wanted) -> None:
 def _check_model(folder: Path, settings: Mapping[str, Any], model: Model) -> None:
     known = settings["model"]
     if model.digest != known["digest"]:
-        theirs, ours = _told_apart(known["digest"], model.digest)
+        theirs, ours = _shown_apart(known["digest"], model.digest)
         raise KnowledgeBaseError(
             f"{folder} belongs to model {known['path']} with digest {theirs}, "
             f"not to {model.path} with digest {ours}; use its model or ingest "
             "into another folder"
         )
     if model.fingerprint != known["fingerprint"]:
-        theirs, ours = _told_apart(known["fingerprint"], model.fingerprint)
+        theirs, ours = _shown_apart(known["fingerprint"], model.fingerprint)
         raise KnowledgeBaseError(
             f"{folder} was made in {settings['layout']['dtype']} under fingerprint "
             f"{theirs}, this model is {model.config.dtype} with fingerprint "
@@ -284,14 +284,14 @@ def _check_model(folder: Path, settings: Mapping[str, Any], model: Model) -> Non
         )
     digest = None if model.tokenizer is None else model.tokenizer.digest
     if digest != settings["tokenizer"]:
-        theirs, ours = _told_apart(settings["tokenizer"] or "none", digest or "none")
+        theirs, ours = _shown_apart(settings["tokenizer"] or "none", digest or "none")
         raise KnowledgeBaseError(
             f"{folder} was cut with tokenizer {theirs}, the model has "
             f"{ours}; restore the tokenizer or ingest into another folder"
         )
 
 
-def _told_apart(one: str, other: str) -> tuple[str, str]:
+def _shown_apart(one: str, other: str) -> tuple[str, str]:
     """Two digests as they are shown: their first digits, or all where these are the same."""
     length = max(len(one), len(other)) if one[:_SHOWN] == other[:_SHOWN] else _SHOWN
     return one[:length], other[:length]

@@ -25,7 +25,7 @@ from jaxrag.library.knowledge_base.ingest import RefreshReport
 from jaxrag.library.knowledge_base.location import CATALOG
 from jaxrag.library.knowledge_base.neighbours import recorded_chunks
 from jaxrag.library.knowledge_base.vectors import ChunkVectors
-from jaxrag.library.knowledge_base.writers import Writer, Writers
+from jaxrag.library.knowledge_base.writers import KeyWriter, Writers
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.attention_index.document import Indexing, is_indexed
@@ -165,7 +165,7 @@ def sweep(
     """Remove KV that no claim holds and vectors of no chunk, where older than the grace.
 
     What writers at work have announced stays, at any grace. Raises DamagedCatalogError for a claim
-    whose catalog lost rows: their KV would be nobody's.
+    whose catalog lost rows: their KV would seem unused.
     """
     for claim in claims:
         claim.catalog.check_whole()
@@ -227,7 +227,7 @@ def repair(
     repaired = set[str]()
     wanted = [*report.damaged, *report.unindexed]
     chunks = recorded_chunks(catalog, encoding.model, template, wanted)
-    with Writer.at_work(catalog.path.parent) as at_work:
+    with KeyWriter.at_work(catalog.path.parent) as at_work:
         for encoder, by_key in chunks.items():
             at_work.needs(by_key)
             for batch in itertools.batched(by_key.items(), _REPAIR_BATCH):

@@ -11,9 +11,9 @@ import numpy as np
 
 from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.base.types import HostArray
+from jaxrag.kv.store.chunk_store import Mode
 from jaxrag.library.catalog import Catalog
 from jaxrag.library.embed import Embedder, as_embedder, load_embedder
-from jaxrag.library.retrieve.base import Mode
 from jaxrag.library.retrieve.lance import VectorIndex
 
 VECTORS = "vectors"  # folder of the index, in that of the knowledge base

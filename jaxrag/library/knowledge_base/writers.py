@@ -21,11 +21,11 @@ FOLDER = "writers"
 _KEY_BYTES = 20
 
 
-class Writer:
+class KeyWriter:
     """A writer at work; safe to share between threads."""
 
     def __init__(self, descriptor: int, path: Path) -> None:
-        """Use ``Writer.at_work``."""
+        """Use ``KeyWriter.at_work``."""
         self._descriptor = descriptor
         self._path = path
 
@@ -43,7 +43,7 @@ class Writer:
             yield writer
         finally:
             with contextlib.suppress(OSError):
-                writer._path.unlink()  # before the lock goes: nobody else removes it then
+                writer._path.unlink()  # before the lock goes, so that no other process removes it
             os.close(writer._descriptor)
 
     def needs(self, keys: Iterable[str]) -> None:

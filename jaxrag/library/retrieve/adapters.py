@@ -50,7 +50,7 @@ class CatalogChunks:
     def with_text(self, text: str) -> Sequence[int]:
         """The chunks that have this text, or else those that hold it or lie in it, best first.
 
-        Runs of white space count as one space. A text without words is nobody's.
+        Runs of white space count as one space. A text without words is no chunk's.
         """
         wanted = _plain(text)
         near = [
@@ -60,7 +60,7 @@ class CatalogChunks:
         return equal or [i for i, other in near if wanted in other or other in wanted]
 
 
-class Piece(NamedTuple):
+class FoundText(NamedTuple):
     """A text that another framework found."""
 
     text: str
@@ -76,7 +76,7 @@ class AdaptedRetriever:
     match is dropped afterwards.
     """
 
-    def __init__(self, ask: Callable[[str], Iterable[Piece]], chunks: Chunks) -> None:
+    def __init__(self, ask: Callable[[str], Iterable[FoundText]], chunks: Chunks) -> None:
         """``ask`` returns the pieces for one query, best first."""
         self._ask = ask
         self._chunks = chunks
@@ -107,7 +107,7 @@ class AdaptedRetriever:
             )
         return list(found.values())[:k]
 
-    def _chunks_of(self, piece: Piece) -> Sequence[int]:
+    def _chunks_of(self, piece: FoundText) -> Sequence[int]:
         chunk_id = piece.metadata.get("chunk_id")
         if isinstance(chunk_id, int | str) and str(chunk_id).isdecimal():
             known = [int(chunk_id)] if self._chunks.texts([int(chunk_id)]) else []
@@ -144,9 +144,9 @@ def from_langchain(retriever: Any, chunks: Chunks) -> AdaptedRetriever:
     """
     _require(retriever, "invoke", "a LangChain retriever")
 
-    def ask(query: str) -> Iterable[Piece]:
+    def ask(query: str) -> Iterable[FoundText]:
         for document in retriever.invoke(query):
-            yield Piece(document.page_content, document.metadata, document.id, None)
+            yield FoundText(document.page_content, document.metadata, document.id, None)
 
     return AdaptedRetriever(ask, chunks)
 
@@ -158,10 +158,10 @@ def from_llamaindex(retriever: Any, chunks: Chunks) -> AdaptedRetriever:
     """
     _require(retriever, "retrieve", "a LlamaIndex retriever")
 
-    def ask(query: str) -> Iterable[Piece]:
+    def ask(query: str) -> Iterable[FoundText]:
         for scored in retriever.retrieve(query):
             node = scored.node
-            yield Piece(node.get_content(), node.metadata, node.ref_doc_id, scored.score)
+            yield FoundText(node.get_content(), node.metadata, node.ref_doc_id, scored.score)
 
     return AdaptedRetriever(ask, chunks)
 

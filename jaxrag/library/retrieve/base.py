@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxrag.base.errors import RequestError, StoreError
 
-Mode = Literal["r", "rw"]
 Ids = NDArray[np.int64]
 Vectors = NDArray[np.float32]
 

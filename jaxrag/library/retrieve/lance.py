@@ -30,11 +30,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from jaxrag.base.errors import RetrievalError, StoreError
+from jaxrag.kv.store.chunk_store import Mode
 from jaxrag.library.retrieve import earlier
 from jaxrag.library.retrieve.base import (
     NOTHING,
     Ids,
-    Mode,
     Vectors,
     checked_ids,
     checked_k,

@@ -30,7 +30,7 @@ from jaxrag.tasks.synthetic import samples as endless
 from jaxrag.train.evaluation import Losses, pack_pieces
 from jaxrag.train.loss import TokenLoss
 from jaxrag.train.packing import TrainBatch, lay_piece
-from jaxrag.train.samples import TrainSample, Writer, response_end
+from jaxrag.train.samples import SampleWriter, TrainSample, response_end
 from jaxrag.train.step import Program, make_evaluation
 
 ROWS = 8  # of a batch
@@ -126,7 +126,7 @@ def write(
     else:
         template.check_markers(tokenizer)
     end_id = response_end(model.config, tokenizer, where)
-    writer = Writer(tokenizer, template, end_id, response_start, refusal="")
+    writer = SampleWriter(tokenizer, template, end_id, response_start, refusal="")
     ids = tuple(map(writer.write_synthetic, samples))
     written = Written(model, template, tuple(samples), ids)
     longest = written.prompt_tokens(chunks)

@@ -25,8 +25,8 @@ _TRIES = 64  # places that are tried for one cut in one stretch of text
 _BREAKS = (" ", "\n")
 
 # Ids [T] int32 of a text, and the characters [T, 2] int32 that each covers, half open.
-Encoded = tuple[HostArray, HostArray]
-Encode = Callable[[str], Encoded]
+EncodedText = tuple[HostArray, HostArray]
+Encode = Callable[[str], EncodedText]
 _WIDE = "\u3002\uff01\uff1f\uff61"  # full stops and marks that no space follows
 _CLOSERS = "\"'\u2019\u201d\u00bb)\\]}\u300d\u300f\uff09\u3011\u300b\u3009"
 _OPENERS = "\"'\u2018\u201c(\\["
@@ -49,7 +49,7 @@ def breaks_between_words(tokens: list[str]) -> str:
     return "".join(it for it in _BREAKS if not re.search(rf"[\w\ufffd]{it}", vocabulary))
 
 
-def encode_in_pieces(text: str, encode: Encode, breaks: str) -> Encoded:
+def encode_in_pieces(text: str, encode: Encode, breaks: str) -> EncodedText:
     """Ids and offsets of a text as ``encode`` would give them for the whole.
 
     Args:
@@ -118,7 +118,7 @@ def _proven(text: str, place: int, encode: Encode) -> int | None:
     return None
 
 
-def _shifted(encoded: Encoded, start: int, dropped: int) -> Encoded:
+def _shifted(encoded: EncodedText, start: int, dropped: int) -> EncodedText:
     """What was encoded of a piece, with its characters counted in the text."""
     ids, at = encoded
     moved = at + np.int32(start + dropped)

@@ -27,7 +27,7 @@ def progress_bar(
     """A bar of so many units. In a pipe or a log it is lines, and none of short work.
 
     Args:
-      total: units; None where nobody knows.
+      total: units; None where that is not known.
       name: of the work.
       unit: what is counted.
       shown: False draws nothing.

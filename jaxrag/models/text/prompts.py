@@ -31,7 +31,7 @@ _CHUNKS_HERE = "\u241e"  # stands for the chunks while a chat template is render
 _ANSWER_HERE = "\u241f"  # for an answer
 _NEXT = "\n"  # between an answer and what follows it, without a chat template
 _SYSTEM_END = "\n\n"
-_DATE = datetime.datetime(2024, 7, 26)  # that Llama 3 prints where it is told none
+_DATE = datetime.datetime(2024, 7, 26)  # that Llama 3 prints where it gets none
 
 
 class OfDocument(Protocol):

@@ -140,7 +140,7 @@ class Tokenizer:
         Raises TokenizerError for a text that the tokenizer's own rules fail on.
         """
         tokenizer = self._special if special else self._text
-        with _told():
+        with _panics():
             return np.asarray(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def encode_with_offsets(self, text: str) -> tuple[HostArray, HostArray]:
@@ -154,7 +154,7 @@ class Tokenizer:
         return encode_in_pieces(text, self._encoded, self._breaks)
 
     def _encoded(self, text: str) -> tuple[HostArray, HostArray]:
-        with _told():
+        with _panics():
             encoding = self._text.encode(text, add_special_tokens=False)
         offsets = np.array(encoding.offsets, np.int32).reshape(-1, 2)
         return np.asarray(encoding.ids, np.int32), offsets
@@ -199,7 +199,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[HostArray]:
         """``encode`` of many texts, in parallel."""
-        with _told():
+        with _panics():
             encodings = self._text.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
@@ -268,7 +268,7 @@ class Tokenizer:
         return token_id
 
     def _find_leading_ids(self, config: Mapping[str, Any]) -> HostArray:
-        with _told():
+        with _panics():
             plain = self._special.encode("a", add_special_tokens=False).ids
             processed = self._special.encode("a", add_special_tokens=True).ids
         starts = (i for i in range(len(processed)) if processed[i : i + len(plain)] == plain)
@@ -397,7 +397,7 @@ def _switch_off(tokenizer: tokenizers.Tokenizer) -> None:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _panics() -> Iterator[None]:
     """The panic of a library as a TokenizerError; it is none of Python's Exceptions."""
     try:
         yield

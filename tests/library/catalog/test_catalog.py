@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import KnowledgeBaseError, StoreError
-from jaxrag.library.catalog import Catalog, Entry, database
+from jaxrag.library.catalog import Catalog, NewDocument, database
 from jaxrag.library.catalog.digests import Totals
 from jaxrag.library.documents import Document
 from jaxrag.library.documents.chunking import Chunk
@@ -25,7 +25,7 @@ def entry(catalog, document_id, *texts, title="", metadata=None, digest="digest"
         Chunk(index, 0, len(text), np.frombuffer(text.encode(), np.uint8).astype(np.int32), text)
         for index, text in enumerate(texts)
     ]
-    return Entry(
+    return NewDocument(
         document=Document(document_id, " ".join(texts), title=title, metadata=metadata or {}),
         digest=digest,
         chunks=chunks,

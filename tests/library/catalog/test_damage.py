@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import DamagedCatalogError, JaxragError, StoreError
-from jaxrag.library.catalog import Catalog, Entry
+from jaxrag.library.catalog import Catalog, NewDocument
 from jaxrag.library.catalog.pages import PAGE_BYTES, mend, wrong_pages
 from jaxrag.library.catalog.salvage import salvage
 from jaxrag.library.documents import Document
@@ -221,7 +221,7 @@ def put(catalog, name, texts):
     contents = [f"content of {name} {chunk.index}" for chunk in chunks]
     document = Document(name, " ".join(texts), title="", metadata={})
     ids = catalog.reserve(len(chunks))
-    catalog.put([Entry(document, "digest", chunks, keys, contents, ids)])
+    catalog.put([NewDocument(document, "digest", chunks, keys, contents, ids)])
 
 
 def roots(path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrag.kv.store import ChunkStore, KVLayout, Provenance, chunk_key, content_id, context_id
-from jaxrag.library.export import Bundle, Piece
+from jaxrag.library.export import Bundle, ExportedChunk
 from jaxrag.models.rope import attention_factor, frequencies
 
 FINGERPRINT = "5e" * 32
@@ -50,7 +50,7 @@ def fill(tmp_path, tiny_config, rng):
                 shards = [np.ascontiguousarray(part) for part in np.split(kv, ways, axis=3)]
                 digests = [store.put_shard(attempt, i, shard) for i, shard in enumerate(shards)]
                 store.commit(attempt, digests)
-            bundles.append(Bundle(key, (Piece(key, ids),)))
+            bundles.append(Bundle(key, (ExportedChunk(key, ids),)))
             values.append(kv)
         return Chunks(store, bundles, values), config
 

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from jaxrag.base.config import DTYPES, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 from jaxrag.base.errors import StoreError
 from jaxrag.kv.store import content_id
-from jaxrag.library.export import MANIFEST, Bundle, Piece, Placement, export_bundles
+from jaxrag.library.export import MANIFEST, Bundle, ExportedChunk, KeyPlacement, export_bundles
 
 ROPES = {
     "plain": RopeConfig(100.0, 10, False, None),
@@ -52,7 +52,9 @@ def assert_same_bits(found, wanted):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_unrotated_files_hold_the_bytes_of_the_store(fill, tmp_path, dtype):
     chunks, config = fill(dtype)
-    report = export_bundles(chunks.store, chunks.bundles, Placement(config, None), tmp_path / "out")
+    report = export_bundles(
+        chunks.store, chunks.bundles, KeyPlacement(config, None), tmp_path / "out"
+    )
     assert (report.files, report.kept, report.refused) == (3, 0, ())
     for bundle, kv in zip(chunks.bundles, chunks.kv, strict=True):
         path = tmp_path / "out" / "chunks" / f"{bundle.name}.safetensors"
@@ -66,7 +68,7 @@ def test_unrotated_files_hold_the_bytes_of_the_store(fill, tmp_path, dtype):
 def test_the_manifest_names_every_file_with_its_digest(fill, tmp_path):
     chunks, config = fill()
     documents = [{"id": "a", "chunks": [{"index": 0, "key": chunks.bundles[0].name}]}]
-    placement = Placement(config, None)
+    placement = KeyPlacement(config, None)
     export_bundles(chunks.store, chunks.bundles, placement, tmp_path / "out", documents=documents)
     manifest = manifest_of(tmp_path / "out")
     assert manifest["complete"]
@@ -85,7 +87,7 @@ def test_the_manifest_names_every_file_with_its_digest(fill, tmp_path):
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 def test_keys_are_rotated_once_to_their_positions(fill, tmp_path, rotated, rope, first):
     chunks, config = fill("float32", rope=rope)
-    export_bundles(chunks.store, chunks.bundles, Placement(config, first), tmp_path / "out")
+    export_bundles(chunks.store, chunks.bundles, KeyPlacement(config, first), tmp_path / "out")
     for bundle, kv in zip(chunks.bundles, chunks.kv, strict=True):
         path = tmp_path / "out" / "chunks" / f"{bundle.name}.safetensors"
         found, wanted = load_file(path), kv.astype(np.float64)
@@ -99,7 +101,7 @@ def test_keys_are_rotated_once_to_their_positions(fill, tmp_path, rotated, rope,
 
 def test_bfloat16_keys_are_rounded_once(fill, tmp_path, rotated):
     chunks, config = fill("bfloat16", rope=ROPES["yarn"])
-    export_bundles(chunks.store, chunks.bundles[:1], Placement(config, 90), tmp_path / "out")
+    export_bundles(chunks.store, chunks.bundles[:1], KeyPlacement(config, 90), tmp_path / "out")
     (path,) = (tmp_path / "out" / "chunks").iterdir()
     kv = chunks.kv[0]
     wanted = rotated(kv[:, 0], 90, config.rope).astype(np.float32).astype(kv.dtype)
@@ -111,7 +113,7 @@ def test_bfloat16_keys_are_rounded_once(fill, tmp_path, rotated):
 def test_a_prompt_is_its_chunks_side_by_side_even_twice(fill, tmp_path, rotated):
     chunks, config = fill("float32")
     prompt = chunks.joined(1, 0, 1)
-    export_bundles(chunks.store, [prompt], Placement(config, 0), tmp_path / "out")
+    export_bundles(chunks.store, [prompt], KeyPlacement(config, 0), tmp_path / "out")
     path = tmp_path / "out" / "chunks" / "prompt.safetensors"
     kv = np.concatenate([chunks.kv[i] for i in (1, 0, 1)], axis=2).astype(np.float64)
     kv[:, 0] = rotated(kv[:, 0], 0, config.rope)
@@ -124,7 +126,7 @@ def test_a_prompt_is_its_chunks_side_by_side_even_twice(fill, tmp_path, rotated)
 
 def test_lmcache_has_one_tensor_of_all_layers(fill, tmp_path, rotated):
     chunks, config = fill("float32")
-    placement = Placement(config, 0)
+    placement = KeyPlacement(config, 0)
     export_bundles(chunks.store, chunks.bundles, placement, tmp_path / "out", format="lmcache")
     for bundle, kv in zip(chunks.bundles, chunks.kv, strict=True):
         tensors = load_file(tmp_path / "out" / "chunks" / f"{bundle.name}.safetensors")
@@ -138,7 +140,7 @@ def test_lmcache_has_one_tensor_of_all_layers(fill, tmp_path, rotated):
 
 def test_exporting_again_writes_nothing(fill, tmp_path):
     chunks, config = fill()
-    placement, out = Placement(config, 3), tmp_path / "out"
+    placement, out = KeyPlacement(config, 3), tmp_path / "out"
     first = export_bundles(chunks.store, chunks.bundles, placement, out)
     before = {path: path.stat().st_mtime_ns for path in (out / "chunks").iterdir()}
     manifest = manifest_of(out)
@@ -150,7 +152,7 @@ def test_exporting_again_writes_nothing(fill, tmp_path):
 
 def test_an_export_that_was_cut_short_goes_on(fill, tmp_path, monkeypatch):
     chunks, config = fill()
-    placement, out = Placement(config, None), tmp_path / "out"
+    placement, out = KeyPlacement(config, None), tmp_path / "out"
 
     class Killed(BaseException):
         pass
@@ -176,7 +178,7 @@ def test_an_export_that_was_cut_short_goes_on(fill, tmp_path, monkeypatch):
 
 def test_a_replaced_or_shortened_file_is_written_again(fill, tmp_path):
     chunks, config = fill()
-    placement, out = Placement(config, None), tmp_path / "out"
+    placement, out = KeyPlacement(config, None), tmp_path / "out"
     export_bundles(chunks.store, chunks.bundles, placement, out)
     paths = [out / "chunks" / f"{bundle.name}.safetensors" for bundle in chunks.bundles]
     whole = [path.read_bytes() for path in paths]
@@ -194,8 +196,8 @@ def test_a_missing_and_a_damaged_chunk_do_not_stop_the_others(fill, tmp_path):
     damaged = bytearray(shard.read_bytes())
     damaged[5] ^= 1
     shard.write_bytes(damaged)
-    bundles = [Bundle(ABSENT, (Piece(ABSENT, None),)), *chunks.bundles]
-    report = export_bundles(chunks.store, bundles, Placement(config, None), tmp_path / "out")
+    bundles = [Bundle(ABSENT, (ExportedChunk(ABSENT, None),)), *chunks.bundles]
+    report = export_bundles(chunks.store, bundles, KeyPlacement(config, None), tmp_path / "out")
     assert report.files == 2
     assert [name for name, _ in report.refused] == [ABSENT, chunks.bundles[1].name]
     manifest = manifest_of(tmp_path / "out")
@@ -207,9 +209,9 @@ def test_a_missing_and_a_damaged_chunk_do_not_stop_the_others(fill, tmp_path):
 def test_token_ids_of_another_chunk_are_refused(fill, tmp_path):
     chunks, config = fill()
     key, ids = chunks.bundles[0].name, np.zeros(7, np.int32)
-    short = Bundle("short", (Piece(key, ids[:6]),))
-    other = Bundle("other", (Piece(key, ids, content_id("tok", ids)),))
-    placement = Placement(config, None)
+    short = Bundle("short", (ExportedChunk(key, ids[:6]),))
+    other = Bundle("other", (ExportedChunk(key, ids, content_id("tok", ids)),))
+    placement = KeyPlacement(config, None)
     report = export_bundles(chunks.store, [short, other], placement, tmp_path / "out")
     assert report.files == 0
     reasons = dict(report.refused)
@@ -223,7 +225,9 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(fill, tmp
 
     def refused(words, first=None, **options):
         with pytest.raises(StoreError, match=words):
-            export_bundles(chunks.store, chunks.bundles, Placement(config, first), out, **options)
+            export_bundles(
+                chunks.store, chunks.bundles, KeyPlacement(config, first), out, **options
+            )
         assert not out.exists()
 
     refused("format='gguf': expected one of safetensors", format="gguf")
@@ -236,15 +240,15 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(fill, tmp
 def test_tokens_behind_the_last_position_are_refused(fill, tmp_path):
     chunks, config = fill()
     with pytest.raises(StoreError, match="12 tokens from position 501 on do not fit"):
-        export_bundles(chunks.store, chunks.bundles, Placement(config, 501), tmp_path / "out")
+        export_bundles(chunks.store, chunks.bundles, KeyPlacement(config, 501), tmp_path / "out")
 
 
 @pytest.mark.parametrize("change", [{"first": 4}, {"format": "zarr"}])
 def test_a_folder_of_another_export_is_refused(fill, tmp_path, change):
     chunks, config = fill()
     out = tmp_path / "out"
-    export_bundles(chunks.store, chunks.bundles, Placement(config, None), out)
-    placement = Placement(config, change.pop("first", None))
+    export_bundles(chunks.store, chunks.bundles, KeyPlacement(config, None), out)
+    placement = KeyPlacement(config, change.pop("first", None))
     with pytest.raises(StoreError, match="belongs to another export"):
         export_bundles(chunks.store, chunks.bundles, placement, out, **change)
 
@@ -254,15 +258,15 @@ def test_a_folder_with_something_else_is_refused(fill, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").touch()
     with pytest.raises(StoreError, match="is not empty"):
-        export_bundles(chunks.store, chunks.bundles, Placement(config, None), tmp_path / "out")
+        export_bundles(chunks.store, chunks.bundles, KeyPlacement(config, None), tmp_path / "out")
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="cannot be written"):
-        export_bundles(chunks.store, chunks.bundles, Placement(config, None), tmp_path / "file")
+        export_bundles(chunks.store, chunks.bundles, KeyPlacement(config, None), tmp_path / "file")
 
 
 def test_two_exports_to_one_folder_do_not_mix(fill, tmp_path, monkeypatch):
     chunks, config = fill()
-    placement, out = Placement(config, None), tmp_path / "out"
+    placement, out = KeyPlacement(config, None), tmp_path / "out"
     real, second = chunks.store.get_many, []
 
     def another_begins(keys, *arguments, **options):
@@ -280,4 +284,4 @@ def test_a_deep_manifest_is_that_of_another_export(fill, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / MANIFEST).write_text('{"a":' + "[" * 100_000)
     with pytest.raises(StoreError, match="belongs to another export"):
-        export_bundles(chunks.store, chunks.bundles, Placement(config, None), tmp_path / "out")
+        export_bundles(chunks.store, chunks.bundles, KeyPlacement(config, None), tmp_path / "out")

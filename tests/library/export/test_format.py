@@ -11,7 +11,7 @@ import pytest
 from jaxrag.kv.store import ChunkStore
 from jaxrag.kv.store.owners import Owners, this_owner
 from jaxrag.library.catalog import Catalog
-from jaxrag.library.export import MANIFEST, Placement, export_bundles
+from jaxrag.library.export import MANIFEST, KeyPlacement, export_bundles
 
 TEXT = (Path(__file__).parents[3] / "docs" / "format.md").read_text()
 
@@ -102,7 +102,7 @@ def test_tables_and_columns_of_the_catalog(tmp_path):
 
 def test_fields_of_the_manifest(repository, fill, tmp_path):
     chunks, config = fill()
-    placement = Placement(config, 0)
+    placement = KeyPlacement(config, 0)
     export_bundles(chunks.store, chunks.bundles, placement, tmp_path / "out")
     manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
     described = set(re.findall(r"`(\w+)`", TEXT[TEXT.index("`manifest.json` holds") :]))

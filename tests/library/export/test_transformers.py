@@ -16,7 +16,7 @@ import pytest
 import jaxrag
 from jaxrag.base.types import FINAL, FIRST_CHUNK, PREFIX
 from jaxrag.kv.store import ChunkStore, chunk_key
-from jaxrag.library.export import MANIFEST, Bundle, Piece, Placement, export_bundles
+from jaxrag.library.export import MANIFEST, Bundle, ExportedChunk, KeyPlacement, export_bundles
 from jaxrag.models.model import load_model
 from jaxrag.reuse.encode import encode_chunks, provenance
 
@@ -64,7 +64,7 @@ def export(name, folder):
         record = provenance(model, "isolated", PREFIX_IDS[:0], parts[i])
         key = chunk_key(fingerprint, record.content_id, record.context_id)
         store.put(key, array, record=record)
-        pieces[i], kv[i] = Piece(key, parts[i]), array
+        pieces[i], kv[i] = ExportedChunk(key, parts[i]), array
     alone, prompt = Bundle("chunk", (pieces[1],)), Bundle("prompt", tuple(pieces))
     for label, bundle, first in (
         ("stored", alone, None),
@@ -72,7 +72,7 @@ def export(name, folder):
         ("at-30", alone, 30),
         ("prompt", prompt, 0),
     ):
-        placement = Placement(model.config, first)
+        placement = KeyPlacement(model.config, first)
         report = export_bundles(store, [bundle], placement, folder / name / label)
         assert (report.files, report.refused) == (1, ())
         yield label, folder / name / label / "chunks" / f"{bundle.name}.safetensors"

@@ -14,7 +14,7 @@ import pytest
 import jaxrag
 from jaxrag.base.types import FINAL, FIRST_CHUNK
 from jaxrag.kv.store import ChunkStore, chunk_key
-from jaxrag.library.export import MANIFEST, Bundle, Piece, Placement, export_bundles
+from jaxrag.library.export import MANIFEST, Bundle, ExportedChunk, KeyPlacement, export_bundles
 from jaxrag.reuse.encode import encode_chunks, provenance
 
 pytestmark = pytest.mark.oracle
@@ -34,9 +34,9 @@ def exported(model, chunks, folder):
         record = provenance(model, "isolated", nothing, chunks[i])
         key = chunk_key(model.fingerprint, record.content_id, record.context_id)
         store.put(key, kv, record=record)
-        pieces[i] = Piece(key, chunks[i])
+        pieces[i] = ExportedChunk(key, chunks[i])
     bundle = Bundle("prompt", tuple(pieces))
-    export_bundles(store, [bundle], Placement(model.config, 0), folder / "out")
+    export_bundles(store, [bundle], KeyPlacement(model.config, 0), folder / "out")
     (file,) = json.loads((folder / "out" / MANIFEST).read_text())["files"]
     return folder / "out" / file["path"]
 

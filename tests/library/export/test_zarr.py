@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 
 from jaxrag.base.config import DTYPES
-from jaxrag.library.export import MANIFEST, Placement, export_bundles
+from jaxrag.library.export import MANIFEST, KeyPlacement, export_bundles
 
 zarr = pytest.importorskip("zarr")
 
 
 def export(chunks, config, out):
-    return export_bundles(chunks.store, chunks.bundles, Placement(config, None), out, format="zarr")
+    return export_bundles(
+        chunks.store, chunks.bundles, KeyPlacement(config, None), out, format="zarr"
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

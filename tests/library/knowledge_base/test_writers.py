@@ -13,7 +13,7 @@ import pytest
 
 from jaxrag.base.errors import StoreError
 from jaxrag.library.catalog import Catalog
-from jaxrag.library.knowledge_base.writers import FOLDER, Writer, Writers
+from jaxrag.library.knowledge_base.writers import FOLDER, KeyWriter, Writers
 
 KEY, OTHER = "ab" * 20, "cd" * 20
 
@@ -26,7 +26,7 @@ def test_keys_are_needed_while_their_writer_is_at_work(tmp_path):
     writers = Writers(tmp_path)
     assert not writers.need(KEY)
     assert writers.since() is None
-    with Writer.at_work(tmp_path) as one, Writer.at_work(tmp_path) as two:
+    with KeyWriter.at_work(tmp_path) as one, KeyWriter.at_work(tmp_path) as two:
         assert not writers.need(KEY)
         one.needs([KEY])
         assert writers.need(KEY)
@@ -40,7 +40,7 @@ def test_keys_are_needed_while_their_writer_is_at_work(tmp_path):
 
 
 def test_an_error_ends_the_work(tmp_path):
-    with pytest.raises(KeyError), Writer.at_work(tmp_path) as writer:
+    with pytest.raises(KeyError), KeyWriter.at_work(tmp_path) as writer:
         writer.needs([KEY])
         raise KeyError
     assert not Writers(tmp_path).need(KEY)
@@ -73,7 +73,7 @@ def test_a_folder_that_takes_no_file_is_named(tmp_path):
     (tmp_path / FOLDER).write_text("not a folder")
     with (
         pytest.raises(StoreError, match=f"{FOLDER}.*: Not a directory"),
-        Writer.at_work(tmp_path / FOLDER),
+        KeyWriter.at_work(tmp_path / FOLDER),
     ):
         pass
 

@@ -17,7 +17,7 @@ from jaxrag.measure.evals.statistics import difference, share
 from jaxrag.measure.table import page
 from jaxrag.tasks.long.case import Frame
 from jaxrag.tasks.world import split_of
-from jaxrag.train.samples import Writer
+from jaxrag.train.samples import SampleWriter
 
 NEEDLE = Options(
     suite="needle",
@@ -264,7 +264,7 @@ def test_prompts_can_be_trained_on(monkeypatch, village_model):
     monkeypatch.setattr(running, "load_model", lambda path, dtype: village_model)
     options = dataclasses.replace(NEEDLE, split="train", lengths=(150,), depths=(0.5,))
     rows = running.prompts(options, progress=False)
-    writer = Writer(village_model.tokenizer, village_model.template, 1, "", "")
+    writer = SampleWriter(village_model.tokenizer, village_model.template, 1, "", "")
     for row in rows:
         sample = writer.write(row)
         assert sample.num_shared + len(sample.finals[0].question) == 150 == row["length"]
