@@ -31,9 +31,8 @@ from jaxrag.base.config import DType
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_count, parse_counts
 from jaxrag.engine.decoding import Lane, lane_of
-from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.direct import map_request, prefill, unmap
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.prefill import prefill
 from jaxrag.engine.request import DECODE_BLOCK, Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.swap import swap_in, swap_out

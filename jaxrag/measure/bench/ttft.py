@@ -28,9 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrag.base.errors import RequestError
-from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.direct import map_request, prefill, unmap
 from jaxrag.engine.engine import Engine, engine_of
-from jaxrag.engine.prefill import prefill
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.state import EngineSettings

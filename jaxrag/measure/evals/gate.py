@@ -17,10 +17,10 @@ import numpy as np
 from jaxrag.base.errors import KnowledgeBaseError, RequestError
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import Array, HostArray, Step
-from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.decoding import run_tokens
+from jaxrag.engine.direct import map_request, prefill, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import RequestState
-from jaxrag.engine.prefill import prefill, run_tokens
 from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling import SamplingParams

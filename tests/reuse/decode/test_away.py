@@ -12,9 +12,8 @@ from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.base.sharding import make_mesh
 from jaxrag.engine.away import start_away
 from jaxrag.engine.decoding import start_decoding
-from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.direct import map_request, prefill_observed, unmap
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.prefill import prefill_observed
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.kv.cache import PAGE
 from jaxrag.models.model import random_model
