@@ -13,7 +13,7 @@ import numpy as np
 from jaxrag.base.tables import build_named, table_from
 from jaxrag.kv.cache import PagedCache
 from jaxrag.models.model import Model
-from jaxrag.reuse.select.base import Choice, SelectionInput, Selector, budget_of
+from jaxrag.reuse.select.base import Choice, SelectionBatch, SelectionInput, Selector, budget_of
 from jaxrag.reuse.select.cache_craft import CacheCraft
 from jaxrag.reuse.select.extremes import AllTokens, NoTokens
 from jaxrag.reuse.select.first_k import FirstK
@@ -31,6 +31,7 @@ __all__ = [
     "NoTokens",
     "QueryGuided",
     "RandomTokens",
+    "SelectionBatch",
     "SelectionInput",
     "Selector",
     "budget_of",
