@@ -6,10 +6,9 @@ from typing import Any
 
 from jaxrag.base.tables import build_named, table_from
 from jaxrag.reuse.attention_index import spec_from
-from jaxrag.reuse.decode.account import Account
 from jaxrag.reuse.decode.dense import Dense
 from jaxrag.reuse.decode.flat import Flat
-from jaxrag.reuse.decode.footprint import Bytes, index_bytes
+from jaxrag.reuse.decode.footprint import Account, Bytes, index_bytes
 from jaxrag.reuse.decode.host_search import HostSearch
 from jaxrag.reuse.decode.infllm import InfLLM
 from jaxrag.reuse.decode.quest import Quest

@@ -33,9 +33,9 @@ from jaxrag.reuse.attention_index import (
     open_index,
     rotated,
 )
-from jaxrag.reuse.decode.account import Account, recall_of
 from jaxrag.reuse.decode.far.layer import Answer, FarLayer, HostLayer, Task
 from jaxrag.reuse.decode.far.tickets import Ticket, crew
+from jaxrag.reuse.decode.footprint import Account, recall_of
 from jaxrag.reuse.decode.parts import Part
 from jaxrag.reuse.decode.stored import StoredIndexes
 
@@ -283,29 +283,28 @@ class HostSearch:
     def open(
         self,
         number: int,
-        made: Sequence[AttentionIndex],
-        keys: HostArray,
+        made: Sequence[AttentionIndex | Searcher],
+        keys: HostArray | None,
         positions: HostArray,
+        offset: int = 0,
     ) -> Part:
-        """Indexes that were made for one layer of a request.
+        """Indexes of some keys of one layer of a request.
 
         Args:
             number: of the request.
             made: one a KV head.
-            keys: [K, S, H] that they are over, rotated to their positions.
-            positions: [S] int32 where the keys stand in the prompt.
+            keys: [K, S, H] that they were built over for this request, rotated to their positions;
+                None of indexes that were stored.
+            positions: [S] int32 where the keys are in the prompt; -1: not to be found.
+            offset: a key at position p is rotated to p less this.
         """
-        part = Part([open_index(index) for index in made], positions, exact=self._exact_of(keys))
-        self._requests[number].account += part.account()
-        return part
-
-    def adopt(
-        self, number: int, searchers: Sequence[Searcher], positions: HostArray, offset: int
-    ) -> Part:
-        """Indexes that were there already, as a part of one layer of a request."""
-        keys = [each.all_keys() for each in searchers] if self.measure else ()
-        part = Part(searchers, positions, offset, self._exact_of(keys))
-        self._requests[number].account += part.account(stored=True)
+        opened = [it if isinstance(it, Searcher) else open_index(it) for it in made]
+        exact: list[Searcher] = []
+        if self.measure:
+            compared = [it.all_keys() for it in opened] if keys is None else keys
+            exact = [open_index(build(head, None, Exact("float32"))) for head in compared]
+        part = Part(opened, positions, offset, exact)
+        self._requests[number].account += part.account(stored=keys is None)
         return part
 
     def note(self, number: int, text: str) -> None:
@@ -395,12 +394,6 @@ class HostSearch:
         ids = np.concatenate([found.ids for found in each])
         best = ids[np.argsort(-scores, kind="stable")[:k]]
         return best, sum(int(found.scanned) for found in each)
-
-    def _exact_of(self, keys: Iterable[HostArray]) -> list[Searcher]:
-        """Exact searchers of the keys [S, H] of every head, where it is measured."""
-        if not self.measure:
-            return []
-        return [open_index(build(head, None, Exact("float32"))) for head in keys]
 
 
 def _keep(kept: list[tuple[int, Account]], number: int, task: Any) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from jaxrag.base.types import HostArray
 from jaxrag.reuse.attention_index import Found, Searcher
 from jaxrag.reuse.attention_index.spec import Trained
-from jaxrag.reuse.decode.account import Account
+from jaxrag.reuse.decode.footprint import Account
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

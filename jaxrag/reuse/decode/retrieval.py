@@ -6,8 +6,8 @@ is on the device, the index on the host. IVF is the paper's baseline (section 4.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, get_args, override
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, Literal, get_args, override
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,10 @@ from jaxrag.models.rope import RopeTable
 from jaxrag.reuse.attention_index import AttentionIndex, Exact, QueryBank, QueryLists, Spec, build
 from jaxrag.reuse.attention_index import Ivf as IvfIndex
 from jaxrag.reuse.attention_index.spec import Trained, effort_of
-from jaxrag.reuse.decode.account import Account
 from jaxrag.reuse.decode.far import HostPrompt
 from jaxrag.reuse.decode.far.memory import Memory
 from jaxrag.reuse.decode.far.search import Finder, Searched, finder_of
-from jaxrag.reuse.decode.footprint import Bytes, Placement, index_bytes
+from jaxrag.reuse.decode.footprint import Account, Bytes, Placement, index_bytes
 from jaxrag.reuse.decode.host_search import NOBODY
 from jaxrag.reuse.decode.rule import (
     DecodeRule,
@@ -92,6 +91,7 @@ class Retrieval(DecodeRule):
     stored: bool = True
     max_host_bytes: int | None = None
     name: str = dataclasses.field(default="retrieval", init=False)
+    placement: ClassVar[Placement] = "host"
 
     def __post_init__(self) -> None:
         """Refuse a window without the newest token, k of zero, no queries, unknown positions."""
@@ -126,11 +126,6 @@ class Retrieval(DecodeRule):
     def tokens(self) -> dict[str, int]:
         return {"k": self.k, "sink + recent": self.sink + self.recent}
 
-    @property
-    @override
-    def placement(self) -> Placement:
-        return "host"
-
     @override
     def beside(self, config: ModelConfig, tokens: int, placement: Placement) -> Bytes:
         keys = max(tokens - self.sink - self.recent, 0)
@@ -163,6 +158,24 @@ class Retrieval(DecodeRule):
             asked = bank.over(rope, start, end)
         return build(keys, queries, spec, asked=asked, k=self.k)
 
+    def _index_rest(
+        self,
+        config: ModelConfig,
+        span: "_Span",
+        keys: Callable[[int], HostArray],
+        observed: tuple[HostArray, HostArray],
+        start: int,
+        room: int,
+        run: Callable[..., Iterable[AttentionIndex]] = map,
+    ) -> Iterable[AttentionIndex]:
+        """Indexes by KV head over the keys that no stored one holds, ``keys`` [n, H] of a head."""
+        banks, spec = _banks(*observed, config), span.spec(self)
+
+        def make(head: int) -> AttentionIndex:
+            return self.index_head(keys(head), banks[head], config.rope, start, room, spec)
+
+        return run(make, range(config.num_kv_heads))
+
     @override
     def far(self, prompt: HostPrompt) -> Searched:
         """Index the keys of one layer, as ``begin`` does; what can be searched in place is.
@@ -173,36 +186,38 @@ class Retrieval(DecodeRule):
         memory = Memory(config, prompt.layer)
         end = max(prompt.position + 2 - self.recent, self.sink)
         notes: list[str] = []
-        span = _span(documents, notes.append, config, prompt.layer.rows, self, end, prompt.carried)
-        _check_bytes(config, self, [span], in_place=True)
-        opened, (span,) = _open(
+        request = (notes.append, prompt.layer.rows, end, prompt.carried)
+        opened, [span] = _open(
+            self,
+            documents,
+            config,
+            [request],
             lambda it: documents.open_layer(it.chunk, it.known, prompt.index, config),
-            [notes.append],
-            [span],
+            in_place=True,
         )
         finders: list[list[Finder]] = [[] for _ in range(config.num_kv_heads)]
         account = Account(index_bytes=memory.nbytes, notes=tuple(notes))
         for it in span.stored:
+            at = (it.positions, it.chunk.position)
             for head, index in enumerate(opened[it.chunk.key]):
-                at = (it.positions, it.chunk.position)
                 finder, cost = finder_of(memory, head, index, *at, stored=True)
                 finders[head].append(finder)
                 account += cost
         if len(span.rest):
-            banks = _banks(prompt.queries, prompt.positions, config)
-            spec, start = span.spec(self), prompt.position + 1
-
-            def make(head: int) -> tuple[Finder, Account]:
-                keys = memory.placed_keys(head, span.rest)
-                index = self.index_head(keys, banks[head], config.rope, start, prompt.room, spec)
-                return finder_of(memory, head, index, span.rest)
-
-            made = list(prompt.threads.map(make, range(config.num_kv_heads)))
-            for mine, (finder, _) in zip(finders, made, strict=True):
-                mine.append(finder)
-            account = sum((each for _, each in made), account)
-        ends = {"end": end, "sink": self.sink, "recent": self.recent, "k": self.k}
-        return Searched(memory, finders, account, **ends)
+            made = self._index_rest(
+                config,
+                span,
+                lambda head: memory.placed_keys(head, span.rest),
+                (prompt.queries, prompt.positions),
+                prompt.position + 1,
+                prompt.room,
+                prompt.threads.map,
+            )
+            for head, index in enumerate(made):
+                finder, cost = finder_of(memory, head, index, span.rest)
+                finders[head].append(finder)
+                account += cost
+        return Searched(memory, finders, account, self.static_pattern, end, self.k)
 
     @override
     def begin(self, prompts: Prompts) -> Indexed:
@@ -216,33 +231,41 @@ class Retrieval(DecodeRule):
         """
         host, config, bank = prompts.host, prompts.config, prompts.bank
         assert host is not None
-        order, position = prompts.order, prompts.position
+        position = prompts.position
         bank_positions = np.asarray(bank.positions)
         end = np.maximum(position + 2 - self.recent, self.sink)  # the first that is not indexed
-        notes = [functools.partial(host.note, number) for number in prompts.numbers]
-        spans = [
-            _span(host.documents, note, config, order[row], self, int(end[row]), carried)
-            for row, (note, carried) in enumerate(zip(notes, prompts.carried, strict=True))
+        requests = [
+            (functools.partial(host.note, number), prompts.order[row], int(end[row]), carried)
+            for row, (number, carried) in enumerate(
+                zip(prompts.numbers, prompts.carried, strict=True)
+            )
         ]
-        _check_bytes(config, self, spans)
         opened, spans = _open(
-            lambda it: host.documents.open(it.chunk, it.known, config), notes, spans
+            self,
+            host.documents,
+            config,
+            requests,
+            lambda it: host.documents.open(it.chunk, it.known, config),
         )
-        for layer, keys, queries in _read(prompts, order, position, spans):
+        for layer, keys, queries in _read(prompts, spans):
             for row, (number, span) in enumerate(zip(prompts.numbers, spans, strict=True)):
                 parts = [
-                    host.adopt(number, opened[it.chunk.key][layer], it.positions, it.chunk.position)
+                    host.open(
+                        number, opened[it.chunk.key][layer], None, it.positions, it.chunk.position
+                    )
                     for it in span.stored
                 ]
                 if len(span.rest):
                     here = np.ascontiguousarray(keys[row, : len(span.rest)].transpose(1, 0, 2))
-                    banks = _banks(queries[row], bank_positions[row], config)
-                    start, spec = int(position[row]) + 1, span.spec(self)
-                    made = [
-                        self.index_head(head, bank, config.rope, start, prompts.room, spec)
-                        for head, bank in zip(here, banks, strict=True)
-                    ]
-                    parts.append(host.open(number, made, here, span.rest))
+                    made = self._index_rest(
+                        config,
+                        span,
+                        here.__getitem__,
+                        (queries[row], bank_positions[row]),
+                        int(position[row]) + 1,
+                        prompts.room,
+                    )
+                    parts.append(host.open(number, list(made), here, span.rest))
                 host.add_layer(number, parts)
         rows, room = len(position), prompts.room
         tail = np.where(position[:, None] >= 0, end[:, None] + np.arange(room), -1)
@@ -325,10 +348,10 @@ class _Span:
 
 def _span(
     documents: StoredIndexes,
-    note: Callable[[str], None],
     config: ModelConfig,
-    order: HostArray,
     rule: Retrieval,
+    note: Callable[[str], None],
+    order: HostArray,
     end: int,
     carried: Sequence[Carried],
 ) -> _Span:
@@ -356,8 +379,50 @@ def _span(
     return _Span(stored, np.flatnonzero(left).astype(np.int32))
 
 
+def _open[T](
+    rule: Retrieval,
+    documents: StoredIndexes,
+    config: ModelConfig,
+    requests: Sequence[tuple[Callable[[str], None], HostArray, int, Sequence[Carried]]],
+    open_one: Callable[[_Stored], T],
+    *,
+    in_place: bool = False,
+) -> tuple[dict[str, T], list[_Span]]:
+    """What is to be indexed of requests, and the stored indexes that are open, by chunk.
+
+    Keys of stored indexes that cannot be read are part of the rest.
+
+    Args:
+        rule: which indexes.
+        documents: that chunks were stored with.
+        config: of the model.
+        requests: of each ``_span``'s note, order, end and carried chunks.
+        open_one: opens a stored index.
+        in_place: K is in host memory already.
+
+    Raises RequestError for indexes that may take more host memory than the rule allows.
+    """
+    spans = [_span(documents, config, rule, *request) for request in requests]
+    _check_bytes(config, rule, spans, in_place=in_place)
+    opened: dict[str, T] = {}
+    whole = []
+    for (note, *_), span in zip(requests, spans, strict=True):
+        kept, rest = [], [span.rest]
+        for it in span.stored:
+            if it.chunk.key not in opened:
+                try:
+                    opened[it.chunk.key] = open_one(it)
+                except DAMAGED as error:
+                    note(f"a stored index is not used: {error}")
+                    rest.append(it.positions[it.positions >= 0])
+                    continue
+            kept.append(it)
+        whole.append(_Span(kept, np.sort(np.concatenate(rest))))
+    return opened, whole
+
+
 def _check_bytes(
-    config: ModelConfig, rule: Retrieval, spans: Sequence[_Span], *, in_place: bool = False
+    config: ModelConfig, rule: Retrieval, spans: Sequence[_Span], *, in_place: bool
 ) -> None:
     """Refuse indexes that may take more host memory than the rule allows."""
     if rule.max_host_bytes is None:
@@ -379,33 +444,9 @@ def _check_bytes(
         )
 
 
-def _open[T](
-    open_one: Callable[[_Stored], T], notes: Sequence[Callable[[str], None]], spans: Sequence[_Span]
-) -> tuple[dict[str, T], list[_Span]]:
-    """The stored indexes by chunk; the keys of those that cannot be read are part of the rest."""
-    opened: dict[str, T] = {}
-    for note, span in zip(notes, spans, strict=True):
-        for it in span.stored:
-            if it.chunk.key in opened:
-                continue
-            try:
-                opened[it.chunk.key] = open_one(it)
-            except DAMAGED as error:
-                note(f"a stored index is not used: {error}")
-    whole = []
-    for span in spans:
-        lost = [it.positions for it in span.stored if it.chunk.key not in opened]
-        rest = np.concatenate([span.rest, *(where[where >= 0] for where in lost)])
-        kept = [it for it in span.stored if it.chunk.key in opened]
-        whole.append(_Span(kept, np.sort(rest)))
-    return opened, whole
-
-
-def _read(
-    prompts: Prompts, order: HostArray, position: HostArray, spans: Sequence[_Span]
-) -> Iterator[tuple[int, HostArray, HostArray]]:
+def _read(prompts: Prompts, spans: Sequence[_Span]) -> Iterator[tuple[int, HostArray, HostArray]]:
     """Every layer with the keys at the rest of each row [B, n, K, H], and the bank's queries."""
-    config, bank = prompts.config, prompts.bank
+    config, bank, order, position = prompts.config, prompts.bank, prompts.order, prompts.position
     longest = max(len(span.rest) for span in spans)
     if not longest:
         nothing = np.zeros(0, np.float32)

@@ -5,8 +5,7 @@ import pytest
 
 from jaxrag.reuse.attention_index import rotated
 from jaxrag.reuse.decode.far import HostLayer, memory
-from jaxrag.reuse.decode.far.kept import first_highest
-from jaxrag.reuse.decode.far.memory import Memory, highest, positions_of
+from jaxrag.reuse.decode.far.memory import Memory, first_highest, highest, positions_of
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ RetrievalAttention (sections 3.2 and 3.3, algorithm 1, arXiv:2409.10516).
 
 import abc
 import functools
-import time
 from collections.abc import Sequence
 from typing import override
 
@@ -16,11 +15,10 @@ from jaxrag.reuse.attention_index import Exact, Found, QueryLists, Searcher, ope
 from jaxrag.reuse.attention_index.index import AttentionIndex
 from jaxrag.reuse.attention_index.lists import distinct, nearest_lists
 from jaxrag.reuse.attention_index.spec import Trained, effort_of
-from jaxrag.reuse.decode.account import Account, recall_of
-from jaxrag.reuse.decode.far.layer import Answer, FarLayer, Task
+from jaxrag.reuse.decode.far.layer import Answer, FarLayer, Task, gathered
 from jaxrag.reuse.decode.far.memory import Memory, highest
 from jaxrag.reuse.decode.far.scan import Pair, best_of
-from jaxrag.reuse.decode.far.tasks import gathered
+from jaxrag.reuse.decode.footprint import Account, recall_of
 from jaxrag.reuse.decode.parts import Part
 
 
@@ -223,15 +221,13 @@ class Searched(FarLayer):
         memory: Memory,
         finders: Sequence[Sequence[Finder]],
         account: Account,
-        *,
+        window: tuple[int, int],
         end: int,
-        sink: int,
-        recent: int,
         k: int,
     ) -> None:
-        """``finders`` of every KV head, over keys from ``sink`` to ``end``."""
+        """``finders`` of every KV head, over keys from the window's sink to ``end``."""
         self.memory, self.finders, self.account = memory, finders, account
-        self.end, self.sink, self.recent, self.k = end, sink, recent, k
+        (self.sink, self.recent), self.end, self.k = window, end, k
         offsets = {each.offset for one in finders for each in one if each.offset is not None}
         self._offsets = sorted(offsets)
 
@@ -266,13 +262,11 @@ class Searched(FarLayer):
     def _find(
         self, finder: Finder, asked: HostArray, kv_head: int, heads: HostArray, answer: Answer
     ) -> list[Found]:
-        start = time.perf_counter()
         known = len(self.memory.offsets)
         own = 0 if finder.offset is None else known + self._offsets.index(finder.offset)
         mine, count = asked[:, kv_head, heads], answer.counted is not None
-        found = finder.find(mine[:known], mine[own], heads.tolist(), self.k, count=count)
-        answer.spent.append((time.perf_counter() - start, 0.0))
-        return found
+        with answer.searching():
+            return finder.find(mine[:known], mine[own], heads.tolist(), self.k, count=count)
 
     def _end(
         self,
@@ -283,24 +277,25 @@ class Searched(FarLayer):
         answer: Answer,
         parts: Sequence[list[Found]],
     ) -> None:
-        start = time.perf_counter()
         memory, k = self.memory, self.k
-        mine = asked[: len(memory.offsets), kv_head, heads]
-        found = [[(each[at].scores, each[at].ids) for each in parts] for at in range(len(heads))]
-        if answer.counted is not None and parts:
-            answer.counted.append(self._recall(kv_head, mine, found, parts))
-        for at, each in enumerate(found if len(tail) else ()):
-            each.append((memory.scores(kv_head, mine[:, at], tail), tail))
-        scores = np.full((len(heads), k), -np.inf, np.float32)
-        positions = np.zeros((len(heads), k), np.int32)
-        for at, each in enumerate(found):
-            some, where = _joined(each, k)
-            scores[at, : len(some)], positions[at, : len(some)] = some, where
-        middle = time.perf_counter()
-        answer.out[kv_head, heads], answer.lse[kv_head, heads] = memory.mix(
-            kv_head, scores, positions
-        )
-        answer.spent.append((middle - start, time.perf_counter() - middle))
+        with answer.searching():
+            mine = asked[: len(memory.offsets), kv_head, heads]
+            found = [
+                [(each[at].scores, each[at].ids) for each in parts] for at in range(len(heads))
+            ]
+            if answer.counted is not None and parts:
+                answer.counted.append(self._recall(kv_head, mine, found, parts))
+            for at, each in enumerate(found if len(tail) else ()):
+                each.append((memory.scores(kv_head, mine[:, at], tail), tail))
+            scores = np.full((len(heads), k), -np.inf, np.float32)
+            positions = np.zeros((len(heads), k), np.int32)
+            for at, each in enumerate(found):
+                some, where = _joined(each, k)
+                scores[at, : len(some)], positions[at, : len(some)] = some, where
+        with answer.attending():
+            answer.out[kv_head, heads], answer.lse[kv_head, heads] = memory.mix(
+                kv_head, scores, positions
+            )
 
     def _recall(
         self,
