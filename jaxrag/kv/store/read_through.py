@@ -1,7 +1,7 @@
 """A local copy of what was read from far away, so that it comes from the disk the next time."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -9,19 +9,20 @@ from numpy.typing import NDArray
 
 from jaxrag.base.errors import StoreError
 from jaxrag.kv.store.attempts import Attempt, Shard
-from jaxrag.kv.store.base import Aux, KVStore, Stats
+from jaxrag.kv.store.base import Aux
 from jaxrag.kv.store.chunk_store import ChunkStore
 from jaxrag.kv.store.prefetch import Tier
 from jaxrag.kv.store.reading import Found, Refused, Wanted
 from jaxrag.kv.store.record import AuxArray, Provenance, Record
 from jaxrag.kv.store.scrub import ScrubReport
 from jaxrag.kv.store.sweep import SweepReport
+from jaxrag.kv.store.wrapper import StoreWrapper
 from jaxrag.kv.store.writer import PutResult
 
 _COPIES = 4  # at a time; each holds one chunk in memory
 
 
-class ReadThrough(KVStore):
+class ReadThrough(StoreWrapper):
     """A remote store whose chunks are copied to a local one when they are first read.
 
     The remote store is the truth: puts, ``find``, ``keys`` and ``verify`` go there. A read takes
@@ -38,7 +39,7 @@ class ReadThrough(KVStore):
             StoreError: the two are not of one fingerprint, layout and secret, or the local one is
                 not local or not writable.
         """
-        super().__init__(remote.fingerprint, remote.layout, remote.max_tokens)
+        super().__init__(remote)
         if (local.fingerprint, local.layout) != (remote.fingerprint, remote.layout):
             raise StoreError(
                 f"{local.location} holds chunks of {local.fingerprint[:16]} {local.layout}, "
@@ -55,11 +56,6 @@ class ReadThrough(KVStore):
         self.local = local
         self._threads = ThreadPoolExecutor(_COPIES, "jaxrag-copy")
         self._prefetches = ThreadPoolExecutor(1, "jaxrag-prefetch")
-
-    @property
-    def writable(self) -> bool:
-        """Whether the remote store was opened for writing."""
-        return self.remote.writable
 
     def begin(
         self, key: str, tokens: int, record: Provenance, *, ways: int, replace: bool = False
@@ -81,18 +77,6 @@ class ReadThrough(KVStore):
     def abandon(self, attempt: Attempt) -> None:
         """``ChunkStore.abandon`` of the remote store."""
         self.remote.abandon(attempt)
-
-    def keys(self) -> Iterator[str]:
-        """Every key of the remote store, ascending, streamed."""
-        return self.remote.keys()
-
-    def records(self) -> Iterator[Record]:
-        """Every record of the remote store that can be read."""
-        return self.remote.records()
-
-    def stats(self) -> Stats:
-        """What the remote store holds."""
-        return self.remote.stats()
 
     def verify(
         self,
@@ -150,9 +134,6 @@ class ReadThrough(KVStore):
         if replace:
             self.local.delete([key])
         return result
-
-    def _find(self, keys: Sequence[str]) -> dict[str, Found]:
-        return self.remote.find(keys)
 
     def _nearest(self, keys: Sequence[str]) -> dict[str, Found]:
         found = self.local.find(keys)
