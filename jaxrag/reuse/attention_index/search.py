@@ -25,7 +25,7 @@ class _Turns:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Beside any search that is not counted."""
+        """At the same time as other searches that are not counted."""
         with self._condition:
             self._searching += 1
         try:
@@ -37,7 +37,7 @@ class _Turns:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Beside nobody."""
+        """While no other search runs."""
         with self._condition:
             self._condition.wait_for(lambda: not self._searching)
             yield

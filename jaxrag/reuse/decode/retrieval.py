@@ -158,24 +158,6 @@ class Retrieval(DecodeRule):
             asked = bank.over(rope, start, end)
         return build(keys, queries, spec, asked=asked, k=self.k)
 
-    def _index_rest(
-        self,
-        config: ModelConfig,
-        span: "_Span",
-        keys: Callable[[int], HostArray],
-        observed: tuple[HostArray, HostArray],
-        start: int,
-        room: int,
-        run: Callable[..., Iterable[AttentionIndex]] = map,
-    ) -> Iterable[AttentionIndex]:
-        """Indexes by KV head over the keys that no stored one holds, ``keys`` [n, H] of a head."""
-        banks, spec = _banks(*observed, config), span.spec(self)
-
-        def make(head: int) -> AttentionIndex:
-            return self.index_head(keys(head), banks[head], config.rope, start, room, spec)
-
-        return run(make, range(config.num_kv_heads))
-
     @override
     def far(self, prompt: HostPrompt) -> Searched:
         """Index the keys of one layer, as ``begin`` does; what can be searched in place is.
@@ -183,41 +165,29 @@ class Retrieval(DecodeRule):
         Raises RequestError where the indexes of all layers take more than ``max_host_bytes``.
         """
         config, documents = prompt.config, prompt.documents or StoredIndexes()
-        memory = Memory(config, prompt.layer)
-        end = max(prompt.position + 2 - self.recent, self.sink)
-        notes: list[str] = []
-        request = (notes.append, prompt.layer.rows, end, prompt.carried)
+        memory, layer, notes = Memory(config, prompt.layer), prompt.index, list[str]()
+        at = (prompt.layer.rows, prompt.position, prompt.room, prompt.carried)
+        spans = [_Span.of(self, config, documents, notes.append, *at)]
+        _check_bytes(spans, in_place=True)
         opened, [span] = _open(
-            self,
-            documents,
-            config,
-            [request],
-            lambda it: documents.open_layer(it.chunk, it.known, prompt.index, config),
-            in_place=True,
+            spans, lambda it: documents.open_layer(it.chunk, it.known, layer, config)
         )
         finders: list[list[Finder]] = [[] for _ in range(config.num_kv_heads)]
         account = Account(index_bytes=memory.nbytes, notes=tuple(notes))
         for it in span.stored:
-            at = (it.positions, it.chunk.position)
+            places = (it.positions, it.chunk.position)
             for head, index in enumerate(opened[it.chunk.key]):
-                finder, cost = finder_of(memory, head, index, *at, stored=True)
+                finder, cost = finder_of(memory, head, index, *places, stored=True)
                 finders[head].append(finder)
                 account += cost
         if len(span.rest):
-            made = self._index_rest(
-                config,
-                span,
-                lambda head: memory.placed_keys(head, span.rest),
-                (prompt.queries, prompt.positions),
-                prompt.position + 1,
-                prompt.room,
-                prompt.threads.map,
-            )
-            for head, index in enumerate(made):
+            banks = _banks(prompt.queries, prompt.positions, config)
+            keys = functools.partial(memory.placed_keys, positions=span.rest)
+            for head, index in enumerate(span.indexes(keys, banks, prompt.threads.map)):
                 finder, cost = finder_of(memory, head, index, span.rest)
                 finders[head].append(finder)
                 account += cost
-        return Searched(memory, finders, account, self.static_pattern, end, self.k)
+        return Searched(memory, finders, account, self.static_pattern, span.end, self.k)
 
     @override
     def begin(self, prompts: Prompts) -> Indexed:
@@ -229,44 +199,29 @@ class Retrieval(DecodeRule):
 
         Raises RequestError where that takes more than the rule's ceiling of host memory.
         """
-        host, config, bank = prompts.host, prompts.config, prompts.bank
+        host, config, position = prompts.host, prompts.config, prompts.position
         assert host is not None
-        position = prompts.position
-        bank_positions = np.asarray(bank.positions)
-        end = np.maximum(position + 2 - self.recent, self.sink)  # the first that is not indexed
-        requests = [
-            (functools.partial(host.note, number), prompts.order[row], int(end[row]), carried)
-            for row, (number, carried) in enumerate(
-                zip(prompts.numbers, prompts.carried, strict=True)
-            )
-        ]
-        opened, spans = _open(
-            self,
-            host.documents,
-            config,
-            requests,
-            lambda it: host.documents.open(it.chunk, it.known, config),
-        )
+        bank_positions = np.asarray(prompts.bank.positions)
+        spans = []
+        for row, (number, carried) in enumerate(zip(prompts.numbers, prompts.carried, strict=True)):
+            note, at = functools.partial(host.note, number), int(position[row])
+            more = (prompts.order[row], at, prompts.room, carried)
+            spans.append(_Span.of(self, config, host.documents, note, *more))
+        _check_bytes(spans, in_place=False)
+        opened, spans = _open(spans, lambda it: host.documents.open(it.chunk, it.known, config))
         for layer, keys, queries in _read(prompts, spans):
             for row, (number, span) in enumerate(zip(prompts.numbers, spans, strict=True)):
-                parts = [
-                    host.open(
-                        number, opened[it.chunk.key][layer], None, it.positions, it.chunk.position
-                    )
-                    for it in span.stored
-                ]
+                parts = []
+                for it in span.stored:
+                    places = (it.positions, it.chunk.position)
+                    parts.append(host.open(number, opened[it.chunk.key][layer], None, *places))
                 if len(span.rest):
                     here = np.ascontiguousarray(keys[row, : len(span.rest)].transpose(1, 0, 2))
-                    made = self._index_rest(
-                        config,
-                        span,
-                        here.__getitem__,
-                        (queries[row], bank_positions[row]),
-                        int(position[row]) + 1,
-                        prompts.room,
-                    )
-                    parts.append(host.open(number, list(made), here, span.rest))
+                    banks = _banks(queries[row], bank_positions[row], config)
+                    made = list(span.indexes(here.__getitem__, banks))
+                    parts.append(host.open(number, made, here, span.rest))
                 host.add_layer(number, parts)
+        end = np.maximum(position + 2 - self.recent, self.sink)
         rows, room = len(position), prompts.room
         tail = np.where(position[:, None] >= 0, end[:, None] + np.arange(room), -1)
         tail = tail.astype(np.int32)[:, None, None]
@@ -330,101 +285,92 @@ class _Stored:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Span:
-    """What is to be indexed of one request.
+    """What is to be indexed of one request: the keys from the sink to ``end``.
 
     Attributes:
+      rule: whose indexes they are.
+      config: of the model.
+      note: is called with what goes wrong.
+      start: position of the first generated token.
+      room: at most so many are generated.
       stored: its chunks with indexes.
       rest: [n] int32 positions of the keys that are in none of these.
     """
 
+    rule: Retrieval
+    config: ModelConfig
+    note: Callable[[str], None]
+    start: int
+    room: int
     stored: list[_Stored]
     rest: HostArray
 
-    def spec(self, rule: Retrieval) -> Spec:
+    @classmethod
+    def of(
+        cls,
+        rule: Retrieval,
+        config: ModelConfig,
+        documents: StoredIndexes,
+        note: Callable[[str], None],
+        order: HostArray,
+        position: int,
+        room: int,
+        carried: Sequence[Carried],
+    ) -> "_Span":
+        """Of a prompt that ends at ``position``, by the slot or row [S] of every position.
+
+        A key that was computed again for this request stands at another slot than its chunk's, and
+        is part of the rest.
+        """
+        span = cls(rule, config, note, position + 1, room, [], np.zeros(0, np.int32))
+        left = np.zeros(len(order), bool)
+        left[rule.sink : span.end] = True
+        for chunk in carried if rule.stored else ():
+            try:
+                known = documents.known(chunk, config)
+            except DAMAGED as error:
+                note(f"a stored index is not used: {error}")
+                continue
+            if known is None:
+                continue
+            places = chunk.position + np.arange(len(chunk.slots))
+            there = left[places] & (order[places] == chunk.slots)
+            if there.any():
+                left[places[there]] = False
+                where = np.where(there, places, -1).astype(np.int32)
+                span.stored.append(_Stored(chunk, known, where))
+        return dataclasses.replace(span, rest=np.flatnonzero(left).astype(np.int32))
+
+    @property
+    def end(self) -> int:
+        """The first position that is not indexed."""
+        return max(self.start + 1 - self.rule.recent, self.rule.sink)
+
+    @property
+    def spec(self) -> Spec:
         """Of the index over the rest: exact where stored indexes leave only a few keys over."""
-        few = len(self.rest) < getattr(rule.index, "exact_below", 0)
-        return Exact(rule.index.storage) if self.stored and few else rule.index
+        index = self.rule.index
+        few = len(self.rest) < getattr(index, "exact_below", 0)
+        return Exact(index.storage) if self.stored and few else index
+
+    def indexes(
+        self,
+        keys: Callable[[int], HostArray],
+        banks: Sequence[QueryBank | None],
+        run: Callable[..., Iterable[AttentionIndex]] = map,
+    ) -> Iterable[AttentionIndex]:
+        """Indexes over the rest, by KV head; ``keys`` of a head gives its keys [n, H] there."""
+
+        def make(head: int) -> AttentionIndex:
+            at = (self.start, self.room, self.spec)
+            return self.rule.index_head(keys(head), banks[head], self.config.rope, *at)
+
+        return run(make, range(self.config.num_kv_heads))
 
 
-def _span(
-    documents: StoredIndexes,
-    config: ModelConfig,
-    rule: Retrieval,
-    note: Callable[[str], None],
-    order: HostArray,
-    end: int,
-    carried: Sequence[Carried],
-) -> _Span:
-    """Which positions from the sink to ``end`` are in which stored index, and the rest.
-
-    A key that was computed again for this request stands at another slot than its chunk's, and is
-    part of the rest.
-    """
-    left = np.zeros(len(order), bool)
-    left[rule.sink : end] = True
-    stored = []
-    for chunk in carried if rule.stored else ():
-        try:
-            known = documents.known(chunk, config)
-        except DAMAGED as error:
-            note(f"a stored index is not used: {error}")
-            continue
-        if known is None:
-            continue
-        places = chunk.position + np.arange(len(chunk.slots))
-        there = left[places] & (order[places] == chunk.slots)
-        if there.any():
-            left[places[there]] = False
-            stored.append(_Stored(chunk, known, np.where(there, places, -1).astype(np.int32)))
-    return _Span(stored, np.flatnonzero(left).astype(np.int32))
-
-
-def _open[T](
-    rule: Retrieval,
-    documents: StoredIndexes,
-    config: ModelConfig,
-    requests: Sequence[tuple[Callable[[str], None], HostArray, int, Sequence[Carried]]],
-    open_one: Callable[[_Stored], T],
-    *,
-    in_place: bool = False,
-) -> tuple[dict[str, T], list[_Span]]:
-    """What is to be indexed of requests, and the stored indexes that are open, by chunk.
-
-    Keys of stored indexes that cannot be read are part of the rest.
-
-    Args:
-        rule: which indexes.
-        documents: that chunks were stored with.
-        config: of the model.
-        requests: of each ``_span``'s note, order, end and carried chunks.
-        open_one: opens a stored index.
-        in_place: K is in host memory already.
-
-    Raises RequestError for indexes that may take more host memory than the rule allows.
-    """
-    spans = [_span(documents, config, rule, *request) for request in requests]
-    _check_bytes(config, rule, spans, in_place=in_place)
-    opened: dict[str, T] = {}
-    whole = []
-    for (note, *_), span in zip(requests, spans, strict=True):
-        kept, rest = [], [span.rest]
-        for it in span.stored:
-            if it.chunk.key not in opened:
-                try:
-                    opened[it.chunk.key] = open_one(it)
-                except DAMAGED as error:
-                    note(f"a stored index is not used: {error}")
-                    rest.append(it.positions[it.positions >= 0])
-                    continue
-            kept.append(it)
-        whole.append(_Span(kept, np.sort(np.concatenate(rest))))
-    return opened, whole
-
-
-def _check_bytes(
-    config: ModelConfig, rule: Retrieval, spans: Sequence[_Span], *, in_place: bool
-) -> None:
-    """Refuse indexes that may take more host memory than the rule allows."""
+def _check_bytes(spans: Sequence[_Span], *, in_place: bool) -> None:
+    """Refuse indexes that may take more host memory than their rule allows."""
+    rule = spans[0].rule
     if rule.max_host_bytes is None:
         return
     held = {
@@ -432,9 +378,8 @@ def _check_bytes(
         for span in spans
         for it in span.stored
     }
-    need = sum(held.values())
-    need += sum(
-        index_bytes(span.spec(rule), config, len(span.rest), in_place=in_place) for span in spans
+    need = sum(held.values()) + sum(
+        index_bytes(span.spec, span.config, len(span.rest), in_place=in_place) for span in spans
     )
     if need > rule.max_host_bytes:
         raise RequestError(
@@ -442,6 +387,28 @@ def _check_bytes(
             f"bytes of host memory, max_host_bytes={rule.max_host_bytes}; raise it, or ask fewer "
             "at once"
         )
+
+
+def _open[T](
+    spans: Sequence[_Span], open_one: Callable[[_Stored], T]
+) -> tuple[dict[str, T], list[_Span]]:
+    """The stored indexes by chunk; the keys of those that cannot be read are part of the rest."""
+    opened: dict[str, T] = {}
+    for span in spans:
+        for it in span.stored:
+            if it.chunk.key in opened:
+                continue
+            try:
+                opened[it.chunk.key] = open_one(it)
+            except DAMAGED as error:
+                span.note(f"a stored index is not used: {error}")
+    whole = []
+    for span in spans:
+        lost = [it.positions for it in span.stored if it.chunk.key not in opened]
+        rest = np.concatenate([span.rest, *(where[where >= 0] for where in lost)])
+        kept = [it for it in span.stored if it.chunk.key in opened]
+        whole.append(dataclasses.replace(span, stored=kept, rest=np.sort(rest)))
+    return opened, whole
 
 
 def _read(prompts: Prompts, spans: Sequence[_Span]) -> Iterator[tuple[int, HostArray, HostArray]]:
