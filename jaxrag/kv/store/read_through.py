@@ -8,11 +8,11 @@ from typing import Any
 from numpy.typing import NDArray
 
 from jaxrag.base.errors import StoreError
-from jaxrag.kv.store.attempts import Attempt, Shard
+from jaxrag.kv.store.attempts import Attempt, WrittenShard
 from jaxrag.kv.store.base import Aux
 from jaxrag.kv.store.chunk_store import ChunkStore
 from jaxrag.kv.store.prefetch import Tier
-from jaxrag.kv.store.reading import Found, Refused, Wanted
+from jaxrag.kv.store.reading import Lookup, ReadRequest, Refused
 from jaxrag.kv.store.record import AuxArray, Provenance, Record
 from jaxrag.kv.store.scrub import ScrubReport
 from jaxrag.kv.store.sweep import SweepReport
@@ -63,13 +63,13 @@ class ReadThrough(StoreWrapper):
         """``ChunkStore.begin`` of the remote store."""
         return self.remote.begin(key, tokens, record, ways=ways, replace=replace)
 
-    def put_shard(self, attempt: Attempt, rank: int, kv: NDArray[Any]) -> Shard:
+    def put_shard(self, attempt: Attempt, rank: int, kv: NDArray[Any]) -> WrittenShard:
         """``ChunkStore.put_shard`` of the remote store; a copy here goes, it may be replaced."""
         self.local.delete([attempt.key])
         return self.remote.put_shard(attempt, rank, kv)
 
     def commit(
-        self, attempt: Attempt, shards: Sequence[Shard], *, aux: Aux | None = None
+        self, attempt: Attempt, shards: Sequence[WrittenShard], *, aux: Aux | None = None
     ) -> PutResult:
         """``ChunkStore.commit`` of the remote store."""
         return self.remote.commit(attempt, shards, aux=aux)
@@ -135,12 +135,12 @@ class ReadThrough(StoreWrapper):
             self.local.delete([key])
         return result
 
-    def _nearest(self, keys: Sequence[str]) -> dict[str, Found]:
+    def _nearest(self, keys: Sequence[str]) -> dict[str, Lookup]:
         found = self.local.find(keys)
         absent = [key for key, record in found.items() if not isinstance(record, Record)]
         return found | self.remote.find(absent)
 
-    def _load(self, wanted: Sequence[Wanted]) -> Sequence[Refused | None]:
+    def _load(self, wanted: Sequence[ReadRequest]) -> Sequence[Refused | None]:
         # The record of a chunk that is not here names an attempt that is not here either.
         answers = list(self.local._load(wanted))
         refused = [index for index, answer in enumerate(answers) if answer is not None]
@@ -175,12 +175,12 @@ class ReadThrough(StoreWrapper):
         self.local.delete([key])
         return bool(deleted)
 
-    def _fetch(self, refused: Record) -> Found:
+    def _fetch(self, refused: Record) -> Lookup:
         """The record of a fresh copy, after that of ``refused`` could not be read here."""
         self.local._delete(refused.key, refused.attempt)
         return self._copy(refused.key)
 
-    def _copy(self, key: str) -> Found:
+    def _copy(self, key: str) -> Lookup:
         """The record of a copy of what the remote store holds, or why there is none."""
         found = self.remote.find([key])[key]
         limit = self.local.max_bytes
@@ -192,9 +192,9 @@ class ReadThrough(StoreWrapper):
 
 def _retry(
     store: ChunkStore,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[ReadRequest],
     answers: list[Refused | None],
-    records: Mapping[int, Found],
+    records: Mapping[int, Lookup],
 ) -> None:
     """Load what some places of ``wanted`` ask for by these records, and note the answers."""
     again = {

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxrag.base.errors import StoreError
-from jaxrag.kv.store.attempts import Attempt, Shard
+from jaxrag.kv.store.attempts import Attempt, WrittenShard
 from jaxrag.kv.store.base import DEFAULT_INFLIGHT_BYTES, Aux, KVStore
 from jaxrag.kv.store.chunk_store import ChunkStore
 from jaxrag.kv.store.layout import WHOLE, HeadShare
 from jaxrag.kv.store.read_through import ReadThrough
-from jaxrag.kv.store.reading import Assembled, Found, OnMissing, Refused, Verify
+from jaxrag.kv.store.reading import Assembled, Lookup, OnMissing, Refused, Verify
 from jaxrag.kv.store.record import AuxArray, Provenance, Record
 from jaxrag.kv.store.wrapper import StoreWrapper
 from jaxrag.kv.store.writer import ChunkWriter, PutResult
@@ -111,7 +111,7 @@ class SharedStore(StoreWrapper):
         )
         if attempt is None:
             return PutResult(won=False, attempt=None)
-        shard: tuple[Shard | None, str | None] = (None, None)
+        shard: tuple[WrittenShard | None, str | None] = (None, None)
         if share.writes:
             shard = _attempt(lambda: store.put_shard(attempt, share.rank, kv))
         written = self._exchange(shard)
@@ -123,13 +123,13 @@ class SharedStore(StoreWrapper):
         shards = [one for one, _ in written if one is not None]
         return self._led(lambda: store.commit(attempt, shards, aux=aux))
 
-    def _find(self, keys: Sequence[str]) -> dict[str, Found]:
+    def _find(self, keys: Sequence[str]) -> dict[str, Lookup]:
         found, failed = _attempt(lambda: self.inner.find(keys))
         mine = {} if found is None else found
         refused = {key: one for key, one in mine.items() if not isinstance(one, Record)}
         return mine | self._agree(keys, refused, failed)
 
-    def _nearest(self, keys: Sequence[str]) -> dict[str, Found]:
+    def _nearest(self, keys: Sequence[str]) -> dict[str, Lookup]:
         return self._find(keys)
 
     def _delete(self, key: str) -> bool:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from jaxrag.kv.store.base import Aux, KVStore, Stats
 from jaxrag.kv.store.layout import KVLayout
-from jaxrag.kv.store.reading import Found, Refused, Wanted
+from jaxrag.kv.store.reading import Lookup, ReadRequest, Refused
 from jaxrag.kv.store.record import AuxArray, Provenance, Record
 from jaxrag.kv.store.writer import PutResult
 
@@ -53,13 +53,13 @@ class StoreWrapper(KVStore):
     ) -> PutResult:
         return self.inner._put(key, kv, record, aux, described, replace)
 
-    def _find(self, keys: Sequence[str]) -> dict[str, Found]:
+    def _find(self, keys: Sequence[str]) -> dict[str, Lookup]:
         return self.inner._find(keys)
 
-    def _nearest(self, keys: Sequence[str]) -> dict[str, Found]:
+    def _nearest(self, keys: Sequence[str]) -> dict[str, Lookup]:
         return self.inner._nearest(keys)
 
-    def _load(self, wanted: Sequence[Wanted]) -> Sequence[Refused | None]:
+    def _load(self, wanted: Sequence[ReadRequest]) -> Sequence[Refused | None]:
         return self.inner._load(wanted)
 
     def _read_aux(self, record: Record, name: str) -> NDArray[Any] | Refused:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from jaxrag.base.errors import RequestError
 from jaxrag.kv.store import KVStore, Refused
-from jaxrag.kv.store.reading import Wanted
+from jaxrag.kv.store.reading import ReadRequest
 from jaxrag.kv.store.wrapper import StoreWrapper
 
 
@@ -59,14 +59,14 @@ class Throttled(StoreWrapper):
         super().__init__(inner)
         self.link = link
 
-    def _load(self, wanted: Sequence[Wanted]) -> Sequence[Refused | None]:
+    def _load(self, wanted: Sequence[ReadRequest]) -> Sequence[Refused | None]:
         until = self.link.book(sum(map(_stored_bytes, wanted)))
         answers = self.inner._load(wanted)
         self.link.wait(until)
         return answers
 
 
-def _stored_bytes(wanted: Wanted) -> int:
+def _stored_bytes(wanted: ReadRequest) -> int:
     """Of the files of the layers that are wanted."""
     record, layers = wanted.record, wanted.layers[1] - wanted.layers[0]
     of_files = record.layout.stored_nbytes(record.tokens) * len(wanted.ranks) // record.ways

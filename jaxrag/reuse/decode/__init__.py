@@ -12,7 +12,7 @@ from jaxrag.reuse.decode.footprint import Account, Bytes, index_bytes
 from jaxrag.reuse.decode.host_search import HostSearch
 from jaxrag.reuse.decode.infllm import InfLLM
 from jaxrag.reuse.decode.quest import Quest
-from jaxrag.reuse.decode.retrieval import Ivf, Retrieval
+from jaxrag.reuse.decode.retrieval import IvfRetrieval, Retrieval
 from jaxrag.reuse.decode.rule import DecodeRule, Observe, PromptQueries, Prompts
 from jaxrag.reuse.decode.snapkv import SnapKV
 from jaxrag.reuse.decode.static_window import StaticWindow
@@ -33,7 +33,7 @@ __all__ = [
     "Flat",
     "HostSearch",
     "InfLLM",
-    "Ivf",
+    "IvfRetrieval",
     "Observe",
     "PromptQueries",
     "Prompts",
@@ -55,7 +55,7 @@ DECODE_RULES: dict[str, type[DecodeRule]] = {
     "infllm": InfLLM,
     "quest": Quest,
     "flat": Flat,
-    "ivf": Ivf,
+    "ivf": IvfRetrieval,
     "retrieval": Retrieval,  # RetrievalAttention
     "topn": TopN,  # KCache
 }

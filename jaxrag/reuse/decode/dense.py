@@ -6,7 +6,7 @@ from typing import Any, ClassVar, override
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.types import Array, HostArray, Partial
-from jaxrag.reuse.decode.far import Answer, FarLayer, HostPrompt
+from jaxrag.reuse.decode.far import FarAnswer, FarLayer, HostPrompt
 from jaxrag.reuse.decode.far.memory import Stretch, merged
 from jaxrag.reuse.decode.far.scan import Pair, Scan
 from jaxrag.reuse.decode.rule import DecodeRule
@@ -52,11 +52,11 @@ class EveryKey(Scan):
 
     @override
     def _part(
-        self, head: int, asked: HostArray, stretches: Sequence[Stretch], answer: Answer
+        self, head: int, asked: HostArray, stretches: Sequence[Stretch], answer: FarAnswer
     ) -> Pair:
         with answer.attending():
             return self.memory.attend(head, asked, stretches)
 
     @override
-    def _end(self, head: int, answer: Answer, parts: Sequence[Pair]) -> None:
+    def _end(self, head: int, answer: FarAnswer, parts: Sequence[Pair]) -> None:
         answer.out[head], answer.lse[head] = merged(parts)

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrag.base.types import Array, HostArray, Partial
 from jaxrag.models.attention import merge
-from jaxrag.reuse.decode.far import Answer, FarLayer, HostPrompt
+from jaxrag.reuse.decode.far import FarAnswer, FarLayer, HostPrompt
 from jaxrag.reuse.decode.far.memory import Stretch
 from jaxrag.reuse.decode.far.scan import Pair, Scan, best_of
 from jaxrag.reuse.decode.rule import DecodeRule, highest, require, require_zero_or_more
@@ -76,13 +76,13 @@ class BestKeys(Scan):
 
     @override
     def _part(
-        self, head: int, asked: HostArray, stretches: Sequence[Stretch], answer: Answer
+        self, head: int, asked: HostArray, stretches: Sequence[Stretch], answer: FarAnswer
     ) -> Pair:
         with answer.searching():
             return best_of(self.memory, head, asked, stretches, self.k)
 
     @override
-    def _end(self, head: int, answer: Answer, parts: Sequence[Pair]) -> None:
+    def _end(self, head: int, answer: FarAnswer, parts: Sequence[Pair]) -> None:
         with answer.attending():
             scores, positions = (np.concatenate(each, axis=1) for each in zip(*parts, strict=True))
             if len(parts) > 1 and scores.shape[1] > self.k:

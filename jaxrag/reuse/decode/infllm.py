@@ -1,6 +1,6 @@
 """InfLLM (section 3.2, arXiv:2402.04617): blocks that a few representative keys stand for.
 
-InfLLM: Training-Free Long-Context Extrapolation for LLMs with an Efficient Context Memory.
+InfLLM: Training-Free Long-Context Extrapolation for LLMs with an Efficient Context HostMemory.
 """
 
 import dataclasses
@@ -17,9 +17,9 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HIDDEN, Array, HostArray, Partial
 from jaxrag.models.attention import merge
 from jaxrag.reuse.attention_index import turned
-from jaxrag.reuse.decode.far import Answer, FarLayer, HostPrompt, Task
+from jaxrag.reuse.decode.far import FarAnswer, FarLayer, HostPrompt, Task
 from jaxrag.reuse.decode.far.layer import gathered
-from jaxrag.reuse.decode.far.memory import Memory, Stretch, first_highest
+from jaxrag.reuse.decode.far.memory import HostMemory, Stretch, first_highest
 from jaxrag.reuse.decode.footprint import Account, Bytes, Placement
 from jaxrag.reuse.decode.rule import (
     DecodeRule,
@@ -188,7 +188,7 @@ class BestBlocks(FarLayer):
 
     def __init__(self, prompt: HostPrompt, rule: InfLLM) -> None:
         """Choose the representatives, as ``prepare`` does."""
-        self.memory = memory = Memory(prompt.config, prompt.layer)
+        self.memory = memory = HostMemory(prompt.config, prompt.layer)
         block, sink, recent = rule.block, rule.sink, rule.recent
         self.block, self.blocks, self.sink, self.recent = block, rule.blocks, sink, recent
         count = max(0, -(-(len(prompt.layer.rows) - sink) // block))
@@ -222,7 +222,7 @@ class BestBlocks(FarLayer):
         return self.shown.size + self.memory.kv_heads * read
 
     @override
-    def tasks(self, q: HostArray, position: int, answer: Answer, pieces: int) -> list[Task]:
+    def tasks(self, q: HostArray, position: int, answer: FarAnswer, pieces: int) -> list[Task]:
         """Relevance of the blocks by KV head, then attention by KV head."""
         edge = position - self.recent
         if edge < self.sink:
@@ -237,7 +237,7 @@ class BestBlocks(FarLayer):
         ]
         return gathered(parts, functools.partial(self._choose, asked[:-1], edge, answer))
 
-    def _relevance(self, head: int, asked: HostArray, whole: int, answer: Answer) -> HostArray:
+    def _relevance(self, head: int, asked: HostArray, whole: int, answer: FarAnswer) -> HostArray:
         """Of the first ``whole`` blocks: [C] float32."""
         with answer.searching():
             keys = self.keys[head, :whole]
@@ -247,7 +247,7 @@ class BestBlocks(FarLayer):
         return means
 
     def _choose(
-        self, asked: HostArray, edge: int, answer: Answer, parts: Sequence[HostArray]
+        self, asked: HostArray, edge: int, answer: FarAnswer, parts: Sequence[HostArray]
     ) -> Sequence[Task]:
         with answer.searching():
             relevance = np.sum(parts, axis=0)
@@ -262,13 +262,13 @@ class BestBlocks(FarLayer):
         ]
 
     def _attend(
-        self, head: int, asked: HostArray, stretches: Sequence[Stretch], answer: Answer
+        self, head: int, asked: HostArray, stretches: Sequence[Stretch], answer: FarAnswer
     ) -> None:
         with answer.attending():
             answer.out[head], answer.lse[head] = self.memory.attend(head, asked, stretches)
 
 
-def _shown(memory: Memory, prompt: HostPrompt, recent: int, positions: HostArray) -> HostArray:
+def _shown(memory: HostMemory, prompt: HostPrompt, recent: int, positions: HostArray) -> HostArray:
     """How well keys at positions [n] stand for others: [K, n] float32.
 
     Their product, before rotation, with the mean of the observed queries up to ``recent`` behind

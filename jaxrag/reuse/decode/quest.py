@@ -17,8 +17,8 @@ from jaxrag.base.types import Array, HostArray, Partial
 from jaxrag.kv.cache import PAGE
 from jaxrag.models.rope import rotate, scale_rotary
 from jaxrag.reuse.decode.dense import EveryKey
-from jaxrag.reuse.decode.far import Answer, FarLayer, HostPrompt
-from jaxrag.reuse.decode.far.memory import Memory, first_highest
+from jaxrag.reuse.decode.far import FarAnswer, FarLayer, HostPrompt
+from jaxrag.reuse.decode.far.memory import HostMemory, first_highest
 from jaxrag.reuse.decode.far.scan import ByHead
 from jaxrag.reuse.decode.footprint import Account, Bytes, Placement, row_bytes
 from jaxrag.reuse.decode.rule import DecodeRule, highest, require, require_zero_or_more
@@ -167,7 +167,7 @@ class BestPages(ByHead):
 
     def __init__(self, prompt: HostPrompt, pages: int) -> None:
         """The boxes of the prompt's pages."""
-        self.memory = memory = Memory(prompt.config, prompt.layer)
+        self.memory = memory = HostMemory(prompt.config, prompt.layer)
         self.pages = pages
         offsets = np.searchsorted(memory.offsets, prompt.layer.offsets)
         # Pages in the order of their offsets, those of one beside each other.
@@ -208,7 +208,7 @@ class BestPages(ByHead):
         return self.low.shape[0] * (2 * self.low.shape[1] + self.memory.group * self.pages * PAGE)
 
     @override
-    def attend_head(self, head: int, asked: HostArray, position: int, answer: Answer) -> None:
+    def attend_head(self, head: int, asked: HostArray, position: int, answer: FarAnswer) -> None:
         with answer.searching():
             bounds = self._bounds(head, asked)
             bounds[:, self._page_of[position]] = np.inf

@@ -21,14 +21,21 @@ from jaxrag.base.types import Array, HostArray, Partial, on_host
 from jaxrag.kv.cache import PagePool, PageTable
 from jaxrag.models.attention import merge
 from jaxrag.models.rope import RopeTable
-from jaxrag.reuse.attention_index import AttentionIndex, Exact, QueryBank, QueryLists, Spec, build
-from jaxrag.reuse.attention_index import Ivf as IvfIndex
+from jaxrag.reuse.attention_index import (
+    AttentionIndex,
+    Exact,
+    Ivf,
+    QueryBank,
+    QueryLists,
+    Spec,
+    build,
+)
 from jaxrag.reuse.attention_index.spec import Trained, effort_of
 from jaxrag.reuse.decode.far import HostPrompt
-from jaxrag.reuse.decode.far.memory import Memory
+from jaxrag.reuse.decode.far.memory import HostMemory
 from jaxrag.reuse.decode.far.search import Finder, Searched, finder_of
 from jaxrag.reuse.decode.footprint import Account, Bytes, Placement, index_bytes
-from jaxrag.reuse.decode.host_search import NOBODY
+from jaxrag.reuse.decode.host_search import NO_REQUEST
 from jaxrag.reuse.decode.rule import (
     DecodeRule,
     Observe,
@@ -165,7 +172,7 @@ class Retrieval(DecodeRule):
         Raises RequestError where the indexes of all layers take more than ``max_host_bytes``.
         """
         config, documents = prompt.config, prompt.documents or StoredIndexes()
-        memory, layer, notes = Memory(config, prompt.layer), prompt.index, list[str]()
+        memory, layer, notes = HostMemory(config, prompt.layer), prompt.index, list[str]()
         at = (prompt.layer.rows, prompt.position, prompt.room, prompt.carried)
         spans = [_Span.of(self, config, documents, notes.append, *at)]
         _check_bytes(spans, in_place=True)
@@ -225,7 +232,7 @@ class Retrieval(DecodeRule):
         rows, room = len(position), prompts.room
         tail = np.where(position[:, None] >= 0, end[:, None] + np.arange(room), -1)
         tail = tail.astype(np.int32)[:, None, None]
-        numbers = np.full(rows, NOBODY, np.int32)
+        numbers = np.full(rows, NO_REQUEST, np.int32)
         numbers[: len(prompts.numbers)] = prompts.numbers
         return on_host(
             Indexed,
@@ -255,14 +262,14 @@ class Retrieval(DecodeRule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ivf(Retrieval):
+class IvfRetrieval(Retrieval):
     """The same over FAISS's inverted file: the paper's baseline.
 
     The file is made of the keys alone; ``queries`` of the prompt only choose how many of its
     clusters are scanned, and none are needed where ``index`` says it.
     """
 
-    index: Spec = dataclasses.field(default_factory=IvfIndex)
+    index: Spec = dataclasses.field(default_factory=Ivf)
     queries: int = 128
     stored: bool = False
     name: str = dataclasses.field(default="ivf", init=False)

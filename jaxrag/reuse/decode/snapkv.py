@@ -20,8 +20,8 @@ from jaxrag.base.types import Array, HostArray, Partial
 from jaxrag.models.attention import merge
 from jaxrag.models.rope import place
 from jaxrag.reuse.attention_index import rotated, turned
-from jaxrag.reuse.decode.far import Answer, FarLayer, HostPrompt
-from jaxrag.reuse.decode.far.memory import Memory, first_highest, merged, softmax
+from jaxrag.reuse.decode.far import FarAnswer, FarLayer, HostPrompt
+from jaxrag.reuse.decode.far.memory import HostMemory, first_highest, merged, softmax
 from jaxrag.reuse.decode.far.scan import ByHead
 from jaxrag.reuse.decode.footprint import Account, Bytes, Placement
 from jaxrag.reuse.decode.rule import DecodeRule, Observe, highest, require
@@ -156,7 +156,7 @@ class KeptKeys(ByHead):
 
     def __init__(self, prompt: HostPrompt, rule: SnapKV) -> None:
         """Choose by the attention of the prompt's last queries, as ``prepare`` does."""
-        self.memory, self.window = Memory(prompt.config, prompt.layer), rule.window
+        self.memory, self.window = HostMemory(prompt.config, prompt.layer), rule.window
         self.start = prompt.position - rule.window + 1  # of the window when the prompt ends
         chosen = []
         for head in range(self.memory.kv_heads):
@@ -171,7 +171,7 @@ class KeptKeys(ByHead):
         return self.chosen.size + max(0, position - self.window + 1 - self.start)
 
     @override
-    def attend_head(self, head: int, asked: HostArray, position: int, answer: Answer) -> None:
+    def attend_head(self, head: int, asked: HostArray, position: int, answer: FarAnswer) -> None:
         memory, chosen = self.memory, self.chosen[head]
         with answer.attending():
             scores = [memory.scores(head, asked[:, at], some) for at, some in enumerate(chosen)]
@@ -182,7 +182,7 @@ class KeptKeys(ByHead):
             answer.out[head], answer.lse[head] = merged(parts)
 
 
-def _host_votes(memory: Memory, prompt: HostPrompt, head: int, start: int) -> HostArray:
+def _host_votes(memory: HostMemory, prompt: HostPrompt, head: int, start: int) -> HostArray:
     """Softmax weights of every position, summed over queries from ``start`` on: [G, S] float32."""
     end, group = prompt.position + 1, memory.group
     stretches = memory.stretches(0, end)

@@ -119,7 +119,7 @@ class SelectionInput:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class Selection:
     """What a selector found.
 
     Attributes:
@@ -253,11 +253,11 @@ class Selector(abc.ABC):
 
     def select(
         self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
-    ) -> list[Choice]:
+    ) -> list[Selection]:
         """Choose for every request of a batch the candidates with the highest scores."""
         observed = self.observe(SelectionBatch(model, cache, scenes))
         return [
-            Choice(self._best(scene), self.flops(model, scene), self.rewrites)
+            Selection(self._best(scene), self.flops(model, scene), self.rewrites)
             for scene in map(_with_observed, scenes, observed)
         ]
 

@@ -13,7 +13,7 @@ import pytest
 
 from jaxrag.models.attention import merge
 from jaxrag.reuse.decode import DECODE_RULES, DecodeRule
-from jaxrag.reuse.decode.far.memory import Memory
+from jaxrag.reuse.decode.far.memory import HostMemory
 from jaxrag.reuse.decode.far.scan import ByHead
 from jaxrag.reuse.decode.footprint import Account
 from jaxrag.reuse.decode.rule import require
@@ -54,7 +54,7 @@ class EveryNthFar(ByHead):
     """On the host: the same of one layer of one request, a KV head at a time."""
 
     def __init__(self, prompt, rule):
-        self.memory, self.rule = Memory(prompt.config, prompt.layer), rule
+        self.memory, self.rule = HostMemory(prompt.config, prompt.layer), rule
         self.account = Account(index_bytes=self.memory.nbytes)
 
     def work(self, position):

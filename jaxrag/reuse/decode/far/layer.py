@@ -75,7 +75,7 @@ class HostPrompt:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Answer:
+class FarAnswer:
     """Where tasks put what they found for one token in one layer.
 
     Attributes:
@@ -105,7 +105,7 @@ class Answer:
         self.spent.append((0.0, time.perf_counter() - start))
 
     @classmethod
-    def empty(cls, kv_heads: int, group: int, dim: int, *, count: bool = False) -> "Answer":
+    def empty(cls, kv_heads: int, group: int, dim: int, *, count: bool = False) -> "FarAnswer":
         """An answer in which nothing was found yet."""
         out = np.zeros((kv_heads, group, dim), np.float32)
         lse = np.full((kv_heads, group), -np.inf, np.float32)
@@ -127,7 +127,7 @@ class FarLayer(abc.ABC):
         return self.account.index_bytes
 
     @abc.abstractmethod
-    def tasks(self, q: HostArray, position: int, answer: Answer, pieces: int) -> Sequence[Task]:
+    def tasks(self, q: HostArray, position: int, answer: FarAnswer, pieces: int) -> Sequence[Task]:
         """What is to be done for the token at ``position``; together it fills the answer.
 
         Args:
@@ -147,7 +147,7 @@ class FarLayer(abc.ABC):
         ``q`` [K, G, H] float32 before rotation, with YaRN's factor (``rope.scale_rotary``).
         Returns out [K, G, H] and lse [K, G] float32; 0 and -inf where there is nothing.
         """
-        answer = Answer.empty(*q.shape)
+        answer = FarAnswer.empty(*q.shape)
         todo = list(self.tasks(q, position, answer, 1))
         while todo:
             todo += todo.pop()() or ()

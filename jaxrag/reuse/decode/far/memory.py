@@ -87,7 +87,7 @@ class Runs:
         return found
 
 
-class Memory:
+class HostMemory:
     """One layer of one request, read by position.
 
     Scores are of queries turned to each offset, ``asked`` [O, g, H], as ``ask`` makes them.
@@ -321,7 +321,7 @@ def first_highest(scores: HostArray, count: int) -> HostArray:
 
 
 def positions_of(stretches: Sequence[Stretch], chosen: HostArray) -> HostArray:
-    """The positions [..] int32 of places [..] in the order of ``Memory.scan``."""
+    """The positions [..] int32 of places [..] in the order of ``HostMemory.scan``."""
     counts = np.array([each.count for each in stretches])
     first = np.cumsum(counts) - counts
     which = np.searchsorted(first, chosen, side="right") - 1

@@ -8,8 +8,8 @@ from typing import override
 import numpy as np
 
 from jaxrag.base.types import HostArray
-from jaxrag.reuse.decode.far.layer import Answer, FarLayer, HostPrompt, Task, gathered
-from jaxrag.reuse.decode.far.memory import Memory, Stretch, highest, positions_of
+from jaxrag.reuse.decode.far.layer import FarAnswer, FarLayer, HostPrompt, Task, gathered
+from jaxrag.reuse.decode.far.memory import HostMemory, Stretch, highest, positions_of
 from jaxrag.reuse.decode.footprint import Account
 
 _PART = 32  # blocks of keys that are one task
@@ -20,10 +20,10 @@ Pair = tuple[HostArray, HostArray]
 class ByHead(FarLayer):
     """One task for every KV head."""
 
-    memory: Memory
+    memory: HostMemory
 
     @override
-    def tasks(self, q: HostArray, position: int, answer: Answer, pieces: int) -> list[Task]:
+    def tasks(self, q: HostArray, position: int, answer: FarAnswer, pieces: int) -> list[Task]:
         """One of every KV head."""
         self.extend(position)
         asked = self.memory.ask(q, position)
@@ -36,8 +36,8 @@ class ByHead(FarLayer):
         """Take in the keys of tokens up to ``position``, before the tasks of that token."""
 
     @abc.abstractmethod
-    def attend_head(self, head: int, asked: HostArray, position: int, answer: Answer) -> None:
-        """Fill the answer of a KV head; ``asked`` [O, G, H] as ``Memory.ask`` makes it."""
+    def attend_head(self, head: int, asked: HostArray, position: int, answer: FarAnswer) -> None:
+        """Fill the answer of a KV head; ``asked`` [O, G, H] as ``HostMemory.ask`` makes it."""
 
 
 class Scan(FarLayer):
@@ -45,7 +45,7 @@ class Scan(FarLayer):
 
     def __init__(self, prompt: HostPrompt, sink: int, recent: int) -> None:
         """Nothing is built."""
-        self.memory = Memory(prompt.config, prompt.layer)
+        self.memory = HostMemory(prompt.config, prompt.layer)
         self.sink, self.recent = sink, recent
         self.account = Account(index_bytes=self.memory.nbytes)
 
@@ -54,7 +54,7 @@ class Scan(FarLayer):
         return max(0, position - self.recent + 1 - self.sink) * self.memory.kv_heads
 
     @override
-    def tasks(self, q: HostArray, position: int, answer: Answer, pieces: int) -> list[Task]:
+    def tasks(self, q: HostArray, position: int, answer: FarAnswer, pieces: int) -> list[Task]:
         """Of every KV head parts of ``_PART`` blocks, whatever ``pieces`` are asked for.
 
         So the sums are the same whatever else is computed at the time.
@@ -74,17 +74,17 @@ class Scan(FarLayer):
 
     @abc.abstractmethod
     def _part(
-        self, head: int, asked: HostArray, stretches: Sequence[Stretch], answer: Answer
+        self, head: int, asked: HostArray, stretches: Sequence[Stretch], answer: FarAnswer
     ) -> Pair:
         """Of some of the keys of a KV head: two arrays [g, ...]."""
 
     @abc.abstractmethod
-    def _end(self, head: int, answer: Answer, parts: Sequence[Pair]) -> None:
+    def _end(self, head: int, answer: FarAnswer, parts: Sequence[Pair]) -> None:
         """All parts of a KV head are there."""
 
 
 def best_of(
-    memory: Memory, head: int, asked: HostArray, stretches: Sequence[Stretch], k: int
+    memory: HostMemory, head: int, asked: HostArray, stretches: Sequence[Stretch], k: int
 ) -> Pair:
     """The ``k`` best keys of the stretches for ``asked`` [O, g, H], in any order.
 

@@ -11,12 +11,12 @@ from typing import override
 import numpy as np
 
 from jaxrag.base.types import HostArray
-from jaxrag.reuse.attention_index import Exact, Found, QueryLists, Searcher, open_index
+from jaxrag.reuse.attention_index import Exact, FoundKeys, QueryLists, Searcher, open_index
 from jaxrag.reuse.attention_index.index import AttentionIndex
 from jaxrag.reuse.attention_index.lists import distinct, nearest_lists
 from jaxrag.reuse.attention_index.spec import Trained, effort_of
-from jaxrag.reuse.decode.far.layer import Answer, FarLayer, Task, gathered
-from jaxrag.reuse.decode.far.memory import Memory, highest
+from jaxrag.reuse.decode.far.layer import FarAnswer, FarLayer, Task, gathered
+from jaxrag.reuse.decode.far.memory import HostMemory, highest
 from jaxrag.reuse.decode.far.scan import Pair, best_of
 from jaxrag.reuse.decode.footprint import Account, recall_of
 from jaxrag.reuse.decode.parts import Part
@@ -32,10 +32,9 @@ class Finder(abc.ABC):
     offset: int | None = None
     together = False  # are the heads of a group searched as one?
 
-    @abc.abstractmethod
     def find(
         self, asked: HostArray, own: HostArray, heads: Sequence[int], k: int, *, count: bool
-    ) -> list[Found]:
+    ) -> list[FoundKeys]:
         """At least ``k`` of the best keys for each of some query heads, fewer where it has no more.
 
         Args:
@@ -48,6 +47,16 @@ class Finder(abc.ABC):
         Returns:
             Positions and scores [n] of each, in any order.
         """
+        return [
+            self.find_head(asked[:, at], own[at], head, k, count=count)
+            for at, head in enumerate(heads)
+        ]
+
+    def find_head(
+        self, asked: HostArray, own: HostArray, head: int, k: int, *, count: bool
+    ) -> FoundKeys:
+        """``find`` for one query head: ``asked`` [O, H] and ``own`` [H]."""
+        raise NotImplementedError
 
     @property
     @abc.abstractmethod
@@ -60,7 +69,7 @@ class InPlace(Finder):
 
     def __init__(
         self,
-        memory: Memory,
+        memory: HostMemory,
         kv_head: int,
         index: AttentionIndex,
         positions: HostArray,
@@ -94,12 +103,9 @@ class InPlace(Finder):
         return max(self._probes) * len(self._members) // self._starts[:, 1:].size
 
     @override
-    def find(
-        self, asked: HostArray, own: HostArray, heads: Sequence[int], k: int, *, count: bool
-    ) -> list[Found]:
-        return [self._find(asked[:, at], own[at], head, k) for at, head in enumerate(heads)]
-
-    def _find(self, asked: HostArray, own: HostArray, head: int, k: int) -> Found:
+    def find_head(
+        self, asked: HostArray, own: HostArray, head: int, k: int, *, count: bool
+    ) -> FoundKeys:
         part = head if len(self._centroids) > 1 else 0
         centroids, starts = self._centroids[part], self._starts[part]
         near = nearest_lists(own, centroids, self._probes[head]).tolist()
@@ -111,7 +117,7 @@ class InPlace(Finder):
             some = some[some >= 0]
         scores = self._memory.scores(self._kv_head, asked, some)
         best = highest(scores, k)
-        return Found(some[best], scores[best], np.array(len(some) + len(centroids)))
+        return FoundKeys(some[best], scores[best], np.array(len(some) + len(centroids)))
 
 
 class Scanned(Finder):
@@ -119,7 +125,7 @@ class Scanned(Finder):
 
     together = True
 
-    def __init__(self, memory: Memory, kv_head: int, positions: HostArray) -> None:
+    def __init__(self, memory: HostMemory, kv_head: int, positions: HostArray) -> None:
         """``positions`` [S] int32 ascending."""
         self._memory, self._kv_head = memory, kv_head
         self._runs = memory.runs(positions)
@@ -138,17 +144,19 @@ class Scanned(Finder):
     @override
     def find(
         self, asked: HostArray, own: HostArray, heads: Sequence[int], k: int, *, count: bool
-    ) -> list[Found]:
+    ) -> list[FoundKeys]:
         stretches = self._runs.between(0, len(self._memory.layer.rows))
         pairs = best_of(self._memory, self._kv_head, asked, stretches, k)
         scanned = np.array(self._count)
-        return [Found(positions, scores, scanned) for scores, positions in zip(*pairs, strict=True)]
+        return [
+            FoundKeys(positions, scores, scanned) for scores, positions in zip(*pairs, strict=True)
+        ]
 
 
 class Copied(Finder):
     """An index with keys of its own; the keys in memory score what it finds."""
 
-    def __init__(self, memory: Memory, kv_head: int, part: Part) -> None:
+    def __init__(self, memory: HostMemory, kv_head: int, part: Part) -> None:
         """Over a part with the index of this head alone."""
         self._memory, self._kv_head, self._part = memory, kv_head, part
         self.offset = part.offset
@@ -159,23 +167,18 @@ class Copied(Finder):
         return len(self._part.positions) // 16
 
     @override
-    def find(
-        self, asked: HostArray, own: HostArray, heads: Sequence[int], k: int, *, count: bool
-    ) -> list[Found]:
-        return [
-            self._find(asked[:, at], own[at], head, k, count=count) for at, head in enumerate(heads)
-        ]
-
-    def _find(self, asked: HostArray, own: HostArray, head: int, k: int, *, count: bool) -> Found:
+    def find_head(
+        self, asked: HostArray, own: HostArray, head: int, k: int, *, count: bool
+    ) -> FoundKeys:
         found = self._part.best(0, head, own, k, count=count)
         at = np.flatnonzero(found.ids >= 0)
         positions = found.ids[at].astype(np.int32)
         scores = self._memory.scores(self._kv_head, asked, positions)
-        return Found(positions, scores, found.scanned)
+        return FoundKeys(positions, scores, found.scanned)
 
 
 def finder_of(
-    memory: Memory,
+    memory: HostMemory,
     kv_head: int,
     index: AttentionIndex | Searcher,
     positions: HostArray,
@@ -218,7 +221,7 @@ class Searched(FarLayer):
 
     def __init__(
         self,
-        memory: Memory,
+        memory: HostMemory,
         finders: Sequence[Sequence[Finder]],
         account: Account,
         window: tuple[int, int],
@@ -238,7 +241,7 @@ class Searched(FarLayer):
         return self.memory.group * finders + tail * self.memory.kv_heads
 
     @override
-    def tasks(self, q: HostArray, position: int, answer: Answer, pieces: int) -> list[Task]:
+    def tasks(self, q: HostArray, position: int, answer: FarAnswer, pieces: int) -> list[Task]:
         """Of every KV head its query heads in groups; of a group one for each finder.
 
         What a head gets does not depend on the groups.
@@ -260,8 +263,8 @@ class Searched(FarLayer):
         return todo
 
     def _find(
-        self, finder: Finder, asked: HostArray, kv_head: int, heads: HostArray, answer: Answer
-    ) -> list[Found]:
+        self, finder: Finder, asked: HostArray, kv_head: int, heads: HostArray, answer: FarAnswer
+    ) -> list[FoundKeys]:
         known = len(self.memory.offsets)
         own = 0 if finder.offset is None else known + self._offsets.index(finder.offset)
         mine, count = asked[:, kv_head, heads], answer.counted is not None
@@ -274,8 +277,8 @@ class Searched(FarLayer):
         kv_head: int,
         heads: HostArray,
         tail: HostArray,
-        answer: Answer,
-        parts: Sequence[list[Found]],
+        answer: FarAnswer,
+        parts: Sequence[list[FoundKeys]],
     ) -> None:
         memory, k = self.memory, self.k
         with answer.searching():
@@ -302,7 +305,7 @@ class Searched(FarLayer):
         kv_head: int,
         asked: HostArray,
         found: Sequence[Sequence[Pair]],
-        parts: Sequence[Sequence[Found]],
+        parts: Sequence[Sequence[FoundKeys]],
     ) -> Account:
         """What finders found for some query heads, beside an exact search of the same keys."""
         stretches = self.memory.stretches(self.sink, self.end)
