@@ -91,6 +91,6 @@ def test_parts_are_merged_as_one(rng):
 
     whole = attend(slice(None))
     for parts in ([slice(0, 10), slice(10, 30)], [slice(0, 1), slice(1, 20), slice(20, 30)]):
-        for one, other in zip(memory.merge(list(map(attend, parts))), whole, strict=True):
+        for one, other in zip(memory.merged(list(map(attend, parts))), whole, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
     assert (whole[0][2] == 0).all() and whole[1][2] == -np.inf
