@@ -22,11 +22,11 @@ CMD ["--help"]
 # JAX brings the CUDA libraries as wheels; the host needs a driver for CUDA 13 and its container toolkit.
 FROM base AS cuda
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
-    pip install -c /tmp/constraints.txt "$(echo /wheels/*.whl)[serve,cuda]"
+    pip install -c /tmp/constraints.txt "$(echo /wheels/*.whl)[serve,documents,cuda]"
 USER 1000
 
 FROM base AS cpu
 ENV JAX_PLATFORMS=cpu
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
-    pip install -c /tmp/constraints.txt "$(echo /wheels/*.whl)[serve]"
+    pip install -c /tmp/constraints.txt "$(echo /wheels/*.whl)[serve,documents]"
 USER 1000

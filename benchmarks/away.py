@@ -44,9 +44,9 @@ from jaxrag.kv.cache import PAGE
 from jaxrag.kv.cache.host_pool import rows_of
 from jaxrag.measure.bench.decode import CHUNK_TOKENS
 from jaxrag.measure.bench.decode import Options as DecodeOptions
-from jaxrag.measure.bench.machine import describe
+from jaxrag.measure.machine import describe
+from jaxrag.measure.zoo import random_named
 from jaxrag.models.model import random_model
-from jaxrag.models.spec import num_params
 from jaxrag.reuse.attention_index import rotated
 from jaxrag.reuse.decode import Decoding, PromptQueries, rule_from
 from jaxrag.reuse.decode.away import AwayAttend
@@ -149,8 +149,7 @@ def run(options: Options) -> dict[str, Any]:
         row["device_share"] = row["device_bytes"] / dense["device_bytes"]
     return {
         "benchmark": "away",
-        "model": f"random Llama, {num_params(config) / 1e6:.1f}M, {config.num_layers} layers, "
-        f"{config.num_heads} heads on {config.num_kv_heads} KV heads of {config.head_dim}",
+        "model": random_named(config, shape=True),
         "dtype": options.dtype,
         "options": dataclasses.asdict(options),
         "kv_bytes": options.context * config.kv_bytes_per_token,

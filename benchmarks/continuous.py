@@ -35,8 +35,8 @@ from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.engine import Engine
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.state import EngineSettings
-from jaxrag.measure.bench.machine import describe
-from jaxrag.measure.bench.serve import SMALL_LLAMA
+from jaxrag.measure.machine import describe
+from jaxrag.measure.zoo import SMALL_LLAMA
 from jaxrag.models.model import random_model
 from jaxrag.reuse.methods import METHODS
 

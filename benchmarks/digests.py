@@ -19,16 +19,14 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxrag.base.config import ModelConfig, RopeConfig
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
 from jaxrag.library.documents import Document
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.measure.bench.machine import describe
+from jaxrag.measure.machine import describe
+from jaxrag.measure.zoo import llama, trained_tokenizer
 from jaxrag.models.model import random_model
-from jaxrag.models.text import byte_level
-from jaxrag.models.text.tokenizer import Tokenizer
 
 CHUNK_TOKENS = 48
 VOCABULARY = 20_000  # words, drawn as natural text draws them
@@ -107,32 +105,13 @@ def in_checkout(folder: Path, documents: int) -> dict[str, float]:
 def one_turn(args: argparse.Namespace) -> int:
     """Do the work once and print what it took."""
     texts = [text_of(n) for n in range(200)]
-    tokenizer = byte_level.train(texts, 4096)
-    config = ModelConfig(
-        family="llama",
-        vocab_size=tokenizer.get_vocab_size(),
-        num_layers=1,
-        model_dim=32,
-        mlp_dim=64,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        norm_eps=1e-5,
-        rope=RopeConfig(theta=10_000.0, rotary_dim=8, interleaved=False, scaling=None),
-        max_positions=1024,
-        sliding_window=None,
-        window_layers=None,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        post_norms=False,
-        tie_embeddings=False,
-        dtype="float32",
-        bos_id=None,
+    tokenizer = trained_tokenizer(texts, 4096)
+    config = llama(
+        vocab_size=tokenizer.vocab_size, num_layers=1, model_dim=32, mlp_dim=64, num_heads=4,
+        num_kv_heads=2, head_dim=8, max_positions=1024, tie_embeddings=False, bos_id=None,
         eos_ids=(),
-    )
-    model = random_model(config, tokenizer=Tokenizer(tokenizer.to_str().encode(), {}, {}))
+    )  # fmt: skip
+    model = random_model(config, tokenizer=tokenizer)
     documents = [Document(f"{n:06}", text_of(n)) for n in range(args.documents)]
     with (
         tempfile.TemporaryDirectory() as name,

@@ -213,7 +213,7 @@ def main() -> int:
         if args.out:  # as far as it came, should the next one take the machine down
             Path(args.out).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     with_fractions(results)
-    from jaxrag.measure.bench.machine import describe
+    from jaxrag.measure.machine import describe
 
     result = {"machine": describe(), "impl": args.impl, "shape": dataclasses.asdict(shape),
               "stages": results}  # fmt: skip

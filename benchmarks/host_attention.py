@@ -30,8 +30,9 @@ from jaxrag.base.types import HostArray
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.measure.bench.machine import describe
 from jaxrag.measure.bench.options import rules_of
+from jaxrag.measure.machine import describe
+from jaxrag.measure.zoo import llama
 from jaxrag.reuse.attention_index.faiss_objects import faiss_module
 from jaxrag.reuse.decode import HostSearch, rule_from
 from jaxrag.reuse.decode.far import HostLayer, HostPrompt
@@ -193,12 +194,10 @@ def layer_of(drawn: Sequence[Heads], dtype: DType) -> HostLayer:
 def config_of(drawn: Sequence[Heads], dtype: DType) -> ModelConfig:
     """Of a model of one layer with these heads."""
     group, _, dim = drawn[0].asked.shape
-    return ModelConfig(
-        family="llama", vocab_size=8, num_layers=1, model_dim=8, mlp_dim=8,
-        num_heads=group * len(drawn), num_kv_heads=len(drawn), head_dim=dim, norm_eps=1e-5,
-        rope=drawn[0].rope, max_positions=1 << 21, sliding_window=None, window_layers=None,
-        qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False, post_norms=False,
-        tie_embeddings=False, dtype=dtype, bos_id=1, eos_ids=(2,),
+    return llama(
+        vocab_size=8, num_layers=1, model_dim=8, mlp_dim=8, num_heads=group * len(drawn),
+        num_kv_heads=len(drawn), head_dim=dim, rope=drawn[0].rope, max_positions=1 << 21,
+        tie_embeddings=False, dtype=dtype,
     )  # fmt: skip
 
 

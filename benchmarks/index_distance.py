@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
-from jaxrag.measure.bench.machine import describe
+from jaxrag.measure.machine import describe
 from jaxrag.reuse.attention_index import build, open_index
 from jaxrag.reuse.attention_index.document import indexing_from
 from jaxrag.reuse.attention_index.faiss_objects import faiss_module, one_thread

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
-from jaxrag.measure.bench.machine import describe
+from jaxrag.measure.machine import describe
 from jaxrag.reuse.attention_index import (
     AttentionIndex,
     Exact,

@@ -29,21 +29,19 @@ from jaxrag.base.options import parse_bytes
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.measure.bench.machine import describe
 from jaxrag.measure.evals.long import plan
 from jaxrag.measure.evals.long.run import run as run_eval
-from jaxrag.models.spec import num_params
+from jaxrag.measure.machine import describe
+from jaxrag.measure.zoo import random_named
 
 
 def run(options: Options) -> dict[str, Any]:
     """Measure; JSON-able."""
     config = options.config()
-    layers = config.num_layers
     found: dict[str, Any] = {
         "benchmark": "kcache",
         "options": dataclasses.asdict(options),
-        "model": f"random Llama, {num_params(config) / 1e6:.1f}M, {layers} layers, "
-        f"{config.num_heads} heads on {config.num_kv_heads} KV heads of {config.head_dim}",
+        "model": random_named(config, shape=True),
         "kv_bytes_per_token": config.kv_bytes_per_token,
     }
     if "throughput" in options.parts:

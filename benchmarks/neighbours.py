@@ -18,13 +18,13 @@ from typing import Any
 from jaxrag.base.options import parse_ratios
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
-from jaxrag.cli.output import give_out, require_folder, titled
-from jaxrag.measure.bench.machine import describe
+from jaxrag.cli.output import give_out_tables, require_folder
 from jaxrag.measure.evals.methods import run
 from jaxrag.measure.evals.methods_grid import Options
 from jaxrag.measure.evals.methods_report import verdict
 from jaxrag.measure.evals.synthetic import ALL
-from jaxrag.measure.evals.synthetic_report import Table, markdown_table, shown
+from jaxrag.measure.machine import describe
+from jaxrag.measure.table import Table, percent, points
 from jaxrag.tasks.synthetic import SyntheticTask
 
 BEHIND = {"after_prefix": "the prefix", "neighbours": "neighbours"}
@@ -78,12 +78,8 @@ def _measure(args: argparse.Namespace) -> int:
         runs[str(count)] = {key: found[key] for key in ("prompts", "cells", "differences")}
     shared = {key: found[key] for key in ("task", "seed", "questions", "samples", "model")}
     result = {**shared, "ratios": list(first.ratios), "runs": runs, "machine": describe()}
-    give_out(args, result, titled(_tables(result)), _markdown)
+    give_out_tables(args, result, _tables)
     return 0
-
-
-def _markdown(result: Mapping[str, Any]) -> str:
-    return "\n".join(map(markdown_table, _tables(result)))
 
 
 def _tables(result: Mapping[str, Any]) -> Iterator[Table]:
@@ -144,7 +140,7 @@ def _tables(result: Mapping[str, Any]) -> Iterator[Table]:
         [
             ["neighbours", "is", "difference"],
             *(
-                [count, verdict(row["f1"][ALL]), shown(row["f1"][ALL], "+.1f")]
+                [count, verdict(row["f1"][ALL]), points(row["f1"][ALL])]
                 for count, one in runs.items()
                 for row in one["differences"]
                 if row["ratio"] == largest and row["second"] == "fusionrag, after_prefix"
@@ -171,7 +167,7 @@ def _cell(
 
 
 def _percent(by_group: Mapping[str, Any]) -> str:
-    return shown(by_group[ALL], ".1f")
+    return percent(by_group[ALL])
 
 
 if __name__ == "__main__":

@@ -40,9 +40,9 @@ from jaxrag.library.documents.chunking import Chunking, split
 from jaxrag.library.embed import load_embedder
 from jaxrag.library.retrieve.base import Found, Retriever, Vectors, searched_text
 from jaxrag.library.retrieve.bm25 import terms
-from jaxrag.library.retrieve.names import VECTOR_INDEXES, index_named
+from jaxrag.library.retrieve.lance import KINDS, VectorIndex
 from jaxrag.library.retrieve.retrievers import BM25Retriever, HybridRetriever, VectorRetriever
-from jaxrag.measure.bench.machine import describe
+from jaxrag.measure.machine import describe
 from jaxrag.models.text import byte_level
 from jaxrag.models.text.tokenizer import Tokenizer
 
@@ -261,7 +261,7 @@ def run_set(data: Set, embedder: Path | None, index: str, work: Path) -> list[di
     else:
         embed, name = load_embedder(embedder), embedder.name
     dim = embed(["dimension"], "query").shape[1]
-    vectors = index_named(index).open(work / "vectors", dim)
+    vectors = VectorIndex.open(work / "vectors", dim, index)
     by_vector = VectorRetriever(embed, vectors, catalog.chunk_ids)
     by_vector.add(list(passages), list(passages.values()))
     by_words = BM25Retriever(catalog.search)
@@ -316,9 +316,7 @@ def main() -> int:
         "--data", type=Path, required=True, metavar="DIR", help="where the sets lie"
     )
     parser.add_argument("--embedder", type=Path, metavar="DIR", help="an encoder; LSA without")
-    parser.add_argument(
-        "--index", choices=sorted(VECTOR_INDEXES), default="exact", help="of the vectors (exact)"
-    )
+    parser.add_argument("--index", choices=KINDS, default="exact", help="of the vectors (exact)")
     parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
     add_json(parser)
     return run_command(run, parser.parse_args())

@@ -67,10 +67,9 @@ from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.cache import PAGE, pages_for
 from jaxrag.library.documents import Document
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.measure.bench.machine import describe
-from jaxrag.measure.bench.ttft import LLAMA_100M
+from jaxrag.measure.machine import describe
+from jaxrag.measure.zoo import llama, trained_tokenizer
 from jaxrag.models.model import Model, random_model
-from jaxrag.models.text import byte_level
 from jaxrag.models.text.prompts import TEMPLATES
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.serve.generate import Result, generate
@@ -155,26 +154,16 @@ def run(
 def make_tokenizer(texts: Sequence[str]) -> Tokenizer:
     """A byte-level BPE tokenizer that was trained on the passages."""
     specials = ["<s>", "</s>", "<|doc_start|>", "<|doc_end|>"]
-    trained = byte_level.train([*texts, TEMPLATE.prefix, TEMPLATE.final], VOCAB, specials)
-    return Tokenizer(trained.to_str().encode(), {"bos_token": "<s>", "eos_token": "</s>"}, {})
+    texts = [*texts, TEMPLATE.prefix, TEMPLATE.final]
+    return trained_tokenizer(texts, VOCAB, specials, bos_token="<s>", eos_token="</s>")
 
 
 def small_config() -> ModelConfig:
     """A Llama of two layers, whose KV takes 256 bytes a token."""
-    return dataclasses.replace(
-        LLAMA_100M,
-        vocab_size=VOCAB,
-        num_layers=2,
-        model_dim=32,
-        mlp_dim=64,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        rope=dataclasses.replace(LLAMA_100M.rope, rotary_dim=16),
-        max_positions=16_384,
-        bos_id=0,
-        eos_ids=(1,),
-    )
+    return llama(
+        vocab_size=VOCAB, num_layers=2, model_dim=32, mlp_dim=64, num_heads=2, num_kv_heads=1,
+        head_dim=16, max_positions=16_384, bos_id=0, eos_ids=(1,),
+    )  # fmt: skip
 
 
 def rooms(work: Workload, tokenizer: Tokenizer) -> tuple[int, int]:

@@ -36,7 +36,7 @@ from jaxrag.kv.store import ChunkStore, KVLayout, Provenance, chunk_key, content
 from jaxrag.kv.store.layout import Stored
 from jaxrag.library.documents import Document
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.measure.bench.machine import describe
+from jaxrag.measure.machine import describe
 from jaxrag.models.model import Model, random_model
 
 SECRET = bytes(range(32))

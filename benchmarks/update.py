@@ -18,16 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxrag.base.config import ModelConfig, RopeConfig
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
 from jaxrag.library.documents import Document
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.measure.bench.machine import describe
+from jaxrag.measure.machine import describe
+from jaxrag.measure.zoo import llama, trained_tokenizer
 from jaxrag.models.model import Model, random_model
-from jaxrag.models.text import byte_level
-from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.serve.generate import Result, generate
 
 CHUNK_TOKENS = 128
@@ -151,32 +149,11 @@ def text_of(seed: int) -> str:
 
 def small_model() -> Model:
     """A random Llama whose tokenizer has one token per byte."""
-    config = ModelConfig(
-        family="llama",
-        vocab_size=256,
-        num_layers=2,
-        model_dim=64,
-        mlp_dim=128,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        norm_eps=1e-5,
-        rope=RopeConfig(theta=10_000.0, rotary_dim=16, interleaved=False, scaling=None),
-        max_positions=1024,
-        sliding_window=None,
-        window_layers=None,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        post_norms=False,
-        tie_embeddings=False,
-        dtype="float32",
-        bos_id=None,
-        eos_ids=(),
-    )
-    tokenizer = byte_level.train([], config.vocab_size)
-    return random_model(config, tokenizer=Tokenizer(tokenizer.to_str().encode(), {}, {}))
+    config = llama(
+        vocab_size=256, num_layers=2, model_dim=64, mlp_dim=128, num_heads=4, num_kv_heads=2,
+        head_dim=16, max_positions=1024, tie_embeddings=False, bos_id=None, eos_ids=(),
+    )  # fmt: skip
+    return random_model(config, tokenizer=trained_tokenizer([], config.vocab_size))
 
 
 if __name__ == "__main__":

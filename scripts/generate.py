@@ -23,7 +23,6 @@ from jaxrag.cli.fields import from_fields
 from jaxrag.cli.opening import asked_of, load, method_of, open_kb
 from jaxrag.cli.options import add_generation, add_json, add_model, add_secret
 from jaxrag.cli.output import print_json
-from jaxrag.engine.sampling_params import SamplingParams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,7 +77,7 @@ def _answer(args: argparse.Namespace, first: bool) -> int:
     from jaxrag.serve.question_files import QuestionFile
     from jaxrag.serve.questions import resolve
 
-    shard, sampling = Shard.parse(args.shard), from_fields(SamplingParams, args)
+    shard = Shard.parse(args.shard)
     method = method_of(args)  # refused before a model is read
     if args.kb is None and args.model is None:
         raise RequestError(
@@ -88,16 +87,15 @@ def _answer(args: argparse.Namespace, first: bool) -> int:
     kb = None if args.kb is None else open_kb(args, method)
     try:
         settings = resolve(
+            asked_of(args),
             kb=kb,
             model=load(args.model, from_fields(ModelOptions, args), method) if kb is None else None,
-            **asked_of(args),
         )
         with written_once(args.out, settings.model.exchange, first) as out:
             report = answer_file(
                 questions,
                 out,
                 settings,
-                sampling=sampling,
                 shard=shard,
                 batch_size=args.batch_size,
                 progress=first and not args.json,

@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 
 from jaxrag.base.config import ModelConfig, RopeConfig, YarnScaling
+from jaxrag.measure.zoo import llama
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.reading import Reading
@@ -67,30 +68,10 @@ def few_programs() -> Iterator[None]:
 
 # No two sizes are equal, N * H != D and no constant is a common default, so that a swapped axis or
 # a forgotten field changes the numbers.
-TINY = ModelConfig(
-    family="llama",
-    vocab_size=101,
-    num_layers=3,
-    model_dim=24,
-    mlp_dim=40,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=10,
-    norm_eps=3e-5,
-    rope=RopeConfig(theta=5_300.0, rotary_dim=10, interleaved=False, scaling=None),
-    max_positions=512,
-    sliding_window=None,
-    window_layers=None,
-    qkv_bias=False,
-    o_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    post_norms=False,
-    tie_embeddings=False,
-    dtype="float32",
-    bos_id=1,
-    eos_ids=(2,),
-)
+TINY = llama(
+    vocab_size=101, num_layers=3, model_dim=24, mlp_dim=40, num_heads=6, num_kv_heads=2,
+    head_dim=10, norm_eps=3e-5, theta=5_300.0, max_positions=512, tie_embeddings=False,
+)  # fmt: skip
 GLM_ROPE = RopeConfig(theta=5_300.0, rotary_dim=6, interleaved=True, scaling=None)
 FAMILY_CHANGES: dict[str, dict[str, Any]] = {
     "llama": {},

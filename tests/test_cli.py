@@ -20,7 +20,7 @@ from jaxrag.cli import COMMANDS, main
 from jaxrag.cli.account import explained, sources
 from jaxrag.cli.output import columns, shorten, table, titled
 from jaxrag.engine.reuse import PartReuse
-from jaxrag.measure.evals.synthetic_report import Table
+from jaxrag.measure.table import Table
 from jaxrag.models.text.printable import printable
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.conversation import Source

@@ -30,13 +30,14 @@ FLOORS = (
 # The rooms of a wing, from its roof down; "" is the wing's own files. The ground's may stand on
 # one another.
 ROOMS = {
-    "measure": (("bench",), ("evals",)),
+    "measure": (("bench",), ("evals",), ("",)),
     "library": (
         ("knowledge_base",),
         ("export",),
         ("embed", "catalog"),
         ("documents",),
         ("retrieve",),
+        ("",),
     ),
     "reuse": (("methods",), ("encode", "decode"), ("attention_index", "select")),
     "models": (("",), ("text",)),
@@ -52,10 +53,7 @@ BANNED = {"torch", "transformers"}
 CHOSEN = {"pallas_kernels.mosaic.paged", "pallas_kernels.jax_triton.topn"}
 MAY_IMPORT = {"pallas_kernels.jax_triton.topn": {"triton", "jax_triton"}}  # beside jax
 # Run by the peer's interpreter, never imported.
-PEER_SCRIPTS = {
-    f"jaxrag.measure.bench.peer_{name}"
-    for name in ("decode", "llama", "logits", "train", "transformers")
-}
+PEER_SCRIPTS = {f"jaxrag.measure.bench.peer_{name}" for name in ("logits", "transformers")}
 
 
 def module_name(path):
@@ -192,6 +190,11 @@ def test_no_module_imports_torch_or_transformers():
     for module in FILES.keys() - PEER_SCRIPTS:
         path = FILES[module]
         assert not BANNED & {name.split(".")[0] for name in imported(path)}, module
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("peer_*.py")))
+def test_peers_of_scripts_import_nothing_of_ours(path):
+    assert not {name.split(".")[0] for name in imported(path)} & {"jaxrag", "pallas_kernels"}
 
 
 def test_only_training_imports_flax():

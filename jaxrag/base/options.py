@@ -1,14 +1,18 @@
 """Fields of dataclasses that the command line fills: what is said of them, and how a text is read.
 
 A setting is written once, in the dataclass that holds it: name, type and default are the field's,
-and ``option`` adds what only people need. ``cli.fields`` makes arguments of it. Modules with such a
-dataclass import nothing heavy, for every `--help` reads them.
+and ``option`` adds what only people need, and its check. ``cli.fields`` makes arguments of it.
+Modules with such a dataclass import nothing heavy, for every `--help` reads them.
 """
 
 import argparse
 import dataclasses
+import functools
 import re
+import types
+import typing
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 _KEY = "option"  # of a field's metadata
@@ -24,12 +28,15 @@ class Option:
 
     Attributes:
       help: a few words, the default not among them.
-      metavar: what stands for the value.
+      metavar: the name of the value.
       unset: what the default means, where the value itself says too little.
       parse: reads a text; None: by the type of the field.
       choices: the texts that are taken; None: those of a Literal, else any.
       flag: its name, dashes in front; None: that of the field, with --no- where it is True.
       repeatable: given once for each value of a tuple, and not once with all of them.
+      group: the heading under which it is shown, where a dataclass has several.
+      shown: whether the command line has it.
+      check: refuses a value, by the name of the field; see ``check_fields``.
     """
 
     help: str
@@ -39,6 +46,9 @@ class Option:
     choices: tuple[str, ...] | None = None
     flag: str | None = None
     repeatable: bool = False
+    group: str | None = None
+    shown: bool = True
+    check: Callable[[str, Any], None] | None = None
 
 
 def option(default: Any, help: str = "", metavar: str | None = None, **said: Any) -> Any:
@@ -66,6 +76,57 @@ def flag_of(field: "dataclasses.Field[Any]") -> str:
 def flags_of(cls: type) -> dict[str, str]:
     """The options of a dataclass by the names of its fields."""
     return {field.name: flag_of(field) for field in dataclasses.fields(cls)}
+
+
+def check_fields(instance: Any) -> None:
+    """Have every option of a dataclass checked. Raises what its check raises."""
+    for field in dataclasses.fields(instance):
+        said = option_of(field)
+        if said is not None and said.check is not None:
+            said.check(field.name, getattr(instance, field.name))
+
+
+def kind_of(field: "dataclasses.Field[Any]") -> Any:
+    """The type of a field, X of X | None; str where the annotation is in quotes.
+
+    Those name objects that are too heavy to import here, and what people write for them is a text.
+    """
+    kind: Any = field.type
+    if isinstance(kind, str):
+        return str
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        (kind,) = (one for one in typing.get_args(kind) if one is not types.NoneType)
+    return kind
+
+
+def choices_of(field: "dataclasses.Field[Any]") -> tuple[str, ...] | None:
+    """The texts that an option takes; None: any."""
+    said, kind = option_of(field), kind_of(field)
+    if said is not None and said.choices is not None:
+        return said.choices
+    return typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else None
+
+
+@functools.cache
+def names_in(module: str, name: str) -> tuple[str, ...]:
+    """The keys of a table, or the texts of a Literal, that a module of ours defines at its top.
+
+    Found in the source, for help texts: to import the module may be to import JAX. Raises
+    LookupError.
+    """
+    path = Path(__file__).parents[2].joinpath(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    found = re.search(
+        rf"^{name}(?:: [^=]+)? = (?:Literal\[([^]]+)\]|{{(.+?)^}})",
+        path.read_text(encoding="utf-8"),
+        re.MULTILINE | re.DOTALL,
+    )
+    if found is None:
+        raise LookupError(f"{module} defines no table {name}")
+    texts, table = found.groups()
+    if texts is not None:
+        return tuple(re.findall(r'"(\w+)"', texts))
+    return tuple(re.findall(r'^    "(\w+)":', table, re.MULTILINE))
 
 
 def parse_seconds(text: str) -> float:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 COLUMNS = 80
 _NAME = 30  # columns of a source's name
-_LABEL = 10  # columns of what stands in front of a line
+_LABEL = 10  # columns of what is in front of a line
 _BLOCKS = {"reused": "█", "recomputed": "▒", "encoded": "░"}
 _ASCII = {"reused": "#", "recomputed": "+", "encoded": "."}
 

@@ -13,7 +13,6 @@ from jaxrag.cli.fields import from_fields
 from jaxrag.cli.opening import asked_of, few_collections, load, method_of, open_kb
 from jaxrag.cli.options import add_command, add_generation, add_json, add_model, add_secret
 from jaxrag.cli.output import note, print_json
-from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
@@ -65,9 +64,8 @@ def _ask(args: argparse.Namespace) -> int:
     method = method_of(args)  # refused before a model is read
     documents = None if args.documents is None else _read(args.documents)
     options: dict[str, Any] = {
-        **asked_of(args),
+        **vars(asked_of(args)),
         "documents": None if documents is None else [document.text for document in documents],
-        "sampling": from_fields(SamplingParams, args),
     }
     if args.kb is None:
         if args.model is None or args.documents is None:

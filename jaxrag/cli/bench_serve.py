@@ -1,14 +1,19 @@
 """`jaxrag bench serve`: requests that come at given rates, for several settings and a peer."""
 
 import argparse
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import parse_bytes
 from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.options import add_command, add_earlier_name, add_result
-from jaxrag.cli.output import give_out, require_folder
+from jaxrag.cli.output import give_out, require_folders
 from jaxrag.measure.bench.options import ServeOptions, TrafficOptions
+
+if TYPE_CHECKING:
+    from jaxrag.measure.bench.serve import Bench
 
 
 def add_serve(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -20,6 +25,12 @@ def add_serve(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         "asynchronous, reuse or full attention, a peer over HTTP",
         "jaxrag bench serve --link 40MB/s --peer-python PEER/bin/python --out result.json",
     )
+    add_arguments(parser)
+    parser.set_defaults(run=run_serve)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the benchmark."""
     add_fields(parser, ServeOptions)
     add_earlier_name(parser, "--peer", "peer")
     add_fields(parser, TrafficOptions)
@@ -54,11 +65,29 @@ def add_serve(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     )
     add_result(parser, markdown=True)
     parser.add_argument("--plot", metavar="FILE", help="also draw first-token times there")
-    parser.set_defaults(run=run_serve)
+    parser.add_argument("--fusionrag", action=_InAScript, nargs=0, help=argparse.SUPPRESS)
 
 
-def run_serve(args: argparse.Namespace) -> None:
-    """Print a table, or one JSON object."""
+class _InAScript(argparse.Action):
+    """Refuses what a script measures."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
+        """End the program."""
+        parser.error("--fusionrag: in a checkout, python benchmarks/fusionrag.py measures that")
+
+
+def run_serve(
+    args: argparse.Namespace,
+    also: "Callable[[Bench], dict[str, Any]] | None" = None,
+    beside: "Callable[[dict[str, Any]], Iterable[str]]" = lambda result: (),
+) -> None:
+    """Print a table, or one JSON object.
+
+    Args:
+      args: as parsed.
+      also: what else is measured for the result.
+      beside: what else is said of the result.
+    """
     from jaxrag.measure.bench.serve import Options, run
     from jaxrag.measure.bench.serve_arms import arms_of
     from jaxrag.measure.bench.serve_records import Slo
@@ -67,8 +96,7 @@ def run_serve(args: argparse.Namespace) -> None:
     from jaxrag.measure.evals.plots import check_picture
     from jaxrag.models.compiled import keep_compiled
 
-    for option in ("out", "markdown", "plot"):
-        require_folder(getattr(args, option), f"--{option}")
+    require_folders(args, "out", "markdown", "plot")
     if args.plot:
         check_picture(Path(args.plot))
     options = from_fields(
@@ -81,10 +109,11 @@ def run_serve(args: argparse.Namespace) -> None:
         slo=Slo(first=args.first_within, per_token=args.per_token_within),
     )
     keep_compiled()
-    result = run(options)
+    result = run(options, also)
     if args.plot:
         draw(result, Path(args.plot))
-    give_out(args, result, report(result), markdown)
+    more = list(beside(result))
+    give_out(args, result, [*report(result), *more], lambda found: markdown(found, *more))
 
 
 def rates_of(text: str) -> tuple[float, ...]:

@@ -3,13 +3,20 @@
 import argparse
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxrag.base.errors import RequestError
 from jaxrag.cli import eval_long, eval_methods, eval_own
 from jaxrag.cli.fields import add_fields, from_fields
-from jaxrag.cli.options import add_command, add_earlier_name, add_json, add_result, chunks_of
-from jaxrag.cli.output import give_out, print_json, require_folder, titled
+from jaxrag.cli.options import (
+    add_command,
+    add_earlier_name,
+    add_json,
+    add_result,
+    add_task,
+    task_of,
+)
+from jaxrag.cli.output import give_out_tables, print_json, require_folders
 from jaxrag.measure.evals.options import SyntheticOptions
 
 if TYPE_CHECKING:
@@ -42,17 +49,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_fields(synthetic, SyntheticOptions)
     add_earlier_name(synthetic, "--questions", "questions")
-    synthetic.add_argument(
-        "--chunks", default="6", metavar="N|N-M", help="documents of a question, as 6 or 4-6 (6)"
-    )
-    synthetic.add_argument("--split", choices=("test", "train"), default="test", help="(test)")
-    synthetic.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="another setting of the task, such as relations=4; repeatable",
-    )
+    add_task(synthetic)
     synthetic.add_argument(
         "--compare",
         action="append",
@@ -83,18 +80,17 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run_synthetic(args: argparse.Namespace) -> None:
     """Print the tables, or one JSON object."""
-    from jaxrag.measure.bench.machine import describe
     from jaxrag.measure.evals.synthetic import run
-    from jaxrag.measure.evals.synthetic_report import markdown, tables
+    from jaxrag.measure.evals.synthetic_report import tables
+    from jaxrag.measure.machine import describe
 
     options = _options(args)
-    require_folder(args.out)
-    require_folder(args.markdown, "--markdown")
+    require_folders(args, "out", "markdown")
     from jaxrag.models.compiled import keep_compiled
 
     keep_compiled()
     result = run(options, progress=not args.json) | {"machine": describe()}
-    give_out(args, result, titled(tables(result)), markdown)
+    give_out_tables(args, result, tables)
 
 
 def run_curve(args: argparse.Namespace) -> None:
@@ -115,9 +111,7 @@ def run_curve(args: argparse.Namespace) -> None:
 
 
 def _options(args: argparse.Namespace) -> "Options":
-    from jaxrag.base.tables import build, override
     from jaxrag.measure.evals.synthetic import Options
-    from jaxrag.tasks.synthetic import SyntheticTask
 
     models: dict[str, str] = {}
     for text in args.model:
@@ -127,14 +121,11 @@ def _options(args: argparse.Namespace) -> "Options":
         if name in models:
             raise RequestError(f"--model {text}: there is a model {name!r} already; rename one")
         models[name] = path
-    task: dict[str, Any] = {"chunks": chunks_of(args.chunks), "split": args.split}
-    for assignment in args.set:
-        task = override(task, assignment)
     return from_fields(
         Options,
         args,
         models=models,
-        task=build(SyntheticTask, task, "the task"),
+        task=task_of(args),
         compare=tuple(map(_compared, args.compare)),
     )
 

@@ -11,13 +11,13 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.options import parse_names
 from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.options import add_command, add_earlier_name, add_result
-from jaxrag.cli.output import give_out, print_json, require_folder, titled
+from jaxrag.cli.output import give_out_tables, print_json, require_folders
 from jaxrag.measure.evals.options import LongOptions
 
 if TYPE_CHECKING:
     from jaxrag.measure.evals.long.plan import Options
 
-_TASKS = {  # for the help; evals.long.tasks has the tasks
+_TASKS = {  # for the help; jaxrag.tasks.long.tasks has them
     "ruler": "niah_single_1 to _3, niah_multikey_1 to _3, niah_multivalue, niah_multiquery, vt, "
     "cwe, fwe; of the village flavour niah_multivalue, niah_multiquery, vt, majority, cwe, copy",
     "infinitebench": "passkey, number_string, kv_retrieval",
@@ -85,15 +85,14 @@ def _add_arguments(parser: argparse.ArgumentParser, suite: str) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the tables, or one JSON object; write what was asked for."""
-    from jaxrag.measure.bench.machine import describe
     from jaxrag.measure.evals.long.heatmap import draw_heatmap
-    from jaxrag.measure.evals.long.report import markdown, tables
+    from jaxrag.measure.evals.long.report import tables
     from jaxrag.measure.evals.long.run import prompts, run
     from jaxrag.measure.evals.plots import check_picture
+    from jaxrag.measure.machine import describe
 
     options = _options(args)
-    for option in ("out", "markdown", "prompts"):
-        require_folder(getattr(args, option), f"--{option}")
+    require_folders(args, "out", "markdown", "prompts")
     picture = getattr(args, "heatmap", None)
     if picture:
         check_picture(Path(picture))
@@ -115,7 +114,7 @@ def run(args: argparse.Namespace) -> None:
     notes = [
         f"{name}: {note}" for name, found in result["notes"].items() for note in grouped(found)
     ]
-    give_out(args, result, [*titled(tables(result)), *notes], markdown)
+    give_out_tables(args, result, tables, notes)
     if picture:
         draw_heatmap(result, Path(picture))
         if not args.json:

@@ -2,12 +2,12 @@
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxrag.base.options import parse_names
 from jaxrag.cli.fields import add_fields, from_fields
-from jaxrag.cli.options import add_command, add_earlier_name, add_result, chunks_of
-from jaxrag.cli.output import give_out, require_folder, titled
+from jaxrag.cli.options import add_command, add_earlier_name, add_result, add_task, task_of
+from jaxrag.cli.output import give_out_tables, require_folders
 from jaxrag.measure.evals.options import MethodsOptions
 
 if TYPE_CHECKING:
@@ -27,17 +27,7 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     add_earlier_name(parser, "--ratios", "ratios")
     add_earlier_name(parser, "--encoders", "encoders", type=parse_names)
     add_earlier_name(parser, "--questions", "questions")
-    parser.add_argument(
-        "--chunks", default="6", metavar="N|N-M", help="documents of a question, as 6 or 4-6 (6)"
-    )
-    parser.add_argument("--split", choices=("test", "train"), default="test", help="(test)")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="another setting of the task, such as relations=4; repeatable",
-    )
+    add_task(parser)
     parser.add_argument(
         "--deviation",
         type=int,
@@ -51,18 +41,17 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
 
 def run(args: argparse.Namespace) -> int:
     """Print the tables, or one JSON object; exit code 3 where ratio 1 is not full attention."""
-    from jaxrag.measure.bench.machine import describe
     from jaxrag.measure.evals.methods import run
-    from jaxrag.measure.evals.methods_report import markdown, tables
+    from jaxrag.measure.evals.methods_report import tables
+    from jaxrag.measure.machine import describe
 
     options = _options(args)
-    require_folder(args.out)
-    require_folder(args.markdown, "--markdown")
+    require_folders(args, "out", "markdown")
     from jaxrag.models.compiled import keep_compiled
 
     keep_compiled()
     result = run(options, progress=not args.json) | {"machine": describe()}
-    give_out(args, result, titled(tables(result)), markdown)
+    give_out_tables(args, result, tables)
     differing = sum(len(row["differing"]) for row in result["whole"])
     if differing:
         print(
@@ -74,18 +63,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> "Options":
-    from jaxrag.base.tables import build, override
     from jaxrag.measure.evals.methods_grid import Options
-    from jaxrag.tasks.synthetic import SyntheticTask
 
-    task: dict[str, Any] = {"chunks": chunks_of(args.chunks), "split": args.split}
-    for assignment in args.set:
-        task = override(task, assignment)
     deviation = 0 if args.retrieve else 32
     return from_fields(
         Options,
         args,
         encoders=() if args.encoders == ("own",) else args.encoders,
-        task=build(SyntheticTask, task, "the task"),
+        task=task_of(args),
         deviation=deviation if args.deviation is None else args.deviation,
     )

@@ -52,9 +52,9 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
 
 def run(args: argparse.Namespace) -> None:
     """Print the tables, or one JSON object."""
-    from jaxrag.measure.bench.machine import describe
     from jaxrag.measure.evals.own import evaluate
     from jaxrag.measure.evals.own_report import heading, tables, warnings
+    from jaxrag.measure.machine import describe
     from jaxrag.reuse.methods import method_named
     from jaxrag.serve.question_files import QuestionFile
 

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import types
 import typing
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -10,7 +9,9 @@ from typing import Any
 
 from jaxrag.base.options import (
     Option,
+    choices_of,
     flag_of,
+    kind_of,
     option_of,
     parse_integers,
     parse_names,
@@ -37,6 +38,7 @@ def add_fields(
     *,
     only: Collection[str] | None = None,
     but: Collection[str] = (),
+    group: str | None = None,
     unset: Mapping[str, str] = {},
     defaults: bool = True,
 ) -> None:
@@ -47,6 +49,7 @@ def add_fields(
       cls: the dataclass.
       only: these fields; None: all of them.
       but: fields that are left out.
+      group: those of this heading; None: of any.
       unset: what the default of a field means here.
       defaults: False leaves None where an option is not given, for ``given_fields``; what is shown
         stays the same.
@@ -55,7 +58,9 @@ def add_fields(
     """
     for field in dataclasses.fields(cls):
         said = option_of(field)
-        if said is not None and field.name not in but and (only is None or field.name in only):
+        if said is None or not said.shown or (group is not None and said.group != group):
+            continue
+        if field.name not in but and (only is None or field.name in only):
             said = dataclasses.replace(said, unset=unset.get(field.name, said.unset))
             _add(to, field, said, defaults)
 
@@ -84,22 +89,18 @@ def _found(cls: type, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _add(to: Options, field: "dataclasses.Field[Any]", said: Option, defaults: bool) -> None:
-    flag = flag_of(field)
+    flag, kind = flag_of(field), kind_of(field)
     common: dict[str, Any] = {"dest": field.name, "help": _help(field, said)}
-    if isinstance(field.default, bool):
-        common["default"] = field.default if defaults else None
-        to.add_argument(flag, action="store_false" if field.default else "store_true", **common)
-        return
     required = field.default is dataclasses.MISSING
     common["default"] = field.default if defaults and not required else None
-    kind = _without_none(field.type)
+    if kind is bool:
+        to.add_argument(flag, action="store_false" if field.default else "store_true", **common)
+        return
+    choices = choices_of(field)
     if said.repeatable:
         common["action"] = _Append
         kind = typing.get_args(kind)[0]
-    choices = said.choices
-    if typing.get_origin(kind) is typing.Literal:
-        choices, kind = choices or typing.get_args(kind), str
-    parse = said.parse or _PARSERS.get(kind)
+    parse = said.parse or (str if choices else _PARSERS.get(kind))
     if parse is None:
         raise TypeError(f"{field.name}: no text is read as {kind}; name a parser")
     to.add_argument(
@@ -124,15 +125,8 @@ class _Append(argparse.Action):
         setattr(namespace, self.dest, (*given, values))
 
 
-def _without_none(kind: Any) -> Any:
-    """X of X | None."""
-    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        (kind,) = (one for one in typing.get_args(kind) if one is not types.NoneType)
-    return kind
-
-
 def _help(field: "dataclasses.Field[Any]", said: Option) -> str:
-    """What it is, then in brackets what it is where nobody says."""
+    """What it is, then in brackets what it is where it is not given."""
     default = said.unset
     shown = field.default not in (None, "", ()) and field.default is not dataclasses.MISSING
     if default is None and shown and not isinstance(field.default, bool):

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from jaxrag.base.config import ModelOptions
 from jaxrag.base.errors import KnowledgeBaseError, RequestError
-from jaxrag.base.options import parse_bytes, parse_count
-from jaxrag.cli.fields import from_fields
+from jaxrag.base.options import parse_bytes
+from jaxrag.cli.fields import add_fields, from_fields, given_fields
 from jaxrag.cli.opening import load, model_of_kb, secret_of
 from jaxrag.cli.options import add_command, add_earlier_name, add_json, add_model, add_secret
 from jaxrag.cli.output import counted, human_count, note, print_json
+from jaxrag.library.options import KnowledgeBaseOptions
 from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
@@ -47,67 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kb", required=True, metavar="DIR", help="made when missing")
     add_model(parser, "the one that --kb remembers")
-    parser.add_argument(
-        "--encoder",
-        action="append",
-        metavar="NAME",
-        help="isolated, after_prefix, neighbours or neighbours_joint; may be repeated (isolated)",
-    )
-    parser.add_argument(
-        "--neighbours",
-        type=int,
-        metavar="N",
-        help="similar chunks that --encoder neighbours encodes a chunk behind (10)",
-    )
-    parser.add_argument(
-        "--similar-by",
-        choices=("vectors", "bm25"),
-        help="how these are found (vectors where there is an embedder, else bm25)",
-    )
-    parser.add_argument(
-        "--template",
-        metavar="NAME",
-        help="chat (the model's own chat template), turborag, block_attention, plain or a .toml "
-        "file (that of the model, else chat where it has a chat template, else turborag or plain)",
-    )
-    parser.add_argument("--chunk-tokens", type=parse_count, metavar="N", help="largest chunk (512)")
-    parser.add_argument(
-        "--overlap", type=parse_count, metavar="N", help="tokens two chunks share (10)"
-    )
-    parser.add_argument(
-        "--chunk-by",
-        metavar="HOW",
-        help="tokens, sentence (whole sentences) or markdown (sections under headings) (tokens)",
-    )
-    parser.add_argument(
-        "--stored",
-        choices=("native", "int8"),
-        help="how KV is stored: in the model's dtype, or int8 in half the bytes or less (native)",
-    )
+    add_fields(parser, KnowledgeBaseOptions)
     add_earlier_name(parser, "--kv", "stored")
-    parser.add_argument("--salt", metavar="TEXT", help="of a tenant; other salts share no KV")
     add_secret(parser)
-    parser.add_argument(
-        "--store", metavar="URL", help="repository of the KV: s3://, gs:// or a folder (in --kb)"
-    )
-    parser.add_argument(
-        "--max-bytes",
-        type=parse_bytes,
-        metavar="SIZE",
-        help="limit of KV on the local disk, such as 200GB; the coldest is dropped (none)",
-    )
-    parser.add_argument(
-        "--embedder", metavar="DIR", help="embedding model; chunks get vectors, search is hybrid"
-    )
-    parser.add_argument(
-        "--index", metavar="NAME", help="of the vectors: lance, exact or faiss (lance)"
-    )
-    parser.add_argument(
-        "--attention-index",
-        metavar="KIND",
-        help="indexes that long chunks are stored with, for --decode retrieval: lists, graph or "
-        "roargraph, with settings as lists:exact_below=16384,reach=8192 (none)",
-    )
     parser.add_argument(
         "--encoding",
         metavar="NAME",
@@ -230,30 +173,17 @@ def ingest(
 ) -> "AddReport":
     """Ingest one part of the documents into the knowledge base that the arguments describe."""
     from jaxrag.library.knowledge_base import KnowledgeBase
+    from jaxrag.library.retrieve.lance import EARLIER_KINDS
 
+    if args.index in EARLIER_KINDS:
+        note(f"--index {args.index} is an earlier name of {EARLIER_KINDS[args.index]}")
     if args.sync and shard.count > 1:
         raise RequestError(
             f"--sync needs all documents, and part {shard} has some; run it once without parts"
         )
-    with KnowledgeBase.open(
-        args.kb,
-        model=model,
-        template=args.template,
-        chunk_tokens=args.chunk_tokens,
-        overlap=args.overlap,
-        chunk_by=args.chunk_by,
-        encoders=args.encoder,
-        neighbours=args.neighbours,
-        similar_by=args.similar_by,
-        stored=args.stored,
-        salt=args.salt,
-        secret=secret_of(args.secret_file),
-        store=args.store,
-        max_bytes=args.max_bytes,
-        embedder=args.embedder,
-        index=args.index,
-        attention_index=args.attention_index,
-    ) as kb:
+    options = given_fields(KnowledgeBaseOptions, args)
+    secret = secret_of(args.secret_file)
+    with KnowledgeBase.open(args.kb, model=model, secret=secret, **options) as kb:
         if args.sync:
             report = kb.sync(files, empty=args.sync_empty, progress=progress)
         else:

@@ -189,7 +189,8 @@ def run_gc(args: argparse.Namespace) -> None:
 def run_verify(args: argparse.Namespace) -> int:
     """Exit code 0 when all rows and chunks are whole at the end and nothing is lost, 3 when not."""
     from jaxrag.library.knowledge_base import KnowledgeBase
-    from jaxrag.library.knowledge_base.location import find_folder, mend_catalog, mend_settings
+    from jaxrag.library.knowledge_base.folders import find_folder
+    from jaxrag.library.knowledge_base.location import mend_catalog, mend_settings
 
     secret = secret_of(args.secret_file)
     if args.reseal and not args.repair:

@@ -15,7 +15,8 @@ from jaxrag.base.config import ModelOptions
 from jaxrag.base.errors import ConfigError, KnowledgeBaseError, RequestError
 from jaxrag.cli.fields import from_fields
 from jaxrag.cli.options import SECRET_VARIABLE
-from jaxrag.serve.options import AnswerOptions, ReuseOptions, SearchOptions
+from jaxrag.engine.sampling_params import SamplingParams
+from jaxrag.serve.ask import Ask
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -71,11 +72,10 @@ def where_of(args: argparse.Namespace) -> dict[str, Any] | None:
     return where
 
 
-def asked_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What ``generate`` and ``resolve`` take of the arguments of ``add_generation``."""
-    groups = (ReuseOptions, SearchOptions, AnswerOptions)
-    given = {name: value for cls in groups for name, value in vars(from_fields(cls, args)).items()}
-    return given | {"where": where_of(args), "prefix_cache": args.prefix_cache or None}
+def asked_of(args: argparse.Namespace) -> Ask:
+    """What the arguments of ``add_generation`` say."""
+    sampling = from_fields(SamplingParams, args)
+    return from_fields(Ask, args, where=where_of(args), sampling=sampling)
 
 
 def method_of(args: argparse.Namespace) -> "Method":

@@ -3,13 +3,16 @@
 import argparse
 import re
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.config import ModelOptions
 from jaxrag.base.errors import RequestError
 from jaxrag.cli.fields import Options, add_fields
 from jaxrag.engine.sampling_params import SamplingParams
-from jaxrag.serve.options import AnswerOptions, ReuseOptions, SearchOptions
+from jaxrag.serve.ask import ANSWER, READING, RETRIEVAL, Ask
+
+if TYPE_CHECKING:
+    from jaxrag.tasks.synthetic import SyntheticTask
 
 SECRET_VARIABLE = "JAXRAG_SECRET_FILE"  # in the environment: a path, never a secret
 REMEMBERED = "the one that the knowledge base remembers"  # --model, where it is left out
@@ -113,21 +116,46 @@ def add_secret(parser: Options) -> None:
 
 def add_where(parser: Options) -> None:
     """--where."""
-    add_fields(parser, SearchOptions, only=("where",))
+    add_fields(parser, Ask, only=("where",))
 
 
 def add_found(parser: Options) -> None:
     """--k and --where."""
-    add_fields(parser, SearchOptions, only=("k", "where"))
+    add_fields(parser, Ask, only=("k", "where"))
 
 
 def add_generation(to: argparse.ArgumentParser) -> None:
-    """ReuseOptions, SearchOptions, AnswerOptions and SamplingParams."""
-    add_fields(to.add_argument_group("how chunks are reused and read"), ReuseOptions)
-    add_fields(to.add_argument_group("what is retrieved"), SearchOptions)
-    group = to.add_argument_group("the answer")
-    add_fields(group, AnswerOptions)
+    """Ask and SamplingParams."""
+    for title in (READING, RETRIEVAL, ANSWER):
+        group = to.add_argument_group(title)
+        add_fields(group, Ask, group=title)
     add_fields(group, SamplingParams)
+
+
+def add_task(parser: argparse.ArgumentParser) -> None:
+    """--chunks, --split and --set: the synthetic task."""
+    parser.add_argument(
+        "--chunks", default="6", metavar="N|N-M", help="documents of a question, as 6 or 4-6 (6)"
+    )
+    parser.add_argument("--split", choices=("test", "train"), default="test", help="(test)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="another setting of the task, such as relations=4; repeatable",
+    )
+
+
+def task_of(args: argparse.Namespace) -> "SyntheticTask":
+    """What ``add_task`` says. RequestError or ConfigError for what is no task."""
+    from jaxrag.base.tables import build, override
+    from jaxrag.tasks.synthetic import SyntheticTask
+
+    task: dict[str, Any] = {"chunks": chunks_of(args.chunks), "split": args.split}
+    for assignment in args.set:
+        task = override(task, assignment)
+    return build(SyntheticTask, task, "the task")
 
 
 def chunks_of(text: str) -> list[int]:

@@ -12,7 +12,7 @@ from jaxrag.base.errors import RequestError
 from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
-    from jaxrag.measure.evals.synthetic_report import Table
+    from jaxrag.measure.table import Table
 
 
 def print_json(value: Any) -> None:
@@ -104,6 +104,24 @@ def give_out(
         print_json(result)
     else:
         print("\n".join(lines))
+
+
+def require_folders(args: argparse.Namespace, *options: str) -> None:
+    """``require_folder`` of several options, by the names of their values."""
+    for option in options:
+        require_folder(getattr(args, option), f"--{option}")
+
+
+def give_out_tables(
+    args: argparse.Namespace,
+    result: dict[str, Any],
+    tables: "Callable[[dict[str, Any]], Iterable[Table]]",
+    notes: Iterable[str] = (),
+) -> None:
+    """``give_out`` of a result that is shown as tables, with notes below them."""
+    from jaxrag.measure.table import page
+
+    give_out(args, result, [*titled(tables(result)), *notes], lambda it: page(tables(it)))
 
 
 def titled(tables: "Iterable[Table]", width: int = 80) -> Iterator[str]:

@@ -52,7 +52,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until told to end."""
+    """Serve until a signal ends it."""
     try:
         from jaxrag.server.run import Server, bind, url_of
         from jaxrag.server.state import make_state
@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
         try:
             server = Server(make_state(settings, model, bases), bound)
             question = next(iter(settings.questions), "Who are you?")
-            told = banner(url_of(bound), server.state.name, list(bases), question)
-            server.run(lambda: print(told, flush=True))
+            shown = banner(url_of(bound), server.state.name, list(bases), question)
+            server.run(lambda: print(shown, flush=True))
         finally:
             for base in bases.values():
                 base.close()

@@ -1,1 +1,1 @@
-"""Questions in, answers out: what stands between somebody and the engine."""
+"""Questions in, answers out: what is between a caller and the engine."""

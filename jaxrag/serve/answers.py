@@ -1,21 +1,22 @@
 """Questions with the engine: their text grows as tokens come, and ends with a Result."""
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import queue
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from jaxrag.base.errors import RequestError
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.progress import Outcome, Progress
 from jaxrag.engine.request import FinishReason
 from jaxrag.engine.reuse import PartReuse, token_counts
 from jaxrag.library.documents.document import begun
+from jaxrag.serve.ask import check_count
 from jaxrag.serve.conversation import Source
 from jaxrag.serve.output import Answer
-from jaxrag.serve.questions import ReadyQuestion, Settings, shown_prompt
+from jaxrag.serve.questions import ReadyQuestion, shown_prompt
 from jaxrag.serve.suits import explained
 
 NOTHING_FOUND = "Nothing was found to answer this from."
@@ -43,7 +44,7 @@ class Result:
       indexes: of a decode rule that searches some, summed over layers and KV heads: keys indexed,
         those of them in indexes that were stored with their chunks, and indexes that were trained
         for the question; empty for other rules.
-      notes: reuse that did not happen and why, a recompute ratio that nobody named, an index that
+      notes: reuse that did not happen and why, a recompute ratio that was not named, an index that
         scans all keys and why; empty when everything went as asked.
     """
 
@@ -72,21 +73,18 @@ class Result:
         return dataclasses.asdict(self)
 
 
+News = str | Result | BaseException
+
+
 class _Growing:
-    """One answer, told by the engine's thread, and whoever is told of it.
+    """One answer that the engine's thread adds to.
 
     ``news`` is called on that thread with new text, then with the Result or what was raised.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        question: ReadyQuestion,
-        news: Callable[[str | Result | BaseException], None],
-    ) -> None:
-        tokenizer = settings.model.tokenizer
-        self._settings, self._question, self._news = settings, question, news
-        self._answer = Answer(settings.stop, None if tokenizer is None else tokenizer.stream())
+    def __init__(self, question: ReadyQuestion, news: Callable[[News], None]) -> None:
+        self._question, self._news = question, news
+        self._answer = answer_to(question)
 
     def sink(self, progress: Progress) -> bool:
         """Take the engine's news; True once a stop string is complete."""
@@ -97,8 +95,15 @@ class _Growing:
         if shown:
             self._news(shown)
         if progress.outcome is not None:
-            self._news(result_of(self._settings, self._question, self._answer, progress.outcome))
+            self._news(result_of(self._question, self._answer, progress.outcome))
         return self._answer.finish_reason is not None
+
+
+def answer_to(question: ReadyQuestion) -> Answer:
+    """The answer to a question, before its first token."""
+    tokenizer = question.settings.model.tokenizer
+    stream = None if tokenizer is None else tokenizer.stream()
+    return Answer(tuple(question.settings.ask.stop), stream)
 
 
 class Stream:
@@ -107,8 +112,8 @@ class Stream:
     Nothing is asked before the first piece is. Leaving the iteration early aborts the request.
     """
 
-    def __init__(self, settings: Settings, question: ReadyQuestion) -> None:
-        self._settings, self._question = settings, question
+    def __init__(self, question: ReadyQuestion) -> None:
+        self._question = question
         self.result: Result | None = None
         self._pieces = self._run()
 
@@ -120,25 +125,24 @@ class Stream:
 
     def __repr__(self) -> str:
         """Whether it is at its end, on one line."""
-        method = self._settings.method.name
+        method = self._question.settings.method.name
         state = "not at its end" if self.result is None else repr(self.result)
         return f"<Stream {method}: {state}>"
 
     @property
     def prompt(self) -> list[dict[str, Any]]:
         """What is asked, part by part: "part", "tokens" and "text" (questions.shown_prompt)."""
-        return shown_prompt(self._settings.model, self._question.request.prompt)
+        return shown_prompt(self._question.settings.model, self._question.request.prompt)
 
     def _run(self) -> Iterator[str]:
         if self._question.abstains:
-            self.result = abstained(self._settings, self._question)
+            self.result = abstained(self._question)
             yield self.result.text
             return
-        news: queue.SimpleQueue[str | Result | BaseException] = queue.SimpleQueue()
-        engine = engine_of(self._settings.model)
-        growing = _Growing(self._settings, self._question, news.put)
+        news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        engine = engine_of(self._question.settings.model)
         request = dataclasses.replace(self._question.request, watched=True)
-        number: int | None = engine.add(request, growing.sink)
+        number: int | None = engine.add(request, _Growing(self._question, news.put).sink)
         try:
             while self.result is None:
                 item = news.get()
@@ -157,58 +161,75 @@ class Stream:
 class AsyncStream:
     """As ``Stream``, for ``async for``."""
 
-    def __init__(self, prepared: Callable[[], tuple[Settings, ReadyQuestion]]) -> None:
+    def __init__(self, prepared: Callable[[], ReadyQuestion]) -> None:
         """``prepared`` is called on a thread of its own, as it may wait for retrieval."""
         self._prepared = prepared
         self.result: Result | None = None
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        settings, question = await asyncio.to_thread(self._prepared)
-        if question.abstains:
-            self.result = abstained(settings, question)
-            yield self.result.text
-            return
-        loop = asyncio.get_running_loop()
-        news: asyncio.Queue[str | Result | BaseException] = asyncio.Queue()
+        question = await asyncio.to_thread(self._prepared)
+        question = dataclasses.replace(
+            question, request=dataclasses.replace(question.request, watched=True)
+        )
+        async with contextlib.aclosing(_answered(question)) as pieces:
+            async for piece in pieces:
+                if isinstance(piece, Result):
+                    self.result = piece
+                else:
+                    yield piece
 
-        def tell(item: str | Result | BaseException) -> None:
-            loop.call_soon_threadsafe(news.put_nowait, item)
 
-        engine = engine_of(settings.model)
-        growing = _Growing(settings, question, tell)
-        request = dataclasses.replace(question.request, watched=True)
-        number: int | None = engine.add(request, growing.sink)
-        try:
-            while self.result is None:
-                item = await news.get()
-                if isinstance(item, str):
-                    yield item
-                    continue
+async def answer(question: ReadyQuestion) -> Result:
+    """Serve one question; cancelling the task aborts it."""
+    async with contextlib.aclosing(_answered(question)) as pieces:
+        *_, last = [piece async for piece in pieces]
+    assert isinstance(last, Result)
+    return last
+
+
+async def _answered(question: ReadyQuestion) -> AsyncGenerator[str | Result, None]:
+    """The pieces of an answer, and its Result; closing it aborts the request."""
+    if question.abstains:
+        result = abstained(question)
+        yield result.text
+        yield result
+        return
+    loop = asyncio.get_running_loop()
+    news: asyncio.Queue[News] = asyncio.Queue()
+
+    def notify(item: News) -> None:
+        loop.call_soon_threadsafe(news.put_nowait, item)
+
+    engine = engine_of(question.settings.model)
+    number: int | None = engine.add(question.request, _Growing(question, notify).sink)
+    try:
+        while number is not None:
+            item = await news.get()
+            if not isinstance(item, str):
                 number = None
-                if isinstance(item, BaseException):
-                    raise item
-                self.result = item
-        finally:
-            if number is not None:
-                engine.abort(number)
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        if number is not None:
+            engine.abort(number)
 
 
-def serve(
-    settings: Settings, questions: Sequence[ReadyQuestion], batch_size: int
-) -> Iterator[dict[int, Result]]:
-    """Serve questions: yields {index into ``questions``: Result} as answers are complete.
+def serve(questions: Sequence[ReadyQuestion], batch_size: int) -> Iterator[dict[int, Result]]:
+    """Serve questions of one run: yields {index into ``questions``: Result} as they are answered.
 
     Up to ``batch_size`` of them decode together, in a program of as many rows; one that ends makes
     room for the next. Closing the iterator aborts what is left. Raises what the first question
     raises that fails.
     """
-    if batch_size < 1:
-        raise RequestError(f"batch_size={batch_size}: expected a positive integer")
-    engine = engine_of(settings.model)
+    check_count("batch_size", batch_size)
+    if not questions:
+        return
+    engine = engine_of(questions[0].settings.model)
     news: queue.SimpleQueue[tuple[int, Result | BaseException]] = queue.SimpleQueue()
     with_engine: dict[int, int] = {}  # by index the number there
     waiting = (i for i, question in enumerate(questions) if not question.abstains)
-    silent = {i: abstained(settings, it) for i, it in enumerate(questions) if it.abstains}
+    silent = {i: abstained(it) for i, it in enumerate(questions) if it.abstains}
     if silent:
         yield silent
 
@@ -218,7 +239,7 @@ def serve(
         asked = [
             (
                 dataclasses.replace(questions[i].request, rows=batch_size),
-                _Growing(settings, questions[i], functools.partial(_whole, news, i)).sink,
+                _Growing(questions[i], functools.partial(_whole, news, i)).sink,
             )
             for i in indices
         ]
@@ -240,50 +261,20 @@ def serve(
 
 
 def _whole(
-    news: "queue.SimpleQueue[tuple[int, Result | BaseException]]",
-    index: int,
-    item: str | Result | BaseException,
+    news: "queue.SimpleQueue[tuple[int, Result | BaseException]]", index: int, item: News
 ) -> None:
     if not isinstance(item, str):
         news.put((index, item))
 
 
-async def answer(settings: Settings, question: ReadyQuestion) -> Result:
-    """Serve one question; cancelling the task aborts it."""
-    if question.abstains:
-        return abstained(settings, question)
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Result] = loop.create_future()
-
-    def settle(item: Result | BaseException) -> None:
-        if done.done():
-            return
-        if isinstance(item, BaseException):
-            done.set_exception(item)
-        else:
-            done.set_result(item)
-
-    def tell(item: str | Result | BaseException) -> None:
-        if not isinstance(item, str):
-            loop.call_soon_threadsafe(settle, item)
-
-    engine = engine_of(settings.model)
-    number = engine.add(question.request, _Growing(settings, question, tell).sink)
-    try:
-        return await done
-    finally:
-        if not done.done() or done.cancelled():
-            engine.abort(number)
-
-
-def abstained(settings: Settings, question: ReadyQuestion) -> Result:
+def abstained(question: ReadyQuestion) -> Result:
     """What a question comes to that the model is not asked."""
     spent = {"retrieve": question.retrieve_seconds, "wait": 0.0, "load": 0.0, "prefill": 0.0}
     return Result(
         text=NOTHING_FOUND,
         token_ids=[],
         finish_reason="abstained",
-        method=settings.method.name,
+        method=question.settings.method.name,
         sources=[],
         timings={**spent, "ttft": sum(spent.values()), "per_token": 0.0},
         counts=token_counts([]),
@@ -294,14 +285,12 @@ def abstained(settings: Settings, question: ReadyQuestion) -> Result:
     )
 
 
-def result_of(
-    settings: Settings, question: ReadyQuestion, answer: Answer, outcome: Outcome
-) -> Result:
+def result_of(question: ReadyQuestion, answer: Answer, outcome: Outcome) -> Result:
     """What a question came to, once its answer and the engine's account of it are complete."""
     assert answer.finish_reason is not None
-    reuse, told = outcome.reuse, list[str]()
+    settings, reuse, why = question.settings, outcome.reuse, list[str]()
     if settings.kb is not None and question.retrieved:
-        reuse, told = explained(settings.kb, settings.method, settings.template, reuse)
+        reuse, why = explained(settings.kb, settings.method, settings.template, reuse)
     spent = {
         "retrieve": question.retrieve_seconds,
         "wait": outcome.wait_seconds,
@@ -319,5 +308,5 @@ def result_of(
         flops=outcome.flops,
         reuse=reuse,
         indexes=outcome.indexes,
-        notes=[*question.notes, *outcome.notes, *told],
+        notes=[*question.notes, *outcome.notes, *why],
     )

@@ -9,11 +9,11 @@ from typing import Any
 import xxhash
 
 from jaxrag.base.errors import RequestError
-from jaxrag.engine.sampling import SamplingParams
 from jaxrag.kv.store import MemoryStore
 from jaxrag.library.documents import Shard
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.serve.answers import Result, serve
+from jaxrag.serve.ask import check_count
 from jaxrag.serve.batch_files import AnswerFile
 from jaxrag.serve.question_files import BadQuestion, Id, Question, QuestionFile
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare
@@ -61,7 +61,6 @@ def answer_file(
     out: str | os.PathLike[str],
     settings: Settings,
     *,
-    sampling: SamplingParams,
     shard: Shard,
     batch_size: int,
     progress: bool = False,
@@ -74,8 +73,7 @@ def answer_file(
     Args:
       questions: what to answer.
       out: file of JSON lines, made or continued.
-      settings: of all questions.
-      sampling: of all; each question draws from its own seed.
+      settings: of all questions; each draws from its own seed.
       shard: which lines.
       batch_size: questions that are prefilled and decoded together.
       progress: show how far it is, on stderr.
@@ -85,24 +83,23 @@ def answer_file(
       RequestError, TokenizerError: settings that no question can be served with.
       StoreError: storage that cannot be read or written; what was answered before stays.
     """
-    if batch_size < 1:
-        raise RequestError(f"batch_size={batch_size}: expected a positive integer")
+    check_count("batch_size", batch_size)
     settings.template.prefix_ids(settings.model.text_tokenizer())
     total = sum(1 for _ in questions.entries(shard))
     answered, generated, reused = 0, 0, 0
     refused: list[BadQuestion] = []
-    with AnswerFile(out, _record(questions, settings, sampling, shard)) as answers:
+    with AnswerFile(out, _record(questions, settings, shard)) as answers:
         start = time.perf_counter()
         waiting = (q for q in questions.entries(shard) if q.id not in answers.done)
         left = total - len(answers.done)
         with progress_bar(left, "answer", "question", shown=progress) as bar:
             for window in itertools.batched(waiting, batch_size * _LOOK_AHEAD):
                 own = _with_store(settings)
-                ready, bad = _prepare_all(own, window, sampling)
+                ready, bad = _prepare_all(own, window)
                 answers.write({"id": q.id, "error": q.reason} for q in bad)
                 refused += bad
                 bar.update(len(bad))
-                for batch in serve(own, [one for _, one in ready], batch_size):
+                for batch in serve([one for _, one in ready], batch_size):
                     answers.write(_line(ready[i][0], result) for i, result in batch.items())
                     answered += len(batch)
                     generated += sum(len(result.token_ids) for result in batch.values())
@@ -123,9 +120,10 @@ def answer_file(
 
 
 def _prepare_all(
-    settings: Settings, window: tuple[Question | BadQuestion, ...], sampling: SamplingParams
+    settings: Settings, window: tuple[Question | BadQuestion, ...]
 ) -> tuple[list[tuple[Id, ReadyQuestion]], list[BadQuestion]]:
     """Questions that can be served, each with its id, and those that cannot."""
+    [sampling] = settings.ask.samplings(1)
     ready: list[tuple[Id, ReadyQuestion]] = []
     bad: list[BadQuestion] = []
     for question in window:
@@ -156,10 +154,9 @@ def _line(name: Id, result: Result) -> dict[str, Any]:
     return {"id": name, **result.to_dict()}
 
 
-def _record(
-    questions: QuestionFile, settings: Settings, sampling: SamplingParams, shard: Shard
-) -> dict[str, Any]:
+def _record(questions: QuestionFile, settings: Settings, shard: Shard) -> dict[str, Any]:
     """Everything that decides the answers; batch size and devices do not."""
+    ask, [sampling] = settings.ask, settings.ask.samplings(1)
     return {
         "questions": questions.digest,
         "shard": str(shard),
@@ -167,12 +164,12 @@ def _record(
         "kb": None if settings.kb is None else str(settings.kb.path),
         "method": dataclasses.asdict(settings.method),
         "template": settings.template.to_dict(),
-        "k": settings.k,
-        "where": settings.where,
-        "search_mode": settings.search_mode,
-        "min_score": settings.min_score,
-        "unanswerable": settings.unanswerable,
-        "max_new_tokens": settings.max_new_tokens,
+        "k": ask.k,
+        "where": ask.where,
+        "search_mode": ask.search_mode,
+        "min_score": ask.min_score,
+        "unanswerable": ask.unanswerable,
+        "max_new_tokens": ask.max_new_tokens,
         "sampling": dataclasses.asdict(sampling),
-        "stop": list(settings.stop),
+        "stop": list(ask.stop),
     }

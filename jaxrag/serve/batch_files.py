@@ -115,7 +115,7 @@ def written_once(
 
 
 def settings_path(answers: str | os.PathLike[str]) -> Path:
-    """Where the settings of an answer file stand."""
+    """The path of the settings of an answer file."""
     path = Path(answers)
     return path.with_name(path.name + ".settings.json")
 

@@ -1,21 +1,160 @@
-"""A conversation as one prompt: what was said and the chunks of every question, in their order."""
+"""What is asked: a question, or the messages of a conversation, laid out as one prompt."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
 from jaxrag.engine.request import Prompt
 from jaxrag.models.text.prompts import QuestionIds
-from jaxrag.serve.door import EarlierTurns
+from jaxrag.serve.ask import EarlierTurns, is_ids, is_list
 
+Text = str | Sequence[int] | HostArray  # text, or token ids where a model has no tokenizer
+
+_ROLES = ("system", "user", "assistant")
 _NOTHING = np.zeros(0, np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
+class Passage:
+    """A text that is given as one chunk, and where its giver has it from.
+
+    Attributes:
+      text: or token ids.
+      title: of its document, where the template shows one.
+      document_id: what sources call it; None: by its place.
+    """
+
+    text: Text
+    title: str = ""
+    document_id: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """What was asked and answered, and what is asked now. ``conversation_of`` makes one.
+
+    Attributes:
+      questions: of the user, the last one without an answer.
+      answers: of the assistant, one fewer.
+      system: what is to be said before all of it; "" for nothing.
+      keeps: turns may be looked for in the pool, and this one left there.
+      query: what is retrieved for the last question, where that is not the question itself.
+    """
+
+    questions: tuple[Text, ...]
+    answers: tuple[Text, ...] = ()
+    system: str = ""
+    keeps: bool = False
+    query: str | None = None
+
+
+def questions_of(question: Any) -> tuple[list[Text], bool]:
+    """The questions, and whether it was a single one. Raises RequestError for what is none."""
+    if isinstance(question, str) or is_ids(question):
+        return [question], True
+    if not is_list(question) or not all(isinstance(one, str) or is_ids(one) for one in question):
+        raise RequestError(
+            f"question={reprlib.repr(question)}: expected a text, token ids, or a list of these"
+        )
+    return list(question), False
+
+
+def conversation_of(messages: Any, query: str | None = None, *, wire: bool = False) -> Conversation:
+    """The conversation that messages of roles and contents are. Raises RequestError.
+
+    Args:
+      messages: objects with role and content: of the user and the assistant in turns, a message of
+        the system before them if there is one.
+      query: as of ``Conversation``.
+      wire: they are written as OpenAI's clients do: a developer is the system, content may be in
+        parts, other keys are ignored, and neighbours of one role are joined.
+    """
+    if not is_list(messages) or not len(messages):
+        raise RequestError(
+            f"messages={reprlib.repr(messages)}: expected a list of objects with role and content, "
+            "the last one of the user"
+        )
+    said: list[tuple[str, Text]] = []
+    for place, message in enumerate(messages):
+        what = f"messages[{place}]"
+        role, content = _message(what, message, wire)
+        if wire and said and said[-1][0] == role:
+            before = said.pop()[1]
+            if not isinstance(before, str) or not isinstance(content, str):
+                raise RequestError(f"{what}: two of the {role} in a row")
+            content = f"{before}\n\n{content}"
+        said.append((role, content))
+    count, system = len(said), ""
+    if said[0][0] == "system":
+        first = said.pop(0)[1]
+        if not isinstance(first, str):
+            raise RequestError("messages[0]: expected a text of the system")
+        system = first
+    for place, (role, _) in enumerate(said):
+        turn = ("user", "assistant")[place % 2]
+        if role != turn:
+            raise RequestError(
+                f"messages[{place + count - len(said)}] is of the {role}: expected one of the "
+                f"{turn}, as user and assistant take turns and a system message comes first"
+            )
+    if not len(said) % 2:
+        raise RequestError(
+            "the last of messages is not of the user: expected what is to be answered now"
+        )
+    questions = tuple(content for _, content in said[::2])
+    if len({isinstance(question, str) for question in questions}) > 1 or (
+        system and not isinstance(questions[0], str)
+    ):
+        raise RequestError("messages: expected all of system and user as text, or all as token ids")
+    answers = tuple(content for _, content in said[1::2])
+    return Conversation(questions, answers, system, keeps=True, query=query)
+
+
+def _message(what: str, message: Any, wire: bool) -> tuple[str, Text]:
+    """Role and content of one. Raises RequestError."""
+    if not isinstance(message, Mapping) or not (wire or set(message) == {"role", "content"}):
+        raise RequestError(
+            f"{what}={reprlib.repr(message)}: expected an object with role and content"
+        )
+    role: Any = message.get("role")
+    content: Any = message.get("content")
+    if wire and role == "developer":
+        role = "system"
+    if role not in _ROLES:
+        raise RequestError(
+            f"{what} has role={reprlib.repr(role)}: expected one of {', '.join(_ROLES)}"
+        )
+    if wire and (message.get("tool_calls") or message.get("function_call")):
+        raise RequestError(f"{what} calls a tool: this server has none")
+    if wire and isinstance(content, list) and not is_ids(content):
+        content = "".join(_part(f"{what}.content[{i}]", part) for i, part in enumerate(content))
+    if not (isinstance(content, str) and content.strip()) and not is_ids(content):
+        raise RequestError(
+            f"{what} has content={reprlib.repr(message.get('content'))}: expected a text with "
+            f"words in it, or {'a list of text parts' if wire else 'token ids'}"
+        )
+    return role, content
+
+
+def _part(what: str, part: Any) -> str:
+    """The text of a part of a message. Raises RequestError."""
+    kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
+    if kind != "text" or not isinstance(text, str):
+        raise RequestError(
+            f"{what} is of the type {reprlib.repr(kind)}: expected a part with type text, and its "
+            "text"
+        )
+    return text
+
+
+@dataclasses.dataclass(frozen=True)
 class Source:
-    """A chunk that stood in the prompt, in prompt order."""
+    """A chunk of the prompt, in prompt order."""
 
     document_id: str
     chunk_index: int
@@ -58,7 +197,7 @@ def laid_out(
 
     A turn is all from the chunks of its question, or from the turn before it, to the token before
     the last of its answer: that one was never run when it was generated, so it goes with what
-    follows. Chunks stand in the turn in which they were found. Earlier turns as "blocks" are chunks
+    follows. Chunks are in the turn in which they were found. Earlier turns as "blocks" are chunks
     themselves, each with the whole of its answer, and with what leads to chunks behind it.
 
     Args:

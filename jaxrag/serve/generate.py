@@ -2,8 +2,9 @@
 
 import asyncio
 import dataclasses
+import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, get_type_hints, overload
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.shapes import bucket
@@ -15,19 +16,9 @@ from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.decode import DecodeRule
 from jaxrag.reuse.methods import Method, Misses
 from jaxrag.serve.answers import AsyncStream, Result, Stream, answer, serve
-from jaxrag.serve.door import (
-    Conversation,
-    EarlierTurns,
-    Text,
-    check_counts,
-    check_documents,
-    check_kinds,
-    conversation_of,
-    questions_of,
-    samplings_of,
-)
-from jaxrag.serve.options import AnswerOptions, ReuseOptions, SearchOptions
-from jaxrag.serve.questions import ReadyQuestion, Settings, Unanswerable, prepare, resolve
+from jaxrag.serve.ask import Ask, EarlierTurns, Unanswerable, check_flag, check_texts
+from jaxrag.serve.conversation import Conversation, Text, conversation_of, questions_of
+from jaxrag.serve.questions import ReadyQuestion, prepare, resolve
 
 _ROWS = 8  # of the program that serves several questions
 
@@ -40,7 +31,7 @@ class Message(TypedDict):
 
 
 class Options(TypedDict, total=False):
-    """What ``generate`` and ``agenerate`` take beside the question, for those who check types."""
+    """What ``generate`` and ``agenerate`` take beside the question: three objects, and ``Ask``."""
 
     kb: KnowledgeBase | None
     documents: Sequence[Text] | None
@@ -59,71 +50,38 @@ class Options(TypedDict, total=False):
     min_score: float | None
     unanswerable: Unanswerable
     max_new_tokens: int
-    stop: Sequence[str]
-
-
-class GenerateOptions(Options, total=False):
-    """Those of ``generate``."""
-
     sampling: SamplingParams | Sequence[SamplingParams] | None
+    stop: Sequence[str]
     batch_size: int | None
-
-
-class AgenerateOptions(Options, total=False):
-    """Those of ``agenerate``."""
-
-    sampling: SamplingParams | None
-    batch_size: int
 
 
 @overload
 def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
-    question: Text, *, stream: Literal[False] = False, **options: Unpack[GenerateOptions]
+    question: Text, *, stream: Literal[False] = False, **options: Unpack[Options]
 ) -> Result: ...
 @overload
-def generate(
-    question: Text, *, stream: Literal[True], **options: Unpack[GenerateOptions]
-) -> Stream: ...
+def generate(question: Text, *, stream: Literal[True], **options: Unpack[Options]) -> Stream: ...
 @overload
 def generate(
-    question: Sequence[Text], *, stream: Literal[False] = False, **options: Unpack[GenerateOptions]
+    question: Sequence[Text], *, stream: Literal[False] = False, **options: Unpack[Options]
 ) -> list[Result]: ...
 @overload
 def generate(
     *,
     messages: Sequence[Message],
     stream: Literal[False] = False,
-    **options: Unpack[GenerateOptions],
+    **options: Unpack[Options],
 ) -> Result: ...
 @overload
 def generate(
-    *, messages: Sequence[Message], stream: Literal[True], **options: Unpack[GenerateOptions]
+    *, messages: Sequence[Message], stream: Literal[True], **options: Unpack[Options]
 ) -> Stream: ...
 def generate(
     question: Text | Sequence[Text] | None = None,
     *,
     messages: Sequence[Message] | None = None,
-    kb: KnowledgeBase | None = None,
-    documents: Sequence[Text] | None = None,
-    blocks: Sequence[Text] = (),
-    earlier_turns: EarlierTurns = "exact",
-    model: Model | None = None,
-    method: str | Method = ReuseOptions.method,
-    recompute_ratio: float | None = None,
-    misses: Misses | None = None,
-    prefix_cache: bool | None = None,
-    decode: str | DecodeRule | None = None,
-    template: str | PromptTemplate | None = None,
-    k: int = SearchOptions.k,
-    where: Mapping[str, Any] | None = None,
-    search_mode: SearchMode | None = None,
-    min_score: float | None = None,
-    unanswerable: Unanswerable = "abstain",
-    max_new_tokens: int = AnswerOptions.max_new_tokens,
-    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-    stop: Sequence[str] = (),
     stream: bool = False,
-    batch_size: int | None = None,
+    **options: Unpack[Options],
 ) -> Any:
     """Answer questions from cached chunk KV.
 
@@ -135,7 +93,7 @@ def generate(
         allows, such as {"year": {"$gte": 2020}}.
       documents: each one chunk, its KV kept in memory by the model's engine; with ``kb`` as well
         they are used instead of retrieval, and kept in its store.
-      blocks: texts or token ids that stand as they are before all chunks, such as examples or
+      blocks: texts or token ids that are put as they are before all chunks, such as examples or
         functions, each with KV of its own that is kept as that of ``documents`` is
         (Block-Attention section 2.2).
       earlier_turns: how answered turns of ``messages`` are read: "exact", over all that precedes
@@ -172,41 +130,16 @@ def generate(
         the cache; nothing is served then.
       TokenizerError: text for a model without a tokenizer.
     """
-    check_kinds(stream=stream)
-    if batch_size is not None:
-        check_counts(batch_size=batch_size)
-    keeps = prefix_cache is not False
-    questions, single = _asked(question, messages, earlier_turns, keeps)
-    _check_given("generate", kb, documents, blocks, messages)
-    samplings = samplings_of(sampling, len(questions))
-    settings = resolve(
-        kb=kb,
-        model=model,
-        method=method,
-        recompute_ratio=recompute_ratio,
-        misses=misses,
-        prefix_cache=prefix_cache,
-        decode=decode,
-        template=template,
-        k=k,
-        max_new_tokens=max_new_tokens,
-        stop=stop,
-        where=where,
-        search_mode=search_mode,
-        min_score=min_score,
-        unanswerable=unanswerable,
+    _check_names("generate", options)
+    alone = "stream=True takes one question, got a list; call generate for each"
+    ready, single = _ready(
+        "generate", question, messages, stream, options, alone if stream else None
     )
-    if stream and not single:
-        raise RequestError("stream=True takes one question, got a list; call generate for each")
-    ready = [
-        prepare(settings, text, documents, own, blocks)
-        for text, own in zip(questions, samplings, strict=True)
-    ]
     if stream:
-        return Stream(settings, _in_rows(ready[0], batch_size or 1))
-    rows = batch_size or (1 if single else min(_ROWS, bucket(len(ready), 1)))
+        return Stream(ready[0])
+    rows = options.get("batch_size") or (1 if single else min(_ROWS, bucket(len(ready), 1)))
     results: dict[int, Result] = {}
-    for done in serve(settings, ready, rows):
+    for done in serve(ready, rows):
         results |= done
     ordered = [results[i] for i in range(len(ready))]
     return ordered[0] if single else ordered
@@ -214,48 +147,29 @@ def generate(
 
 @overload
 def agenerate(
-    question: Text, *, stream: Literal[False] = False, **options: Unpack[AgenerateOptions]
+    question: Text, *, stream: Literal[False] = False, **options: Unpack[Options]
 ) -> Coroutine[Any, Any, Result]: ...
 @overload
 def agenerate(
-    question: Text, *, stream: Literal[True], **options: Unpack[AgenerateOptions]
+    question: Text, *, stream: Literal[True], **options: Unpack[Options]
 ) -> AsyncStream: ...
 @overload
 def agenerate(
     *,
     messages: Sequence[Message],
     stream: Literal[False] = False,
-    **options: Unpack[AgenerateOptions],
+    **options: Unpack[Options],
 ) -> Coroutine[Any, Any, Result]: ...
 @overload
 def agenerate(
-    *, messages: Sequence[Message], stream: Literal[True], **options: Unpack[AgenerateOptions]
+    *, messages: Sequence[Message], stream: Literal[True], **options: Unpack[Options]
 ) -> AsyncStream: ...
 def agenerate(
     question: Text | None = None,
     *,
     messages: Sequence[Message] | None = None,
-    kb: KnowledgeBase | None = None,
-    documents: Sequence[Text] | None = None,
-    blocks: Sequence[Text] = (),
-    earlier_turns: EarlierTurns = "exact",
-    model: Model | None = None,
-    method: str | Method = ReuseOptions.method,
-    recompute_ratio: float | None = None,
-    misses: Misses | None = None,
-    prefix_cache: bool | None = None,
-    decode: str | DecodeRule | None = None,
-    template: str | PromptTemplate | None = None,
-    k: int = SearchOptions.k,
-    where: Mapping[str, Any] | None = None,
-    search_mode: SearchMode | None = None,
-    min_score: float | None = None,
-    unanswerable: Unanswerable = "abstain",
-    max_new_tokens: int = AnswerOptions.max_new_tokens,
-    sampling: SamplingParams | None = None,
-    stop: Sequence[str] = (),
     stream: bool = False,
-    batch_size: int = _ROWS,
+    **options: Unpack[Options],
 ) -> Any:
     """Answer one question beside others, in asyncio; arguments and errors as ``generate``.
 
@@ -263,64 +177,76 @@ def agenerate(
     over its text. Retrieval runs on a thread; cancelling the task, or leaving the iteration, aborts
     the request. Tasks whose ``batch_size`` is equal decode together.
     """
+    _check_names("agenerate", options)
+    check_flag("stream", stream)
 
-    def prepared() -> tuple[Settings, ReadyQuestion]:
-        check_counts(batch_size=batch_size)
-        keeps = prefix_cache is not False
-        asked, single = _asked(question, messages, earlier_turns, keeps)
-        if not single:
-            raise RequestError("agenerate takes one question, got a list; call it for each")
-        _check_given("agenerate", kb, documents, blocks, messages)
-        [own] = samplings_of(sampling, 1)
-        settings = resolve(
-            kb=kb,
-            model=model,
-            method=method,
-            recompute_ratio=recompute_ratio,
-            misses=misses,
-            prefix_cache=prefix_cache,
-            decode=decode,
-            template=template,
-            k=k,
-            max_new_tokens=max_new_tokens,
-            stop=stop,
-            where=where,
-            search_mode=search_mode,
-            min_score=min_score,
-            unanswerable=unanswerable,
-        )
-        ready = prepare(settings, asked[0], documents, own, blocks)
-        return settings, _in_rows(ready, batch_size)
+    def prepared() -> ReadyQuestion:
+        alone = "agenerate takes one question, got a list; call it for each"
+        together: Options = {"batch_size": _ROWS, **options}
+        return _ready("agenerate", question, messages, stream, together, alone)[0][0]
 
-    check_kinds(stream=stream)
     return AsyncStream(prepared) if stream else _answered(prepared)
 
 
-def _asked(
-    question: Any, messages: Any, earlier: Any, keeps: bool
-) -> tuple[list[Text] | list[Conversation], bool]:
-    """What is asked, and whether it is one thing. Raises RequestError."""
+async def _answered(prepared: Callable[[], ReadyQuestion]) -> Result:
+    return await answer(await asyncio.to_thread(prepared))
+
+
+def _ready(
+    caller: str, question: Any, messages: Any, stream: bool, options: Options, alone: str | None
+) -> tuple[list[ReadyQuestion], bool]:
+    """All questions, ready to be served, and whether it is one; ``alone`` refuses a list."""
+    check_flag("stream", stream)
+    said: dict[str, Any] = {**options}
+    kb, documents, model = (said.pop(name, None) for name in ("kb", "documents", "model"))
+    ask = Ask(**said)
+    asked: list[Text] | list[Conversation]
     if messages is None:
-        if earlier != "exact":
-            raise RequestError(f"earlier_turns={earlier!r} is about messages=; pass them with it")
-        return questions_of(question)
-    if question is not None:
+        if ask.earlier_turns != "exact":
+            raise RequestError(
+                f"earlier_turns={ask.earlier_turns!r} is about messages=; pass them with it"
+            )
+        asked, single = questions_of(question)
+    elif question is not None:
         raise RequestError("a question and messages= were given; the question is the last message")
-    return [conversation_of(messages, earlier, keeps=keeps)], True
-
-
-def _check_given(caller: str, kb: Any, documents: Any, blocks: Any, messages: Any) -> None:
-    """Refuse a question with nothing to answer from, and what is no list: RequestError."""
-    check_documents(documents)
-    check_documents(blocks, "blocks")
-    if kb is None and documents is None and messages is None and not len(blocks):
+    else:
+        asked, single = [conversation_of(messages)], True
+    if alone is not None and not single:
+        raise RequestError(alone)
+    check_texts("documents", documents)
+    if kb is None and documents is None and messages is None and not len(ask.blocks):
         raise RequestError(f"{caller} needs kb= or documents=; pass one of them")
+    samplings = ask.samplings(len(asked))
+    settings = resolve(ask, kb=kb, model=model)
+    pairs = zip(asked, samplings, strict=True)
+    return [prepare(settings, text, documents, own) for text, own in pairs], single
 
 
-async def _answered(prepared: Callable[[], tuple[Settings, ReadyQuestion]]) -> Result:
-    return await answer(*await asyncio.to_thread(prepared))
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Ask)}
+_KINDS = get_type_hints(Options)
 
 
-def _in_rows(ready: ReadyQuestion, rows: int) -> ReadyQuestion:
-    """The question, to be decoded by a program of so many rows."""
-    return dataclasses.replace(ready, request=dataclasses.replace(ready.request, rows=rows))
+def _check_names(caller: str, options: Mapping[str, Any]) -> None:
+    """Refuse a keyword that is none, as Python does: TypeError."""
+    for name in options:
+        if name not in _KINDS:
+            raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}")
+
+
+def _signature(function: Callable[..., Any], **others: Any) -> inspect.Signature:
+    """What a function takes, each of ``Options`` by its name; ``others`` are its own defaults."""
+    own = inspect.signature(function)
+    defaults = _DEFAULTS | others
+    named = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=kind
+        )
+        for name, kind in _KINDS.items()
+    ]
+    question, messages, stream, _ = own.parameters.values()
+    *most, batch_size = named
+    return own.replace(parameters=[question, messages, *most, stream, batch_size])
+
+
+generate.__signature__ = _signature(generate)  # type: ignore[attr-defined]
+agenerate.__signature__ = _signature(agenerate, batch_size=_ROWS)  # type: ignore[attr-defined]

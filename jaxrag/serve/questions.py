@@ -1,14 +1,15 @@
-"""What is asked: the settings of a run, and one question with its chunks as token ids."""
+"""A question made ready: the settings of a run, and one question with its chunks as token ids."""
 
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxrag.base.errors import RequestError
+from jaxrag.base.tables import require_kind
 from jaxrag.base.types import HostArray
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request, check_length
@@ -16,20 +17,16 @@ from jaxrag.engine.sampling import SamplingParams
 from jaxrag.kv.store import KVStore
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.neighbours import each_other
-from jaxrag.library.knowledge_base.search import SearchMode
 from jaxrag.library.retrieve.filters import Filter
 from jaxrag.models.model import Model, as_token_ids
 from jaxrag.models.text.prompts import PromptTemplate, QuestionIds, template_named
 from jaxrag.models.text.tokenizer import Tokenizer
-from jaxrag.reuse.attention_index.document import Indexing
-from jaxrag.reuse.decode import DecodeRule, rule_from
+from jaxrag.reuse.decode import rule_from
 from jaxrag.reuse.encode import encoder_named
-from jaxrag.reuse.methods import Method, Misses, method_named
-from jaxrag.serve.conversation import FoundChunk, Source, laid_out
-from jaxrag.serve.door import Conversation, Passage, Text, check_counts, check_kinds
+from jaxrag.reuse.methods import Method, method_named
+from jaxrag.serve.ask import Ask
+from jaxrag.serve.conversation import Conversation, FoundChunk, Passage, Source, Text, laid_out
 from jaxrag.serve.suits import gated, renamed, stored_otherwise, unplaced, untuned
-
-Unanswerable = Literal["abstain", "ask"]  # what to do where a filter or least score leaves nothing
 
 _SHOWN_WORDS = 5  # of those that a tokenizer lacks
 _SHOWN_CHARACTERS = 40  # of each
@@ -37,26 +34,25 @@ _SHOWN_CHARACTERS = 40  # of each
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What all questions of a run have in common. Make one with ``resolve``."""
+    """What all questions of a run have in common. Make one with ``resolve``.
 
+    Attributes:
+      ask: as it was said.
+      model: that answers.
+      kb: that is searched; None: none.
+      store: where the KV of chunks is kept.
+      method: with what ``ask`` and the gate of the knowledge base say of it.
+      template: the prompt format.
+      notes: of every request.
+    """
+
+    ask: Ask
     model: Model
     kb: KnowledgeBase | None
     store: KVStore
     method: Method
     template: PromptTemplate
-    k: int
-    max_new_tokens: int
-    stop: tuple[str, ...]
-    where: Mapping[str, Any] | None = None  # which documents may be retrieved
-    search_mode: SearchMode | None = None
-    min_score: float | None = None  # of what is retrieved
-    unanswerable: Unanswerable = "abstain"
-    notes: tuple[str, ...] = ()  # of every request
-
-    @property
-    def indexing(self) -> Indexing | None:
-        """What indexes long chunks are stored with, by the knowledge base."""
-        return None if self.kb is None else self.kb.indexing
+    notes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +60,7 @@ class ReadyQuestion:
     """One question, ready to be served. Make one with ``prepare``.
 
     Attributes:
+      settings: of its run.
       request: what the engine is asked.
       sources: the chunks of its prompt, in prompt order.
       retrieve_seconds: what finding them took.
@@ -72,6 +69,7 @@ class ReadyQuestion:
       abstains: whether the model is not asked, as the filter or the least score left no chunk.
     """
 
+    settings: Settings
     request: Request
     sources: list[Source]
     retrieve_seconds: float
@@ -81,25 +79,13 @@ class ReadyQuestion:
 
 
 def resolve(
+    ask: Ask,
     *,
-    kb: KnowledgeBase | None,
-    model: Model | None,
-    method: str | Method,
-    recompute_ratio: float | None = None,
-    misses: Misses | None = None,
-    prefix_cache: bool | None = None,
-    decode: str | DecodeRule | None = None,
-    template: str | PromptTemplate | None,
-    k: int,
-    max_new_tokens: int,
-    stop: Sequence[str],
-    where: Mapping[str, Any] | None = None,
-    search_mode: SearchMode | None = None,
-    min_score: float | None = None,
-    unanswerable: Unanswerable = "abstain",
+    kb: KnowledgeBase | None = None,
+    model: Model | None = None,
     store: KVStore | None = None,
 ) -> Settings:
-    """Check the arguments that all questions share; they are those of ``generate``.
+    """Method, model, template and store that all questions share; checked, as far as that is known.
 
     Without a knowledge base, KV of documents is kept in ``store``; None: the engine's memory.
 
@@ -108,72 +94,51 @@ def resolve(
 
     Raises RequestError, and TokenizerError when stop strings are given to a model without text.
     """
-    check_kinds(
-        kb=kb,
-        model=model,
-        method=method,
-        template=template,
-        recompute_ratio=recompute_ratio,
-        prefix_cache=prefix_cache,
-    )
-    check_counts(k=k, max_new_tokens=max_new_tokens)
-    named = isinstance(method, str)
-    method = method_named(method)
-    if recompute_ratio is not None:
-        method = method.with_ratio(recompute_ratio)
-    if misses is not None:
-        method = dataclasses.replace(method, misses=misses)
-    if prefix_cache is not None:
-        method = dataclasses.replace(method, prefix_cache=prefix_cache)
-    if decode is not None:
-        method = dataclasses.replace(method, decode=rule_from(decode))
+    opened = "a KnowledgeBase, as KnowledgeBase.open(DIR, model=...) gives it"
+    require_kind("kb", kb, (KnowledgeBase,), opened)
+    require_kind("model", model, (Model,), "a Model, as load_model(DIR) gives it")
+    method = _method(ask)
     if kb is not None and model is not None and kb.model is not model:
         raise RequestError("model= differs from the knowledge base's model; pass only kb=")
     model = model if kb is None else kb.model
     if model is None:
         raise RequestError("no model: pass model=, or open the knowledge base with one")
-    texts = isinstance(stop, Sequence) and not isinstance(stop, str)
-    if not texts or not all(isinstance(s, str) and s for s in stop):
-        raise RequestError(f"stop={stop!r}: expected a list of non-empty strings")
-    if stop:
+    if ask.stop:
         model.text_tokenizer()
-    if where is not None:
-        Filter.parse(where)
+    if ask.where is not None:
+        Filter.parse(ask.where)
         if kb is None:
             raise RequestError("where= chooses documents of a knowledge base; pass kb= with it")
-    for name, value in (("search_mode", search_mode), ("min_score", min_score)):
-        if value is not None and kb is None:
+    for name in ("search_mode", "min_score"):
+        if getattr(ask, name) is not None and kb is None:
             raise RequestError(f"{name}= is about a knowledge base; pass kb= with it")
-    if unanswerable not in get_args(Unanswerable):
-        raise RequestError(
-            f"unanswerable={unanswerable!r}: expected one of {', '.join(get_args(Unanswerable))}"
-        )
-    chosen, notes = _template(template, kb, model, method)
-    if kb is not None and named and recompute_ratio is None:
-        method, told = gated(kb, method, chosen)
-        notes += told
-    notes += (*renamed(method, chosen), *untuned(model, kb, method, chosen))
+    template, notes = _template(ask.template, kb, model, method)
+    if kb is not None and isinstance(ask.method, str) and ask.recompute_ratio is None:
+        method, gate = gated(kb, method, template)
+        notes += gate
+    notes += (*renamed(method, template), *untuned(model, kb, method, template))
     notes += unplaced(model, method)
     method.check(model.config)
     method.check_values(model.value_layers)
     if model.kv == "host":
-        method.check_host(model.config, generates=max_new_tokens > 1)
+        method.check_host(model.config, generates=ask.max_new_tokens > 1)
     method.decode.check_mesh(model.mesh)
-    return Settings(
-        model=model,
-        kb=kb,
-        store=kb.store if kb is not None else store or engine_of(model).memory,
-        method=method,
-        template=chosen,
-        k=k,
-        max_new_tokens=max_new_tokens,
-        stop=tuple(stop),
-        where=where,
-        search_mode=search_mode,
-        min_score=min_score,
-        unanswerable=unanswerable,
-        notes=notes,
-    )
+    kept = kb.store if kb is not None else store or engine_of(model).memory
+    return Settings(ask, model, kb, kept, method, template, notes)
+
+
+def _method(ask: Ask) -> Method:
+    """The method that is named, with what is said of it beside."""
+    method = method_named(ask.method)
+    if ask.recompute_ratio is not None:
+        method = method.with_ratio(ask.recompute_ratio)
+    said: dict[str, Any] = {
+        "misses": ask.misses,
+        "prefix_cache": ask.prefix_cache,
+        "decode": None if ask.decode is None else rule_from(ask.decode),
+    }
+    said = {name: value for name, value in said.items() if value is not None}
+    return dataclasses.replace(method, **said)
 
 
 def _template(
@@ -203,112 +168,170 @@ def _template(
 def prepare(
     settings: Settings,
     question: Text | Conversation,
-    documents: Sequence[Text | Passage] | None,
-    sampling: SamplingParams,
-    blocks: Sequence[Text] = (),
+    documents: Sequence[Text | Passage] | None = None,
+    sampling: SamplingParams | None = None,
 ) -> ReadyQuestion:
     """Retrieve the chunks, or take the documents, and turn every part into token ids.
 
     Runs nothing on the device; an engine that serves already begins to read the chunks into host
-    memory. Documents stand before the first question of a conversation; what
-    is retrieved, before the question that it was found for, and once. Words that the tokenizer
-    lacks are named in the notes. Raises RequestError for a question that cannot be served: empty,
-    of words that the model cannot read (one of them, if its vocabulary is a list of words; all of
-    them, if it is one of sub-words), longer than the model's context, larger than the cache, or
-    with neither documents nor a knowledge base; TokenizerError for text that meets a model without
-    a tokenizer.
+    memory. Documents are before the first question of a conversation; what is retrieved, before the
+    question that it was found for, and once. Words that the tokenizer lacks are named in the notes.
+    Greedy without ``sampling``.
+
+    Raises:
+      RequestError: a question that cannot be served: empty, of words that the model cannot read
+        (one of them, if its vocabulary is a list of words; all of them, if it is one of sub-words),
+        longer than the model's context, larger than the cache, or with neither documents nor a
+        knowledge base.
+      TokenizerError: text for a model without a tokenizer.
     """
-    model = settings.model
-    talk = question if isinstance(question, Conversation) else Conversation((question,))
-    if talk.earlier == "blocks" and settings.method.encoder is None:
-        raise RequestError(
-            f"earlier_turns='blocks': method {settings.method.name!r} computes the whole prompt "
-            "and reads no blocks; leave it out, or choose a method that reuses chunks"
-        )
+    method, kb = settings.method, settings.kb
     start = time.perf_counter()
-    _check_said(talk, model)
+    talk = _refused(settings, question, documents)
     notes = list(settings.notes)
-    found: list[list[FoundChunk]] = [[] for _ in talk.questions]
-    if documents is not None:
-        found[0] = [_given(f"documents[{i}]", it, model) for i, it in enumerate(documents)]
-    elif settings.kb is not None:
-        found = _retrieve_all(settings, talk, notes)
-    elif not (len(blocks) or talk is question):
-        raise RequestError("no knowledge base and no documents to answer from; give one of them")
+    found = _retrieved(settings, talk, documents, notes)
     retrieve_seconds = time.perf_counter() - start
-    chosen = settings.where is not None or settings.min_score is not None
-    nothing = not any(found) and (settings.kb is not None or documents is not None)
-    abstains = nothing and chosen and documents is None and settings.unanswerable == "abstain"
-    if nothing:
-        what = "was asked without any"
-        if abstains:
-            what = "was not asked; unanswerable='ask' (--unanswerable ask) asks it without any"
-        notes.append(f"no chunk was found for the question; it {what}")
-        if settings.min_score is not None:
-            notes.append(f"only chunks with a score of {settings.min_score:g} or more count")
-        if settings.where is not None and settings.kb is not None:
-            notes += (f"where: {why}" for why in settings.kb.why_nothing(settings.where))
-    bare = [_given(f"blocks[{i}]", it, model) for i, it in enumerate(blocks)]
-    found[0] = [*(dataclasses.replace(it, bare=True) for it in bare), *found[0]]
+    abstains = _abstains(settings, documents, found, notes)
     prompt, members = _laid_out(settings, talk, found)
-    if isinstance(talk.questions[-1], str):
-        given = (it.text if isinstance(it, Passage) else it for it in documents or ())
-        texts = [it for it in (*blocks, *given) if isinstance(it, str)]
-        around = np.concatenate((prompt.prefix, prompt.final))
-        tokenizer = model.text_tokenizer()
-        notes += _unknown(tokenizer, settings.template, talk.questions[-1], texts, around)
-    notes += _on_turns(settings.method, talk)
-    check_length(model, prompt, settings.max_new_tokens)
+    keeps = talk.keeps and settings.ask.prefix_cache is not False and not _as_blocks(settings)
+    notes += _unknown(settings, talk, documents, prompt)
+    notes += _on_turns(settings, talk, keeps)
+    check_length(settings.model, prompt, settings.ask.max_new_tokens)
     prompt = dataclasses.replace(prompt, neighbours=_neighbours(settings, members, prompt))
-    retrieved = documents is None and len(members) == sum(it.chunk_id is not None for it in members)
+    retrieved = documents is None and all(it.chunk_id is not None for it in members)
     request = Request(
         prompt,
         settings.store,
-        _keeping(settings.method) if talk.keeps else settings.method,
-        settings.max_new_tokens,
-        sampling=sampling,
-        eos_ids=_eos_ids(model),
-        indexing=settings.indexing,
+        # leading parts are kept where that is exact whatever the pool holds
+        dataclasses.replace(method, prefix_cache=True) if keeps and not method.encoder else method,
+        settings.ask.max_new_tokens,
+        sampling=sampling or SamplingParams(),
+        eos_ids=_eos_ids(settings.model),
+        indexing=None if kb is None else kb.indexing,
         encoders=_kept(settings) if retrieved else None,
-        keeps=talk.keeps,
+        rows=settings.ask.batch_size or 1,
+        keeps=keeps,
     )
-    engine_of(model).check_fits(request)
+    engine = engine_of(settings.model)
+    engine.check_fits(request)
     if not abstains:
-        engine_of(model).prefetch([request])
+        engine.prefetch([request])
     sources = [chunk.source for chunk in members]
-    return ReadyQuestion(request, sources, retrieve_seconds, notes, retrieved, abstains)
+    return ReadyQuestion(settings, request, sources, retrieve_seconds, notes, retrieved, abstains)
 
 
-def _keeping(method: Method) -> Method:
-    """The method, with leading parts kept where that is exact whatever the pool holds."""
-    return dataclasses.replace(method, prefix_cache=True) if method.encoder is None else method
+def _as_blocks(settings: Settings) -> bool:
+    """Whether earlier turns are chunks, each for itself."""
+    return settings.ask.earlier_turns == "blocks"
 
 
-def _check_said(talk: Conversation, model: Model) -> None:
-    """Refuse texts that cannot be read, and a question whose sense the tokenizer would lose."""
-    *earlier, question = talk.questions
+def _refused(
+    settings: Settings,
+    question: Text | Conversation,
+    documents: Sequence[Text | Passage] | None,
+) -> Conversation:
+    """The question as a conversation; RequestError for one that cannot be read or answered."""
+    talk = question if isinstance(question, Conversation) else Conversation((question,))
+    model, method = settings.model, settings.method
+    if _as_blocks(settings) and method.encoder is None:
+        raise RequestError(
+            f"earlier_turns='blocks': method {method.name!r} computes the whole prompt "
+            "and reads no blocks; leave it out, or choose a method that reuses chunks"
+        )
+    *earlier, last = talk.questions
     for what, text in (
         ("the system message", talk.system or "none"),
         *(("an earlier question", it) for it in earlier),
         *(("an earlier answer", it) for it in talk.answers),
-        ("the question", question),
+        ("the question", last),
     ):
         if isinstance(text, str):
             _check_text(what, text)
-    if isinstance(question, str):
-        _check_words(model.text_tokenizer(), question)
+    if isinstance(last, str):
+        _check_words(model.text_tokenizer(), last)
+    alone = documents is None and settings.kb is None and not len(settings.ask.blocks)
+    if alone and talk is not question:
+        raise RequestError("no knowledge base and no documents to answer from; give one of them")
+    return talk
+
+
+def _retrieved(
+    settings: Settings,
+    talk: Conversation,
+    documents: Sequence[Text | Passage] | None,
+    notes: list[str],
+) -> list[list[FoundChunk]]:
+    """The chunks of every question: given, or of a search, each once; ``notes`` gets its notes."""
+    found: list[list[FoundChunk]] = [[] for _ in talk.questions]
+    if documents is not None:
+        given = enumerate(documents)
+        found[0] = [_given(f"documents[{i}]", it, settings.model) for i, it in given]
+    elif settings.kb is not None:
+        seen: set[int | None] = set()
+        for place, asked in enumerate((*talk.questions[:-1], talk.query or talk.questions[-1])):
+            chunks, said = _searched(settings, settings.kb, asked)
+            notes += (note for note in said if note not in notes)
+            found[place] = [it for it in chunks if it.chunk_id not in seen]
+            seen.update(it.chunk_id for it in found[place])
+    return found
+
+
+def _searched(
+    settings: Settings, kb: KnowledgeBase, question: Text
+) -> tuple[list[FoundChunk], tuple[str, ...]]:
+    """The chunks that the knowledge base finds for a question, and what it says of the search."""
+    if not isinstance(question, str):
+        raise RequestError("retrieval needs the question as text; pass documents= with token ids")
+    ask = settings.ask
+    hits = kb.search(
+        question, ask.k, where=ask.where, mode=ask.search_mode, min_score=ask.min_score
+    )
+    return [
+        FoundChunk(
+            Source(h.document_id, h.chunk_index, h.file, h.score, h.text, h.page, h.start, h.end),
+            h.title,
+            h.ids,
+            h.chunk_id,
+        )
+        for h in settings.template.arrange(hits)
+    ], hits.notes
+
+
+def _abstains(
+    settings: Settings,
+    documents: Sequence[Text | Passage] | None,
+    found: Sequence[Sequence[FoundChunk]],
+    notes: list[str],
+) -> bool:
+    """Whether the model is not asked, as nothing was found; ``notes`` gets why."""
+    ask, kb = settings.ask, settings.kb
+    if any(found) or (kb is None and documents is None):
+        return False
+    chosen = documents is None and (ask.where is not None or ask.min_score is not None)
+    abstains = chosen and ask.unanswerable == "abstain"
+    what = "was asked without any"
+    if abstains:
+        what = "was not asked; unanswerable='ask' (--unanswerable ask) asks it without any"
+    notes.append(f"no chunk was found for the question; it {what}")
+    if ask.min_score is not None:
+        notes.append(f"only chunks with a score of {ask.min_score:g} or more count")
+    if ask.where is not None and kb is not None:
+        notes += (f"where: {why}" for why in kb.why_nothing(ask.where))
+    return abstains
 
 
 def _laid_out(
-    settings: Settings, talk: Conversation, found: Sequence[Sequence[FoundChunk]]
+    settings: Settings, talk: Conversation, found: list[list[FoundChunk]]
 ) -> tuple[Prompt, list[FoundChunk]]:
-    """The prompt as token ids, and its chunks but for turns."""
+    """The prompt as token ids, blocks before all chunks; and its chunks but for turns."""
     model, template = settings.model, settings.template
+    blocks = [_given(f"blocks[{i}]", it, model) for i, it in enumerate(settings.ask.blocks)]
+    found = [[*(dataclasses.replace(it, bare=True) for it in blocks), *found[0]], *found[1:]]
     texts = [text for text in talk.questions if isinstance(text, str)]
     if texts:
         tokenizer = model.text_tokenizer()
         asked = template.conversation(tokenizer, texts, talk.system)
-    else:  # token ids stand for themselves: no template, as there may be no tokenizer
+    else:  # token ids are put as they are: no template, as there may be no tokenizer
         none = np.zeros(0, np.int32)
         ids = [_given("question", one, model).ids for one in talk.questions]
         asked = [QuestionIds(none, one, (0, len(one))) for one in ids]
@@ -322,11 +345,12 @@ def _laid_out(
     def shown(ids: HostArray) -> str:
         return tokenizer.decode(ids) if texts else ""
 
-    return laid_out(asked, answers, found, wrap, talk.earlier, shown)
+    return laid_out(asked, answers, found, wrap, settings.ask.earlier_turns, shown)
 
 
-def _on_turns(method: Method, talk: Conversation) -> Iterator[str]:
+def _on_turns(settings: Settings, talk: Conversation, keeps: bool) -> Iterator[str]:
     """Notes on what a method makes of a conversation."""
+    method = settings.method
     if talk.system:
         yield (
             "the system message stands behind the chunks of the first question: before them it "
@@ -334,12 +358,12 @@ def _on_turns(method: Method, talk: Conversation) -> Iterator[str]:
         )
     if not talk.answers:
         return
-    if talk.earlier == "blocks":
+    if _as_blocks(settings):
         yield (
             "earlier turns are read as blocks, each for itself: an approximation, which the model "
             "has to be trained for"
         )
-    elif talk.keeps and (method.recomputes or method.misses == "in_place"):
+    elif keeps and (method.recomputes or method.misses == "in_place"):
         what = "chooses tokens by the question" if method.recomputes else "computes gaps in place"
         yield f"earlier turns were computed again with this question: {method.name} {what}"
 
@@ -379,23 +403,29 @@ def _check_words(tokenizer: Tokenizer, question: str) -> None:
 
 
 def _unknown(
-    tokenizer: Tokenizer,
-    template: PromptTemplate,
-    question: str,
-    documents: Sequence[str],
-    around: HostArray,
+    settings: Settings,
+    talk: Conversation,
+    documents: Sequence[Text | Passage] | None,
+    prompt: Prompt,
 ) -> Iterator[str]:
-    """Notes on what becomes the unknown token; ``around`` are the ids around the chunks."""
+    """Notes on what becomes the unknown token; none for a question of token ids."""
+    question = talk.questions[-1]
+    if not isinstance(question, str):
+        return
+    tokenizer = settings.model.text_tokenizer()
+    given = (it.text if isinstance(it, Passage) else it for it in documents or ())
+    texts = (it for it in (*settings.ask.blocks, *given) if isinstance(it, str))
     asked = tokenizer.unknown_words(question)
-    given = dict.fromkeys(word for text in documents for word in tokenizer.unknown_words(text))
-    for what, words in (("question", asked), ("documents", list(given))):
+    lacking = dict.fromkeys(word for text in texts for word in tokenizer.unknown_words(text))
+    for what, words in (("question", asked), ("documents", list(lacking))):
         if words:
             yield f"the model's vocabulary lacks words of the {what}: {_some(words)}"
+    around = np.concatenate((prompt.prefix, prompt.final))
     lost = 0 if tokenizer.unk_id is None else int((around == tokenizer.unk_id).sum())
     if lost and not asked:
         yield (
-            f"the model's vocabulary lacks {lost} tokens of the template {template.name!r}; "
-            "use the one that it was trained with"
+            f"the model's vocabulary lacks {lost} tokens of the template "
+            f"{settings.template.name!r}; use the one that it was trained with"
         )
 
 
@@ -404,42 +434,6 @@ def _some(words: Sequence[str]) -> str:
     shown = ", ".join(repr(word[:_SHOWN_CHARACTERS]) for word in words[:_SHOWN_WORDS])
     more = len(words) - _SHOWN_WORDS
     return shown + (f" and {more} more" if more > 0 else "")
-
-
-def _retrieve_all(
-    settings: Settings, talk: Conversation, notes: list[str]
-) -> list[list[FoundChunk]]:
-    """Of every question the chunks that none before it has found; ``notes`` gets the search's."""
-    seen: set[int | None] = set()
-    found = []
-    for question in (*talk.questions[:-1], talk.query or talk.questions[-1]):
-        retrieved, told = _retrieve(settings, question)
-        notes += (note for note in told if note not in notes)
-        found.append([it for it in retrieved if it.chunk_id not in seen])
-        seen.update(it.chunk_id for it in found[-1])
-    return found
-
-
-def _retrieve(settings: Settings, question: Text) -> tuple[list[FoundChunk], tuple[str, ...]]:
-    assert settings.kb is not None
-    if not isinstance(question, str):
-        raise RequestError("retrieval needs the question as text; pass documents= with token ids")
-    hits = settings.kb.search(
-        question,
-        settings.k,
-        where=settings.where,
-        mode=settings.search_mode,
-        min_score=settings.min_score,
-    )
-    return [
-        FoundChunk(
-            Source(h.document_id, h.chunk_index, h.file, h.score, h.text, h.page, h.start, h.end),
-            h.title,
-            h.ids,
-            h.chunk_id,
-        )
-        for h in settings.template.arrange(hits)
-    ], hits.notes
 
 
 def _neighbours(

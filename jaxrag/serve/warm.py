@@ -1,4 +1,4 @@
-"""Programs compiled ahead: requests of the shapes that will be asked for, served before anybody."""
+"""Programs compiled ahead: requests of the shapes that will be asked for, served first."""
 
 import dataclasses
 import time
@@ -11,20 +11,20 @@ from jaxrag.base.types import HostArray
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefilled import PREFILL_TOKENS
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.engine.sampling import SamplingParams
 from jaxrag.kv.store import MemoryStore
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.decode import DecodeRule
 from jaxrag.reuse.methods import Method
-from jaxrag.serve.door import Text, check_counts, check_documents, check_kinds
+from jaxrag.serve.ask import Ask, check_count, check_flag, check_texts
+from jaxrag.serve.conversation import Text
 from jaxrag.serve.questions import prepare, resolve
 
 _FINAL_TOKENS = (16, 32, 64, 128)  # of final blocks, one a width
 _ASKED = "What?"
 _CHUNK_TOKENS = 512  # where there is no knowledge base
-_BYTES = 1 << 30  # of the chunks, which nobody keeps
+_BYTES = 1 << 30  # of the chunks, which are not kept
 _NOTHING = np.zeros(0, np.int32)
 
 
@@ -81,24 +81,23 @@ def warm_up(
     Raises RequestError as ``generate`` does.
     """
     start = time.perf_counter()
-    check_kinds(stream=stream)
-    check_counts(batch_size=batch_size)
-    check_documents(questions, "questions")
-    settings = resolve(
-        kb=kb,
-        model=model,
+    check_flag("stream", stream)
+    check_texts("questions", questions)
+    check_count("batch_size", batch_size)
+    ask = Ask(
         method=method,
         recompute_ratio=recompute_ratio,
         decode=decode,
         template=template,
         k=k,
         max_new_tokens=max_new_tokens,
-        stop=(),
+        batch_size=batch_size,
     )
+    settings = resolve(ask, kb=kb, model=model)
     engine = engine_of(settings.model)
     if len(questions):
-        asked = (prepare(settings, text, None, SamplingParams()).request for text in questions)
-        requests = [dataclasses.replace(one, rows=batch_size, watched=stream) for one in asked]
+        asked = (prepare(settings, text).request for text in questions)
+        requests = [dataclasses.replace(one, watched=stream) for one in asked]
         programs = engine.warm_up(requests)
     else:
         if kb is not None:

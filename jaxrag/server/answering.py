@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from jaxrag.base.errors import DeadlineExceeded, Overloaded
 from jaxrag.serve.answers import Result
-from jaxrag.serve.questions import ReadyQuestion, Settings
+from jaxrag.serve.questions import ReadyQuestion
 from jaxrag.server.asking import LATE, Asking, Inbox, Piece, usage
 from jaxrag.server.errors import busy, invalid
 from jaxrag.server.fields import Body, Generation, read_body
@@ -21,7 +21,7 @@ from jaxrag.server.visit import Visit, unless_left
 _HEADER = "x-knowledge-base"
 _TOGETHER = 64  # events that are sent at once, where so many are there
 
-Make = Callable[[], tuple[Settings, ReadyQuestion]]
+Make = Callable[[], ReadyQuestion]
 
 
 class Form(Protocol):
@@ -86,14 +86,15 @@ def base_of(visit: Visit, fields: Generation, default: bool) -> str | None:
     assert visit.access is not None
     state = visit.state
     name = chosen(state, fields.model, fields.knowledge_base, visit.request.headers.get(_HEADER))
-    if name is not None and (fields.documents or fields.blocks):
+    blocks = fields.said.get("blocks")
+    if name is not None and (fields.documents or blocks):
         what = "documents" if fields.documents else "blocks"
         raise invalid(
             f"{what} and the knowledge base {name!r}: what requests bring is not kept there; name "
             "one of them",
             what,
         )
-    given = fields.documents is not None or fields.blocks
+    given = fields.documents is not None or blocks
     if name is None and default and not given:
         name = state.default_base(visit.access)
     visit.knowledge_base = name

@@ -5,17 +5,18 @@ import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxrag.base.errors import DeadlineExceeded
 from jaxrag.engine.progress import Progress
 from jaxrag.reuse.methods import METHODS
-from jaxrag.serve.answers import Result, abstained, result_of
-from jaxrag.serve.door import Conversation, Text
+from jaxrag.serve.answers import Result, abstained, answer_to, result_of
+from jaxrag.serve.ask import Ask
+from jaxrag.serve.conversation import Conversation, Text
 from jaxrag.serve.output import Answer
-from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
+from jaxrag.serve.questions import ReadyQuestion, prepare, resolve
 from jaxrag.server.errors import Problem, invalid
 from jaxrag.server.fields import Generation
 from jaxrag.server.state import ServerState
@@ -54,7 +55,7 @@ def make_ready(
     fields: Generation,
     asked: Text | Conversation,
     knowledge_base: str | None,
-) -> tuple[Settings, ReadyQuestion]:
+) -> ReadyQuestion:
     """What the engine is to be asked; on a thread, as it retrieves.
 
     Raises Problem 404 for a knowledge base that is not there, 400 for what this server does not
@@ -62,45 +63,37 @@ def make_ready(
     """
     server = state.settings
     base = None if knowledge_base is None else state.knowledge_base(access, knowledge_base)
-    most = server.max_answer_tokens
-    if fields.max_tokens is not None and fields.max_tokens > most:
-        raise invalid(
-            f"max_tokens={fields.max_tokens}: this server gives at most {most}", "max_tokens"
-        )
-    _check_offered(state, fields)
-    name = fields.method or next(iter(state.methods))
+    wanted, most = fields.said.get("max_new_tokens"), server.max_answer_tokens
+    if wanted is not None and wanted > most:
+        raise invalid(f"max_tokens={wanted}: this server gives at most {most}", "max_tokens")
+    _check_offered(state, fields.said)
+    name = fields.said.get("method") or next(iter(state.methods))
     method = state.methods[name]
+    usual = {
+        "k": server.k,
+        "decode": None if "method" in fields.said else server.decode,
+        "max_new_tokens": 1,
+        "batch_size": server.rows,
+    }
+    named = {"method": name if METHODS.get(name) is method else method}
     settings = resolve(
+        Ask(**usual | dict(fields.said) | named),
         kb=base,
         model=state.model if base is None else None,
-        method=name if METHODS.get(name) is method else method,
-        recompute_ratio=fields.recompute_ratio,
-        misses=fields.misses,  # type: ignore[arg-type]  # Method checks it
-        prefix_cache=fields.prefix_cache,
-        decode=fields.decode or (server.decode if fields.method is None else None),
-        template=None,
-        k=fields.k or server.k,
-        max_new_tokens=fields.max_tokens or 1,
-        stop=fields.stop,
-        where=fields.where,
-        search_mode=fields.search_mode,
-        min_score=fields.min_score,
-        unanswerable=fields.unanswerable,
         store=state.memory.store(access.tenant) if base is None else None,
     )
-    ready = prepare(settings, asked, fields.documents, fields.sampling, fields.blocks)
+    ready = prepare(settings, asked, fields.documents, fields.said["sampling"])
     request = ready.request
     room = state.model.config.max_positions - request.prompt.num_tokens
     request = dataclasses.replace(
         request,
-        max_new_tokens=fields.max_tokens or min(server.max_new_tokens, room),
+        max_new_tokens=wanted or min(server.max_new_tokens, room),
         eos_ids=frozenset() if fields.ignore_eos else request.eos_ids,
-        rows=server.rows,
         watched=fields.stream,
         priority=_priority(state, access, fields.priority),
         tenant=access.tenant,
     )
-    return settings, dataclasses.replace(ready, request=request)
+    return dataclasses.replace(ready, request=request)
 
 
 def _priority(state: ServerState, access: Access, asked: int | None) -> int:
@@ -112,21 +105,15 @@ def _priority(state: ServerState, access: Access, asked: int | None) -> int:
     return min(max(wanted, access.limits.priority), worst)
 
 
-def _check_offered(state: ServerState, fields: Generation) -> None:
-    if fields.method is not None and fields.method not in state.methods:
-        raise invalid(
-            f"method={fields.method!r}: this server offers {', '.join(state.methods)}", "method"
-        )
-    if fields.decode is not None and fields.decode not in state.decode_rules:
-        raise invalid(
-            f"decode={fields.decode!r}: this server offers {', '.join(state.decode_rules)}",
-            "decode",
-        )
+def _check_offered(state: ServerState, said: Mapping[str, Any]) -> None:
+    for name, offered in (("method", state.methods), ("decode", state.decode_rules)):
+        if name in said and said[name] not in offered:
+            raise invalid(f"{name}={said[name]!r}: this server offers {', '.join(offered)}", name)
     if state.settings.allow_history_dependent:
         return
     for name, asked in (
-        ("prefix_cache", fields.prefix_cache is True),
-        ("misses", fields.misses == "in_place"),
+        ("prefix_cache", said.get("prefix_cache") is True),
+        ("misses", said.get("misses") == "in_place"),
     ):
         if asked:
             raise invalid(
@@ -191,7 +178,7 @@ class Asking:
         self.logprobs: list[float] = []
         self._state, self._inbox, self._place = state, inbox, place
         self._loop = asyncio.get_running_loop()
-        self._asked: tuple[Settings, ReadyQuestion] | None = None
+        self._asked: ReadyQuestion | None = None
         self._answer: Answer | None = None
         self._lock = threading.Lock()  # of the two below
         self._number: int | None = None
@@ -200,25 +187,24 @@ class Asking:
         self._over = False  # nothing more will come
         state.asking.add(self)
 
-    async def ready(self, make: Callable[[], tuple[Settings, ReadyQuestion]]) -> None:
+    async def ready(self, make: Callable[[], ReadyQuestion]) -> None:
         """Make the prompt ready on a thread. Raises what ``make`` raises."""
         self._asked = await self._loop.run_in_executor(self._state.prepare, make)
-        settings, question = self._asked
-        self.prompt_tokens = 0 if question.abstains else question.request.prompt.num_tokens
-        tokenizer = settings.model.tokenizer
-        self._answer = Answer(settings.stop, None if tokenizer is None else tokenizer.stream())
+        abstains, request = self._asked.abstains, self._asked.request
+        self.prompt_tokens = 0 if abstains else request.prompt.num_tokens
+        self._answer = answer_to(self._asked)
 
     async def begin(self, deadline: float) -> None:
         """Hand it to the engine; it fails at ``deadline``, by ``time.monotonic``."""
         assert self._asked is not None
-        settings, question = self._asked
+        question = self._asked
         if self._failed is not None:
             raise self._failed
         left = deadline - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded(LATE)
         if question.abstains:  # an answer as others, for clients that know no other end
-            result = dataclasses.replace(abstained(settings, question), finish_reason="stop")
+            result = dataclasses.replace(abstained(question), finish_reason="stop")
             self._inbox.put(self._place, Piece(result.text, [], []))
             self._end(result)
             return
@@ -263,7 +249,7 @@ class Asking:
     def account(self, result: Result, return_text: bool) -> dict[str, Any]:
         """What a Result says beside the answer; folders of the server are not shown."""
         told = account(result, return_text)
-        base = None if self._asked is None else self._asked[0].kb
+        base = None if self._asked is None else self._asked.settings.kb
         if base is not None:
             parent = f"{base.path.parent}/"
             told["notes"] = [note.replace(parent, "") for note in told["notes"]]
@@ -295,7 +281,7 @@ class Asking:
             self.logprobs += logprobs
             self._inbox.put(self._place, Piece(text, ids, logprobs))
         if progress.outcome is not None:
-            self._end(result_of(*self._asked, self._answer, progress.outcome))
+            self._end(result_of(self._asked, self._answer, progress.outcome))
         elif was is None and self._answer.finish_reason is not None:  # a stop string
             self._state.engine.stop(progress.number)
 

@@ -1,6 +1,5 @@
 """POST /v1/chat/completions: a conversation over retrieved or given chunks."""
 
-import dataclasses
 import functools
 import time
 import uuid
@@ -12,10 +11,10 @@ from starlette.responses import Response
 
 from jaxrag.models.model import Model
 from jaxrag.serve.answers import Result
-from jaxrag.serve.door import conversation_of
+from jaxrag.serve.conversation import conversation_of
 from jaxrag.server.answering import base_of, respond, visited
 from jaxrag.server.asking import Piece, make_ready
-from jaxrag.server.fields import Body, generation_of, messages_of
+from jaxrag.server.fields import Body, generation_of
 from jaxrag.server.logprobs import chat_logprobs
 from jaxrag.server.visit import Visit
 
@@ -28,9 +27,7 @@ async def chat_completions(request: Request) -> Response:
 async def _chat(visit: Visit, body: Body) -> Response:
     assert visit.access is not None
     fields = generation_of(body)
-    keeps = fields.prefix_cache is not False
-    talk = conversation_of(messages_of(body), body.text("earlier_turns") or "exact", keeps=keeps)
-    talk = dataclasses.replace(talk, query=body.text("query"))
+    talk = conversation_of(body.values.get("messages"), body.text("query"), wire=True)
     base = base_of(visit, fields, default=True)
     make = functools.partial(make_ready, visit.state, visit.access, fields, talk, base)
     return await respond(visit, fields, [make], ChatForm(visit, fields.stream, fields.logprobs))

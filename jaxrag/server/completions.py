@@ -14,11 +14,12 @@ from starlette.responses import Response
 from jaxrag.base.types import HostArray
 from jaxrag.models.model import Model, as_token_ids
 from jaxrag.serve.answers import Result
-from jaxrag.serve.door import Conversation, Text
+from jaxrag.serve.ask import is_ids
+from jaxrag.serve.conversation import Conversation, Text
 from jaxrag.server.answering import base_of, respond, visited
 from jaxrag.server.asking import Piece, make_ready
 from jaxrag.server.errors import invalid
-from jaxrag.server.fields import Body, generation_of, is_ids
+from jaxrag.server.fields import Body, generation_of
 from jaxrag.server.logprobs import CompletionLogprobs
 from jaxrag.server.scoring import scored, scoring_of
 from jaxrag.server.visit import Visit
@@ -39,9 +40,9 @@ async def _complete(visit: Visit, body: Body) -> Response:
         scoring_of(body)
         told = [functools.partial(_ids, state.model, it) for it in prompts]
         return await scored(visit, body, await _together(visit, told))
-    fields = generation_of(body)
+    fields = generation_of(Body({**body.values, "earlier_turns": None}))
     base = base_of(visit, fields, default=False)
-    alone = base is None and not fields.documents and not fields.blocks
+    alone = base is None and not fields.documents and not fields.said.get("blocks")
     makes = []
     for prompt in prompts:
         asked: Text | Conversation = prompt

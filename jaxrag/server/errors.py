@@ -1,6 +1,7 @@
 """What goes wrong, as HTTP says it: a status, and OpenAI's object with one line of text."""
 
 import asyncio
+import dataclasses
 import logging
 import re
 from collections.abc import Mapping
@@ -25,6 +26,8 @@ from jaxrag.base.errors import (
     StoreError,
     TokenizerError,
 )
+from jaxrag.engine.sampling_params import SamplingParams
+from jaxrag.serve.ask import Ask
 
 LEFT = 499  # the status of a client that left before its answer
 
@@ -38,11 +41,9 @@ _ASKED = (
     "the question", "the last of messages", "the system message", "an earlier", "messages"
 )  # fmt: skip
 _NAMES = {"max_new_tokens": "max_tokens", "question": "messages"}  # of generate: of the request
-_PARAMS = frozenset({
-    "blocks", "decode", "documents", "earlier_turns", "k", "max_new_tokens", "messages", "method",
-    "min_score", "misses", "priority", "question", "recompute_ratio", "search_mode", "seed", "stop",
-    "temperature", "timeout", "tokens", "top_k", "top_p", "unanswerable", "where",
-})  # fmt: skip
+_PARAMS = {field.name for cls in (Ask, SamplingParams) for field in dataclasses.fields(cls)} | {
+    "documents", "messages", "priority", "question", "timeout", "tokens"
+}  # fmt: skip
 
 
 class Problem(Exception):

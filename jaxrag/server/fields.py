@@ -5,21 +5,22 @@ import json
 import math
 import reprlib
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard, cast, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeGuard
 
 from starlette.requests import Request
 
+from jaxrag.base.options import choices_of, kind_of
 from jaxrag.engine.sampling import SamplingParams
-from jaxrag.library.knowledge_base.search import SearchMode
-from jaxrag.serve.door import Passage, Text
-from jaxrag.serve.questions import Unanswerable
+from jaxrag.serve.ask import Ask, is_ids
+from jaxrag.serve.conversation import Passage, Text
 from jaxrag.server.errors import invalid
 
-_MOST_STOPS = 16
-_MOST_CHUNKS = 1000
+_MOST = {"k": 1000, "stop": 16}
 _SEEDS = 2**32
-_UNANSWERABLE = get_args(Unanswerable)
+# Of ``Ask``: not those that a body says in other words, and not what is the server's to say.
+_OTHERS = ("template", "max_new_tokens", "sampling", "batch_size")
+_FIELDS = {it.name: it for it in dataclasses.fields(Ask) if it.name not in _OTHERS}
 _UNSUPPORTED = {  # field: what it may be all the same
     "tools": ([],),
     "functions": ([],),
@@ -130,6 +131,21 @@ class Body:
             raise invalid(f"{name} has {len(found)} entries: expected at most {most}", name)
         return tuple(found)
 
+    def field(self, name: str) -> Any:
+        """A field of ``Ask``, by its type there."""
+        field, most = _FIELDS[name], _MOST.get(name)
+        choices, kind = choices_of(field), kind_of(field)
+        if choices is not None:
+            return self.choice(name, choices)
+        if kind is int:
+            return self.integer(name, 1, most)
+        if name in ("blocks", "stop"):
+            return self.texts(name, most)
+        readers: dict[Any, Callable[[str], Any]] = {
+            str: self.text, bool: self.flag, float: self.number
+        }  # fmt: skip
+        return readers.get(kind, self.table)(name)
+
     def wrong(self, name: str, expected: str) -> Exception:
         """The problem of a field that is not what was expected."""
         shown = reprlib.repr(self.values.get(name))
@@ -147,49 +163,23 @@ class Generation:
     """What chats and completions have in common.
 
     Attributes:
+      said: fields of ``Ask`` that the body has, by name.
       model: as the client names it; None: whichever is served.
       knowledge_base: that is asked.
       documents: chunks that are given; None: none are, (): there are to be none.
-      blocks: texts that stand before all chunks.
-      k: chunks to retrieve.
-      where: which documents may be retrieved.
-      search_mode: by words, by meaning, or by both.
-      min_score: of what is retrieved.
-      unanswerable: what to do where those leave no chunk.
-      method: name of one that is offered.
-      recompute_ratio: of the chunk tokens.
-      misses: what becomes of chunks that the store lacks.
-      prefix_cache: whether leading parts are kept.
-      decode: name of a rule that is offered.
-      max_tokens: most of the answer; None: as the server has it.
-      stop: texts that end it.
-      sampling: how its tokens are drawn.
       ignore_eos: it goes on behind what would end it.
-      logprobs: those of its tokens are told.
-      stream: it is told piece by piece.
+      logprobs: those of its tokens are given.
+      stream: it comes piece by piece.
       include_usage: and its length at the end.
       priority: class; None: the tenant's own.
       timeout: seconds; None: as the server has it.
       return_text: sources have their texts.
     """
 
+    said: Mapping[str, Any]
     model: str | None
     knowledge_base: str | None
     documents: tuple[Passage, ...] | None
-    blocks: tuple[str, ...]
-    k: int | None
-    where: Mapping[str, Any] | None
-    search_mode: SearchMode | None
-    min_score: float | None
-    unanswerable: Unanswerable
-    method: str | None
-    recompute_ratio: float | None
-    misses: str | None
-    prefix_cache: bool | None
-    decode: str | None
-    max_tokens: int | None
-    stop: tuple[str, ...]
-    sampling: SamplingParams
     ignore_eos: bool
     logprobs: bool
     stream: bool
@@ -202,12 +192,8 @@ class Generation:
 def generation_of(body: Body) -> Generation:
     """The common fields of a body. Raises Problem 400, or RequestError for a bad sampling."""
     _refuse_unsupported(body)
-    max_tokens = body.integer("max_completion_tokens", 1)
-    if max_tokens is None:
-        max_tokens = body.integer("max_tokens", 1)
-    ignore_eos = body.flag("ignore_eos")
-    stop = body.texts("stop", _MOST_STOPS)
-    if body.integer("min_tokens", 0) and not (ignore_eos and not stop):
+    ignore_eos, said = body.flag("ignore_eos"), asked_of(body)
+    if body.integer("min_tokens", 0) and not (ignore_eos and not said.get("stop")):
         raise invalid(
             "min_tokens: an answer ends where the model ends it; pass ignore_eos=true, and no stop",
             "min_tokens",
@@ -217,23 +203,10 @@ def generation_of(body: Body) -> Generation:
         raise body.wrong("timeout", "seconds above 0")
     options = body.table("stream_options") or {}
     return Generation(
+        said=said,
         model=body.text("model"),
         knowledge_base=body.text("knowledge_base"),
         documents=_documents(body),
-        blocks=body.texts("blocks"),
-        k=body.integer("k", 1, _MOST_CHUNKS),
-        where=body.table("where"),
-        search_mode=search_mode_of(body),
-        min_score=body.number("min_score"),
-        unanswerable=cast(Unanswerable, body.choice("unanswerable", _UNANSWERABLE) or "abstain"),
-        method=body.text("method"),
-        recompute_ratio=body.number("recompute_ratio"),
-        misses=body.text("misses"),
-        prefix_cache=body.flag("prefix_cache") if "prefix_cache" in body else None,
-        decode=body.text("decode"),
-        max_tokens=max_tokens,
-        stop=stop,
-        sampling=_sampling(body),
         ignore_eos=ignore_eos,
         logprobs=_logprobs(body),
         stream=body.flag("stream"),
@@ -244,9 +217,17 @@ def generation_of(body: Body) -> Generation:
     )
 
 
-def search_mode_of(body: Body) -> SearchMode | None:
-    """How it is searched; None: as the knowledge base has it. Raises Problem 400."""
-    return cast(SearchMode | None, body.choice("search_mode", get_args(SearchMode)))
+def asked_of(body: Body) -> dict[str, Any]:
+    """The fields of ``Ask`` that a body has; what it asks for in OpenAI's words among them.
+
+    Raises Problem 400 for one of another type, and RequestError for a bad sampling.
+    """
+    said = {name: body.field(name) for name in _FIELDS if name in body}
+    for name in ("max_completion_tokens", "max_tokens"):
+        if name in body:
+            said["max_new_tokens"] = body.integer(name, 1)
+            break
+    return said | {"sampling": _sampling(body)}
 
 
 def _refuse_unsupported(body: Body) -> None:
@@ -330,69 +311,3 @@ def _document(what: str, value: Any) -> Passage:
 def is_text(value: Any) -> TypeGuard[Text]:
     """Is it a text, or a list of token ids?"""
     return isinstance(value, str) or is_ids(value)
-
-
-def is_ids(value: Any) -> bool:
-    """Is it a list of token ids, one at least?"""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(it, int) and not isinstance(it, bool) for it in value)
-    )
-
-
-def messages_of(body: Body) -> list[dict[str, Text]]:
-    """Messages with a role and a text each, neighbours of one role joined. Raises Problem 400."""
-    given = body.values.get("messages")
-    if not isinstance(given, list) or not given:
-        raise body.wrong("messages", "a list of objects with role and content")
-    messages: list[dict[str, Text]] = []
-    for place, one in enumerate(given):
-        role, content = _message(f"messages[{place}]", one)
-        last = messages[-1] if messages else None
-        if last is not None and last["role"] == role:
-            before = last["content"]
-            if not isinstance(before, str) or not isinstance(content, str):
-                raise invalid(f"messages[{place}]: two of the {role} in a row", "messages")
-            last["content"] = f"{before}\n\n{content}"
-        else:
-            messages.append({"role": role, "content": content})
-    return messages
-
-
-def _message(what: str, message: Any) -> tuple[str, Text]:
-    if not isinstance(message, dict):
-        raise invalid(
-            f"{what}={reprlib.repr(message)}: expected an object with role and content", "messages"
-        )
-    role = message.get("role")
-    role = "system" if role == "developer" else role
-    if role not in ("system", "user", "assistant"):
-        raise invalid(
-            f"{what} has role={reprlib.repr(role)}: expected one of system, user, assistant",
-            "messages",
-        )
-    if message.get("tool_calls") or message.get("function_call"):
-        raise invalid(f"{what} calls a tool: this server has none", "messages")
-    content = message.get("content")
-    if isinstance(content, list) and not is_ids(content):
-        content = "".join(_part(f"{what}.content[{i}]", it) for i, it in enumerate(content))
-    if not is_text(content) or (isinstance(content, str) and not content.strip()):
-        raise invalid(
-            f"{what} has content={reprlib.repr(message.get('content'))}: expected a text with "
-            "words in it, or a list of text parts",
-            "messages",
-        )
-    return role, content
-
-
-def _part(what: str, part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    text = part.get("text") if isinstance(part, dict) else None
-    if kind != "text" or not isinstance(text, str):
-        raise invalid(
-            f"{what} is of the type {reprlib.repr(kind)}: expected a part with type text, and its "
-            "text",
-            "messages",
-        )
-    return text

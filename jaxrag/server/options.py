@@ -4,7 +4,7 @@ import dataclasses
 
 from jaxrag.base.config import ModelOptions
 from jaxrag.base.options import option, parse_count
-from jaxrag.serve.options import ReuseOptions, SearchOptions
+from jaxrag.serve.ask import Ask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +53,9 @@ class ServerOptions:
         "listen on an address that others can reach though no key is asked for",
         flag="--open",
     )
-    method: str = option(ReuseOptions.method, "where a request names none", "NAME")
+    method: str = option(Ask.method, "where a request names none", "NAME")
     decode: str | None = option(None, "likewise", "RULE", unset="the method's own")
-    k: int = option(SearchOptions.k, "chunks to retrieve", "N")
+    k: int = option(Ask.k, "chunks to retrieve", "N")
     max_new_tokens: int = option(256, "of an answer", "N", parse=parse_count)
     rows: int = option(8, "answers decoded together", "N")
     allow_history_dependent: bool = option(

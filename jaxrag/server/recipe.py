@@ -11,10 +11,10 @@ import numpy as np
 from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.base.shapes import row_length
 from jaxrag.engine.engine import Engine
-from jaxrag.library.documents.chunking import ChunkBy
 from jaxrag.library.embed import Embedder
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.settings import DEFAULT_CHUNK_TOKENS, DEFAULT_ENCODERS
+from jaxrag.library.options import ChunkBy
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.encode import encode_chunks, encoder_named

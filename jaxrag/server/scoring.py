@@ -51,9 +51,10 @@ def scoring_of(body: Body) -> tuple[Generation, int, int]:
     fields = generation_of(Body({**body.values, "logprobs": 1, "max_tokens": 1}))
     if fields.stream:
         raise invalid("stream: a prompt is scored whole; leave stream out", "stream")
-    if fields.sampling.temperature:
+    temperature = fields.said["sampling"].temperature
+    if temperature:
         raise invalid(
-            f"temperature={fields.sampling.temperature:g}: expected 0 with echo and logprobs",
+            f"temperature={temperature:g}: expected 0 with echo and logprobs",
             "temperature",
         )
     return fields, count, more
@@ -106,9 +107,9 @@ async def scored(visit: Visit, body: Body, prompts: Sequence[HostArray]) -> JSON
 def _refuse_chunks(visit: Visit, fields: Generation) -> None:
     """A prompt is scored as it stands: with stored chunks it would be another text."""
     base = base_of(visit, fields, default=False)
-    given = {"knowledge_base": base, "documents": fields.documents, "blocks": fields.blocks}
-    for name, value in given.items():
-        if value:
+    given = {**fields.said, "knowledge_base": base, "documents": fields.documents}
+    for name in ("knowledge_base", "documents", "blocks"):
+        if given.get(name):
             raise invalid(
                 f"{name}: echo with logprobs reads the prompt alone, by a forward that reuses no "
                 "chunk; leave it out, or leave echo out",

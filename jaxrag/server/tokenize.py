@@ -7,12 +7,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from jaxrag.base.types import HostArray
-from jaxrag.engine.sampling import SamplingParams
 from jaxrag.models.model import as_token_ids
-from jaxrag.serve.door import conversation_of
+from jaxrag.serve.ask import Ask, is_ids
+from jaxrag.serve.conversation import conversation_of
 from jaxrag.serve.questions import prepare, resolve
 from jaxrag.server.errors import invalid
-from jaxrag.server.fields import Body, is_ids, messages_of, read_body
+from jaxrag.server.fields import Body, read_body
 from jaxrag.server.health import check_ready
 from jaxrag.server.state import ServerState, state_of
 
@@ -50,12 +50,10 @@ async def detokenize(request: Request) -> JSONResponse:
 def _ids(state: ServerState, body: Body) -> list[int]:
     model = state.model
     if "messages" in body:
-        settings = resolve(
-            kb=None, model=model, method=next(iter(state.methods.values())), template=None, k=1,
-            max_new_tokens=1, stop=(),
-        )  # fmt: skip
-        talk = conversation_of(messages_of(body), keeps=False)
-        prompt = prepare(settings, talk, None, SamplingParams()).request.prompt
+        method = next(iter(state.methods.values()))
+        settings = resolve(Ask(method=method, max_new_tokens=1, prefix_cache=False), model=model)
+        talk = conversation_of(body.values["messages"], wire=True)
+        prompt = prepare(settings, talk).request.prompt
         return [int(it) for it in np.concatenate((prompt.prefix, *prompt.chunks, prompt.final))]
     text = body.text("prompt")
     text = body.text("content") if text is None else text

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 
 from jaxrag.library.catalog import DocumentEntry, Hit
 from jaxrag.server.errors import invalid
-from jaxrag.server.fields import Body, read_body, search_mode_of
+from jaxrag.server.fields import Body, read_body
 from jaxrag.server.files import entered
 from jaxrag.server.library import Library, Shelf, no_member
 from jaxrag.server.lists import page
@@ -115,7 +115,7 @@ async def search_store(request: Request) -> JSONResponse:
         questions,
         count,
         where,
-        mode=search_mode_of(body),
+        mode=body.field("search_mode"),
         min_score=body.number("min_score"),
     )
     hits = await asyncio.get_running_loop().run_in_executor(state.prepare, search)

@@ -375,7 +375,7 @@ def main() -> int:
                 usage = {key: value for key, value in result.items() if key != "refused"}
                 print(f"{'FAIL' if wrong else 'ok':5} {name}: {refused or usage}", flush=True)
     if args.json:
-        from jaxrag.measure.bench.machine import describe
+        from jaxrag.measure.machine import describe
 
         compilers = {name: importlib.metadata.version(name) for name in COMPILERS}
         found = {"machine": describe(), "compilers": compilers, "results": results}

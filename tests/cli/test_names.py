@@ -3,18 +3,20 @@
 import argparse
 import collections
 import re
+import shlex
+from pathlib import Path
 
 import pytest
 
-from jaxrag.cli import make_parser
+from jaxrag.cli import main, make_parser
+
+ROOT = Path(__file__).parents[2]
 
 # What means what: an option with more than one kind of value, and what each is.
 TWOFOLD = {
     "--kb": {"DIR": "a knowledge base", "[NAME=]DIR": "several, with names of their own"},
     "--model": {"MODEL": "one", "NAME=DIR": "several", "DIR": "its tokenizer, nothing else"},
-    "--models": {"DIR": "a folder with several", "NAME,...": "sizes of random ones"},
     "--out": {"FILE": "the result", "DIR": "a folder: pictures, a run"},
-    "--dtype": {"{float32,bfloat16,float16}": "one", "DTYPE,...": "several, one after the other"},
     "--encoder": {"NAME": "any", "{isolated,neighbours,neighbours_joint}": "that can be timed"},
     "--chunks": {"N": "so many", "N|N-M": "fewest and most"},
     "--repeats": {"N": "of everything", "N[,N,...]": "of each context"},
@@ -109,7 +111,6 @@ def test_questions_are_a_file_and_their_number_is_called_so():
         ("bench store", "--tokens", "1k", "tokens", 1024),
         ("bench decode", "--rules", "dense;topn:n=8", "rules", ("dense", "topn:n=8")),
         ("bench decode", "--rules", "dense,flat", "rules", ("dense", "flat")),
-        ("bench document", "--questions", "5", "questions", 5),
         ("bench serve", "--documents", "5", "documents", 5),
         ("bench serve", "--question", "5", "question", 5),
         ("bench serve", "--answers", "5,6", "answers", (5, 6)),
@@ -122,3 +123,27 @@ def test_an_earlier_name_is_understood_and_not_shown(capsys, command, earlier, v
     with pytest.raises(SystemExit):
         parser.parse_args([*words, "--help"])
     assert not re.search(rf"{earlier}\b(?!-)", capsys.readouterr().out.split("\nexample:")[0])
+
+
+@pytest.mark.parametrize(
+    ("words", "script"),
+    [
+        ("decode-throughput --batch 1,8 --resume", "decode_throughput.py --batch 1,8 --resume"),
+        ("document --tokens 8k", "document.py --tokens 8k"),
+        ("explain --kb kb --question 'Who built it?'", "explain.py --kb kb --question 'Who"),
+        ("prefill", "prefill.py"),
+        ("train-step --help", "train_step.py --help"),
+    ],
+)
+def test_what_only_a_checkout_measures_names_its_script(capsys, words, script):
+    with pytest.raises(SystemExit) as leaving:
+        main(["bench", *shlex.split(words)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert leaving.value.code == 2 and f"in a checkout: python benchmarks/{script}" in line
+    assert (ROOT / "benchmarks" / script.split()[0]).is_file()
+
+
+def test_figures_of_a_paper_are_a_script(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main(["bench", "serve", "--fusionrag", "--rates", "2"])
+    assert leaving.value.code == 2 and "benchmarks/fusionrag.py" in capsys.readouterr().err

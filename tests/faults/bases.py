@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxrag.base.config import ModelConfig, RopeConfig
 from jaxrag.kv.store.record import new_attempt
 from jaxrag.library.embed import as_embedder
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.writers import FOLDER as WRITERS
+from jaxrag.measure.zoo import llama
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.spec import init_params
@@ -27,30 +27,10 @@ CHUNK_TOKENS = 48
 CACHE_TOKENS = 1024
 WORDS = ("river", "harbour", "lantern", "quarry", "meadow", "copper", "violin", "glacier",
          "orchard", "canvas", "thistle", "marble", "pepper", "saddle", "anchor")  # fmt: skip
-CONFIG = ModelConfig(
-    family="llama",
-    vocab_size=400,
-    num_layers=1,
-    model_dim=24,
-    mlp_dim=40,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    norm_eps=1e-5,
-    rope=RopeConfig(theta=10_000.0, rotary_dim=8, interleaved=False, scaling=None),
-    max_positions=1024,
-    sliding_window=None,
-    window_layers=None,
-    qkv_bias=False,
-    o_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    post_norms=False,
-    tie_embeddings=False,
-    dtype="float32",
-    bos_id=0,
-    eos_ids=(1,),
-)
+CONFIG = llama(
+    vocab_size=400, num_layers=1, model_dim=24, mlp_dim=40, num_heads=4, num_kv_heads=2, head_dim=8,
+    max_positions=1024, tie_embeddings=False, bos_id=0, eos_ids=(1,),
+)  # fmt: skip
 
 
 def document_text(number: int, version: int) -> str:
@@ -156,7 +136,6 @@ BASES: dict[str, Base] = {
         decode="retrieval:k=4,sink=2,recent=4",
     ),
     "lance": Base({"index": "lance"}),
-    "faiss": Base({"index": "faiss"}),
     "limited": Base({"max_bytes": 1 << 24}, vectors=False),
     "sealed": Base({"secret": bytes(range(32))}),
     "log": Base(unfinished=True),

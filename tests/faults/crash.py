@@ -44,7 +44,7 @@ from fault_report import foot, markdown
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.measure.bench.machine import describe
+from jaxrag.measure.machine import describe
 from jaxrag.models.model import Model
 
 NAMES = (*KINDS, "store")

@@ -53,7 +53,7 @@ from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
 from jaxrag.library.knowledge_base.location import mend_catalog
-from jaxrag.measure.bench.machine import describe
+from jaxrag.measure.machine import describe
 from jaxrag.models.model import Model
 
 QUESTIONS = (document_text(3, 0)[:60], document_text(5, 0)[5:70], document_text(4, 0)[:60])

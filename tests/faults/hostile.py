@@ -52,7 +52,7 @@ from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.measure.bench.machine import describe
+from jaxrag.measure.machine import describe
 
 CASES = (*hostile_models.CASES, *hostile_files.CASES)
 MAX_SECONDS = 5.0  # of processor time

@@ -86,7 +86,7 @@ def test_the_command_goes_on_where_it_stopped(tmp_path):
         done = subprocess.run(
             [sys.executable, ROOT / "tests" / "faults" / "flips.py", "--flips", str(count),
              "--cuts", str(count // 4), "--bases", "native", "neighbours", "attention index",
-             "lance", "faiss", "--folder", tmp_path / "work", "--out", tmp_path / "out.json",
+             "lance", "--folder", tmp_path / "work", "--out", tmp_path / "out.json",
              "--markdown", tmp_path / "out.md"],
             capture_output=True,
             text=True,

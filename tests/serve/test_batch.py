@@ -17,6 +17,7 @@ from jaxrag.engine.sampling import SamplingParams
 from jaxrag.library.documents import Document, Shard
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.serve import batch
+from jaxrag.serve.ask import Ask
 from jaxrag.serve.batch import answer_file, question_seed
 from jaxrag.serve.batch_files import AnswerFile, settings_path
 from jaxrag.serve.question_files import BadQuestion, Question, QuestionFile
@@ -82,9 +83,7 @@ def kb(kb_dir, text_model):
 
 @pytest.fixture(scope="module")
 def settings(kb):
-    return resolve(
-        kb=kb, model=None, method="turborag", template=None, k=2, max_new_tokens=6, stop=()
-    )
+    return resolve(Ask(method="turborag", k=2, max_new_tokens=6), kb=kb)
 
 
 @pytest.fixture
@@ -96,8 +95,7 @@ def answer(settings, tmp_path):
         return answer_file(
             questions,
             out or run.out,
-            settings,
-            sampling=sampling,
+            dataclasses.replace(settings, ask=dataclasses.replace(settings.ask, sampling=sampling)),
             shard=shard or Shard(),
             batch_size=batch_size,
         )
@@ -224,9 +222,11 @@ def test_other_settings_are_refused_by_name(answer, settings, tmp_path):
     before = answer.out.read_bytes()
     replace = dataclasses.replace
     changes = {
-        "k": {"settings": replace(settings, k=3)},
-        "max_new_tokens": {"settings": replace(settings, max_new_tokens=7)},
-        "stop": {"settings": replace(settings, stop=("x",))},
+        "k": {"settings": replace(settings, ask=replace(settings.ask, k=3))},
+        "max_new_tokens": {
+            "settings": replace(settings, ask=replace(settings.ask, max_new_tokens=7))
+        },
+        "stop": {"settings": replace(settings, ask=replace(settings.ask, stop=("x",)))},
         "method.positions": {
             "settings": replace(settings, method=replace(settings.method, positions="composite"))
         },
@@ -283,13 +283,7 @@ def test_a_line_that_is_no_answer_is_refused(tmp_path):
 
 def test_without_a_knowledge_base_questions_bring_documents(answer, text_model):
     settings = resolve(
-        kb=None,
-        model=text_model,
-        method="turborag",
-        template="plain",
-        k=5,
-        max_new_tokens=3,
-        stop=(),
+        Ask(method="turborag", template="plain", k=5, max_new_tokens=3), model=text_model
     )
     kept = engine_of(text_model).memory.stats()
     report = answer([LINES[2], LINES[0]], settings=settings)

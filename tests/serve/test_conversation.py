@@ -16,8 +16,8 @@ from jaxrag.library.documents import Document
 from jaxrag.models.segments import lay_out
 from jaxrag.models.text.prompts import QuestionIds
 from jaxrag.serve.answers import serve
-from jaxrag.serve.conversation import FoundChunk, Source, laid_out
-from jaxrag.serve.door import Conversation
+from jaxrag.serve.ask import Ask
+from jaxrag.serve.conversation import Conversation, FoundChunk, Source, laid_out
 from jaxrag.serve.questions import prepare, resolve, shown_prompt
 
 DOCUMENTS = ["The salt wells of Yanjing are worked by hand.", "A bamboo bridge crosses the river."]
@@ -178,13 +178,7 @@ def test_a_system_message_changes_no_chunk(text_model):
     assert {how for _, how in reused(result, "chunk")} <= {"chunk hit", "prefix hit"}
     assert "the system message stands behind the chunks" in result.notes[-1]
     settings = resolve(
-        kb=None,
-        model=text_model,
-        method="full_reuse",
-        template="plain",
-        k=5,
-        max_new_tokens=2,
-        stop=(),
+        Ask(method="full_reuse", template="plain", k=5, max_new_tokens=2), model=text_model
     )
     talk = Conversation(("Who?",), system="Be brief.")
     shown = shown_prompt(text_model, prepare(settings, talk, DOCUMENTS, Sampling()).request.prompt)
@@ -267,9 +261,7 @@ def packed(model, prompt):
 
 def test_law_2_turns_in_the_pool_among_chunks_of_several_questions(kb):
     """Kept piece by piece, and read over stored chunks: one packed forward gives the same."""
-    settings = resolve(
-        kb=kb, model=None, method="turborag", template=None, k=1, max_new_tokens=20, stop=()
-    )
+    settings = resolve(Ask(method="turborag", k=1, max_new_tokens=20), kb=kb)
     questions, answers = ("salt wells", "tea bricks", "a bridge"), []
     for turn in range(3):
         talk = Conversation(questions[: turn + 1], tuple(answers), keeps=True)
@@ -279,22 +271,24 @@ def test_law_2_turns_in_the_pool_among_chunks_of_several_questions(kb):
         assert sum(kept) > sum(len(it) // 16 for it in answers) or not turn
         expected = packed(kb.model, request.prompt)
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-5)
-        [answer] = serve(settings, [prepare(settings, talk, None, Sampling())], 1)
+        [answer] = serve([prepare(settings, talk, None, Sampling())], 1)
         answers.append(answer[0].token_ids)
     assert request.prompt.turns == (1, 2, 4, 5) and len(request.prompt.chunks) == 7
 
 
-def ready(model, asked, blocks=(), template="plain"):
+def ready(model, asked, blocks=(), template="plain", earlier="exact"):
     settings = resolve(
-        kb=None,
+        Ask(
+            blocks=blocks,
+            earlier_turns=earlier,
+            method="turborag",
+            template=template,
+            k=5,
+            max_new_tokens=1,
+        ),
         model=model,
-        method="turborag",
-        template=template,
-        k=5,
-        max_new_tokens=1,
-        stop=(),
     )
-    return prepare(settings, asked, DOCUMENTS, Sampling(), blocks)
+    return prepare(settings, asked, DOCUMENTS)
 
 
 def test_law_2_blocks_are_chunks_of_their_own_whatever_the_question(text_model):
@@ -328,8 +322,8 @@ def test_blocks_are_kept_in_the_repository(kb):
 
 
 def test_law_2_earlier_turns_as_blocks(text_model):
-    talk = Conversation(("Who?", QUESTIONS[1]), ("A brick.",), earlier="blocks", keeps=True)
-    one = ready(text_model, talk)
+    talk = Conversation(("Who?", QUESTIONS[1]), ("A brick.",), keeps=True)
+    one = ready(text_model, talk, earlier="blocks")
     prompt = one.request.prompt
     decode = text_model.tokenizer.decode
     assert not prompt.turns

@@ -11,7 +11,8 @@ from jaxrag.base.sharding import make_mesh
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.models import model
 from jaxrag.models.model import load_model
-from jaxrag.serve.door import questions_of, samplings_of
+from jaxrag.serve.ask import Ask
+from jaxrag.serve.conversation import questions_of
 
 QUESTION = "Who carries the salt?"
 
@@ -80,9 +81,9 @@ def test_one_question_or_a_list():
 
 def test_a_sampling_for_all_or_for_each():
     one, two = SamplingParams(), SamplingParams(seed=2)
-    assert samplings_of(None, 2) == samplings_of(one, 2) == [one, one]
-    assert samplings_of((one, two), 2) == [one, two]
-    assert "2 entries for 1 question" in refusal(lambda: samplings_of([one, two], 1))
+    assert Ask().samplings(2) == Ask(sampling=one).samplings(2) == [one, one]
+    assert Ask(sampling=(one, two)).samplings(2) == [one, two]
+    assert "2 entries for 1 question" in refusal(lambda: Ask(sampling=[one, two]).samplings(1))
 
 
 def test_one_question_at_a_time_in_asyncio(kb):

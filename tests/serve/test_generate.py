@@ -14,6 +14,7 @@ from jaxrag.engine.engine import engine_of
 from jaxrag.kv.cache import PAGE
 from jaxrag.library.documents import Document
 from jaxrag.serve.answers import serve
+from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import Source
 from jaxrag.serve.questions import prepare, resolve
 
@@ -228,15 +229,13 @@ def test_a_small_cache_makes_questions_wait(bare_model):
 
     def served(cache_tokens):
         model = dataclasses.replace(bare_model, cache_tokens=cache_tokens)
-        settings = resolve(
-            kb=None, model=model, method="turborag", template=None, k=1, max_new_tokens=4, stop=()
-        )
+        settings = resolve(Ask(method="turborag", k=1, max_new_tokens=4), model=model)
         questions = [
             prepare(settings, [5] * tokens, [[6] * 400], Sampling())
             for tokens in (300, 40, 280, 290, 40, 50)
         ]
         done = {}
-        for one in serve(settings, questions, batch_size=8):
+        for one in serve(questions, batch_size=8):
             assert not done.keys() & one.keys()
             done |= one
         assert num_free(model) > 0

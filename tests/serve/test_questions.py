@@ -12,6 +12,7 @@ from jaxrag.engine.sampling import SamplingParams
 from jaxrag.models.model import load_model, random_model
 from jaxrag.models.text.prompts import TEMPLATES, PromptTemplate
 from jaxrag.models.text.tokenizer import Tokenizer
+from jaxrag.serve.ask import Ask
 from jaxrag.serve.questions import prepare, resolve
 
 DOCUMENTS = ["File 23: Kora Felell lives in Baldorf.", "File 41: She works as a weaver."]
@@ -31,17 +32,17 @@ class Unasked:
 
 def prepared(model, question, documents=DOCUMENTS, template=None):
     settings = resolve(
-        kb=None, model=model, method="turborag", template=template, k=5,
-        max_new_tokens=1, stop=(),
-    )  # fmt: skip
+        Ask(method="turborag", template=template, k=5, max_new_tokens=1), model=model
+    )
     return prepare(settings, question, documents, SamplingParams())
 
 
 def chosen(model, kb=None, template=None):
     settings = resolve(
-        kb=kb, model=None if kb else model, method="block_attention", template=template, k=5,
-        max_new_tokens=1, stop=(),
-    )  # fmt: skip
+        Ask(method="block_attention", template=template, k=5, max_new_tokens=1),
+        kb=kb,
+        model=None if kb else model,
+    )
     return settings.template.name
 
 
@@ -114,9 +115,7 @@ def test_a_recorded_template_with_split_markers_is_used_with_a_note(text_model, 
     old = dataclasses.replace(text_model, template=marked, cache_tokens=4096)
     with KnowledgeBase.open(tmp_path / "kb", old) as kb:
         assert kb.template == marked
-        settings = resolve(
-            kb=kb, model=None, method="turborag", template=None, k=1, max_new_tokens=1, stop=()
-        )
+        settings = resolve(Ask(method="turborag", k=1, max_new_tokens=1), kb=kb)
         assert settings.template == marked
         (note,) = settings.notes
         assert "template 'old' holds <|passage|>, which is no token" in note

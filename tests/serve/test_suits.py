@@ -11,6 +11,7 @@ from jaxrag.models.model import load_model
 from jaxrag.models.reading import Reading, read_reading, write_reading
 from jaxrag.models.text.prompts import TEMPLATES
 from jaxrag.reuse.methods import METHODS
+from jaxrag.serve.ask import Ask
 from jaxrag.serve.questions import resolve
 from jaxrag.serve.suits import gate_subject
 
@@ -37,9 +38,8 @@ def kb(tmp_path, stock):
 
 def notes(kb=None, model=None, method="turborag", template=None, **options):
     return resolve(
-        kb=kb, model=model, method=method, template=template, k=2, max_new_tokens=1, stop=(),
-        **options,
-    ).notes  # fmt: skip
+        Ask(method=method, template=template, k=2, max_new_tokens=1, **options), kb=kb, model=model
+    ).notes
 
 
 def untuned(*arguments, **options):

@@ -11,12 +11,12 @@ import httpx
 import pytest
 from starlette.requests import Request
 
-from jaxrag.serve.door import conversation_of
+from jaxrag.serve.conversation import conversation_of
 from jaxrag.server.answering import respond
 from jaxrag.server.asking import Inbox, Piece, SlowReader, make_ready
 from jaxrag.server.chat import ChatForm
 from jaxrag.server.errors import Problem
-from jaxrag.server.fields import Body, generation_of, messages_of
+from jaxrag.server.fields import Body, generation_of
 from jaxrag.server.sse import EventStream
 from jaxrag.server.visit import Visit
 
@@ -180,7 +180,7 @@ def test_a_prompt_ends_with_its_request_though_nobody_began_to_read(server, held
         visit = Visit(Request(scope))
         visit.knock()
         fields = generation_of(Body(BODY | {"stream": True}))
-        talk = conversation_of(messages_of(Body(BODY)), keeps=True)
+        talk = conversation_of(BODY["messages"], wire=True)
         make = functools.partial(make_ready, server.state, visit.access, fields, talk, "village")
         response = await respond(visit, fields, [make], ChatForm(visit, True, False))
         assert isinstance(response, EventStream) and len(server.state.asking) == 1

@@ -16,7 +16,8 @@ from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.measure.evals.scoring import READS, draw, scored, write
-from jaxrag.measure.evals.synthetic_report import markdown
+from jaxrag.measure.evals.synthetic_report import tables
+from jaxrag.measure.table import page
 from jaxrag.models.decoder import unembed
 from jaxrag.models.model import load_model
 from jaxrag.reuse.methods import METHODS
@@ -125,7 +126,7 @@ def test_the_record_tells_the_story(results):
 
 def test_the_card_shows_the_record(results):
     card = (SHIPPED / "README.md").read_text(encoding="utf-8")
-    assert markdown(results).strip() in card, "paste what --markdown wrote into the card"
+    assert page(tables(results)).strip() in card, "paste what --markdown wrote into the card"
     assert "TODO" not in card
 
 

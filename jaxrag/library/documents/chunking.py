@@ -11,16 +11,15 @@ import itertools
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
 from jaxrag.base.errors import ConfigError, DocumentError, TokenizerError
 from jaxrag.base.types import HostArray
+from jaxrag.library.options import ChunkBy
 from jaxrag.models.text.sentences import sentence_starts
 from jaxrag.models.text.tokenizer import Tokenizer
-
-ChunkBy = Literal["tokens", "sentence", "markdown"]
 
 _LINE_END = re.compile(r"\r\n?|\n")
 _UNDER = " > "  # between the headings of a section's path

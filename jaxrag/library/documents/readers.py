@@ -1,5 +1,6 @@
 """Which reader reads which kind of file."""
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -38,6 +39,15 @@ _READERS: dict[str, Reader] = {
     ".org": read_org,
     ".ipynb": read_notebook,
     ".eml": read_mail,
+}
+# Packages that a reader imports and only the extra "documents" brings.
+_NEEDS = {
+    ".pdf": "pypdf",
+    ".docx": "docx",
+    ".pptx": "pptx",
+    ".xlsx": "openpyxl",
+    ".rst": "docutils",
+    ".org": "orgparse",
 }
 _RECORDS = (".jsonl", ".json", ".csv", ".tsv")  # of many documents, each with an id of its own
 # Their parsers build trees, or are programs of others: they run in a process of their own.
@@ -107,6 +117,10 @@ def read_open(
     if reader is None:
         fix = _FIXES.get(file.suffix, "convert it")
         yield file.bad(f"file type {file.suffix!r} is not one of {', '.join(_READERS)}; {fix}")
+        return
+    needed = _NEEDS.get(file.suffix)
+    if needed is not None and importlib.util.find_spec(needed) is None:
+        yield file.bad(f"{needed} is not installed; pip install 'jaxrag[documents]' does it")
         return
     try:
         yield from reader(stream, file)

@@ -13,25 +13,25 @@ from jaxrag.kv.store.chunk_store import Mode
 from jaxrag.kv.store.prefetch import Tier
 from jaxrag.library.catalog import DocumentEntry
 from jaxrag.library.documents import DocumentFiles, Intake, Shard, Source, read_paths
-from jaxrag.library.documents.chunking import ChunkBy
 from jaxrag.library.export import ExportReport, ExportRequest, Piece, Selector, export_selected
 from jaxrag.library.knowledge_base import upkeep
+from jaxrag.library.knowledge_base.folders import find_folder
 from jaxrag.library.knowledge_base.gone import Gone, compare
 from jaxrag.library.knowledge_base.ingest import AddReport, Ingest, Turn
-from jaxrag.library.knowledge_base.location import find_folder, open_catalog, store_location
+from jaxrag.library.knowledge_base.location import open_catalog
 from jaxrag.library.knowledge_base.maintained import Maintained
-from jaxrag.library.knowledge_base.neighbours import SimilarBy
 from jaxrag.library.knowledge_base.prepare import Cut, Preparer
 from jaxrag.library.knowledge_base.search import Hits, Search, SearchMode
 from jaxrag.library.knowledge_base.settings import Wanted
-from jaxrag.library.knowledge_base.vectors import GivenEmbedder, choose_embedder
+from jaxrag.library.knowledge_base.vectors import GivenEmbedder
+from jaxrag.library.options import ChunkBy, SimilarBy
 from jaxrag.library.retrieve.adapters import adopted
 from jaxrag.library.retrieve.base import Reranker, Retriever
 from jaxrag.library.retrieve.filters import Filter
 from jaxrag.models.model import Model
-from jaxrag.models.text.prompts import PromptTemplate, template_named
+from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.models.text.tokenizer import Tokenizer
-from jaxrag.reuse.attention_index.document import Indexing, indexing_from
+from jaxrag.reuse.attention_index.document import Indexing
 from jaxrag.reuse.encode import prefix_key
 
 _Removes = Literal["nothing", "certain", "all"]  # of what has left its files
@@ -102,7 +102,8 @@ class KnowledgeBase(Maintained):
           embedder: directory of an embedding model, or a function from texts to vectors; chunks
             then have vectors. An existing knowledge base without one gets it from now on; ``embed``
             makes the vectors of the chunks that are there.
-          index: kind of vector index, "lance", "exact" or "faiss" ("lance").
+          index: kind of vector index, "lance" or "exact", which compares all vectors ("lance",
+            earlier also called "faiss").
           attention_index: kind and settings of the indexes that long chunks are stored with, for
             the decode rule "retrieval": such as "lists" or "lists:exact_below=16384,reach=8192"
             (none). An existing knowledge base without them keeps them from now on; adding a
@@ -127,38 +128,16 @@ class KnowledgeBase(Maintained):
             raise KnowledgeBaseError(f"mode={mode!r}: expected one of {', '.join(get_args(Mode))}")
         require_kind("path", path, (str, os.PathLike), "a folder", optional=False)
         require_kind("model", model, (Model,), "a Model, as load_model(DIR) gives it")
-        require_kind(
-            "template", template, (str, PromptTemplate), "a template's name, a .toml file or a "
-            "PromptTemplate",
-        )  # fmt: skip
-        require_kind("chunk_tokens", chunk_tokens, (int,), "how many tokens")
-        require_kind("overlap", overlap, (int,), "how many tokens")
-        if isinstance(encoders, str):
-            raise RequestError(f"encoders={encoders!r} is one text: expected a list of names")
         folder = find_folder(path)
-        given, embedder_path = choose_embedder(embedder)
         wanted = Wanted(
-            template=template_named(template) if isinstance(template, str) else template,
-            chunk_tokens=chunk_tokens,
-            overlap=overlap,
-            chunk_by=chunk_by,
-            encoders=None if encoders is None else tuple(encoders),
-            neighbours=neighbours,
-            similar_by=similar_by,
-            stored=stored,
-            salt=salt,
-            store=None if store is None else store_location(store),
-            max_bytes=max_bytes,
-            embedder=given,
-            embedder_path=embedder_path,
-            index=index,
-            indexing=None if attention_index is None else indexing_from(attention_index),
-            secret=secret,
-            reseal=reseal,
-        )
+            template=template, chunk_tokens=chunk_tokens, overlap=overlap, chunk_by=chunk_by,
+            encoders=encoders, neighbours=neighbours, similar_by=similar_by, stored=stored,
+            salt=salt, secret=secret, reseal=reseal, store=store, max_bytes=max_bytes,
+            embedder=embedder, index=index, attention_index=attention_index,
+        )  # fmt: skip
         catalog, mode = open_catalog(folder, model, wanted, mode)
         try:
-            return cls(folder, catalog, model, mode, given, retriever, reranker, secret)
+            return cls(folder, catalog, model, mode, wanted, retriever, reranker)
         except BaseException:
             catalog.close()
             raise
@@ -273,8 +252,13 @@ class KnowledgeBase(Maintained):
         if not intake.paths or intake.part.count > 1:
             return report
         found = compare(self._catalog.documents(), intake.paths, intake.seen, intake.whole)
-        removed = found.ids * (removes != "nothing") + found.doubtful * (removes == "all")
-        left = found.ids * (removes == "nothing") + found.doubtful * (removes != "all")
+        nothing: tuple[str, ...] = ()
+        everything = (*found.ids, *found.doubtful)
+        removed, left = {
+            "nothing": (nothing, everything),
+            "certain": (found.ids, found.doubtful),
+            "all": (everything, nothing),
+        }[removes]
         if removed:
             self._catalog.remove(removed)
             self._finish_removals()

@@ -2,7 +2,7 @@
 
 import itertools
 import os
-import urllib.parse
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,37 +25,13 @@ from jaxrag.library.knowledge_base.settings import (
 )
 from jaxrag.library.knowledge_base.vectors import VECTORS, ChunkVectors
 from jaxrag.library.knowledge_base.writers import FOLDER as WRITERS
+from jaxrag.library.retrieve.lance import EARLIER_KINDS
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import TEMPLATES
 from jaxrag.reuse.encode import ENCODERS
 
 CATALOG = "catalog.sqlite"
 TIER = "tier"  # folder of the local copies of a repository that lies elsewhere
-
-
-def find_folder(path: str | os.PathLike[str]) -> Path:
-    """The local folder that a path or file:// URL names. Raises KnowledgeBaseError for others."""
-    text = os.fspath(path)
-    scheme, separator, _ = text.partition("://")
-    if separator:
-        if scheme != "file":
-            raise KnowledgeBaseError(
-                f"{text}: a knowledge base needs a local folder, its catalog is an SQLite file; "
-                "give a path or a file:// URL (its chunks may lie elsewhere: store=)"
-            )
-        text = urllib.parse.unquote(urllib.parse.urlsplit(text).path)
-    folder = Path(text).absolute()
-    if folder.exists() and not folder.is_dir():
-        raise KnowledgeBaseError(f"{folder} is a file; expected the folder of a knowledge base")
-    return folder
-
-
-def store_location(store: str | os.PathLike[str]) -> str:
-    """A repository as it is remembered: a URL as it is, a folder with its absolute path."""
-    text = os.fspath(store)
-    if "://" in text and not text.startswith("file://"):
-        return text
-    return str(find_folder(text))
 
 
 def mend_catalog(folder: Path) -> Salvage | None:
@@ -201,13 +177,13 @@ def _extend(
             embedded = wanted.embedder is not None or settings["vectors"] is not None
             catalog.set("neighbours", neighbour_settings(wanted, embedded))
         catalog.extend("encoders", new)
-    if wanted.indexing is not None and settings.get("attention_index") is None:
+    if wanted.attention_index is not None and settings.get("attention_index") is None:
         if model is None or mode == "r":
             raise KnowledgeBaseError(
                 f"{folder} keeps no attention indexes; open it for writing with its model to add "
                 "them"
             )
-        catalog.set("attention_index", wanted.indexing.to_table())
+        catalog.set("attention_index", wanted.indexing_table)
     if wanted.max_bytes is not None and (wanted.max_bytes or None) != settings["max_bytes"]:
         if mode == "r":
             raise KnowledgeBaseError(f"{folder}: open it for writing to change max_bytes")
@@ -216,6 +192,9 @@ def _extend(
     if vectors is not None and settings["vectors"] is None:
         if mode == "r":
             raise KnowledgeBaseError(f"{folder} has no embedder; open it for writing to add one")
+        if wanted.index in EARLIER_KINDS:
+            message = f"index={wanted.index!r} is an earlier name of {vectors['index']!r}"
+            warnings.warn(message, DeprecationWarning, stacklevel=4)
         ChunkVectors(folder, vectors, wanted.embedder, mode).make()
         catalog.set("vectors_complete", False)
         catalog.set("vectors", vectors)

@@ -10,12 +10,13 @@ from jaxrag.base.errors import KnowledgeBaseError, RequestError, TokenizerError
 from jaxrag.base.types import HostArray
 from jaxrag.library.catalog.audit import RowsReport
 from jaxrag.library.knowledge_base import upkeep
+from jaxrag.library.knowledge_base.folders import find_folder
 from jaxrag.library.knowledge_base.ingest import RefreshReport
-from jaxrag.library.knowledge_base.location import find_folder
-from jaxrag.library.knowledge_base.neighbours import DEFAULT_TOP_N, Neighbours, SimilarBy, refresh
+from jaxrag.library.knowledge_base.neighbours import DEFAULT_TOP_N, Neighbours, refresh
 from jaxrag.library.knowledge_base.parts import Parts
 from jaxrag.library.knowledge_base.rows import Names, examine
 from jaxrag.library.knowledge_base.stats import collect_stats
+from jaxrag.library.options import SimilarBy
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.encode import encoder_named

@@ -12,7 +12,7 @@ import functools
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -23,14 +23,14 @@ from jaxrag.library.knowledge_base.ingest import RefreshReport
 from jaxrag.library.knowledge_base.staleness import NeighbourSearch
 from jaxrag.library.knowledge_base.vectors import ChunkVectors
 from jaxrag.library.knowledge_base.writers import Writer
-from jaxrag.library.retrieve.base import NOTHING, VectorIndex
+from jaxrag.library.options import SimilarBy
+from jaxrag.library.retrieve.base import NOTHING
 from jaxrag.library.retrieve.bm25 import BM25Snapshot
+from jaxrag.library.retrieve.lance import VectorIndex
 from jaxrag.models.model import Model
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.encode import ChunkEncoding, ChunkInContext
-
-SimilarBy = Literal["vectors", "bm25"]
 
 DEFAULT_TOP_N = 10  # FusionRAG section 5.3.2
 
@@ -182,7 +182,7 @@ def refresh(
     """Encode every chunk whose neighbours, their order included, are not those of its KV.
 
     Neighbours are searched of the chunks whose lists may have changed since the last complete
-    search (``knowledge_base.staleness``). Found by the exact vector index, these are the new
+    search (``knowledge_base.staleness``). Found by an exact vector index, these are the new
     chunks and those that a chunk which came or went is near to; found by BM25 or an approximate
     index, all chunks as soon as any document changed: one question for every chunk, for BM25 to an
     index that is read into memory once.

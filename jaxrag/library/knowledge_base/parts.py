@@ -15,6 +15,7 @@ from jaxrag.library.catalog import Catalog
 from jaxrag.library.documents.chunking import Chunking
 from jaxrag.library.embed import Embedder
 from jaxrag.library.knowledge_base.location import open_repository
+from jaxrag.library.knowledge_base.settings import Wanted
 from jaxrag.library.knowledge_base.vectors import ChunkVectors
 from jaxrag.library.retrieve.adapters import CatalogChunks
 from jaxrag.library.retrieve.base import Chunks, Reranker, Retriever
@@ -56,10 +57,9 @@ class Parts:
         catalog: Catalog,
         model: Model | None,
         mode: Mode,
-        embedder: Embedder | None,
+        wanted: Wanted,
         retriever: Retriever | Any | None,
         reranker: Reranker | None,
-        secret: bytes | None,
     ) -> None:
         """Use ``KnowledgeBase.open``, which checks what is there first."""
         settings = catalog.settings()
@@ -84,8 +84,8 @@ class Parts:
         self.reranker = reranker
         self._vectors = None
         if settings["vectors"] is not None:
-            self._vectors = ChunkVectors(path, settings["vectors"], embedder, mode)
-        self.store = open_repository(path, settings, mode, secret)
+            self._vectors = ChunkVectors(path, settings["vectors"], wanted.embedder, mode)
+        self.store = open_repository(path, settings, mode, wanted.secret)
         if mode == "rw":
             self._owners().register(this_owner(self.id, path))
             self._finish_removals()

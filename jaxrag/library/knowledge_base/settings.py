@@ -9,16 +9,19 @@ from typing import Any, get_args
 import numpy as np
 
 from jaxrag.base.config import config_to_dict
-from jaxrag.base.errors import KnowledgeBaseError
+from jaxrag.base.errors import KnowledgeBaseError, RequestError
+from jaxrag.base.tables import require_kind
 from jaxrag.kv.store.keys import derive
 from jaxrag.kv.store.seal import Sealer
-from jaxrag.library.documents.chunking import ChunkBy, Chunking
-from jaxrag.library.embed import Embedder
-from jaxrag.library.knowledge_base.neighbours import DEFAULT_TOP_N, SimilarBy
-from jaxrag.library.retrieve.names import index_named
+from jaxrag.library.documents.chunking import Chunking
+from jaxrag.library.knowledge_base.folders import store_location
+from jaxrag.library.knowledge_base.neighbours import DEFAULT_TOP_N
+from jaxrag.library.knowledge_base.vectors import choose_embedder
+from jaxrag.library.options import KnowledgeBaseOptions, SimilarBy
+from jaxrag.library.retrieve.lance import kind_named
 from jaxrag.models.model import Model
-from jaxrag.models.text.prompts import PromptTemplate
-from jaxrag.reuse.attention_index.document import Indexing
+from jaxrag.models.text.prompts import PromptTemplate, template_named
+from jaxrag.reuse.attention_index.document import indexing_from
 from jaxrag.reuse.encode import encoder_named, prefix_provenance
 
 # The settings of every knowledge base, without which it cannot be opened.
@@ -36,37 +39,55 @@ _OVERLAP_SHARE = 50  # the default overlap is a fiftieth of a chunk: 10 tokens o
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
-    """What an opening asks for; None leaves it to what is remembered, or to the default."""
+class Wanted(KnowledgeBaseOptions):
+    """The options of an opening, read and checked.
 
-    template: PromptTemplate | None
-    chunk_tokens: int | None
-    overlap: int | None
-    chunk_by: ChunkBy | None
-    encoders: tuple[str, ...] | None
-    neighbours: int | None
-    similar_by: SimilarBy | None
-    stored: str | None
-    salt: str | None
-    store: str | None  # a URL, or an absolute path
-    max_bytes: int | None
-    embedder: Embedder | None
-    embedder_path: str | None  # absolute, when it was given as a directory
-    index: str | None
-    indexing: Indexing | None = None
-    secret: bytes | None = dataclasses.field(default=None, repr=False)
-    reseal: bool = False
+    ``template`` is a PromptTemplate now, ``encoders`` a tuple, ``store`` a URL or an absolute path,
+    ``embedder`` an Embedder, ``attention_index`` an Indexing; or None.
+
+    Attributes:
+      embedder_path: absolute, where the embedder was given as a directory.
+    """
+
+    embedder_path: str | None = dataclasses.field(default=None, init=False)
 
     @property
     def sealed(self) -> str | None:
         """The name of the secret; None without one. Raises StoreError for one that is none."""
         return None if self.secret is None else Sealer(self.secret).name
 
+    @property
+    def indexing_table(self) -> dict[str, Any] | None:
+        """The setting "attention_index"."""
+        return None if self.attention_index is None else self.attention_index.to_table()
+
     def __post_init__(self) -> None:
-        """Refuse values that no knowledge base can have."""
-        for name in self.encoders or ():
-            encoder_named(name)
-        if self.encoders is not None and not self.encoders:
+        """Read what may be given in several ways, and refuse what no knowledge base can have."""
+        require_kind(
+            "template", self.template, (str, PromptTemplate), "a template's name, a .toml file or "
+            "a PromptTemplate",
+        )  # fmt: skip
+        require_kind("chunk_tokens", self.chunk_tokens, (int,), "how many tokens")
+        require_kind("overlap", self.overlap, (int,), "how many tokens")
+        if isinstance(self.encoders, str):
+            raise RequestError(f"encoders={self.encoders!r} is one text: expected a list of names")
+        embedder, embedder_path = choose_embedder(self.embedder)
+        template, indexing = self.template, self.attention_index
+        read = {
+            "embedder": embedder,
+            "embedder_path": embedder_path,
+            "template": template_named(template) if isinstance(template, str) else template,
+            "encoders": None if self.encoders is None else tuple(self.encoders),
+            "store": None if self.store is None else store_location(self.store),
+            "attention_index": None if indexing is None else indexing_from(indexing),
+        }
+        for name, value in read.items():
+            object.__setattr__(self, name, value)
+        self._check()
+
+    def _check(self) -> None:
+        encoders = [encoder_named(name) for name in self.encoders or ()]
+        if self.encoders is not None and not encoders:
             raise KnowledgeBaseError("encoders is empty; name at least one, such as 'isolated'")
         top_n, by = self.neighbours, self.similar_by
         if top_n is not None and (type(top_n) is not int or top_n < 1):
@@ -82,14 +103,14 @@ class Wanted:
         limit = self.max_bytes
         if limit is not None and (type(limit) is not int or limit < 0):
             raise KnowledgeBaseError(f"max_bytes={limit!r}: expected bytes, or 0 for no limit")
-        seeing = [encoder_named(name).sees_neighbours for name in self.encoders or ()]
-        if self.indexing is not None and seeing and all(seeing):
+        alone = not encoders or not all(encoder.sees_neighbours for encoder in encoders)
+        if self.attention_index is not None and not alone:
             raise KnowledgeBaseError(
                 f"attention_index with encoders={', '.join(self.encoders or ())}: chunks that see "
                 "their neighbours get no index; name 'isolated' or 'after_prefix' as well"
             )
         if self.index is not None:
-            index_named(self.index)
+            kind_named(self.index)
             if self.embedder is None:
                 raise KnowledgeBaseError(
                     f"index={self.index!r} without an embedder; pass embedder="
@@ -140,7 +161,7 @@ def new_settings(model: Model, wanted: Wanted) -> dict[str, Any]:
         "chunking": dataclasses.asdict(chunking),
         "encoders": list(dict.fromkeys(wanted.encoders or DEFAULT_ENCODERS)),
         "neighbours": neighbour_settings(wanted, wanted.embedder is not None),
-        "attention_index": None if wanted.indexing is None else wanted.indexing.to_table(),
+        "attention_index": wanted.indexing_table,
         "vectors": None,  # added once its index is there
         "vectors_complete": False,
         "last_gc": None,
@@ -177,7 +198,7 @@ def vector_settings(wanted: Wanted) -> dict[str, Any] | None:
             "digest": wanted.embedder.digest,
             "dim": wanted.embedder.dim,
         },
-        "index": wanted.index or DEFAULT_INDEX,
+        "index": kind_named(wanted.index or DEFAULT_INDEX),
     }
 
 
@@ -193,8 +214,8 @@ def check_settings(
             f"this {wanted.template.name!r}; leave the template out or ingest into another folder"
         )
     vectors, neighbours = settings["vectors"], settings["neighbours"] or {}
-    known_index = settings.get("attention_index")  # older catalogs have no such setting
-    wanted_index = None if wanted.indexing is None else wanted.indexing.to_table()
+    indexing = wanted.indexing_table  # older catalogs have no such setting
+    index = None if wanted.index is None else kind_named(wanted.index)
     if not neighbours:
         neighbour_settings(wanted, wanted.embedder is not None or vectors is not None)
     for name, value, known in (
@@ -205,8 +226,8 @@ def check_settings(
         ("similar_by", wanted.similar_by, neighbours.get("by", wanted.similar_by)),
         ("stored", wanted.stored, settings["layout"]["stored"]),
         ("store", wanted.store, settings["store"]),
-        ("index", wanted.index, vectors["index"] if vectors else wanted.index),
-        ("attention_index", wanted_index, known_index or wanted_index),
+        ("index", index, kind_named(vectors["index"]) if vectors else index),
+        ("attention_index", indexing, settings.get("attention_index") or indexing),
     ):
         if value is not None and value != known:
             raise KnowledgeBaseError(

@@ -1,7 +1,7 @@
 """Which chunks' neighbours have to be searched again after documents came or went.
 
 A complete search is remembered in the catalog: of which chunks it was, and how they were searched.
-Where nothing came or went since, nobody's neighbours are others. Where the exact vector index ranks
+Where nothing came or went since, nobody's neighbours are others. Where an exact vector index ranks
 them, two chunks' similarity is theirs alone, and the chunks to search again are those that
 
 - have no KV, as new ones, and those whose KV saw a chunk that is gone;
@@ -21,8 +21,7 @@ import numpy as np
 from jaxrag.base.errors import StoreError
 from jaxrag.base.types import HostArray
 from jaxrag.library.catalog import Catalog
-from jaxrag.library.retrieve.base import VectorIndex
-from jaxrag.library.retrieve.exact import ExactIndex
+from jaxrag.library.retrieve.lance import VectorIndex
 
 _SETTING = "searched"
 _ROWS = 2048  # vectors that are compared at once
@@ -73,7 +72,7 @@ class NeighbourSearch:
             return _lacking(self.catalog, ids, encoders)
         # Where one of several chunks of a content has left, its content may rank lower now.
         copies = np.isin(gone, _from_ranges(self.known["copies"])).any()
-        if not isinstance(index, ExactIndex) or copies or 2 * len(new) >= len(ids):
+        if index is None or not index.exact or copies or 2 * len(new) >= len(ids):
             return ids
         outdated = np.zeros(len(ids), bool)
         try:

@@ -13,8 +13,8 @@ from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.base.types import HostArray
 from jaxrag.library.catalog import Catalog
 from jaxrag.library.embed import Embedder, as_embedder, load_embedder
-from jaxrag.library.retrieve.base import Mode, VectorIndex
-from jaxrag.library.retrieve.names import index_named
+from jaxrag.library.retrieve.base import Mode
+from jaxrag.library.retrieve.lance import VectorIndex
 
 VECTORS = "vectors"  # folder of the index, in that of the knowledge base
 
@@ -73,9 +73,9 @@ class ChunkVectors:
         """The index. Raises StoreError when it cannot be opened."""
         with self._opening:
             if self._index is None:
-                kind = index_named(self.settings["index"])
-                dim = self.settings["embedder"]["dim"]
-                self._index = kind.open(self.folder / VECTORS, dim, mode=self._mode)
+                dim, kind = self.settings["embedder"]["dim"], self.settings["index"]
+                folder = self.folder / VECTORS
+                self._index = VectorIndex.open(folder, dim, kind, mode=self._mode)
             return self._index
 
     @property

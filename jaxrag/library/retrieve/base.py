@@ -1,8 +1,8 @@
-"""What an index of vectors, a retriever and a re-ranker are to the rest of the program."""
+"""What a retriever and a re-ranker are to the rest of the program, and checks of vectors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,58 +21,6 @@ class Found(NamedTuple):
 
     chunk_id: int
     score: float
-
-
-class VectorIndex(Protocol):
-    """Vectors by chunk id, searched by inner product (the cosine, for vectors of length 1).
-
-    What it returned from ``add`` or ``remove`` is durable. It may hold ids that no catalog knows:
-    whoever searches drops them. Several processes may read while others write, and an object sees
-    what another process added at its next search. Files that cannot be read or written raise
-    StoreError, vectors of another shape RequestError.
-    """
-
-    @classmethod
-    def open(cls, folder: Path, dim: int, *, mode: Mode = "rw") -> Self:
-        """Open the index in a folder; one that is missing is made, unless the mode is "r"."""
-        ...
-
-    def add(self, ids: Ids, vectors: Vectors) -> None:
-        """Add vectors [N, E] under ids [N] >= 0; an id that is there gets the new vector."""
-        ...
-
-    def remove(self, ids: Ids) -> None:
-        """Forget ids [N]; those that are not there are passed over."""
-        ...
-
-    def search(
-        self, vectors: Vectors, k: int, allowed: Ids | None = None
-    ) -> tuple[Ids, NDArray[np.float32]]:
-        """The up to ``k`` best of each query, best first, by inner product.
-
-        Args:
-          vectors: float32 [Q, E].
-          k: at least 1.
-          allowed: int64 [M] ascending, the only ids that may be found; None allows all.
-
-        Returns:
-          ids int64 [Q, k], padded with -1; scores float32 [Q, k], padded with -inf.
-        """
-        ...
-
-    def get(self, ids: Ids) -> Vectors:
-        """The vectors of ids [N] in their order, float32 [N, E]; StoreError when one is missing."""
-        ...
-
-    def ids(self) -> Ids:
-        """Every id it holds, ascending, int64 [N]."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def close(self) -> None:
-        """Let go of files and memory; it cannot be used afterwards."""
-        ...
 
 
 class Retriever(Protocol):
@@ -176,11 +124,3 @@ def checked_k(k: int) -> int:
     if k < 1:
         raise RequestError(f"k={k}: expected at least 1 chunk")
     return k
-
-
-def refuse_missing(folder: Path, name: str) -> StoreError:
-    """The error for an index that is opened for reading and is not there."""
-    return StoreError(
-        f"{folder} holds no {name!r} vector index; open the knowledge base for writing with its "
-        "embedder to make it again"
-    )

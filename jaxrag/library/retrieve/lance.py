@@ -4,14 +4,24 @@ LanceDB does not notice a damaged value. So every row has the xxh3-64 of its id 
 column ``check``, and all rows are held against theirs when the table is opened. Tables of before
 that column go on without it.
 
+An index of the kind "exact" compares every row: it reads the table into memory, and again when it
+has changed, as LanceDB takes ten times as long for the same.
+
+What version 0.1.0 kept in files of its own (``retrieve.earlier``) becomes a table when it is opened
+for writing. The table is made beside its place and moved there when it is durable, and only then
+the files go: whatever ends this, the vectors are in the files or in the table. Opened for reading,
+the files stay, and their rows are in a table in memory.
+
 This is the only file that knows LanceDB, which is imported when an index is opened.
 """
 
 import contextlib
 import datetime
 import math
+import os
+import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,6 +30,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from jaxrag.base.errors import RetrievalError, StoreError
+from jaxrag.library.retrieve import earlier
 from jaxrag.library.retrieve.base import (
     NOTHING,
     Ids,
@@ -30,87 +41,153 @@ from jaxrag.library.retrieve.base import (
     checked_rows,
     checked_vectors,
     in_order,
-    refuse_missing,
 )
 
+KINDS = ("exact", "lance")
+EARLIER_KINDS: Mapping[str, str] = {"faiss": "lance"}
+
 _TABLE = "chunks"
+_MOVING = "moving"  # folder of a table that is being made of earlier files
 _CHECK = "check"  # column of the digests of rows
 _INDEX_FROM = 20_000  # rows; below, comparing all of them is as fast
 _PROBES = 20  # partitions that a question is compared with
 _OPTIMIZE_EVERY = 20  # changes: small files are merged, new rows indexed, old versions removed
 _KEPT = datetime.timedelta(hours=1)  # versions this young may be in use by a reader
 _LISTED_IDS = 10_000  # most ids that are written into a query
+_SCORES = 1 << 24  # products of an exact search that are held at once
 
 
-class LanceIndex:
-    """A vector index in a LanceDB table. See ``VectorIndex``.
+def kind_named(name: str) -> str:
+    """The kind of index of that name: one of KINDS, also for what it was called earlier.
 
-    LanceDB's commits are optimistic: any number of processes may read and write. Which rows are
-    compared is approximate from 20,000 rows on; filtered searches look further until they have
-    found enough.
+    Raises RetrievalError for an unknown name.
+    """
+    kind = EARLIER_KINDS.get(name, name)
+    if kind not in KINDS:
+        raise RetrievalError(f"index {name!r}: expected one of {', '.join(KINDS)}")
+    return kind
+
+
+class VectorIndex:
+    """Vectors by chunk id, searched by inner product (the cosine, for vectors of length 1).
+
+    What it returned from ``add`` or ``remove`` is durable. It may hold ids that no catalog knows:
+    whoever searches drops them. LanceDB's commits are optimistic: any number of processes may read
+    and write, and an object sees what another process added at its next search. Files that cannot
+    be read or written raise StoreError, vectors of another shape RequestError.
+
+    Attributes:
+      exact: whether every row is compared; else which ones are is approximate from 20,000 rows on,
+        and filtered searches look further until they have found enough.
     """
 
-    def __init__(self, table: Any, folder: Path, dim: int, mode: Mode) -> None:
-        """Use ``LanceIndex.open``."""
-        self._table = table
+    def __init__(self, folder: Path, dim: int, exact: bool, mode: Mode) -> None:
+        """Use ``VectorIndex.open``."""
+        self.exact = exact
         self._folder = folder
         self._dim = dim
         self._mode = mode
         self._changes = 0  # since the last optimize
         self._indexed = False  # nothing is left to index
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._held: tuple[int, Ids, Vectors] | None = None  # version of the table, and its rows
+        self._in_memory = False  # of earlier files, as long as they are there
+        self._opened = self._open()
 
     @classmethod
-    def open(cls, folder: Path, dim: int, *, mode: Mode = "rw") -> Self:
+    def open(cls, folder: Path, dim: int, kind: str = "lance", *, mode: Mode = "rw") -> Self:
         """Open the table in a folder, or make it when it is missing and the mode is "rw".
 
-        Raises RetrievalError when LanceDB is not installed, StoreError when there is nothing to
-        read, or it holds vectors of another length or rows that differ from their digests.
+        Raises RetrievalError for an unknown kind and when LanceDB is not installed, StoreError when
+        there is nothing to read, or it holds vectors of another length or rows that differ from
+        their digests.
         """
-        lancedb, arrow = _lancedb()
-        if not (folder / f"{_TABLE}.lance").is_dir() and mode == "r":
-            raise refuse_missing(folder, "lance")
-        with _errors(folder):
-            # A reader looks for a newer version at every search.
-            database = lancedb.connect(folder, read_consistency_interval=datetime.timedelta(0))
-            if (folder / f"{_TABLE}.lance").is_dir():
-                table = database.open_table(_TABLE)
-            else:
-                schema = arrow.schema(
-                    [
-                        arrow.field("id", arrow.int64(), nullable=False),
-                        arrow.field("vector", arrow.list_(arrow.float32(), dim), nullable=False),
-                        arrow.field(_CHECK, arrow.int64(), nullable=False),
-                    ]
-                )
-                table = database.create_table(_TABLE, schema=schema, exist_ok=True)
-            found = table.schema.field("vector").type.list_size
-        if found != dim:
+        return cls(folder, dim, kind_named(kind) == "exact", mode)
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / f"{_TABLE}.lance"
+
+    @property
+    def _table(self) -> Any:
+        with self._lock:
+            if self._in_memory and self._path.is_dir():  # another process moved the rows there
+                self._opened = self._open()
+            return self._opened
+
+    def _open(self) -> Any:
+        """The table that there is, or that is made."""
+        rows = None
+        if self._mode == "rw" and earlier.files(self._folder):
+            self._move()
+        elif not self._path.is_dir():
+            rows = earlier.read(self._folder, self._dim)
+        if rows is None and not self._path.is_dir() and self._mode == "r":
             raise StoreError(
-                f"{folder} holds vectors of {found} values, asked for {dim}; use the embedder it "
-                "was made with"
+                f"{self._folder} holds no vector index; open the knowledge base for writing with "
+                "its embedder to make it again"
             )
-        index = cls(table, folder, dim, mode)
-        index._check_rows()
-        return index
+        self._in_memory = rows is not None and self._mode == "r"
+        with _errors(self._folder):
+            if self._in_memory:
+                return self._make("memory://", rows)
+            table = self._make(self._folder)
+            found = table.schema.field("vector").type.list_size
+        if found != self._dim:
+            raise StoreError(
+                f"{self._folder} holds vectors of {found} values, asked for {self._dim}; use the "
+                "embedder it was made with"
+            )
+        self._check_rows(table)
+        return table
+
+    def _make(self, place: str | Path, rows: tuple[Ids, Vectors] | None = None) -> Any:
+        """The table of a database, made where it is missing; of these rows if there are any."""
+        lancedb, arrow = _lancedb()
+        # A reader looks for a newer version at every search.
+        database = lancedb.connect(place, read_consistency_interval=datetime.timedelta(0))
+        if isinstance(place, Path) and (place / f"{_TABLE}.lance").is_dir():
+            return database.open_table(_TABLE)
+        schema = arrow.schema(
+            [
+                arrow.field("id", arrow.int64(), nullable=False),
+                arrow.field("vector", arrow.list_(arrow.float32(), self._dim), nullable=False),
+                arrow.field(_CHECK, arrow.int64(), nullable=False),
+            ]
+        )
+        table = database.create_table(_TABLE, schema=schema, exist_ok=True)
+        if rows is not None and len(rows[0]):
+            table.add(_arrow_rows(*rows, self._dim))
+        return table
+
+    def _move(self) -> None:
+        """Make a table of earlier files and remove them; nothing, where another process did."""
+        moving = self._folder / _MOVING
+        with earlier.locked(self._folder), _errors(self._folder):
+            shutil.rmtree(moving, ignore_errors=True)
+            if not self._path.is_dir():
+                rows = earlier.read(self._folder, self._dim)
+                self._make(moving, rows)
+                _sync(moving)
+                os.rename(moving / self._path.name, self._path)
+                shutil.rmtree(moving)
+                _sync(self._folder)
+            earlier.remove(self._folder)
 
     def add(self, ids: Ids, vectors: Vectors) -> None:
-        """Add vectors [N, E] under ids [N]; see ``VectorIndex``."""
-        _, arrow = _lancedb()
+        """Add vectors [N, E] under ids [N] >= 0; an id that is there gets the new vector."""
         ids, vectors = checked_rows(ids, vectors, self._dim)
         if not len(ids):
             return
-        values = arrow.FixedSizeListArray.from_arrays(arrow.array(vectors.reshape(-1)), self._dim)
-        columns = {"id": arrow.array(ids), "vector": values}
-        if _CHECK in self._table.schema.names:
-            columns[_CHECK] = arrow.array(_checks(ids, vectors))
-        rows = arrow.table(columns)
+        rows = _arrow_rows(ids, vectors, self._dim)
+        if _CHECK not in self._table.schema.names:
+            rows = rows.drop_columns([_CHECK])
         with self._changing():
             merge = self._table.merge_insert("id")
             merge.when_matched_update_all().when_not_matched_insert_all().execute(rows)
 
     def remove(self, ids: Ids) -> None:
-        """Forget ids; see ``VectorIndex``."""
+        """Forget ids [N]; those that are not there are passed over."""
         ids = checked_ids(ids)
         if not len(ids):
             return
@@ -121,7 +198,16 @@ class LanceIndex:
     def search(
         self, vectors: Vectors, k: int, allowed: Ids | None = None
     ) -> tuple[Ids, NDArray[np.float32]]:
-        """The up to ``k`` best of each query [Q, E]; see ``VectorIndex``."""
+        """The up to ``k`` best of each query, best first, by inner product; equal ones by id.
+
+        Args:
+          vectors: float32 [Q, E].
+          k: at least 1.
+          allowed: int64 [M] ascending, the only ids that may be found; None allows all.
+
+        Returns:
+          ids int64 [Q, k], padded with -1; scores float32 [Q, k], padded with -inf.
+        """
         queries, k = checked_vectors(vectors, self._dim), checked_k(k)
         ids = np.full((len(queries), k), NOTHING, np.int64)
         scores = np.full((len(queries), k), -np.inf, np.float32)
@@ -129,7 +215,9 @@ class LanceIndex:
             return ids, scores
         with _errors(self._folder):
             count = self._table.count_rows()
-            if allowed is None or len(allowed) <= _LISTED_IDS:
+            if self.exact:
+                found = self._compare_all(queries, k, allowed)
+            elif allowed is None or len(allowed) <= _LISTED_IDS:
                 where = None if allowed is None else _among(allowed)
                 found = self._ask(queries, min(k, count), where, every=False)
             else:
@@ -140,7 +228,7 @@ class LanceIndex:
         return ids, scores
 
     def get(self, ids: Ids) -> Vectors:
-        """The vectors of ids [N], float32 [N, E]; see ``VectorIndex``."""
+        """The vectors of ids [N] in their order, float32 [N, E]; StoreError when one is missing."""
         wanted = checked_ids(ids)
         found, rows = [np.zeros(0, np.int64)], [np.zeros((0, self._dim), np.float32)]
         for start in range(0, len(wanted), _LISTED_IDS):
@@ -155,7 +243,7 @@ class LanceIndex:
         return in_order(wanted, named, np.concatenate(rows)[first], self._folder)
 
     def ids(self) -> Ids:
-        """Every id, ascending."""
+        """Every id it holds, ascending, int64 [N]."""
         with _errors(self._folder):
             column = self._table.search().select(["id"]).to_arrow()["id"]
         return np.sort(column.to_numpy()).astype(np.int64)
@@ -167,18 +255,47 @@ class LanceIndex:
     def close(self) -> None:
         """Merge what the last changes left in small files."""
         with self._lock, _errors(self._folder):
+            self._held = None
             if self._changes:
                 self._optimize()
 
-    def _check_rows(self) -> None:
-        if _CHECK not in self._table.schema.names:
+    def _check_rows(self, table: Any) -> None:
+        if _CHECK not in table.schema.names:
             return
         with _errors(self._folder):
-            for batch in self._table.search().select(["id", "vector", _CHECK]).to_batches():
+            for batch in table.search().select(["id", "vector", _CHECK]).to_batches():
                 ids = batch.column("id").to_numpy()
                 vectors = batch.column("vector").flatten().to_numpy().reshape(-1, self._dim)
                 if not np.array_equal(_checks(ids, vectors), batch.column(_CHECK).to_numpy()):
                     raise ValueError("rows differ from their digests")
+
+    def _compare_all(
+        self, queries: Vectors, k: int, allowed: Ids | None
+    ) -> list[tuple[Ids, NDArray[np.float32]]]:
+        """The best ids and scores of each query, in no fixed order, and what is as good as they."""
+        ids, vectors = self._rows()
+        if allowed is not None:
+            chosen = np.flatnonzero(np.isin(ids, allowed))
+            ids, vectors = ids[chosen], vectors[chosen]
+        found = []
+        at_once = max(1, _SCORES // max(1, len(ids)))
+        for start in range(0, len(queries), at_once):
+            for scores in queries[start : start + at_once] @ vectors.T:
+                least = np.partition(scores, -k)[-k] if k < len(ids) else -np.inf
+                best = np.flatnonzero(scores >= least)
+                found.append((ids[best], scores[best]))
+        return found
+
+    def _rows(self) -> tuple[Ids, Vectors]:
+        """Every id and its vector, as they are now."""
+        table = self._table
+        with self._lock:
+            version = table.version
+            if self._held is None or self._held[0] != version:
+                rows = table.search().select(["id", "vector"]).to_arrow()
+                values = rows["vector"].combine_chunks().flatten().to_numpy()
+                self._held = version, rows["id"].to_numpy(), values.reshape(-1, self._dim)
+            return self._held[1:]
 
     def _ask(
         self, queries: Vectors, limit: int, where: str | None, every: bool
@@ -224,7 +341,7 @@ class LanceIndex:
             self._changes += 1
             if self._changes >= _OPTIMIZE_EVERY:
                 self._optimize()
-            if not self._indexed:
+            if not self.exact and not self._indexed:
                 self._index_when_large()
 
     def _optimize(self) -> None:
@@ -261,9 +378,17 @@ def _lancedb() -> tuple[Any, Any]:
         import pyarrow
     except ImportError:
         raise RetrievalError(
-            "the index 'lance' needs the package lancedb; pip install lancedb, or use 'exact'"
+            "an index of vectors needs the package lancedb; pip install lancedb"
         ) from None
     return lancedb, pyarrow
+
+
+def _arrow_rows(ids: Ids, vectors: Vectors, dim: int) -> Any:
+    """Rows as LanceDB takes them."""
+    _, arrow = _lancedb()
+    values = arrow.FixedSizeListArray.from_arrays(arrow.array(vectors.reshape(-1)), dim)
+    checks = arrow.array(_checks(ids, vectors))
+    return arrow.table({"id": arrow.array(ids), "vector": values, _CHECK: checks})
 
 
 def _checks(ids: Ids, vectors: Vectors) -> NDArray[np.int64]:
@@ -279,10 +404,22 @@ def _among(ids: Ids) -> str:
     return f"id IN ({','.join(map(str, ids.tolist()))})"
 
 
+def _sync(folder: Path) -> None:
+    """Make everything below a folder durable, and its own entries."""
+    for path in (*folder.rglob("*"), folder):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 @contextlib.contextmanager
 def _errors(folder: Path) -> Iterator[None]:
     try:
         yield
+    except (StoreError, RetrievalError):
+        raise
     except Exception as error:  # of a damaged table LanceDB raises whatever comes, also RustPanic
         reason = (str(error) or type(error).__name__).splitlines()[0][:200]
         raise StoreError(

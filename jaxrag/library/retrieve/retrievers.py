@@ -16,11 +16,11 @@ from jaxrag.library.retrieve.base import (
     Ids,
     Reranker,
     Retriever,
-    VectorIndex,
     Vectors,
     checked_k,
 )
 from jaxrag.library.retrieve.filters import Filter
+from jaxrag.library.retrieve.lance import VectorIndex
 
 RANK_CONSTANT = 60  # of reciprocal rank fusion, the value of its paper
 _OVERFETCH = 4  # candidates per result that is asked for, when rankings are fused or re-ranked

@@ -31,11 +31,10 @@ from jaxrag.engine.prefill import prefill_observed
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.kv.cache import PAGE
-from jaxrag.measure.bench.machine import describe
 from jaxrag.measure.bench.options import DecodeOptions
-from jaxrag.measure.bench.ttft import LLAMA_100M
+from jaxrag.measure.machine import describe
+from jaxrag.measure.zoo import llama, random_named
 from jaxrag.models.model import Model, random_model
-from jaxrag.models.spec import num_params
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.reuse.decode import Account, Decoding, rule_from
 from jaxrag.reuse.decode.footprint import A100
@@ -69,19 +68,11 @@ class Options(DecodeOptions):
     def config(self) -> ModelConfig:
         """A small Llama: 8 query heads on 2 KV heads of 64 dimensions."""
         longest = max(self.contexts) + self.steps + self.warm + 1
-        return dataclasses.replace(
-            LLAMA_100M,
-            vocab_size=2048,
-            num_layers=self.layers,
-            model_dim=512,
-            mlp_dim=1024,
-            num_heads=8,
-            num_kv_heads=2,
-            head_dim=64,
-            max_positions=max(longest, 4096),
-            dtype=self.dtype,
+        return llama(
+            vocab_size=2048, num_layers=self.layers, model_dim=512, mlp_dim=1024, num_heads=8,
+            num_kv_heads=2, head_dim=64, max_positions=max(longest, 4096), dtype=self.dtype,
             eos_ids=(),
-        )
+        )  # fmt: skip
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -99,8 +90,7 @@ def run(options: Options) -> dict[str, Any]:
                 bar.update()
     return {
         "benchmark": "decode",
-        "model": f"random Llama, {num_params(config) / 1e6:.1f}M, {config.num_layers} layers, "
-        f"{config.num_heads} heads on {config.num_kv_heads} KV heads of {config.head_dim}",
+        "model": random_named(config, shape=True),
         "dtype": options.dtype,
         "kv_bytes_per_token": config.kv_bytes_per_token,
         "chunk_tokens": CHUNK_TOKENS,

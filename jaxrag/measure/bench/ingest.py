@@ -33,16 +33,15 @@ from jaxrag.library.documents import Document
 from jaxrag.library.documents.chunking import Chunking, split
 from jaxrag.library.knowledge_base import KnowledgeBase, ingest
 from jaxrag.measure.bench.limits import matmul_peak
-from jaxrag.measure.bench.machine import describe
 from jaxrag.measure.bench.options import IngestOptions
-from jaxrag.measure.bench.ttft import LLAMA_100M
+from jaxrag.measure.machine import describe
+from jaxrag.measure.zoo import LLAMA_100M, random_named, write_random
 from jaxrag.models.attention import PackedAttend
 from jaxrag.models.decoder import forward
-from jaxrag.models.export import export_hf
 from jaxrag.models.flops import forward_flops
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.rope import RopeTable
-from jaxrag.models.spec import Params, init_params, num_params
+from jaxrag.models.spec import Params
 from jaxrag.models.text import byte_level
 from jaxrag.models.text.progress import followed
 from jaxrag.models.text.prompts import TEMPLATES
@@ -80,7 +79,7 @@ def run(options: Options) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="jaxrag-bench-", dir=options.folder) as folder:
         work = Path(folder)
         texts = invented_texts(rng, options.tokens)
-        path = options.model or str(_write_random(work / "model", options, next(texts)))
+        path = options.model or _written(work / "model", options, next(texts))
         model = load_model(path, dtype=options.dtype)
         documents, batches = _corpus(model, texts, options)
         clocks: dict[str, list[Clock]] = {"plain": [], "ingest": []}
@@ -198,7 +197,7 @@ def _result(
     plain, whole = measured["plain"], measured["ingest"]
     return {
         "benchmark": "ingest",
-        "model": options.model or f"random Llama, {num_params(model.config) / 1e6:.1f}M",
+        "model": options.model or random_named(model.config),
         "dtype": options.dtype,
         "tokens": sum(lengths),
         "chunks": len(lengths),
@@ -306,10 +305,8 @@ def invented_texts(rng: np.random.Generator, tokens: int) -> Iterator[str]:
         yield " ".join(sentences)
 
 
-def _write_random(directory: Path, options: Options, sample: str) -> Path:
-    """A Hugging Face directory of the random model, with a tokenizer trained on a sample."""
-    config = dataclasses.replace(LLAMA_100M, dtype=options.dtype)
-    params = jax.jit(lambda key: init_params(config, key))(jax.random.key(options.seed))
-    export_hf(directory, params, config)
+def _written(directory: Path, options: Options, sample: str) -> str:
+    """A directory of the random model, with a tokenizer trained on a sample."""
+    write_random(directory, LLAMA_100M, options.dtype, options.seed)
     byte_level.save(byte_level.train([sample], 1000), directory)
-    return directory
+    return str(directory)

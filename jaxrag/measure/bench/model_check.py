@@ -25,10 +25,12 @@ from jaxrag.models.model import Model, load_model
 from jaxrag.models.overview import Overview
 from jaxrag.models.record import is_checkpoint
 from jaxrag.reuse.methods import METHODS
+from jaxrag.serve.ask import Ask
 from jaxrag.serve.choice import Choice, choices
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.tasks.synthetic import SyntheticTask, sample
 
+PEER_LOGITS = Path(__file__).with_name("peer_logits.py")
 LOGIT_TOKENS = 48  # of the prompt that is held against transformers
 SAME = 1e-3  # of the largest logit: rounding of two float32 forwards stays far below
 _SECONDS = 2.0  # that the longest timed prefill may take, about
@@ -208,7 +210,7 @@ def _parity(found: Overview, model: Model, ids: HostArray, peer_python: str | No
 
 def _ask_peer(python: str, path: str, ids: HostArray) -> tuple[dict[str, str], HostArray]:
     """What the peer says of itself, and its logits [T, V]."""
-    peer = Peer(python, "peer_logits.py", str(Path(path).resolve()))
+    peer = Peer(python, PEER_LOGITS, str(Path(path).resolve()))
     try:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "logits.npy"
@@ -247,15 +249,7 @@ def _agreement(model: Model) -> tuple[tuple[Agreed, ...] | str, int]:
         return "no method that suits can serve this model", 0
     try:
         settings = [
-            resolve(
-                kb=None,
-                model=model,
-                method=method,
-                template=None,
-                k=1,
-                max_new_tokens=_ANSWER,
-                stop=(),
-            )
+            resolve(Ask(method=method, max_new_tokens=_ANSWER), model=model)
             for method in (METHODS["full_attention"], *(one.method for one in suited))
         ]
         prepared = [_probes(one) for one in settings]

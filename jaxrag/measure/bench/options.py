@@ -102,19 +102,6 @@ class IngestOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainStepOptions:
-    """Of `jaxrag bench train-step`."""
-
-    models: tuple[str, ...] = option(("0.8M", "15M"), "sizes", "NAME,...")
-    rows: int = option(8, "of a step", "N")
-    row_tokens: int = option(512, "of a row", "N", parse=parse_count)
-    repeats: int = option(5, _WARM, "N")
-    growth: tuple[int, ...] = option((8, 16, 32, 64, 128), "chunks of a row; '' for none", "N,...")
-    peer_python: str | None = None
-    seed: int = option(0, _DRAWN, "N")
-
-
-@dataclasses.dataclass(frozen=True)
 class DecodeOptions:
     """Of `jaxrag bench decode`.
 
@@ -162,33 +149,6 @@ def rules_of(text: str) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class DocumentOptions:
-    """Of `jaxrag bench document`.
-
-    Attributes:
-      text: a file; None invents words.
-      tokens: of the document at most.
-      attention_index: what it is stored with, as ``jaxrag ingest --attention-index``.
-      chunk_tokens: of its chunks, all of which are retrieved; None: it is one chunk.
-      layers: of a random Llama, as in ``bench decode``.
-      questions: after one that compiles.
-      max_new_tokens: of an answer.
-      seed: of what is drawn.
-    """
-
-    text: str | None = option(None, "the document", "FILE", unset="invented words")
-    tokens: int = option(32_768, "of it at most", "N", parse=parse_count)
-    attention_index: str = option("lists:exact_below=4096,probes=3", "as of jaxrag ingest", "KIND")
-    chunk_tokens: int | None = option(
-        None, "of its chunks, all retrieved", "N", parse=parse_count, unset="one chunk"
-    )
-    layers: int = option(4, "of the model", "N")
-    questions: int = option(3, "after one that compiles", "N", flag="--num-questions")
-    max_new_tokens: int = option(16, "of an answer", "N", parse=parse_count)
-    seed: int = option(0, _DRAWN, "N")
-
-
-@dataclasses.dataclass(frozen=True)
 class TrafficOptions:
     """What requests `jaxrag bench serve` draws.
 
@@ -232,7 +192,6 @@ class ServeOptions:
       watched: each token is read as it comes; else an engine may run several at once.
       pool_chunks: size of the page pool, in chunks of the traffic's size.
       highest_rate: also look for the highest rate that each arm sustains.
-      fusionrag: also FusionRAG's figures 11 and 15 in miniature.
       http: also measure a server of this package, and an engine beside it.
       peer: the URL of a peer; None measures none, unless ``peer_python`` is given.
       peer_python: interpreter with vLLM, which is started on a copy of the model.
@@ -248,7 +207,6 @@ class ServeOptions:
     )
     pool_chunks: int = option(64, "that the page pool holds", "N")
     highest_rate: bool = option(False, "also the highest rate with 95 % good, by arm")
-    fusionrag: bool = option(False, "also FusionRAG's figures 11 and 15 in miniature")
     http: bool = option(False, "also `jaxrag serve`, and the same engine beside it")
     peer: str | None = option(
         None, "a server that answers /v1/completions", "URL", flag="--peer-url"

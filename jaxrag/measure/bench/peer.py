@@ -10,7 +10,7 @@ from jaxrag.base.errors import RequestError
 
 
 class Peer:
-    """A running peer script of this package.
+    """A running peer script.
 
     Attributes:
       about: what the peer says of itself: versions, threads, device.
@@ -19,7 +19,7 @@ class Peer:
     def __init__(
         self,
         python: str,
-        script: str,
+        script: Path,
         *arguments: str,
         option: str = "--peer-python",
         needs: str = "torch and transformers",
@@ -29,10 +29,9 @@ class Peer:
         ``option`` named the interpreter, and ``needs`` is what it must import, for messages.
         """
         self._needs = needs
-        path = Path(__file__).with_name(script)
         try:
             self._process = subprocess.Popen(
-                [python, str(path), *arguments],
+                [python, str(script), *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

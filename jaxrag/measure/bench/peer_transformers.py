@@ -1,4 +1,4 @@
-"""The transformers side of `bench ttft` and `bench prefill`; run by the peer's own interpreter.
+"""The transformers side of `bench ttft` and benchmarks/prefill.py; run by the peer's interpreter.
 
 Imports torch and transformers and nothing of jaxrag. Reads one JSON line per measurement from
 stdin, {"ids": [...]}, and answers {"seconds": s, "top": id}: a full prefill with SDPA and a KV

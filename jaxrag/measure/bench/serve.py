@@ -23,29 +23,28 @@ import math
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.engine.engine import Engine
 from jaxrag.engine.request import Request, check_length
 from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.store import ChunkStore, KVStore
-from jaxrag.measure.bench.machine import describe
 from jaxrag.measure.bench.options import ServeOptions
 from jaxrag.measure.bench.serve_arms import FULL, Arm, arms_of
 from jaxrag.measure.bench.serve_client import offer, offer_http
 from jaxrag.measure.bench.serve_http import HTTP, IN_PROCESS, OwnServer, own_server
-from jaxrag.measure.bench.serve_papers import figures
 from jaxrag.measure.bench.serve_peer import HttpPeer, vllm
 from jaxrag.measure.bench.serve_records import Served, Slo, highest_rate, ratios, summary
 from jaxrag.measure.bench.serve_workload import Asked, Traffic, draw, like
 from jaxrag.measure.bench.throttle import Link, Throttled
-from jaxrag.measure.bench.ttft import LLAMA_100M, SETTLE_SECONDS
+from jaxrag.measure.machine import describe
+from jaxrag.measure.rounds import settle
+from jaxrag.measure.zoo import SMALL_LLAMA
 from jaxrag.models.model import Model, load_model, random_model
 from jaxrag.models.spec import num_params
 from jaxrag.models.text.progress import progress_bar
@@ -55,20 +54,6 @@ PEER, REPEATED = "peer", "peer_repeated"
 _WARM = 3  # requests of every length of an answer
 _PROBE_REQUESTS = 10  # at least, at a rate that is tried
 _DOUBLINGS, _HALVINGS = 5, 3  # of the search for the highest rate
-
-# Random weights of a Llama that a small machine serves at some requests a second.
-SMALL_LLAMA: ModelConfig = dataclasses.replace(
-    LLAMA_100M,
-    num_layers=6,
-    model_dim=256,
-    mlp_dim=688,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=32,
-    vocab_size=2000,
-    eos_ids=(),
-    rope=dataclasses.replace(LLAMA_100M.rope, rotary_dim=32),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +93,10 @@ class Options(ServeOptions):
             raise RequestError(f"folder {self.folder}: does not exist; make it first")
 
 
-def run(options: Options) -> dict[str, Any]:
-    """All arms at all rates, then the peer; returns a JSON-able result."""
+def run(
+    options: Options, also: "Callable[[Bench], dict[str, Any]] | None" = None
+) -> dict[str, Any]:
+    """All arms at all rates, what is measured ``also``, then the peer; JSON-able."""
     model = random_model(SMALL_LLAMA) if options.model is None else load_model(options.model)
     with contextlib.ExitStack() as stack:
         name = stack.enter_context(
@@ -130,9 +117,9 @@ def run(options: Options) -> dict[str, Any]:
             for arm in options.arms:
                 bar.set_postfix_str(f"highest rate of {arm.name}", refresh=False)
                 highest[arm.name] = bench.highest(arm)
-        if options.fusionrag:
-            bar.set_postfix_str("FusionRAG's figures", refresh=False)
-            extra["fusionrag"] = figures(options.traffic, bench.measure, bench.highest)
+        if also is not None:
+            bar.set_postfix_str("more", refresh=False)
+            extra = also(bench)
         if options.http:
             bar.set_postfix_str("our own server", refresh=False)
             for rate in options.rates:
@@ -247,7 +234,7 @@ class Bench:
             asked = warm if name is None else self._draw(options.traffic)
             body_of = functools.partial(peer.body, salt=f"warm {salt}" if name is None else salt)
             at = math.inf if name is None else rate
-            time.sleep(SETTLE_SECONDS)
+            settle()
             served = offer_http(peer.url, asked, at, body_of, options.patience)
             if name is None:
                 if lost := [it.error for it in served if not it.complete]:
@@ -273,7 +260,7 @@ class Bench:
 
         _complete(ask(self._primes(), math.inf))
         before = engine.compiled.copy()
-        time.sleep(SETTLE_SECONDS)
+        settle()
         served = ask(asked, rate)
         self._keep(IN_PROCESS, rate, method, served)
         compiled = sorted((engine.compiled - before).elements())
@@ -299,7 +286,7 @@ class Bench:
 
         _complete(ask(self._primes(), math.inf))
         before = Counter(server.programs())
-        time.sleep(SETTLE_SECONDS)
+        settle()
         served = ask(self._draw(self.options.traffic), rate)
         for one in served:
             one.ids = server.ids_of(one.text)
@@ -380,7 +367,7 @@ class Bench:
             for it in like(traffic, vocabulary, _WARM)
         ])  # fmt: skip
         engine.forget()
-        time.sleep(SETTLE_SECONDS)
+        settle()
         return engine
 
 

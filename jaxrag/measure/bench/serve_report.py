@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxrag.measure.evals.plots import COLOURS, check_picture, figure_class
+from jaxrag.measure.table import markdown_rows
 
 _TIMES = (("first_token", "first token ms"), ("per_token", "per token ms"), ("end_to_end", "end s"))
 _SCALE = {"first_token": 1000, "per_token": 1000, "end_to_end": 1}
@@ -45,12 +46,10 @@ def report(result: dict[str, Any]) -> Iterator[str]:
     yield from _beside(result)
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """The result as a page."""
-    head, *rows = cells(result)
-    lines = [_setting(result), ""]
-    lines += [_line(head), _line(["---"] + ["---:"] * (len(head) - 1)), *map(_line, rows)]
-    return "\n".join([*lines, "", *(f"- {it}" for it in _beside(result))]) + "\n"
+def markdown(result: dict[str, Any], *beside: str) -> str:
+    """The result as a page; what else is said ``beside`` the table goes below."""
+    lines = [_setting(result), "", markdown_rows(cells(result)), ""]
+    return "\n".join([*lines, *(f"- {it}" for it in (*_beside(result), *beside))]) + "\n"
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -129,18 +128,6 @@ def _beside(result: dict[str, Any]) -> Iterator[str]:
         )
     for arm, it in result["highest_rate"].items():
         yield f"highest rate with {share} good: {arm} {it['rate']:.2f}/s"
-    paper = result.get("fusionrag")
-    if paper:
-        one, two = paper["figure_11"], paper["figure_15"]
-        yield (
-            f"FusionRAG Fig. 11, batches of {one['batch']}: first token with asynchronous loads "
-            f"{_ratio(one['ratio'])} of inline ones (paper {one['paper']})"
-        )
-        rates = " and ".join(f"{two[name]['rate']:.2f}/s {name}" for name in ("reuse", "full"))
-        yield (
-            f"FusionRAG Fig. 15, highest rate with {share} good: {rates}, {_ratio(two['ratio'])} "
-            f"times (paper {two['paper'][0]} to {two['paper'][1]})"
-        )
     equal = result["equal"]
     if equal["arms"] is not None:
         yield f"answers equal under all arms of a method: {100 * equal['arms']:.0f} %"
@@ -148,11 +135,3 @@ def _beside(result: dict[str, Any]) -> Iterator[str]:
         yield f"the peer's answers equal to full attention's: {100 * equal['peer_as_full']:.0f} %"
     if result["peer"]:
         yield "peer: " + ", ".join(f"{name} {value}" for name, value in result["peer"].items())
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _line(row: list[str]) -> str:
-    return f"| {' | '.join(row)} |"

@@ -7,6 +7,7 @@ they were dropped from it and seen to be gone.
 
 import ctypes
 import dataclasses
+import functools
 import importlib.util
 import mmap
 import os
@@ -32,8 +33,9 @@ from jaxrag.kv.store import (
     context_id,
     fingerprint,
 )
-from jaxrag.measure.bench.machine import describe
 from jaxrag.measure.bench.options import StoreOptions
+from jaxrag.measure.machine import describe
+from jaxrag.measure.rounds import in_turn, seconds_of
 from jaxrag.models.text.progress import followed
 
 _BLOCK = 1 << 24  # bytes a plain read asks for
@@ -210,15 +212,9 @@ def _measure(
     ways: dict[str, Way], rounds: int, prepare: Callable[[], None], name: str
 ) -> dict[str, list[float]]:
     """Seconds of every way in every round after one that is not counted."""
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    for number in followed(range(rounds + 1), name, "round"):
-        for way, fill in ways.items():
-            prepare()
-            start = time.perf_counter()
-            fill()
-            if number:
-                times[way].append(time.perf_counter() - start)
-    return times
+    timed = {way: functools.partial(seconds_of, fill) for way, fill in ways.items()}
+    bar = functools.partial(followed, name=name, unit="round")
+    return in_turn(timed, rounds, before=prepare, rounds=bar)
 
 
 def _rates(times: dict[str, list[float]], nbytes: int) -> dict[str, dict[str, float]]:

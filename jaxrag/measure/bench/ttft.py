@@ -18,18 +18,15 @@ import dataclasses
 import functools
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrag.base.config import DType, ModelConfig, RopeConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import Engine, engine_of
@@ -40,47 +37,21 @@ from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.store import ChunkStore, KVStore
 from jaxrag.library.knowledge_base.neighbours import each_other
-from jaxrag.measure.bench.machine import describe
 from jaxrag.measure.bench.options import TtftOptions
 from jaxrag.measure.bench.peer import Peer
 from jaxrag.measure.bench.ttft_batch import measure_batches, report_batches
 from jaxrag.measure.bench.ttft_ratios import report_ratios, slopes
-from jaxrag.models.export import export_hf
+from jaxrag.measure.machine import describe
+from jaxrag.measure.rounds import settle
+from jaxrag.measure.zoo import LLAMA_100M, random_named, write_random
 from jaxrag.models.flops import block_attention_flops, turborag_flops
 from jaxrag.models.model import Model, load_model
-from jaxrag.models.spec import init_params, num_params
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.reuse.encode import chunk_key, encoder_named
 from jaxrag.reuse.methods import METHODS, Method
 
 CHUNK_TOKENS = 512
-SETTLE_SECONDS = 1.0  # idle worker threads of one process spin for a while and slow the other's
-
-# Random weights, the shape of a small Llama: 100M parameters.
-LLAMA_100M = ModelConfig(
-    family="llama",
-    vocab_size=32_000,
-    num_layers=12,
-    model_dim=768,
-    mlp_dim=2048,
-    num_heads=12,
-    num_kv_heads=4,
-    head_dim=64,
-    norm_eps=1e-5,
-    rope=RopeConfig(theta=10_000.0, rotary_dim=64, interleaved=False, scaling=None),
-    max_positions=65_536,
-    sliding_window=None,
-    window_layers=None,
-    qkv_bias=False,
-    o_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    post_norms=False,
-    tie_embeddings=True,
-    dtype="float32",
-    bos_id=1,
-    eos_ids=(2,),
-)
+PEER_SCRIPT = Path(__file__).with_name("peer_transformers.py")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +116,7 @@ def run(options: Options) -> dict[str, Any]:
         model.engine = Engine(model, EngineSettings(arena_bytes=0))
         peer = None
         if options.peer_python:
-            peer = Peer(options.peer_python, "peer_transformers.py", path, options.dtype)
+            peer = Peer(options.peer_python, PEER_SCRIPT, path, options.dtype)
             stack.callback(peer.close)
         store = ChunkStore.open(
             work / "store",
@@ -163,7 +134,7 @@ def run(options: Options) -> dict[str, Any]:
         plain = options.plain()
         return {
             "benchmark": "ttft",
-            "model": options.model or f"random Llama, {num_params(model.config) / 1e6:.1f}M",
+            "model": options.model or random_named(model.config),
             "dtype": options.dtype,
             "method": options.method,
             "encoders": {"first": plain.encoder_of(0), "others": plain.encoder_of(1)},
@@ -174,14 +145,6 @@ def run(options: Options) -> dict[str, Any]:
             "peer": None if peer is None else {"name": "transformers", **peer.about},
             "machine": describe(),
         }
-
-
-def write_random(directory: Path, config: ModelConfig, dtype: DType, seed: int) -> Path:
-    """A Hugging Face directory of random weights of that dtype; returns it."""
-    config = dataclasses.replace(config, dtype=dtype)
-    params = jax.jit(lambda key: init_params(config, key))(jax.random.key(seed))
-    export_hf(directory, params, config)
-    return directory
 
 
 class First(NamedTuple):
@@ -211,7 +174,7 @@ def _measure(
     recomputing = [_Recomputing(method) for method in options.recomputing()]
     for _ in range(repeats + 1):
         _forget(model, reuse, prompt)
-        time.sleep(SETTLE_SECONDS)
+        settle()
         first = first_token(model, store, full, prompt)
         tops["full"] = first.top
         times["full"].append(first.seconds)
@@ -227,7 +190,7 @@ def _measure(
                     _forget(model, it.method, prompt)
                 it.firsts[name].append(first_token(model, store, it.method, prompt))
         if peer is not None:
-            time.sleep(SETTLE_SECONDS)
+            settle()
             answer = peer.ask({"ids": whole.tolist()})
             tops["peer"] = answer["top"]
             times["peer"].append(answer["seconds"])
@@ -383,8 +346,3 @@ def report(result: dict[str, Any]) -> Iterator[str]:
         yield from report_ratios(result)
     if result["batches"]:
         yield from report_batches(result)
-
-
-def default_peer() -> str:
-    """The interpreter that runs this program, for a peer in the same environment."""
-    return sys.executable

@@ -34,6 +34,7 @@ from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.methods import METHODS, Method
 from jaxrag.reuse.select import NoTokens
 from jaxrag.serve.answers import Result, serve
+from jaxrag.serve.ask import Ask
 from jaxrag.serve.question_files import BadQuestion, QuestionFile
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.serve.suits import gate_subject
@@ -148,14 +149,8 @@ def gate(
         raise RequestError("no ratio to try; name some, such as --recompute-ratios 0,0.15,0.3")
     settings = [
         resolve(
+            Ask(method=one, template=template, k=k, max_new_tokens=answer_tokens, where=where),
             kb=kb,
-            model=None,
-            method=one,
-            template=template,
-            k=k,
-            max_new_tokens=answer_tokens,
-            stop=(),
-            where=where,
         )
         for one in (METHODS["full_attention"], *tried)
     ]
@@ -236,9 +231,9 @@ def _answers(
 ) -> list[list[int]]:
     """Greedy answers without their end, one token shorter than compared at most."""
     found: dict[int, Result] = {}
-    for batch in serve(settings, ready, batch_size):
+    for batch in serve(ready, batch_size):
         found |= batch
-    return [found[i].token_ids[: settings.max_new_tokens - 1] for i in range(len(ready))]
+    return [found[i].token_ids[: settings.ask.max_new_tokens - 1] for i in range(len(ready))]
 
 
 def forced_logits(
@@ -251,7 +246,7 @@ def forced_logits(
     Args:
       settings: with the method.
       questions: what is asked.
-      answers: token ids of each, at most ``settings.max_new_tokens`` - 1.
+      answers: token ids of each, at most ``settings.ask.max_new_tokens`` - 1.
 
     Returns float32 [len(answer) + 1, V] for each request, and how many chunk tokens were
     recomputed for all of them.

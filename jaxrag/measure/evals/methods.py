@@ -22,7 +22,7 @@ from jaxrag.measure.evals.methods_grid import REFERENCES, Cell, Options
 from jaxrag.measure.evals.methods_pool import Pool, open_pool
 from jaxrag.measure.evals.metrics import exact_match, token_f1
 from jaxrag.measure.evals.scoring import draw, write
-from jaxrag.measure.evals.statistics import LEVEL, Estimate, difference, recovery, share
+from jaxrag.measure.evals.statistics import LEVEL, Estimate, difference, plain, recovery, share
 from jaxrag.measure.evals.synthetic import ALL, Asked
 from jaxrag.models.model import load_model
 from jaxrag.models.text.progress import progress_bar
@@ -108,9 +108,9 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
 
 def _answer(pool: Pool, method: Method, batch_size: int, bar: "tqdm[Any]") -> Answers:
     results: list[Result] = []
-    for settings, questions in pool.asked(method):
+    for _, questions in pool.asked(method):
         found: dict[int, Result] = {}
-        for batch in serve(settings, questions, batch_size):
+        for batch in serve(questions, batch_size):
             found |= batch
             bar.update(len(batch))
         results += [found[i] for i in range(len(questions))]
@@ -158,7 +158,7 @@ def _cell(
         "exact_match": _by_group(asked, share, own.exact_match),
         "f1": _by_group(asked, share, own.f1),
         "normalised_f1": _by_group(asked, _normalised, reuse.f1, own.f1, full.f1),
-        "as_full_attention": _plain(share(np.array(same, np.bool_), asked.sample)),
+        "as_full_attention": plain(share(np.array(same, np.bool_), asked.sample)),
         "recomputed": sum(one["recomputed"] for one in counts) / total,
         "recomputed_tokens": sum(one["recomputed"] for one in counts) / len(counts),
         "encoded_tokens": sum(one["encoded"] for one in counts),
@@ -225,10 +225,6 @@ def _whole(cells: Sequence[Cell], answers: Mapping[Method, Answers]) -> list[dic
 
 def _by_group(asked: Asked, estimate: Any, *values: HostArray) -> dict[str, Any]:
     return {
-        name: _plain(estimate(*(column[rows] for column in values), asked.sample[rows]))
+        name: plain(estimate(*(column[rows] for column in values), asked.sample[rows]))
         for name, rows in _groups(asked).items()
     }
-
-
-def _plain(estimate: Estimate | None) -> dict[str, float] | None:
-    return None if estimate is None else estimate._asdict()

@@ -21,6 +21,7 @@ from jaxrag.measure.evals.methods_grid import Options
 from jaxrag.measure.evals.scoring import Written
 from jaxrag.reuse.encode import encoder_named
 from jaxrag.reuse.methods import Method
+from jaxrag.serve.ask import Ask
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 
 Neighbours = tuple[tuple[HostArray, ...], ...]  # of every chunk of a sample
@@ -113,13 +114,12 @@ class Pool:
     def _settings(self, kb: KnowledgeBase, method: Method) -> Settings:
         """What all questions of a cell have in common."""
         return resolve(
+            Ask(
+                method=method,
+                template=self.written.template,
+                max_new_tokens=self.written.answer_tokens,
+            ),
             kb=kb,
-            model=None,
-            method=method,
-            template=self.written.template,
-            k=1,
-            max_new_tokens=self.written.answer_tokens,
-            stop=(),
         )
 
     def _ready(self, settings: Settings, number: int, question: str) -> ReadyQuestion:

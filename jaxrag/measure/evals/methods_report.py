@@ -1,10 +1,10 @@
-"""The result of ``methods.run`` as tables, for a terminal and as Markdown."""
+"""The result of ``methods.run`` as tables."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrag.measure.evals.synthetic import ALL
-from jaxrag.measure.evals.synthetic_report import Table, markdown_table, shown
+from jaxrag.measure.table import Table, percent, points
 
 Key = tuple[str, str | None]  # method and encoder: a row of the tables
 TITLES = {"exact_match": "exact match", "f1": "F1", "normalised_f1": "normalised F1"}
@@ -14,10 +14,10 @@ NO_RATIO = "own"  # the column of what a method does by itself, without a ratio
 def tables(result: Mapping[str, Any]) -> Iterator[Table]:
     """Scores by ratio, by kind of question, differences, agreement at ratio 1, KV deviation."""
     cells = result["cells"]
-    yield _scores(result, "exact_match", _percent)
-    yield _scores(result, "f1", _percent)
-    yield _scores(result, "normalised_f1", _percent)
-    yield _scores(result, "as_full_attention", _percent)
+    yield _scores(result, "exact_match", percent)
+    yield _scores(result, "f1", percent)
+    yield _scores(result, "normalised_f1", percent)
+    yield _scores(result, "as_full_attention", percent)
     for metric in ("exact_match", "f1"):
         groups = list(result["questions"])
         yield Table(
@@ -25,7 +25,7 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
             [
                 ["method", "encoder", "ratio", *groups],
                 ["questions", "", "", *map(str, result["questions"].values())],
-                *([*_names(cell), *(_percent(cell[metric][g]) for g in groups)] for cell in cells),
+                *([*_names(cell), *(percent(cell[metric][g]) for g in groups)] for cell in cells),
             ],
             names=3,
         )
@@ -42,7 +42,7 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
                         row["second"],
                         f"{row['ratio']:g}",
                         verdict(row["f1"][ALL]),
-                        *(_points(row["f1"][group]) for group in groups),
+                        *(points(row["f1"][group]) for group in groups),
                     ]
                     for row in result["differences"]
                 ),
@@ -71,7 +71,7 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
                     f"{100 * cell['recomputed']:.1f} %",
                     f"{cell['recomputed_tokens']:.1f}",
                     f"{cell['flops'] / 1e6:.3g}",
-                    _percent(cell["exact_match"][ALL]),
+                    percent(cell["exact_match"][ALL]),
                 ]
                 for cell in cells
             ),
@@ -81,11 +81,6 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
     yield _prompts(result)
     if any(cell["deviation"] for cell in cells):
         yield _deviations(result)
-
-
-def markdown(result: Mapping[str, Any]) -> str:
-    """All tables as Markdown, each under its title."""
-    return "\n".join(markdown_table(table) for table in tables(result))
 
 
 def verdict(estimate: Mapping[str, float] | None) -> str:
@@ -166,11 +161,3 @@ def _prompts(result: Mapping[str, Any]) -> Table:
 def _names(cell: Mapping[str, Any]) -> Sequence[str]:
     ratio = "" if cell["ratio"] is None else f"{cell['ratio']:g}"
     return cell["method"], cell["encoder"] or "", ratio
-
-
-def _percent(estimate: dict[str, float] | None) -> str:
-    return shown(estimate, ".1f")
-
-
-def _points(estimate: dict[str, float] | None) -> str:
-    return shown(estimate, "+.1f")

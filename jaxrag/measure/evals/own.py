@@ -21,10 +21,11 @@ from jaxrag.library.documents import Shard
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.measure.evals.gate import forced_logits
 from jaxrag.measure.evals.metrics import exact_match, holds, token_f1
-from jaxrag.measure.evals.statistics import difference, median, share
+from jaxrag.measure.evals.statistics import difference, median, plain, share
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.serve.answers import Result, serve
+from jaxrag.serve.ask import Ask
 from jaxrag.serve.question_files import BadQuestion, Question, QuestionFile, is_texts
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.serve.suits import suiting
@@ -144,11 +145,11 @@ class Evaluation:
         return {
             "questions": len(self.probes),
             "with_sources": len(with_sources),
-            "k": settings.k,
-            "max_new_tokens": settings.max_new_tokens,
+            "k": settings.ask.k,
+            "max_new_tokens": settings.ask.max_new_tokens,
             "template": settings.template.name,
             "without_chunks": sum(not sources for sources in found),
-            "recall": _plain(share(recall, np.arange(len(recall)))),
+            "recall": plain(share(recall, np.arange(len(recall)))),
             "methods": [self._method(i) for i in range(len(self.settings))],
             "notes": list(self.notes),
         }
@@ -165,14 +166,14 @@ class Evaluation:
             "method": method.name,
             "encoder": method.encoder,
             "ratio": method.recompute_ratio if method.recomputes else None,
-            **{name: _plain(share(scores[name], each)) for name in METRICS},
+            **{name: plain(share(scores[name], each)) for name in METRICS},
             "minus_full": {
-                name: _plain(difference(scores[name], of_full[name], each)) for name in METRICS
+                name: plain(difference(scores[name], of_full[name], each)) for name in METRICS
             },
-            "same_answer": _plain(share(np.array(same), each)),
-            "same_tokens": _plain(share(np.concatenate([it.same for it in own]), tokens)),
-            "ttft": _plain(median(np.array([it.ttft for it in own]))),
-            "full_over_own": _plain(median(over)),
+            "same_answer": plain(share(np.array(same), each)),
+            "same_tokens": plain(share(np.concatenate([it.same for it in own]), tokens)),
+            "ttft": plain(median(np.array([it.ttft for it in own]))),
+            "full_over_own": plain(median(over)),
             "tokens": {
                 name: float(np.mean([it.result.counts[name] for it in own]))
                 for name in ("reused", "recomputed", "encoded")
@@ -239,14 +240,8 @@ def evaluate(
     names = tuple(dict.fromkeys((REFERENCE, *(methods or suiting(kb, kb.model)))))
     settings = tuple(
         resolve(
+            Ask(method=name, template=template, k=k, max_new_tokens=max_new_tokens, where=where),
             kb=kb,
-            model=None,
-            method=name,
-            template=template,
-            k=k,
-            max_new_tokens=max_new_tokens,
-            stop=(),
-            where=where,
         )
         for name in names
     )
@@ -282,7 +277,7 @@ def _timed(settings: Settings, ready: ReadyQuestion) -> tuple[Result, float]:
         engine.forget()
         engine.call(_make_pool)
         compiled = engine.compiled.total()
-        [found] = serve(settings, [ready], 1)
+        [found] = serve([ready], 1)
         results.append(found[0])
         if engine.compiled.total() == compiled and not found[0].counts["encoded"]:
             break
@@ -311,7 +306,3 @@ def _recall(probe: Probe, own: Answered) -> float:
     """Share of the probe's sources that are among what was retrieved."""
     found = {source.document_id for source in own.result.sources}
     return len(found.intersection(probe.sources)) / len(probe.sources)
-
-
-def _plain(estimate: Any) -> dict[str, Any] | None:
-    return None if estimate is None else estimate._asdict()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxrag.measure.evals.synthetic_report import Table
+from jaxrag.measure.table import Table
 
 _FEW = 30  # questions, below which intervals are too narrow and differences seldom show
 _MANY = 1000  # from which on a tenth of a point means something

@@ -20,7 +20,7 @@ Not so that of a median, which goes from one order statistic to another.
 
 import math
 import statistics
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,6 +46,11 @@ class Median(NamedTuple):
     low: float | None
     high: float | None
     n: int
+
+
+def plain(estimate: Estimate | Median | None) -> dict[str, Any] | None:
+    """JSON-able; None for an estimate that does not exist."""
+    return None if estimate is None else estimate._asdict()
 
 
 def median(values: HostArray) -> Median | None:

@@ -17,7 +17,7 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
 from jaxrag.measure.evals.options import SyntheticOptions
 from jaxrag.measure.evals.scoring import READS, answered, draw, scored, write
-from jaxrag.measure.evals.statistics import LEVEL, Estimate, difference, recovery, share
+from jaxrag.measure.evals.statistics import LEVEL, difference, plain, recovery, share
 from jaxrag.models.model import load_model
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.models.text.prompts import template_named
@@ -109,7 +109,7 @@ class Asked:
 
 
 def run(options: Options, progress: bool = True) -> dict[str, Any]:
-    """Measure; JSON-able, shares and differences as fractions of 1, ``accuracy_report`` prints it.
+    """Measure; JSON-able, shares and differences as fractions of 1, ``synthetic_report`` prints it.
 
     All models are in memory at once. Raises RequestError, ModelError, TokenizerError or ConfigError
     for a model that cannot be asked.
@@ -193,20 +193,15 @@ def _recoveries(
             if read != FULL and name != baseline:
                 lost, back = right[Cell(baseline, read)], right[Cell(name, read)]
                 found = recovery(lost, back, best, asked.sample)
-                rows.append({"model": name, "read": read, "recovery": _plain(found)})
+                rows.append({"model": name, "read": read, "recovery": plain(found)})
     return rows
 
 
 def _by_kind(asked: Asked, estimate: Any, *values: HostArray) -> dict[str, Any]:
     return {
-        name: _plain(estimate(*(column[rows] for column in values), asked.sample[rows]))
+        name: plain(estimate(*(column[rows] for column in values), asked.sample[rows]))
         for name, rows in asked.groups().items()
     }
-
-
-def _plain(estimate: Estimate | None) -> dict[str, float] | None:
-    """JSON-able; None for an estimate that does not exist."""
-    return None if estimate is None else estimate._asdict()
 
 
 def _agreement(cell: Cell, packed: HostArray, really: HostArray) -> dict[str, Any]:

@@ -1,23 +1,16 @@
-"""The result of ``accuracy.run`` as tables, for a terminal and as Markdown."""
+"""The result of ``synthetic.run`` as tables."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxrag.measure.evals.synthetic import ALL
+from jaxrag.measure.table import Table, percent, points
 
 READ_TITLES = {
     "full": "full attention",
     "block": "block, reordered",
     "composite": "block, composite",
 }
-
-
-class Table(NamedTuple):
-    """A title and rows of cells, the first of them the heading."""
-
-    title: str
-    rows: list[list[str]]
-    names: int  # columns of text before the columns of numbers
 
 
 def tables(result: dict[str, Any]) -> Iterator[Table]:
@@ -33,7 +26,7 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
         f"({result['task']['split']} split, seed {result['seed']}), with 95 % intervals",
         [
             ["model", *(READ_TITLES[read] for read in reads)],
-            *([name, *(_percent(found[name, read][ALL]) for read in reads)] for name in names),
+            *([name, *(percent(found[name, read][ALL]) for read in reads)] for name in names),
         ],
         names=1,
     )
@@ -45,7 +38,7 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
             ["questions", "", *map(str, counts.values())],
             ["shortcut", "", *shortcut],
             *(
-                [name, READ_TITLES[read], *map(_percent, found[name, read].values())]
+                [name, READ_TITLES[read], *map(percent, found[name, read].values())]
                 for name in names
                 for read in reads
             ),
@@ -58,7 +51,7 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
             [
                 ["first", "second", "difference"],
                 *(
-                    [row["a"], row["b"], _points(row["difference"][ALL])]
+                    [row["a"], row["b"], points(row["difference"][ALL])]
                     for row in result["differences"]
                 ),
             ],
@@ -70,7 +63,7 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
             [
                 ["model", "read", "recovered"],
                 *(
-                    [row["model"], READ_TITLES[row["read"]], _percent(row["recovery"])]
+                    [row["model"], READ_TITLES[row["read"]], percent(row["recovery"])]
                     for row in result["recovery"]
                 ),
             ],
@@ -93,32 +86,3 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
             ],
             names=2,
         )
-
-
-def markdown(result: dict[str, Any]) -> str:
-    """All tables as Markdown, each under its title."""
-    return "\n".join(markdown_table(table) for table in tables(result))
-
-
-def markdown_table(table: Table) -> str:
-    """The rows under the title as a sentence."""
-    head, *rows = table.rows
-    rule = ["---"] * table.names + ["---:"] * (len(head) - table.names)
-    lines = "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
-    return f"{table.title[0].upper()}{table.title[1:]}.\n\n{lines}\n"
-
-
-def _percent(estimate: dict[str, float] | None) -> str:
-    return shown(estimate, ".1f")
-
-
-def _points(estimate: dict[str, float] | None) -> str:
-    return shown(estimate, "+.1f")
-
-
-def shown(estimate: dict[str, float] | None, form: str) -> str:
-    """95.8 [95.1, 96.4], from fractions."""
-    if estimate is None:
-        return "undefined"
-    value, low, high = (100 * estimate[name] for name in ("value", "low", "high"))
-    return f"{value:{form}} [{low:{form}}, {high:{form}}]"

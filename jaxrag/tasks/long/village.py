@@ -1,11 +1,11 @@
 """Needle, passkey and key-value retrieval in the words of the synthetic task.
 
-A model that knows only the words of ``evals.world`` cannot read numbers or prose. Here the filler
-are facts about invented people and places, the needle is one more, and the answer is a person whose
-names stand nowhere else. Two words are asked for because prefill gives the first token of an
-answer, so that a decode rule shows from the second one on. Who is asked about is of one split of
-the synthetic task: a model that was trained on the other has not met them. Prompts of the training
-split name nobody of the test split, in the filler neither.
+A model that knows only the words of ``jaxrag.tasks.world`` cannot read numbers or prose. Here the
+filler are facts about invented people and places, the needle is one more, and the answer is a
+person whose names stand nowhere else. Two words are asked for because prefill gives the first token
+of an answer, so that a decode rule shows from the second one on. Who is asked about is of one split
+of the synthetic task: a model that was trained on the other has not met them. Prompts of the
+training split name nobody of the test split, in the filler neither.
 """
 
 import functools

@@ -1,6 +1,7 @@
 """A knowledge base: ingest, resume, replace, search, refuse."""
 
 import dataclasses
+import inspect
 import json
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from jaxrag.base.errors import (
 )
 from jaxrag.library.documents import BadDocument, Document
 from jaxrag.library.knowledge_base import KnowledgeBase, ingest
+from jaxrag.library.options import KnowledgeBaseOptions
 from jaxrag.models.model import random_model
 from jaxrag.models.text.prompts import TEMPLATES
 from jaxrag.reuse.encode import chunk_encoding, chunk_key, encode_chunks, encode_for_store
@@ -292,3 +294,9 @@ def test_opened_for_reading_nothing_changes(tmp_path, model):
         with pytest.raises(KnowledgeBaseError, match="opened for reading"):
             kb.add([Document("b", "gneiss")])
         assert kb.encoders == ("isolated",)
+
+
+def test_an_opening_takes_every_option():
+    named = set(inspect.signature(KnowledgeBase.open).parameters)
+    options = {field.name for field in dataclasses.fields(KnowledgeBaseOptions)}
+    assert named == options | {"path", "model", "retriever", "reranker", "mode"}

@@ -9,7 +9,7 @@ from jaxrag.base.errors import StoreError
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.serve.generate import generate
 
-KINDS = ("exact", "faiss", "lance")
+KINDS = ("exact", "lance")
 
 
 @pytest.fixture
@@ -72,33 +72,9 @@ def test_an_answer_passes_the_note_on(whole, text_of):
     assert any(note.startswith("the vectors of ") for note in answer.notes)
 
 
-@pytest.mark.parametrize("place", ["the last frame", "its end", "the first frame", "the rows"])
-def test_damage_that_looks_like_a_torn_tail_is_told(whole, text_of, embedder, place):
-    kb = whole("exact")
-    question = text_of(3, 8)
-    kb.close()
-    log, rows = kb.path / "vectors" / "0.log", kb.path / "vectors" / "0.vectors"
-    data = bytearray(log.read_bytes())
-    if place == "the last frame":
-        data[-8] ^= 4  # an id
-    elif place == "its end":
-        del data[-1:]
-    elif place == "the first frame":
-        data[9] ^= 4
-    else:
-        rows.write_bytes(rows.read_bytes()[:-1])
-    log.write_bytes(data)
-    if place == "the first frame":
-        with pytest.raises(StoreError, match="do not match their digests"):
-            KnowledgeBase.open(kb.path, embedder=embedder, mode="r").search(question)
-        return
-    with KnowledgeBase.open(kb.path, embedder=embedder, mode="r") as opened:
-        assert len(found(opened, question)[1]) == 1
-        assert len(found(opened, question, "vector")[1]) == 1
-
-
-def test_a_damaged_vector_of_a_lance_table_is_refused(whole, text_of, embedder):
-    kb = whole("lance")
+@pytest.mark.parametrize("index", KINDS)
+def test_a_damaged_vector_is_refused(whole, text_of, embedder, index):
+    kb = whole(index)
     vector = kb._vectors.index.get([1])[0].tobytes()
     path, question = kb.path, text_of(1, 8)
     kb.close()
@@ -117,7 +93,7 @@ def test_a_damaged_vector_of_a_lance_table_is_refused(whole, text_of, embedder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", ["exact", "faiss"])
+@pytest.mark.parametrize("index", KINDS)
 def test_flips_and_cuts_are_refused_or_told(whole, text_of, embedder, tmp_path, index):
     """Of 60 flipped bits and 30 cuts none is answered otherwise than before without a note."""
     kb = whole(index)
@@ -131,14 +107,14 @@ def test_flips_and_cuts_are_refused_or_told(whole, text_of, embedder, tmp_path, 
             return [found(kb, question) for question in questions]
 
     before = ask(path)
-    files = [it for it in sorted((path / "vectors").iterdir()) if it.stat().st_size]
+    files = [it for it in sorted((path / "vectors").rglob("*")) if it.is_file()]
     dice = random.Random(index)
     outcomes = {"same": 0, "refused": 0, "told": 0}
     work = tmp_path / "work"
     for trial in range(90):
         shutil.rmtree(work, ignore_errors=True)
         shutil.copytree(path, work)
-        file = work / "vectors" / dice.choice(files).name
+        file = work / dice.choice(files).relative_to(path)
         data = bytearray(file.read_bytes())
         place = dice.randrange(len(data))
         if trial < 60:
@@ -155,4 +131,4 @@ def test_flips_and_cuts_are_refused_or_told(whole, text_of, embedder, tmp_path, 
         assert noted or after == before, (file.name, place)
         outcomes["told" if noted else "same"] += 1
     assert outcomes["refused"] > 0
-    assert outcomes["told"] > 0
+    assert outcomes["same"] > 0

@@ -30,7 +30,7 @@ def names(hits):
     return [hit.document_id for hit in hits]
 
 
-@pytest.mark.parametrize("index", ["exact", "lance", "faiss"])
+@pytest.mark.parametrize("index", ["exact", "lance"])
 def test_vectors_follow_the_documents(make_kb, embedder, index):
     kb = make_kb(embedder=embedder, index=index)
     kb.add(DOCUMENTS)
@@ -196,6 +196,16 @@ def test_an_index_without_an_embedder_or_of_no_kind_is_refused(tmp_path, model, 
     with pytest.raises(RetrievalError, match="expected one of exact"):
         KnowledgeBase.open(tmp_path / "kb", model, embedder=embedder, index="annoy")
     assert not (tmp_path / "kb").exists()
+
+
+def test_faiss_is_an_earlier_name_of_lance(tmp_path, model, embedder):
+    options = {"embedder": embedder, "index": "faiss", "chunk_tokens": 20}
+    with pytest.warns(DeprecationWarning, match="index='faiss' is an earlier name of 'lance'"):
+        made = KnowledgeBase.open(tmp_path / "kb", model, **options)
+    assert made.index == "lance"
+    made.close()
+    for name in ("faiss", "lance"):
+        KnowledgeBase.open(tmp_path / "kb", model, embedder=embedder, index=name).close()
 
 
 def test_vectors_of_chunks_that_left_are_removed_after_a_crash(

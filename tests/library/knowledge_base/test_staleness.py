@@ -12,7 +12,7 @@ from jaxrag.library.knowledge_base.staleness import (
     _from_ranges,
     _to_ranges,
 )
-from jaxrag.library.retrieve.exact import ExactIndex
+from jaxrag.library.retrieve.lance import VectorIndex
 
 TOP_N = 3
 HOW = {"by": "vectors", "top_n": TOP_N}
@@ -71,7 +71,7 @@ def brute_force(contents, vectors):
 
 @pytest.fixture
 def index(tmp_path):
-    return ExactIndex.open(tmp_path / "vectors", DIM)
+    return VectorIndex.open(tmp_path / "vectors", DIM, "exact")
 
 
 def test_every_list_that_changed_is_searched_and_few_others(rng, index):

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from jaxrag.library.retrieve.names import index_named
+from jaxrag.library.retrieve import lance
+from jaxrag.library.retrieve.lance import VectorIndex
 
 DIM, ROWS = 16, 2000
 
@@ -22,35 +23,23 @@ def recall(found, data, queries, k):
     )
 
 
-@pytest.fixture(params=["faiss", "lance"])
-def name(request, monkeypatch):
-    if request.param == "faiss":
-        pytest.importorskip("faiss")
-        from jaxrag.library.retrieve import faiss as module
-
-        monkeypatch.setattr(module, "_IVF_FROM", 1000)
-    else:
-        pytest.importorskip("lancedb")
-        from jaxrag.library.retrieve import lance as module
-
-        monkeypatch.setattr(module, "_INDEX_FROM", 1000)
-        monkeypatch.setattr(module, "_LISTED_IDS", 100)
-    return request.param
+@pytest.fixture(autouse=True)
+def early(monkeypatch):
+    monkeypatch.setattr(lance, "_INDEX_FROM", 1000)
+    monkeypatch.setattr(lance, "_LISTED_IDS", 100)
 
 
-def is_approximate(name, index):
-    if name == "faiss":
-        return index._is_trained()
+def is_approximate(index):
     return "vector_idx" in [entry.name for entry in index._table.list_indices()]
 
 
-def test_recall_growth_and_reopening(name, tmp_path):
+def test_recall_growth_and_reopening(tmp_path):
     data, queries = clustered(1, 2 * ROWS), clustered(2, 30)
-    index = index_named(name).open(tmp_path, DIM)
+    index = VectorIndex.open(tmp_path, DIM)
     index.add(np.arange(500), data[:500])
-    assert not is_approximate(name, index)
+    assert not is_approximate(index)
     index.add(np.arange(500, ROWS), data[500:ROWS])
-    assert is_approximate(name, index)
+    assert is_approximate(index)
     assert recall(index.search(queries, 10)[0], data[:ROWS], queries, 10) > 0.9
     for start in range(ROWS, 2 * ROWS, 500):  # rows that the clusters were not learned from
         index.add(np.arange(start, start + 500), data[start : start + 500])
@@ -59,17 +48,17 @@ def test_recall_growth_and_reopening(name, tmp_path):
     assert (index.search(queries, 10)[0] % 2 == 1).sum() > 100
     assert not np.isin(index.search(queries, 10)[0], np.arange(0, ROWS, 2)).any()
     index.close()
-    again = index_named(name).open(tmp_path, DIM, mode="r")
-    assert is_approximate(name, again)
+    again = VectorIndex.open(tmp_path, DIM, mode="r")
+    assert is_approximate(again)
     odd = np.concatenate([np.arange(1, ROWS, 2), np.arange(ROWS, 2 * ROWS)])
     found = np.searchsorted(odd, again.search(queries, 10)[0])
     assert recall(found, data[odd], queries, 10) > 0.9
     again.close()
 
 
-def test_filtered_searches_find_as_many_as_there_are(name, tmp_path):
+def test_filtered_searches_find_as_many_as_there_are(tmp_path):
     data, queries = clustered(1, ROWS), clustered(2, 6)
-    index = index_named(name).open(tmp_path, DIM)
+    index = VectorIndex.open(tmp_path, DIM)
     index.add(np.arange(ROWS), data)
     for allowed in (np.arange(0, ROWS, 40), np.arange(0, ROWS, 3), np.array([5, 1999])):
         found, _ = index.search(queries, 20, allowed)
@@ -86,21 +75,12 @@ def test_filtered_searches_find_as_many_as_there_are(name, tmp_path):
     index.close()
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip"])
-def test_a_damaged_inverted_file_is_made_again(tmp_path, monkeypatch, damage):
-    pytest.importorskip("faiss")
-    from jaxrag.library.retrieve import faiss as module
-
-    monkeypatch.setattr(module, "_IVF_FROM", 1000)
-    data = clustered(1, ROWS)
-    index_named("faiss").open(tmp_path, DIM).add(np.arange(ROWS), data)
-    whole = (tmp_path / "0.ivf").read_bytes()
-    assert is_approximate("faiss", index_named("faiss").open(tmp_path, DIM, mode="r"))
-    middle = len(whole) // 2
-    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
-    (tmp_path / "0.ivf").write_bytes(whole[:1000] if damage == "cut" else flipped)
-    reader = index_named("faiss").open(tmp_path, DIM, mode="r")
-    assert not is_approximate("faiss", reader)
-    assert reader.search(data[:5], 1)[0].ravel().tolist() == [0, 1, 2, 3, 4]
-    assert is_approximate("faiss", index_named("faiss").open(tmp_path, DIM))
-    assert (tmp_path / "0.ivf").read_bytes() not in (flipped, whole[:1000])
+def test_an_exact_index_compares_all(tmp_path):
+    data, queries = clustered(1, ROWS), clustered(2, 30)
+    index = VectorIndex.open(tmp_path, DIM, "exact")
+    index.add(np.arange(ROWS), data)
+    assert not is_approximate(index)
+    assert recall(index.search(queries, 10)[0], data, queries, 10) == 1
+    allowed = np.arange(0, ROWS, 3)
+    found = index.search(queries, 10, allowed)[0]
+    assert recall(np.searchsorted(allowed, found), data[allowed], queries, 10) == 1

@@ -7,8 +7,8 @@ import pytest
 
 from jaxrag.base.errors import RequestError, RetrievalError
 from jaxrag.library.retrieve.base import Found
-from jaxrag.library.retrieve.exact import ExactIndex
 from jaxrag.library.retrieve.filters import Filter
+from jaxrag.library.retrieve.lance import VectorIndex
 from jaxrag.library.retrieve.plugins import GROUP, ForeignRetriever, retriever_plugin
 from jaxrag.library.retrieve.retrievers import (
     BM25Retriever,
@@ -47,7 +47,7 @@ class Fixed:
 
 @pytest.fixture
 def by_vector(tmp_path):
-    retriever = VectorRetriever(embed, ExactIndex.open(tmp_path, len(WORDS)), chunk_ids)
+    retriever = VectorRetriever(embed, VectorIndex.open(tmp_path, len(WORDS), "exact"), chunk_ids)
     retriever.add(list(TEXTS), list(TEXTS.values()))
     return retriever
 

@@ -9,22 +9,19 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import RequestError, RetrievalError, StoreError
-from jaxrag.library.retrieve.names import VECTOR_INDEXES, index_named
+from jaxrag.library.retrieve.lance import KINDS, VectorIndex, kind_named
 
-PACKAGES = {"exact": None, "faiss": "faiss", "lance": "lancedb"}
 DIM = 12
 
 
-@pytest.fixture(params=sorted(VECTOR_INDEXES))
+@pytest.fixture(params=KINDS)
 def kind(request):
-    if PACKAGES[request.param]:
-        pytest.importorskip(PACKAGES[request.param])
-    return index_named(request.param)
+    return request.param
 
 
 @pytest.fixture
 def index(kind, tmp_path):
-    made = kind.open(tmp_path / "vectors", DIM)
+    made = VectorIndex.open(tmp_path / "vectors", DIM, kind)
     yield made
     made.close()
 
@@ -118,21 +115,21 @@ def test_removed_ids_are_not_found(index):
 
 def test_survives_reopening(kind, tmp_path):
     data = vectors(40)
-    index = kind.open(tmp_path / "v", DIM)
+    index = VectorIndex.open(tmp_path / "v", DIM, kind)
     index.add(np.arange(40), data)
     index.remove(np.arange(10))
     index.add(np.array([50]), data[:1])
     index.close()
     for mode in ("r", "rw"):
-        again = kind.open(tmp_path / "v", DIM, mode=mode)
+        again = VectorIndex.open(tmp_path / "v", DIM, kind, mode=mode)
         held = dict(zip([*range(10, 40), 50], [*data[10:], data[0]], strict=True))
         assert again.search(data, 5)[0].tolist() == expected(held, data, 5).tolist()
         again.close()
 
 
 def test_another_object_sees_a_change_at_its_next_search(kind, tmp_path):
-    writer = kind.open(tmp_path / "v", DIM)
-    reader = kind.open(tmp_path / "v", DIM, mode="r")
+    writer = VectorIndex.open(tmp_path / "v", DIM, kind)
+    reader = VectorIndex.open(tmp_path / "v", DIM, kind, mode="r")
     data = vectors(6)
     for number in range(6):
         writer.add(np.array([number]), data[number : number + 1])
@@ -148,9 +145,9 @@ WRITER = """
 import sys
 from pathlib import Path
 import numpy as np
-from jaxrag.library.retrieve.names import index_named
+from jaxrag.library.retrieve.lance import VectorIndex
 name, folder, start = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-index = index_named(name).open(folder, 4)
+index = VectorIndex.open(folder, 4, name)
 print("ready", flush=True)
 sys.stdin.readline()
 for number in range(start, start + 12):
@@ -161,18 +158,10 @@ index.close()
 """
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(it, marks=() if it == "lance" else pytest.mark.slow)
-        for it in sorted(VECTOR_INDEXES)
-    ],
-)
+@pytest.mark.parametrize("name", [pytest.param("exact", marks=pytest.mark.slow), "lance"])
 def test_processes_write_while_one_reads(name, tmp_path):
     """Nothing acknowledged is lost, and a reader never sees a vector that nobody added."""
-    if PACKAGES[name]:
-        pytest.importorskip(PACKAGES[name])
-    reader = index_named(name).open(tmp_path, 4)
+    reader = VectorIndex.open(tmp_path, 4, name)
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", WRITER, name, str(tmp_path), str(start)],
@@ -203,10 +192,10 @@ def test_processes_write_while_one_reads(name, tmp_path):
 
 
 def test_refusals(kind, tmp_path):
-    with pytest.raises(StoreError, match="no '.*' vector index; open .* for writing"):
-        kind.open(tmp_path / "none", DIM, mode="r")
+    with pytest.raises(StoreError, match="no vector index; open .* for writing"):
+        VectorIndex.open(tmp_path / "none", DIM, kind, mode="r")
     assert not (tmp_path / "none").exists()
-    index = kind.open(tmp_path / "v", DIM)
+    index = VectorIndex.open(tmp_path / "v", DIM, kind)
     index.add(np.array([1]), vectors(1))
     for ids, rows, message in [
         (np.array([1, 2]), vectors(1), "2 ids for 1 vectors"),
@@ -224,21 +213,30 @@ def test_refusals(kind, tmp_path):
         index.search(vectors(1), 0)
     assert index.ids().tolist() == [1]
     with pytest.raises(StoreError, match="holds vectors of 12 values, asked for 13"):
-        kind.open(tmp_path / "v", DIM + 1)
-    reader = kind.open(tmp_path / "v", DIM, mode="r")
+        VectorIndex.open(tmp_path / "v", DIM + 1, kind)
+    reader = VectorIndex.open(tmp_path / "v", DIM, kind, mode="r")
     with pytest.raises(StoreError, match="opened for reading"):
         reader.add(np.array([2]), vectors(1))
     with pytest.raises(StoreError, match="opened for reading"):
         reader.remove(np.array([1]))
 
 
+def test_equal_scores_are_in_order_of_id(tmp_path):
+    index = VectorIndex.open(tmp_path, DIM, "exact")
+    row = vectors(1)
+    index.add(np.arange(40)[::-1].copy(), np.repeat(row, 40, axis=0))
+    index.add(np.array([50]), 2 * row)
+    assert index.search(row, 4)[0].tolist() == [[50, 0, 1, 2]]
+    assert index.search(row, 3, np.arange(5, 50, 3))[0].tolist() == [[5, 8, 11]]
+
+
 def test_unknown_name():
-    with pytest.raises(RetrievalError, match="'hnsw': expected one of exact, faiss, lance"):
-        index_named("hnsw")
+    with pytest.raises(RetrievalError, match="'hnsw': expected one of exact, lance"):
+        kind_named("hnsw")
+    assert kind_named("faiss") == "lance"
 
 
-@pytest.mark.parametrize(("name", "package"), [("faiss", "faiss"), ("lance", "lancedb")])
-def test_a_missing_package_is_named_with_the_extra(name, package, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(RetrievalError, match=f"the index .{name}. needs the package"):
-        index_named(name).open(tmp_path, DIM)
+def test_a_missing_package_is_named(kind, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lancedb", None)
+    with pytest.raises(RetrievalError, match="an index of vectors needs the package lancedb"):
+        VectorIndex.open(tmp_path, DIM, kind)

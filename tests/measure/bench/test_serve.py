@@ -21,7 +21,6 @@ from jaxrag.measure.bench.serve import Options, run
 from jaxrag.measure.bench.serve_arms import arms_of
 from jaxrag.measure.bench.serve_client import offer_http
 from jaxrag.measure.bench.serve_http import HTTP, IN_PROCESS, OwnServer
-from jaxrag.measure.bench.serve_papers import figures
 from jaxrag.measure.bench.serve_peer import HttpPeer, vllm, write_model
 from jaxrag.measure.bench.serve_records import (
     Served,
@@ -48,7 +47,7 @@ TINY = Traffic(
 
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch):
-    monkeypatch.setattr(serve, "SETTLE_SECONDS", 0)
+    monkeypatch.setattr("jaxrag.measure.rounds.SETTLE_SECONDS", 0)
 
 
 @pytest.fixture(scope="module")
@@ -372,24 +371,6 @@ def test_the_highest_rate_of_an_arm(model_dir):
     [(arm, found)] = run(dataclasses.replace(options, highest_rate=True))["highest_rate"].items()
     assert (arm, found["rate"]) == ("inline", 50 * 2**5)
     assert found["tried"] == [{"rate": 50.0 * 2**n, "good": 1.0} for n in range(6)]
-
-
-def test_figures_of_fusionrag_are_ratios_of_two_arms():
-    asked, tried = [], []
-
-    def measure(arm, rate, traffic):
-        asked.append((arm.name.split(":")[0], arm.recompute_ratio, arm.engine.lockstep, rate))
-        assert (traffic.batch, traffic.requests, traffic.documents) == (10, 40, 160)
-        return {"first_token": {"mean": 4.0 if arm.engine.lockstep else 3.0}}
-
-    def highest(arm):
-        tried.append(arm.method)
-        return {"rate": 2.0 if arm.method == "full_attention" else 5.0, "tried": []}
-
-    found = figures(Traffic(), measure, highest)
-    assert asked == [("fusionrag_inline", 0.15, True, 2.0), ("fusionrag", 0.15, False, 2.0)]
-    assert tried == ["fusionrag", "full_attention"]
-    assert (found["figure_11"]["ratio"], found["figure_15"]["ratio"]) == (0.75, 2.5)
 
 
 def test_answers_that_differ_are_seen(model_dir):

@@ -14,9 +14,10 @@ from jaxrag.cli import main
 from jaxrag.engine.progress import Progress
 from jaxrag.engine.request import Prompt
 from jaxrag.kv.store import ChunkStore
-from jaxrag.measure.bench.ttft import LLAMA_100M, Options, report, run
+from jaxrag.measure.bench.ttft import Options, report, run
 from jaxrag.measure.bench.ttft_batch import measure_batches
 from jaxrag.measure.bench.ttft_ratios import report_ratios, slopes
+from jaxrag.measure.zoo import LLAMA_100M
 from jaxrag.models.export import export_hf
 from jaxrag.models.spec import init_params, num_params
 from jaxrag.reuse.methods import METHODS
@@ -32,7 +33,7 @@ def model_dir(tmp_path_factory, tiny_config):
 
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch):
-    monkeypatch.setattr("jaxrag.measure.bench.ttft.SETTLE_SECONDS", 0)
+    monkeypatch.setattr("jaxrag.measure.rounds.SETTLE_SECONDS", 0)
 
 
 def test_default_model_has_100m_parameters():

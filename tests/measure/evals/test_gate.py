@@ -13,6 +13,7 @@ from jaxrag.engine.sampling import SamplingParams
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.measure.evals.gate import Target, forced_logits, gate, kl_divergence
 from jaxrag.reuse.methods import METHODS
+from jaxrag.serve.ask import Ask
 from jaxrag.serve.generate import generate
 from jaxrag.serve.question_files import QuestionFile
 from jaxrag.serve.questions import prepare, resolve
@@ -53,7 +54,7 @@ def probes(tmp_path_factory):
 
 
 def settings_of(kb, method):
-    return resolve(kb=kb, model=None, method=method, template=None, k=3, max_new_tokens=5, stop=())
+    return resolve(Ask(method=method, k=3, max_new_tokens=5), kb=kb)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from jaxrag.measure.evals import synthetic as accuracy
 from jaxrag.measure.evals.scoring import READS, draw
 from jaxrag.measure.evals.statistics import difference, recovery, share
 from jaxrag.measure.evals.synthetic import Asked, Cell, Options, run
-from jaxrag.measure.evals.synthetic_report import markdown, tables
+from jaxrag.measure.evals.synthetic_report import tables
+from jaxrag.measure.table import page
 from jaxrag.tasks.synthetic import KINDS, describe
 
 MODELS = {"raw": "raw", "tuned": "tuned"}
@@ -102,7 +103,7 @@ def test_tables_show_the_figures(verdicts):
     loss = 100 * (right[Cell("raw", "block")].mean() - right[Cell("raw", "full")].mean())
     assert found[2].rows[1][:2] == ["raw:block", "raw:full"]
     assert found[2].rows[1][2].startswith(f"{loss:+.1f} [")
-    text = markdown(result)
+    text = page(tables(result))
     assert f"| raw | {found[0].rows[1][1]} |" in text
     assert "400 questions" in text and "95 % intervals" in text
 
@@ -112,7 +113,7 @@ def test_a_loss_that_is_none_has_no_recovery(verdicts):
     right[Cell("raw", "block")] = right[Cell("raw", "full")]
     result = run(options, progress=False)
     assert {row["read"]: row["recovery"] for row in result["recovery"]}["block"] is None
-    assert "undefined" in markdown(result)
+    assert "undefined" in page(tables(result))
 
 
 @pytest.mark.parametrize(

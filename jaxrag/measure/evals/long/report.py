@@ -1,9 +1,9 @@
-"""The result of ``run`` as tables, for a terminal and as Markdown."""
+"""The result of ``run`` as tables."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from jaxrag.measure.evals.synthetic_report import Table, markdown_table, shown
+from jaxrag.measure.table import Table, shown
 
 TITLES = {
     "needle": "needle in a haystack",
@@ -67,11 +67,6 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
             [["task", "method", *lengths, "all"], *_rows(result, "agreement", "share", ".1f")],
             names=2,
         )
-
-
-def markdown(result: Mapping[str, Any]) -> str:
-    """All tables as Markdown, each under its title."""
-    return "\n".join(markdown_table(table) for table in tables(result))
 
 
 def _costs(result: Mapping[str, Any]) -> Iterator[list[str]]:

@@ -23,13 +23,14 @@ from jaxrag.engine.sampling import SamplingParams
 from jaxrag.kv.cache import PAGE
 from jaxrag.measure.evals.long.ask import Asker, Generated
 from jaxrag.measure.evals.long.plan import Item, Options, plan
-from jaxrag.measure.evals.statistics import LEVEL, Estimate, difference, share
+from jaxrag.measure.evals.statistics import LEVEL, difference, plain, share
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.models.text.prompts import template_named
 from jaxrag.reuse.decode import DecodeRule, Dense
 from jaxrag.reuse.decode.footprint import Bytes
 from jaxrag.reuse.methods import Method, placement_of
+from jaxrag.serve.ask import Ask
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.tasks.long.case import Frame
 
@@ -85,13 +86,12 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
     models = _by_method(options, model)
     settings = {
         (method.name, task): resolve(
-            kb=None,
+            Ask(
+                method=method,
+                template=frame.template,
+                max_new_tokens=options.answer_tokens(task),
+            ),
             model=models[method.name],
-            method=method,
-            template=frame.template,
-            k=1,
-            max_new_tokens=options.answer_tokens(task),
-            stop=(),
         )
         for method in options.resolved
         for task in options.chosen
@@ -317,7 +317,7 @@ def _tables(
         cells.append({**named, "score": _share(scores[rows])})
         if name != first:
             less = difference(scores[rows], answers[first].scores[rows], np.arange(rows.sum()))
-            differences.append({**named, "minus": first, "difference": _plain(less)})
+            differences.append({**named, "minus": first, "difference": plain(less)})
         if np.isnan(depth[rows]).any():
             continue
         if options.suite == "needle":
@@ -343,11 +343,7 @@ def _same(one: Reply, other: Reply) -> bool:
 
 
 def _share(scores: HostArray) -> dict[str, float] | None:
-    return _plain(share(scores, np.arange(len(scores))))
-
-
-def _plain(estimate: Estimate | None) -> dict[str, float] | None:
-    return None if estimate is None else estimate._asdict()
+    return plain(share(scores, np.arange(len(scores))))
 
 
 def _item(number: int, item: Item, answers: Mapping[str, Answers]) -> dict[str, Any]:

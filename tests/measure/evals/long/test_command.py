@@ -133,9 +133,9 @@ def test_values_in_host_memory_change_no_answer(jaxrag, village_dir, monkeypatch
     layers = {}
     resolve = running.resolve
 
-    def resolved(**arguments):
-        layers[arguments["method"].name] = arguments["model"].value_layers
-        return resolve(**arguments)
+    def resolved(ask, **arguments):
+        layers[ask.method.name] = arguments["model"].value_layers
+        return resolve(ask, **arguments)
 
     monkeypatch.setattr(running, "resolve", resolved)
     asked = (

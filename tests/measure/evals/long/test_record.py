@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from jaxrag.measure.evals.long.plan import Options
-from jaxrag.measure.evals.long.report import markdown, tables
+from jaxrag.measure.evals.long.report import tables
 from jaxrag.measure.evals.long.run import run
 from jaxrag.measure.evals.synthetic_report import tables as document_tables
+from jaxrag.measure.table import page
 from jaxrag.models.digest import weights_digest
 from jaxrag.tasks.long.tasks import SUITES
 
@@ -48,7 +49,7 @@ def test_the_record_is_of_these_weights_and_complete(record):
     assert set(record["tasks"]) == set(SUITES[record["suite"], "village"])
     assert min(cell["score"]["n"] for cell in record["cells"]) >= 100
     written = (RESULTS / f"long-{record['suite']}.md").read_text(encoding="utf-8")
-    assert markdown(record).strip() in written
+    assert page(tables(record)).strip() in written
 
 
 def test_rules_that_look_at_what_matters_answer_as_dense_does(record):

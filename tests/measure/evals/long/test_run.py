@@ -12,8 +12,9 @@ from jaxrag.measure.evals.long import run as running
 from jaxrag.measure.evals.long.ask import Generated
 from jaxrag.measure.evals.long.heatmap import draw_heatmap
 from jaxrag.measure.evals.long.plan import Options, plan
-from jaxrag.measure.evals.long.report import markdown, tables
+from jaxrag.measure.evals.long.report import tables
 from jaxrag.measure.evals.statistics import difference, share
+from jaxrag.measure.table import page
 from jaxrag.tasks.long.case import Frame
 from jaxrag.tasks.world import split_of
 from jaxrag.train.samples import Writer
@@ -198,7 +199,7 @@ def test_tables_show_the_figures(asked):
     assert differences.rows[1][2].startswith("-33.3 [")
     assert costs.rows[0] == ["method", "reads", "200, ms", "120, ms", "200, kB", "120, kB"]
     assert costs.rows[1][:4] == ["full_attention", "all", "500.00", "500.00"]
-    text = markdown(result)
+    text = page(tables(result))
     assert "village flavour" in text and "chunks of up to 40 tokens" in text
     retrieval, _, _ = asked(dataclasses.replace(RETRIEVAL, chunk_tokens=None), shallow)
     scores, fifths, differences, costs, agreement = tables(retrieval)

@@ -1,0 +1,163 @@
+"""Time of a full prefill by context, beside a peer's and the machine's matrix products.
+
+One prompt of random tokens, nothing reused, until the id of its first token is on the host; the
+peer gives the logits of the last token only and keeps the KV, as ours does. The sides take turns
+and the first round is a warm-up that compiles. The FLOPs are those that are really multiplied,
+beside the best of a large square product in the same dtype, ours and the peer's.
+
+example: python benchmarks/prefill.py --peer transformers --peer-python PEER/bin/python
+"""
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from rows import BESIDE_PEER, OURS, Rows, RowsOptions, draw
+from script import run_script
+from tqdm import tqdm
+
+from jaxrag.base.config import DType
+from jaxrag.base.errors import RequestError
+from jaxrag.base.options import option, parse_counts
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.request import Prompt
+from jaxrag.measure.bench import ttft
+from jaxrag.measure.bench.limits import matmul_peak, matmul_side
+from jaxrag.measure.bench.peer import Peer
+from jaxrag.measure.rounds import between, in_turn, ratios, spread
+from jaxrag.models.flops import forward_flops
+from jaxrag.models.model import Model, load_model
+from jaxrag.reuse.methods import METHODS
+
+PEER = "transformers"
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillOptions(RowsOptions):
+    """What to measure."""
+
+    contexts: tuple[int, ...] = option(
+        (512, 1024, 2048, 4096, 8192), "tokens of the prompt", "N,...", parse=parse_counts
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured."""
+        self.check_lists("dtypes", "contexts")
+        if min(*self.contexts, self.repeats) < 1:
+            raise RequestError("contexts and repeats must be positive")
+
+
+def run(options: PrefillOptions) -> dict[str, Any]:
+    """Measure every dtype and context; returns the rows and the machine, JSON-able.
+
+    The result is written to ``options.out`` after every row.
+    """
+    table = Rows.open("prefill", options, ("dtype", "context"))
+    for dtype in options.dtypes:
+        left = [n for n in options.contexts if not table.has(dtype=dtype, context=n)]
+        if not left:
+            continue
+        with contextlib.ExitStack() as stack:
+            path, _ = stack.enter_context(options.directory(dtype))
+            peer = None
+            if options.peer_python:
+                peer = Peer(options.peer_python, ttft.PEER_SCRIPT, path, dtype)
+                stack.callback(peer.close)
+            model = load_model(path, dtype=dtype, cache_tokens=2 * max(left))
+            limits: dict[str, float] = {}
+            for context in tqdm(left, desc=dtype, disable=None):
+                for name, peak in _peaks(dtype, peer).items():
+                    limits[name] = max(peak, limits.get(name, 0.0))
+                row = _measure(model, peer, options, context, max(limits.values()))
+                peers = {} if peer is None else {PEER: peer.about}
+                table.add({"dtype": dtype, **row, "limits": dict(limits), "peers": peers})
+            engine_of(model).call(lambda runner: runner.forget_cache())
+    return table.result()
+
+
+def _peaks(dtype: DType, peer: Peer | None) -> dict[str, float]:
+    """FLOP/s of a square matrix product of each side, once the other's threads are at rest."""
+    arms: dict[str, Callable[[], float]] = {OURS: lambda: matmul_peak(dtype)}
+    if peer is not None:
+        question = {"matmul": matmul_side()}
+        arms[PEER] = lambda: float(peer.ask(question)["flops_per_second"])
+    return {name: max(peaks) for name, peaks in in_turn(arms, 2).items()}
+
+
+def _measure(
+    model: Model, peer: Peer | None, options: PrefillOptions, context: int, peak: float
+) -> dict[str, Any]:
+    """One row of the table: both arms at one context."""
+    ids = draw(model.config, options.seed, context)
+    prompt, store = Prompt(np.zeros(0, np.int32), (), ids), engine_of(model).memory
+    method = METHODS["full_attention"]
+    tops: dict[str, int] = {}
+
+    def ours() -> float:
+        first = ttft.first_token(model, store, method, prompt)
+        tops[OURS] = first.top
+        return first.seconds
+
+    def theirs() -> float:
+        assert peer is not None
+        answer = peer.ask({"ids": ids.tolist()})
+        tops[PEER] = answer["top"]
+        return float(answer["seconds"])
+
+    arms = {OURS: ours} if peer is None else {OURS: ours, PEER: theirs}
+    seconds = in_turn(arms, options.repeats)
+    flops = forward_flops(model.config, [(context, 0)], num_logits=1)
+    row: dict[str, Any] = {
+        "context": context,
+        "repeats": options.repeats,
+        "flops": flops,
+        "arms": {
+            name: {
+                "seconds": times,
+                "spread": spread(times),
+                "flops_per_second": flops / spread(times)["median"],
+                "of_matmul": flops / spread(times)["median"] / peak,
+            }
+            for name, times in seconds.items()
+        },
+    }
+    if peer is not None:
+        row["arms"][PEER]["over_ours"] = ratios(seconds[PEER], seconds[OURS])
+        row["same_first_token"] = tops[PEER] == tops[OURS]
+    return row
+
+
+def report(result: dict[str, Any]) -> Iterator[str]:
+    """The result as lines of a table."""
+    yield f"full prefill, {result['model']}; milliseconds, medians (range)"
+    yield (
+        f"{'':<14} {'ms':>26} {'TFLOP/s':>8} {'of matmul':>9} {'over ours':>18} {'first token':>11}"
+    )
+    for row in result["rows"]:
+        limits = ", ".join(f"{name} {it / 1e12:.2f}" for name, it in row["limits"].items())
+        yield (
+            f"{row['dtype']}, {row['context']} tokens, {row['repeats']} rounds; square matmul "
+            f"TFLOP/s: {limits}"
+        )
+        for name, arm in row["arms"].items():
+            ms = {key: 1000 * value for key, value in arm["spread"].items()}
+            line = f"  {name:<12} {between(ms, '.0f'):>26}"
+            line += f" {arm['flops_per_second'] / 1e12:>8.3f} {arm['of_matmul']:>9.0%}"
+            if "over_ours" in arm:
+                line += f" {between(arm['over_ours'], '.2f'):>18}"
+                line += f" {'same' if row['same_first_token'] else 'another':>11}"
+            yield line
+    if any(row["peers"] for row in result["rows"]):
+        yield "over ours: time of the peer over ours, round by round"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; returns the exit code."""
+    return run_script(__doc__, PrefillOptions, run, report, argv, more=BESIDE_PEER)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

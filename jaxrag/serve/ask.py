@@ -1,0 +1,243 @@
+"""What is said of how a question is answered: every field once, with its default, help and check.
+
+``generate`` takes the fields as keywords, `jaxrag ask` as options, and the server as fields of a
+request. Importing this imports nothing heavy, for `--help` reads it: types of objects, which a
+field may be beside what people write, are in quotes.
+"""
+
+import dataclasses
+import itertools
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from jaxrag.base.errors import RequestError
+from jaxrag.base.options import check_fields, names_in, option, parse_count
+from jaxrag.base.tables import require_kind
+from jaxrag.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxrag.base.types import HostArray
+    from jaxrag.library.knowledge_base.search import SearchMode
+    from jaxrag.models.text.prompts import PromptTemplate
+    from jaxrag.reuse.decode import DecodeRule
+    from jaxrag.reuse.methods import Method, Misses
+
+EarlierTurns = Literal["exact", "blocks"]
+Unanswerable = Literal["abstain", "ask"]  # what to do where a filter or least score leaves nothing
+
+READING = "how chunks are reused and read"
+RETRIEVAL = "what is retrieved"
+ANSWER = "the answer"
+
+
+def check_count(name: str, value: Any) -> None:
+    """Refuse what is no positive integer: RequestError."""
+    import numpy as np
+
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not whole or value < 1:
+        raise RequestError(f"{name}={reprlib.repr(value)}: expected a positive integer")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Refuse what is not True, False or None: RequestError."""
+    require_kind(name, value, (bool,), "True or False")
+
+
+def check_texts(name: str, value: Any) -> None:
+    """Refuse what is no list of texts or of token ids: RequestError. None passes."""
+    if value is None:
+        return
+    shown = reprlib.repr(value)
+    if isinstance(value, str):
+        raise RequestError(
+            f"{name}={shown} is one text: expected a list; write {name}=[...], each entry is one "
+            "chunk"
+        )
+    if not is_list(value):
+        raise RequestError(f"{name}={shown}: expected a list of texts")
+    for i, text in enumerate(value):
+        if not isinstance(text, str) and not is_list(text):
+            raise RequestError(f"{name}[{i}]={reprlib.repr(text)}: expected a text or token ids")
+
+
+def is_list(x: Any) -> bool:
+    """Is it a sequence other than a text, or an array?"""
+    import numpy as np
+
+    array = isinstance(x, np.ndarray) and x.ndim > 0
+    return array or (isinstance(x, Sequence) and not isinstance(x, str | bytes | Mapping))
+
+
+def is_ids(x: Any) -> bool:
+    """Is this one sequence of token ids, rather than several texts?"""
+    import numpy as np
+
+    if isinstance(x, np.ndarray):
+        return x.ndim == 1
+    if not is_list(x) or not len(x):
+        return False
+    return all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in x)
+
+
+def _check_optional_count(name: str, value: Any) -> None:
+    if value is not None:
+        check_count(name, value)
+
+
+def _check_method(name: str, value: Any) -> None:
+    from jaxrag.reuse.methods import Method
+
+    expected = "a preset's name, a .toml file or a Method"
+    require_kind(name, value, (str, Method), expected, optional=False)
+
+
+def _check_template(name: str, value: Any) -> None:
+    from jaxrag.models.text.prompts import PromptTemplate
+
+    expected = "a template's name, a .toml file or a PromptTemplate"
+    require_kind(name, value, (str, PromptTemplate), expected)
+
+
+def _check_ratio(name: str, value: Any) -> None:
+    import numpy as np
+
+    require_kind(name, value, (int, float, np.number), "a number from 0 to 1")
+
+
+def _check_choice(name: str, value: Any) -> None:
+    choices = get_args({"earlier_turns": EarlierTurns, "unanswerable": Unanswerable}[name])
+    if value not in choices:
+        shown = reprlib.repr(value)
+        raise RequestError(f"{name}={shown}: expected one of {', '.join(choices)}")
+
+
+def _check_stop(name: str, value: Any) -> None:
+    texts = isinstance(value, Sequence) and not isinstance(value, str)
+    if not texts or not all(isinstance(one, str) and one for one in value):
+        raise RequestError(f"{name}={value!r}: expected a list of non-empty strings")
+
+
+def _check_sampling(name: str, value: Any) -> None:
+    if value is None or isinstance(value, SamplingParams):
+        return
+    if not is_list(value) or not all(isinstance(one, SamplingParams) for one in value):
+        raise RequestError(
+            f"{name}={reprlib.repr(value)}: expected jaxrag.Sampling, such as "
+            "jaxrag.Sampling(temperature=0.7), or a list with one for each question"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """How a question is answered. ``jaxrag.generate`` says what every field means.
+
+    Raises RequestError for a value of another kind.
+    """
+
+    blocks: "Sequence[str | Sequence[int] | HostArray]" = option((), check=check_texts, shown=False)
+    earlier_turns: EarlierTurns = option("exact", check=_check_choice, shown=False)
+    method: "str | Method" = option(
+        "turborag",
+        f"{', '.join(names_in('jaxrag.reuse.methods', 'METHODS'))}, or a .toml file",
+        "NAME",
+        group=READING,
+        check=_check_method,
+    )
+    recompute_ratio: float | None = option(
+        None,
+        "share of the chunk tokens computed again, 0 to 1",
+        "R",
+        unset="what `jaxrag kb gate` found, else the method's own",
+        group=READING,
+        check=_check_ratio,
+    )
+    misses: "Misses | None" = option(
+        None,
+        "chunks that the store does not hold: encode and keep them, or compute them where they "
+        "stand, over all that precedes them, and keep nothing",
+        choices=names_in("jaxrag.reuse.methods", "Misses"),
+        unset="the method's own",
+        group=READING,
+    )
+    prefix_cache: bool | None = option(
+        None,
+        "keep leading parts as full attention computed them, for prompts that begin alike",
+        group=READING,
+        check=check_flag,
+    )
+    decode: "str | DecodeRule | None" = option(
+        None,
+        f"how generated tokens attend: {', '.join(names_in('jaxrag.reuse.decode', 'DECODE_RULES'))}"
+        "; settings follow a colon, as in topn:n=64",
+        "RULE",
+        unset="the method's own",
+        group=READING,
+    )
+    template: "str | PromptTemplate | None" = option(
+        None,
+        "a template's name or .toml file",
+        "NAME",
+        unset="that of --kb or --model",
+        group=READING,
+        check=_check_template,
+    )
+    k: int = option(5, "chunks to retrieve", "N", group=RETRIEVAL, check=check_count)
+    where: Mapping[str, Any] | None = option(
+        None,
+        'only documents with this metadata, such as \'{"year": {"$gte": 2020}}\'',
+        "JSON",
+        parse=str,
+        group=RETRIEVAL,
+    )
+    search_mode: "SearchMode | None" = option(
+        None,
+        "by words, by meaning, or by both",
+        choices=names_in("jaxrag.library.knowledge_base.search", "SearchMode"),
+        flag="--search",
+        unset="hybrid where every chunk has a vector, else bm25",
+        group=RETRIEVAL,
+    )
+    min_score: float | None = option(
+        None,
+        "leave out chunks that score less, by words or by meaning",
+        "X",
+        unset="none",
+        group=RETRIEVAL,
+    )
+    unanswerable: Unanswerable = option(
+        "abstain",
+        "where --where or --min-score leave no chunk: say so, or ask without any",
+        group=RETRIEVAL,
+        check=_check_choice,
+    )
+    max_new_tokens: int = option(
+        64, "of the answer", "N", parse=parse_count, group=ANSWER, check=check_count
+    )
+    sampling: SamplingParams | Sequence[SamplingParams] | None = option(
+        None, check=_check_sampling, shown=False
+    )
+    stop: Sequence[str] = option(
+        (), "ends the answer; repeatable", "TEXT", repeatable=True, group=ANSWER, check=_check_stop,
+    )  # fmt: skip
+    batch_size: int | None = option(None, check=_check_optional_count, shown=False)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        check_fields(self)
+
+    def samplings(self, count: int) -> list[SamplingParams]:
+        """One for each of so many questions, greedy for None.
+
+        Raises RequestError for a list of another length.
+        """
+        given = self.sampling
+        if given is None or isinstance(given, SamplingParams):
+            return list(itertools.repeat(given or SamplingParams(), count))
+        if len(given) != count:
+            raise RequestError(
+                f"sampling has {len(given)} entries for {count} question(s); give one for each, or "
+                "a single SamplingParams for all"
+            )
+        return list(given)

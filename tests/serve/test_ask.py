@@ -1,0 +1,75 @@
+"""What is said of a question: one dataclass, read by the command line, Python and HTTP."""
+
+import argparse
+import dataclasses
+import typing
+from typing import get_args
+
+import pytest
+
+from jaxrag import METHODS, agenerate, generate
+from jaxrag.base.errors import RequestError
+from jaxrag.base.options import names_in, option_of
+from jaxrag.cli.fields import from_fields
+from jaxrag.cli.options import add_generation
+from jaxrag.library.knowledge_base.search import SearchMode
+from jaxrag.reuse.decode import DECODE_RULES
+from jaxrag.reuse.methods import Misses
+from jaxrag.serve.ask import Ask
+from jaxrag.serve.generate import Options
+from jaxrag.server.fields import Body, asked_of
+
+FIELDS = {field.name: field for field in dataclasses.fields(Ask)}
+SAID = {
+    "method": "epic", "recompute_ratio": 0.5, "misses": "in_place", "prefix_cache": True,
+    "decode": "snapkv", "k": 3, "search_mode": "bm25", "min_score": 0.5, "unanswerable": "ask",
+    "stop": ("x",),
+}  # fmt: skip
+
+
+def test_python_takes_every_field():
+    assert set(typing.get_type_hints(Options)) == {"kb", "documents", "model", *FIELDS}
+
+
+@pytest.mark.parametrize("function", [generate, agenerate])
+def test_a_keyword_that_is_none_is_refused_at_the_call(function):
+    words = rf"{function.__name__}\(\) got an unexpected keyword argument 'chunks'"
+    with pytest.raises(TypeError, match=words):
+        function("Who?", chunks=3)
+
+
+def test_the_same_things_said_in_options_and_in_a_body():
+    parser = argparse.ArgumentParser()
+    add_generation(parser)
+    words = (
+        "--method epic --recompute-ratio 0.5 --misses in_place --prefix-cache --decode snapkv "
+        "--k 3 --search bm25 --min-score 0.5 --unanswerable ask --stop x"
+    )
+    assert from_fields(Ask, parser.parse_args(words.split())) == Ask(**SAID)
+    found = asked_of(Body({**SAID, "stop": "x", "max_tokens": 7, "temperature": 0}))
+    sampling = found.pop("sampling")
+    assert sampling.temperature == 0 and found == {**SAID, "max_new_tokens": 7}
+
+
+def test_lists_in_help_are_those_of_the_tables():
+    assert option_of(FIELDS["method"]).help.startswith(", ".join(METHODS) + ", or")
+    assert ": " + ", ".join(DECODE_RULES) + ";" in option_of(FIELDS["decode"]).help
+    assert option_of(FIELDS["misses"]).choices == get_args(Misses)
+    assert option_of(FIELDS["search_mode"]).choices == get_args(SearchMode)
+    with pytest.raises(LookupError, match=r"jaxrag.reuse.methods defines no table RULES"):
+        names_in("jaxrag.reuse.methods", "RULES")
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"earlier_turns": "some"}, "earlier_turns='some': expected one of exact, blocks"),
+        ({"unanswerable": ["ask"]}, r"unanswerable=\['ask'\]: expected one of abstain, ask"),
+        ({"blocks": "a text"}, "blocks='a text' is one text"),
+        ({"batch_size": 0}, "batch_size=0: expected a positive integer"),
+        ({"method": None}, "method=None: expected a preset's name"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(said, words):
+    with pytest.raises(RequestError, match=words):
+        Ask(**said)
