@@ -22,7 +22,7 @@ from jaxrag.models.segments import Layout, lay_out
 from jaxrag.reuse.decode import Carried
 from jaxrag.reuse.encode import PREFIX_ENCODER, ChunkEncoding, ChunkInContext, encoder_named
 from jaxrag.reuse.methods import Method, Misses
-from jaxrag.reuse.select import Choice, SelectionInput, Selector
+from jaxrag.reuse.select import Selection, SelectionInput, Selector
 
 
 @dataclasses.dataclass
@@ -90,7 +90,7 @@ class RequestState:
     keep: dict[str, PromptPart] = dataclasses.field(default_factory=dict)  # once they are computed
     scene: SelectionInput | None = None
     selector: Selector | None = None
-    choice: Choice | None = None
+    choice: Selection | None = None
     store: KVStore | None = None  # that ``key`` of a part is of
 
     @property
@@ -116,7 +116,7 @@ class RequestState:
         for first, pages in self.scene.copied_pages.items():
             self.table.replace(first, pages)
 
-    def recompute(self, choice: Choice) -> None:
+    def recompute(self, choice: Selection) -> None:
         """Add the chosen chunk tokens to those to run, and hide their stored KV from the request.
 
         They take the first slots of the last pages, and the final block follows them.

@@ -17,7 +17,6 @@ from jaxrag.reuse.methods import METHODS
 from jaxrag.reuse.select import (
     AllTokens,
     CacheCraft,
-    Choice,
     FirstK,
     KvDeviation,
     QueryGuided,
@@ -62,8 +61,11 @@ class Fixed(Selector):
     tokens: tuple[int, ...] = ()
     name: str = dataclasses.field(default="fixed", init=False)
 
-    def select(self, model, cache, scenes):
-        return [Choice(np.array(self.tokens, np.int64)) for _ in scenes]
+    def score(self, scene):
+        return np.isin(np.arange(scene.num_chunk_tokens), self.tokens)
+
+    def count(self, scene):
+        return len(self.tokens)
 
 
 @pytest.mark.parametrize("family", some(FAMILIES, "llama", "mistral", "glm4"))
