@@ -34,8 +34,9 @@ def found():
 
 @pytest.mark.parametrize("row", MOST)
 def test_a_number_is_its_maximum(found, row):
-    said = verdict(row, structure.number_of(row, found[row]), MOST[row])
-    assert not said, f"{said}\n{found[row]}"
+    number = structure.number_of(row, found[row])
+    said = verdict(row, number, MOST[row])
+    assert not said, f"{said}\n{found[row]}" if number > MOST[row] else said
 
 
 @pytest.mark.parametrize(
