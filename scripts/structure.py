@@ -16,7 +16,8 @@ One column a tree; the tree of this script where none is named. How each row is 
 - floors of rooms: the longest chain of rooms of which each imports the next, those of a circle
   counted as one. Floors of files: the same of the files below ``jaxrag``, and of
   ``pallas_kernels``.
-- floors within a room: of each room, the longest chain of its own files; shown is the largest.
+- floors within a room: the longest chain of the files of a folder below a wing (those of its own
+  folders among them), or of a wing's own files; shown is the largest.
 - circles of files: sets of files that import one another, in all four places.
 - loose files: ``jaxrag/*.py``.
 - long signatures: functions and methods, those within functions too, of more than 8 parameters;
@@ -135,6 +136,14 @@ def room_of(module: str) -> str:
     """The room of a module."""
     place, *below = module.split(".")
     return below[0] if place == "jaxrag" and below else place
+
+
+def inner_room_of(path: Path) -> str:
+    """The folder below a wing, such as kv/store, or the wing for its own files."""
+    place, *below = path.with_suffix("").parts
+    if place != "jaxrag" or len(below) < 2:
+        return below[0] if place == "jaxrag" else place
+    return "/".join(below[:2]) if len(below) > 2 else below[0]
 
 
 def rooms_of(files: Graph) -> Graph:
@@ -282,9 +291,11 @@ def measure(tree: Path) -> dict[str, Any]:
     }
     for place in PACKAGES:
         found[f"floors of files, {place}"] = floors_of(_within(files, place))
+    inner: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        inner.setdefault(inner_room_of(path.relative_to(tree)), set()).add(name)
     found["floors within a room"] = {
-        room: floors_of(_part(files, {name for name in files if room_of(name) == room}))
-        for room in sorted(rooms)
+        room: floors_of(_part(files, names)) for room, names in sorted(inner.items())
     }
     found["circles of rooms"] = [sorted(circle) for circle in circles_of(rooms)]
     found["circles of files"] = [sorted(circle) for circle in circles_of(files)]
