@@ -43,8 +43,7 @@ from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.cache.host_pool import rows_of
-from jaxrag.measure.bench.decode import CHUNK_TOKENS
-from jaxrag.measure.bench.decode import Options as DecodeOptions
+from jaxrag.measure.bench.options import CHUNK_TOKENS, DecodeOptions
 from jaxrag.measure.machine import describe
 from jaxrag.measure.zoo import random_named
 from jaxrag.models.model import random_model

@@ -23,8 +23,7 @@ from jaxrag.engine.runner import ModelRunner
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.store import KVStore
 from jaxrag.kv.store.memory import MemoryStore
-from jaxrag.measure.bench.decode import CHUNK_TOKENS
-from jaxrag.measure.bench.decode import Options as DecodeOptions
+from jaxrag.measure.bench.options import CHUNK_TOKENS, DecodeOptions
 from jaxrag.models.model import Model, random_model
 from jaxrag.reuse.decode import DecodeRule, Dense, TopN
 from jaxrag.reuse.methods import METHODS
