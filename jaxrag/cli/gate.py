@@ -19,7 +19,6 @@ from jaxrag.measure.evals.options import GateOptions, Target
 
 if TYPE_CHECKING:
     from jaxrag.measure.evals.gate import GateReport
-    from jaxrag.measure.evals.statistics import Estimate
 
 
 def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -77,18 +76,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_report(report: "GateReport") -> None:
+    from jaxrag.measure.table import percent
+
     rows = [["ratio", "recomputed", "agreement", "KL", "answers", "meets"]]
     for one in report.measured:
-        rows.append(
-            [
-                f"{one.ratio:g}",
-                f"{one.recomputed:.1%}",
-                _share(one.agreement),
-                f"{one.kl:.4f}",
-                _share(one.answers),
-                "no" if not one.meets else "by computing all" if one.ratio == 1 else "yes",
-            ]
-        )
+        shares = [percent(it._asdict()) for it in (one.agreement, one.answers)]
+        meets = "no" if not one.meets else "by computing all" if one.ratio == 1 else "yes"
+        first = [f"{one.ratio:g}", f"{one.recomputed:.1%}"]
+        rows.append([*first, shares[0], f"{one.kl:.4f}", shares[1], meets])
     print(
         f"{report.method} against full attention: {report.questions} questions, "
         f"{report.answer_tokens} answer tokens; shares in % with 95 % intervals"
@@ -104,7 +99,3 @@ def _print_report(report: "GateReport") -> None:
             f"remembered: {report.method} recomputes {report.ratio:g} of the chunk tokens where no "
             "ratio is named"
         )
-
-
-def _share(estimate: "Estimate") -> str:
-    return f"{100 * estimate.value:.1f} [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"

@@ -40,18 +40,7 @@ class TtftOptions:
     """Of `jaxrag bench ttft`.
 
     Attributes:
-      model: a directory; None makes a random Llama of 100M parameters.
-      dtype: of weights, activations and KV.
-      contexts: tokens of all chunks.
-      question_tokens: of the final block.
-      method: that reuses.
-      ratios: recompute ratios, of methods that recompute; none stands for the method's own.
-      repeats: timed rounds: of every context one number, or one for all of them.
-      batches: sizes of batches, each request with ``batch_context`` tokens of chunks of its own.
-      batch_context: see there.
-      batch_repeats: timed rounds of every batch.
       peer_python: interpreter with torch and transformers; None measures no peer.
-      seed: of what is drawn.
     """
 
     model: str | None = option(None, metavar="MODEL", unset=_RANDOM_100M)
@@ -191,16 +180,7 @@ class DecodeOptions:
     """Of `jaxrag bench decode`.
 
     Attributes:
-      contexts: tokens in the cache.
-      rules: names or texts that decode.rule_from reads, settings after a colon.
-      dtype: of weights, activations and KV.
-      kv: where K and V are, for rules that can have them there; None: where the rule is meant to.
-      layers: of the model.
-      question_tokens: of the final block, which is run; an index trains on its queries.
-      steps: tokens that are timed, after ``warm`` others.
-      warm: see there.
       measure: also count what indexes scan and find in so many steps, in a pass of its own.
-      seed: of what is drawn.
     """
 
     contexts: tuple[int, ...] = option(
@@ -266,16 +246,8 @@ class Traffic:
     """What requests `jaxrag bench serve` draws.
 
     Attributes:
-      requests: how many come.
-      documents: there are, of one chunk each.
-      chunk_tokens: of each.
-      chunks: that a request asks for, none twice.
-      question: tokens of its final block.
-      answers: lengths; each request gets one of them, all equally likely.
       zipf: the n-th document is asked for n ** -zipf as often as the first.
       topics: document n is of topic n modulo so many.
-      tenants: that requests are of, all equally likely.
-      seed: of everything.
       focus: the probability that a chunk is of the request's topic, and not any.
       neighbours: chunks in front of which a chunk is encoded, for encoders that see some: the most
         popular others of its topic.
@@ -329,8 +301,6 @@ class Slo:
     """What a request must meet to be good.
 
     Attributes:
-      first: seconds to its first token, below which it is.
-      per_token: mean seconds of the others, below which it is.
       share: of the requests that must be good for a rate to be sustained.
     """
 
@@ -363,19 +333,7 @@ class ServeOptions:
     """How `jaxrag bench serve` measures.
 
     Attributes:
-      model: a directory; None makes random weights of SMALL_LLAMA.
-      rows: that decode together.
       watched: each token is read as it comes; else an engine may run several at once.
-      pool_chunks: size of the page pool, in chunks of the traffic's size.
-      highest_rate: also look for the highest rate that each arm sustains.
-      http: also measure a server of this package, and an engine beside it.
-      peer: the URL of a peer; None measures none, unless ``peer_python`` is given.
-      peer_python: interpreter with vLLM, which is started on a copy of the model.
-      folder: where the store goes; None is the system's temporary folder.
-      arms: what is compared, a text that ``serve_arms.arms_of`` reads.
-      engine: settings of the engine under all arms, read there as well.
-      rates: requests a second; infinity sends all at once.
-      link: bytes a second of the store; None: as fast as it is.
       traffic: what is asked.
       slo: what a good request meets.
       patience: seconds after the last request was due in which all answers must come.

@@ -82,14 +82,6 @@ class SyntheticOptions:
 
     Attributes:
       models: name -> model directory.
-      questions: how many.
-      seed: of what is asked.
-      reads: of ``scoring.READS``.
-      baseline: the model that losses and recoveries refer to; the first one when None.
-      answer: so many questions are also answered one at a time through cached KV.
-      template: prompt format; None = what each model brings.
-      response_start: text before answers.
-      dtype: of weights and activations; None = the model's.
       task: what is asked about.
       compare: further pairs whose difference is wanted.
     """
@@ -151,23 +143,6 @@ class MethodsOptions:
     """Of `jaxrag eval methods`.
 
     Attributes:
-      model: a model directory.
-      methods: presets, .toml files or "random"; full attention and full reuse are measured whatever
-        is named.
-      ratios: of every method that recomputes.
-      encoders: each method that encodes chunks behind the prefix is measured with each of these
-        instead of its own; none = its own.
-      neighbours: how many chunks a chunk is encoded behind, at most.
-      questions: how many.
-      retrieve: chunks that a question is asked over, found by a search in those of its sample,
-        which are a knowledge base of their own; None asks it over all of them.
-      seed: of what is asked.
-      batch_size: questions that run together.
-      template: as ``SyntheticOptions``.
-      response_start: as ``SyntheticOptions``.
-      dtype: as ``SyntheticOptions``.
-      deviation: samples whose first question's KV is compared with full attention's, 0 for none;
-        None: 32, or 0 with ``retrieve``.
       task: what is asked about.
     """
 
@@ -261,24 +236,7 @@ class LongOptions:
 
     Attributes:
       suite: "needle", "ruler" or "infinitebench".
-      model: a model directory.
-      lengths: tokens of a prompt, template and lead included, the answer not.
-      methods: presets or .toml files; the others are compared with the first one.
-      decode: rules of ``reuse.decode``, NAME=RULE to call one so; every method answers under each
-        of them; none = as the method says.
-      flavour: "plain", or "village" for models that know the words of the synthetic task only.
-      split: "test" or "train", the people whom the village flavour asks about.
-      answers: names that an answer of RULER's village flavour has.
-      filler: text files whose sentences are the haystack of tasks that hide needles in prose.
-      questions: of each task, length and depth.
-      seed: of the prompts.
-      chunk_tokens: the haystack is cut into chunks of at most so many tokens; None = it is one.
       lead: end prompts with the first words of the answer, where the task has some.
-      max_new_tokens: of an answer; None = the task's.
-      batch_size: questions that run together.
-      host_values: K and V, or V alone, are in host memory where a rule is meant to have them so.
-      template: None = the model's own.
-      dtype: None = the model's own.
       tasks: of the suite; empty = all of them.
       depths: of the needle suite; the others spread theirs evenly.
     """
@@ -433,14 +391,7 @@ class LongOptions:
 
 @dataclasses.dataclass(frozen=True)
 class OwnOptions:
-    """Of `jaxrag eval own`.
-
-    Attributes:
-      methods: presets or TOML files; those that suit the knowledge base where none is named. Full
-        attention is asked always, and first.
-      template: as for ``generate``, as are ``k`` and ``where``.
-      max_new_tokens: upper bound of an answer.
-    """
+    """Of `jaxrag eval own`; ``template``, ``k`` and ``where`` are as for ``generate``."""
 
     methods: tuple[str, ...] = option(
         (),
@@ -458,13 +409,7 @@ class OwnOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What a ratio has to reach, on average over the probes.
-
-    Attributes:
-      agreement: least share of answer tokens that are full attention's first choice as well.
-      max_kl: largest mean of KL(full attention || method), in nats a token.
-      answers: least share of questions whose whole greedy answer is full attention's.
-    """
+    """What a ratio has to reach, on average over the probes."""
 
     agreement: float = option(0.9, "of answer tokens, at least", "SHARE", flag="--target-agreement")
     max_kl: float = option(0.1, "mean KL divergence from full attention a token, at most", "NATS")
@@ -488,15 +433,10 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class GateOptions:
-    """Of `jaxrag kb gate`.
+    """Of `jaxrag kb gate`; ``template``, ``k`` and ``where`` are as for ``generate``.
 
     Attributes:
-      method: one that reuses chunks.
-      ratios: to try; None: the usual ones, 0 alone for a method that recomputes nothing.
       target: what to reach.
-      answer_tokens: of every answer, compared at most.
-      template: as for ``generate``, as are ``k`` and ``where``.
-      batch_size: questions that run together.
     """
 
     method: "str | Method" = option(
