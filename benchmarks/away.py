@@ -36,14 +36,14 @@ from jaxrag.engine.away import start_away
 from jaxrag.engine.decoding import FEWEST_ROOM, Lane, lane_of, start_decoding
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
+from jaxrag.engine.layerwise import start_prefill
 from jaxrag.engine.mapping import RequestState
-from jaxrag.engine.prefill import select_tokens, start_prefill
+from jaxrag.engine.prefill import select_tokens
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.cache.host_pool import rows_of
-from jaxrag.measure.bench.decode import CHUNK_TOKENS
-from jaxrag.measure.bench.decode import Options as DecodeOptions
+from jaxrag.measure.bench.options import CHUNK_TOKENS, DecodeOptions
 from jaxrag.measure.machine import describe
 from jaxrag.measure.zoo import random_named
 from jaxrag.models.model import random_model

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bandwidth import bandwidth
 from rows import BESIDE_PEER, OURS, Rows, RowsOptions, draw
 from script import run_script
 from tqdm import tqdm
@@ -31,14 +32,12 @@ from jaxrag.base.config import DType
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_count, parse_counts
 from jaxrag.engine.decoding import Lane, lane_of
-from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.direct import map_request, prefill, unmap
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.prefill import prefill
 from jaxrag.engine.request import DECODE_BLOCK, Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.swap import swap_in, swap_out
 from jaxrag.kv.cache import PAGE
-from jaxrag.measure.bench.limits import bandwidth
 from jaxrag.measure.bench.peer import Peer
 from jaxrag.measure.rounds import between, in_turn, ratios, spread
 from jaxrag.models.model import Model, load_model

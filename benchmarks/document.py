@@ -33,8 +33,8 @@ from tokenizers import Tokenizer
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_count
 from jaxrag.cli.options import add_earlier_name
-from jaxrag.measure.bench.decode import Options as DecodeOptions
 from jaxrag.measure.bench.ingest import invented_texts
+from jaxrag.measure.bench.options import DecodeOptions
 from jaxrag.measure.machine import describe
 from jaxrag.measure.zoo import random_named
 from jaxrag.models.export import export_hf

@@ -32,7 +32,7 @@ from jaxrag.cli.output import give_out
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import RequestState
-from jaxrag.engine.progress import notes_on_missed
+from jaxrag.engine.outcome import notes_on_missed
 from jaxrag.engine.request import Prompt
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.measure.machine import describe

@@ -29,10 +29,11 @@ from jaxrag.base.errors import RequestError
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out
+from jaxrag.measure.bench.options import Traffic
 from jaxrag.measure.bench.serve_client import offer_http
 from jaxrag.measure.bench.serve_http import OwnServer, own_server
 from jaxrag.measure.bench.serve_records import Served, percentiles
-from jaxrag.measure.bench.serve_workload import Asked, Traffic, draw
+from jaxrag.measure.bench.serve_workload import Asked, draw
 from jaxrag.measure.machine import describe
 from jaxrag.measure.zoo import SMALL_LLAMA
 from jaxrag.models.model import Model, random_model

@@ -14,9 +14,9 @@ from typing import Any
 
 from jaxrag.cli import run_command
 from jaxrag.cli.bench_serve import add_arguments, run_serve
+from jaxrag.measure.bench.options import Traffic
 from jaxrag.measure.bench.serve import Bench
 from jaxrag.measure.bench.serve_arms import Arm, arms_of
-from jaxrag.measure.bench.serve_workload import Traffic
 
 BATCH, RATIO = 10, 0.15
 _BATCHES = 4

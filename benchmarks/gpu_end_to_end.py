@@ -63,9 +63,8 @@ def first_tokens(model: Any, store: Any, method: Any, prompts: Sequence[Any]) ->
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxrag.engine.direct import map_request, unmap
+    from jaxrag.engine.direct import map_request, prefill, unmap
     from jaxrag.engine.engine import engine_of
-    from jaxrag.engine.prefill import prefill
     from jaxrag.engine.request import Request
 
     def run(runner: Any) -> float:
@@ -104,9 +103,8 @@ def decoding_seconds(model: Any, store: Any, method: Any, prompts: Sequence[Any]
 
     from jaxrag.engine.decoding import DECODE_BLOCK as BLOCK
     from jaxrag.engine.decoding import Lane, lane_of
-    from jaxrag.engine.direct import map_request, unmap
+    from jaxrag.engine.direct import map_request, prefill, unmap
     from jaxrag.engine.engine import engine_of
-    from jaxrag.engine.prefill import prefill
     from jaxrag.engine.request import Request
     from jaxrag.kv.cache import table_width
 

@@ -66,16 +66,15 @@ def stage_engine(shape: Shape, impl: str, found: MutableMapping[str, Any]) -> No
     """
     _links(shape, found)
     traffic = _traffic(shape, requests=24, documents=24)
-    from jaxrag.measure.bench.serve import Bench, Options
-    from jaxrag.measure.bench.serve_arms import arms_of
+    from jaxrag.measure.bench.options import ServeOptions
+    from jaxrag.measure.bench.serve import Bench
 
-    arms = arms_of("static;inline;asynchronous;full")
     model = random_weights(MODEL, shape, impl, 1 << 10)  # Bench gives it the pool of `pool`
     pool = traffic.documents + 8 * (traffic.chunks + 2)
-    options = Options(traffic=traffic, arms=arms, rates=(float("inf"),), rows=8, pool_chunks=pool)
+    options = ServeOptions(traffic=traffic, rates=(float("inf"),), rows=8, pool_chunks=pool)
     with _folder() as folder:
         bench = Bench(model, options, folder)
-        for arm in arms:
+        for arm in options.compared:
             start = time.perf_counter()
             row = bench.measure(arm, float("inf"))
             found[arm.name] = {
@@ -139,7 +138,7 @@ class _Asked:
 
 
 def _traffic(shape: Shape, *, requests: int, documents: int) -> Any:
-    from jaxrag.measure.bench.serve_workload import Traffic
+    from jaxrag.measure.bench.options import Traffic
 
     tiny = shape is TINY
     return Traffic(

@@ -37,8 +37,7 @@ from jaxrag.reuse.attention_index import (
     table_of,
 )
 from jaxrag.reuse.attention_index.faiss_objects import faiss_module, one_thread
-from jaxrag.reuse.decode import Ivf as IvfRule
-from jaxrag.reuse.decode import Retrieval
+from jaxrag.reuse.decode import IvfRetrieval, Retrieval
 
 BLOCK = 32  # steps whose recall is averaged
 
@@ -61,10 +60,10 @@ ENGINES: dict[str, Retrieval] = {
     "flat fp32": Retrieval(index=Exact("float32")),
     "flat fp16": Retrieval(index=Exact("float16")),
     "flat 8-bit": Retrieval(index=Exact("uint8")),
-    "ivf, or exact": IvfRule(index=Ivf(exact_below=0)),
-    "ivf fp32": IvfRule(index=Ivf(storage="float32", **_ALL)),
-    "ivf fp16": IvfRule(index=Ivf(**_ALL)),
-    "hnsw fp32": IvfRule(index=Hnsw(storage="float32", **_ALL)),
+    "ivf, or exact": IvfRetrieval(index=Ivf(exact_below=0)),
+    "ivf fp32": IvfRetrieval(index=Ivf(storage="float32", **_ALL)),
+    "ivf fp16": IvfRetrieval(index=Ivf(**_ALL)),
+    "hnsw fp32": IvfRetrieval(index=Hnsw(storage="float32", **_ALL)),
     "graph fp16": Retrieval(index=ProjectedGraph(**_ANY)),
     "graph 8-bit": Retrieval(index=ProjectedGraph(storage="uint8", **_ANY)),
     "graph fp16, group": Retrieval(index=ProjectedGraph(share="group", **_ANY)),

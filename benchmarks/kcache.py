@@ -29,8 +29,8 @@ from jaxrag.base.options import parse_bytes
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.measure.evals.long import plan
 from jaxrag.measure.evals.long.run import run as run_eval
+from jaxrag.measure.evals.options import LongOptions
 from jaxrag.measure.machine import describe
 from jaxrag.measure.zoo import random_named
 
@@ -59,7 +59,7 @@ def quality(options: Options) -> dict[str, Any]:
     names = {(kept, n): f"L{kept}_N{n}" for kept, n in settings}
     rules = [f"{names[kept, n]}=topn:n={n},device_layers={kept}" for kept, n in settings]
     result = run_eval(
-        plan.Options(
+        LongOptions(
             suite=options.suite,
             flavour=options.flavour,
             model=options.model,

@@ -15,17 +15,15 @@ from jaxrag.base.config import DType, ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
 from jaxrag.engine.decoding import Lane, lane_of, start_decoding
-from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.direct import map_request, prefill_observed, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import RequestState
-from jaxrag.engine.prefill import prefill_observed
 from jaxrag.engine.request import DECODE_BLOCK, Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.store import KVStore
 from jaxrag.kv.store.memory import MemoryStore
-from jaxrag.measure.bench.decode import CHUNK_TOKENS
-from jaxrag.measure.bench.decode import Options as DecodeOptions
+from jaxrag.measure.bench.options import CHUNK_TOKENS, DecodeOptions
 from jaxrag.models.model import Model, random_model
 from jaxrag.reuse.decode import DecodeRule, Dense, TopN
 from jaxrag.reuse.methods import METHODS

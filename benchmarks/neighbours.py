@@ -20,8 +20,8 @@ from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out_tables, require_folder
 from jaxrag.measure.evals.methods import run
-from jaxrag.measure.evals.methods_grid import Options
 from jaxrag.measure.evals.methods_report import verdict
+from jaxrag.measure.evals.options import MethodsOptions
 from jaxrag.measure.evals.synthetic import ALL
 from jaxrag.measure.machine import describe
 from jaxrag.measure.table import Table, percent, points
@@ -61,7 +61,7 @@ def main() -> int:
 def _measure(args: argparse.Namespace) -> int:
     require_folder(args.out)
     require_folder(args.markdown, "--markdown")
-    first = Options(
+    first = MethodsOptions(
         model=args.model,
         methods=("fusionrag",),
         ratios=args.ratios,

@@ -16,10 +16,15 @@ One column a tree; the tree of this script where none is named. How each row is 
 - floors of rooms: the longest chain of rooms of which each imports the next, those of a circle
   counted as one. Floors of files: the same of the files below ``jaxrag``, and of
   ``pallas_kernels``.
+- floors within a room: the longest chain of the files of a folder below a wing (those of its own
+  folders among them), or of a wing's own files; shown is the largest.
 - circles of files: sets of files that import one another, in all four places.
 - loose files: ``jaxrag/*.py``.
 - long signatures: functions and methods, those within functions too, of more than 8 parameters;
   ``self`` and ``cls`` do not count, ``*args`` and ``**kwargs`` count as one each.
+- type names with two homes: public names that more than one file below ``jaxrag`` defines, at the
+  top, as a class or as another name of a type (``Mode = Literal["r", "rw"]``).
+- names in docstrings that do not resolve: as ``scripts/docstring_names.py`` finds them.
 - long files: files of more than 400 lines of code, in all four places.
 - lines: of code, of docstrings, of comments that have a line to themselves, and blank ones.
   A blank line of a docstring is one of the docstring.
@@ -36,6 +41,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import docstring_names
+
 PACKAGES = ("jaxrag", "pallas_kernels")
 PLACES = (*PACKAGES, "scripts", "benchmarks")
 MAX_PARAMETERS = 8
@@ -44,6 +51,7 @@ MOST_ORDERED = 8  # rooms of one circle whose orders are all tried
 
 Graph = dict[str, set[str]]
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_OF_TYPES = (ast.Subscript, ast.BinOp, ast.Name, ast.Attribute)  # what names a type anew
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +136,14 @@ def room_of(module: str) -> str:
     """The room of a module."""
     place, *below = module.split(".")
     return below[0] if place == "jaxrag" and below else place
+
+
+def inner_room_of(path: Path) -> str:
+    """The folder below a wing, such as kv/store, or the wing for its own files."""
+    place, *below = path.with_suffix("").parts
+    if place != "jaxrag" or len(below) < 2:
+        return below[0] if place == "jaxrag" else place
+    return "/".join(below[:2]) if len(below) > 2 else below[0]
 
 
 def rooms_of(files: Graph) -> Graph:
@@ -229,6 +245,29 @@ def signatures(tree: ast.Module) -> Iterator[int]:
             yield len(given) + len(node.args.kwonlyargs) + sum(one is not None for one in rest)
 
 
+def types_of(tree: ast.Module) -> Iterator[str]:
+    """The public names of types that a file defines at its top."""
+    for node in tree.body:
+        match node:
+            case ast.ClassDef(name=name):
+                yield from [name] if name[0] != "_" else []
+            case ast.TypeAlias(name=ast.Name(id=name)):
+                yield from [name] if name[0] != "_" else []
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                constant = len(name) > 1 and name.isupper()
+                if isinstance(value, _OF_TYPES) and name[0].isupper() and not constant:
+                    yield name
+
+
+def two_homes(trees: Mapping[str, ast.Module]) -> dict[str, list[str]]:
+    """The public names of types that several files define, each with these files."""
+    homes: dict[str, list[str]] = {}
+    for module, tree in trees.items():
+        for name in sorted(set(types_of(tree))):
+            homes.setdefault(name, []).append(module)
+    return {name: found for name, found in sorted(homes.items()) if len(found) > 1}
+
+
 def _parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
@@ -241,6 +280,7 @@ def measure(tree: Path) -> dict[str, Any]:
     table = table_of(tree)
     up, sideways = (None, None) if table is None else against(rooms, table)
     lines = {name: lines_of(path.read_text(encoding="utf-8")) for name, path in modules.items()}
+    parsed = {name: _parsed(path) for name, path in modules.items()}
     found: dict[str, Any] = {
         "rooms": len(rooms),
         "arrows between rooms": sum(map(len, rooms.values())),
@@ -251,14 +291,23 @@ def measure(tree: Path) -> dict[str, Any]:
     }
     for place in PACKAGES:
         found[f"floors of files, {place}"] = floors_of(_within(files, place))
+    inner: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        inner.setdefault(inner_room_of(path.relative_to(tree)), set()).add(name)
+    found["floors within a room"] = {
+        room: floors_of(_part(files, names)) for room, names in sorted(inner.items())
+    }
     found["circles of rooms"] = [sorted(circle) for circle in circles_of(rooms)]
     found["circles of files"] = [sorted(circle) for circle in circles_of(files)]
     found["loose files"] = len(list((tree / "jaxrag").glob("*.py")))
     for place in PACKAGES:
         names = _within(files, place)
-        counts = [count for name in names for count in signatures(_parsed(modules[name]))]
+        counts = [count for name in names for count in signatures(parsed[name])]
         found[f"functions, {place}"] = len(counts)
         found[f"long signatures, {place}"] = sum(count > MAX_PARAMETERS for count in counts)
+    homes = two_homes({name: tree for name, tree in parsed.items() if _place(name) == "jaxrag"})
+    found["type names with two homes"] = homes
+    found["names in docstrings that do not resolve"] = docstring_names.unresolved(parsed, PACKAGES)
     found["long files"] = [name for name in modules if lines[name].code > MAX_LINES]
     for place in PLACES:
         names = _within(files, place)
@@ -270,8 +319,15 @@ def measure(tree: Path) -> dict[str, Any]:
 
 def _within(files: Graph, place: str) -> Graph:
     """The part of a graph of files that lies in one place."""
-    names = {name for name in files if name.split(".")[0] == place}
+    return _part(files, {name for name in files if _place(name) == place})
+
+
+def _part(files: Graph, names: set[str]) -> Graph:
     return {name: files[name] & names for name in names}
+
+
+def _place(module: str) -> str:
+    return module.split(".")[0]
 
 
 def report(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -280,11 +336,18 @@ def report(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     yield f"|---|{'---:|' * len(found)}"
     for row in next(iter(found.values())):
         values = [numbers[row] for numbers in found.values()]
-        if isinstance(values[0], dict):
+        if row.startswith("lines, "):
             for kind in values[0]:
                 yield _row(row if kind == "all" else f"... {kind}", [v[kind] for v in values])
         else:
-            yield _row(row, [len(v) if isinstance(v, list) else v for v in values])
+            yield _row(row, [number_of(row, value) for value in values])
+
+
+def number_of(row: str, value: Any) -> int | None:
+    """What stands in the table for the value of a row."""
+    if row == "floors within a room":
+        return max(value.values())
+    return len(value) if isinstance(value, list | dict) else value
 
 
 def _row(name: str, values: Sequence[int | None]) -> str:

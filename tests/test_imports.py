@@ -147,8 +147,8 @@ def test_imports_point_to_lower_floors(module):
 @pytest.mark.parametrize(
     ("module", "name", "refused"),
     [
-        ("jaxrag.engine.loader", "jaxrag.kv.store.keys", False),
-        ("jaxrag.engine.loader", "jaxrag.engine.mapping", False),
+        ("jaxrag.engine.staging", "jaxrag.kv.store.keys", False),
+        ("jaxrag.engine.staging", "jaxrag.engine.mapping", False),
         ("jaxrag.base.config", "jaxrag.base.errors", False),
         ("jaxrag.library.knowledge_base.search", "jaxrag.library.catalog", False),
         ("jaxrag.library.catalog", "jaxrag.library.knowledge_base.search", True),  # up, in a wing
@@ -156,7 +156,7 @@ def test_imports_point_to_lower_floors(module):
         ("jaxrag.engine.engine", "jaxrag.library.knowledge_base", True),  # sideways
         ("jaxrag.models.model", "jaxrag.engine.engine", True),  # up
         ("jaxrag.base.errors", "jaxrag.kv.store.keys", True),  # up
-        ("jaxrag.engine.loader", "jaxrag", True),  # the door
+        ("jaxrag.engine.staging", "jaxrag", True),  # the door
     ],
 )
 def test_what_counts_as_a_climb(module, name, refused):

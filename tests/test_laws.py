@@ -11,8 +11,8 @@ from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.base.sharding import make_mesh
 from jaxrag.base.types import HIDDEN
 from jaxrag.engine import decoding as answer
-from jaxrag.engine import loader as load
-from jaxrag.engine import prefill
+from jaxrag.engine import direct, prefill
+from jaxrag.engine import staging as load
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
@@ -70,7 +70,7 @@ def prefilled(model, method, prompts):
         try:
             for request in requests:
                 mapped.append(map_request(runner, request, 0))
-            logits, table = prefill.prefill(runner, mapped)
+            logits, table = direct.prefill(runner, mapped)
             shown = np.asarray(table.slot_position != HIDDEN).sum(1).tolist()
             return np.asarray(logits)[: len(mapped)], mapped, shown
         finally:

@@ -45,6 +45,8 @@ def test_rooms_arrows_floors_and_circles(tree):
     ]
     assert found["floors of files, jaxrag"] == 3
     assert found["loose files"] == 3
+    inner = (rooms - {"jaxrag"}) | {"__init__"}
+    assert found["floors within a room"] == dict.fromkeys(inner, 1) | {"store": 2}
     assert found["arrows up"] is found["arrows sideways"] is None
 
 
@@ -97,6 +99,100 @@ def test_long_signatures_and_long_files(tree):
     assert found["long files"] == ["jaxrag.types"]
 
 
+def test_type_names_with_two_homes(tree):
+    one = """
+from jaxrag.types import Shared
+class Both: ...
+class _Own: ...
+Mode = Literal["r", "rw"]
+type Made = dict[str, int]
+MOST = least[0]
+found = some[0]
+Called = namedtuple("Called", "a b")
+class Outer:
+    class Inner: ...
+"""
+    other = """
+class Both(Exception): ...
+class _Own: ...
+Mode = int | None
+Made = Callable[[int], str]
+MOST = least[1]
+found = some[1]
+Called = namedtuple("Called", "a b")
+class Inner: ...
+class Shared: ...
+"""
+    (tree / "jaxrag" / "serve" / "batch.py").write_text(one)
+    (tree / "jaxrag" / "train" / "loop.py").write_text(other)
+    (tree / "scripts" / "make.py").write_text(other)
+    homes = ["jaxrag.serve.batch", "jaxrag.train.loop"]
+    found = structure.measure(tree)["type names with two homes"]
+    assert found == dict.fromkeys(("Both", "Made", "Mode"), homes)
+
+
+@pytest.mark.parametrize(
+    ("name", "leads"),
+    [
+        ("store", True),  # one word says nothing
+        ("store.keys", True),
+        ("jaxrag.store.keys", True),
+        ("``store.keys.Key``", True),
+        ("store.keys.Key.digest", True),
+        ("store.keys.Key.length", True),  # a method sets it
+        ("store.keys.Key.gone", False),
+        ("store.keys.Name.anything", True),  # of a class that is not of the tree
+        ("store.keys.MOST.anything", True),
+        ("store.keys.within", True),  # a branch defines it
+        ("store.keys.E", True),  # imported there
+        ("store.gone", False),
+        ("``store.keys.gone``, or not", False),
+        ("jaxrag.keys", False),
+        ("jaxrag.gone.keys", False),
+        ("jaxrag.serve", True),  # a folder without __init__
+        ("deep.rooms.here", True),  # at any depth
+        ("deep.rooms.gone", False),
+        ("numpy.gone", True),  # of somebody else
+        ("types.gone", False),  # a loose file
+        ("store.toml and store.jsonl.lost", True),
+        ("an/store.gone", True),
+        ("cache.store.gone", True),
+        ("end of a store.Then another sentence", False),  # a point without a space
+        ("what an argument holds: train.gone", True),
+        ("what a field holds: serve.gone", True),
+        ("a group of entry points: jaxrag.retrievers", True),  # a text of the code
+    ],
+)
+def test_names_in_docstrings(tree, name, leads):
+    keys = """
+from jaxrag.errors import E
+MOST: int = 3
+if MOST:
+    def within(): ...
+class Key:
+    def digest(self):
+        self.length = 1
+class Name(str): ...
+"""
+    (tree / "jaxrag" / "store" / "keys.py").write_text(keys)
+    deep = tree / "jaxrag" / "store" / "deep" / "rooms.py"
+    deep.parent.mkdir()
+    deep.write_text("here = 1\n")
+    code = f"""
+class C:
+    '''Text.'''
+    serve: int
+    group = "jaxrag.retrievers"
+
+    async def f(self, train):
+        '''Text of {name}.'''
+"""
+    (tree / "jaxrag" / "types.py").write_text(code)
+    found = structure.measure(tree)["names in docstrings that do not resolve"]
+    assert len(found) == (not leads)
+    assert all(it.startswith("jaxrag.types: ") for it in found)
+
+
 def test_the_command(tree, capsys):
     assert structure.main([str(tree), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out).values()
@@ -106,6 +202,8 @@ def test_the_command(tree, capsys):
     assert "| rooms | 9 |" in shown
     assert "| arrows up | - |" in shown
     assert "| circles of files | 2 |" in shown
+    assert "| floors within a room | 2 |" in shown
+    assert "| type names with two homes | 0 |" in shown
     with pytest.raises(SystemExit):
         structure.main([str(tree / "scripts")])
     assert "there is no jaxrag in it" in capsys.readouterr().err

@@ -94,7 +94,7 @@ def _add(
     parser = add_command(kinds, name, summary, f"jaxrag bench {name} {example}")
     add_fields(parser, options)
     add_result(parser)
-    parser.set_defaults(run=run, benchmark=name)
+    parser.set_defaults(run=run, benchmark=name, options=options)
     return parser
 
 
@@ -103,5 +103,5 @@ def run(args: argparse.Namespace) -> None:
     module = importlib.import_module(f"jaxrag.measure.bench.{args.benchmark}")
     require_folder(args.out)
     peer = {"peer_python": peer_of(args)} if "peer_python" in args else {}
-    result = module.run(from_fields(module.Options, args, **peer))
+    result = module.run(from_fields(args.options, args, **peer))
     give_out(args, result, module.report(result))

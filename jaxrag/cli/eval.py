@@ -2,11 +2,12 @@
 
 import argparse
 import re
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from jaxrag.base.errors import RequestError
-from jaxrag.cli import eval_long, eval_methods, eval_own
+from jaxrag.base.options import parse_names
+from jaxrag.cli import eval_long, eval_own
 from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.options import (
     add_command,
@@ -16,11 +17,8 @@ from jaxrag.cli.options import (
     add_task,
     task_of,
 )
-from jaxrag.cli.output import give_out_tables, print_json, require_folders
-from jaxrag.measure.evals.options import SyntheticOptions
-
-if TYPE_CHECKING:
-    from jaxrag.measure.evals.synthetic import Cell, Options
+from jaxrag.cli.output import give_out_tables, measured, print_json, require_folders
+from jaxrag.measure.evals.options import MethodsOptions, ModelRead, SyntheticOptions
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -59,7 +57,20 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_result(synthetic, markdown=True)
     synthetic.set_defaults(run=run_synthetic)
-    eval_methods.add_parser(kinds)
+    methods = add_command(
+        kinds,
+        "methods",
+        "methods of reuse on the synthetic task, by recompute ratio",
+        "jaxrag eval methods --model checkpoints/synthetic-0.8m/dual "
+        "--methods turborag,fusionrag,cacheblend,random --recompute-ratios 0,0.15,1.0 --out x.json",
+    )
+    add_fields(methods, MethodsOptions)
+    add_earlier_name(methods, "--ratios", "ratios")
+    add_earlier_name(methods, "--encoders", "encoders", type=parse_names)
+    add_earlier_name(methods, "--questions", "questions")
+    add_task(methods)
+    add_result(methods, markdown=True)
+    methods.set_defaults(run=run_methods)
     eval_long.add_parsers(kinds)
     curve = add_command(
         kinds,
@@ -82,15 +93,30 @@ def run_synthetic(args: argparse.Namespace) -> None:
     """Print the tables, or one JSON object."""
     from jaxrag.measure.evals.synthetic import run
     from jaxrag.measure.evals.synthetic_report import tables
-    from jaxrag.measure.machine import describe
 
-    options = _options(args)
+    options = _synthetic(args)
     require_folders(args, "out", "markdown")
-    from jaxrag.models.compiled import keep_compiled
+    give_out_tables(args, measured(args, run, options), tables)
 
-    keep_compiled()
-    result = run(options, progress=not args.json) | {"machine": describe()}
+
+def run_methods(args: argparse.Namespace) -> int:
+    """Print the tables, or one JSON object; exit code 3 where ratio 1 is not full attention."""
+    from jaxrag.measure.evals.methods import run
+    from jaxrag.measure.evals.methods_report import tables
+
+    encoders = () if args.encoders == ("own",) else args.encoders
+    options = from_fields(MethodsOptions, args, encoders=encoders, task=task_of(args))
+    require_folders(args, "out", "markdown")
+    result = measured(args, run, options)
     give_out_tables(args, result, tables)
+    differing = sum(len(row["differing"]) for row in result["whole"])
+    if differing:
+        print(
+            f"jaxrag: {differing} answers at ratio 1 differ from full attention's; rounding can do "
+            f"that in {result['model']['dtype']}, in float32 it is an error",
+            file=sys.stderr,
+        )
+    return 3 if differing else 0
 
 
 def run_curve(args: argparse.Namespace) -> None:
@@ -110,9 +136,7 @@ def run_curve(args: argparse.Namespace) -> None:
         print(f"{out}: " + ", ".join(f"{curve.run} {curve.name}" for curve in curves))
 
 
-def _options(args: argparse.Namespace) -> "Options":
-    from jaxrag.measure.evals.synthetic import Options
-
+def _synthetic(args: argparse.Namespace) -> SyntheticOptions:
     models: dict[str, str] = {}
     for text in args.model:
         name, path = _named(text)
@@ -122,7 +146,7 @@ def _options(args: argparse.Namespace) -> "Options":
             raise RequestError(f"--model {text}: there is a model {name!r} already; rename one")
         models[name] = path
     return from_fields(
-        Options,
+        SyntheticOptions,
         args,
         models=models,
         task=task_of(args),
@@ -136,10 +160,8 @@ def _named(text: str) -> tuple[str, str]:
     return (name, path) if equals else ("", text)
 
 
-def _compared(text: str) -> "tuple[Cell, Cell]":
-    from jaxrag.measure.evals.synthetic import Cell
-
+def _compared(text: str) -> tuple[ModelRead, ModelRead]:
     found = re.fullmatch(r"([^:,]+):([^:,]+),([^:,]+):([^:,]+)", text)
     if found is None:
         raise RequestError(f"--compare {text}: expected MODEL:READ,MODEL:READ")
-    return Cell(found[1], found[2]), Cell(found[3], found[4])
+    return ModelRead(found[1], found[2]), ModelRead(found[3], found[4])

@@ -5,17 +5,13 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import parse_names
 from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.options import add_command, add_earlier_name, add_result
-from jaxrag.cli.output import give_out_tables, print_json, require_folders
-from jaxrag.measure.evals.options import LongOptions
-
-if TYPE_CHECKING:
-    from jaxrag.measure.evals.long.plan import Options
+from jaxrag.cli.output import give_out_tables, measured, print_json, require_folders
+from jaxrag.measure.evals.options import GRID_DEPTHS, LongOptions
 
 _TASKS = {  # for the help; jaxrag.tasks.long.tasks has them
     "ruler": "niah_single_1 to _3, niah_multikey_1 to _3, niah_multivalue, niah_multiquery, vt, "
@@ -89,7 +85,6 @@ def run(args: argparse.Namespace) -> None:
     from jaxrag.measure.evals.long.report import tables
     from jaxrag.measure.evals.long.run import prompts, run
     from jaxrag.measure.evals.plots import check_picture
-    from jaxrag.measure.machine import describe
 
     options = _options(args)
     require_folders(args, "out", "markdown", "prompts")
@@ -105,10 +100,7 @@ def run(args: argparse.Namespace) -> None:
         else:
             print(f"{args.prompts}: {len(rows)} prompts")
         return
-    from jaxrag.models.compiled import keep_compiled
-
-    keep_compiled()
-    result = run(options, progress=not args.json) | {"machine": describe()}
+    result = measured(args, run, options)
     if args.no_items:
         del result["items"]
     notes = [
@@ -121,12 +113,10 @@ def run(args: argparse.Namespace) -> None:
             print(picture)
 
 
-def _options(args: argparse.Namespace) -> "Options":
-    from jaxrag.measure.evals.long.plan import GRID_DEPTHS, Options
-
+def _options(args: argparse.Namespace) -> LongOptions:
     depths = tuple(map(_depth, parse_names(args.depths))) if args.suite == "needle" else GRID_DEPTHS
     return from_fields(
-        Options,
+        LongOptions,
         args,
         suite=args.suite,
         tasks=parse_names(getattr(args, "tasks", "")),

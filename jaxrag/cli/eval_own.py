@@ -5,10 +5,11 @@ import json
 import textwrap
 from pathlib import Path
 
-from jaxrag.base.options import parse_count
+from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.opening import open_kb, where_of
 from jaxrag.cli.options import add_command, add_found, add_json, add_model, add_secret
 from jaxrag.cli.output import print_json, require_folder, titled
+from jaxrag.measure.evals.options import OwnOptions
 from jaxrag.models.text.printable import printable
 
 
@@ -30,18 +31,8 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         help='JSON lines, {"question": "...", "answers": ["...", ...], "sources"?: [ids of '
         "documents]}, or a .csv file with these columns, lists parted by |",
     )
-    parser.add_argument(
-        "--methods",
-        default="",
-        metavar="NAME,...",
-        help="presets or .toml files; full attention is measured always (all that suit what the "
-        "knowledge base keeps)",
-    )
-    parser.add_argument(
-        "--template", metavar="NAME", help="a template's name or .toml file (that of --kb)"
-    )
+    add_fields(parser, OwnOptions)
     add_found(parser)
-    parser.add_argument("--max-new-tokens", type=parse_count, default=32, metavar="N", help="(32)")
     parser.add_argument(
         "--out", metavar="FILE", help="also write a JSON line for every question and method there"
     )
@@ -58,22 +49,13 @@ def run(args: argparse.Namespace) -> None:
     from jaxrag.reuse.methods import method_named
     from jaxrag.serve.question_files import QuestionFile
 
-    methods = tuple(name for name in args.methods.split(",") if name)
-    for name in methods:
+    options = from_fields(OwnOptions, args, k=args.k, where=where_of(args))
+    for name in options.methods:
         method_named(name)  # refused before a model is read
     require_folder(args.out)
-    questions, where = QuestionFile.open(args.questions), where_of(args)
+    questions = QuestionFile.open(args.questions)
     with open_kb(args) as kb:
-        found = evaluate(
-            kb,
-            questions,
-            methods=methods,
-            template=args.template,
-            k=args.k,
-            where=where,
-            max_new_tokens=args.max_new_tokens,
-            progress=not args.json,
-        )
+        found = evaluate(kb, questions, options, progress=not args.json)
     result = found.to_dict()
     if args.out:
         lines = (json.dumps(record, ensure_ascii=False) for record in found.records())

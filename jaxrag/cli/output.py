@@ -124,6 +124,17 @@ def give_out_tables(
     give_out(args, result, [*titled(tables(result)), *notes], lambda it: page(tables(it)))
 
 
+def measured(
+    args: argparse.Namespace, run: Callable[..., dict[str, Any]], options: Any
+) -> dict[str, Any]:
+    """What ``run`` measures, beside the machine that it ran on; programs are kept compiled."""
+    from jaxrag.measure.machine import describe
+    from jaxrag.models.compiled import keep_compiled
+
+    keep_compiled()
+    return run(options, progress=not args.json) | {"machine": describe()}
+
+
 def titled(tables: "Iterable[Table]", width: int = 80) -> Iterator[str]:
     """Tables as lines: each under its title and followed by an empty line.
 

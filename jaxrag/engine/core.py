@@ -16,19 +16,17 @@ from jaxrag.base.errors import (
 from jaxrag.engine.arena import HostArena, default_arena_bytes
 from jaxrag.engine.lanes import Lanes
 from jaxrag.engine.links import Links
-from jaxrag.engine.live import Live
-from jaxrag.engine.loader import ChunkLoad
-from jaxrag.engine.loads import Loads
-from jaxrag.engine.progress import Outcome, Progress, outcome_of
-from jaxrag.engine.prompts import Prompts
+from jaxrag.engine.outcome import outcome_of
+from jaxrag.engine.prefill_queue import PrefillQueue
+from jaxrag.engine.progress import Outcome, Progress
 from jaxrag.engine.request import FinishReason
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.scheduler import Ending, Entry, Scheduler, Status
-from jaxrag.engine.standing import Standing, standing_of
-from jaxrag.engine.state import Broken, EngineSettings, Post, State
+from jaxrag.engine.staging import ChunkLoad
+from jaxrag.engine.state import Broken, EngineSettings, Post, RunningRequest, State
+from jaxrag.engine.status import EngineStatus, Tiers, status_of, tiers_of
 from jaxrag.engine.thread import result_of
-from jaxrag.engine.tiers import Tiers
-from jaxrag.engine.turns import leave_turn
+from jaxrag.engine.transfers import Transfers
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.cache.host import arrived
 
@@ -62,38 +60,39 @@ class Core:
             links=Links(clock, settings.load_threads, settings.max_loading_bytes),
             events=deque(maxlen=settings.keep_events),
         )
-        self._new: list[Live] = []
-        self._loads = Loads(self.state, self._fail)
+        self._new: list[RunningRequest] = []
+        self._transfers = Transfers(self.state, self._fail)
         self._lanes = Lanes(self.state, self._took, self._release)
-        self._prompts = Prompts(self.state, self._lanes, self._release)
+        self._prefills = PrefillQueue(self.state, self._lanes, self._release)
         self._jobs: deque[tuple[Callable[[ModelRunner], Any], Future[Any]]] = deque()
         self._spare: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._spare_due = 0.0
+        self._given = 0.0  # service, at the last turn
 
     # From clients.
 
-    def submit(self, live: Live, entry: Entry) -> None:
+    def submit(self, running: RunningRequest, entry: Entry) -> None:
         """Queue a request; its client is told where the queue is full."""
-        self.state.live[live.number] = live
+        self.state.live[running.number] = running
         try:
             self.state.scheduler.submit(entry, self.state.clock())
-            self._new.append(live)
+            self._new.append(running)
         except JaxragError as error:
-            self._fail(live, error)
+            self._fail(running, error)
 
     def abort(self, number: int) -> None:
         """The client wants nothing more of a request; a turn that it has read of stays."""
-        live = self.state.live.get(number)
-        if live is not None:
-            leave_turn(self.state.scheduler, live)
-            self._fail(live, Cancelled(f"request {number} was aborted"), "cancelled")
+        running = self.state.live.get(number)
+        if running is not None:
+            self._leave_turn(running)
+            self._fail(running, Cancelled(f"request {number} was aborted"), "cancelled")
 
     def stop(self, number: int) -> None:
         """The client wants no more tokens of a request, and its outcome, if it has one by now."""
-        live = self.state.live.get(number)
+        running = self.state.live.get(number)
         # One that begins again on a new pool has been told a token, and is not mapped yet.
-        if live is not None and live.first is not None and live.state is not None:
-            self._finish(live, "stop")
+        if running is not None and running.first is not None and running.state is not None:
+            self._finish(running, "stop")
         else:
             self.abort(number)
 
@@ -112,33 +111,15 @@ class Core:
 
     def prefetch(self, loads: Iterable[ChunkLoad]) -> None:
         """Read chunks into the arena, for a request that is going to ask for them."""
-        self._loads.prefetch(loads)
+        self._transfers.prefetch(loads)
 
     def tiers(self) -> Tiers:
         """Where chunk KV came from, and lies; on any thread."""
-        state, cache = self.state, self.state.runner.cache
-        per_page = PAGE * state.runner.model.config.kv_bytes_per_token
-        chunks = list(cache.allocator.chunks.values())
-        return Tiers(
-            hits=dict(self._loads.hits),
-            pool_chunks=len(chunks),
-            pool_bytes=sum(len(it.pages) for it in chunks) * per_page,
-            max_pool_bytes=cache.allocator.num_pages * per_page,
-            host=state.arena.state,
-            links=state.links.states(),
-        )
+        return tiers_of(self.state, self._transfers.hits)
 
-    def standing(self) -> Standing:
-        """Where requests stand and what they hold; on any thread."""
-        state = self.state
-        return standing_of(
-            state.scheduler,
-            state.runner.cache.allocator,
-            state.live,
-            state.pace,
-            restarts=state.restarts,
-            now=state.clock(),
-        )
+    def status(self) -> EngineStatus:
+        """Where requests are and what they hold; on any thread."""
+        return status_of(self.state)
 
     # The loop.
 
@@ -146,7 +127,7 @@ class Core:
     def busy(self) -> bool:
         """Is there anything to wait for?"""
         jobs = self._jobs or self._spare
-        return bool(self.state.live or self._lanes.busy or self._loads.busy or jobs)
+        return bool(self.state.live or self._lanes.busy or self._transfers.busy or jobs)
 
     def handle(self, event: Callable[[], None]) -> None:
         """Do what was posted."""
@@ -167,49 +148,52 @@ class Core:
         state, was = self.state, self._lanes.busy
         self._lanes.deliver_blocks()
         now = state.clock()
-        state.pace.turn(now, state.scheduler.given)
+        state.pace.work(now, state.scheduler.given - self._given)
+        self._given = state.scheduler.given
         for number in state.scheduler.expired(now):
             self._expire(number)
-        self._loads.expire(now)
+        self._transfers.expire(now)
         self._run_jobs()
         admitted = [] if self._jobs else state.scheduler.admit(now)
         for one in admitted:
-            live = state.live.get(one.number)
-            if live is None:  # a chunk that it shares with one before it was waited for, and failed
+            running = state.live.get(one.number)
+            if (
+                running is None
+            ):  # a chunk that it shares with one before it was waited for, and failed
                 for key in one.loads:
                     state.scheduler.refused(key)
                 continue
-            live.admitted = now if live.admitted is None else live.admitted
-            self._loads.start(live, one)
+            running.admitted = now if running.admitted is None else running.admitted
+            self._transfers.start(running, one)
             entry = state.scheduler.live.get(one.number)
             if entry is not None and entry.status is Status.READY:
-                live.ready = state.clock()
+                running.ready = state.clock()
             else:
-                self._prompts.expect(live)
+                self._prefills.expect(running)
         for number in state.scheduler.outgrown():
             self._fail(state.live[number], self._too_large(state.live[number]))
         self._prefetch_waiting()
-        placed = self._loads.place()
-        encoded = self._loads.encode_one()
+        placed = self._transfers.place()
+        encoded = self._transfers.encode_one()
         self._make_room(now)
-        prefilled = self._prompts.run()
+        prefilled = self._prefills.run()
         self._lanes.turn()
         moved = bool(was or admitted or placed or encoded or prefilled or self._lanes.busy)
         return self._run_spare(moved) or moved
 
     def patience(self) -> float | None:
         """Seconds until something is due without an event; None: nothing is."""
-        dues = (self.state.scheduler.next_deadline(), self._loads.next_deadline())
+        dues = (self.state.scheduler.next_deadline(), self._transfers.next_deadline())
         due = min((it for it in dues if it is not None), default=None)
         return None if due is None else max(due - self.state.clock(), 0.001)
 
     def _prefetch_waiting(self) -> None:
         """Those who came and found no room wait for it while their chunks are read."""
         new, self._new = self._new, []
-        for live in new:
-            entry = self.state.scheduler.live.get(live.number)
+        for running in new:
+            entry = self.state.scheduler.live.get(running.number)
             if entry is not None and entry.status is Status.WAITING:
-                self._loads.prefetch(live.plan.loads.values())
+                self._transfers.prefetch(running.plan.loads.values())
 
     def rest(self) -> None:
         """There is nothing to do: what lanes hold on the device goes."""
@@ -218,16 +202,13 @@ class Core:
 
     def _run_jobs(self) -> None:
         """Run jobs that want the pool to themselves."""
-        while self._jobs and not self._loads.busy:
+        while self._jobs and not self._transfers.busy:
             self._lanes.deliver()
             job, future = self._jobs.popleft()
             answer = result_of(lambda job=job: job(self.state.runner))  # type: ignore[misc]
             if self.state.runner.cache.lost:
                 self._rebuild()
-            if isinstance(answer, BaseException):
-                future.set_exception(answer)
-            else:
-                future.set_result(answer)
+            _settle(future, answer)
 
     def _run_spare(self, others: bool) -> bool:
         """Run one spare job if nothing else moved, or its kind waited long enough; did it?
@@ -242,107 +223,112 @@ class Core:
         answer = result_of(job)
         now = self.state.clock()
         self._spare_due = now + self.state.settings.spare_wait * (now - start)
-        if isinstance(answer, BaseException):
-            future.set_exception(answer)
-        else:
-            future.set_result(answer)
+        _settle(future, answer)
         return True
 
     # Ends.
 
-    def _took(self, live: Live, ids: list[int], probability: list[float]) -> None:
+    def _took(self, running: RunningRequest, ids: list[int], probability: list[float]) -> None:
         """Hand new tokens to the client."""
-        skip = max(len(live.tokens) - live.read, 0)  # told before it was begun again
+        skip = max(len(running.tokens) - running.read, 0)  # told before it was begun again
         try:
-            new, reason = live.take(ids)
+            new, reason = running.accept(ids)
         except EngineError as error:
-            self._fail(live, error)
+            self._fail(running, error)
             return
         told = probability[skip : skip + len(new)]
-        self.state.scheduler.generated(live.number, len(new))
+        self.state.scheduler.generated(running.number, len(new))
         if reason is not None:
-            self._finish(live, reason, new, told)
-        elif new and self._tell(live, Progress(live.number, new, told)):
-            self._finish(live, "stop")
+            self._finish(running, reason, new, told)
+        elif new and self._tell(running, Progress(running.number, new, told)):
+            self._finish(running, "stop")
 
     def _finish(
         self,
-        live: Live,
+        running: RunningRequest,
         reason: FinishReason,
         new: Sequence[int] = (),
         probability: Sequence[float] = (),
     ) -> None:
         """The answer is complete: its outcome, and everything it holds is given back."""
-        outcome = self._outcome(live)
-        leave_turn(self.state.scheduler, live)
-        self._end(live, "finished")
-        self._tell(live, Progress(live.number, list(new), list(probability), reason, outcome))
+        outcome = self._outcome(running)
+        self._leave_turn(running)
+        self._end(running, "finished")
+        self._tell(running, Progress(running.number, list(new), list(probability), reason, outcome))
 
-    def _fail(self, live: Live, error: BaseException, why: Ending = "failed") -> None:
-        self._end(live, why)
-        self._tell(live, Progress(live.number, error=error))
+    def _leave_turn(self, running: RunningRequest) -> None:
+        """A request gets no more tokens: its turn stays in the pool for prompts that go on from it.
 
-    def _tell(self, live: Live, progress: Progress) -> bool:
+        Nothing stays of one that is set aside, as its pages are others' now.
+        """
+        for key, page, tokens in running.turn_pages():
+            self.state.scheduler.share(running.number, key, (page,), tokens)
+
+    def _fail(self, running: RunningRequest, error: BaseException, why: Ending = "failed") -> None:
+        self._end(running, why)
+        self._tell(running, Progress(running.number, error=error))
+
+    def _tell(self, running: RunningRequest, progress: Progress) -> bool:
         """Tell the client; a client that fails ends its request, and no other."""
         try:
-            return bool(live.sink(progress))
+            return bool(running.sink(progress))
         except Exception as error:
-            _LOG.warning("the client of request %d failed: %s", live.number, error)
-            if not live.ended:
-                self._end(live, "cancelled")
+            _LOG.warning("the client of request %d failed: %s", running.number, error)
+            if not running.ended:
+                self._end(running, "cancelled")
             return False
 
     def _expire(self, number: int) -> None:
-        live = self.state.live.get(number)
-        if live is not None:
-            over = f"request {number} took longer than timeout={live.request.timeout} s"
-            self._fail(live, DeadlineExceeded(f"{over}; allow more, or ask for less"), "expired")
+        running = self.state.live.get(number)
+        if running is not None:
+            over = f"request {number} took longer than timeout={running.request.timeout} s"
+            self._fail(running, DeadlineExceeded(f"{over}; allow more, or ask for less"), "expired")
 
-    def _too_large(self, live: Live) -> ContextExceeded:
-        tokens, pool = live.request.prompt.num_tokens, self.state.runner.num_pages * PAGE
+    def _too_large(self, running: RunningRequest) -> ContextExceeded:
+        tokens, pool = running.request.prompt.num_tokens, self.state.runner.num_pages * PAGE
         return ContextExceeded(
             f"the prompt of {tokens} tokens needs more than the {pool} tokens of the pool, now that"
             " chunks of it were not found; raise cache_tokens or use fewer chunks"
         )
 
-    def _outcome(self, live: Live) -> Outcome:
+    def _outcome(self, running: RunningRequest) -> Outcome:
         now = self.state.clock()
-        assert live.state is not None and live.first is not None
-        admitted = live.added if live.admitted is None else live.admitted
-        ready = admitted if live.ready is None else live.ready
+        assert running.state is not None and running.first is not None
+        admitted = running.added if running.admitted is None else running.admitted
+        ready = admitted if running.ready is None else running.ready
         searched = None
-        if live.search is not None:
-            searched = self.state.runner.host_search.account_of([live.search])
+        if running.search is not None:
+            searched = self.state.runner.host_search.account_of([running.search])
         return outcome_of(
             self.state.runner.model,
-            live.request,
-            live.state,
+            running.request,
+            running.state,
             searched,
-            wait=admitted - live.added,
+            wait=admitted - running.added,
             load=ready - admitted,
-            prefill=live.first - ready,
-            per_token=(now - live.first) / (live.read - 1) if live.read > 1 else 0.0,
+            prefill=running.first - ready,
+            per_token=(now - running.first) / (running.read - 1) if running.read > 1 else 0.0,
         )
 
-    def _end(self, live: Live, why: Ending) -> None:
+    def _end(self, running: RunningRequest, why: Ending) -> None:
         """Nothing more is done for a request; what it holds goes with what is in flight for it."""
-        live.ended, live.why = True, why
-        self.state.ending[live.number] = self.state.live.pop(live.number)
-        self._lanes.leave(live)
-        if not live.flying:
-            self._release(live)
+        running.ended, running.why = True, why
+        self.state.ending[running.number] = self.state.live.pop(running.number)
+        self._lanes.leave(running)
+        if not running.in_flight:
+            self._release(running)
 
-    def _release(self, live: Live) -> None:
+    def _release(self, running: RunningRequest) -> None:
         """Nothing in flight needs what a request holds."""
         runner = self.state.runner
-        self._lanes.free(live)
+        self._lanes.free(running)
         if runner.cache.host is not None:
             # Callbacks of what is in flight reach into host memory of its pages.
             arrived(runner.cache.pool.k)
-        if live.search is not None:
-            runner.host_search.release([live.search])
-        del self.state.ending[live.number]
-        self.state.scheduler.finish(live.number, live.why)
+        if running.search is not None:
+            runner.host_search.release([running.search])
+        del self.state.ending[running.number]
+        self.state.scheduler.finish(running.number, running.why)
 
     # Preemption.
 
@@ -352,13 +338,13 @@ class Core:
         if victims:
             self._lanes.deliver()
         for number in victims:
-            live = self.state.live.get(number)
-            if live is None:  # its last token was among what was read
+            running = self.state.live.get(number)
+            if running is None:  # its last token was among what was read
                 continue
             try:
-                self._lanes.set_aside(live)
+                self._lanes.set_aside(running)
             except Exception as error:
-                raise Broken(error, [live]) from error
+                raise Broken(error, [running]) from error
             self.state.scheduler.swapped(number)
 
     # Failure.
@@ -370,33 +356,33 @@ class Core:
         """
         error, suspects = broken.error, [it for it in broken.suspects if not it.ended]
         if isinstance(error, JaxragError) and not (broken.shared or self.state.runner.cache.lost):
-            for live in suspects:
-                self._fail(live, error)
+            for running in suspects:
+                self._fail(running, error)
             return
         _LOG.error("a step of the engine failed, its pool is made anew", exc_info=error)
         self.state.restarts += 1
-        for live in suspects:
-            live.strikes += 1
-            self.state.scheduler.live[live.number].alone = True
+        for running in suspects:
+            running.strikes += 1
+            self.state.scheduler.live[running.number].alone = True
         self._rebuild()
-        for live in suspects:
-            if live.strikes >= _STRIKES:
+        for running in suspects:
+            if running.strikes >= _STRIKES:
                 text = " ".join(str(error).split())[:300]
-                broke = f"request {live.number} broke the engine {live.strikes} times"
-                self._fail(live, EngineError(f"{broke}: {type(error).__name__}: {text}"))
+                broke = f"request {running.number} broke the engine {running.strikes} times"
+                self._fail(running, EngineError(f"{broke}: {type(error).__name__}: {text}"))
 
     def fail_all(self, error: BaseException) -> None:
         """Every client is told, and the pool is made anew."""
         self._rebuild()
-        for live in list(self.state.live.values()):
-            self._fail(live, error)
+        for running in list(self.state.live.values()):
+            self._fail(running, error)
         self._drop_jobs(error)
 
     def abandon(self, error: BaseException) -> None:
         """Every client is told, and nothing else is touched: this object is done."""
-        for live in list(self.state.live.values()):
-            live.ended = True
-            self._tell(live, Progress(live.number, error=error))
+        for running in list(self.state.live.values()):
+            running.ended = True
+            self._tell(running, Progress(running.number, error=error))
         self.state.live.clear()
         self._drop_jobs(error)
 
@@ -409,18 +395,25 @@ class Core:
         """A new pool; every request begins again, and its client hears only what is new."""
         state = self.state
         state.epoch += 1
-        for part in (self._lanes, self._loads, self._prompts):
+        for part in (self._lanes, self._transfers, self._prefills):
             part.clear()
         state.runner.forget_cache()
-        for live in (*state.live.values(), *state.ending.values()):
-            if live.search is not None:
-                state.runner.host_search.release([live.search])
-                live.search = None
-            live.again()
-        for live in state.ending.values():
-            state.scheduler.finish(live.number, live.why)
+        for running in (*state.live.values(), *state.ending.values()):
+            if running.search is not None:
+                state.runner.host_search.release([running.search])
+                running.search = None
+            running.restart()
+        for running in state.ending.values():
+            state.scheduler.finish(running.number, running.why)
         state.ending.clear()
         state.scheduler.reset(state.runner.cache.allocator)
+
+
+def _settle(future: "Future[Any]", answer: Any) -> None:
+    if isinstance(answer, BaseException):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
 
 
 def _arena_bytes(runner: ModelRunner, settings: EngineSettings) -> int:

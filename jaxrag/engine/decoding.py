@@ -18,13 +18,12 @@ from jax.stages import Lowered
 
 from jaxrag.base import struct
 from jaxrag.base.shapes import bucket
-from jaxrag.base.types import HIDDEN, Array, HostArray, Step, on_host
-from jaxrag.engine.mapping import RequestState, carried_chunks
-from jaxrag.engine.prefill import run_tokens
+from jaxrag.base.types import HIDDEN, Array, Step, on_host
+from jaxrag.engine.mapping import RequestState, batch_tables, carried_chunks
 from jaxrag.engine.request import DECODE_BLOCK, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling import SamplingParams, sample
-from jaxrag.kv.cache import MIN_TABLE_PAGES, PAGE, PagePool, PageTable, TableBuilder, table_width
+from jaxrag.kv.cache import MIN_TABLE_PAGES, PAGE, PagePool, PageTable, table_width
 from jaxrag.kv.cache.host import HostValues
 from jaxrag.models.attention import PagedAttend
 from jaxrag.models.decoder import Decoder, forward, unembed
@@ -197,11 +196,7 @@ class Lane:
     def _joining(self, requests: Sequence[tuple[Request, RequestState]], count: int) -> LaneRows:
         """The rows of requests before their first token, on the host, padded to ``count``."""
         pad = count - len(requests)
-        nowhere = TableBuilder().rows(self.key.pages)
-        tables = [
-            table_row(state, self.key.pages) if self.key.pages else nowhere for _, state in requests
-        ]
-        tables += [nowhere] * pad
+        states = [state for _, state in requests] if self.key.pages else []
         position = [state.next_position for _, state in requests]
         last = [p + it.room - 1 for p, (it, _) in zip(position, requests, strict=True)]
         slot = [state.next_slot for _, state in requests]
@@ -212,7 +207,7 @@ class Lane:
         sampling = [*(it.sampling for it, _ in requests), *[SamplingParams()] * pad]
         return on_host(
             LaneRows,
-            on_host(PageTable, *map(np.stack, zip(*tables, strict=True))),
+            batch_tables(states, count, self.key.pages),
             zeros,
             position_,
             slot_,
@@ -272,13 +267,6 @@ class Lane:
         self._take(row, decoding)
 
 
-def table_row(state: RequestState, num_pages: int) -> tuple[HostArray, HostArray, HostArray]:
-    """Pages [M], offsets [M] and slot positions [M*page] of a request once it is prefilled."""
-    pages, offsets, slot_position = state.table.rows(num_pages)
-    slot_position[state.slots] = state.positions
-    return pages, offsets, slot_position
-
-
 def start_decoding(
     runner: ModelRunner,
     requests: Sequence[RequestState],
@@ -305,18 +293,16 @@ def start_decoding(
     rows = bank.positions.shape[0]
     num_pages = max(table_width(r.table) for r in requests)
     pad = rows - len(requests)
-    tables = [table_row(r, num_pages) for r in requests]
-    tables += [TableBuilder().rows(num_pages)] * pad
-    pages, offsets, slot_position = (np.stack(part) for part in zip(*tables, strict=True))
+    table = batch_tables(requests, rows, num_pages)
     next_position = np.array([r.next_position for r in requests] + [-1] * pad, np.int32)
     next_slot = np.array([r.next_slot for r in requests] + [num_pages * PAGE] * pad, np.int32)
-    order = order_of(slot_position, next_position, next_slot)
+    order = order_of(np.asarray(table.slot_position), next_position, next_slot)
     put = functools.partial(model.put_batch, batch=rows)
     prompts = Prompts(
         config=model.config,
         rope=model.rope(num_pages * PAGE),
         on_pool=on_pool or (lambda use: use(runner.cache.pool)),
-        table=PageTable(put(pages), put(offsets), put(slot_position)),
+        table=jax.tree.map(put, table),
         order=order,
         position=np.where(next_position >= 0, next_position - 1, -1).astype(np.int32),
         bank=bank,
@@ -438,6 +424,16 @@ def _steps(
     return out
 
 
+def run_tokens(
+    decoder: Decoder, pool: PagePool, table: PageTable, step: Step
+) -> tuple[Array, PagePool, PageTable]:
+    """One forward of new tokens [B, T] against the pool: hidden [B, T, D], pool, table."""
+    table = table.reveal(step.slots, step.positions)
+    attend = PagedAttend(decoder.config, decoder.rope, table, step.slots)
+    hidden, pool, _ = forward(decoder.params, decoder.config, step.tokens, pool, attend)
+    return hidden, pool, table
+
+
 def run_by_rule(
     decoder: Decoder,
     pool: PagePool,
@@ -446,7 +442,7 @@ def run_by_rule(
     step: Step,
     plan: Plan,
 ) -> tuple[Array, PagePool, PageTable, Decoding]:
-    """As ``prefill.run_tokens`` for one token a row, [B, 1], attending by the plan's rule."""
+    """As ``run_tokens`` for one token a row, [B, 1], attending by the plan's rule."""
     if plan.away:
         return _run_away(decoder, pool, table, decoding, step, plan)
     assert decoding.order is not None

@@ -1,14 +1,29 @@
-"""One request mapped into the pool at once, without a scheduler.
+"""Requests mapped and prefilled at once, without a scheduler: for measurements, the gate, tests.
 
-For whoever has the engine's thread to itself (``Engine.call``): measurements, the gate, tests. The
-steps are those of the engine; only nobody waits for anybody.
+For jobs that have the engine's thread to themselves (``Engine.call``).
 """
 
-from jaxrag.engine.loader import ChunkLoad, Found, encode, keep, place, read
+from collections.abc import Sequence
+
+from jaxrag.base.types import Array
+from jaxrag.engine.layerwise import start_prefill
 from jaxrag.engine.mapping import RequestPlan, RequestState, map_planned, plan_request
+from jaxrag.engine.prefill import Prefilled, select_tokens
 from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.kv.cache import CachedChunk, pages_for
+from jaxrag.engine.staging import (
+    ChunkLoad,
+    Found,
+    drop,
+    encode,
+    fetch,
+    keep,
+    place,
+    stage,
+    why_refused,
+)
+from jaxrag.kv.cache import CachedChunk, PageTable, pages_for
+from jaxrag.reuse.decode import Observe
 
 
 def map_request(runner: ModelRunner, request: Request, reserve_tokens: int) -> RequestState:
@@ -32,7 +47,34 @@ def unmap(runner: ModelRunner, mapped: RequestState) -> None:
         allocator.release(key)
 
 
-def keep_leading(runner: ModelRunner, mapped: RequestState) -> None:
+def prefill(runner: ModelRunner, requests: Sequence[RequestState]) -> tuple[Array, PageTable]:
+    """Select what is to be recomputed, then run every request's tokens.
+
+    Returns logits [B', V] float32 after each request's last token, and the table with all prefilled
+    slots shown (B' >= len(requests) is a power of two; padding rows hold nothing).
+    """
+    logits, table, _ = prefill_observed(runner, requests, None)
+    return logits, table
+
+
+def prefill_observed(
+    runner: ModelRunner, requests: Sequence[RequestState], observe: Observe | None
+) -> Prefilled:
+    """As ``prefill``, and keep queries of tokens that were run: the last, or evenly spread ones.
+
+    The bank holds as many queries a row as asked for, fewer where all requests run fewer tokens
+    (then the next power of two), none where ``observe`` is None.
+    """
+    select_tokens(runner, requests)
+    run = start_prefill(runner, requests, observe)
+    while run.left:
+        run.next_piece()
+    for request in requests:
+        _keep_leading(runner, request)
+    return run.prefilled
+
+
+def _keep_leading(runner: ModelRunner, mapped: RequestState) -> None:
     """The leading parts of a request are computed: later prompts may begin with them."""
     allocator = runner.cache.allocator
     for key, part in mapped.keep.items():
@@ -77,15 +119,16 @@ def _bring_in(runner: ModelRunner, load: ChunkLoad, found: dict[str, Found]) -> 
     allocator = runner.cache.allocator
     pages = allocator.allocate(pages_for(load.tokens), f"a chunk of {load.tokens} tokens")
     try:
-        staged, missed = read(runner, [load], {load.key: pages})
-        if missed:
-            found[load.key] = missed[0].found
+        fetched = fetch(runner, [load])
+        if load.key in fetched.refused:
+            drop(runner, fetched)
+            found[load.key] = why_refused(load, fetched.refused[load.key])
             if load.misses == "in_place":
                 allocator.free(pages)
                 return None
-            made = encode(load)
-            staged, _ = keep(runner, runner.cache, missed[0], *made, {load.key: pages})
-        found[load.key] = staged.chunks[0][1]
+            fetched = keep(load, found[load.key], *encode(load))
+        staged = stage(runner, runner.cache, fetched, [load], {load.key: pages})
+        found[load.key] = fetched.found[load.key]
         place(runner, staged, {load.key: pages})
     except BaseException:
         allocator.free(pages)

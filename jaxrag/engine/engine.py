@@ -19,16 +19,14 @@ from jaxrag.base.sharding import processes_of
 from jaxrag.engine.admission import Entry
 from jaxrag.engine.core import Core
 from jaxrag.engine.decoding import lane_of
-from jaxrag.engine.live import Live
 from jaxrag.engine.mapping import most_pages, plan_request
 from jaxrag.engine.progress import Progress, Sink, Where
 from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.engine.standing import Standing
-from jaxrag.engine.state import EngineSettings
+from jaxrag.engine.state import EngineSettings, Event, RunningRequest
+from jaxrag.engine.status import EngineStatus, Tiers
 from jaxrag.engine.thread import Event as Posted
 from jaxrag.engine.thread import Mailbox, ask
-from jaxrag.engine.tiers import Event, Tiers
 from jaxrag.engine.warmup import compile_for
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.store import MemoryStore
@@ -119,18 +117,18 @@ class Engine:
 
     def add_all(self, asked: Sequence[tuple[Request, Sink]]) -> list[int]:
         """As ``add``, for requests that come at one moment."""
-        made = [self._live(request, sink) for request, sink in asked]
+        made = [self._entered(request, sink) for request, sink in asked]
         _ = self.runner.cache  # whoever asks first is told that there is no room for the pool
 
         def event() -> None:
-            for live, entry in made:
+            for running, entry in made:
                 try:
-                    self._at_work.submit(live, entry)
+                    self._at_work.submit(running, entry)
                 except Exception as error:
-                    live.sink(Progress(live.number, error=error))
+                    running.sink(Progress(running.number, error=error))
 
         self._mail.post(event)
-        return [live.number for live, _ in made]
+        return [running.number for running, _ in made]
 
     def abort(self, number: int) -> None:
         """Nothing more is wanted of a request; its client is told ``Cancelled``, if it still is."""
@@ -204,13 +202,13 @@ class Engine:
         core = self._core
         return None if core is None else core.tiers()
 
-    def standing(self) -> Standing | None:
-        """Where requests stand, what they hold and how fast they go; None before the first."""
+    def status(self) -> EngineStatus | None:
+        """Where requests are, what they hold and how fast they go; None before the first."""
         core = self._core
         if core is None:
             return None
-        standing = core.standing()
-        return dataclasses.replace(standing, restarts=standing.restarts + self._lost)
+        status = core.status()
+        return dataclasses.replace(status, restarts=status.restarts + self._lost)
 
     @property
     def looked(self) -> float | None:
@@ -294,7 +292,7 @@ class Engine:
             if not ended:
                 self.abort(number)
 
-    def _live(self, request: Request, sink: Sink) -> tuple[Live, Entry]:
+    def _entered(self, request: Request, sink: Sink) -> tuple[RunningRequest, Entry]:
         model, rule = self.runner.model, request.method.decode
         if request.room:
             rule.check_values(model.value_layers)
@@ -321,7 +319,7 @@ class Engine:
             deadline=None if request.timeout is None else now + request.timeout,
             swappable=not (plan.looks or model.value_layers is not None or away),
         )
-        return Live(number, request, plan, lane, sink, now), entry
+        return RunningRequest(number, request, plan, lane, sink, now), entry
 
     @property
     def _at_work(self) -> Core:

@@ -5,15 +5,13 @@ only where everything before it is equal, for the same tenant.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from jaxrag.base.types import HostArray
-from jaxrag.engine.request import Prompt, Request
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.store import chunk_key, content_id, context_id
-from jaxrag.models.model import Model
 
 _LEADING = "in_place"  # the encoders that these keys name; no store holds such KV
 _TURN = "turn"
@@ -52,16 +50,16 @@ class Context:
             here = here.behind(here.name(piece))
             yield chunk_key(self.fingerprint, here.name(piece), here.before[0]), piece
 
-    def leading(self, prompt: Prompt) -> list[str]:
+    def leading(self, prefix: HostArray, chunks: Sequence[HostArray]) -> list[str]:
         """Of the prefix and of every chunk the key of its exact KV; "" if it is empty."""
         before: list[str] = []
         keys = []
-        for index, ids in enumerate((prompt.prefix, *prompt.chunks)):
+        for index, ids in enumerate((prefix, *chunks)):
             if not len(ids):
                 keys.append("")
                 continue
-            prefix = prompt.prefix[: 0 if index == 0 else None]
-            context = context_id(self._encoder(_LEADING), prefix, before)
+            seen = prefix[: 0 if index == 0 else None]
+            context = context_id(self._encoder(_LEADING), seen, before)
             keys.append(chunk_key(self.fingerprint, self.name(ids), context))
             if index:
                 before.append(self.name(ids))
@@ -69,21 +67,3 @@ class Context:
 
     def _encoder(self, kind: str) -> str:
         return f"{kind} of {self.tenant}" if self.tenant else kind
-
-
-def context_of(model: Model, request: Request) -> Context:
-    """Before the first token of a request."""
-    tokenizer = "" if model.tokenizer is None else model.tokenizer.digest
-    return Context(request.store.fingerprint, tokenizer, request.tenant)
-
-
-def keeps_turns(request: Request) -> bool:
-    """Do earlier turns, and this one, stay in the pool?
-
-    Only where their KV depends on nothing but what stands before them: not on the tokens that a
-    question has computed again, nor on which chunks happened to be missing.
-    """
-    method = request.method
-    if not request.keeps or method.encoder is None:
-        return request.keeps and method.prefix_cache
-    return not (method.recomputes or method.prefix_cache or method.misses == "in_place")

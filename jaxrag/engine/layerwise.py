@@ -19,10 +19,10 @@ from jaxrag.base import struct
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.shapes import bucket, pieces
 from jaxrag.base.types import HIDDEN, Array, HostArray, Partial, on_host
-from jaxrag.engine.mapping import RequestState
-from jaxrag.engine.prefilled import PREFILL_TOKENS, Prefilled, observed_tokens
+from jaxrag.engine.mapping import RequestState, batch_tables
+from jaxrag.engine.prefill import PREFILL_TOKENS, Prefill, Prefilled, observed_tokens
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.kv.cache import PAGE, PagePool, PageTable, TableBuilder
+from jaxrag.kv.cache import PAGE, PagePool, PageTable
 from jaxrag.kv.cache.host import to_device
 from jaxrag.kv.cache.host_pool import rows_of
 from jaxrag.models.attention import Pages, attend_placed, merge
@@ -56,6 +56,22 @@ class _Prompt(struct.PyTreeNode):
     positions: Array
     slots: Array
     observed: Array
+
+
+class _Layer(struct.PyTreeNode):
+    """One layer of the model, and the prompt that goes through it.
+
+    Attributes:
+      params: of the whole model.
+      rope: its factors.
+      prompt: the tokens that are run.
+      index: [] int32 of the layer.
+    """
+
+    params: Params
+    rope: RopeFactors
+    prompt: _Prompt
+    index: Array
 
 
 class _Block(NamedTuple):
@@ -96,7 +112,8 @@ class LayerPrefill:
         self._queries = np.zeros(shape, jnp.dtype(config.dtype))
         bank = on_host(PromptQueries, self._queries, positions)
         logits = runner.model.zeros((rows, config.vocab_size), "float32")
-        self.prefilled = Prefilled(logits, _tables(requests, rows), bank)
+        longest = bucket(max(len(r.table.pages) for r in requests))
+        self.prefilled = Prefilled(logits, batch_tables(requests, rows, longest), bank)
         each = [pieces(len(r.ids), PREFILL_TOKENS) for r in requests]
         self.left = [piece for some in each for piece in some * config.num_layers]
         runs = (self._run(row, *both) for row, both in enumerate(zip(requests, each, strict=True)))
@@ -128,22 +145,21 @@ class LayerPrefill:
         pages, offsets, slot_position = request.table.rows(len(request.table.pages))
         blocks = list(_blocks(pages, offsets, slot_position))
         rows = rows_of(pages)[request.slots]
-        fixed = (model.params, model.rope_factors, prompt)
         x = _embed(model.params, prompt.ids)
         for layer in range(model.config.num_layers):
             at = np.asarray(layer, np.int32)
-            k, v, queries = _keys_values(*fixed, x, at, config=model.config)
+            here = on_host(_Layer, model.params, model.rope_factors, prompt, at)
+            k, v, queries = _keys_values(here, x, model.config)
             self._write_on_device(at, k, v, prompt, pages)
             part = None
             for block in blocks:
                 block_kv = self._bring_in(layer, block)
                 part = part or _nothing(x, model.config)
                 for start, (_, width) in zip(starts, widths, strict=True):
-                    part = _attend_block(
-                        *fixed, x, part, at, block_kv, np.int32(start), width, config=model.config
-                    )
+                    start_ = np.int32(start)
+                    part = _attend_block(here, x, part, block_kv, start_, width, model.config)
             for start, (_, width) in zip(starts, widths, strict=True):
-                x = _finish(*fixed, x, part, at, (k, v), np.int32(start), width, model.config)
+                x = _finish(here, x, part, (k, v), np.int32(start), width, model.config)
                 if start == starts[-1]:
                     self._push(layer, rows, k, v)
                     self._queries[layer, row] = np.asarray(queries)
@@ -203,14 +219,15 @@ class LayerPrefill:
         return k, v, on_host(PageTable, *where)
 
 
-def _tables(requests: Sequence[RequestState], rows: int) -> PageTable:
-    """The table of all requests, with every slot that is run shown; on the host."""
-    longest = bucket(max(len(r.table.pages) for r in requests))
-    padded = [r.table.rows(longest) for r in requests]
-    for request, (_, _, slot_position) in zip(requests, padded, strict=True):
-        slot_position[request.slots] = request.positions
-    padded += [TableBuilder().rows(longest)] * (rows - len(requests))
-    return on_host(PageTable, *(np.stack(part) for part in zip(*padded, strict=True)))
+def start_prefill(
+    runner: ModelRunner,
+    requests: Sequence[RequestState],
+    observe: Observe | None,
+    rows: int | None = None,
+) -> Prefill | LayerPrefill:
+    """How requests go through this model, whose selection is done; runs nothing yet."""
+    how = Prefill if runner.cache.host is None else LayerPrefill
+    return how(runner, requests, observe, rows)
 
 
 def _blocks(pages: HostArray, offsets: HostArray, slot_position: HostArray) -> Iterator[_Block]:
@@ -234,23 +251,15 @@ def _embed(params: Params, ids: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
-def _keys_values(
-    params: Params,
-    rope: RopeFactors,
-    prompt: _Prompt,
-    x: Array,
-    layer: Array,
-    *,
-    config: ModelConfig,
-) -> tuple[Array, Array, Array]:
+def _keys_values(here: _Layer, x: Array, config: ModelConfig) -> tuple[Array, Array, Array]:
     """K at its positions and V [S, K, H] of one layer, and queries before rotation [W, N, H]."""
-    p = layer_of(params, layer)
+    p, prompt = layer_of(here.params, here.index), here.prompt
     size = min(x.shape[1], PREFILL_TOKENS)
 
     def piece(some: tuple[Array, Array]) -> tuple[Array, Array]:
         x, positions = some
         _, k, v = heads_of(x[None], p, config)
-        k = place(k, jnp.maximum(positions, 0)[None], rope, config.rope)
+        k = place(k, jnp.maximum(positions, 0)[None], here.rope, config.rope)
         return k[0].astype(config.dtype), v[0].astype(config.dtype)
 
     cut = (x[0].reshape(-1, size, x.shape[-1]), prompt.positions.reshape(-1, size))
@@ -274,28 +283,20 @@ def _nothing(x: Array, config: ModelConfig) -> Partial:
 
 @functools.partial(jax.jit, static_argnames=("width", "config"), donate_argnames=("part",))
 def _attend_block(
-    params: Params,
-    rope: RopeFactors,
-    prompt: _Prompt,
+    here: _Layer,
     x: Array,
     part: Partial,
-    layer: Array,
     block: tuple[Array, Array, PageTable],
     start: Array,
     width: int,
-    *,
     config: ModelConfig,
 ) -> Partial:
     """Merge what the tokens from ``start`` on see in a block of chunks into their part."""
     k, v, table = block
     # Keys lie as they stand inside their chunk.
-    k = turn(
-        k[None], jnp.broadcast_to(table.offsets[..., None], (1, *k.shape[:2])), rope, config.rope
-    )
-    pages = jnp.arange(table.pages.shape[1], dtype=jnp.int32)[None]
-    here = Pages(pages, jnp.zeros_like(pages), table.slot_position)
-    x, positions = _cut((x, prompt.positions[None]), start, width)
-    new = _attend(params, rope, config, x, layer, PagePool(k=k[0], v=v), here, positions)
+    offsets = jnp.broadcast_to(table.offsets[..., None], (1, *k.shape[:2]))
+    k = turn(k[None], offsets, here.rope, config.rope)
+    new = _attend(here, x, PagePool(k=k[0], v=v), table.slot_position, start, width, config)
     old = Partial(*_cut((part.out, part.lse), start, width))
     both = merge([old, new])
     return Partial(*_put((part.out, part.lse), (both.out, both.lse), start))
@@ -303,12 +304,9 @@ def _attend_block(
 
 @functools.partial(jax.jit, static_argnames=("width", "config"), donate_argnames=("x",))
 def _finish(
-    params: Params,
-    rope: RopeFactors,
-    prompt: _Prompt,
+    here: _Layer,
     x: Array,
     part: Partial | None,
-    layer: Array,
     run: tuple[Array, Array],
     start: Array,
     width: int,
@@ -319,33 +317,36 @@ def _finish(
     ``run`` are K and V [S, K, H] of all tokens, ``part`` is what these saw of other chunks.
     """
     k, v = (y.reshape(-1, PAGE, *y.shape[1:]) for y in run)
-    pages = jnp.arange(len(k), dtype=jnp.int32)[None]
-    where = jnp.where(prompt.positions < 0, HIDDEN, prompt.positions)[None]
-    here, positions = _cut((x, prompt.positions[None]), start, width)
-    table = Pages(pages, jnp.zeros_like(pages), where)
-    new = _attend(params, rope, config, here, layer, PagePool(k=k, v=v), table, positions)
+    where = jnp.where(here.prompt.positions < 0, HIDDEN, here.prompt.positions)[None]
+    new = _attend(here, x, PagePool(k=k, v=v), where, start, width, config)
     if part is not None:
         new = merge([new, Partial(*_cut((part.out, part.lse), start, width))])
-    done = finish_layer(here, new.out.astype(here.dtype), layer_of(params, layer), config)
+    [old] = _cut((x,), start, width)
+    done = finish_layer(old, new.out.astype(old.dtype), layer_of(here.params, here.index), config)
     [x] = _put((x,), (done,), start)
     return x
 
 
 def _attend(
-    params: Params,
-    rope: RopeFactors,
-    config: ModelConfig,
+    here: _Layer,
     x: Array,
-    layer: Array,
     pool: PagePool,
-    table: Pages,
-    positions: Array,
+    slot_position: Array,
+    start: Array,
+    width: int,
+    config: ModelConfig,
 ) -> Partial:
-    """Attention of the tokens of x [1, T, D] at positions [1, T] to keys that stand in place."""
-    q, _, _ = heads_of(x, layer_of(params, layer), config)
-    q = turn(scale_rotary(q, config.rope), jnp.maximum(positions, 0), rope, config.rope)
+    """Attention of the tokens of x [1, S, D] from ``start`` on to keys that lie at their positions.
+
+    The pages of ``pool`` are all mapped, in order; ``slot_position`` is [1, M * PAGE].
+    """
+    pages = jnp.arange(len(pool.k), dtype=jnp.int32)[None]
+    table = Pages(pages, jnp.zeros_like(pages), slot_position)
+    x, positions = _cut((x, here.prompt.positions[None]), start, width)
+    q, _, _ = heads_of(x, layer_of(here.params, here.index), config)
+    q = turn(scale_rotary(q, config.rope), jnp.maximum(positions, 0), here.rope, config.rope)
     windows = layer_windows(config)
-    window = None if windows is None else windows[layer]
+    window = None if windows is None else windows[here.index]
     return attend_placed(config, q, pool, table, positions, window)
 
 

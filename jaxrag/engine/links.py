@@ -1,4 +1,4 @@
-"""Links: the ways from tiers of storage into host memory, and the threads that fetch over them.
+"""Links from tiers of storage into host memory, and the threads that read over them.
 
 A link belongs to one store. It knows how fast it is, how much is on its way, and whether it works:
 after failures in a row its circuit is open, and nothing but a probe now and then goes over it.
@@ -6,7 +6,6 @@ after failures in a row its circuit is open, and nothing but a probe now and the
 
 import atexit
 import dataclasses
-import heapq
 import itertools
 import math
 import threading
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from jaxrag.base.errors import StoreError
+from jaxrag.base.rates import Rate
 from jaxrag.engine.thread import result_of
 
 FAILURES = 5  # in a row that open a circuit
@@ -65,20 +65,21 @@ class LinkState:
 
 
 @dataclasses.dataclass(eq=False)
-class Trip:
+class Read:
     """One read over a link.
 
     Attributes:
       link: which.
       nbytes: of KV.
       fetch: reads, on a thread.
-      then: takes what it returned or raised, on the same thread; True where the bytes stay in
+      then: gets what it returned or raised, on the same thread; True where the bytes stay in
         flight until ``Links.done``.
-      order: of those that wait.
-      status: of its life.
-      late: it was given up while it was read.
+      order: among those that wait.
+      number: among those of one order.
+      status: where it is.
+      late: it was given up after it had begun.
       held: its bytes count as in flight.
-      probe: it is to show whether the link works again.
+      probe: it shows whether the link works again.
     """
 
     link: "Link"
@@ -86,6 +87,7 @@ class Trip:
     fetch: Callable[[], Any]
     then: Callable[[Any], bool]
     order: Order
+    number: int
     status: Literal["queued", "reading", "over"] = "queued"
     late: bool = False
     held: bool = False
@@ -98,25 +100,15 @@ class Link:
     def __init__(self, name: str) -> None:
         """Nothing was read yet."""
         self.name = name
-        self.queue: list[tuple[Order, int, Trip]] = []  # a heap; also of trips that are elsewhere
+        self.queue: list[Read] = []  # that wait for their turn
         self.running = self.reading = 0  # threads on it; those of them that read
         self.in_flight = self.ahead = 0  # bytes; of those that are not read yet
         self.late = self.reads = self.failures = self.opened = self.bytes_read = 0
         self.in_a_row = 0
         self.open_until: float | None = None
         self.probing = False
-        self.measured = 0.0  # bytes behind the rate
-        self._seconds = self._since = 0.0
-
-    @property
-    def rate(self) -> float | None:
-        """Bytes a second; None before anything was read, and where no time passed."""
-        return self.measured / self._seconds if self.measured and self._seconds else None
-
-    @property
-    def waiting(self) -> list[Trip]:
-        """Those that wait for their turn."""
-        return [trip for order, _, trip in self.queue if _is_queued(trip, order)]
+        self.speed = Rate()  # bytes a second
+        self._since = 0.0
 
     def begin(self, now: float) -> None:
         """One more is being read."""
@@ -127,8 +119,7 @@ class Link:
     def end(self, now: float, nbytes: int) -> None:
         """One has been read; the time in which several were counts once."""
         self.reading -= 1
-        self._seconds = _DECAY * self._seconds + max(now - self._since, 0.0)
-        self.measured = _DECAY * self.measured + nbytes
+        self.speed.add(nbytes, max(now - self._since, 0.0), _DECAY)
         self._since = now
 
     def failed(self, now: float) -> None:
@@ -178,51 +169,51 @@ class Links:
         nbytes: int,
         fetch: Callable[[], Any],
         then: Callable[[Any], bool],
-    ) -> Trip:
-        """Read over a link when its turn comes; the arguments are those of ``Trip``."""
-        trip = Trip(link, nbytes, fetch, then, order)
+    ) -> Read:
+        """Read over a link when its turn comes; the arguments are those of ``Read``."""
+        read = Read(link, nbytes, fetch, then, order, next(self._numbers))
         with self._changed:
-            heapq.heappush(link.queue, (order, next(self._numbers), trip))
+            link.queue.append(read)
             self._employ()
-        return trip
+        return read
 
-    def hasten(self, trip: Trip, order: Order) -> None:
+    def hasten(self, read: Read, order: Order) -> None:
         """Somebody more urgent waits for it."""
         with self._changed:
-            if trip.status == "queued" and order < trip.order:
-                trip.order = order
-                heapq.heappush(trip.link.queue, (order, next(self._numbers), trip))
+            if read.status == "queued":
+                read.order = min(order, read.order)
 
-    def cancel(self, trip: Trip) -> bool:
+    def cancel(self, read: Read) -> bool:
         """Nobody wants it any more; True where it was not begun and never will be."""
         with self._changed:
-            if trip.status != "queued":
+            if read.status != "queued":
                 return False
-            trip.status = "over"
+            read.status = "over"
+            read.link.queue.remove(read)
             return True
 
-    def give_up(self, trip: Trip) -> bool:
+    def give_up(self, read: Read) -> bool:
         """It takes too long: another may be read beside it, and that counts as a failure.
 
         False where it is not being read.
         """
         with self._changed:
-            if trip.status != "reading" or trip.late:
+            if read.status != "reading" or read.late:
                 return False
-            trip.late = True
-            link = trip.link
+            read.late = True
+            link = read.link
             link.late += 1
             link.running -= 1
-            self._read(trip, 0)
-            self._release(trip)
-            self._failed(trip)
+            self._count(read, 0)
+            self._release(read)
+            self._failed(read)
             self._employ()
             return True
 
-    def done(self, trip: Trip) -> None:
+    def done(self, read: Read) -> None:
         """What it brought is where it was to go, or was dropped."""
         with self._changed:
-            self._release(trip)
+            self._release(read)
             self._employ()
 
     def is_open(self, link: Link) -> bool:
@@ -233,7 +224,7 @@ class Links:
     def backlog(self, link: Link) -> int:
         """Bytes that are still to be read."""
         with self._changed:
-            return link.ahead + sum(trip.nbytes for trip in link.waiting)
+            return link.ahead + sum(read.nbytes for read in link.queue)
 
     def seconds(self, link: Link, order: Order, nbytes: int) -> float:
         """When so many bytes more would be read, by what goes before them; 0 where unknown.
@@ -241,10 +232,10 @@ class Links:
         It is where much less was measured: that was latency, not the rate.
         """
         with self._changed:
-            before = sum(trip.nbytes for trip in link.waiting if trip.order <= order)
+            before = sum(read.nbytes for read in link.queue if read.order <= order)
             ahead = link.ahead + before + nbytes
-            known = link.rate is not None and ahead <= _TRUSTED * link.measured
-            return ahead / link.rate if known and link.rate else 0.0
+            rate = link.speed.per_second
+            return ahead / rate if rate and ahead <= _TRUSTED * link.speed.amount else 0.0
 
     def states(self) -> tuple[LinkState, ...]:
         """Every link that is in use, by name."""
@@ -252,10 +243,10 @@ class Links:
             return tuple(
                 LinkState(
                     name=it.name,
-                    rate=it.rate,
+                    rate=it.speed.per_second,
                     bytes_read=it.bytes_read,
                     bytes_in_flight=it.in_flight,
-                    queued=len(it.waiting),
+                    queued=len(it.queue),
                     late=it.late,
                     reads=it.reads,
                     failures=it.failures,
@@ -287,23 +278,20 @@ class Links:
             return False
         return link.probing or self._clock() < link.open_until
 
-    def _next(self) -> Trip | None:
+    def _next(self) -> Read | None:
         """Take the most urgent read that may begin now; one over an open circuit ends at once."""
-        best: tuple[Order, int, Trip] | None = None
+        firsts = []
         for link in self._all():
-            while link.queue and not _is_queued(link.queue[0][2], link.queue[0][0]):
-                heapq.heappop(link.queue)
             if not link.queue:
                 continue
-            first = link.queue[0]
-            trip = first[2]
-            room = not link.in_flight or link.in_flight + trip.nbytes <= self._max_bytes
+            read = min(link.queue, key=_turn)
+            room = not link.in_flight or link.in_flight + read.nbytes <= self._max_bytes
             if self._shut(link) or (link.running < self._threads and room):
-                best = first if best is None else min(best, first, key=lambda it: it[:2])
-        if best is None:
-            return None
-        heapq.heappop(best[2].link.queue)
-        return best[2]
+                firsts.append(read)
+        best = min(firsts, key=_turn, default=None)
+        if best is not None:
+            best.link.queue.remove(best)
+        return best
 
     def _employ(self) -> None:
         """Have a thread look whether there is anything to do."""
@@ -323,57 +311,57 @@ class Links:
     def _most_workers(self) -> int:
         return sum(self._threads + link.late for link in self._all())
 
-    def _release(self, trip: Trip) -> None:
-        if trip.held:
-            trip.held = False
-            trip.link.in_flight -= trip.nbytes
+    def _release(self, read: Read) -> None:
+        if read.held:
+            read.held = False
+            read.link.in_flight -= read.nbytes
 
-    def _failed(self, trip: Trip) -> None:
-        if trip.probe:
-            trip.link.probing = trip.probe = False
-        trip.link.failed(self._clock())
+    def _failed(self, read: Read) -> None:
+        if read.probe:
+            read.link.probing = read.probe = False
+        read.link.failed(self._clock())
 
-    def _begin(self, trip: Trip) -> bool:
+    def _begin(self, read: Read) -> bool:
         """Count a read as begun; False where its link is not to be used."""
-        link = trip.link
+        link = read.link
         if self._shut(link):
-            trip.status = "over"
+            read.status = "over"
             return False
         if link.open_until is not None:
-            trip.probe = link.probing = True
-        trip.status, trip.held = "reading", True
+            read.probe = link.probing = True
+        read.status, read.held = "reading", True
         link.running += 1
-        link.in_flight += trip.nbytes
-        link.ahead += trip.nbytes
+        link.in_flight += read.nbytes
+        link.ahead += read.nbytes
         link.begin(self._clock())
         return True
 
-    def _read(self, trip: Trip, nbytes: int) -> None:
-        trip.link.ahead -= trip.nbytes
-        trip.link.end(self._clock(), nbytes)
+    def _count(self, read: Read, nbytes: int) -> None:
+        read.link.ahead -= read.nbytes
+        read.link.end(self._clock(), nbytes)
 
-    def _end(self, trip: Trip, answer: Any) -> None:
+    def _end(self, read: Read, answer: Any) -> None:
         """Count a read as ended."""
-        link = trip.link
-        trip.status = "over"
-        if trip.late:
+        link = read.link
+        read.status = "over"
+        if read.late:
             link.late -= 1
         elif isinstance(answer, BaseException):
-            self._read(trip, 0)
-            self._failed(trip)
+            self._count(read, 0)
+            self._failed(read)
         else:
-            self._read(trip, trip.nbytes)
-            link.worked(trip.nbytes)
-            if trip.probe:
-                link.probing = trip.probe = False
+            self._count(read, read.nbytes)
+            link.worked(read.nbytes)
+            if read.probe:
+                link.probing = read.probe = False
 
     # On a thread.
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                trip = None if self._closed else self._next()
-                if trip is None:
+                read = None if self._closed else self._next()
+                if read is None:
                     self._idle += 1
                     called = not self._closed and self._changed.wait(_LINGER)
                     self._idle -= 1
@@ -383,34 +371,34 @@ class Links:
                             atexit.unregister(self.close)
                         return
                     continue
-                begun = self._begin(trip)
+                begun = self._begin(read)
                 self._employ()
             if not begun:
-                why = f"{trip.link.name} failed {trip.link.in_a_row} times in a row"
-                result_of(lambda trip=trip, why=why: trip.then(LinkOpen(why)))  # type: ignore[misc]
+                why = f"{read.link.name} failed {read.link.in_a_row} times in a row"
+                result_of(lambda read=read, why=why: read.then(LinkOpen(why)))  # type: ignore[misc]
                 continue
-            answer = result_of(trip.fetch)
+            answer = result_of(read.fetch)
             with self._changed:
-                self._end(trip, answer)
-            kept = result_of(lambda: trip.then(answer))  # noqa: B023
+                self._end(read, answer)
+            kept = result_of(lambda: read.then(answer))  # noqa: B023
             del answer
             with self._changed:
                 if kept is not True:
-                    self._release(trip)
-                if not trip.late:
-                    trip.link.running -= 1
+                    self._release(read)
+                if not read.late:
+                    read.link.running -= 1
                 self._employ()
 
     def _waits(self) -> bool:
         """Is there anything that could begin now?"""
         return any(
-            link.waiting and (self._shut(link) or link.running < self._threads)
+            link.queue and (self._shut(link) or link.running < self._threads)
             for link in self._all()
         )
 
 
-def _is_queued(trip: Trip, order: Order) -> bool:
-    return trip.status == "queued" and trip.order == order
+def _turn(read: Read) -> tuple[Order, int]:
+    return read.order, read.number
 
 
 @dataclasses.dataclass(frozen=True)

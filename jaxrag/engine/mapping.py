@@ -10,19 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from jaxrag.base.types import HostArray
+from jaxrag.base.types import HostArray, on_host
 from jaxrag.engine.admission import Need
-from jaxrag.engine.kept import Context, context_of, keeps_turns
-from jaxrag.engine.loader import ChunkLoad, Found
+from jaxrag.engine.kept import Context
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.kv.cache import CachedChunk, TableBuilder, pages_for
+from jaxrag.engine.staging import ChunkLoad, Found
+from jaxrag.kv.cache import CachedChunk, PageTable, TableBuilder, pages_for
 from jaxrag.kv.store import KVStore
 from jaxrag.models.model import Model
 from jaxrag.models.segments import Layout, lay_out
 from jaxrag.reuse.decode import Carried
 from jaxrag.reuse.encode import PREFIX_ENCODER, ChunkEncoding, ChunkInContext, encoder_named
 from jaxrag.reuse.methods import Method, Misses
-from jaxrag.reuse.select import Choice, SelectionInput, Selector
+from jaxrag.reuse.select import Selection, SelectionInput, Selector
 
 
 @dataclasses.dataclass
@@ -90,7 +90,7 @@ class RequestState:
     keep: dict[str, PromptPart] = dataclasses.field(default_factory=dict)  # once they are computed
     scene: SelectionInput | None = None
     selector: Selector | None = None
-    choice: Choice | None = None
+    choice: Selection | None = None
     store: KVStore | None = None  # that ``key`` of a part is of
 
     @property
@@ -116,7 +116,7 @@ class RequestState:
         for first, pages in self.scene.copied_pages.items():
             self.table.replace(first, pages)
 
-    def recompute(self, choice: Choice) -> None:
+    def recompute(self, choice: Selection) -> None:
         """Add the chosen chunk tokens to those to run, and hide their stored KV from the request.
 
         They take the first slots of the last pages, and the final block follows them.
@@ -209,8 +209,9 @@ def plan_request(model: Model, request: Request, reserve: int) -> RequestPlan:
     """
     prompt, method = request.prompt, request.method
     layout = _layout(prompt, method)
-    context, keep = context_of(model, request), keeps_turns(request)
-    leading = context.leading(prompt) if method.prefix_cache else []
+    tokenizer = "" if model.tokenizer is None else model.tokenizer.digest
+    context = Context(request.store.fingerprint, tokenizer, request.tenant)
+    leading = context.leading(prompt.prefix, prompt.chunks) if method.prefix_cache else []
     encoding = alone = None
     if method.encoder is not None:
         store = model.held(request.store)
@@ -223,7 +224,7 @@ def plan_request(model: Model, request: Request, reserve: int) -> RequestPlan:
         if not len(ids):
             parts.append(part)
             continue
-        if part.turn and keep:
+        if part.turn and request.keeps_turns:
             for key, piece in context.pieces(ids):
                 parts.append(PromptPart(piece, position, chunk, turn=True, kept_key=key))
                 position += len(piece)
@@ -343,6 +344,15 @@ def carried_chunks(request: RequestState) -> list[Carried]:
         for part in request.parts
         if part.key and not part.kept
     ]
+
+
+def batch_tables(requests: Sequence[RequestState], rows: int, num_pages: int) -> PageTable:
+    """The tables of prefilled requests, on the host: rows behind them are empty."""
+    tables = [request.table.rows(num_pages) for request in requests]
+    for request, (_, _, slot_position) in zip(requests, tables, strict=True):
+        slot_position[request.slots] = request.positions
+    tables += [TableBuilder().rows(num_pages)] * (rows - len(requests))
+    return on_host(PageTable, *(np.stack(part) for part in zip(*tables, strict=True)))
 
 
 def _one_run(method: Method) -> bool:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,8 @@ from jax.stages import Lowered
 
 from jaxrag.base import struct
 from jaxrag.base.shapes import bucket, pieces
-from jaxrag.base.types import Array, Step
-from jaxrag.engine.direct import keep_leading
-from jaxrag.engine.layerwise import LayerPrefill
+from jaxrag.base.types import Array, HostArray, Step
 from jaxrag.engine.mapping import RequestState
-from jaxrag.engine.prefilled import PREFILL_TOKENS, Prefilled, observed_tokens
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.kv.cache import PagePool, PageTable, batch_table
 from jaxrag.models.attention import Attend, PagedAttend
@@ -24,6 +21,46 @@ from jaxrag.models.decoder import Decoder, forward, unembed
 from jaxrag.models.taps import Tap, at_columns
 from jaxrag.reuse.decode import Observe, PromptQueries
 from jaxrag.reuse.select import choose
+
+PREFILL_TOKENS = 1024  # of one pass; longer prompts run in pieces of this many
+
+
+class Prefilled(NamedTuple):
+    """A batch of B' rows after prefill; B' >= its requests is a power of two.
+
+    Attributes:
+      logits: [B', V] float32 after each request's last token; padding rows hold nothing.
+      table: with all prefilled slots shown.
+      bank: the queries that were asked for.
+    """
+
+    logits: Array
+    table: PageTable
+    bank: PromptQueries
+
+
+def observed_tokens(
+    requests: Sequence[RequestState], observe: Observe | None, rows: int
+) -> tuple[HostArray, HostArray]:
+    """Which of the tokens to run are observed, and their positions: [rows, W] each, -1: none.
+
+    As many a row as asked for, fewer where all requests run fewer tokens (then the next power of
+    two), none where ``observe`` is None.
+    """
+    width = 0
+    if observe is not None:
+        width = min(observe.count, bucket(max(len(r.ids) for r in requests)))
+    observed = np.full((rows, width), -1, np.int64)
+    positions = np.full((rows, width), -1, np.int32)
+    for row, request in enumerate(requests):
+        count = min(width, len(request.ids))
+        if observe is None or not count:
+            continue
+        first = len(request.ids) - count if observe.which == "last" else 0
+        chosen = np.linspace(first, len(request.ids) - 1, count).round().astype(np.int64)
+        observed[row, :count] = chosen
+        positions[row, :count] = request.positions[chosen]
+    return observed, positions
 
 
 class _Piece(struct.PyTreeNode):
@@ -46,44 +83,6 @@ def select_tokens(runner: ModelRunner, requests: Sequence[RequestState]) -> None
         choices = choose(runner.model, runner.cache, selector, scenes)
         for request, choice in zip(here, choices, strict=True):
             request.recompute(choice)
-
-
-def prefill(runner: ModelRunner, requests: Sequence[RequestState]) -> tuple[Array, PageTable]:
-    """Select what is to be recomputed, then run every request's tokens.
-
-    Returns logits [B', V] float32 after each request's last token, and the table with all prefilled
-    slots shown (B' >= len(requests) is a power of two; padding rows hold nothing).
-    """
-    logits, table, _ = prefill_observed(runner, requests, None)
-    return logits, table
-
-
-def prefill_observed(
-    runner: ModelRunner, requests: Sequence[RequestState], observe: Observe | None
-) -> Prefilled:
-    """As ``prefill``, and keep queries of tokens that were run: the last, or evenly spread ones.
-
-    The bank holds as many queries a row as asked for, fewer where all requests run fewer tokens
-    (then the next power of two), none where ``observe`` is None.
-    """
-    select_tokens(runner, requests)
-    run = start_prefill(runner, requests, observe)
-    while run.left:
-        run.next_piece()
-    for request in requests:
-        keep_leading(runner, request)
-    return run.prefilled
-
-
-def start_prefill(
-    runner: ModelRunner,
-    requests: Sequence[RequestState],
-    observe: Observe | None,
-    rows: int | None = None,
-) -> "Prefill | LayerPrefill":
-    """How requests go through this model, whose selection is done; runs nothing yet."""
-    how = Prefill if runner.cache.host is None else LayerPrefill
-    return how(runner, requests, observe, rows)
 
 
 class Prefill:
@@ -173,16 +172,6 @@ class Prefill:
 def _bank_row(bank: PromptQueries, row: Array) -> PromptQueries:
     queries, positions = bank.queries[:, row][:, None], bank.positions[row][None]
     return PromptQueries(queries=queries, positions=positions)
-
-
-def run_tokens(
-    decoder: Decoder, pool: PagePool, table: PageTable, step: Step
-) -> tuple[Array, PagePool, PageTable]:
-    """One forward of new tokens [B, T] against the pool: hidden [B, T, D], pool, table."""
-    table = table.reveal(step.slots, step.positions)
-    attend = PagedAttend(decoder.config, decoder.rope, table, step.slots)
-    hidden, pool, _ = forward(decoder.params, decoder.config, step.tokens, pool, attend)
-    return hidden, pool, table
 
 
 @functools.partial(

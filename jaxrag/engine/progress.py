@@ -1,18 +1,10 @@
 """What the engine says of a request: new tokens, why it ended, and what it took."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from jaxrag.engine.loader import Found
-from jaxrag.engine.mapping import RequestState
-from jaxrag.engine.request import FinishReason, Request
-from jaxrag.engine.reuse import PartReuse, account
-from jaxrag.kv.store.memory import MemoryStore
-from jaxrag.models.flops import turborag_flops
-from jaxrag.models.model import Model
-from jaxrag.reuse.decode import Account
-
-INDEX_COUNTS = ("keys", "stored", "trained")  # of decode.Account
+from jaxrag.engine.request import FinishReason
+from jaxrag.engine.reuse import PartReuse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,69 +84,3 @@ class Where:
 # Is called on the engine's thread, and must not wait. True: no more tokens are wanted; the outcome
 # still comes.
 Sink = Callable[[Progress], bool | None]
-
-
-def outcome_of(
-    model: Model,
-    request: Request,
-    state: RequestState,
-    searched: Account | None,
-    *,
-    wait: float,
-    load: float,
-    prefill: float,
-    per_token: float,
-) -> Outcome:
-    """The account of a request that is done; seconds as in ``Outcome``."""
-    rule = request.method.decode
-    searched = searched or Account()  # the first token needs no index
-    return Outcome(
-        wait_seconds=wait,
-        load_seconds=load,
-        prefill_seconds=prefill,
-        per_token=per_token,
-        computed=len(state.ids),
-        flops=_flops(model, request, state),
-        reuse=account(request.method, state, request.encoders),
-        indexes={} if rule.searches is None else {n: getattr(searched, n) for n in INDEX_COUNTS},
-        notes=[
-            *notes_on_missed(state, isinstance(request.store, MemoryStore)),
-            *(f"decode rule {rule.name!r}: {note}" for note in searched.notes),
-        ],
-    )
-
-
-def _flops(model: Model, request: Request, state: RequestState) -> int:
-    flops = turborag_flops(model.config, len(state.ids), request.prompt.num_tokens)
-    flops += 0 if state.choice is None else state.choice.flops
-    runs = [run for part in state.distinct for run in part.found.runs]  # type: ignore[union-attr]
-    return flops + sum(turborag_flops(model.config, *run) for run in runs)
-
-
-def notes_on_missed(state: RequestState, in_memory: bool = False) -> Iterator[str]:
-    """A line on what was not found of the prefix, and one on the chunks of each encoder.
-
-    ``in_memory``: the store is the engine's own and ends with it.
-    """
-    stored = "kept in memory" if in_memory else "stored"
-    groups: dict[tuple[bool, str], list[tuple[int, Found]]] = {}
-    for part in state.distinct:
-        if part.load is not None and part.found is not None and not part.found.hit:
-            group = (part is not state.parts[0], part.load.encoder)
-            groups.setdefault(group, []).append((len(part.ids), part.found))
-    for missed in groups.values():
-        found = [it for _, it in missed]
-        corrupt, unsealed = sum(it.corrupt for it in found), sum(it.unsealed for it in found)
-        lacking = len(missed) - corrupt - unsealed
-        why = f"{lacking} not in the store, {corrupt} corrupt there"
-        if unsealed:
-            why += f", {unsealed} not sealed"
-        in_place = found[0].how == "nowhere"
-        reasons = [it.not_stored for it in found if it.not_stored is not None]
-        kept = f"not stored: {reasons[-1]}" if reasons else "not stored" if in_place else stored
-        done = "computed in place" if in_place else "encoded"
-        runs = [run for it in found for run in it.runs]
-        if len(runs) > len(missed):  # neighbours had to be encoded first
-            done += f" in {len(runs)} passes over {sum(computed for computed, _ in runs)} tokens"
-        tokens = sum(length for length, _ in missed)
-        yield f"{len(missed)} chunk(s), {tokens} tokens, {done} ({why}) and {kept}"

@@ -5,7 +5,7 @@ from typing import Literal
 
 from jaxrag.base.errors import ContextExceeded, RequestError
 from jaxrag.base.types import HostArray
-from jaxrag.engine.sampling import SamplingParams
+from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.kv.store import KVStore
 from jaxrag.models.model import Model
 from jaxrag.reuse.attention_index.document import Indexing
@@ -91,6 +91,18 @@ class Request:
                 f"method {self.method.name!r}: earlier turns see all that precedes them by "
                 "position, and composite positions overlap; use a method with reordered positions"
             )
+
+    @property
+    def keeps_turns(self) -> bool:
+        """Do earlier turns, and this one, stay in the pool?
+
+        Only where their KV depends on nothing but what precedes them: not on the tokens that a
+        question has computed again, nor on which chunks happened to be missing.
+        """
+        method = self.method
+        if not self.keeps or method.encoder is None:
+            return self.keeps and method.prefix_cache
+        return not (method.recomputes or method.prefix_cache or method.misses == "in_place")
 
     @property
     def room(self) -> int:

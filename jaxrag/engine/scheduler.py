@@ -22,12 +22,12 @@ from jaxrag.engine.admission import (
     Need,
     Queue,
     SchedulerSettings,
+    Seats,
     Status,
     Turns,
     admission,
     turn,
 )
-from jaxrag.engine.rows import Lane
 from jaxrag.kv.cache import PAGE, PageAllocator
 
 __all__ = ["Admitted", "Ending", "Entry", "Need", "Scheduler", "SchedulerSettings", "Status"]
@@ -83,7 +83,7 @@ class Scheduler:
         self._queue = Queue(self._settings)
         self._turns = Turns(self._settings.weights)
         self._live: dict[int, Entry] = {}
-        self._lanes: dict[Hashable | None, Lane] = {}
+        self._lanes: dict[Hashable | None, Seats] = {}
         self._subscribers: dict[str, dict[int, Entry]] = {}  # of loading chunks
         self._outgrown: dict[int, Entry] = {}
         self._counts = dict.fromkeys(Status, 0)
@@ -145,7 +145,7 @@ class Scheduler:
         self._arrivals += 1
         self._live[entry.number] = entry
         rows = None if entry.lane is None else entry.rows
-        lane = self._lanes.setdefault(entry.lane, Lane(rows))
+        lane = self._lanes.setdefault(entry.lane, Seats(rows))
         assert lane.rows == rows, f"lane {entry.lane} has {lane.rows} rows, not {rows}"
         lane.members += 1
         self._count(entry, 1)

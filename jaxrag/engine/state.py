@@ -1,22 +1,31 @@
-"""What the parts of the engine's loop share, all of it for the engine's thread."""
+"""Requests in the engine, and what the parts of its loop share; for the engine's thread."""
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, get_args
 
-from jaxrag.base.errors import ConfigError
+import numpy as np
+
+from jaxrag.base.errors import ConfigError, EngineError
+from jaxrag.base.rates import WorkRate
+from jaxrag.base.types import HostArray
 from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.arena import HostArena
+from jaxrag.engine.decoding import FAILED, LaneKey, LaneRows
 from jaxrag.engine.links import Links, LoadDeadline
-from jaxrag.engine.live import Live
+from jaxrag.engine.mapping import RequestPlan, RequestState
+from jaxrag.engine.progress import Sink
+from jaxrag.engine.request import FinishReason, Request
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.engine.scheduler import Scheduler
-from jaxrag.engine.standing import Pace
-from jaxrag.engine.tiers import Event, Happening
+from jaxrag.engine.scheduler import Ending, Scheduler
+from jaxrag.engine.staging import Found
+from jaxrag.kv.cache import PAGE
 from jaxrag.kv.cache.heat import HALF_LIFE
+from jaxrag.reuse.decode import Decoding
 
 SlowLoad = Literal["wait", "compute"]
+Happening = Literal["prefetch", "admitted", "read", "placed"]
 Post = Callable[[Callable[[], None]], None]  # has a function called on the engine's thread
 
 
@@ -80,6 +89,142 @@ class EngineSettings:
 
 
 @dataclasses.dataclass(eq=False)
+class Swapped:
+    """What a request that was set aside had on the device.
+
+    Attributes:
+      pages: K and V of its own pages, [L, n, page, K, H] each.
+      row: of its lane, and what its rule carried.
+    """
+
+    pages: tuple[HostArray, HostArray]
+    row: tuple[LaneRows, Decoding | None]
+
+
+@dataclasses.dataclass(eq=False)
+class RunningRequest:
+    """One request from ``add`` until nothing of it is left.
+
+    Attributes:
+      number: names it.
+      request: what is asked.
+      plan: what it needs.
+      lane: that it decodes in; None where a single token is all.
+      sink: told of its progress.
+      added: when, by the engine's clock; the other times likewise, None before.
+      run: counts how often it was begun or set aside; what was started in an earlier run is void.
+      found: by key where the chunks came from that were loaded for it.
+      state: where its KV lies, once it is mapped.
+      tokens: its answer so far, as its client has it.
+      read: tokens of this run that were read; fewer than ``tokens`` after it was begun again.
+      left: tokens that are still to be run.
+      row: its place in the lane.
+      search: its number in the host's search.
+      ahead: what its selector made of the question before its chunks were there.
+      in_flight: what was started for it and has not come back.
+      ended: its client was told the last of it.
+      why: it ended.
+      strikes: steps that broke while it took part.
+    """
+
+    number: int
+    request: Request
+    plan: RequestPlan
+    lane: LaneKey | None
+    sink: Sink
+    added: float
+    run: int = 0
+    found: dict[str, Found] = dataclasses.field(default_factory=dict)
+    admitted: float | None = None
+    ready: float | None = None
+    first: float | None = None
+    state: RequestState | None = None
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    read: int = 0
+    left: int = 0
+    row: int | None = None
+    search: int | None = None
+    ahead: Any = None
+    in_flight: int = 0
+    ended: bool = False
+    why: Ending = "failed"
+    strikes: int = 0
+    swapped: Swapped | None = None
+
+    def accept(self, ids: Sequence[int]) -> tuple[list[int], FinishReason | None]:
+        """Take what was sampled, up to the end: what is new of it, and why the answer ends here.
+
+        Raises EngineError for logits that hold a NaN, and for an answer that differs from what was
+        told before the request was begun again.
+        """
+        new: list[int] = []
+        for token_id in ids:
+            if token_id == FAILED:
+                raise EngineError(
+                    f"the logits of token {self.read} hold a NaN; check the model's weights, and "
+                    "encode stored KV that is no numbers again with jaxrag kb verify --repair"
+                )
+            if token_id in self.request.eos_ids:
+                return new, "stop"
+            if self.read < len(self.tokens):
+                if self.tokens[self.read] != token_id:
+                    raise EngineError(
+                        f"token {self.read} came out as {token_id} and was "
+                        f"{self.tokens[self.read]} before the engine was restarted; ask again"
+                    )
+            else:
+                self.tokens.append(token_id)
+                new.append(token_id)
+            self.read += 1
+            if self.read == self.request.max_new_tokens:
+                return new, "length"
+        return new, None
+
+    def turn_pages(self) -> Iterator[tuple[str, int, int]]:
+        """Key, page and number of tokens of every page with question and answer, if they stay.
+
+        The answer's last token is not among them, as it may never have been run. Under a sparse
+        decode rule no answer is: its KV is not what prefill computes.
+        """
+        state = self.state
+        if state is None or self.swapped is not None or not self.read:
+            return
+        if not self.request.keeps_turns:
+            return
+        sparse = self.request.method.decode.sparse
+        answer = np.array([] if sparse else self.tokens[: self.read - 1], np.int32)
+        turn = np.concatenate((self.request.prompt.final, answer)).astype(np.int32)
+        pages = state.table.pages[state.first_slot // PAGE :]
+        for page, (key, piece) in zip(pages, self.plan.context.pieces(turn), strict=False):
+            if not sparse or len(piece) == PAGE:  # a shorter one would begin another page
+                yield key, page, len(piece)
+
+    def restart(self) -> None:
+        """Begin from the start; what was told stays told."""
+        self.run += 1
+        self.state = self.row = self.swapped = None
+        self.read = self.left = self.in_flight = 0
+        self.found = {}
+        self.plan.gone.clear()
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """What happened to a chunk, and when.
+
+    Attributes:
+      time: by the engine's clock.
+      what: "prefetch": it is read before any request is admitted for it; "admitted": a request
+        that has pages waits for it; "read": a store begins to read it; "placed": it is in the pool.
+      key: of the chunk.
+    """
+
+    time: float
+    what: Happening
+    key: str
+
+
+@dataclasses.dataclass(eq=False)
 class State:
     """The engine's state.
 
@@ -107,11 +252,11 @@ class State:
     arena: HostArena
     links: Links
     events: deque[Event]
-    live: dict[int, Live] = dataclasses.field(default_factory=dict)
-    ending: dict[int, Live] = dataclasses.field(default_factory=dict)
+    live: dict[int, RunningRequest] = dataclasses.field(default_factory=dict)
+    ending: dict[int, RunningRequest] = dataclasses.field(default_factory=dict)
     epoch: int = 0
     restarts: int = 0
-    pace: Pace = dataclasses.field(default_factory=Pace)
+    pace: WorkRate = dataclasses.field(default_factory=WorkRate)
 
     def note(self, what: Happening, key: str) -> None:
         """Something happened to a chunk; on any thread."""
@@ -129,7 +274,7 @@ class Broken(Exception):
     """
 
     def __init__(
-        self, error: BaseException, suspects: Sequence[Live], *, shared: bool = True
+        self, error: BaseException, suspects: Sequence[RunningRequest], *, shared: bool = True
     ) -> None:
         super().__init__(str(error))
         self.error = error

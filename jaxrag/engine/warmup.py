@@ -9,13 +9,12 @@ from jax.stages import Lowered
 
 from jaxrag.base.shapes import pieces
 from jaxrag.engine.decoding import Lane, SamplingRows, lane_of, sample_first
-from jaxrag.engine.loader import lower_place
 from jaxrag.engine.mapping import map_planned, plan_request
-from jaxrag.engine.prefill import Prefill
-from jaxrag.engine.prefilled import PREFILL_TOKENS
-from jaxrag.engine.prompts import rows_together
+from jaxrag.engine.prefill import PREFILL_TOKENS, Prefill
+from jaxrag.engine.prefill_queue import rows_together
 from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.staging import lower_place
 from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.cache import CachedChunk, table_width
 

@@ -8,7 +8,7 @@
 - Cache-Craft, arXiv:2502.15734: ``cache_craft`` (select.cache_craft).
 - EPIC, arXiv:2410.15332: ``epic`` (select.first_k).
 - RetrievalAttention, arXiv:2409.10516: ``retrieval_attention`` (decode.retrieval, attention_index).
-- KCache, arXiv:2404.18057: ``kcache`` (decode.exact, cache.host, pallas_kernels.topn_attention).
+- KCache, arXiv:2404.18057: ``kcache`` (decode.topn, kv.cache.host, pallas_kernels.topn_attention).
 
 Decode rules of other papers (StreamingLLM, SnapKV, InfLLM, Quest) are lines of
 decode.DECODE_RULES, and go with any of these methods.

@@ -9,7 +9,7 @@ import numpy as np
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import HostArray
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.prefilled import PREFILL_TOKENS
+from jaxrag.engine.prefill import PREFILL_TOKENS
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.kv.store import MemoryStore
 from jaxrag.library.knowledge_base import KnowledgeBase

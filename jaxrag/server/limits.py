@@ -5,11 +5,11 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from jaxrag.base.rates import WorkRate
 from jaxrag.server.errors import busy
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.tenants import Access
 
-_HALF_LIFE = 30.0  # seconds after which what was served counts half in the measured rate
 _MINUTE = 60.0
 _LEAST = 1e-3  # tokens that are left of a minute's where a tenant may ask
 _SHORTEST, _LONGEST = 1.0, 120.0  # seconds that a client is told to wait
@@ -30,39 +30,6 @@ class Ticket:
     prompts: int = 1
     tokens: int = 0
     waits: bool = True
-
-
-class Rate:
-    """Something per second while there was work, by what was seen of it; older counts less."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._amount = self._seconds = 0.0
-        self._last: float | None = None
-
-    def work(self) -> None:
-        """There is work from now on."""
-        if self._last is None:
-            self._last = self._clock()
-
-    def rest(self) -> None:
-        """There is none until there is again."""
-        self.add(0.0)
-        self._last = None
-
-    def add(self, amount: float) -> None:
-        """So much was done since the last time."""
-        now = self._clock()
-        passed = 0.0 if self._last is None else now - self._last
-        kept = 0.5 ** (passed / _HALF_LIFE)
-        self._amount = kept * self._amount + amount
-        self._seconds = kept * self._seconds + passed
-        self._last = now
-
-    @property
-    def per_second(self) -> float | None:
-        """The rate; None before anything was seen."""
-        return self._amount / self._seconds if self._amount and self._seconds else None
 
 
 class Bucket:
@@ -102,7 +69,7 @@ class Limits:
         self._tickets: set[Ticket] = set()
         self._waiting = Counter[str]()
         self._tokens = 0
-        self._first = Rate(clock)  # tokens of prompts whose first token came
+        self._first = WorkRate()  # tokens of prompts whose first token came
         self._requests: dict[str, Bucket] = {}
         self._spent: dict[str, Bucket] = {}
 
@@ -146,7 +113,7 @@ class Limits:
                 f"{own} of your requests wait and {most} may; send it again later",
                 self.seconds_until_room(),
             )
-        self._first.work()
+        self._first.begin(self._clock())
         ticket = Ticket(access, prompts)
         self._tickets.add(ticket)
         self._waiting[access.tenant] += prompts
@@ -167,7 +134,7 @@ class Limits:
     def started(self, ticket: Ticket) -> None:
         """Its first token is there."""
         if ticket.waits:
-            self._first.add(ticket.tokens)
+            self._first.work(self._clock(), ticket.tokens)
             self._stop_waiting(ticket)
 
     def leave(self, ticket: Ticket, generated: int = 0) -> None:
@@ -177,6 +144,7 @@ class Limits:
         self._stop_waiting(ticket)
         self._tickets.remove(ticket)
         if not self._tickets:
+            self._first.work(self._clock(), 0.0)
             self._first.rest()
         bucket = self._spent.get(ticket.access.tenant)
         if bucket is not None:

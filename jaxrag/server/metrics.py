@@ -19,8 +19,7 @@ from starlette.responses import Response
 
 from jaxrag.engine.links import LinkState
 from jaxrag.engine.reuse import tokens_by_source
-from jaxrag.engine.standing import Ages, Standing
-from jaxrag.engine.tiers import Tiers
+from jaxrag.engine.status import Ages, EngineStatus, Tiers
 
 if TYPE_CHECKING:
     from jaxrag.server.state import Served, ServerState
@@ -88,7 +87,7 @@ class Metrics:
     @property
     def generated(self) -> int:
         """Tokens that the engine generated."""
-        standing = self._state.engine.standing()
+        standing = self._state.engine.status()
         return 0 if standing is None else standing.new_tokens
 
     def compilations(self) -> dict[str, int]:
@@ -168,7 +167,7 @@ class _Now(Collector):
         yield _counter("compilations", "Programs that the engine's thread compiled, or read from "
                        "disk, until the server was ready and since.", "phase",
                        compiled)  # fmt: skip
-        standing, tiers = engine.standing(), engine.tiers()
+        standing, tiers = engine.status(), engine.tiers()
         if standing is not None:
             yield from _of_standing(standing, metrics)
         if tiers is not None:
@@ -177,7 +176,7 @@ class _Now(Collector):
             yield _counter("evictions", "Chunks that made room for others.", "tier", evicted)
 
 
-def _of_standing(standing: Standing, metrics: Metrics) -> Iterator[Metric]:
+def _of_standing(standing: EngineStatus, metrics: Metrics) -> Iterator[Metric]:
     requests = {name: n for name, n in standing.requests.items() if name != "done"}
     yield _gauges("engine_requests", "With the engine, by where they stand.", "state", requests)
     yield _gauges("pages", "Of the pool.", "state",

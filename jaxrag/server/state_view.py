@@ -22,7 +22,7 @@ async def engine_state(request: Request) -> JSONResponse:
 def view(state: ServerState) -> dict[str, Any]:
     """All of it, JSON-able; "standing" and "tiers" are None before the first request."""
     engine = state.engine
-    standing, tiers = engine.standing(), engine.tiers()
+    standing, tiers = engine.status(), engine.tiers()
     told = None if tiers is None else dataclasses.asdict(tiers)
     if tiers is not None and told is not None:
         names = link_names(state)

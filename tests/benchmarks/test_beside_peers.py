@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import bandwidth
 import decode_throughput
 import jax
 import numpy as np
@@ -60,7 +61,7 @@ class FakePeer:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr("jaxrag.measure.rounds.SETTLE_SECONDS", 0)
-    monkeypatch.setattr(limits, "BYTES", 1 << 20)
+    monkeypatch.setattr(bandwidth, "BYTES", 1 << 20)
     monkeypatch.setitem(limits._MATMUL, "cpu", 16)
 
 
@@ -195,8 +196,8 @@ def test_a_copy_counts_what_is_read_and_what_is_written(monkeypatch):
         job()
         return 0.5
 
-    monkeypatch.setattr(limits, "_best", half_a_second)
-    assert limits.bandwidth() == {"read": 2 << 20, "copy": 4 << 20}
+    monkeypatch.setattr(bandwidth, "best_seconds", half_a_second)
+    assert bandwidth.bandwidth() == {"read": 2 << 20, "copy": 4 << 20}
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from jaxrag.models.decoder import forward
 from jaxrag.models.model import random_model
 from jaxrag.models.rope import place
 from jaxrag.models.segments import lay_out
-from jaxrag.reuse.select import KvDeviation, RandomTokens, layer_deviations
+from jaxrag.reuse.select import KvDeviation, RandomTokens, SelectionBatch, layer_deviations
 
 pytestmark = pytest.mark.slow
 
@@ -73,8 +73,9 @@ def test_deviation_by_layer_is_what_the_selector_measures(tiny_config, rng):
         k, v = layer_deviations(model, engine_of(model).runner.cache, mapped.scene)
         assert k.shape == v.shape == (3, 68)
         for layer, part, values in ((1, "k", k[1]), (2, "kv", (k + v)[2])):
-            selector = KvDeviation(layers=(layer,), part=part)
-            [same] = selector.deviations(model, engine_of(model).runner.cache, [mapped.scene])
+            selector = KvDeviation(layers=(layer,), part=part, keep_fresh=False)
+            cache = engine_of(model).runner.cache
+            [(same, _)] = selector.observe(SelectionBatch(model, cache, [mapped.scene]))
             np.testing.assert_allclose(values, same, rtol=1e-4, atol=1e-9)
     finally:
         unmap(engine_of(model).runner, mapped)

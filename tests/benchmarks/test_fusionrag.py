@@ -2,7 +2,7 @@
 
 from fusionrag import figures
 
-from jaxrag.measure.bench.serve_workload import Traffic
+from jaxrag.measure.bench.options import Traffic
 
 
 def test_figures_of_fusionrag_are_ratios_of_two_arms():

@@ -104,7 +104,7 @@ def test_questions_are_a_file_and_their_number_is_called_so():
         ("eval methods --model m", "--encoders", "a,b", "encoders", ("a", "b")),
         ("eval methods --model m", "--ratios", "0,0.5", "ratios", (0.0, 0.5)),
         ("eval synthetic", "--questions", "5", "questions", 5),
-        ("kb gate kb --questions q", "--ratios", "0,0.5", "recompute_ratios", (0.0, 0.5)),
+        ("kb gate kb --questions q", "--ratios", "0,0.5", "ratios", (0.0, 0.5)),
         ("ingest d --kb kb", "--kv", "int8", "stored", "int8"),
         ("bench ttft", "--ratios", "0,0.5", "ratios", (0.0, 0.5)),
         ("bench store", "--rounds", "3", "rounds", 3),

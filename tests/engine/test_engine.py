@@ -15,10 +15,9 @@ from jaxrag.base.errors import Cancelled, EngineError, RequestError
 from jaxrag.engine.decoding import FAILED
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.kept import Context
-from jaxrag.engine.live import Live
 from jaxrag.engine.mapping import RequestPlan, plan_request
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.engine.state import EngineSettings
+from jaxrag.engine.state import EngineSettings, RunningRequest
 from jaxrag.kv.cache import PAGE
 from jaxrag.models.model import random_model
 from jaxrag.reuse.decode import rule_from
@@ -35,7 +34,7 @@ def request(ids, model=None, method="full_attention", tokens=4, **more):
 
 def a_live(tokens=4):
     asked = request([1], tokens=tokens)
-    return Live(
+    return RunningRequest(
         0, asked, RequestPlan(asked, [], Context("", "", ""), 0), None, lambda progress: None, 0.0
     )
 
@@ -54,25 +53,25 @@ def a_live(tokens=4):
 def test_an_answer_ends(steps, new, reason):
     live = a_live()
     for ids in steps:
-        told = live.take(ids)
+        told = live.accept(ids)
     assert told == (new, reason)
 
 
 def test_an_answer_that_begins_again_tells_only_what_is_new():
     live = a_live(tokens=5)
-    live.take([5, 6, 7])
-    live.again()
-    assert live.take([5, 6]) == ([], None)
-    assert live.take([7, 8, 9]) == ([8, 9], "length")
-    live.again()
+    live.accept([5, 6, 7])
+    live.restart()
+    assert live.accept([5, 6]) == ([], None)
+    assert live.accept([7, 8, 9]) == ([8, 9], "length")
+    live.restart()
     with pytest.raises(EngineError, match="token 1 came out as 7 and was 6 before"):
-        live.take([5, 7])
+        live.accept([5, 7])
 
 
 def test_logits_that_hold_a_nan_are_no_token():
     live = a_live()
     with pytest.raises(EngineError, match="logits of token 1 hold a NaN"):
-        live.take([5, FAILED])
+        live.accept([5, FAILED])
 
 
 @pytest.fixture
@@ -284,7 +283,7 @@ def test_the_pool_has_one_owner():
                 continue
             if node.attr == "pool" or (node.attr == "_pool" and path.parent.name == "cache"):
                 binds.append((path.relative_to(root).as_posix(), node.attr))
-    assert binds == [("cache/cache.py", "_pool")] * 2  # at the start, and in ``run``
+    assert binds == [("kv/cache/cache.py", "_pool")] * 2  # at the start, and in ``run``
 
 
 def test_heat_is_counted_in_requests_and_halves_as_the_settings_say(engine_on, asked, alone):

@@ -185,7 +185,7 @@ def test_a_nan_in_one_row_fails_that_row(engine_on, asked, alone, serve, at_rest
     )
     plan = jaxrag.engine.mapping.plan_request(engine.runner.model, bad, 0)
     load = plan.parts[1].load
-    made, _ = jaxrag.engine.loader.encode(load)
+    made, _ = jaxrag.engine.staging.encode(load)
     made.kv[:, 1, 3] = np.nan
     load.encoding.offer(made)
     client = serve(engine, [requests[0], bad, *requests[1:]])

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from jaxrag.engine import layerwise
-from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.direct import map_request, prefill_observed, unmap
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.prefill import prefill_observed
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.models.model import random_model
 from jaxrag.reuse.decode import Observe

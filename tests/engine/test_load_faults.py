@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import Cancelled, DeadlineExceeded, StoreError
-from jaxrag.engine import loads
+from jaxrag.engine import transfers
 from jaxrag.engine.links import FAILURES, OPEN_SECONDS
-from jaxrag.engine.loader import encode
 from jaxrag.engine.mapping import plan_request
+from jaxrag.engine.staging import encode
 
 
 def resident(served, asked, tokens=200):
@@ -74,17 +74,17 @@ def test_of_a_late_read_and_its_encoding_the_first_is_placed_once(serving, store
     served.store.until_read()
 
     def late():
-        loads = served.engine._core._loads
+        loading = served.engine._core._transfers
         served.now[0] += 10.0
-        loads.expire(served.now[0])
-        assert len(loads._to_encode) == 3
+        loading.expire(served.now[0])
+        assert len(loading._to_encode) == 3
         if first == "encoded":
-            while loads.encode_one():
+            while loading.encode_one():
                 pass
         served.store.gate.set()
         while any(it.late or it.queued for it in served.engine.tiers().links):
             pass
-        while not all(way.taken for way in loads._ways.values()):
+        while not all(it.claimed for it in loading._pending.values()):
             pass
 
     served.engine._mail.post(late)
@@ -286,7 +286,7 @@ def test_chunks_that_cannot_be_stored_are_no_fault_of_the_disk(
         made.kv[:, 1, 0] = np.nan
         return made, runs
 
-    monkeypatch.setattr(loads, "encode", poisoned)
+    monkeypatch.setattr(transfers, "encode", poisoned)
     for _ in range(FAILURES + 1):
         [error] = served.ended(served.add(asked(served.engine, chunks=1, store=served.store)))
         assert isinstance(error, StoreError) and "holds NaN" in str(error)

@@ -9,7 +9,7 @@ import pytest
 
 import jaxrag
 from jaxrag.base.errors import ConfigError, StoreError
-from jaxrag.engine import loader, loads, prefill
+from jaxrag.engine import prefill, staging, transfers
 from jaxrag.engine import runner as running
 from jaxrag.engine.arena import ArenaState
 from jaxrag.engine.engine import engine_of
@@ -233,7 +233,7 @@ def test_chunks_in_memory_are_not_held_twice(engine_on, asked, alone):
 
 def test_a_long_chunk_is_placed_in_several_turns(serving, asked, alone, at_rest, monkeypatch, rng):
     """One block between two steps of those that answer."""
-    for module in (loader, running):
+    for module in (staging, running):
         monkeypatch.setattr(module, "BLOCK_TOKENS", 16)
     first = serving(arena_bytes=0)
     request = asked(first.engine, chunks=1, tokens=3, store=first.store)
@@ -246,13 +246,13 @@ def test_a_long_chunk_is_placed_in_several_turns(serving, asked, alone, at_rest,
     long = asked(served.engine, "full_attention", tokens=200, rows=4, watched=True)
     [long] = served.add(long)
     served.until(lambda: served.client.ids.get(long))
-    turns, place = [], loads.place
+    turns, place = [], transfers.place
 
     def placed(runner, staged, pages, first, end):
         turns.append((served.steps, first, end))
         place(runner, staged, pages, first, end)
 
-    monkeypatch.setattr(loads, "place", placed)
+    monkeypatch.setattr(transfers, "place", placed)
     [number] = served.add(*served.moved(request))
     assert served.ended([number]) == expected
     blocks = [(first, end) for _, first, end in turns if end - first == 1]

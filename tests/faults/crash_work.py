@@ -12,7 +12,8 @@ from bases import BASES, Base, as_document, document_id, document_text, load
 from crash_log import FRESH, Log
 
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.measure.evals.gate import Target, gate
+from jaxrag.measure.evals.gate import gate
+from jaxrag.measure.evals.options import GateOptions, Target
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.question_files import QuestionFile
 
@@ -163,10 +164,8 @@ def pass_gate(kb: KnowledgeBase, run: Run) -> None:
     probes.write_text("".join(f'{{"question": "{text}"}}\n' for text in asked))
     ratio = run.rng.choice(RATIOS)
     target = Target(agreement=0.0, max_kl=1e9)
-    act = functools.partial(
-        gate, kb, METHODS["epic"], QuestionFile.open(probes), ratios=[ratio], target=target, k=2,
-        answer_tokens=2,
-    )  # fmt: skip
+    options = GateOptions(METHODS["epic"], (ratio,), target, answer_tokens=2, k=2)
+    act = functools.partial(gate, kb, QuestionFile.open(probes), options)
     run.done("gate", [], act, ratio=ratio)
 
 

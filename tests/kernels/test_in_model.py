@@ -8,7 +8,7 @@ import pytest
 from jaxrag.base.config import config_from_dict, config_to_dict
 from jaxrag.base.errors import ConfigError
 from jaxrag.base.sharding import make_mesh
-from jaxrag.engine import prefill
+from jaxrag.engine import direct
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
@@ -42,7 +42,7 @@ def online(model, method, prompt):
         engine_of(model).runner, Request(prompt, engine_of(model).memory, method, 1), 0
     )
     try:
-        return np.asarray(prefill.prefill(engine_of(model).runner, [mapped])[0][0])
+        return np.asarray(direct.prefill(engine_of(model).runner, [mapped])[0][0])
     finally:
         unmap(engine_of(model).runner, mapped)
 

@@ -9,7 +9,7 @@ import pytest
 from jaxrag import KnowledgeBase, Sampling, agenerate, generate, load_model
 from jaxrag.base.errors import RequestError, TokenizerError
 from jaxrag.base.types import FINAL, FIRST_CHUNK
-from jaxrag.engine import prefill
+from jaxrag.engine import direct
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.library.documents import Document
@@ -238,7 +238,7 @@ def logits_of(model, request):
     def run(runner):
         mapped = map_request(runner, request, 0)
         try:
-            return np.asarray(prefill.prefill(runner, [mapped])[0][0]), mapped.parts
+            return np.asarray(direct.prefill(runner, [mapped])[0][0]), mapped.parts
         finally:
             unmap(runner, mapped)
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import StoreError
-from jaxrag.engine import lanes, loads
+from jaxrag.engine import lanes, transfers
 
 CHAT = "/v1/chat/completions"
 QUESTION = "Which animal does Kora Felell keep?"
@@ -80,7 +80,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(server, idle, cou
 def test_a_nan_in_one_row_fails_that_row_alone(server, idle, monkeypatch):
     poison = "File 18: Kora Felell keeps a falcon."
     [falcon] = server.state.model.tokenizer.encode("falcon")
-    encode = loads.encode
+    encode = transfers.encode
 
     def poisoned(load, **how):
         made, runs = encode(load, **how)
@@ -88,7 +88,7 @@ def test_a_nan_in_one_row_fails_that_row_alone(server, idle, monkeypatch):
             made.kv[:, 1, 3] = np.nan
         return made, runs
 
-    monkeypatch.setattr(loads, "encode", poisoned)
+    monkeypatch.setattr(transfers, "encode", poisoned)
     question = [{"role": "user", "content": "What is the home of Giso Berow?"}]
     good = {"messages": question, "documents": FILES}
     bad = {"messages": question, "documents": [poison]}
@@ -106,7 +106,7 @@ def test_a_nan_in_one_row_fails_that_row_alone(server, idle, monkeypatch):
 
 def test_a_step_that_takes_the_pool_with_it_costs_nobody_an_answer(server, idle, monkeypatch):
     expected = text_of(server.post(CHAT, **LONG))
-    restarts = server.state.engine.standing().restarts
+    restarts = server.state.engine.status().restarts
     step, steps = lanes.Lane.step, iter(range(10**6))
 
     def broken(lane, block):

@@ -102,7 +102,7 @@ def test_refusals_are_counted_by_their_code(server):
 
 def test_what_the_engine_holds(server):
     server.chat(QUESTION)
-    while any(server.state.engine.standing().requests.values()):  # the last step may still be out
+    while any(server.state.engine.status().requests.values()):  # the last step may still be out
         pass
     samples = scrape(server)
     pages = sum(found for (name, _), found in samples.items() if name == "jaxrag_pages")
@@ -110,7 +110,7 @@ def test_what_the_engine_holds(server):
     assert value(samples, "ready") == 1
     assert total(samples, "engine_requests") == 0 == value(samples, "http_requests")
     assert value(samples, "waiting_seconds", of="longest") == 0
-    standing = server.state.engine.standing()
+    standing = server.state.engine.status()
     assert value(samples, "engine_restarts_total") == standing.restarts
     assert value(samples, "preemptions_total") == 0
     assert value(samples, "link_bytes_total", link="village") > 0
@@ -147,7 +147,7 @@ def test_links_have_short_names():
 
 def test_the_state_of_the_engine(server):
     server.chat(QUESTION)
-    while any(server.state.engine.standing().requests.values()):
+    while any(server.state.engine.status().requests.values()):
         pass
     told = server.client.get("/v1/engine").json()
     assert told["phase"] == "ready"

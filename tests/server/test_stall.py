@@ -94,7 +94,7 @@ def test_who_waits_for_a_stuck_engine_is_told(stuck, patient):
         assert "stuck" in streamed.text.strip().split("\n\n")[-1]
         assert "[DONE]" not in streamed.text
     stuck.release()
-    while any(patient.state.engine.standing().requests.values()):
+    while any(patient.state.engine.status().requests.values()):
         pass
     assert patient.state.limits.running == 0
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrag.base.sharding import make_mesh
-from jaxrag.engine import prefill
+from jaxrag.engine import direct
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
@@ -73,7 +73,7 @@ def cached_logits(model, method, prompt):
         engine_of(model).runner, Request(prompt, engine_of(model).memory, METHODS[method], 1), 0
     )
     try:
-        return np.asarray(prefill.prefill(engine_of(model).runner, [mapped])[0][0])
+        return np.asarray(direct.prefill(engine_of(model).runner, [mapped])[0][0])
     finally:
         unmap(engine_of(model).runner, mapped)
 

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.direct import map_request, prefill, unmap
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.prefill import prefill
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.reuse.methods import METHODS
 from jaxrag.train.config import OptimizerPart

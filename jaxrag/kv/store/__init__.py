@@ -1,6 +1,6 @@
 """Chunk KV by key: bit-exact, verified on every read, shared by any number of processes."""
 
-from jaxrag.kv.store.attempts import Attempt, Shard
+from jaxrag.kv.store.attempts import Attempt, WrittenShard
 from jaxrag.kv.store.base import KVStore, Stats
 from jaxrag.kv.store.chunk_store import ChunkStore
 from jaxrag.kv.store.keys import chunk_key, content_id, context_id, derive, fingerprint
@@ -31,10 +31,10 @@ __all__ = [
     "Record",
     "Refused",
     "ScrubReport",
-    "Shard",
     "SharedStore",
     "Stats",
     "SweepReport",
+    "WrittenShard",
     "as_stored",
     "chunk_key",
     "content_id",

@@ -37,7 +37,7 @@ class Attempt:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard:
+class WrittenShard:
     """What one rank wrote, for the one that commits. It can be sent to other processes."""
 
     attempt: str
@@ -50,7 +50,7 @@ class Shard:
 
 def start_shard(
     space: Namespace, attempt: Attempt, rank: int, kv: NDArray[Any]
-) -> tuple[Shard, list[WriteFuture]]:
+) -> tuple[WrittenShard, list[WriteFuture]]:
     """Begin to write ``kv`` [L, 2, T, K / ways, H], the share of one rank."""
     layout, backend, sealer = space.layout, space.backend, space.sealer
     base = space.attempt(attempt.key, attempt.attempt)
@@ -69,13 +69,13 @@ def start_shard(
     writes.append(backend.start_part(base, grid, rank, elements))
     seals = () if sealer is None else sealer.of_layers(elements)
     digests = layer_digests(elements)
-    return Shard(attempt.attempt, rank, digests, scale, seals, scale_seal), writes
+    return WrittenShard(attempt.attempt, rank, digests, scale, seals, scale_seal), writes
 
 
 def start_record(
     space: Namespace,
     attempt: Attempt,
-    shards: Sequence[Shard],
+    shards: Sequence[WrittenShard],
     aux: Mapping[str, NDArray[Any]],
     described: Mapping[str, AuxArray],
 ) -> tuple[Record, list[WriteFuture]]:
@@ -113,7 +113,7 @@ def start_record(
 def _describe(
     space: Namespace,
     attempt: Attempt,
-    shards: Sequence[Shard],
+    shards: Sequence[WrittenShard],
     described: Mapping[str, AuxArray],
 ) -> Record:
     ranks = sorted(shard.rank for shard in shards)

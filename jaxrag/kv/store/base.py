@@ -12,11 +12,11 @@ from jaxrag.kv.store.keys import FINGERPRINT_DIGITS, ID_DIGITS, chunk_key, requi
 from jaxrag.kv.store.layout import WHOLE, HeadShare, KVLayout
 from jaxrag.kv.store.reading import (
     Assembled,
-    Found,
+    Lookup,
     OnMissing,
+    ReadRequest,
     Refused,
     Verify,
-    Wanted,
     assemble,
     require_choice,
 )
@@ -41,7 +41,7 @@ class Stats:
     unsealed: int = 0  # that the store's secret did not seal; not counted above
 
     @classmethod
-    def of(cls, found: Iterable[Found]) -> Self:
+    def of(cls, found: Iterable[Lookup]) -> Self:
         """Count records and refusals."""
         chunks = tokens = nbytes = corrupt = unsealed = 0
         for one in found:
@@ -122,7 +122,7 @@ class KVStore(abc.ABC):
         """A context manager that puts in the background, at most so many bytes at a time."""
         return ChunkWriter(self.put, max_inflight_bytes)
 
-    def find(self, keys: Iterable[str]) -> dict[str, Found]:
+    def find(self, keys: Iterable[str]) -> dict[str, Lookup]:
         """Per key, in order and each once, its record or the reason why there is none."""
         return self._find(_distinct(keys))
 
@@ -267,15 +267,15 @@ class KVStore(abc.ABC):
         """Commit a chunk that was checked."""
 
     @abc.abstractmethod
-    def _find(self, keys: Sequence[str]) -> dict[str, Found]:
+    def _find(self, keys: Sequence[str]) -> dict[str, Lookup]:
         """Per key, in order, its record or why there is none. The keys are distinct and valid."""
 
-    def _nearest(self, keys: Sequence[str]) -> dict[str, Found]:
+    def _nearest(self, keys: Sequence[str]) -> dict[str, Lookup]:
         """``_find`` for a reader, which may be given the record of a copy."""
         return self._find(keys)
 
     @abc.abstractmethod
-    def _load(self, wanted: Sequence[Wanted]) -> Sequence[Refused | None]:
+    def _load(self, wanted: Sequence[ReadRequest]) -> Sequence[Refused | None]:
         """Fill each destination from its record's bytes; per chunk, why it is refused or None."""
 
     @abc.abstractmethod

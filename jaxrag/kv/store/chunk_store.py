@@ -16,7 +16,7 @@ from typing import Any, Literal
 from numpy.typing import NDArray
 
 from jaxrag.base.errors import ChunkMissing, StoreError
-from jaxrag.kv.store.attempts import Attempt, Shard, start_record, start_shard
+from jaxrag.kv.store.attempts import Attempt, WrittenShard, start_record, start_shard
 from jaxrag.kv.store.backend import Backend, IOMode, WriteFuture
 from jaxrag.kv.store.base import (
     DEFAULT_INFLIGHT_BYTES,
@@ -31,7 +31,7 @@ from jaxrag.kv.store.loading import Loader
 from jaxrag.kv.store.namespace import Namespace
 from jaxrag.kv.store.prefetch import DEFAULT_HOST_BYTES, Prefetcher, Tier
 from jaxrag.kv.store.quota import SizeLimit
-from jaxrag.kv.store.reading import Found, Refused, Wanted, require_choice
+from jaxrag.kv.store.reading import Lookup, ReadRequest, Refused, require_choice
 from jaxrag.kv.store.record import AuxArray, Provenance, Record, new_attempt
 from jaxrag.kv.store.repository import Repository
 from jaxrag.kv.store.seal import Sealer
@@ -249,7 +249,7 @@ class ChunkStore(KVStore):
         self._backend.make_directory(self._space.attempt(key, attempt.attempt))
         return attempt
 
-    def put_shard(self, attempt: Attempt, rank: int, kv: NDArray[Any]) -> Shard:
+    def put_shard(self, attempt: Attempt, rank: int, kv: NDArray[Any]) -> WrittenShard:
         """Write one rank's heads, ``kv`` [L, 2, T, K / ways, H]; durable when this returns.
 
         Rank r holds heads r * K / ways and following.
@@ -271,7 +271,7 @@ class ChunkStore(KVStore):
         return shard
 
     def commit(
-        self, attempt: Attempt, shards: Sequence[Shard], *, aux: Aux | None = None
+        self, attempt: Attempt, shards: Sequence[WrittenShard], *, aux: Aux | None = None
     ) -> PutResult:
         """Make the chunk visible whose ranks all returned from ``put_shard``.
 
@@ -317,7 +317,7 @@ class ChunkStore(KVStore):
     def _commit(
         self,
         attempt: Attempt,
-        shards: Sequence[Shard],
+        shards: Sequence[WrittenShard],
         writes: list[WriteFuture],
         aux: Aux,
         described: Mapping[str, AuxArray],
@@ -389,7 +389,7 @@ class ChunkStore(KVStore):
             self._limit.settle(own.key, own.nbytes)
         return None
 
-    def _find(self, keys: Sequence[str]) -> dict[str, Found]:
+    def _find(self, keys: Sequence[str]) -> dict[str, Lookup]:
         return self._space.find(keys)
 
     def _delete(self, key: str, attempt: str | None = None) -> bool:
@@ -400,7 +400,7 @@ class ChunkStore(KVStore):
             self._limit.strike([key])
         return deleted
 
-    def _load(self, wanted: Sequence[Wanted]) -> Sequence[Refused | None]:
+    def _load(self, wanted: Sequence[ReadRequest]) -> Sequence[Refused | None]:
         answers = self._prefetcher.host.load(wanted, self._loader.load)
         if self._limit is not None:
             pairs = zip(wanted, answers, strict=True)

@@ -25,7 +25,7 @@ from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, ChunkNotSealed, Store
 from jaxrag.kv.store.backend import IOMode, ReadFuture
 from jaxrag.kv.store.grid import Grid, aux_grid
 from jaxrag.kv.store.namespace import Namespace, aux_path
-from jaxrag.kv.store.reading import Refused, Wanted, settle
+from jaxrag.kv.store.reading import ReadRequest, Refused, settle
 from jaxrag.kv.store.record import SCALE, Record, digest
 from jaxrag.kv.store.seal import Sealer, same_seal
 
@@ -51,7 +51,7 @@ class Loader:
         self._backend = space.backend
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "jaxrag-read")
 
-    def load(self, wanted: Sequence[Wanted]) -> list[Refused | None]:
+    def load(self, wanted: Sequence[ReadRequest]) -> list[Refused | None]:
         """Fill each destination; per chunk, why it is refused or None.
 
         Raises:
@@ -90,7 +90,7 @@ class Loader:
         return array
 
     def _start_local(
-        self, want: Wanted, directory: Path, runs: int
+        self, want: ReadRequest, directory: Path, runs: int
     ) -> list[Future[Refused | None]]:
         """Begin to read a chunk, in that many runs of layers at a time."""
         first, end = want.layers
@@ -104,14 +104,14 @@ class Loader:
         ]
 
     def _local(
-        self, want: Wanted, attempt: Path, layers: range, scale: NDArray[Any] | Refused | None
+        self, want: ReadRequest, attempt: Path, layers: range, scale: NDArray[Any] | Refused | None
     ) -> Refused | None:
         if isinstance(scale, Refused):
             return scale
         io_mode, sealer = self._backend.io_mode, self._space.sealer
         return _load_layers(attempt, io_mode, want, layers, scale, sealer)
 
-    def _start_remote(self, want: Wanted) -> list[Future[Refused | None]]:
+    def _start_remote(self, want: ReadRequest) -> list[Future[Refused | None]]:
         size = want.layers[1] - want.layers[0]
         _, kinds, tokens, part, dim = want.grid.part
         heads = slice(want.ranks.start * part, want.ranks.stop * part)
@@ -121,7 +121,7 @@ class Loader:
         read = self._backend.start_read(path, want.grid, stored, want.layers, heads)
         return [self._threads.submit(self._remote, want, read, stored)]
 
-    def _remote(self, want: Wanted, read: ReadFuture, stored: NDArray[Any]) -> Refused | None:
+    def _remote(self, want: ReadRequest, read: ReadFuture, stored: NDArray[Any]) -> Refused | None:
         refused = self._backend.finish_read(read, want.record.key)
         if refused is not None:
             return refused
@@ -136,7 +136,7 @@ class Loader:
                 return refused
         return None
 
-    def _scale(self, want: Wanted) -> NDArray[Any] | Refused | None:
+    def _scale(self, want: ReadRequest) -> NDArray[Any] | Refused | None:
         if SCALE not in want.record.aux:
             return None
         return self.read_aux(want.record, SCALE, want.verify)
@@ -149,7 +149,7 @@ def _first(answers: Iterable[Refused | None]) -> Refused | None:
 def _load_layers(
     directory: Path,
     io_mode: IOMode,
-    wanted: Wanted,
+    wanted: ReadRequest,
     layers: range,
     scale: NDArray[np.float32] | None,
     sealer: Sealer | None,

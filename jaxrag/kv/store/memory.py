@@ -13,7 +13,7 @@ from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
 from jaxrag.kv.store.base import DEFAULT_MAX_TOKENS, Aux, KVStore, Stats
 from jaxrag.kv.store.layout import KVLayout
 from jaxrag.kv.store.quantise import quantise
-from jaxrag.kv.store.reading import Found, Refused, Wanted, settle
+from jaxrag.kv.store.reading import Lookup, ReadRequest, Refused, settle
 from jaxrag.kv.store.record import (
     SCALE,
     AuxArray,
@@ -111,15 +111,15 @@ class MemoryStore(KVStore):
             self._chunks[key] = _Held(new, arrays)
         return PutResult(won=True, attempt=attempt)
 
-    def _find(self, keys: Sequence[str]) -> dict[str, Found]:
+    def _find(self, keys: Sequence[str]) -> dict[str, Lookup]:
         with self._lock:
             found = {key: self._chunks.get(key) for key in keys}
         return {key: held.record if held else _missing(key) for key, held in found.items()}
 
-    def _load(self, wanted: Sequence[Wanted]) -> list[Refused | None]:
+    def _load(self, wanted: Sequence[ReadRequest]) -> list[Refused | None]:
         return [self._load_one(want) for want in wanted]
 
-    def _load_one(self, want: Wanted) -> Refused | None:
+    def _load_one(self, want: ReadRequest) -> Refused | None:
         arrays = self._held(want.record)
         if arrays is None:
             return _missing(want.record.key)  # replaced or dropped since its record was read

@@ -21,7 +21,7 @@ from jaxrag.kv.store.backend import Backend
 from jaxrag.kv.store.grid import Grid, aux_grid, kv_grid
 from jaxrag.kv.store.keys import ID_DIGITS, is_hex
 from jaxrag.kv.store.layout import KVLayout
-from jaxrag.kv.store.reading import Found
+from jaxrag.kv.store.reading import Lookup
 from jaxrag.kv.store.record import MAX_SEALED_BYTES, Record, read_record
 from jaxrag.kv.store.seal import Sealer
 
@@ -92,10 +92,10 @@ class Namespace:
         """Every path that the bytes of a record are at."""
         return [path + name for path, grid in self.arrays(record).items() for name in grid.paths()]
 
-    def find(self, keys: Sequence[str]) -> dict[str, Found]:
+    def find(self, keys: Sequence[str]) -> dict[str, Lookup]:
         """Per key its record or why there is none."""
         values = self.backend.read_many([self.commit(key) for key in keys], MAX_SEALED_BYTES)
-        found: dict[str, Found] = {}
+        found: dict[str, Lookup] = {}
         for key, data in zip(keys, values, strict=True):
             if data is None:
                 found[key] = ChunkMissing(f"chunk {key}: not in {self.backend.location}")
@@ -113,7 +113,7 @@ class Namespace:
         for _, paths in self.listings():
             yield from (key for key, rest in paths if rest == COMMIT)
 
-    def find_all(self) -> Iterator[Found]:
+    def find_all(self) -> Iterator[Lookup]:
         """What ``find`` tells of every key with a record, streamed."""
         for batch in itertools.batched(self.keys(), _RECORDS_AT_ONCE):
             yield from self.find(batch).values()

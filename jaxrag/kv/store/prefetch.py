@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
 from jaxrag.kv.store.namespace import Namespace
-from jaxrag.kv.store.reading import Refused, Wanted, require_choice
+from jaxrag.kv.store.reading import ReadRequest, Refused, require_choice
 from jaxrag.kv.store.record import Record
 
 Tier = Literal["page", "host"]
@@ -23,7 +23,7 @@ DEFAULT_HOST_BYTES = 1 << 30
 
 _BLOCK = 1 << 20  # Linux brings in no more than its read-ahead size for one piece of advice
 
-Load = Callable[[Sequence[Wanted]], Sequence[Refused | None]]
+Load = Callable[[Sequence[ReadRequest]], Sequence[Refused | None]]
 
 
 class HostTier:
@@ -59,7 +59,7 @@ class HostTier:
                 self._kv[attempt] = kv
         return True
 
-    def load(self, wanted: Sequence[Wanted], load: Load) -> list[Refused | None]:
+    def load(self, wanted: Sequence[ReadRequest], load: Load) -> list[Refused | None]:
         """Fill each destination from here, or else by ``load``; per chunk, why not or None."""
         answers: list[Refused | None] = [None] * len(wanted)
         absent = []

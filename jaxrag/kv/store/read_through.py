@@ -1,27 +1,28 @@
 """A local copy of what was read from far away, so that it comes from the disk the next time."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from numpy.typing import NDArray
 
 from jaxrag.base.errors import StoreError
-from jaxrag.kv.store.attempts import Attempt, Shard
-from jaxrag.kv.store.base import Aux, KVStore, Stats
+from jaxrag.kv.store.attempts import Attempt, WrittenShard
+from jaxrag.kv.store.base import Aux
 from jaxrag.kv.store.chunk_store import ChunkStore
 from jaxrag.kv.store.prefetch import Tier
-from jaxrag.kv.store.reading import Found, Refused, Wanted
+from jaxrag.kv.store.reading import Lookup, ReadRequest, Refused
 from jaxrag.kv.store.record import AuxArray, Provenance, Record
 from jaxrag.kv.store.scrub import ScrubReport
 from jaxrag.kv.store.sweep import SweepReport
+from jaxrag.kv.store.wrapper import StoreWrapper
 from jaxrag.kv.store.writer import PutResult
 
 _COPIES = 4  # at a time; each holds one chunk in memory
 
 
-class ReadThrough(KVStore):
+class ReadThrough(StoreWrapper):
     """A remote store whose chunks are copied to a local one when they are first read.
 
     The remote store is the truth: puts, ``find``, ``keys`` and ``verify`` go there. A read takes
@@ -38,7 +39,7 @@ class ReadThrough(KVStore):
             StoreError: the two are not of one fingerprint, layout and secret, or the local one is
                 not local or not writable.
         """
-        super().__init__(remote.fingerprint, remote.layout, remote.max_tokens)
+        super().__init__(remote)
         if (local.fingerprint, local.layout) != (remote.fingerprint, remote.layout):
             raise StoreError(
                 f"{local.location} holds chunks of {local.fingerprint[:16]} {local.layout}, "
@@ -56,24 +57,19 @@ class ReadThrough(KVStore):
         self._threads = ThreadPoolExecutor(_COPIES, "jaxrag-copy")
         self._prefetches = ThreadPoolExecutor(1, "jaxrag-prefetch")
 
-    @property
-    def writable(self) -> bool:
-        """Whether the remote store was opened for writing."""
-        return self.remote.writable
-
     def begin(
         self, key: str, tokens: int, record: Provenance, *, ways: int, replace: bool = False
     ) -> Attempt | None:
         """``ChunkStore.begin`` of the remote store."""
         return self.remote.begin(key, tokens, record, ways=ways, replace=replace)
 
-    def put_shard(self, attempt: Attempt, rank: int, kv: NDArray[Any]) -> Shard:
+    def put_shard(self, attempt: Attempt, rank: int, kv: NDArray[Any]) -> WrittenShard:
         """``ChunkStore.put_shard`` of the remote store; a copy here goes, it may be replaced."""
         self.local.delete([attempt.key])
         return self.remote.put_shard(attempt, rank, kv)
 
     def commit(
-        self, attempt: Attempt, shards: Sequence[Shard], *, aux: Aux | None = None
+        self, attempt: Attempt, shards: Sequence[WrittenShard], *, aux: Aux | None = None
     ) -> PutResult:
         """``ChunkStore.commit`` of the remote store."""
         return self.remote.commit(attempt, shards, aux=aux)
@@ -81,18 +77,6 @@ class ReadThrough(KVStore):
     def abandon(self, attempt: Attempt) -> None:
         """``ChunkStore.abandon`` of the remote store."""
         self.remote.abandon(attempt)
-
-    def keys(self) -> Iterator[str]:
-        """Every key of the remote store, ascending, streamed."""
-        return self.remote.keys()
-
-    def records(self) -> Iterator[Record]:
-        """Every record of the remote store that can be read."""
-        return self.remote.records()
-
-    def stats(self) -> Stats:
-        """What the remote store holds."""
-        return self.remote.stats()
 
     def verify(
         self,
@@ -151,15 +135,12 @@ class ReadThrough(KVStore):
             self.local.delete([key])
         return result
 
-    def _find(self, keys: Sequence[str]) -> dict[str, Found]:
-        return self.remote.find(keys)
-
-    def _nearest(self, keys: Sequence[str]) -> dict[str, Found]:
+    def _nearest(self, keys: Sequence[str]) -> dict[str, Lookup]:
         found = self.local.find(keys)
         absent = [key for key, record in found.items() if not isinstance(record, Record)]
         return found | self.remote.find(absent)
 
-    def _load(self, wanted: Sequence[Wanted]) -> Sequence[Refused | None]:
+    def _load(self, wanted: Sequence[ReadRequest]) -> Sequence[Refused | None]:
         # The record of a chunk that is not here names an attempt that is not here either.
         answers = list(self.local._load(wanted))
         refused = [index for index, answer in enumerate(answers) if answer is not None]
@@ -194,12 +175,12 @@ class ReadThrough(KVStore):
         self.local.delete([key])
         return bool(deleted)
 
-    def _fetch(self, refused: Record) -> Found:
+    def _fetch(self, refused: Record) -> Lookup:
         """The record of a fresh copy, after that of ``refused`` could not be read here."""
         self.local._delete(refused.key, refused.attempt)
         return self._copy(refused.key)
 
-    def _copy(self, key: str) -> Found:
+    def _copy(self, key: str) -> Lookup:
         """The record of a copy of what the remote store holds, or why there is none."""
         found = self.remote.find([key])[key]
         limit = self.local.max_bytes
@@ -211,9 +192,9 @@ class ReadThrough(KVStore):
 
 def _retry(
     store: ChunkStore,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[ReadRequest],
     answers: list[Refused | None],
-    records: Mapping[int, Found],
+    records: Mapping[int, Lookup],
 ) -> None:
     """Load what some places of ``wanted`` ask for by these records, and note the answers."""
     again = {

@@ -22,7 +22,7 @@ OnMissing = Literal["raise", "skip"]
 Verify = Literal["always", "never"]
 
 Refused = ChunkMissing | ChunkCorrupt
-Found = Record | Refused
+Lookup = Record | Refused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Assembled:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class ReadRequest:
     """Layers of a chunk, all heads of them or a share, and where they go."""
 
     record: Record
@@ -88,13 +88,13 @@ class Wanted:
 
 
 def assemble(
-    found: Mapping[str, Found],
+    found: Mapping[str, Lookup],
     layout: KVLayout,
     layers: tuple[int, int] | None,
     out: NDArray[Any] | None,
     on_missing: OnMissing,
     verify: bool,
-    load: Callable[[Sequence[Wanted]], Sequence[Refused | None]],
+    load: Callable[[Sequence[ReadRequest]], Sequence[Refused | None]],
     share: HeadShare = WHOLE,
 ) -> Assembled:
     """Lay the chunks of ``found`` into ``out``, or into a new buffer, in order and without gaps.
@@ -127,7 +127,7 @@ def assemble(
     start = 0
     for record in records:
         view = buffer[:, :, start : start + record.tokens]
-        wanted.append(Wanted(record, chosen, view, verify, share))
+        wanted.append(ReadRequest(record, chosen, view, verify, share))
         start += record.tokens
     answers = load(wanted)
 
@@ -149,7 +149,7 @@ def assemble(
 
 
 def settle(
-    wanted: Wanted,
+    wanted: ReadRequest,
     layer: int,
     parts: NDArray[Any],
     scale: NDArray[np.float32] | None,

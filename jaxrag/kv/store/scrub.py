@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, ChunkNotSealed, StoreError
 from jaxrag.kv.store.layout import KVLayout
-from jaxrag.kv.store.reading import Found, Refused
+from jaxrag.kv.store.reading import Lookup, Refused
 from jaxrag.kv.store.record import SCALE, Record
 
 _RECORDS_AT_ONCE = 1024
@@ -33,7 +33,7 @@ class Scrubbed(Protocol):
 
     layout: KVLayout
 
-    def find(self, keys: Iterable[str]) -> dict[str, Found]:
+    def find(self, keys: Iterable[str]) -> dict[str, Lookup]:
         """Per key its record, or why there is none."""
 
     def get(self, key: str, out: NDArray[Any] | None = None) -> NDArray[Any]:

@@ -8,7 +8,7 @@ same calls in the same order, from one thread each.
 
 import concurrent.futures
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -16,20 +16,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxrag.base.errors import StoreError
-from jaxrag.kv.store.attempts import Attempt, Shard
-from jaxrag.kv.store.base import DEFAULT_INFLIGHT_BYTES, Aux, KVStore, Stats
+from jaxrag.kv.store.attempts import Attempt, WrittenShard
+from jaxrag.kv.store.base import DEFAULT_INFLIGHT_BYTES, Aux, KVStore
 from jaxrag.kv.store.chunk_store import ChunkStore
 from jaxrag.kv.store.layout import WHOLE, HeadShare
 from jaxrag.kv.store.read_through import ReadThrough
-from jaxrag.kv.store.reading import Assembled, Found, OnMissing, Refused, Verify, Wanted
+from jaxrag.kv.store.reading import Assembled, Lookup, OnMissing, Refused, Verify
 from jaxrag.kv.store.record import AuxArray, Provenance, Record
+from jaxrag.kv.store.wrapper import StoreWrapper
 from jaxrag.kv.store.writer import ChunkWriter, PutResult
 
 # What every process passes, by its number: (value) -> values.
 Exchange = Callable[[Any], list[Any]]
 
 
-class SharedStore(KVStore):
+class SharedStore(StoreWrapper):
     """A process's share of the heads of a store.
 
     ``layout`` is that of the share. A store that is private to its process holds just that; of any
@@ -43,22 +44,11 @@ class SharedStore(KVStore):
             StoreError: a store that is neither private nor written by several processes.
         """
         layout = store.layout if store.private else store.layout.of_share(share)
-        super().__init__(store.fingerprint, layout, store.max_tokens)
+        super().__init__(store, layout)
         if not store.private and not isinstance(store, ChunkStore | ReadThrough):
             raise StoreError(f"{type(store).__name__}: several processes cannot put a chunk in it")
-        self.store = store
         self.share = share
         self._exchange = exchange
-
-    @property
-    def writable(self) -> bool:
-        """As the store is."""
-        return self.store.writable
-
-    @property
-    def private(self) -> bool:
-        """As the store is."""
-        return self.store.private
 
     def writer(self, max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES) -> ChunkWriter:
         """A writer that puts at once: all processes exchange in one order."""
@@ -90,9 +80,9 @@ class SharedStore(KVStore):
         """
         if share != WHOLE:
             raise StoreError(f"share={share}: this store is read by the share of {self.share}")
-        mine = WHOLE if self.store.private else self.share
+        mine = WHOLE if self.inner.private else self.share
         read, failed = _attempt(
-            lambda: self.store.get_many(
+            lambda: self.inner.get_many(
                 keys, out, layers=layers, on_missing="skip", verify=verify, share=mine
             )
         )
@@ -101,18 +91,6 @@ class SharedStore(KVStore):
         if refused and on_missing == "raise":
             raise next(iter(refused.values()))
         return _without(read, refused)
-
-    def keys(self) -> Iterator[str]:
-        """Every key of the store."""
-        return self.store.keys()
-
-    def records(self) -> Iterator[Record]:
-        """Every record of the store that can be read."""
-        return self.store.records()
-
-    def stats(self) -> Stats:
-        """What the store holds."""
-        return self.store.stats()
 
     def _put(
         self,
@@ -123,7 +101,7 @@ class SharedStore(KVStore):
         described: Mapping[str, AuxArray],
         replace: bool,
     ) -> PutResult:
-        store = self.store
+        store = self.inner
         if not isinstance(store, ChunkStore | ReadThrough):
             own = _attempt(lambda: store.put(key, kv, record=record, aux=aux, replace=replace))
             return self._settled(own)
@@ -133,7 +111,7 @@ class SharedStore(KVStore):
         )
         if attempt is None:
             return PutResult(won=False, attempt=None)
-        shard: tuple[Shard | None, str | None] = (None, None)
+        shard: tuple[WrittenShard | None, str | None] = (None, None)
         if share.writes:
             shard = _attempt(lambda: store.put_shard(attempt, share.rank, kv))
         written = self._exchange(shard)
@@ -145,22 +123,19 @@ class SharedStore(KVStore):
         shards = [one for one, _ in written if one is not None]
         return self._led(lambda: store.commit(attempt, shards, aux=aux))
 
-    def _find(self, keys: Sequence[str]) -> dict[str, Found]:
-        found, failed = _attempt(lambda: self.store.find(keys))
+    def _find(self, keys: Sequence[str]) -> dict[str, Lookup]:
+        found, failed = _attempt(lambda: self.inner.find(keys))
         mine = {} if found is None else found
         refused = {key: one for key, one in mine.items() if not isinstance(one, Record)}
         return mine | self._agree(keys, refused, failed)
 
-    def _load(self, wanted: Sequence[Wanted]) -> Sequence[Refused | None]:
-        return self.store._load(wanted)
-
-    def _read_aux(self, record: Record, name: str) -> NDArray[Any] | Refused:
-        return self.store._read_aux(record, name)
+    def _nearest(self, keys: Sequence[str]) -> dict[str, Lookup]:
+        return self._find(keys)
 
     def _delete(self, key: str) -> bool:
-        if self.store.private:
-            return bool(self._settled(_attempt(lambda: self.store.delete([key]))))
-        return bool(self._led(lambda: self.store.delete([key])))
+        if self.inner.private:
+            return bool(self._settled(_attempt(lambda: self.inner.delete([key]))))
+        return bool(self._led(lambda: self.inner.delete([key])))
 
     def _agree(
         self, keys: Iterable[str], refused: Mapping[str, Refused], failed: str | None

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from jaxrag.base.errors import ChunkMissing, StoreError
 from jaxrag.kv.store.keys import is_hex
 from jaxrag.kv.store.namespace import COMMIT, SWEPT, Namespace
-from jaxrag.kv.store.reading import Found
+from jaxrag.kv.store.reading import Lookup
 from jaxrag.kv.store.record import ATTEMPT_DIGITS, Record, attempt_age, new_attempt
 
 _RECORDS_AT_ONCE = 1024
@@ -89,7 +89,7 @@ class _Collect:
     dry_run: bool
 
     def run(
-        self, found: Found | None, attempts: Iterable[str], live: Callable[[Record], bool]
+        self, found: Lookup | None, attempts: Iterable[str], live: Callable[[Record], bool]
     ) -> SweepReport:
         orphans = set(attempts)
         report = SweepReport()

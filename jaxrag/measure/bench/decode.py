@@ -19,63 +19,28 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrag.base.config import ModelConfig
-from jaxrag.base.errors import RequestError
 from jaxrag.base.shapes import bucket
 from jaxrag.engine.away import start_away
 from jaxrag.engine.decoding import FEWEST_ROOM, Lane, lane_of, start_decoding
-from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.direct import map_request, prefill_observed, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import RequestState
-from jaxrag.engine.prefill import prefill_observed
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.kv.cache import PAGE
-from jaxrag.measure.bench.options import DecodeOptions
+from jaxrag.measure.bench.options import CHUNK_TOKENS, DecodeOptions
 from jaxrag.measure.machine import describe
-from jaxrag.measure.zoo import llama, random_named
+from jaxrag.measure.zoo import random_named
 from jaxrag.models.model import Model, random_model
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.reuse.decode import Account, Decoding, rule_from
 from jaxrag.reuse.decode.footprint import A100
 from jaxrag.reuse.methods import METHODS, placement_of
 
-CHUNK_TOKENS = 512
 BLOCK = 32  # steps whose recall is averaged
 
 
-@dataclasses.dataclass(frozen=True)
-class Options(DecodeOptions):
-    """What to measure."""
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that cannot be measured, and rules that the model cannot run."""
-        for name in ("layers", "question_tokens", "steps", "warm"):
-            if getattr(self, name) < 1:
-                raise RequestError(f"{name}={getattr(self, name)}: expected a positive integer")
-        for context in self.contexts:
-            if context % CHUNK_TOKENS or context <= self.question_tokens:
-                raise RequestError(
-                    f"context {context}: expected a multiple of {CHUNK_TOKENS} above the "
-                    f"{self.question_tokens} question tokens"
-                )
-        for rule in self.rules:
-            chosen = rule_from(rule, "rules")
-            chosen.check(self.config())
-            if self.kv == "host":
-                chosen.check_host(self.config())
-
-    def config(self) -> ModelConfig:
-        """A small Llama: 8 query heads on 2 KV heads of 64 dimensions."""
-        longest = max(self.contexts) + self.steps + self.warm + 1
-        return llama(
-            vocab_size=2048, num_layers=self.layers, model_dim=512, mlp_dim=1024, num_heads=8,
-            num_kv_heads=2, head_dim=64, max_positions=max(longest, 4096), dtype=self.dtype,
-            eos_ids=(),
-        )  # fmt: skip
-
-
-def run(options: Options) -> dict[str, Any]:
+def run(options: DecodeOptions) -> dict[str, Any]:
     """Measure every context and rule; returns rows, machine and setting, JSON-able."""
     config = options.config()
     rows = []
@@ -102,7 +67,7 @@ def run(options: Options) -> dict[str, Any]:
     }
 
 
-def _prompt(model: Model, options: Options, context: int) -> Prompt:
+def _prompt(model: Model, options: DecodeOptions, context: int) -> Prompt:
     rng = np.random.default_rng((options.seed, context))
 
     def ids(count: int) -> np.ndarray[Any, Any]:
@@ -113,7 +78,7 @@ def _prompt(model: Model, options: Options, context: int) -> Prompt:
     return Prompt(np.zeros(0, np.int32), tuple(chunks), ids(options.question_tokens))
 
 
-def _measure(model: Model, options: Options, prompt: Prompt, text: str) -> dict[str, Any]:
+def _measure(model: Model, options: DecodeOptions, prompt: Prompt, text: str) -> dict[str, Any]:
     rule, store = rule_from(text), engine_of(model).memory
     method = dataclasses.replace(METHODS["turborag"], decode=rule)
     placement: dict[str, Any] = {"kv": options.kv}
@@ -129,7 +94,9 @@ def _measure(model: Model, options: Options, prompt: Prompt, text: str) -> dict[
     return engine_of(model).call(lambda runner: _row(runner, request, options, text))
 
 
-def _row(runner: ModelRunner, request: Request, options: Options, text: str) -> dict[str, Any]:
+def _row(
+    runner: ModelRunner, request: Request, options: DecodeOptions, text: str
+) -> dict[str, Any]:
     rule, config, prompt = request.method.decode, runner.model.config, request.prompt
     mapped = map_request(runner, request, request.room)
     try:

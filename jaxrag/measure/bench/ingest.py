@@ -27,7 +27,6 @@ import jax
 import numpy as np
 
 from jaxrag.base.config import ModelConfig
-from jaxrag.base.errors import RequestError
 from jaxrag.base.types import Array, HostArray, Tokens
 from jaxrag.library.documents import Document
 from jaxrag.library.documents.chunking import Chunking, split
@@ -55,25 +54,7 @@ TEMPLATE = "plain"
 _DOCUMENT_WORDS = 1500
 
 
-@dataclasses.dataclass(frozen=True)
-class Options(IngestOptions):
-    """What to measure."""
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that cannot be measured."""
-        if self.repeats < 1 or self.chunk_tokens < 1 or self.tokens < self.chunk_tokens:
-            raise RequestError(
-                f"repeats={self.repeats} chunk_tokens={self.chunk_tokens} tokens={self.tokens}: "
-                "expected positive numbers and at least one chunk"
-            )
-        encoder_named(self.encoder)
-        if self.neighbours < 1:
-            raise RequestError(f"neighbours={self.neighbours}: expected at least 1 chunk")
-        if self.folder is not None and not Path(self.folder).is_dir():
-            raise RequestError(f"folder {self.folder}: expected a folder that exists")
-
-
-def run(options: Options) -> dict[str, Any]:
+def run(options: IngestOptions) -> dict[str, Any]:
     """Measure; returns throughputs, their ratio, the machine and the setting, JSON-able."""
     rng = np.random.default_rng(options.seed)
     with tempfile.TemporaryDirectory(prefix="jaxrag-bench-", dir=options.folder) as folder:
@@ -121,7 +102,7 @@ def _encode_behind(
     model: Model,
     documents: Sequence[Document],
     batches: Sequence[Sequence[HostArray]],
-    options: Options,
+    options: IngestOptions,
     path: Path,
 ) -> _Behind:
     with KnowledgeBase.open(
@@ -149,7 +130,7 @@ def _encode_behind(
 
 
 def _neighbours_result(
-    options: Options, result: dict[str, Any], rounds: Sequence[_Behind]
+    options: IngestOptions, result: dict[str, Any], rounds: Sequence[_Behind]
 ) -> dict[str, Any]:
     """Throughput behind neighbours, and the time of a chunk beside its FLOPs."""
     best = min(rounds, key=lambda it: it.refreshed.seconds)
@@ -174,7 +155,7 @@ def _neighbours_result(
 
 
 def _result(
-    options: Options,
+    options: IngestOptions,
     model: Model,
     batches: Sequence[Sequence[HostArray]],
     clocks: dict[str, list[Clock]],
@@ -269,7 +250,7 @@ def _plain(model: Model, batches: Sequence[Sequence[HostArray]]) -> None:
 
 
 def _corpus(
-    model: Model, texts: Iterator[str], options: Options
+    model: Model, texts: Iterator[str], options: IngestOptions
 ) -> tuple[list[Document], list[list[HostArray]]]:
     """Documents of about that many tokens, and their chunks in the batches ingest makes of them."""
     tokenizer, template = model.text_tokenizer(), TEMPLATES[TEMPLATE]
@@ -305,7 +286,7 @@ def invented_texts(rng: np.random.Generator, tokens: int) -> Iterator[str]:
         yield " ".join(sentences)
 
 
-def _written(directory: Path, options: Options, sample: str) -> str:
+def _written(directory: Path, options: IngestOptions, sample: str) -> str:
     """A directory of the random model, with a tokenizer trained on a sample."""
     write_random(directory, LLAMA_100M, options.dtype, options.seed)
     byte_level.save(byte_level.train([sample], 1000), directory)

@@ -19,7 +19,8 @@ from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.kv.cache import PAGE
 from jaxrag.measure.bench.peer import Peer
-from jaxrag.measure.evals.gate import Target, compare
+from jaxrag.measure.evals.gate import compare
+from jaxrag.measure.evals.options import Target
 from jaxrag.models.memory import gib
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.overview import Overview

@@ -1,12 +1,22 @@
-"""What each benchmark is told, as far as the command line says it; the benchmarks check it."""
+"""What each benchmark measures: its settings, which the command line fills, and their checks."""
 
+import argparse
+import contextlib
 import dataclasses
-from typing import Literal
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxrag.base.config import DType
 from jaxrag.base.errors import RequestError
-from jaxrag.base.options import option, parse_count, parse_counts, parse_ratios
+from jaxrag.base.options import option, parse_bytes, parse_count, parse_counts, parse_ratios
 
+if TYPE_CHECKING:
+    from jaxrag.base.config import ModelConfig
+    from jaxrag.measure.bench.serve_arms import Arm
+    from jaxrag.reuse.methods import Method
+
+CHUNK_TOKENS = 512  # tokens, of which contexts are multiples
 _DTYPE = "of weights, activations and KV"
 _DRAWN = "of what is drawn"
 _WARM = "after a warm-up"
@@ -14,23 +24,23 @@ _RANDOM_100M = "a random Llama of 100M parameters"
 _TEMPORARY = "temporary files"
 
 
+def _positive(options: Any, *names: str) -> None:
+    for name in names:
+        if getattr(options, name) <= 0:
+            raise RequestError(f"{name}={getattr(options, name)}: expected more than 0")
+
+
+def _folder_exists(folder: str | None) -> None:
+    if folder is not None and not Path(folder).is_dir():
+        raise RequestError(f"folder {folder}: does not exist; make it first")
+
+
 @dataclasses.dataclass(frozen=True)
 class TtftOptions:
     """Of `jaxrag bench ttft`.
 
     Attributes:
-      model: a directory; None makes a random Llama of 100M parameters.
-      dtype: of weights, activations and KV.
-      contexts: tokens of all chunks.
-      question_tokens: of the final block.
-      method: that reuses.
-      ratios: recompute ratios, of methods that recompute; none stands for the method's own.
-      repeats: timed rounds: of every context one number, or one for all of them.
-      batches: sizes of batches, each request with ``batch_context`` tokens of chunks of its own.
-      batch_context: see there.
-      batch_repeats: timed rounds of every batch.
       peer_python: interpreter with torch and transformers; None measures no peer.
-      seed: of what is drawn.
     """
 
     model: str | None = option(None, metavar="MODEL", unset=_RANDOM_100M)
@@ -66,6 +76,53 @@ class TtftOptions:
     peer_python: str | None = None
     seed: int = option(0, _DRAWN, "N")
 
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot be measured."""
+        from jaxrag.reuse.methods import METHODS
+
+        if METHODS.get(self.method) is None or METHODS[self.method].encoder is None:
+            reusing = ", ".join(name for name, m in METHODS.items() if m.encoder)
+            raise RequestError(f"method {self.method!r}: expected one that reuses: {reusing}")
+        for name, sizes in (("contexts", self.contexts), ("batch context", (self.batch_context,))):
+            if min(sizes) < CHUNK_TOKENS or any(n % CHUNK_TOKENS for n in sizes):
+                raise RequestError(f"{name} {sizes}: expected multiples of {CHUNK_TOKENS}")
+        if min(*self.repeats, self.batch_repeats, self.question_tokens) < 1:
+            raise RequestError("repeats and question tokens must be positive")
+        if len(self.repeats) not in (1, len(self.contexts)):
+            raise RequestError(
+                f"repeats {self.repeats}: expected one number, or one for each of the "
+                f"{len(self.contexts)} contexts"
+            )
+        if any(size < 1 for size in self.batches) or len(set(self.batches)) != len(self.batches):
+            raise RequestError(f"batches {self.batches}: expected sizes of 1 or more, each once")
+        if len(set(self.ratios)) != len(self.ratios):
+            raise RequestError(f"ratios {self.ratios}: expected each of them once")
+        if self.ratios and not METHODS[self.method].recomputes:
+            choosing = ", ".join(name for name, m in METHODS.items() if m.recomputes)
+            raise RequestError(
+                f"method {self.method!r} recomputes nothing; leave the ratios out, or take one of "
+                f"{choosing}"
+            )
+        self.recomputing()  # refuses a ratio out of range
+
+    def plain(self) -> "Method":
+        """The method with nothing recomputed."""
+        method = self._method
+        return method.with_ratio(0) if method.recomputes else method
+
+    def recomputing(self) -> "list[Method]":
+        """The method at every ratio that is measured; empty for one that recomputes nothing."""
+        method = self._method
+        if not method.recomputes:
+            return []
+        return [method.with_ratio(ratio) for ratio in sorted(self.ratios)] or [method]
+
+    @property
+    def _method(self) -> "Method":
+        from jaxrag.reuse.methods import METHODS
+
+        return METHODS[self.method]
+
 
 @dataclasses.dataclass(frozen=True)
 class StoreOptions:
@@ -80,6 +137,11 @@ class StoreOptions:
     cold: bool = option(True, "leave out reads from the disk")
     folder: str | None = option(None, "a disk to measure", "DIR", unset=_TEMPORARY)
     seed: int = option(0, _DRAWN, "N")
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot be measured."""
+        _positive(self, "chunks", "layers", "tokens", "kv_heads", "head_dim", "rounds")
+        _folder_exists(self.folder)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,22 +162,25 @@ class IngestOptions:
     )
     neighbours: int = option(10, "how many", "N")  # read by encoders that see them
 
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot be measured."""
+        from jaxrag.reuse.encode import encoder_named
+
+        _positive(self, "repeats", "chunk_tokens", "neighbours")
+        if self.tokens < self.chunk_tokens:
+            raise RequestError(
+                f"tokens={self.tokens}: expected at least one chunk of {self.chunk_tokens}"
+            )
+        encoder_named(self.encoder)
+        _folder_exists(self.folder)
+
 
 @dataclasses.dataclass(frozen=True)
 class DecodeOptions:
     """Of `jaxrag bench decode`.
 
     Attributes:
-      contexts: tokens in the cache.
-      rules: names or texts that decode.rule_from reads, settings after a colon.
-      dtype: of weights, activations and KV.
-      kv: where K and V are, for rules that can have them there; None: where the rule is meant to.
-      layers: of the model.
-      question_tokens: of the final block, which is run; an index trains on its queries.
-      steps: tokens that are timed, after ``warm`` others.
-      warm: see there.
       measure: also count what indexes scan and find in so many steps, in a pass of its own.
-      seed: of what is drawn.
     """
 
     contexts: tuple[int, ...] = option(
@@ -139,30 +204,54 @@ class DecodeOptions:
     measure: bool = option(True, "leave recall and the share scanned out")
     seed: int = option(0, _DRAWN, "N")
 
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot be measured, and rules that the model cannot run."""
+        from jaxrag.reuse.decode import rule_from
+
+        _positive(self, "layers", "question_tokens", "steps", "warm")
+        for context in self.contexts:
+            if context % CHUNK_TOKENS or context <= self.question_tokens:
+                raise RequestError(
+                    f"context {context}: expected a multiple of {CHUNK_TOKENS} above the "
+                    f"{self.question_tokens} question tokens"
+                )
+        for rule in self.rules:
+            chosen = rule_from(rule, "rules")
+            chosen.check(self.config())
+            if self.kv == "host":
+                chosen.check_host(self.config())
+
+    def config(self) -> "ModelConfig":
+        """A small Llama: 8 query heads on 2 KV heads of 64 dimensions."""
+        from jaxrag.measure.zoo import llama
+
+        longest = max(self.contexts) + self.steps + self.warm + 1
+        return llama(
+            vocab_size=2048, num_layers=self.layers, model_dim=512, mlp_dim=1024, num_heads=8,
+            num_kv_heads=2, head_dim=64, max_positions=max(longest, 4096), dtype=self.dtype,
+            eos_ids=(),
+        )  # fmt: skip
+
 
 def rules_of(text: str) -> tuple[str, ...]:
     """Decode rules, split at semicolons, or at commas where no rule has settings."""
     rules = tuple(filter(None, text.split(";" if ";" in text or ":" in text else ",")))
     if not rules:
-        raise RequestError(f"--rules {text!r}: expected names such as dense or topn:n=64")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected names such as dense or topn:n=64")
     return rules
 
 
 @dataclasses.dataclass(frozen=True)
-class TrafficOptions:
+class Traffic:
     """What requests `jaxrag bench serve` draws.
 
     Attributes:
-      requests: how many come.
-      documents: there are, of one chunk each.
-      chunk_tokens: of each.
-      chunks: that a request asks for, none twice.
-      question: tokens of its final block.
-      answers: lengths; each request gets one of them, all equally likely.
       zipf: the n-th document is asked for n ** -zipf as often as the first.
       topics: document n is of topic n modulo so many.
-      tenants: that requests are of, all equally likely.
-      seed: of everything.
+      focus: the probability that a chunk is of the request's topic, and not any.
+      neighbours: chunks in front of which a chunk is encoded, for encoders that see some: the most
+        popular others of its topic.
+      batch: requests that come at one moment; above 1 these moments are equally far apart.
     """
 
     requests: int = option(60, "at every rate", "N")
@@ -180,6 +269,63 @@ class TrafficOptions:
     topics: int = option(8, "that the chunks of a request mostly share", "N")
     tenants: int = option(4, "that requests are of", "N")
     seed: int = option(0, _DRAWN, "N")
+    focus: float = 0.8
+    neighbours: int = 2
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be drawn."""
+        _positive(
+            self, "requests", "documents", "chunk_tokens", "chunks", "question", "topics",
+            "tenants", "batch",
+        )  # fmt: skip
+        if self.chunks > self.documents:
+            raise RequestError(
+                f"chunks={self.chunks}: there are {self.documents} documents, and a request asks "
+                "for none twice"
+            )
+        if self.neighbours < 0 or self.neighbours >= self.documents:
+            raise RequestError(
+                f"neighbours={self.neighbours}: expected 0 to {self.documents - 1}, the others"
+            )
+        if not self.answers or min(self.answers) < 1:
+            raise RequestError(f"answers={self.answers}: expected lengths of 1 or more")
+        if not 0 <= self.focus <= 1 or self.zipf < 0:
+            raise RequestError(
+                f"focus={self.focus}, zipf={self.zipf}: expected 0 to 1, and 0 or more"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Slo:
+    """What a request must meet to be good.
+
+    Attributes:
+      share: of the requests that must be good for a rate to be sustained.
+    """
+
+    first: float = option(1.0, "of a good request", "S", flag="--first-within")
+    per_token: float = option(0.1, "of a good one", "S", flag="--per-token-within")
+    share: float = 0.95
+
+
+def rates_of(text: str) -> tuple[float, ...]:
+    """Requests a second such as 2,4 or inf, all above 0."""
+    try:
+        rates = tuple(map(float, text.split(",")))
+    except ValueError:
+        rates = ()
+    if not rates or not all(rate > 0 for rate in rates):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers above 0 such as 2,4, or inf")
+    return rates
+
+
+def link_of(text: str) -> float:
+    """Bytes a second of a text such as 40MB/s."""
+    with contextlib.suppress(argparse.ArgumentTypeError):
+        if text.endswith("/s") and (number := parse_bytes(text.removesuffix("/s"))) > 0:
+            return float(number)
+    raise argparse.ArgumentTypeError(f"{text!r}: expected a speed such as 40MB/s")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,15 +333,11 @@ class ServeOptions:
     """How `jaxrag bench serve` measures.
 
     Attributes:
-      model: a directory; None makes random weights of SMALL_LLAMA.
-      rows: that decode together.
       watched: each token is read as it comes; else an engine may run several at once.
-      pool_chunks: size of the page pool, in chunks of the traffic's size.
-      highest_rate: also look for the highest rate that each arm sustains.
-      http: also measure a server of this package, and an engine beside it.
-      peer: the URL of a peer; None measures none, unless ``peer_python`` is given.
-      peer_python: interpreter with vLLM, which is started on a copy of the model.
-      folder: where the store goes; None is the system's temporary folder.
+      traffic: what is asked.
+      slo: what a good request meets.
+      patience: seconds after the last request was due in which all answers must come.
+      probe_seconds: for how long requests come at each rate that is tried for it.
     """
 
     model: str | None = option(None, metavar="MODEL", unset="a random Llama of 6 layers, width 256")
@@ -215,3 +357,44 @@ class ServeOptions:
         None, "interpreter with vLLM, started on the same weights", "FILE"
     )
     folder: str | None = option(None, "where the store goes", "DIR", unset=_TEMPORARY)
+    arms: str = option(
+        "static;inline;asynchronous;full",
+        "of static, static_full, inline, asynchronous, full, fusionrag, fusionrag_inline; settings "
+        "follow a colon, as in asynchronous:engine.load_threads=4,method=cacheblend",
+        "ARM;...",
+    )
+    engine: str = option(
+        "",
+        "settings of the engine under all arms, such as load_threads=4",
+        "NAME=VALUE,...",
+        unset="its defaults",
+    )
+    rates: tuple[float, ...] = option(
+        (2.0, 4.0), "requests a second; inf: at once", "N,N,...", parse=rates_of
+    )
+    link: float | None = option(
+        None, "speed of the store, such as 40MB/s", "BYTES/s", parse=link_of, unset="what it is"
+    )
+    traffic: Traffic = dataclasses.field(default_factory=Traffic)
+    slo: Slo = dataclasses.field(default_factory=Slo)
+    patience: float = 120.0
+    probe_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured."""
+        if not self.rates or min(self.rates) <= 0 or len(set(self.rates)) < len(self.rates):
+            raise RequestError(f"rates {self.rates}: expected numbers above 0, each once")
+        _positive(self, "rows", "pool_chunks", "patience", "probe_seconds")
+        if self.highest_rate and math.isinf(min(self.rates)):
+            raise RequestError("the highest rate is looked for from a finite one; add it to rates")
+        if self.peer is not None and self.peer_python is not None:
+            raise RequestError("a peer by URL or by its interpreter, not both; leave one out")
+        _folder_exists(self.folder)
+        _ = self.compared
+
+    @property
+    def compared(self) -> "tuple[Arm, ...]":
+        """The arms."""
+        from jaxrag.measure.bench.serve_arms import arms_of
+
+        return arms_of(self.arms, self.engine)

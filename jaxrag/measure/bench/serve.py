@@ -34,13 +34,13 @@ from jaxrag.engine.engine import Engine
 from jaxrag.engine.request import Request, check_length
 from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.store import ChunkStore, KVStore
-from jaxrag.measure.bench.options import ServeOptions
+from jaxrag.measure.bench.options import ServeOptions, Traffic
 from jaxrag.measure.bench.serve_arms import FULL, Arm, arms_of
 from jaxrag.measure.bench.serve_client import offer, offer_http
 from jaxrag.measure.bench.serve_http import HTTP, IN_PROCESS, OwnServer, own_server
 from jaxrag.measure.bench.serve_peer import HttpPeer, vllm
-from jaxrag.measure.bench.serve_records import Served, Slo, highest_rate, ratios, summary
-from jaxrag.measure.bench.serve_workload import Asked, Traffic, draw, like
+from jaxrag.measure.bench.serve_records import Served, highest_rate, ratios, summary
+from jaxrag.measure.bench.serve_workload import Asked, draw, like
 from jaxrag.measure.bench.throttle import Link, Throttled
 from jaxrag.measure.machine import describe
 from jaxrag.measure.rounds import settle
@@ -56,45 +56,8 @@ _PROBE_REQUESTS = 10  # at least, at a rate that is tried
 _DOUBLINGS, _HALVINGS = 5, 3  # of the search for the highest rate
 
 
-@dataclasses.dataclass(frozen=True)
-class Options(ServeOptions):
-    """What to measure.
-
-    Attributes:
-      traffic: what is asked.
-      arms: what is compared.
-      rates: requests a second; infinity sends all at once.
-      link: bytes a second of the store; None: as fast as it is.
-      slo: what a good request meets.
-      patience: seconds after the last request was due in which all answers must come.
-      probe_seconds: for how long requests come at each rate that is tried for it.
-    """
-
-    traffic: Traffic = dataclasses.field(default_factory=Traffic)
-    arms: tuple[Arm, ...] = arms_of("static;inline;asynchronous;full")
-    rates: tuple[float, ...] = (2.0, 4.0)
-    link: float | None = None
-    slo: Slo = dataclasses.field(default_factory=Slo)
-    patience: float = 120.0
-    probe_seconds: float = 10.0
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be measured."""
-        if not self.rates or min(self.rates) <= 0 or len(set(self.rates)) < len(self.rates):
-            raise RequestError(f"rates {self.rates}: expected numbers above 0, each once")
-        for name in ("rows", "pool_chunks", "patience", "probe_seconds"):
-            if getattr(self, name) <= 0:
-                raise RequestError(f"{name}={getattr(self, name)}: expected more than 0")
-        if self.highest_rate and math.isinf(min(self.rates)):
-            raise RequestError("the highest rate is looked for from a finite one; add it to rates")
-        if self.peer is not None and self.peer_python is not None:
-            raise RequestError("a peer by URL or by its interpreter, not both; leave one out")
-        if self.folder is not None and not Path(self.folder).is_dir():
-            raise RequestError(f"folder {self.folder}: does not exist; make it first")
-
-
 def run(
-    options: Options, also: "Callable[[Bench], dict[str, Any]] | None" = None
+    options: ServeOptions, also: "Callable[[Bench], dict[str, Any]] | None" = None
 ) -> dict[str, Any]:
     """All arms at all rates, what is measured ``also``, then the peer; JSON-able."""
     model = random_model(SMALL_LLAMA) if options.model is None else load_model(options.model)
@@ -106,15 +69,15 @@ def run(
         rows: list[dict[str, Any]] = []
         highest: dict[str, Any] = {}
         extra: dict[str, Any] = {}
-        steps = len(options.arms) * len(options.rates)
+        steps = len(options.compared) * len(options.rates)
         bar = stack.enter_context(progress_bar(steps, "serve", "arm"))
         for rate in options.rates:
-            for arm in options.arms:
+            for arm in options.compared:
                 bar.set_postfix_str(f"{arm.name} at {rate:g}/s", refresh=False)
                 rows.append(bench.measure(arm, rate))
                 bar.update()
         if options.highest_rate:
-            for arm in options.arms:
+            for arm in options.compared:
                 bar.set_postfix_str(f"highest rate of {arm.name}", refresh=False)
                 highest[arm.name] = bench.highest(arm)
         if also is not None:
@@ -147,7 +110,7 @@ def run(
             "chunk_bytes": model.kv_layout.nbytes(options.traffic.chunk_tokens),
         },
         "traffic": dataclasses.asdict(options.traffic),
-        "arms": {arm.name: dataclasses.asdict(arm) for arm in options.arms},
+        "arms": {arm.name: dataclasses.asdict(arm) for arm in options.compared},
         "rows_that_decode": options.rows,
         "watched": options.watched,
         "pool_chunks": options.pool_chunks,
@@ -171,7 +134,7 @@ class Bench:
       options: what is measured.
     """
 
-    def __init__(self, model: Model, options: Options, folder: Path) -> None:
+    def __init__(self, model: Model, options: ServeOptions, folder: Path) -> None:
         """Draw the workload, and open a store for it in ``folder``."""
         self.options = options
         self._model = dataclasses.replace(
@@ -410,7 +373,7 @@ def _told(answers: dict[int, list[int]]) -> bool:
 
 
 @contextlib.contextmanager
-def _peer(model: Model, options: Options, folder: Path) -> Iterator[HttpPeer]:
+def _peer(model: Model, options: ServeOptions, folder: Path) -> Iterator[HttpPeer]:
     if options.peer is not None:
         yield HttpPeer(options.peer, {"name": "given by its URL"})
         return

@@ -9,22 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxrag.measure.bench.options import Slo
+
 PERCENTILES = (50, 95, 99)
-
-
-@dataclasses.dataclass(frozen=True)
-class Slo:
-    """What a request must meet to be good.
-
-    Attributes:
-      first: seconds to its first token, below which it is.
-      per_token: mean seconds of the others, below which it is.
-      share: of the requests that must be good for a rate to be sustained.
-    """
-
-    first: float = 1.0
-    per_token: float = 0.1
-    share: float = 0.95
 
 
 @dataclasses.dataclass

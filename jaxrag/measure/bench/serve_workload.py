@@ -15,50 +15,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
 from jaxrag.engine.request import Prompt
-from jaxrag.measure.bench.options import TrafficOptions
+from jaxrag.measure.bench.options import Traffic
 
 _ARRIVALS, _DOCUMENTS, _REQUESTS = range(3)  # streams of random numbers
-
-
-@dataclasses.dataclass(frozen=True)
-class Traffic(TrafficOptions):
-    """What is drawn.
-
-    Attributes:
-      focus: the probability that a chunk is of the request's topic, and not any.
-      neighbours: chunks in front of which a chunk is encoded, for encoders that see some: the most
-        popular others of its topic.
-      batch: requests that come at one moment; above 1 these moments are equally far apart.
-    """
-
-    focus: float = 0.8
-    neighbours: int = 2
-    batch: int = 1
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be drawn."""
-        for name in ("requests", "documents", "chunk_tokens", "chunks", "question", "topics",
-                     "tenants", "batch"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise RequestError(f"{name}={getattr(self, name)}: expected 1 or more")
-        if self.chunks > self.documents:
-            raise RequestError(
-                f"chunks={self.chunks}: there are {self.documents} documents, and a request asks "
-                "for none twice"
-            )
-        if self.neighbours < 0 or self.neighbours >= self.documents:
-            raise RequestError(
-                f"neighbours={self.neighbours}: expected 0 to {self.documents - 1}, the others"
-            )
-        if not self.answers or min(self.answers) < 1:
-            raise RequestError(f"answers={self.answers}: expected lengths of 1 or more")
-        if not 0 <= self.focus <= 1 or self.zipf < 0:
-            raise RequestError(
-                f"focus={self.focus}, zipf={self.zipf}: expected 0 to 1, and 0 or more"
-            )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -6,7 +6,6 @@ they were dropped from it and seen to be gone.
 """
 
 import ctypes
-import dataclasses
 import functools
 import importlib.util
 import mmap
@@ -44,27 +43,9 @@ _COLD_SHARE = 0.01  # of a file's pages may be in the page cache
 Way = Callable[[], None]
 
 
-@dataclasses.dataclass(frozen=True)
-class Options(StoreOptions):
-    """Sizes of the chunks ([L, 2, T, K, H] bfloat16) and how often to measure."""
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that cannot be measured."""
-        for field in ("chunks", "layers", "tokens", "kv_heads", "head_dim", "rounds"):
-            if getattr(self, field) < 1:
-                raise RequestError(f"{field}={getattr(self, field)}: expected a positive number")
-        if self.folder is not None and not Path(self.folder).is_dir():
-            raise RequestError(f"folder {self.folder}: does not exist; make it first")
-
-    @property
-    def layout(self) -> KVLayout:
-        """Sizes and dtype of the chunks."""
-        return KVLayout(self.layers, self.kv_heads, self.head_dim, "bfloat16")
-
-
-def run(options: Options) -> dict[str, Any]:
+def run(options: StoreOptions) -> dict[str, Any]:
     """Write the chunks, measure every way to read them; returns a JSON-able result."""
-    layout = options.layout
+    layout = KVLayout(options.layers, options.kv_heads, options.head_dim, "bfloat16")
     nbytes = options.chunks * layout.nbytes(options.tokens)
     with tempfile.TemporaryDirectory(prefix="jaxrag-bench-", dir=options.folder) as name:
         work = Path(name)

@@ -2,16 +2,12 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
-
-from numpy.typing import NDArray
+from collections.abc import Callable, Sequence
 
 from jaxrag.base.errors import RequestError
-from jaxrag.kv.store.base import Aux, KVStore, Stats
-from jaxrag.kv.store.reading import Found, Refused, Wanted
-from jaxrag.kv.store.record import AuxArray, Provenance, Record
-from jaxrag.kv.store.writer import PutResult
+from jaxrag.kv.store import KVStore, Refused
+from jaxrag.kv.store.reading import ReadRequest
+from jaxrag.kv.store.wrapper import StoreWrapper
 
 
 class Link:
@@ -51,7 +47,7 @@ class Link:
             self._sleep(left)
 
 
-class Throttled(KVStore):
+class Throttled(StoreWrapper):
     """Another store whose KV comes over a link: who reads sleeps until its bytes have arrived.
 
     What the inner store takes for the read counts as part of that. Records, auxiliary arrays and
@@ -60,63 +56,17 @@ class Throttled(KVStore):
 
     def __init__(self, inner: KVStore, link: Link) -> None:
         """Read ``inner`` over ``link``."""
-        super().__init__(inner.fingerprint, inner.layout, inner.max_tokens)
-        self.inner = inner
+        super().__init__(inner)
         self.link = link
 
-    @property
-    def writable(self) -> bool:
-        """As of the inner store."""
-        return self.inner.writable
-
-    @property
-    def private(self) -> bool:
-        """As of the inner store."""
-        return self.inner.private
-
-    def keys(self) -> Iterator[str]:
-        """As of the inner store."""
-        return self.inner.keys()
-
-    def records(self) -> Iterator[Record]:
-        """As of the inner store."""
-        return self.inner.records()
-
-    def stats(self) -> Stats:
-        """As of the inner store."""
-        return self.inner.stats()
-
-    def _put(
-        self,
-        key: str,
-        kv: NDArray[Any],
-        record: Provenance,
-        aux: Aux,
-        described: Mapping[str, AuxArray],
-        replace: bool,
-    ) -> PutResult:
-        return self.inner._put(key, kv, record, aux, described, replace)
-
-    def _find(self, keys: Sequence[str]) -> dict[str, Found]:
-        return self.inner._find(keys)
-
-    def _nearest(self, keys: Sequence[str]) -> dict[str, Found]:
-        return self.inner._nearest(keys)
-
-    def _load(self, wanted: Sequence[Wanted]) -> Sequence[Refused | None]:
+    def _load(self, wanted: Sequence[ReadRequest]) -> Sequence[Refused | None]:
         until = self.link.book(sum(map(_stored_bytes, wanted)))
         answers = self.inner._load(wanted)
         self.link.wait(until)
         return answers
 
-    def _read_aux(self, record: Record, name: str) -> NDArray[Any] | Refused:
-        return self.inner._read_aux(record, name)
 
-    def _delete(self, key: str) -> bool:
-        return self.inner._delete(key)
-
-
-def _stored_bytes(wanted: Wanted) -> int:
+def _stored_bytes(wanted: ReadRequest) -> int:
     """Of the files of the layers that are wanted."""
     record, layers = wanted.record, wanted.layers[1] - wanted.layers[0]
     of_files = record.layout.stored_nbytes(record.tokens) * len(wanted.ranks) // record.ways

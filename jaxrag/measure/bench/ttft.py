@@ -27,17 +27,15 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrag.base.errors import RequestError
-from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.direct import map_request, prefill, unmap
 from jaxrag.engine.engine import Engine, engine_of
-from jaxrag.engine.prefill import prefill
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.store import ChunkStore, KVStore
 from jaxrag.library.knowledge_base.neighbours import each_other
-from jaxrag.measure.bench.options import TtftOptions
+from jaxrag.measure.bench.options import CHUNK_TOKENS, TtftOptions
 from jaxrag.measure.bench.peer import Peer
 from jaxrag.measure.bench.ttft_batch import measure_batches, report_batches
 from jaxrag.measure.bench.ttft_ratios import report_ratios, slopes
@@ -50,55 +48,10 @@ from jaxrag.models.text.progress import progress_bar
 from jaxrag.reuse.encode import chunk_key, encoder_named
 from jaxrag.reuse.methods import METHODS, Method
 
-CHUNK_TOKENS = 512
 PEER_SCRIPT = Path(__file__).with_name("peer_transformers.py")
 
 
-@dataclasses.dataclass(frozen=True)
-class Options(TtftOptions):
-    """What to measure."""
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that cannot be measured."""
-        if METHODS.get(self.method) is None or METHODS[self.method].encoder is None:
-            reusing = ", ".join(name for name, m in METHODS.items() if m.encoder)
-            raise RequestError(f"method {self.method!r}: expected one that reuses: {reusing}")
-        for name, sizes in (("contexts", self.contexts), ("batch context", (self.batch_context,))):
-            if min(sizes) < CHUNK_TOKENS or any(n % CHUNK_TOKENS for n in sizes):
-                raise RequestError(f"{name} {sizes}: expected multiples of {CHUNK_TOKENS}")
-        if min(*self.repeats, self.batch_repeats, self.question_tokens) < 1:
-            raise RequestError("repeats and question tokens must be positive")
-        if len(self.repeats) not in (1, len(self.contexts)):
-            raise RequestError(
-                f"repeats {self.repeats}: expected one number, or one for each of the "
-                f"{len(self.contexts)} contexts"
-            )
-        if any(size < 1 for size in self.batches) or len(set(self.batches)) != len(self.batches):
-            raise RequestError(f"batches {self.batches}: expected sizes of 1 or more, each once")
-        if len(set(self.ratios)) != len(self.ratios):
-            raise RequestError(f"ratios {self.ratios}: expected each of them once")
-        if self.ratios and not METHODS[self.method].recomputes:
-            choosing = ", ".join(name for name, m in METHODS.items() if m.recomputes)
-            raise RequestError(
-                f"method {self.method!r} recomputes nothing; leave the ratios out, or take one of "
-                f"{choosing}"
-            )
-        self.recomputing()  # refuses a ratio out of range
-
-    def plain(self) -> Method:
-        """The method with nothing recomputed."""
-        method = METHODS[self.method]
-        return method.with_ratio(0) if method.recomputes else method
-
-    def recomputing(self) -> list[Method]:
-        """The method at every ratio that is measured; empty for one that recomputes nothing."""
-        method = METHODS[self.method]
-        if not method.recomputes:
-            return []
-        return [method.with_ratio(ratio) for ratio in sorted(self.ratios)] or [method]
-
-
-def run(options: Options) -> dict[str, Any]:
+def run(options: TtftOptions) -> dict[str, Any]:
     """Measure every context; returns the rows, the machine and the setting, JSON-able."""
     with contextlib.ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxrag-bench-")))
@@ -161,7 +114,7 @@ def _measure(
     model: Model,
     store: ChunkStore,
     store_path: Path,
-    options: Options,
+    options: TtftOptions,
     context: int,
     repeats: int,
     peer: Peer | None,
@@ -222,7 +175,7 @@ def _measure(
     return row
 
 
-def _draw(model: Model, options: Options, context: int, number: int = 0) -> Prompt:
+def _draw(model: Model, options: TtftOptions, context: int, number: int = 0) -> Prompt:
     """A prompt of random chunks, which have each other for neighbours."""
     rng = np.random.default_rng((options.seed, context, *([number] if number else [])))
 
@@ -234,7 +187,7 @@ def _draw(model: Model, options: Options, context: int, number: int = 0) -> Prom
     return Prompt(np.zeros(0, np.int32), chunks, ids(options.question_tokens), neighbours)
 
 
-def _batches(model: Model, store: KVStore, options: Options) -> dict[str, Any]:
+def _batches(model: Model, store: KVStore, options: TtftOptions) -> dict[str, Any]:
     reuse, context = options.plain(), options.batch_context
     prompts = [_draw(model, options, context, number) for number in range(max(options.batches))]
     rows = measure_batches(

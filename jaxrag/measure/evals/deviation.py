@@ -9,10 +9,9 @@ import numpy as np
 
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import Array, HostArray
-from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.direct import map_request, prefill, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import PromptPart, RequestState
-from jaxrag.engine.prefill import prefill
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.kv.cache import PAGE, PagePool

@@ -8,7 +8,7 @@ next token: does it choose the same one, and how far is its distribution from fu
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,21 +17,21 @@ import numpy as np
 from jaxrag.base.errors import KnowledgeBaseError, RequestError
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import Array, HostArray, Step
-from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.decoding import run_tokens
+from jaxrag.engine.direct import map_request, prefill, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import RequestState
-from jaxrag.engine.prefill import prefill, run_tokens
 from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.kv.cache import PagePool, PageTable
 from jaxrag.library.documents import Shard
 from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.measure.evals.options import GateOptions, Target
 from jaxrag.measure.evals.statistics import Estimate, share
 from jaxrag.models.decoder import Decoder, unembed
 from jaxrag.models.text.progress import progress_bar
-from jaxrag.models.text.prompts import PromptTemplate
-from jaxrag.reuse.methods import METHODS, Method
+from jaxrag.reuse.methods import METHODS, method_named
 from jaxrag.reuse.select import NoTokens
 from jaxrag.serve.answers import Result, serve
 from jaxrag.serve.ask import Ask
@@ -40,31 +40,6 @@ from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.serve.suits import gate_subject
 
 RATIOS = (0.0, 0.05, 0.10, 0.15, 0.20, 0.30, 0.50)  # at 1 nothing is gained
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """What a ratio has to reach, on average over the probes.
-
-    Attributes:
-      agreement: least share of answer tokens that are full attention's first choice as well.
-      max_kl: largest mean of KL(full attention || method), in nats a token.
-      answers: least share of questions whose whole greedy answer is full attention's.
-    """
-
-    agreement: float = 0.9
-    max_kl: float = 0.1
-    answers: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Refuse what no number can be compared with."""
-        for name in ("agreement", "answers"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise RequestError(
-                    f"--target-{name} {getattr(self, name)}: expected a share from 0 to 1"
-                )
-        if not self.max_kl >= 0:
-            raise RequestError(f"--max-kl {self.max_kl}: expected nats a token, 0 or more")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,18 +75,7 @@ class GateReport:
 
 
 def gate(
-    kb: KnowledgeBase,
-    method: Method,
-    questions: QuestionFile,
-    *,
-    ratios: Sequence[float] | None = None,
-    target: Target | None = None,
-    template: str | PromptTemplate | None = None,
-    k: int = 5,
-    where: Mapping[str, Any] | None = None,
-    answer_tokens: int = 8,
-    batch_size: int = 8,
-    progress: bool = False,
+    kb: KnowledgeBase, questions: QuestionFile, options: GateOptions, *, progress: bool = False
 ) -> GateReport:
     """Measure a method at every ratio and store the smallest that meets the target with ``kb``.
 
@@ -119,15 +83,8 @@ def gate(
 
     Args:
       kb: opened with its model, for writing.
-      method: one that reuses chunks.
       questions: the probes; a line without documents is retrieved for.
-      ratios: to try; RATIOS when None, 0 alone for a method that recomputes nothing.
-      target: what to reach; the defaults of Target when None.
-      template: as for ``generate``.
-      k: as for ``generate``.
-      where: as for ``generate``.
-      answer_tokens: of every answer, compared at most.
-      batch_size: questions that run together.
+      options: the method, the ratios, the target.
       progress: show how far it is, on stderr.
 
     Raises:
@@ -139,34 +96,38 @@ def gate(
         raise KnowledgeBaseError(
             f"{kb.path} was opened for reading; open it with its model and mode 'rw' for a gate"
         )
-    if batch_size < 1:
-        raise RequestError(f"batch_size={batch_size}: expected a positive integer")
-    target = target or Target()
+    method, ratios = method_named(options.method), options.ratios
     if ratios is None:
         ratios = (0.0,) if isinstance(method.selector, NoTokens) else RATIOS
-    tried = [method.with_ratio(ratio) for ratio in sorted(set(ratios))]
-    if not tried:
-        raise RequestError("no ratio to try; name some, such as --recompute-ratios 0,0.15,0.3")
     settings = [
         resolve(
-            Ask(method=one, template=template, k=k, max_new_tokens=answer_tokens, where=where),
+            Ask(
+                method=one,
+                template=options.template,
+                k=options.k,
+                where=options.where,
+                max_new_tokens=options.answer_tokens,
+            ),
             kb=kb,
         )
-        for one in (METHODS["full_attention"], *tried)
+        for one in (METHODS["full_attention"], *map(method.with_ratio, sorted(set(ratios))))
     ]
     prepared = [_prepare(one, questions) for one in settings]
-    measured, tokens = compare(settings, prepared, target, batch_size, progress=progress)
+    measured, tokens = compare(
+        settings, prepared, options.target, options.batch_size, progress=progress
+    )
     report = GateReport(
         method=method.name,
         questions=len(prepared[0]),
         answer_tokens=tokens,
-        target=target,
+        target=options.target,
         measured=measured,
         ratio=next((one.ratio for one in measured if one.meets), None),
     )
     if report.ratio is not None:
-        found = {"subject": gate_subject(method, settings[0].template), "k": k, "where": where}
-        kb.set_gate(method.name, report.to_dict() | found | {"probes": questions.digest})
+        subject = gate_subject(method, settings[0].template)
+        asked = {"subject": subject, "k": options.k, "where": options.where}
+        kb.set_gate(method.name, report.to_dict() | asked | {"probes": questions.digest})
     return report
 
 

@@ -3,7 +3,7 @@
 Every method answers the same questions of the synthetic task from cached chunks, as ``generate``
 does, and is compared with full attention and with full reuse (FusionRAG section 5.2). The chunks of
 all samples stand in one knowledge base; the neighbours that a chunk is encoded behind are found in
-it by BM25, so they come from other samples as well as its own. With ``Options.retrieve`` the chunks
+it by BM25, so they come from other samples as well as its own. With ``retrieve`` the chunks
 of a prompt come from a search (``methods_pool``).
 """
 
@@ -18,15 +18,24 @@ from tqdm import tqdm
 
 from jaxrag.base.types import HostArray
 from jaxrag.measure.evals.deviation import kv_deviation
-from jaxrag.measure.evals.methods_grid import REFERENCES, Cell, Options
+from jaxrag.measure.evals.methods_grid import REFERENCES, Cell, cells_of
 from jaxrag.measure.evals.methods_pool import Pool, open_pool
 from jaxrag.measure.evals.metrics import exact_match, token_f1
+from jaxrag.measure.evals.options import MethodsOptions
 from jaxrag.measure.evals.scoring import draw, write
-from jaxrag.measure.evals.statistics import LEVEL, Estimate, difference, plain, recovery, share
+from jaxrag.measure.evals.statistics import (
+    LEVEL,
+    Estimate,
+    by_group,
+    difference,
+    plain,
+    recovery,
+    share,
+)
 from jaxrag.measure.evals.synthetic import ALL, Asked
+from jaxrag.measure.subject import described
 from jaxrag.models.model import load_model
 from jaxrag.models.text.progress import progress_bar
-from jaxrag.models.text.prompts import template_named
 from jaxrag.reuse.encode import encoder_named
 from jaxrag.reuse.methods import Method
 from jaxrag.serve.answers import Result, serve
@@ -47,21 +56,22 @@ class Answers:
     f1: HostArray  # float64
 
 
-def run(options: Options, progress: bool = True) -> dict[str, Any]:
+def run(options: MethodsOptions, progress: bool = True) -> dict[str, Any]:
     """Measure; JSON-able, shares as fractions of 1, ``methods_report`` prints it.
 
     Raises RequestError, ModelError, TokenizerError or ConfigError for a model that cannot be asked,
     before anything is encoded.
     """
-    template = None if options.template is None else template_named(options.template)
+    cells = cells_of(options)
     asked = Asked.of(draw(options.task, options.seed, options.questions))
     model = load_model(options.model, dtype=options.dtype)
-    written = write(model, asked.samples, template, options.response_start, options.retrieve)
+    written = write(
+        model, asked.samples, options.template, options.response_start, options.retrieve
+    )
     longest = written.prompt_tokens(options.retrieve) + written.answer_tokens
     room = 4 * options.batch_size * longest  # pages are not full, and cacheblend has copies
     model = dataclasses.replace(model, cache_tokens=room)
     written = dataclasses.replace(written, model=model)
-    cells = options.cells()
     for cell in cells:
         cell.method.check(model.config)
     answers: dict[Method, Answers] = {}
@@ -81,25 +91,20 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
                     f"{method.name} {method.encoder} {method.recompute_ratio}", refresh=False
                 )
                 answers[served] = _answer(pool, method, options.batch_size, bar)
-                if options.deviation:
-                    deviations[served] = _deviation(pool, method, options.deviation)
+                if options.compared:
+                    deviations[served] = _deviation(pool, method, options.compared)
     return {
         "task": dataclasses.asdict(options.task),
         "seed": options.seed,
         "questions": {name: int(rows.sum()) for name, rows in _groups(asked).items()},
         "samples": len(asked.samples),
         "interval": f"{LEVEL:.0%}, cluster-robust over samples (evals/statistics.py)",
-        "model": {
-            "path": options.model,
-            "weights": model.digest,
-            "dtype": model.config.dtype,
-            "template": written.template.to_dict(),
-        },
+        "model": described(options.model, model, written.template),
         "neighbours": options.neighbours,
         "prompts": prompts,
         "encoders": list(options.encoders),
         "ratios": list(options.ratios),
-        "deviation_samples": min(options.deviation, len(asked.samples)),
+        "deviation_samples": min(options.compared, len(asked.samples)),
         "cells": [_cell(cell, asked, answers, deviations) for cell in cells],
         "differences": _differences(cells, asked, answers),
         "whole": _whole(cells, answers),
@@ -224,7 +229,4 @@ def _whole(cells: Sequence[Cell], answers: Mapping[Method, Answers]) -> list[dic
 
 
 def _by_group(asked: Asked, estimate: Any, *values: HostArray) -> dict[str, Any]:
-    return {
-        name: plain(estimate(*(column[rows] for column in values), asked.sample[rows]))
-        for name, rows in _groups(asked).items()
-    }
+    return by_group(_groups(asked), asked.sample, estimate, *values)

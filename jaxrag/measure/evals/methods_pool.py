@@ -17,7 +17,7 @@ from jaxrag.base.types import HostArray
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.library.documents import Document
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.measure.evals.methods_grid import Options
+from jaxrag.measure.evals.options import MethodsOptions
 from jaxrag.measure.evals.scoring import Written
 from jaxrag.reuse.encode import encoder_named
 from jaxrag.reuse.methods import Method
@@ -113,14 +113,8 @@ class Pool:
 
     def _settings(self, kb: KnowledgeBase, method: Method) -> Settings:
         """What all questions of a cell have in common."""
-        return resolve(
-            Ask(
-                method=method,
-                template=self.written.template,
-                max_new_tokens=self.written.answer_tokens,
-            ),
-            kb=kb,
-        )
+        tokens, template = self.written.answer_tokens, self.written.template
+        return resolve(Ask(method=method, template=template, max_new_tokens=tokens), kb=kb)
 
     def _ready(self, settings: Settings, number: int, question: str) -> ReadyQuestion:
         sample, chosen = self.written.samples[number], self._choose(number, question)
@@ -174,7 +168,11 @@ class Pool:
 
 
 def open_pool(
-    options: Options, written: Written, methods: Sequence[Method], folder: str, progress: bool
+    options: MethodsOptions,
+    written: Written,
+    methods: Sequence[Method],
+    folder: str,
+    progress: bool,
 ) -> Pool:
     """Every chunk as a document of its own, encoded in every way that a method wants.
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrag.measure.evals.synthetic import ALL
+from jaxrag.measure.evals.synthetic_report import setting
 from jaxrag.measure.table import Table, percent, points
 
 Key = tuple[str, str | None]  # method and encoder: a row of the tables
@@ -97,12 +98,9 @@ def _scores(result: Mapping[str, Any], metric: str, show: Any) -> Table:
         value = cell[metric] if metric == "as_full_attention" else cell[metric][ALL]
         found.setdefault((cell["method"], cell["encoder"]), {})[cell["ratio"]] = show(value)
     ratios: list[float | None] = [None, *result["ratios"]]
-    low, high = result["task"]["chunks"]
-    chunks = f"{low}" if low == high else f"{low} to {high}"
     title = {
-        "exact_match": f"exact match in %, {result['questions'][ALL]} questions on "
-        f"{result['samples']} sets of {chunks} chunks ({result['task']['split']} split, seed "
-        f"{result['seed']}), by recompute ratio, with 95 % intervals",
+        "exact_match": f"exact match in %, {setting(result)}, by recompute ratio, with 95 % "
+        "intervals",
         "f1": "F1 of words in %, by recompute ratio",
         "normalised_f1": "normalised F1 (FusionRAG equation 11): 0 is full reuse, 100 full "
         "attention; undefined where the gap between them is too small",

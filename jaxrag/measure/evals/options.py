@@ -1,17 +1,79 @@
-"""What each evaluation is told, as far as the command line says it; the evaluations check it."""
+"""What each evaluation asks: its settings, which the command line fills, and their checks."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+import re
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from jaxrag.base.config import DTYPES
-from jaxrag.base.options import option, parse_count, parse_counts, parse_names, parse_ratios
+from jaxrag.base.errors import RequestError
+from jaxrag.base.options import (
+    flags_of,
+    option,
+    parse_count,
+    parse_counts,
+    parse_names,
+    parse_ratios,
+)
 
 if TYPE_CHECKING:
+    from jaxrag.models.text.prompts import PromptTemplate
     from jaxrag.reuse.methods import Method
+    from jaxrag.tasks.long.tasks import Task
+    from jaxrag.tasks.synthetic import SyntheticTask
 
+GRID_DEPTHS = tuple(n / 10 for n in range(11))
 _NUMBER = "--num-questions"
-_OWN = "the model's own"
+
+
+def _template() -> Any:
+    return option(None, "a template's name or .toml file", "NAME", unset="the model's own")
+
+
+def _dtype() -> Any:
+    return option(
+        None, "of weights, activations and KV", choices=DTYPES, unset="as the model is stored"
+    )
+
+
+def _response_start() -> Any:
+    return option(
+        "", "text before every answer, as data.response_start of the training", "TEXT", unset="''"
+    )
+
+
+def _test_task() -> "SyntheticTask":
+    from jaxrag.tasks.synthetic import SyntheticTask
+
+    return SyntheticTask(split="test")
+
+
+def _each_once(options: Any, *names: str) -> None:
+    for name in names:
+        values = getattr(options, name)
+        if len(set(values)) < len(values):
+            flag = flags_of(type(options))[name]
+            raise RequestError(f"{flag} {','.join(map(str, values))}: name each once")
+
+
+def _positive(options: Any, *names: str) -> None:
+    """Refuse numbers below 1, also among several; None is a default."""
+    for name in names:
+        value = getattr(options, name)
+        for one in value if isinstance(value, Collection) else (value,):
+            if one is not None and one < 1:
+                flag = flags_of(type(options))[name]
+                raise RequestError(f"{flag} {one}: expected a positive integer")
+
+
+class ModelRead(NamedTuple):
+    """One model, read in one way."""
+
+    model: str
+    read: str
+
+    def __str__(self) -> str:
+        return f"{self.model}:{self.read}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,14 +82,8 @@ class SyntheticOptions:
 
     Attributes:
       models: name -> model directory.
-      questions: how many.
-      seed: of what is asked.
-      reads: of ``scoring.READS``.
-      baseline: the model that losses and recoveries refer to; the first one when None.
-      answer: so many questions are also answered one at a time through cached KV.
-      template: prompt format; None = what each model brings.
-      response_start: text before answers.
-      dtype: of weights and activations; None = the model's.
+      task: what is asked about.
+      compare: further pairs whose difference is wanted.
     """
 
     models: Mapping[str, str]
@@ -45,13 +101,41 @@ class SyntheticOptions:
         "N",
         flag="--generate",
     )
-    template: str | None = option(None, "a template's name or .toml file", "NAME", unset=_OWN)
-    response_start: str = option(
-        "", "text before every answer, as data.response_start of the training", "TEXT", unset="''"
-    )
-    dtype: str | None = option(
-        None, "of weights, activations and KV", choices=DTYPES, unset="as the model is stored"
-    )
+    template: str | None = _template()
+    response_start: str = _response_start()
+    dtype: str | None = _dtype()
+    task: "SyntheticTask" = dataclasses.field(default_factory=_test_task)
+    compare: tuple[tuple[ModelRead, ModelRead], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured: RequestError."""
+        from jaxrag.measure.evals.scoring import READS
+
+        if not self.models:
+            raise RequestError("no model to evaluate; name one with --model NAME=DIR")
+        for name in self.models:
+            if not re.fullmatch(r"[^\s:,=|]+", name):
+                raise RequestError(f"model name {name!r}: expected a word without : , = or |")
+        unknown = [read for read in self.reads if read not in READS]
+        if unknown or not self.reads or len(set(self.reads)) < len(self.reads):
+            raise RequestError(
+                f"--read {','.join(self.reads)}: expected some of {', '.join(READS)}, each once"
+            )
+        _positive(self, "questions")
+        if not 0 <= self.answer <= self.questions:
+            raise RequestError(
+                f"--generate {self.answer}: expected 0 to {self.questions}, the number of questions"
+            )
+        if self.baseline is not None and self.baseline not in self.models:
+            raise RequestError(
+                f"--baseline {self.baseline}: expected one of {', '.join(self.models)}"
+            )
+        for cell in (cell for pair in self.compare for cell in pair):
+            if cell.model not in self.models or cell.read not in self.reads:
+                raise RequestError(
+                    f"--compare {cell}: expected MODEL:READ with a model of "
+                    f"{', '.join(self.models)} and a read of {', '.join(self.reads)}"
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,21 +143,7 @@ class MethodsOptions:
     """Of `jaxrag eval methods`.
 
     Attributes:
-      model: a model directory.
-      methods: presets, .toml files or "random"; full attention and full reuse are measured whatever
-        is named.
-      ratios: of every method that recomputes.
-      encoders: each method that encodes chunks behind the prefix is measured with each of these
-        instead of its own; none = its own.
-      neighbours: how many chunks a chunk is encoded behind, at most.
-      questions: how many.
-      retrieve: chunks that a question is asked over, found by a search in those of its sample,
-        which are a knowledge base of their own; None asks it over all of them.
-      seed: of what is asked.
-      batch_size: questions that run together.
-      template: as ``SyntheticOptions``.
-      response_start: as ``SyntheticOptions``.
-      dtype: as ``SyntheticOptions``.
+      task: what is asked about.
     """
 
     model: str = option(dataclasses.MISSING, "a directory, or ORG/NAME of the hub", "MODEL")
@@ -112,13 +182,52 @@ class MethodsOptions:
     )
     seed: int = option(7, "of the questions", "N")
     batch_size: int = option(32, "questions that run together", "N")
-    template: str | None = option(None, "a template's name or .toml file", "NAME", unset=_OWN)
-    response_start: str = option(
-        "", "text before every answer, as data.response_start of the training", "TEXT", unset="''"
+    template: str | None = _template()
+    response_start: str = _response_start()
+    dtype: str | None = _dtype()
+    deviation: int | None = option(
+        None,
+        "sets of chunks whose KV is compared with full attention's, 0 for none",
+        "N",
+        unset="32; with --retrieve 0",
     )
-    dtype: str | None = option(
-        None, "of weights, activations and KV", choices=DTYPES, unset="as the model is stored"
-    )
+    task: "SyntheticTask" = dataclasses.field(default_factory=_test_task)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured: RequestError; ``cells_of`` refuses methods and ratios."""
+        from jaxrag.reuse.encode import encoder_named
+
+        _each_once(self, "methods", "ratios", "encoders")
+        if not self.ratios:
+            raise RequestError(
+                "no recompute ratio; name some, such as --recompute-ratios 0,0.15,1.0"
+            )
+        _positive(self, "questions", "batch_size", "neighbours")
+        if self.compared < 0:
+            raise RequestError(f"--deviation {self.deviation}: expected a number of samples, or 0")
+        if self.retrieve is not None and not 1 <= self.retrieve <= self.task.chunks[0]:
+            raise RequestError(
+                f"--retrieve {self.retrieve}: expected 1 to {self.task.chunks[0]}, the chunks of a "
+                f"question's knowledge base; name more of them with --chunks"
+            )
+        if self.retrieve is not None and self.compared:
+            raise RequestError(
+                f"--retrieve {self.retrieve} --deviation {self.deviation}: KV is compared in one "
+                f"knowledge base only; pass --deviation 0"
+            )
+        for encoder in self.encoders:
+            if not encoder_named(encoder).sees_prefix:
+                raise RequestError(
+                    f"--encoder {encoder}: it takes the place of what is encoded behind the "
+                    f"prefix; expected after_prefix, neighbours or neighbours_joint"
+                )
+
+    @property
+    def compared(self) -> int:
+        """Samples whose first question's KV is compared with full attention's."""
+        if self.deviation is None:
+            return 0 if self.retrieve else 32
+        return self.deviation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,24 +236,9 @@ class LongOptions:
 
     Attributes:
       suite: "needle", "ruler" or "infinitebench".
-      model: a model directory.
-      lengths: tokens of a prompt, template and lead included, the answer not.
-      methods: presets or .toml files; the others are compared with the first one.
-      decode: rules of ``reuse.decode``, NAME=RULE to call one so; every method answers under each
-        of them; none = as the method says.
-      flavour: "plain", or "village" for models that know the words of the synthetic task only.
-      split: "test" or "train", the people whom the village flavour asks about.
-      answers: names that an answer of RULER's village flavour has.
-      filler: text files whose sentences are the haystack of tasks that hide needles in prose.
-      questions: of each task, length and depth.
-      seed: of the prompts.
-      chunk_tokens: the haystack is cut into chunks of at most so many tokens; None = it is one.
       lead: end prompts with the first words of the answer, where the task has some.
-      max_new_tokens: of an answer; None = the task's.
-      batch_size: questions that run together.
-      host_values: K and V, or V alone, are in host memory where a rule is meant to have them so.
-      template: None = the model's own.
-      dtype: None = the model's own.
+      tasks: of the suite; empty = all of them.
+      depths: of the needle suite; the others spread theirs evenly.
     """
 
     suite: str
@@ -205,7 +299,168 @@ class LongOptions:
     host_values: bool = option(
         False, "keep K and V, or V, in host memory under rules that are meant to have them there"
     )
-    template: str | None = option(None, "a template's name or .toml file", "NAME", unset=_OWN)
-    dtype: str | None = option(
-        None, "of weights, activations and KV", choices=DTYPES, unset="as the model is stored"
+    template: str | None = _template()
+    dtype: str | None = _dtype()
+    tasks: tuple[str, ...] = ()
+    depths: tuple[float, ...] = GRID_DEPTHS
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured: RequestError, ConfigError for a bad .toml file."""
+        from jaxrag.reuse.methods import placement_of
+        from jaxrag.tasks.long.tasks import ANSWERS, SUITES
+        from jaxrag.tasks.world import Split
+
+        if (self.suite, self.flavour) not in SUITES:
+            flavours = [flavour for suite, flavour in SUITES if suite == self.suite]
+            raise RequestError(
+                f"--flavour {self.flavour}: {self.suite} has {', '.join(flavours) or 'none'}"
+            )
+        unknown = [name for name in self.tasks if name not in SUITES[self.suite, self.flavour]]
+        if unknown:
+            raise RequestError(
+                f"--tasks {unknown[0]}: the {self.flavour} tasks of {self.suite} are "
+                f"{', '.join(SUITES[self.suite, self.flavour])}"
+            )
+        _each_once(self, "lengths", "depths", "tasks")
+        for name in ("lengths", "depths"):
+            if not getattr(self, name):
+                raise RequestError(f"{flags_of(LongOptions)[name]}: name at least one")
+        _positive(
+            self, "lengths", "questions", "batch_size", "answers", "chunk_tokens", "max_new_tokens"
+        )
+        if self.answers > ANSWERS:
+            raise RequestError(
+                f"--answers {self.answers}: expected at most {ANSWERS}, as there are places for"
+            )
+        for depth in self.depths:
+            if not 0 <= depth <= 1:
+                raise RequestError(
+                    f"--depths {depth:g}: expected 0 to 1, the share of filler before the needle"
+                )
+        if self.filler and (self.suite == "infinitebench" or self.flavour == "village"):
+            raise RequestError(
+                f"--filler {self.filler[0]}: no {self.flavour} task of {self.suite} hides its "
+                "needle in prose; leave it out"
+            )
+        if self.split not in get_args(Split):
+            raise RequestError(f"--split {self.split}: expected {' or '.join(get_args(Split))}")
+        if self.host_values and not any(map(placement_of, self.resolved)):
+            raise RequestError(
+                "--host-values: no method's decode rule is meant to have any in host memory; add "
+                "--decode topn or retrieval, or leave it out"
+            )
+        named = [method.name for method in self.resolved]
+        if not named or len(set(named)) < len(named):
+            raise RequestError(
+                f"--methods {'; '.join(named)}: name at least one method, and each once"
+            )
+
+    @property
+    def resolved(self) -> "tuple[Method, ...]":
+        """The methods, with a decode rule each, in whose name it is then."""
+        from jaxrag.reuse.decode import rule_from
+        from jaxrag.reuse.methods import method_named
+
+        methods = tuple(method_named(method) for method in self.methods)
+        if not self.decode:
+            return methods
+        return tuple(
+            dataclasses.replace(method, name=f"{method.name}, {name}", decode=rule_from(rule))
+            for method in methods
+            for name, rule in self.rules
+        )
+
+    @property
+    def rules(self) -> tuple[tuple[str, str], ...]:
+        """The decode rules, each with what it is called: its own text where nobody named it."""
+        named = [re.fullmatch(r"(?:(\w+)=)?(.*)", rule, re.DOTALL) for rule in self.decode]
+        return tuple((found[1] or found[2], found[2]) for found in named if found)
+
+    @property
+    def chosen(self) -> "Mapping[str, Task]":
+        """The tasks by name, in the order of the suite."""
+        from jaxrag.tasks.long.tasks import SUITES
+
+        tasks = SUITES[self.suite, self.flavour]
+        return {name: task for name, task in tasks.items() if name in (self.tasks or tasks)}
+
+    def answer_tokens(self, task: str) -> int:
+        """Most tokens of an answer."""
+        return self.max_new_tokens or self.chosen[task].max_new_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnOptions:
+    """Of `jaxrag eval own`; ``template``, ``k`` and ``where`` are as for ``generate``."""
+
+    methods: tuple[str, ...] = option(
+        (),
+        "presets or .toml files; full attention is measured always",
+        "NAME,...",
+        unset="all that suit what the knowledge base keeps",
     )
+    template: "str | PromptTemplate | None" = option(
+        None, "a template's name or .toml file", "NAME", parse=str, unset="that of --kb"
+    )
+    k: int = 5
+    where: Mapping[str, Any] | None = None
+    max_new_tokens: int = option(32, "", "N", parse=parse_count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a ratio has to reach, on average over the probes."""
+
+    agreement: float = option(0.9, "of answer tokens, at least", "SHARE", flag="--target-agreement")
+    max_kl: float = option(0.1, "mean KL divergence from full attention a token, at most", "NATS")
+    answers: float = option(
+        0.0,
+        "of whole answers that are full attention's, at least",
+        "SHARE",
+        flag="--target-answers",
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what no number can be compared with."""
+        for name in ("agreement", "answers"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise RequestError(
+                    f"--target-{name} {getattr(self, name)}: expected a share from 0 to 1"
+                )
+        if not self.max_kl >= 0:
+            raise RequestError(f"--max-kl {self.max_kl}: expected nats a token, 0 or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class GateOptions:
+    """Of `jaxrag kb gate`; ``template``, ``k`` and ``where`` are as for ``generate``.
+
+    Attributes:
+      target: what to reach.
+    """
+
+    method: "str | Method" = option(
+        "turborag", "one that reuses chunks: a preset or a .toml file", "NAME", parse=str
+    )
+    ratios: tuple[float, ...] | None = option(
+        None,
+        "to try",
+        "R,...",
+        parse=parse_ratios,
+        flag="--recompute-ratios",
+        unset="0,0.05,0.1,0.15,0.2,0.3,0.5; 0 for a method that recomputes nothing",
+    )
+    target: Target = dataclasses.field(default_factory=Target)
+    answer_tokens: int = option(8, "first tokens of an answer to compare", "N", parse=parse_count)
+    template: "str | PromptTemplate | None" = option(
+        None, "a template's name or .toml file", "NAME", parse=str, unset="that of DIR"
+    )
+    k: int = 5
+    where: Mapping[str, Any] | None = None
+    batch_size: int = option(8, "questions that run together", "N")
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that nothing is measured with."""
+        if self.ratios is not None and not self.ratios:
+            raise RequestError("no ratio to try; name some, such as --recompute-ratios 0,0.15,0.3")
+        _positive(self, "batch_size")

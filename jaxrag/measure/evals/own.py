@@ -7,7 +7,6 @@ its time is only its own. What is compared with full attention is compared quest
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,9 @@ from jaxrag.library.documents import Shard
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.measure.evals.gate import forced_logits
 from jaxrag.measure.evals.metrics import exact_match, holds, token_f1
+from jaxrag.measure.evals.options import OwnOptions
 from jaxrag.measure.evals.statistics import difference, median, plain, share
 from jaxrag.models.text.progress import progress_bar
-from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.serve.answers import Result, serve
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.question_files import BadQuestion, Question, QuestionFile, is_texts
@@ -208,27 +207,14 @@ class Evaluation:
 
 
 def evaluate(
-    kb: KnowledgeBase,
-    questions: QuestionFile,
-    *,
-    methods: Sequence[str] = (),
-    template: str | PromptTemplate | None = None,
-    k: int = 5,
-    where: Mapping[str, Any] | None = None,
-    max_new_tokens: int = 32,
-    progress: bool = False,
+    kb: KnowledgeBase, questions: QuestionFile, options: OwnOptions, *, progress: bool = False
 ) -> Evaluation:
     """Ask a knowledge base the questions of a file by several methods.
 
     Args:
       kb: opened with its model.
       questions: with their right answers (``probes_of``).
-      methods: presets or TOML files; those that suit the knowledge base where none is named. Full
-        attention is asked always, and first.
-      template: as for ``generate``.
-      k: as for ``generate``.
-      where: as for ``generate``.
-      max_new_tokens: upper bound of an answer.
+      options: the methods, and how much is retrieved.
       progress: show how far it is, on stderr.
 
     Raises RequestError for a bad line, an unknown method or a question that cannot be served;
@@ -237,10 +223,16 @@ def evaluate(
     if kb.model is None:
         raise RequestError(f"{kb.path} was opened without its model; open it with model=")
     probes = probes_of(questions, kb)
-    names = tuple(dict.fromkeys((REFERENCE, *(methods or suiting(kb, kb.model)))))
+    names = tuple(dict.fromkeys((REFERENCE, *(options.methods or suiting(kb, kb.model)))))
     settings = tuple(
         resolve(
-            Ask(method=name, template=template, k=k, max_new_tokens=max_new_tokens, where=where),
+            Ask(
+                method=name,
+                template=options.template,
+                k=options.k,
+                where=options.where,
+                max_new_tokens=options.max_new_tokens,
+            ),
             kb=kb,
         )
         for name in names
@@ -250,7 +242,7 @@ def evaluate(
     with progress_bar(len(probes) * len(settings), "eval", "answer", shown=progress) as bar:
         for asked in zip(*ready, strict=True):
             [full, *others] = [_timed(*it) for it in zip(settings, asked, strict=True)]
-            shown = [full[0].token_ids[: max_new_tokens - 1]]
+            shown = [full[0].token_ids[: options.max_new_tokens - 1]]
             [wanted], _ = forced_logits(settings[0], asked[:1], shown)
             first = wanted.argmax(1)
             answered[0].append(Answered(*full, np.ones(len(first), np.bool_)))

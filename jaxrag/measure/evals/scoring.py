@@ -19,6 +19,7 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.shapes import bucket
 from jaxrag.base.sharding import make_mesh
 from jaxrag.base.types import HostArray
+from jaxrag.measure.subject import format_of
 from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.segments import PositionScheme
@@ -101,7 +102,7 @@ class Written:
 def write(
     model: Model,
     samples: Sequence[Sample],
-    template: PromptTemplate | None = None,
+    template: str | PromptTemplate | None = None,
     response_start: str = "",
     chunks: int | None = None,
 ) -> Written:
@@ -110,7 +111,7 @@ def write(
     Args:
       model: with its tokenizer.
       samples: what to ask.
-      template: prompt format; None = the one that the model brings, or that suits it.
+      template: prompt format, as of ``format_of``.
       response_start: text before every answer, as ``data.response_start`` of its training.
       chunks: of a prompt at most; None: all of a sample.
 
@@ -121,10 +122,7 @@ def write(
         vocabulary lacks.
     """
     tokenizer, where = model.text_tokenizer(), model.path or "the model"
-    if template is None:
-        template = model.prompt_format()
-    else:
-        template.check_markers(tokenizer)
+    template = format_of(model, template)
     end_id = response_end(model.config, tokenizer, where)
     writer = SampleWriter(tokenizer, template, end_id, response_start, refusal="")
     ids = tuple(map(writer.write_synthetic, samples))

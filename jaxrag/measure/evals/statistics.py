@@ -20,6 +20,7 @@ Not so that of a median, which goes from one order statistic to another.
 
 import math
 import statistics
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,6 +127,19 @@ def recovery(
     value = float(gain.sum() / room.sum())
     half = _Z * math.sqrt(_variance((gain - value * room) / room.sum(), samples))
     return Estimate(value, value - half, value + half, len(lost))
+
+
+def by_group(
+    groups: Mapping[str, HostArray],
+    samples: HostArray,
+    estimate: Callable[..., Estimate | None],
+    *values: HostArray,
+) -> dict[str, Any]:
+    """An estimate of each group of questions (bool [Q]) from values [Q]; JSON-able."""
+    return {
+        name: plain(estimate(*(column[rows] for column in values), samples[rows]))
+        for name, rows in groups.items()
+    }
 
 
 def _variance(influence: HostArray, samples: HostArray) -> float:

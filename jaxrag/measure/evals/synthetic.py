@@ -7,77 +7,22 @@ trained for it, and how much of that fine-tuning brings back.
 """
 
 import dataclasses
-import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
-from jaxrag.measure.evals.options import SyntheticOptions
+from jaxrag.measure.evals.options import ModelRead, SyntheticOptions
 from jaxrag.measure.evals.scoring import READS, answered, draw, scored, write
-from jaxrag.measure.evals.statistics import LEVEL, difference, plain, recovery, share
+from jaxrag.measure.evals.statistics import LEVEL, by_group, difference, plain, recovery, share
+from jaxrag.measure.subject import described
 from jaxrag.models.model import load_model
 from jaxrag.models.text.progress import progress_bar
-from jaxrag.models.text.prompts import template_named
-from jaxrag.tasks.synthetic import KINDS, Sample, SyntheticTask
+from jaxrag.tasks.synthetic import KINDS, Sample
 
 FULL = "full"  # the read that nothing is lost in
 ALL = "all"  # every kind of question
-TASK = SyntheticTask(split="test")
-
-
-class Cell(NamedTuple):
-    """One model, read in one way."""
-
-    model: str
-    read: str
-
-    def __str__(self) -> str:
-        return f"{self.model}:{self.read}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Options(SyntheticOptions):
-    """What to measure.
-
-    Attributes:
-      task: what is asked about.
-      compare: further pairs of cells whose difference is wanted.
-    """
-
-    task: SyntheticTask = TASK
-    compare: tuple[tuple[Cell, Cell], ...] = ()
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be measured: RequestError."""
-        if not self.models:
-            raise RequestError("no model to evaluate; name one with --model NAME=DIR")
-        for name in self.models:
-            if not re.fullmatch(r"[^\s:,=|]+", name):
-                raise RequestError(f"model name {name!r}: expected a word without : , = or |")
-        unknown = [read for read in self.reads if read not in READS]
-        if unknown or not self.reads or len(set(self.reads)) < len(self.reads):
-            raise RequestError(
-                f"--read {','.join(self.reads)}: expected some of {', '.join(READS)}, each once"
-            )
-        if self.questions < 1:
-            raise RequestError(f"--num-questions {self.questions}: expected a positive integer")
-        if not 0 <= self.answer <= self.questions:
-            raise RequestError(
-                f"--generate {self.answer}: expected 0 to {self.questions}, the number of questions"
-            )
-        if self.baseline is not None and self.baseline not in self.models:
-            raise RequestError(
-                f"--baseline {self.baseline}: expected one of {', '.join(self.models)}"
-            )
-        for cell in (cell for pair in self.compare for cell in pair):
-            if cell.model not in self.models or cell.read not in self.reads:
-                raise RequestError(
-                    f"--compare {cell}: expected MODEL:READ with a model of "
-                    f"{', '.join(self.models)} and a read of {', '.join(self.reads)}"
-                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,25 +53,28 @@ class Asked:
         return rows
 
 
-def run(options: Options, progress: bool = True) -> dict[str, Any]:
+def run(options: SyntheticOptions, progress: bool = True) -> dict[str, Any]:
     """Measure; JSON-able, shares and differences as fractions of 1, ``synthetic_report`` prints it.
 
     All models are in memory at once. Raises RequestError, ModelError, TokenizerError or ConfigError
     for a model that cannot be asked.
     """
-    template = None if options.template is None else template_named(options.template)
     asked = Asked.of(draw(options.task, options.seed, options.questions))
+    groups = asked.groups()
     written = {  # all of them before any work: the last one may be the one that cannot be asked
         name: write(
-            load_model(path, dtype=options.dtype), asked.samples, template, options.response_start
+            load_model(path, dtype=options.dtype),
+            asked.samples,
+            options.template,
+            options.response_start,
         )
         for name, path in options.models.items()
     }
-    right: dict[Cell, HostArray] = {}
+    right: dict[ModelRead, HostArray] = {}
     agreement: list[dict[str, Any]] = []
     steps = len(options.models) * len(options.reads) * (len(asked.samples) + options.answer)
     with progress_bar(steps, "eval", "question", shown=progress) as bar:
-        for cell in (Cell(name, read) for name in options.models for read in options.reads):
+        for cell in (ModelRead(name, read) for name in options.models for read in options.reads):
             read = READS[cell.read]
             bar.set_postfix_str(str(cell), refresh=False)
             right[cell] = scored(written[cell.model], read, bar.update)
@@ -137,29 +85,28 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
     return {
         "task": dataclasses.asdict(options.task),
         "seed": options.seed,
-        "questions": {name: int(rows.sum()) for name, rows in asked.groups().items()},
+        "questions": {name: int(rows.sum()) for name, rows in groups.items()},
         "samples": len(asked.samples),
-        "shortcut": {name: float(asked.guess[r].mean()) for name, r in asked.groups().items()},
+        "shortcut": {name: float(asked.guess[r].mean()) for name, r in groups.items()},
         "interval": f"{LEVEL:.0%}, cluster-robust over samples (evals/statistics.py)",
         "models": {
-            name: {
-                "path": options.models[name],
-                "weights": one.model.digest,
-                "dtype": one.model.config.dtype,
-                "template": one.template.to_dict(),
-            }
+            name: described(options.models[name], one.model, one.template)
             for name, one in written.items()
         },
         "baseline": baseline,
         "cells": [
-            {"model": cell.model, "read": cell.read, "accuracy": _by_kind(asked, share, values)}
+            {
+                "model": cell.model,
+                "read": cell.read,
+                "accuracy": by_group(groups, asked.sample, share, values),
+            }
             for cell, values in right.items()
         ],
         "differences": [
             {
                 "a": str(a),
                 "b": str(b),
-                "difference": _by_kind(asked, difference, right[a], right[b]),
+                "difference": by_group(groups, asked.sample, difference, right[a], right[b]),
             }
             for a, b in _pairs(options, baseline)
         ],
@@ -168,43 +115,38 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
     }
 
 
-def _pairs(options: Options, baseline: str) -> list[tuple[Cell, Cell]]:
+def _pairs(options: SyntheticOptions, baseline: str) -> list[tuple[ModelRead, ModelRead]]:
     """Each cell against the baseline in full, composite against reordered, and what was asked."""
     pairs = []
     if FULL in options.reads:
-        best = Cell(baseline, FULL)
-        cells = [Cell(name, read) for name in options.models for read in options.reads]
+        best = ModelRead(baseline, FULL)
+        cells = [ModelRead(name, read) for name in options.models for read in options.reads]
         pairs += [(cell, best) for cell in cells if cell != best]
     if {"block", "composite"} <= set(options.reads):
-        pairs += [(Cell(name, "block"), Cell(name, "composite")) for name in options.models]
+        pairs += [
+            (ModelRead(name, "block"), ModelRead(name, "composite")) for name in options.models
+        ]
     return list(dict.fromkeys((*pairs, *options.compare)))
 
 
 def _recoveries(
-    options: Options, baseline: str, asked: Asked, right: Mapping[Cell, HostArray]
+    options: SyntheticOptions, baseline: str, asked: Asked, right: Mapping[ModelRead, HostArray]
 ) -> list[dict[str, Any]]:
     """What each other model brings back of what the baseline loses, by read."""
     if FULL not in options.reads:
         return []
-    best = right[Cell(baseline, FULL)]
+    best = right[ModelRead(baseline, FULL)]
     rows = []
     for read in options.reads:
         for name in options.models:
             if read != FULL and name != baseline:
-                lost, back = right[Cell(baseline, read)], right[Cell(name, read)]
+                lost, back = right[ModelRead(baseline, read)], right[ModelRead(name, read)]
                 found = recovery(lost, back, best, asked.sample)
                 rows.append({"model": name, "read": read, "recovery": plain(found)})
     return rows
 
 
-def _by_kind(asked: Asked, estimate: Any, *values: HostArray) -> dict[str, Any]:
-    return {
-        name: plain(estimate(*(column[rows] for column in values), asked.sample[rows]))
-        for name, rows in asked.groups().items()
-    }
-
-
-def _agreement(cell: Cell, packed: HostArray, really: HostArray) -> dict[str, Any]:
+def _agreement(cell: ModelRead, packed: HostArray, really: HostArray) -> dict[str, Any]:
     """Whether answering through cached KV and packed scoring say the same of each question."""
     return {
         "model": cell.model,

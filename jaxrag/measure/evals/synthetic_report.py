@@ -1,6 +1,6 @@
 """The result of ``synthetic.run`` as tables."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxrag.measure.evals.synthetic import ALL
@@ -19,11 +19,8 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
     names = list(result["models"])
     reads = list(dict.fromkeys(cell["read"] for cell in cells))
     found = {(cell["model"], cell["read"]): cell["accuracy"] for cell in cells}
-    low, high = result["task"]["chunks"]
-    chunks = f"{low}" if low == high else f"{low} to {high}"
     yield Table(
-        f"exact match in %, {counts[ALL]} questions on {result['samples']} sets of {chunks} chunks "
-        f"({result['task']['split']} split, seed {result['seed']}), with 95 % intervals",
+        f"exact match in %, {setting(result)}, with 95 % intervals",
         [
             ["model", *(READ_TITLES[read] for read in reads)],
             *([name, *(percent(found[name, read][ALL]) for read in reads)] for name in names),
@@ -86,3 +83,13 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
             ],
             names=2,
         )
+
+
+def setting(result: Mapping[str, Any]) -> str:
+    """How much of the synthetic task was asked."""
+    task, (low, high) = result["task"], result["task"]["chunks"]
+    chunks = f"{low}" if low == high else f"{low} to {high}"
+    return (
+        f"{result['questions'][ALL]} questions on {result['samples']} sets of {chunks} chunks "
+        f"({task['split']} split, seed {result['seed']})"
+    )

@@ -9,7 +9,7 @@ from jaxrag.reuse.attention_index.build import build
 from jaxrag.reuse.attention_index.index import AttentionIndex
 from jaxrag.reuse.attention_index.keys import Keys
 from jaxrag.reuse.attention_index.knn import nearest, nearest_on_device
-from jaxrag.reuse.attention_index.search import Found, Searcher, open_index
+from jaxrag.reuse.attention_index.search import FoundKeys, Searcher, open_index
 from jaxrag.reuse.attention_index.spec import (
     INDEXES,
     Exact,
@@ -28,7 +28,7 @@ __all__ = [
     "INDEXES",
     "AttentionIndex",
     "Exact",
-    "Found",
+    "FoundKeys",
     "Hnsw",
     "Ivf",
     "Keys",

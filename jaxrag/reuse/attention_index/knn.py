@@ -22,7 +22,7 @@ Best = tuple[Array, Array]  # ids and scores, [m, k] each
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Neighbours:
+class NearestKeys:
     """The best keys of each query, best first.
 
     Attributes:
@@ -34,10 +34,10 @@ class Neighbours:
     scores: HostArray
 
 
-Knn = Callable[[HostArray, HostArray, int], Neighbours]  # queries, keys and k, as ``nearest``
+Knn = Callable[[HostArray, HostArray, int], NearestKeys]  # queries, keys and k, as ``nearest``
 
 
-def nearest(queries: HostArray, keys: HostArray, k: int) -> Neighbours:
+def nearest(queries: HostArray, keys: HostArray, k: int) -> NearestKeys:
     """The ``k`` keys [S, H] with the largest inner product for each query [m, H], float32 both.
 
     After the first block of keys only what beats a query's k-th best so far is looked at, so the
@@ -50,10 +50,10 @@ def nearest(queries: HostArray, keys: HostArray, k: int) -> Neighbours:
     for start in range(0, len(queries), _QUERIES):
         part = slice(start, start + _QUERIES)
         ids[part], scores[part] = _nearest(queries[part], keys, k)
-    return Neighbours(ids, scores)
+    return NearestKeys(ids, scores)
 
 
-def nearest_on_device(queries: HostArray, keys: HostArray, k: int) -> Neighbours:
+def nearest_on_device(queries: HostArray, keys: HostArray, k: int) -> NearestKeys:
     """``nearest`` by ``jax.lax.top_k``; where scores are equal or nearly so, ranks may differ."""
     _require(k, keys)
     block = min(max(_KEYS, k), len(keys))
@@ -64,7 +64,7 @@ def nearest_on_device(queries: HostArray, keys: HostArray, k: int) -> Neighbours
         _top(jnp.asarray(queries[start : start + _QUERIES], jnp.float32), blocks, len(keys), k)
         for start in range(0, len(queries), _QUERIES)
     ]
-    return Neighbours(
+    return NearestKeys(
         np.concatenate([np.asarray(ids) for ids, _ in found]),
         np.concatenate([np.asarray(scores) for _, scores in found]),
     )

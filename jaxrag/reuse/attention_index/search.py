@@ -25,7 +25,7 @@ class _Turns:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Beside any search that is not counted."""
+        """At the same time as other searches that are not counted."""
         with self._condition:
             self._searching += 1
         try:
@@ -37,7 +37,7 @@ class _Turns:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Beside nobody."""
+        """While no other search runs."""
         with self._condition:
             self._condition.wait_for(lambda: not self._searching)
             yield
@@ -47,7 +47,7 @@ _TURNS = _Turns()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Found:
+class FoundKeys:
     """The best keys of each query head, best first.
 
     Attributes:
@@ -93,7 +93,7 @@ class Searcher:
         *,
         effort: int | Sequence[int] | None = None,
         count: bool = False,
-    ) -> Found:
+    ) -> FoundKeys:
         """The ``k`` keys with the largest inner product, for each query head.
 
         Args:
@@ -114,7 +114,7 @@ class Searcher:
             for head in range(len(queries))
         ]
         ids, scores, scanned = (np.concatenate(part) for part in zip(*each, strict=True))
-        return Found(*_best(ids, scores, k), scanned)
+        return FoundKeys(*_best(ids, scores, k), scanned)
 
     def search_head(
         self,
@@ -124,7 +124,7 @@ class Searcher:
         *,
         effort: int | None = None,
         count: bool = False,
-    ) -> Found:
+    ) -> FoundKeys:
         """The same for queries [n, H] of one query head: ids and scores [n, k], scanned [n].
 
         Of several queries that FAISS counts, each gets the mean.
@@ -132,7 +132,7 @@ class Searcher:
         queries = np.ascontiguousarray(queries, np.float32)
         effort = self._effort_of(head) if effort is None else effort
         ids, scores, scanned = self._of_head(head, queries, k, effort, count)
-        return Found(*_best(ids, scores, k), scanned)
+        return FoundKeys(*_best(ids, scores, k), scanned)
 
     @property
     def most_probes(self) -> int | None:

@@ -6,14 +6,13 @@ from typing import Any
 
 from jaxrag.base.tables import build_named, table_from
 from jaxrag.reuse.attention_index import spec_from
-from jaxrag.reuse.decode.account import Account
 from jaxrag.reuse.decode.dense import Dense
 from jaxrag.reuse.decode.flat import Flat
-from jaxrag.reuse.decode.footprint import Bytes, index_bytes
+from jaxrag.reuse.decode.footprint import Account, Bytes, index_bytes
 from jaxrag.reuse.decode.host_search import HostSearch
 from jaxrag.reuse.decode.infllm import InfLLM
 from jaxrag.reuse.decode.quest import Quest
-from jaxrag.reuse.decode.retrieval import Ivf, Retrieval
+from jaxrag.reuse.decode.retrieval import IvfRetrieval, Retrieval
 from jaxrag.reuse.decode.rule import DecodeRule, Observe, PromptQueries, Prompts
 from jaxrag.reuse.decode.snapkv import SnapKV
 from jaxrag.reuse.decode.static_window import StaticWindow
@@ -34,7 +33,7 @@ __all__ = [
     "Flat",
     "HostSearch",
     "InfLLM",
-    "Ivf",
+    "IvfRetrieval",
     "Observe",
     "PromptQueries",
     "Prompts",
@@ -56,7 +55,7 @@ DECODE_RULES: dict[str, type[DecodeRule]] = {
     "infllm": InfLLM,
     "quest": Quest,
     "flat": Flat,
-    "ivf": Ivf,
+    "ivf": IvfRetrieval,
     "retrieval": Retrieval,  # RetrievalAttention
     "topn": TopN,  # KCache
 }

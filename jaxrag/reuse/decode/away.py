@@ -23,7 +23,7 @@ from jaxrag.models.attention import merge
 from jaxrag.models.rope import RopeFactors, place, scale_rotary
 from jaxrag.reuse.attention_index import turned
 from jaxrag.reuse.decode.far import HostLayer
-from jaxrag.reuse.decode.host_search import NOBODY, HostSearch
+from jaxrag.reuse.decode.host_search import NO_REQUEST, HostSearch
 
 
 class Pattern(struct.PyTreeNode):
@@ -32,7 +32,7 @@ class Pattern(struct.PyTreeNode):
     Position p stands at p while that is below ``sink``, else at sink + (p - sink) % recent.
 
     Attributes:
-      numbers: [L, B] int32 of the requests on the host; NOBODY for a padding row.
+      numbers: [L, B] int32 of the requests on the host; NO_REQUEST for a padding row.
       k: [L, B, W, K, H] at their positions.
       v: [L, B, W, K, H].
     """
@@ -191,4 +191,4 @@ def _attend(q: Array, k: Array, v: Array, position: Array, window: tuple[int, in
     return Partial(out=out.reshape(batch, 1, -1, dim), lse=lse.reshape(batch, 1, -1))
 
 
-__all__ = ["NOBODY", "AwayAttend", "Pattern", "host_layers", "pattern_of"]
+__all__ = ["NO_REQUEST", "AwayAttend", "Pattern", "host_layers", "pattern_of"]

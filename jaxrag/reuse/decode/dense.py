@@ -1,11 +1,14 @@
 """Dense: attention to every key, what all other rules are compared with."""
 
 import dataclasses
-from typing import Any, override
+from collections.abc import Sequence
+from typing import Any, ClassVar, override
 
 from jaxrag.base.config import ModelConfig
-from jaxrag.base.types import Array, Partial
-from jaxrag.reuse.decode.far import Everything, FarLayer, HostPrompt
+from jaxrag.base.types import Array, HostArray, Partial
+from jaxrag.reuse.decode.far import FarAnswer, FarLayer, HostPrompt
+from jaxrag.reuse.decode.far.memory import Stretch, merged
+from jaxrag.reuse.decode.far.scan import Pair, Scan
 from jaxrag.reuse.decode.rule import DecodeRule
 from jaxrag.reuse.decode.view import View
 
@@ -17,21 +20,9 @@ class Dense(DecodeRule):
     """Every key."""
 
     name: str = dataclasses.field(default="dense", init=False)
-
-    @property
-    @override
-    def sparse(self) -> bool:
-        return False
-
-    @property
-    @override
-    def by_position(self) -> bool:
-        return False
-
-    @property
-    @override
-    def scores_every_key(self) -> bool:
-        return True
+    sparse: ClassVar[bool] = False
+    by_position: ClassVar[bool] = False
+    scores_every_key: ClassVar[bool] = True
 
     @property
     @override
@@ -41,7 +32,7 @@ class Dense(DecodeRule):
     @override
     def far(self, prompt: HostPrompt) -> FarLayer:
         """Everything else."""
-        return Everything(prompt, *self.static_pattern)
+        return EveryKey(prompt, *self.static_pattern)
 
     @override
     def check(self, config: ModelConfig) -> None:
@@ -54,3 +45,18 @@ class Dense(DecodeRule):
     @override
     def attend(self, view: View, layer: Array, state: Any) -> tuple[Partial, Any]:
         return view.dense(), state
+
+
+class EveryKey(Scan):
+    """On the host: attends to every key outside the static pattern."""
+
+    @override
+    def _part(
+        self, head: int, asked: HostArray, stretches: Sequence[Stretch], answer: FarAnswer
+    ) -> Pair:
+        with answer.attending():
+            return self.memory.attend(head, asked, stretches)
+
+    @override
+    def _end(self, head: int, answer: FarAnswer, parts: Sequence[Pair]) -> None:
+        answer.out[head], answer.lse[head] = merged(parts)

@@ -5,13 +5,17 @@ section 4.1.
 """
 
 import dataclasses
-from typing import Any, override
+from collections.abc import Sequence
+from typing import Any, ClassVar, override
 
 import jax.numpy as jnp
+import numpy as np
 
-from jaxrag.base.types import Array, Partial
+from jaxrag.base.types import Array, HostArray, Partial
 from jaxrag.models.attention import merge
-from jaxrag.reuse.decode.far import Best, FarLayer, HostPrompt
+from jaxrag.reuse.decode.far import FarAnswer, FarLayer, HostPrompt
+from jaxrag.reuse.decode.far.memory import Stretch
+from jaxrag.reuse.decode.far.scan import Pair, Scan, best_of
 from jaxrag.reuse.decode.rule import DecodeRule, highest, require, require_zero_or_more
 from jaxrag.reuse.decode.view import View
 
@@ -33,16 +37,12 @@ class Flat(DecodeRule):
     sink: int = 128
     recent: int = 512
     name: str = dataclasses.field(default="flat", init=False)
+    scores_every_key: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse a window without the newest token, and k of zero."""
         require_zero_or_more(self.name, sink=self.sink)
         require(self.name, k=self.k, recent=self.recent)
-
-    @property
-    @override
-    def scores_every_key(self) -> bool:
-        return True
 
     @property
     @override
@@ -52,7 +52,7 @@ class Flat(DecodeRule):
     @override
     def far(self, prompt: HostPrompt) -> FarLayer:
         """An exact scan."""
-        return Best(prompt, self.sink, self.recent, self.k)
+        return BestKeys(prompt, self)
 
     @override
     def tokens(self) -> dict[str, int]:
@@ -64,3 +64,34 @@ class Flat(DecodeRule):
         rest = view.outside_window(self.sink, self.recent)[:, None, None]
         scores, slots = highest(jnp.where(rest, view.scores(), -jnp.inf), self.k)
         return merge([window, view.mix(scores, slots)]), state
+
+
+class BestKeys(Scan):
+    """On the host: the ``k`` keys with the highest scores of every query head."""
+
+    def __init__(self, prompt: HostPrompt, rule: Flat) -> None:
+        """Nothing is built."""
+        super().__init__(prompt, rule.sink, rule.recent)
+        self.k = rule.k
+
+    @override
+    def _part(
+        self, head: int, asked: HostArray, stretches: Sequence[Stretch], answer: FarAnswer
+    ) -> Pair:
+        with answer.searching():
+            return best_of(self.memory, head, asked, stretches, self.k)
+
+    @override
+    def _end(self, head: int, answer: FarAnswer, parts: Sequence[Pair]) -> None:
+        with answer.attending():
+            scores, positions = (np.concatenate(each, axis=1) for each in zip(*parts, strict=True))
+            if len(parts) > 1 and scores.shape[1] > self.k:
+                at = np.argpartition(scores, scores.shape[1] - self.k, axis=1)[:, -self.k :]
+                scores, positions = _taken(at, scores, positions)
+            # By position: sums over them do not depend on how they were found.
+            pair = _taken(np.argsort(positions, axis=1, kind="stable"), scores, positions)
+            answer.out[head], answer.lse[head] = self.memory.mix(head, *pair)
+
+
+def _taken(at: HostArray, scores: HostArray, positions: HostArray) -> Pair:
+    return np.take_along_axis(scores, at, 1), np.take_along_axis(positions, at, 1)

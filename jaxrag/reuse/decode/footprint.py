@@ -1,4 +1,4 @@
-"""Formulas that decode rules share: bytes by where they lie, and when the host costs no time.
+"""What decode rules cost: bytes by where they lie, what indexes took, when the host costs no time.
 
 The break-even is that of KCache (section 3.2, arXiv:2404.18057).
 """
@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from jaxrag.base.config import ModelConfig
+from jaxrag.base.types import HostArray
 from jaxrag.reuse.attention_index import Exact, Hnsw, Ivf, QueryLists, Spec
 from jaxrag.reuse.attention_index.spec import STORAGE_BYTES
 
@@ -86,6 +87,52 @@ def index_bytes(spec: Spec, config: ModelConfig, keys: int, *, in_place: bool = 
             doubled = 2 if spec.share == "group" else 1
             links = 4 * spec.degree * doubled * each
             return of_keys * (per_key + 4 + links) + 4 * each * indexes
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """What the indexes of some requests cost, and what was asked of them.
+
+    Attributes:
+      keys: that were indexed, summed over layers and KV heads.
+      index_bytes: of what is built over them on the host, and of copies of the keys.
+      stored: of these keys, those in indexes that their chunks were stored with.
+      trained: indexes that were built from queries for these requests.
+      searches: queries of single heads; this and what follows only where ``HostSearch.measure`` is
+        set.
+      scanned: keys whose score these computed.
+      wanted: keys that an exact search in float32 gives.
+      found: how many of the wanted ones were found.
+      notes: why an index became an exact scan or was not used, each reason once.
+    """
+
+    keys: int = 0
+    index_bytes: int = 0
+    stored: int = 0
+    trained: int = 0
+    searches: int = 0
+    scanned: int = 0
+    wanted: int = 0
+    found: int = 0
+    notes: tuple[str, ...] = ()
+
+    def __add__(self, other: "Account") -> "Account":
+        both = {
+            field.name: getattr(self, field.name) + getattr(other, field.name)
+            for field in dataclasses.fields(self)
+        }
+        return Account(**{**both, "notes": tuple(dict.fromkeys(both["notes"]))})
+
+
+def recall_of(found: HostArray, wanted: HostArray, scanned: int) -> Account:
+    """Of one search: positions found [n] and wanted [m], -1 where there is none."""
+    wanted = wanted[wanted >= 0]
+    return Account(
+        searches=1,
+        scanned=scanned,
+        wanted=len(wanted),
+        found=int(np.isin(wanted, found).sum()),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

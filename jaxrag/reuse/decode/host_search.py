@@ -16,7 +16,6 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +32,13 @@ from jaxrag.reuse.attention_index import (
     open_index,
     rotated,
 )
-from jaxrag.reuse.decode.account import Account, recall_of
-from jaxrag.reuse.decode.far.layer import Answer, FarLayer, HostLayer, Task
-from jaxrag.reuse.decode.far.tickets import Ticket, crew
+from jaxrag.reuse.decode.far.layer import FarAnswer, FarLayer, HostLayer, Task
+from jaxrag.reuse.decode.far.tickets import HostWork, crew
+from jaxrag.reuse.decode.footprint import Account, recall_of
 from jaxrag.reuse.decode.parts import Part
 from jaxrag.reuse.decode.stored import StoredIndexes
 
-NOBODY = -1  # the number of a padding row
+NO_REQUEST = -1  # the number of a padding row
 _DROPPED = 1024  # tickets without requests that may still be waited for
 _SMALL = 16384  # keys to score, below which handing them to threads costs more than it saves
 
@@ -78,10 +77,10 @@ class _Begun:
     """The work of some rows in one layer."""
 
     numbers: set[int]
-    ticket: Ticket
+    ticket: HostWork
     out: HostArray
     lse: HostArray
-    answers: list[tuple[int, Answer]] = dataclasses.field(default_factory=list)
+    answers: list[tuple[int, FarAnswer]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(eq=False)
@@ -187,7 +186,7 @@ class HostSearch:
         ``numbers`` and ``position`` as ``start`` takes them.
         """
         for row, number in enumerate(numbers):
-            if number == NOBODY or position[row] < 0:
+            if number == NO_REQUEST or position[row] < 0:
                 continue
             memory = self._requests[int(number)].memory[layer]
             at = memory.rows[position[row]]
@@ -201,7 +200,7 @@ class HostSearch:
 
         Args:
             layer: which.
-            numbers: [B] of the requests; NOBODY is a padding row.
+            numbers: [B] of the requests; NO_REQUEST is a padding row.
             q: [B, K, G, H] float32 before rotation, with YaRN's factor.
             position: [B] of the tokens; a row with a negative one is done, and gets nothing.
 
@@ -210,7 +209,7 @@ class HostSearch:
         """
         q = np.array(q, np.float32)  # the caller's may be gone when it is read
         out, lse = np.zeros_like(q), np.full(q.shape[:-1], -np.inf, np.float32)
-        begun = _Begun(set(), Ticket(), out, lse)
+        begun = _Begun(set(), HostWork(), out, lse)
         try:
             self._begin_rows(begun, layer, np.asarray(numbers), q, np.asarray(position))
         except Exception as error:
@@ -226,7 +225,7 @@ class HostSearch:
         rows = [
             (row, int(number), far)
             for row, number in enumerate(numbers)
-            if number != NOBODY and position[row] >= 0
+            if number != NO_REQUEST and position[row] >= 0
             for far in [self._far(int(number), layer)]
             if far is not None
         ]
@@ -234,7 +233,7 @@ class HostSearch:
         pieces = -(-self._workers // max(1, len(rows) * q.shape[1]))
         todo: list[Task] = []
         for row, number, far in rows:
-            answer = Answer(begun.out[row], begun.lse[row], [], [] if self.measure else None)
+            answer = FarAnswer(begun.out[row], begun.lse[row], [], [] if self.measure else None)
             begun.answers.append((number, answer))
             todo += far.tasks(q[row], int(position[row]), answer, pieces)
         work = sum(far.work(int(position[row])) for row, _, far in rows)
@@ -283,29 +282,28 @@ class HostSearch:
     def open(
         self,
         number: int,
-        made: Sequence[AttentionIndex],
-        keys: HostArray,
+        made: Sequence[AttentionIndex | Searcher],
+        keys: HostArray | None,
         positions: HostArray,
+        offset: int = 0,
     ) -> Part:
-        """Indexes that were made for one layer of a request.
+        """Indexes of some keys of one layer of a request.
 
         Args:
             number: of the request.
             made: one a KV head.
-            keys: [K, S, H] that they are over, rotated to their positions.
-            positions: [S] int32 where the keys stand in the prompt.
+            keys: [K, S, H] that they were built over for this request, rotated to their positions;
+                None of indexes that were stored.
+            positions: [S] int32 where the keys are in the prompt; -1: not to be found.
+            offset: a key at position p is rotated to p less this.
         """
-        part = Part([open_index(index) for index in made], positions, exact=self._exact_of(keys))
-        self._requests[number].account += part.account()
-        return part
-
-    def adopt(
-        self, number: int, searchers: Sequence[Searcher], positions: HostArray, offset: int
-    ) -> Part:
-        """Indexes that were there already, as a part of one layer of a request."""
-        keys = [each.all_keys() for each in searchers] if self.measure else ()
-        part = Part(searchers, positions, offset, self._exact_of(keys))
-        self._requests[number].account += part.account(stored=True)
+        opened = [it if isinstance(it, Searcher) else open_index(it) for it in made]
+        exact: list[Searcher] = []
+        if self.measure:
+            compared = [it.all_keys() for it in opened] if keys is None else keys
+            exact = [open_index(build(head, None, Exact("float32"))) for head in compared]
+        part = Part(opened, positions, offset, exact)
+        self._requests[number].account += part.account(stored=keys is None)
         return part
 
     def note(self, number: int, text: str) -> None:
@@ -348,7 +346,7 @@ class HostSearch:
         todo: list[Task] = []
         counted: list[tuple[int, Account]] = []
         for row, number in enumerate(numbers):
-            if number == NOBODY or position[row] < 0:  # nobody has the row, or it is done
+            if number == NO_REQUEST or position[row] < 0:  # a padding row, or one that is done
                 continue
             parts = self._requests[int(number)].layers[layer]
             asked = [
@@ -356,9 +354,9 @@ class HostSearch:
                 for part in parts
             ]
             for at in np.ndindex(q.shape[1:3]) if parts else ():
-                one = functools.partial(self._search_one, parts, asked, at, out[row][at])
-                todo.append(functools.partial(_keep, counted, int(number), one))
-        ticket = Ticket()
+                found = (out[row][at], int(number), counted)
+                todo.append(functools.partial(self._search_one, parts, asked, at, *found))
+        ticket = HostWork()
         ticket.submit(todo, self.crew, self._workers)
         ticket.wait()
         for number, account in counted:
@@ -366,16 +364,20 @@ class HostSearch:
         return out
 
     def _search_one(
-        self, parts: Sequence[Part], asked: Sequence[HostArray], at: tuple[int, ...], out: HostArray
-    ) -> Account:
-        """Fill ``out`` [k] with what all parts find for one query head, best first."""
-        exact = self.measure and all(part.exact for part in parts)
+        self,
+        parts: Sequence[Part],
+        asked: Sequence[HostArray],
+        at: tuple[int, ...],
+        out: HostArray,
+        number: int,
+        counted: list[tuple[int, Account]],
+    ) -> None:
+        """Fill ``out`` [k] with what all parts find for one query head of a request, best first."""
         ids, scanned = self._best(parts, asked, at, len(out), exact=False)
         out[: len(ids)] = ids
-        if not exact:
-            return Account()
-        wanted, _ = self._best(parts, asked, at, len(out), exact=True)
-        return recall_of(ids, wanted, scanned)
+        if self.measure and all(part.exact for part in parts):
+            wanted, _ = self._best(parts, asked, at, len(out), exact=True)
+            counted.append((number, recall_of(ids, wanted, scanned)))
 
     def _best(
         self,
@@ -395,14 +397,3 @@ class HostSearch:
         ids = np.concatenate([found.ids for found in each])
         best = ids[np.argsort(-scores, kind="stable")[:k]]
         return best, sum(int(found.scanned) for found in each)
-
-    def _exact_of(self, keys: Iterable[HostArray]) -> list[Searcher]:
-        """Exact searchers of the keys [S, H] of every head, where it is measured."""
-        if not self.measure:
-            return []
-        return [open_index(build(head, None, Exact("float32"))) for head in keys]
-
-
-def _keep(kept: list[tuple[int, Account]], number: int, task: Any) -> None:
-    """Do a task and keep what it counts, for a request."""
-    kept.append((number, task()))

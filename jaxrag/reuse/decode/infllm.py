@@ -1,20 +1,26 @@
 """InfLLM (section 3.2, arXiv:2402.04617): blocks that a few representative keys stand for.
 
-InfLLM: Training-Free Long-Context Extrapolation for LLMs with an Efficient Context Memory.
+InfLLM: Training-Free Long-Context Extrapolation for LLMs with an Efficient Context HostMemory.
 """
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any, override
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
-from jaxrag.base.types import HIDDEN, Array, Partial
+from jaxrag.base.types import HIDDEN, Array, HostArray, Partial
 from jaxrag.models.attention import merge
-from jaxrag.reuse.decode.far import Blocks, FarLayer, HostPrompt
-from jaxrag.reuse.decode.footprint import Bytes, Placement
+from jaxrag.reuse.attention_index import turned
+from jaxrag.reuse.decode.far import FarAnswer, FarLayer, HostPrompt, Task
+from jaxrag.reuse.decode.far.layer import gathered
+from jaxrag.reuse.decode.far.memory import HostMemory, Stretch, first_highest
+from jaxrag.reuse.decode.footprint import Account, Bytes, Placement
 from jaxrag.reuse.decode.rule import (
     DecodeRule,
     Observe,
@@ -90,14 +96,7 @@ class InfLLM(DecodeRule):
     @override
     def far(self, prompt: HostPrompt) -> FarLayer:
         """The best blocks."""
-        return Blocks(
-            prompt,
-            block=self.block,
-            blocks=self.blocks,
-            representatives=self.representatives,
-            sink=self.sink,
-            recent=self.recent,
-        )
+        return BestBlocks(prompt, self)
 
     @override
     def tokens(self) -> dict[str, int]:
@@ -179,3 +178,114 @@ def _mean_behind(view: View, queries: Array, positions: Array, recent: int) -> A
 def _known(view: View) -> Array:
     """[B, S] which positions hold a token of the prompt."""
     return jnp.arange(view.order.shape[1]) <= view.position[:, None]
+
+
+class BestBlocks(FarLayer):
+    """On the host: the best blocks behind the sink, the same for all heads.
+
+    Representatives are held as copies, rotated to their positions.
+    """
+
+    def __init__(self, prompt: HostPrompt, rule: InfLLM) -> None:
+        """Choose the representatives, as ``prepare`` does."""
+        self.memory = memory = HostMemory(prompt.config, prompt.layer)
+        block, sink, recent = rule.block, rule.sink, rule.recent
+        self.block, self.blocks, self.sink, self.recent = block, rule.blocks, sink, recent
+        count = max(0, -(-(len(prompt.layer.rows) - sink) // block))
+        known = np.full((memory.kv_heads, count * block), -np.inf, np.float32)
+        end = prompt.position + 1
+        if end > sink:
+            known[:, : end - sink] = _shown(memory, prompt, recent, np.arange(sink, end))
+        known = known.reshape(memory.kv_heads, count, block)
+        best = np.argsort(-known, axis=-1, kind="stable")[..., : rule.representatives]
+        first = sink + np.arange(count) * block
+        self.shown = (best + first[:, None]).astype(np.int32)
+        self.keys = np.zeros((*self.shown.shape, memory.dim), np.float32)
+        self.ready = 0  # blocks whose keys are copied
+        self._copy(end - 1)
+        held = int(self.shown.nbytes + self.keys.nbytes)
+        self.account = Account(keys=self.shown.size, index_bytes=held + memory.nbytes)
+
+    def _copy(self, edge: int) -> None:
+        """Copy the representatives of blocks that end at ``edge`` or before."""
+        whole = max(self.ready, (edge + 1 - self.sink) // self.block)
+        for head, shown in enumerate(self.shown[:, self.ready : whole]):
+            keys = self.memory.placed_keys(head, shown.ravel())
+            self.keys[head, self.ready : whole] = keys.reshape(*shown.shape, self.memory.dim)
+        self.ready = whole
+
+    @override
+    def work(self, position: int) -> int:
+        if position - self.recent < self.sink:
+            return 0
+        read = min(self.blocks * self.block, position - self.recent + 1 - self.sink)
+        return self.shown.size + self.memory.kv_heads * read
+
+    @override
+    def tasks(self, q: HostArray, position: int, answer: FarAnswer, pieces: int) -> list[Task]:
+        """Relevance of the blocks by KV head, then attention by KV head."""
+        edge = position - self.recent
+        if edge < self.sink:
+            return []
+        self._copy(edge)
+        asked = self.memory.ask(q, position, [0])
+        heads = range(self.memory.kv_heads)
+        whole = (edge + 1 - self.sink) // self.block
+        parts = [
+            functools.partial(self._relevance, head, asked[-1, head], whole, answer)
+            for head in heads
+        ]
+        return gathered(parts, functools.partial(self._choose, asked[:-1], edge, answer))
+
+    def _relevance(self, head: int, asked: HostArray, whole: int, answer: FarAnswer) -> HostArray:
+        """Of the first ``whole`` blocks: [C] float32."""
+        with answer.searching():
+            keys = self.keys[head, :whole]
+            # The sum over heads of the scores is the score of their sum.
+            scores = np.einsum("nh,h->n", keys.reshape(-1, keys.shape[-1]), asked.sum(0))
+            means: HostArray = scores.reshape(keys.shape[:2]).mean(1)
+        return means
+
+    def _choose(
+        self, asked: HostArray, edge: int, answer: FarAnswer, parts: Sequence[HostArray]
+    ) -> Sequence[Task]:
+        with answer.searching():
+            relevance = np.sum(parts, axis=0)
+            cut = (edge + 1 - self.sink) % self.block  # tokens of the block that the edge cuts
+            best = first_highest(relevance, self.blocks - (cut > 0))
+            best = np.append(best, len(relevance)) if cut else best
+            where = (self.sink + best[:, None] * self.block + np.arange(self.block)).ravel()
+            stretches = self.memory.gathered(where[where <= edge].astype(np.int32))
+        return [
+            functools.partial(self._attend, head, asked[:, head], stretches, answer)
+            for head in range(self.memory.kv_heads)
+        ]
+
+    def _attend(
+        self, head: int, asked: HostArray, stretches: Sequence[Stretch], answer: FarAnswer
+    ) -> None:
+        with answer.attending():
+            answer.out[head], answer.lse[head] = self.memory.attend(head, asked, stretches)
+
+
+def _shown(memory: HostMemory, prompt: HostPrompt, recent: int, positions: HostArray) -> HostArray:
+    """How well keys at positions [n] stand for others: [K, n] float32.
+
+    Their product, before rotation, with the mean of the observed queries up to ``recent`` behind
+    them, or of all behind them where there are none.
+    """
+    there = prompt.positions >= 0
+    asked = prompt.queries[there].reshape(there.sum(), memory.kv_heads, -1, memory.dim).sum(2)
+    sums = np.concatenate([np.zeros_like(asked[:1]), np.cumsum(asked, axis=0)])  # [W + 1, K, H]
+    places = prompt.positions[there]
+    first = np.searchsorted(places, positions, side="right")
+    end = np.searchsorted(places, positions + recent, side="right")
+    end = np.where(end > first, end, len(places))
+    count = np.maximum(end - first, 1)[:, None]
+    scores = np.empty((memory.kv_heads, len(positions)), np.float32)
+    for head in range(memory.kv_heads):
+        wanted = (sums[end, head] - sums[first, head]) / count
+        keys = memory.keys(head, memory.layer.rows[positions])
+        back = memory.layer.offsets[positions] - positions
+        scores[head] = np.einsum("nh,nh->n", wanted, turned(keys, back, memory.config.rope))
+    return scores

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrag.base.types import HostArray
-from jaxrag.reuse.attention_index import Found, Searcher
+from jaxrag.reuse.attention_index import FoundKeys, Searcher
 from jaxrag.reuse.attention_index.spec import Trained
-from jaxrag.reuse.decode.account import Account
+from jaxrag.reuse.decode.footprint import Account
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class Part:
         *,
         count: bool = False,
         exact: bool = False,
-    ) -> Found:
+    ) -> FoundKeys:
         """Positions of the best keys for ``q`` [H] of one query head of the group: at least k.
 
         ``q`` is rotated as the keys are. Fewer where there are fewer, or the index finds no more;
@@ -75,5 +75,5 @@ class Part:
             short = (where >= 0).sum() < min(k, keys - self.hidden) and there.all()
             if asked == most or not short:
                 scores = np.where(where >= 0, scores, np.float32(-np.inf))
-                return Found(where, scores, found.scanned[0])
+                return FoundKeys(where, scores, found.scanned[0])
             asked = most

@@ -4,19 +4,23 @@ Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference.
 """
 
 import dataclasses
-from typing import Any, override
+from typing import Any, ClassVar, override
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxrag.base import struct
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
-from jaxrag.base.types import Array, Partial
+from jaxrag.base.types import Array, HostArray, Partial
 from jaxrag.kv.cache import PAGE
 from jaxrag.models.rope import rotate, scale_rotary
-from jaxrag.reuse.decode.far import Everything, FarLayer, HostPrompt, Pages
-from jaxrag.reuse.decode.footprint import Bytes, Placement, row_bytes
+from jaxrag.reuse.decode.dense import EveryKey
+from jaxrag.reuse.decode.far import FarAnswer, FarLayer, HostPrompt
+from jaxrag.reuse.decode.far.memory import HostMemory, first_highest
+from jaxrag.reuse.decode.far.scan import ByHead
+from jaxrag.reuse.decode.footprint import Account, Bytes, Placement, row_bytes
 from jaxrag.reuse.decode.rule import DecodeRule, highest, require, require_zero_or_more
 from jaxrag.reuse.decode.view import View
 
@@ -50,6 +54,7 @@ class Quest(DecodeRule):
     budget: int = 1024
     dense_layers: int = 2
     name: str = dataclasses.field(default="quest", init=False)
+    by_position: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Refuse less than a page, and a negative number of layers."""
@@ -60,11 +65,6 @@ class Quest(DecodeRule):
                 f"tokens"
             )
         require_zero_or_more(self.name, dense_layers=self.dense_layers)
-
-    @property
-    @override
-    def by_position(self) -> bool:
-        return False
 
     @override
     def check(self, config: ModelConfig) -> None:
@@ -85,8 +85,8 @@ class Quest(DecodeRule):
     def far(self, prompt: HostPrompt) -> FarLayer:
         """The best pages; everything in the first layers."""
         if prompt.index < self.dense_layers:
-            return Everything(prompt, *self.static_pattern)
-        return Pages(prompt, self.budget // PAGE)
+            return EveryKey(prompt, *self.static_pattern)
+        return BestPages(prompt, self.budget // PAGE)
 
     @override
     def tokens(self) -> dict[str, int]:
@@ -156,3 +156,83 @@ def _bounds(view: View, boxes: Boxes) -> Array:
     q = q.reshape(*turn.shape, view.config.num_kv_heads, -1, view.config.head_dim)
     above = jnp.einsum("bmkgh,bmkh->bkgm", jnp.maximum(q, 0), boxes.high.astype(jnp.float32))
     return above + jnp.einsum("bmkgh,bmkh->bkgm", jnp.minimum(q, 0), boxes.low.astype(jnp.float32))
+
+
+class BestPages(ByHead):
+    """On the host: the pages with the highest bounds of every query head, without the newest token.
+
+    A page is ``PAGE`` rows of the memory, of which the request has some; the box around their keys
+    lies in their own frame. The newest token's page is always read.
+    """
+
+    def __init__(self, prompt: HostPrompt, pages: int) -> None:
+        """The boxes of the prompt's pages."""
+        self.memory = memory = HostMemory(prompt.config, prompt.layer)
+        self.pages = pages
+        offsets = np.searchsorted(memory.offsets, prompt.layer.offsets)
+        # Pages in the order of their offsets, those of one beside each other.
+        name = offsets.astype(np.int64) << 32 | prompt.layer.rows // PAGE
+        names, self._page_of = np.unique(name, return_inverse=True)
+        self._ends = np.searchsorted(names >> 32, np.arange(len(memory.offsets) + 1))
+        order = np.argsort(self._page_of, kind="stable")
+        page = self._page_of[order]
+        place = np.arange(len(order)) - np.searchsorted(page, page)
+        self._members = np.full((len(names), PAGE), -1, np.int32)
+        self._members[page, place] = order
+        self._page_of = self._page_of.astype(np.int32)
+        shape = (memory.kv_heads, len(names), memory.dim)
+        self.low = np.full(shape, np.inf, np.float32)
+        self.high = np.full(shape, -np.inf, np.float32)
+        self._seen = -1  # the last position in a box
+        self.extend(prompt.position)
+        held = (self.low, self.high, self._members, self._page_of)
+        nbytes = sum(int(each.nbytes) for each in held)
+        self.account = Account(index_bytes=nbytes + memory.nbytes)
+
+    @override
+    def extend(self, position: int) -> None:
+        """Put the keys up to ``position`` into their boxes."""
+        for at in range(self._seen + 1, position + 1, 1 << 14):
+            positions = np.arange(at, min(at + (1 << 14), position + 1))
+            positions = positions[np.argsort(self._page_of[positions], kind="stable")]
+            pages, first = np.unique(self._page_of[positions], return_index=True)
+            for head in range(self.memory.kv_heads):
+                keys = self.memory.keys(head, self.memory.layer.rows[positions])
+                low, high = self.low[head], self.high[head]
+                low[pages] = np.minimum(low[pages], np.minimum.reduceat(keys, first))
+                high[pages] = np.maximum(high[pages], np.maximum.reduceat(keys, first))
+        self._seen = max(self._seen, position)
+
+    @override
+    def work(self, position: int) -> int:
+        return self.low.shape[0] * (2 * self.low.shape[1] + self.memory.group * self.pages * PAGE)
+
+    @override
+    def attend_head(self, head: int, asked: HostArray, position: int, answer: FarAnswer) -> None:
+        with answer.searching():
+            bounds = self._bounds(head, asked)
+            bounds[:, self._page_of[position]] = np.inf
+            width = min(self.pages, bounds.shape[1]) * PAGE
+            scores = np.full((len(bounds), width), -np.inf, np.float32)
+            where = np.zeros((len(bounds), width), np.int32)
+            for at, bound in enumerate(bounds):
+                some = self._members[first_highest(bound, self.pages)].ravel()
+                some = some[(some >= 0) & (some < position)]
+                where[at, : len(some)] = some
+                scores[at, : len(some)] = self.memory.scores(head, asked[:, at], some)
+        with answer.attending():
+            answer.out[head], answer.lse[head] = self.memory.mix(head, scores, where)
+
+    def _bounds(self, head: int, asked: HostArray) -> HostArray:
+        """No key of a page scores higher: [g, M] float32; -inf for pages that hold no key yet."""
+        bounds = np.empty((asked.shape[1], self.low.shape[1]), np.float32)
+        empty = np.isinf(self.low[head, :, 0])
+        for number, q in enumerate(asked):
+            above, below, end = np.maximum(q, 0), np.minimum(q, 0), int(self._ends[number + 1])
+            for at in range(int(self._ends[number]), end, self.memory.block):
+                here = slice(at, min(at + self.memory.block, end))
+                low = np.where(empty[here, None], 0, self.low[head, here])
+                high = np.where(empty[here, None], 0, self.high[head, here])
+                bounds[:, here] = above @ high.T + below @ low.T
+        bounds[:, empty] = -np.inf
+        return bounds

@@ -6,8 +6,8 @@ is on the device, the index on the host. IVF is the paper's baseline (section 4.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, get_args, override
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, Literal, get_args, override
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,21 @@ from jaxrag.base.types import Array, HostArray, Partial, on_host
 from jaxrag.kv.cache import PagePool, PageTable
 from jaxrag.models.attention import merge
 from jaxrag.models.rope import RopeTable
-from jaxrag.reuse.attention_index import AttentionIndex, Exact, QueryBank, QueryLists, Spec, build
-from jaxrag.reuse.attention_index import Ivf as IvfIndex
+from jaxrag.reuse.attention_index import (
+    AttentionIndex,
+    Exact,
+    Ivf,
+    QueryBank,
+    QueryLists,
+    Spec,
+    build,
+)
 from jaxrag.reuse.attention_index.spec import Trained, effort_of
-from jaxrag.reuse.decode.account import Account
 from jaxrag.reuse.decode.far import HostPrompt
-from jaxrag.reuse.decode.far.memory import Memory
+from jaxrag.reuse.decode.far.memory import HostMemory
 from jaxrag.reuse.decode.far.search import Finder, Searched, finder_of
-from jaxrag.reuse.decode.footprint import Bytes, Placement, index_bytes
-from jaxrag.reuse.decode.host_search import NOBODY
+from jaxrag.reuse.decode.footprint import Account, Bytes, Placement, index_bytes
+from jaxrag.reuse.decode.host_search import NO_REQUEST
 from jaxrag.reuse.decode.rule import (
     DecodeRule,
     Observe,
@@ -92,6 +98,7 @@ class Retrieval(DecodeRule):
     stored: bool = True
     max_host_bytes: int | None = None
     name: str = dataclasses.field(default="retrieval", init=False)
+    placement: ClassVar[Placement] = "host"
 
     def __post_init__(self) -> None:
         """Refuse a window without the newest token, k of zero, no queries, unknown positions."""
@@ -125,11 +132,6 @@ class Retrieval(DecodeRule):
     @override
     def tokens(self) -> dict[str, int]:
         return {"k": self.k, "sink + recent": self.sink + self.recent}
-
-    @property
-    @override
-    def placement(self) -> Placement:
-        return "host"
 
     @override
     def beside(self, config: ModelConfig, tokens: int, placement: Placement) -> Bytes:
@@ -170,39 +172,29 @@ class Retrieval(DecodeRule):
         Raises RequestError where the indexes of all layers take more than ``max_host_bytes``.
         """
         config, documents = prompt.config, prompt.documents or StoredIndexes()
-        memory = Memory(config, prompt.layer)
-        end = max(prompt.position + 2 - self.recent, self.sink)
-        notes: list[str] = []
-        span = _span(documents, notes.append, config, prompt.layer.rows, self, end, prompt.carried)
-        _check_bytes(config, self, [span], in_place=True)
-        opened, (span,) = _open(
-            lambda it: documents.open_layer(it.chunk, it.known, prompt.index, config),
-            [notes.append],
-            [span],
+        memory, layer, notes = HostMemory(config, prompt.layer), prompt.index, list[str]()
+        at = (prompt.layer.rows, prompt.position, prompt.room, prompt.carried)
+        spans = [_Span.of(self, config, documents, notes.append, *at)]
+        _check_bytes(spans, in_place=True)
+        opened, [span] = _open(
+            spans, lambda it: documents.open_layer(it.chunk, it.known, layer, config)
         )
         finders: list[list[Finder]] = [[] for _ in range(config.num_kv_heads)]
         account = Account(index_bytes=memory.nbytes, notes=tuple(notes))
         for it in span.stored:
+            places = (it.positions, it.chunk.position)
             for head, index in enumerate(opened[it.chunk.key]):
-                at = (it.positions, it.chunk.position)
-                finder, cost = finder_of(memory, head, index, *at, stored=True)
+                finder, cost = finder_of(memory, head, index, *places, stored=True)
                 finders[head].append(finder)
                 account += cost
         if len(span.rest):
             banks = _banks(prompt.queries, prompt.positions, config)
-            spec, start = span.spec(self), prompt.position + 1
-
-            def make(head: int) -> tuple[Finder, Account]:
-                keys = memory.placed_keys(head, span.rest)
-                index = self.index_head(keys, banks[head], config.rope, start, prompt.room, spec)
-                return finder_of(memory, head, index, span.rest)
-
-            made = list(prompt.threads.map(make, range(config.num_kv_heads)))
-            for mine, (finder, _) in zip(finders, made, strict=True):
-                mine.append(finder)
-            account = sum((each for _, each in made), account)
-        ends = {"end": end, "sink": self.sink, "recent": self.recent, "k": self.k}
-        return Searched(memory, finders, account, **ends)
+            keys = functools.partial(memory.placed_keys, positions=span.rest)
+            for head, index in enumerate(span.indexes(keys, banks, prompt.threads.map)):
+                finder, cost = finder_of(memory, head, index, span.rest)
+                finders[head].append(finder)
+                account += cost
+        return Searched(memory, finders, account, self.static_pattern, span.end, self.k)
 
     @override
     def begin(self, prompts: Prompts) -> Indexed:
@@ -214,40 +206,33 @@ class Retrieval(DecodeRule):
 
         Raises RequestError where that takes more than the rule's ceiling of host memory.
         """
-        host, config, bank = prompts.host, prompts.config, prompts.bank
+        host, config, position = prompts.host, prompts.config, prompts.position
         assert host is not None
-        order, position = prompts.order, prompts.position
-        bank_positions = np.asarray(bank.positions)
-        end = np.maximum(position + 2 - self.recent, self.sink)  # the first that is not indexed
-        notes = [functools.partial(host.note, number) for number in prompts.numbers]
-        spans = [
-            _span(host.documents, note, config, order[row], self, int(end[row]), carried)
-            for row, (note, carried) in enumerate(zip(notes, prompts.carried, strict=True))
-        ]
-        _check_bytes(config, self, spans)
-        opened, spans = _open(
-            lambda it: host.documents.open(it.chunk, it.known, config), notes, spans
-        )
-        for layer, keys, queries in _read(prompts, order, position, spans):
+        bank_positions = np.asarray(prompts.bank.positions)
+        spans = []
+        for row, (number, carried) in enumerate(zip(prompts.numbers, prompts.carried, strict=True)):
+            note, at = functools.partial(host.note, number), int(position[row])
+            more = (prompts.order[row], at, prompts.room, carried)
+            spans.append(_Span.of(self, config, host.documents, note, *more))
+        _check_bytes(spans, in_place=False)
+        opened, spans = _open(spans, lambda it: host.documents.open(it.chunk, it.known, config))
+        for layer, keys, queries in _read(prompts, spans):
             for row, (number, span) in enumerate(zip(prompts.numbers, spans, strict=True)):
-                parts = [
-                    host.adopt(number, opened[it.chunk.key][layer], it.positions, it.chunk.position)
-                    for it in span.stored
-                ]
+                parts = []
+                for it in span.stored:
+                    places = (it.positions, it.chunk.position)
+                    parts.append(host.open(number, opened[it.chunk.key][layer], None, *places))
                 if len(span.rest):
                     here = np.ascontiguousarray(keys[row, : len(span.rest)].transpose(1, 0, 2))
                     banks = _banks(queries[row], bank_positions[row], config)
-                    start, spec = int(position[row]) + 1, span.spec(self)
-                    made = [
-                        self.index_head(head, bank, config.rope, start, prompts.room, spec)
-                        for head, bank in zip(here, banks, strict=True)
-                    ]
+                    made = list(span.indexes(here.__getitem__, banks))
                     parts.append(host.open(number, made, here, span.rest))
                 host.add_layer(number, parts)
+        end = np.maximum(position + 2 - self.recent, self.sink)
         rows, room = len(position), prompts.room
         tail = np.where(position[:, None] >= 0, end[:, None] + np.arange(room), -1)
         tail = tail.astype(np.int32)[:, None, None]
-        numbers = np.full(rows, NOBODY, np.int32)
+        numbers = np.full(rows, NO_REQUEST, np.int32)
         numbers[: len(prompts.numbers)] = prompts.numbers
         return on_host(
             Indexed,
@@ -277,14 +262,14 @@ class Retrieval(DecodeRule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ivf(Retrieval):
+class IvfRetrieval(Retrieval):
     """The same over FAISS's inverted file: the paper's baseline.
 
     The file is made of the keys alone; ``queries`` of the prompt only choose how many of its
     clusters are scanned, and none are needed where ``index`` says it.
     """
 
-    index: Spec = dataclasses.field(default_factory=IvfIndex)
+    index: Spec = dataclasses.field(default_factory=Ivf)
     queries: int = 128
     stored: bool = False
     name: str = dataclasses.field(default="ivf", init=False)
@@ -307,59 +292,92 @@ class _Stored:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Span:
-    """What is to be indexed of one request.
+    """What is to be indexed of one request: the keys from the sink to ``end``.
 
     Attributes:
+      rule: whose indexes they are.
+      config: of the model.
+      note: is called with what goes wrong.
+      start: position of the first generated token.
+      room: at most so many are generated.
       stored: its chunks with indexes.
       rest: [n] int32 positions of the keys that are in none of these.
     """
 
+    rule: Retrieval
+    config: ModelConfig
+    note: Callable[[str], None]
+    start: int
+    room: int
     stored: list[_Stored]
     rest: HostArray
 
-    def spec(self, rule: Retrieval) -> Spec:
+    @classmethod
+    def of(
+        cls,
+        rule: Retrieval,
+        config: ModelConfig,
+        documents: StoredIndexes,
+        note: Callable[[str], None],
+        order: HostArray,
+        position: int,
+        room: int,
+        carried: Sequence[Carried],
+    ) -> "_Span":
+        """Of a prompt that ends at ``position``, by the slot or row [S] of every position.
+
+        A key that was computed again for this request stands at another slot than its chunk's, and
+        is part of the rest.
+        """
+        span = cls(rule, config, note, position + 1, room, [], np.zeros(0, np.int32))
+        left = np.zeros(len(order), bool)
+        left[rule.sink : span.end] = True
+        for chunk in carried if rule.stored else ():
+            try:
+                known = documents.known(chunk, config)
+            except DAMAGED as error:
+                note(f"a stored index is not used: {error}")
+                continue
+            if known is None:
+                continue
+            places = chunk.position + np.arange(len(chunk.slots))
+            there = left[places] & (order[places] == chunk.slots)
+            if there.any():
+                left[places[there]] = False
+                where = np.where(there, places, -1).astype(np.int32)
+                span.stored.append(_Stored(chunk, known, where))
+        return dataclasses.replace(span, rest=np.flatnonzero(left).astype(np.int32))
+
+    @property
+    def end(self) -> int:
+        """The first position that is not indexed."""
+        return max(self.start + 1 - self.rule.recent, self.rule.sink)
+
+    @property
+    def spec(self) -> Spec:
         """Of the index over the rest: exact where stored indexes leave only a few keys over."""
-        few = len(self.rest) < getattr(rule.index, "exact_below", 0)
-        return Exact(rule.index.storage) if self.stored and few else rule.index
+        index = self.rule.index
+        few = len(self.rest) < getattr(index, "exact_below", 0)
+        return Exact(index.storage) if self.stored and few else index
+
+    def indexes(
+        self,
+        keys: Callable[[int], HostArray],
+        banks: Sequence[QueryBank | None],
+        run: Callable[..., Iterable[AttentionIndex]] = map,
+    ) -> Iterable[AttentionIndex]:
+        """Indexes over the rest, by KV head; ``keys`` of a head gives its keys [n, H] there."""
+
+        def make(head: int) -> AttentionIndex:
+            at = (self.start, self.room, self.spec)
+            return self.rule.index_head(keys(head), banks[head], self.config.rope, *at)
+
+        return run(make, range(self.config.num_kv_heads))
 
 
-def _span(
-    documents: StoredIndexes,
-    note: Callable[[str], None],
-    config: ModelConfig,
-    order: HostArray,
-    rule: Retrieval,
-    end: int,
-    carried: Sequence[Carried],
-) -> _Span:
-    """Which positions from the sink to ``end`` are in which stored index, and the rest.
-
-    A key that was computed again for this request stands at another slot than its chunk's, and is
-    part of the rest.
-    """
-    left = np.zeros(len(order), bool)
-    left[rule.sink : end] = True
-    stored = []
-    for chunk in carried if rule.stored else ():
-        try:
-            known = documents.known(chunk, config)
-        except DAMAGED as error:
-            note(f"a stored index is not used: {error}")
-            continue
-        if known is None:
-            continue
-        places = chunk.position + np.arange(len(chunk.slots))
-        there = left[places] & (order[places] == chunk.slots)
-        if there.any():
-            left[places[there]] = False
-            stored.append(_Stored(chunk, known, np.where(there, places, -1).astype(np.int32)))
-    return _Span(stored, np.flatnonzero(left).astype(np.int32))
-
-
-def _check_bytes(
-    config: ModelConfig, rule: Retrieval, spans: Sequence[_Span], *, in_place: bool = False
-) -> None:
-    """Refuse indexes that may take more host memory than the rule allows."""
+def _check_bytes(spans: Sequence[_Span], *, in_place: bool) -> None:
+    """Refuse indexes that may take more host memory than their rule allows."""
+    rule = spans[0].rule
     if rule.max_host_bytes is None:
         return
     held = {
@@ -367,9 +385,8 @@ def _check_bytes(
         for span in spans
         for it in span.stored
     }
-    need = sum(held.values())
-    need += sum(
-        index_bytes(span.spec(rule), config, len(span.rest), in_place=in_place) for span in spans
+    need = sum(held.values()) + sum(
+        index_bytes(span.spec, span.config, len(span.rest), in_place=in_place) for span in spans
     )
     if need > rule.max_host_bytes:
         raise RequestError(
@@ -380,32 +397,30 @@ def _check_bytes(
 
 
 def _open[T](
-    open_one: Callable[[_Stored], T], notes: Sequence[Callable[[str], None]], spans: Sequence[_Span]
+    spans: Sequence[_Span], open_one: Callable[[_Stored], T]
 ) -> tuple[dict[str, T], list[_Span]]:
     """The stored indexes by chunk; the keys of those that cannot be read are part of the rest."""
     opened: dict[str, T] = {}
-    for note, span in zip(notes, spans, strict=True):
+    for span in spans:
         for it in span.stored:
             if it.chunk.key in opened:
                 continue
             try:
                 opened[it.chunk.key] = open_one(it)
             except DAMAGED as error:
-                note(f"a stored index is not used: {error}")
+                span.note(f"a stored index is not used: {error}")
     whole = []
     for span in spans:
         lost = [it.positions for it in span.stored if it.chunk.key not in opened]
         rest = np.concatenate([span.rest, *(where[where >= 0] for where in lost)])
         kept = [it for it in span.stored if it.chunk.key in opened]
-        whole.append(_Span(kept, np.sort(rest)))
+        whole.append(dataclasses.replace(span, stored=kept, rest=np.sort(rest)))
     return opened, whole
 
 
-def _read(
-    prompts: Prompts, order: HostArray, position: HostArray, spans: Sequence[_Span]
-) -> Iterator[tuple[int, HostArray, HostArray]]:
+def _read(prompts: Prompts, spans: Sequence[_Span]) -> Iterator[tuple[int, HostArray, HostArray]]:
     """Every layer with the keys at the rest of each row [B, n, K, H], and the bank's queries."""
-    config, bank = prompts.config, prompts.bank
+    config, bank, order, position = prompts.config, prompts.bank, prompts.order, prompts.position
     longest = max(len(span.rest) for span in spans)
     if not longest:
         nothing = np.zeros(0, np.float32)

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -91,14 +91,19 @@ class DecodeRule(abc.ABC):
 
     Attributes:
       name: the key of DECODE_RULES; a field, so that a record of the settings says whose they are.
+      sparse: does it leave keys out? Else tokens attend as in prefill, and nothing is begun.
+      by_position: does it choose by position? Then it is refused where positions overlap.
+      reads_far: does a token read anything outside the static pattern?
+      scores_every_key: does a token compare its query with every key?
+      placement: where it is meant to have K and V: what its paper saves memory by.
     """
 
     name: str = dataclasses.field(init=False)
-
-    @property
-    def sparse(self) -> bool:
-        """Does it leave keys out? Else tokens attend as in prefill, and nothing is begun."""
-        return True
+    sparse: ClassVar[bool] = True
+    by_position: ClassVar[bool] = True
+    reads_far: ClassVar[bool] = True
+    scores_every_key: ClassVar[bool] = False
+    placement: ClassVar[Placement] = "device"
 
     @property
     def observe(self) -> Observe | None:
@@ -109,11 +114,6 @@ class DecodeRule(abc.ABC):
     def searches(self) -> Spec | None:
         """The kind of index that the rule searches on the host; None: it needs none."""
         return None
-
-    @property
-    def by_position(self) -> bool:
-        """Does the rule choose by position? Then it is refused where positions overlap."""
-        return True
 
     @property
     def value_layers(self) -> int | None:
@@ -127,16 +127,6 @@ class DecodeRule(abc.ABC):
         The newest one counts among them. None: the rule cannot attend there.
         """
         return None
-
-    @property
-    def reads_far(self) -> bool:
-        """Does a token read anything outside the static pattern?"""
-        return True
-
-    @property
-    def scores_every_key(self) -> bool:
-        """Does a token compare its query with every key?"""
-        return False
 
     def check(self, config: ModelConfig) -> None:
         """Refuse a model that this rule cannot serve (RequestError)."""
@@ -196,11 +186,6 @@ class DecodeRule(abc.ABC):
     @abc.abstractmethod
     def tokens(self) -> dict[str, int]:
         """Settings that count tokens of the context, by name."""
-
-    @property
-    def placement(self) -> Placement:
-        """Where the rule is meant to have K and V: what its paper saves memory by."""
-        return "device"
 
     def bytes(self, config: ModelConfig, tokens: int, placement: Placement | None = None) -> Bytes:
         """What lies where behind a context of that many tokens.

@@ -5,20 +5,25 @@ SnapKV: LLM Knows What You are Looking for Before Generation.
 
 import dataclasses
 import functools
+import operator
 from typing import Any, override
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxrag.base import struct
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
-from jaxrag.base.types import Array, Partial
+from jaxrag.base.types import Array, HostArray, Partial
 from jaxrag.models.attention import merge
 from jaxrag.models.rope import place
-from jaxrag.reuse.decode.far import Chosen, FarLayer, HostPrompt
-from jaxrag.reuse.decode.footprint import Bytes, Placement
+from jaxrag.reuse.attention_index import rotated, turned
+from jaxrag.reuse.decode.far import FarAnswer, FarLayer, HostPrompt
+from jaxrag.reuse.decode.far.memory import HostMemory, first_highest, merged, softmax
+from jaxrag.reuse.decode.far.scan import ByHead
+from jaxrag.reuse.decode.footprint import Account, Bytes, Placement
 from jaxrag.reuse.decode.rule import DecodeRule, Observe, highest, require
 from jaxrag.reuse.decode.view import View
 
@@ -82,7 +87,7 @@ class SnapKV(DecodeRule):
     @override
     def far(self, prompt: HostPrompt) -> FarLayer:
         """What was chosen, and what left the window."""
-        return Chosen(prompt, self.capacity, self.window, self.kernel)
+        return KeptKeys(prompt, self)
 
     @override
     def tokens(self) -> dict[str, int]:
@@ -137,9 +142,67 @@ def _votes(view: View, queries: Array, positions: Array) -> Array:
     return total
 
 
-def _average(x: Array, kernel: int) -> Array:
+def _average[T: (Array, HostArray)](x: T, kernel: int) -> T:
     """Mean of every ``kernel`` neighbours on the last axis, zeros beyond the ends."""
     side, size = kernel // 2, x.shape[-1]
-    wide = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((side, side),))
+    pad = np.pad if isinstance(x, np.ndarray) else jnp.pad
+    wide = pad(x, ((0, 0),) * (x.ndim - 1) + ((side, side),))
     shifted = (wide[..., first : first + size] for first in range(kernel))
-    return functools.reduce(jnp.add, shifted) / kernel
+    return functools.reduce(operator.add, shifted) / np.float32(kernel)
+
+
+class KeptKeys(ByHead):
+    """On the host: the chosen tokens of the prompt, and those that left the window."""
+
+    def __init__(self, prompt: HostPrompt, rule: SnapKV) -> None:
+        """Choose by the attention of the prompt's last queries, as ``prepare`` does."""
+        self.memory, self.window = HostMemory(prompt.config, prompt.layer), rule.window
+        self.start = prompt.position - rule.window + 1  # of the window when the prompt ends
+        chosen = []
+        for head in range(self.memory.kv_heads):
+            votes = _host_votes(self.memory, prompt, head, self.start)[:, : max(self.start, 0)]
+            ranked = _average(votes, rule.kernel)
+            chosen.append([first_highest(one, rule.capacity - rule.window) for one in ranked])
+        self.chosen = np.asarray(chosen, np.int32)  # [K, G, n]
+        self.account = Account(index_bytes=int(self.chosen.nbytes) + self.memory.nbytes)
+
+    @override
+    def work(self, position: int) -> int:
+        return self.chosen.size + max(0, position - self.window + 1 - self.start)
+
+    @override
+    def attend_head(self, head: int, asked: HostArray, position: int, answer: FarAnswer) -> None:
+        memory, chosen = self.memory, self.chosen[head]
+        with answer.attending():
+            scores = [memory.scores(head, asked[:, at], some) for at, some in enumerate(chosen)]
+            parts = [memory.mix(head, np.stack(scores), chosen)]
+            left = memory.stretches(max(self.start, 0), position - self.window + 1)
+            if left:
+                parts.append(memory.attend(head, asked, left))
+            answer.out[head], answer.lse[head] = merged(parts)
+
+
+def _host_votes(memory: HostMemory, prompt: HostPrompt, head: int, start: int) -> HostArray:
+    """Softmax weights of every position, summed over queries from ``start`` on: [G, S] float32."""
+    end, group = prompt.position + 1, memory.group
+    stretches = memory.stretches(0, end)
+    places = np.concatenate(
+        [
+            np.arange(each.positions.start, each.positions.stop)
+            if isinstance(each.positions, slice)
+            else each.positions
+            for each in stretches
+        ]
+    )
+    queries = prompt.queries[:, head * group : (head + 1) * group].swapaxes(0, 1)  # [G, W, H]
+    placed = rotated(queries, np.maximum(prompt.positions, 0), memory.config.rope)
+    total = np.zeros((group, end), np.float32)
+    for number, position in enumerate(prompt.positions.tolist()):
+        if position < max(start, 0):
+            continue
+        one = np.repeat(placed[:, number, None], len(memory.offsets), axis=1)
+        asked = turned(one, -memory.offsets, memory.config.rope).swapaxes(0, 1)
+        scores = memory.scan(head, asked * np.float32(memory.dim**-0.5), stretches)
+        weights, _ = softmax(np.where(places <= position, scores, np.float32(-np.inf)))
+        total[:, places] += weights
+    return total

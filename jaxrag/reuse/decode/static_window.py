@@ -4,7 +4,7 @@ Efficient Streaming Language Models with Attention Sinks.
 """
 
 import dataclasses
-from typing import Any, override
+from typing import Any, ClassVar, override
 
 import jax.numpy as jnp
 
@@ -35,6 +35,7 @@ class StaticWindow(DecodeRule):
     recent: int = 512
     positions: Positions = "original"
     name: str = dataclasses.field(default="static_window", init=False)
+    reads_far: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Refuse a window without the newest token."""
@@ -46,11 +47,6 @@ class StaticWindow(DecodeRule):
     @override
     def static_pattern(self) -> tuple[int, int] | None:
         return (self.sink, self.recent) if self.positions == "original" else None
-
-    @property
-    @override
-    def reads_far(self) -> bool:
-        return False
 
     @override
     def far(self, prompt: HostPrompt) -> None:

@@ -4,7 +4,7 @@ Efficient LLM Inference with KCache.
 """
 
 import dataclasses
-from typing import Any, override
+from typing import Any, ClassVar, override
 
 import jax.numpy as jnp
 from jax import lax
@@ -36,6 +36,9 @@ class TopN(DecodeRule):
     device_layers: int = 1
     renormalise: bool = False
     name: str = dataclasses.field(default="topn", init=False)
+    by_position: ClassVar[bool] = False
+    scores_every_key: ClassVar[bool] = True
+    placement: ClassVar[Placement] = "values"
 
     def __post_init__(self) -> None:
         """Refuse n of zero and a negative number of layers."""
@@ -47,18 +50,8 @@ class TopN(DecodeRule):
 
     @property
     @override
-    def by_position(self) -> bool:
-        return False
-
-    @property
-    @override
     def value_layers(self) -> int:
         return self.device_layers
-
-    @property
-    @override
-    def scores_every_key(self) -> bool:
-        return True
 
     @override
     def check(self, config: ModelConfig) -> None:
@@ -82,11 +75,6 @@ class TopN(DecodeRule):
     @override
     def tokens(self) -> dict[str, int]:
         return {"n": self.n}
-
-    @property
-    @override
-    def placement(self) -> Placement:
-        return "values"
 
     @override
     def bytes(self, config: ModelConfig, tokens: int, placement: Placement | None = None) -> Bytes:

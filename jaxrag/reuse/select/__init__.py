@@ -13,7 +13,7 @@ import numpy as np
 from jaxrag.base.tables import build_named, table_from
 from jaxrag.kv.cache import PagedCache
 from jaxrag.models.model import Model
-from jaxrag.reuse.select.base import Choice, SelectionInput, Selector, budget_of
+from jaxrag.reuse.select.base import Selection, SelectionBatch, SelectionInput, Selector, budget_of
 from jaxrag.reuse.select.cache_craft import CacheCraft
 from jaxrag.reuse.select.extremes import AllTokens, NoTokens
 from jaxrag.reuse.select.first_k import FirstK
@@ -25,12 +25,13 @@ __all__ = [
     "SELECTORS",
     "AllTokens",
     "CacheCraft",
-    "Choice",
     "FirstK",
     "KvDeviation",
     "NoTokens",
     "QueryGuided",
     "RandomTokens",
+    "Selection",
+    "SelectionBatch",
     "SelectionInput",
     "Selector",
     "budget_of",
@@ -62,18 +63,18 @@ def selector_from(value: str | Mapping[str, Any] | Selector, where: str = "selec
 
 def choose(
     model: Model, cache: PagedCache, selector: Selector, scenes: Sequence[SelectionInput]
-) -> list[Choice]:
+) -> list[Selection]:
     """Choose the tokens to recompute for a batch of requests, whose chunks lie in ``cache``.
 
     The selector is not run for a request where there is nothing to decide: at ratio 0 or 1, or
     where the KV of every chunk is exact.
     """
-    choices: dict[int, Choice] = {}
+    choices: dict[int, Selection] = {}
     for index, scene in enumerate(scenes):
         if scene.ratio == 0 or not scene.candidates.any():
-            choices[index] = Choice(np.zeros(0, np.int64))
+            choices[index] = Selection(np.zeros(0, np.int64))
         elif scene.ratio == 1:
-            choices[index] = Choice(np.flatnonzero(scene.candidates))
+            choices[index] = Selection(np.flatnonzero(scene.candidates))
     rest = [index for index in range(len(scenes)) if index not in choices]
     if rest:
         chosen = selector.select(model, cache, [scenes[index] for index in rest])

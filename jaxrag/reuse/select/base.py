@@ -1,4 +1,7 @@
-"""What a selector is given and what it returns; budgets, and the choice of the best tokens."""
+"""What a selector is: settings, and a score for every chunk token.
+
+Budgets, the layout of a batch and the choice of the best tokens are the same for all.
+"""
 
 import abc
 import dataclasses
@@ -7,14 +10,16 @@ import math
 import operator
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import Any
+from typing import Any, ClassVar
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
-from jaxrag.base.types import HostArray
-from jaxrag.kv.cache import PAGE, PagedCache, TableBuilder
+from jaxrag.base.shapes import bucket, row_length
+from jaxrag.base.types import EMPTY, FINAL, Array, HostArray, Tokens
+from jaxrag.kv.cache import PAGE, PagedCache, PageTable, TableBuilder, batch_table
 from jaxrag.models.model import Model
 
 
@@ -46,6 +51,7 @@ class SelectionInput:
       said: tokens of earlier turns of a conversation, which stand among the chunks, in place; the
         ratio is not of these.
       ahead: what ``Selector.ahead`` made of the final block; None where it was not asked.
+      observed: what ``Selector.observe`` found with the model; None for a selector that does not.
     """
 
     prefix: HostArray
@@ -62,6 +68,7 @@ class SelectionInput:
     ratio: float | None
     said: int = 0
     ahead: Any = None
+    observed: Any = None
 
     @property
     def lengths(self) -> list[int]:
@@ -70,7 +77,7 @@ class SelectionInput:
 
     @property
     def num_chunk_tokens(self) -> int:
-        """C."""
+        """Tokens of all chunks together, C."""
         return sum(self.lengths)
 
     @functools.cached_property
@@ -112,7 +119,7 @@ class SelectionInput:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class Selection:
     """What a selector found.
 
     Attributes:
@@ -127,24 +134,75 @@ class Choice:
 
 
 @dataclasses.dataclass(frozen=True)
+class SelectionBatch:
+    """Requests that are selected for together, each in a row of what the model is run on.
+
+    Attributes:
+      model: that serves them.
+      cache: which holds their chunks.
+      scenes: the requests.
+    """
+
+    model: Model
+    cache: PagedCache
+    scenes: Sequence[SelectionInput]
+
+    @property
+    def rows(self) -> int:
+        """Rows of every array, B: those beyond the requests are padding."""
+        return bucket(len(self.scenes), 1)
+
+    def put(self, *arrays: HostArray) -> list[Array]:
+        """Arrays [B, ...] on the device."""
+        return [self.model.put_batch(x, self.rows) for x in arrays]
+
+    def table(self, tables: Sequence[TableBuilder] | None = None) -> PageTable:
+        """The requests' pages, or those of other tables."""
+        tables = [scene.table for scene in self.scenes] if tables is None else tables
+        return batch_table(tables, self.rows, self.model.put_batch)
+
+    @functools.cached_property
+    def prompts(self) -> tuple[HostArray, HostArray]:
+        """Prefix and chunks of every request as one causal block: ids and segments [B, T] int32."""
+        used = [len(scene.prefix) + scene.num_chunk_tokens for scene in self.scenes]
+        shape = (self.rows, row_length(max(used)))
+        ids, segments = np.zeros(shape, np.int32), np.full(shape, EMPTY, np.int32)
+        for row, scene in enumerate(self.scenes):
+            ids[row, : used[row]] = np.concatenate((scene.prefix, *scene.chunks))
+            segments[row, : used[row]] = FINAL
+        return ids, segments
+
+    def spread(self, values: Sequence[HostArray], fill: int = 0) -> HostArray:
+        """Values of chunk tokens [C] each where ``prompts`` has the tokens, else ``fill``."""
+        out = np.full(self.prompts[0].shape, fill, np.int32)
+        for row, (scene, some) in enumerate(zip(self.scenes, values, strict=True)):
+            out[row, len(scene.prefix) : len(scene.prefix) + scene.num_chunk_tokens] = some
+        return out
+
+    def gather(self, rows: HostArray) -> list[HostArray]:
+        """What was found of the chunk tokens of ``prompts``: rows [B, T, ...] to [C, ...] each."""
+        return [
+            rows[row, len(scene.prefix) : len(scene.prefix) + scene.num_chunk_tokens]
+            for row, scene in enumerate(self.scenes)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
 class Selector(abc.ABC):
     """Chooses the tokens to recompute. A selector is its settings: frozen, comparable, hashable.
 
     Attributes:
       name: the key of SELECTORS; a field, so that a record of the settings says what they are of.
+      reads_cache: does it read cached KV?
     """
 
     name: str = dataclasses.field(init=False)
+    reads_cache: ClassVar[bool] = True
 
     @property
     def reads_values(self) -> bool:
         """Does it attend to cached V on the device, in layers that may have theirs elsewhere?"""
         return False
-
-    @property
-    def reads_cache(self) -> bool:
-        """Does it read cached KV?"""
-        return True
 
     @property
     def rewrites(self) -> bool:
@@ -169,16 +227,59 @@ class Selector(abc.ABC):
     def ahead(self, model: Model, final: HostArray) -> Any:
         """What needs the final block alone, and can be computed while chunks are on their way.
 
-        None where there is nothing of the kind. ``select`` computes itself what it is not given,
+        None where there is nothing of the kind. ``observe`` computes itself what it is not given,
         with the same bits.
         """
         return None
 
+    def observe(self, batch: SelectionBatch) -> Sequence[Any]:
+        """What the scores of every request need that the model has to be run for: its ``observed``.
+
+        The same of a request whatever else is in the batch.
+        """
+        return [None] * len(batch.scenes)
+
     @abc.abstractmethod
+    def score(self, scene: SelectionInput) -> HostArray:
+        """How much every chunk token wants to be recomputed: [C] float, deterministic."""
+
+    def count(self, scene: SelectionInput) -> int | Sequence[int] | HostArray:
+        """How many tokens of all chunks are chosen, or how many of each chunk."""
+        return scene.budget
+
+    def flops(self, model: Model, scene: SelectionInput) -> int:
+        """Spent on ``observe`` for a request."""
+        return 0
+
     def select(
         self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
-    ) -> list[Choice]:
-        """Choose for every request of a batch; deterministic, whatever else is in the batch."""
+    ) -> list[Selection]:
+        """Choose for every request of a batch the candidates with the highest scores."""
+        observed = self.observe(SelectionBatch(model, cache, scenes))
+        return [
+            Selection(self._best(scene), self.flops(model, scene), self.rewrites)
+            for scene in map(_with_observed, scenes, observed)
+        ]
+
+    def _best(self, scene: SelectionInput) -> HostArray:
+        scores, counts = self.score(scene), self.count(scene)
+        if isinstance(counts, int):
+            return best(scores, scene.candidates, counts)
+        parts = [
+            best(scores, scene.candidates & (scene.chunk_of == chunk), int(count))
+            for chunk, count in enumerate(counts)
+        ]
+        return np.concatenate(parts)
+
+
+def _with_observed(scene: SelectionInput, observed: Any) -> SelectionInput:
+    return dataclasses.replace(scene, observed=observed)
+
+
+def in_order(ids: Array, segments: Array) -> Tokens:
+    """Rows of tokens [B, T] at positions that are their order."""
+    order = jnp.arange(ids.shape[1], dtype=jnp.int32)
+    return Tokens(ids=ids, positions=jnp.broadcast_to(order, ids.shape), segments=segments)
 
 
 def budget_of(ratio: float, num_tokens: int) -> int:

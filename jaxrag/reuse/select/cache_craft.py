@@ -15,17 +15,20 @@ import numpy as np
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
-from jaxrag.base.shapes import bucket, row_length
+from jaxrag.base.shapes import bucket
 from jaxrag.base.sharding import to_host
-from jaxrag.base.types import EMPTY, FINAL, Array, HostArray, Tokens
-from jaxrag.kv.cache import PagedCache
-from jaxrag.models.decoder import run_layers
+from jaxrag.base.types import Array, HostArray
+from jaxrag.models.decoder import Decoder, run_layers
 from jaxrag.models.flops import score_flops, turborag_flops
 from jaxrag.models.model import Model
-from jaxrag.models.rope import RopeTable
-from jaxrag.models.spec import Params
 from jaxrag.models.taps import ChunkMassAttend
-from jaxrag.reuse.select.base import Choice, SelectionInput, Selector, best, check_range
+from jaxrag.reuse.select.base import (
+    SelectionBatch,
+    SelectionInput,
+    Selector,
+    check_range,
+    in_order,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,62 +78,38 @@ class CacheCraft(Selector):
                 f"{config.num_layers}; choose fewer layers"
             )
 
-    def select(
-        self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
-    ) -> list[Choice]:
-        """Choose per chunk by CFO, inside a chunk by attention to earlier chunks."""
-        self.check(model.config)
-        return [
-            Choice(self._chosen(scene, shares), self._flops(model.config, scene))
-            for scene, shares in zip(scenes, self.shares(model, scenes), strict=True)
-        ]
+    def observe(self, batch: SelectionBatch) -> list[HostArray]:
+        """Share of every chunk token's attention that falls on every chunk: [C, chunks] each."""
+        self.check(batch.model.config)
+        columns = bucket(max(len(scene.chunks) for scene in batch.scenes), 8)
+        ids, segments = batch.prompts
+        column = batch.spread([scene.chunk_of for scene in batch.scenes], -1)
+        decoder = batch.model.decoder(ids.shape[1])
+        out = _mean_shares(decoder, *batch.put(ids, segments, column), columns, self.layers)
+        found = zip(batch.gather(to_host(out)), batch.scenes, strict=True)
+        return [shares[:, : len(scene.chunks)] for shares, scene in found]
 
-    def _chosen(self, scene: SelectionInput, shares: HostArray) -> HostArray:
-        chunk_of = scene.chunk_of
+    def score(self, scene: SelectionInput) -> HostArray:
+        """Attention to earlier chunks."""
+        earlier = np.arange(len(scene.chunks)) < scene.chunk_of[:, None]
+        total: HostArray = np.where(earlier, scene.observed, 0.0).sum(1)
+        return total
+
+    def count(self, scene: SelectionInput) -> HostArray:
+        """Of every chunk by its CFO."""
         lengths = np.array(scene.lengths)
-        earlier = np.where(np.arange(len(lengths)) < chunk_of[:, None], shares, 0.0)
-        overhead = cache_fix_overhead(shares, lengths, scene.seen, self.alpha)
+        overhead = cache_fix_overhead(scene.observed, lengths, scene.seen, self.alpha)
         overhead[list(scene.settled)] = 0.0
-        wanted = np.minimum(np.ceil(overhead * lengths).astype(int), lengths)
         if scene.ratio is not None:
             free = np.where(scene.settled, 0, lengths)
-            wanted = scaled_counts(overhead * lengths, free, scene.budget)
-        parts = [
-            best(earlier.sum(1), scene.candidates & (chunk_of == i), int(count))
-            for i, count in enumerate(wanted)
-        ]
-        return np.concatenate(parts)
+            return scaled_counts(overhead * lengths, free, scene.budget)
+        return np.minimum(np.ceil(overhead * lengths).astype(int), lengths)
 
-    def _flops(self, config: ModelConfig, scene: SelectionInput) -> int:
-        tokens = len(scene.prefix) + scene.num_chunk_tokens
+    def flops(self, model: Model, scene: SelectionInput) -> int:
+        """The first layers over the prompt, and the shares of their attention."""
+        config, tokens = model.config, len(scene.prefix) + scene.num_chunk_tokens
         passes = turborag_flops(config, tokens, tokens) * self.layers // config.num_layers
         return passes + self.layers * score_flops(config, tokens, tokens)
-
-    def shares(self, model: Model, scenes: Sequence[SelectionInput]) -> list[HostArray]:
-        """Share of every chunk token's attention that falls on every chunk: [C, chunks] each."""
-        rows = bucket(len(scenes), 1)
-        used = [len(scene.prefix) + scene.num_chunk_tokens for scene in scenes]
-        shape = (rows, row_length(max(used)))
-        columns = bucket(max(len(scene.chunks) for scene in scenes), 8)
-        ids, segments = np.zeros(shape, np.int32), np.full(shape, EMPTY, np.int32)
-        column = np.full(shape, -1, np.int32)
-        for row, scene in enumerate(scenes):
-            ids[row, : used[row]] = np.concatenate((scene.prefix, *scene.chunks))
-            segments[row, : used[row]] = FINAL  # one causal block
-            column[row, len(scene.prefix) : used[row]] = scene.chunk_of
-        out = _mean_shares(
-            model.params,
-            model.config,
-            model.rope(shape[1]),
-            *(model.put_batch(x, rows) for x in (ids, segments, column)),
-            columns,
-            self.layers,
-        )
-        host = to_host(out)
-        return [
-            host[row, len(scene.prefix) : used[row], : len(scene.chunks)]
-            for row, scene in enumerate(scenes)
-        ]
 
 
 def cache_fix_overhead(
@@ -188,22 +167,14 @@ def scaled_counts(weights: HostArray, limits: HostArray, total: int) -> HostArra
     return counts
 
 
-@functools.partial(jax.jit, static_argnames=("config", "columns", "layers"))
+@functools.partial(jax.jit, static_argnames=("columns", "layers"))
 def _mean_shares(
-    params: Params,
-    config: ModelConfig,
-    rope: RopeTable,
-    ids: Array,
-    segments: Array,
-    column: Array,
-    columns: int,
-    layers: int,
+    decoder: Decoder, ids: Array, segments: Array, column: Array, columns: int, layers: int
 ) -> Array:
     """Attention of prompts [B, T] to each column, mean over heads and layers: [B, T, columns]."""
-    positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-    tokens = Tokens(ids=ids, positions=positions, segments=segments)
+    config = decoder.config
     sums = jnp.zeros((*ids.shape, columns), jnp.float32)
-    _, sums, _ = run_layers(
-        params, config, tokens, sums, ChunkMassAttend(config, rope, column), layers
-    )
+    attend = ChunkMassAttend(config, decoder.rope, column)
+    tokens = in_order(ids, segments)
+    _, sums, _ = run_layers(decoder.params, config, tokens, sums, attend, layers)
     return sums / layers

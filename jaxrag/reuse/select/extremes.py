@@ -2,14 +2,13 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import override
+from typing import ClassVar
 
 import numpy as np
 
 from jaxrag.base.errors import RequestError
-from jaxrag.kv.cache import PagedCache
-from jaxrag.models.model import Model
-from jaxrag.reuse.select.base import Choice, SelectionInput, Selector, check_range
+from jaxrag.base.types import HostArray
+from jaxrag.reuse.select.base import SelectionInput, Selector, check_range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +16,7 @@ class NoTokens(Selector):
     """Nothing is recomputed: plain reuse (TurboRAG, Block-Attention, Full Reuse)."""
 
     name: str = dataclasses.field(default="none", init=False)
-
-    @property
-    @override
-    def reads_cache(self) -> bool:
-        return False
+    reads_cache: ClassVar[bool] = False
 
     def check_ratio(self, ratio: float | None) -> None:
         """No ratio, or 0."""
@@ -36,11 +31,13 @@ class NoTokens(Selector):
         """None."""
         return 0
 
-    def select(
-        self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
-    ) -> list[Choice]:
-        """Choose nothing."""
-        return [Choice(np.zeros(0, np.int64)) for _ in scenes]
+    def score(self, scene: SelectionInput) -> HostArray:
+        """All alike."""
+        return np.zeros(scene.num_chunk_tokens)
+
+    def count(self, scene: SelectionInput) -> int:
+        """Nothing."""
+        return 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +45,7 @@ class AllTokens(Selector):
     """Every chunk token whose KV is not exact already: equal to full attention."""
 
     name: str = dataclasses.field(default="all", init=False)
-
-    @property
-    @override
-    def reads_cache(self) -> bool:
-        return False
+    reads_cache: ClassVar[bool] = False
 
     def check_ratio(self, ratio: float | None) -> None:
         """No ratio, 0 or 1."""
@@ -66,8 +59,10 @@ class AllTokens(Selector):
         """Everything, whatever the ratio."""
         return sum(lengths)
 
-    def select(
-        self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
-    ) -> list[Choice]:
-        """Choose all candidates."""
-        return [Choice(np.flatnonzero(scene.candidates)) for scene in scenes]
+    def score(self, scene: SelectionInput) -> HostArray:
+        """All alike."""
+        return np.zeros(scene.num_chunk_tokens)
+
+    def count(self, scene: SelectionInput) -> int:
+        """All candidates."""
+        return int(scene.candidates.sum())

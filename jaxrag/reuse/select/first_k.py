@@ -5,14 +5,11 @@ EPIC: Efficient Position-Independent Caching for Serving Large Language Models, 
 
 import dataclasses
 from collections.abc import Sequence
-from typing import override
-
-import numpy as np
+from typing import ClassVar
 
 from jaxrag.base.errors import RequestError
-from jaxrag.kv.cache import PagedCache
-from jaxrag.models.model import Model
-from jaxrag.reuse.select.base import Choice, SelectionInput, Selector, budget_of, check_range
+from jaxrag.base.types import HostArray
+from jaxrag.reuse.select.base import SelectionInput, Selector, budget_of, check_range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +21,7 @@ class FirstK(Selector):
 
     k: int = 16
     name: str = dataclasses.field(default="first_k", init=False)
-
-    @property
-    @override
-    def reads_cache(self) -> bool:
-        return False
+    reads_cache: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Refuse a negative k."""
@@ -48,19 +41,10 @@ class FirstK(Selector):
             return [min(self.k, length) for length in lengths]
         return [budget_of(ratio, length) for length in lengths]
 
-    def select(
-        self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
-    ) -> list[Choice]:
-        """Choose by place alone."""
-        return [
-            Choice(
-                np.flatnonzero(
-                    scene.candidates
-                    & (
-                        scene.local
-                        < np.repeat(self._counts(scene.lengths, scene.ratio), scene.lengths)
-                    )
-                )
-            )
-            for scene in scenes
-        ]
+    def score(self, scene: SelectionInput) -> HostArray:
+        """By place alone."""
+        return -scene.local
+
+    def count(self, scene: SelectionInput) -> list[int]:
+        """As many of every chunk."""
+        return self._counts(scene.lengths, scene.ratio)

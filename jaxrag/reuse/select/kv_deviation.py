@@ -6,6 +6,7 @@ arXiv:2405.16444.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -17,17 +18,24 @@ from jax import lax
 from jaxrag.base import struct
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
-from jaxrag.base.shapes import bucket, row_length
+from jaxrag.base.shapes import bucket
 from jaxrag.base.sharding import to_host
-from jaxrag.base.types import EMPTY, FINAL, Array, HostArray, Step, Tokens
-from jaxrag.kv.cache import PAGE, PagedCache, PagePool, PageTable, TableBuilder, batch_table
+from jaxrag.base.types import Array, HostArray, Step
+from jaxrag.kv.cache import PAGE, PagedCache, PagePool, PageTable, TableBuilder
 from jaxrag.models.attention import Attend, PackedAttend, PagedAttend
 from jaxrag.models.decoder import Decoder, forward, keys_and_values
 from jaxrag.models.flops import turborag_flops
 from jaxrag.models.model import Model
 from jaxrag.models.rope import place
 from jaxrag.models.taps import Tap
-from jaxrag.reuse.select.base import Choice, SelectionInput, Selector, best, budget_of
+from jaxrag.reuse.select.base import (
+    SelectionBatch,
+    SelectionInput,
+    Selector,
+    best,
+    budget_of,
+    in_order,
+)
 
 Part = Literal["v", "k", "kv"]
 
@@ -92,13 +100,7 @@ class KvDeviation(Selector):
         """What the widest check runs again."""
         assert ratio is not None
         total = sum(lengths)
-        return max(self._kept(i, budget_of(ratio, total), total) for i in range(len(self.layers)))
-
-    def _kept(self, check: int, budget: int, available: int) -> int:
-        """Tokens that the check at this index keeps."""
-        if check == len(self.layers) - 1:
-            return budget
-        return min(int(np.ceil(self.widths[check] * budget)), available)
+        return _kept(max(self.widths, default=1.0), budget_of(ratio, total), total)
 
     @property
     def reads_values(self) -> bool:
@@ -110,76 +112,71 @@ class KvDeviation(Selector):
         """Fresh KV of tokens that are not chosen goes to the request's copies."""
         return self.keep_fresh
 
-    def select(
-        self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
-    ) -> list[Choice]:
-        """Choose the tokens that deviate most, over all chunks."""
-        self.check(model.config)
-        deviations = [self._first_check(model, cache, scenes, self.keep_fresh)]
-        kept = [scene.candidates for scene in scenes]
-        flops = [self._flops(model.config, scene, scene.num_chunk_tokens, 0) for scene in scenes]
-        chosen: list[HostArray] = []
-        for check in range(len(self.layers)):
-            if check:
-                deviations.append(self._next_check(model, cache, scenes, chosen, check))
-                flops = [
-                    spent + self._flops(model.config, scene, _running(scene, tokens), check)
-                    for spent, scene, tokens in zip(flops, scenes, chosen, strict=True)
-                ]
-            chosen = [
-                best(scores, among, self._kept(check, scene.budget, int(among.sum())))
-                for scores, among, scene in zip(deviations[check], kept, scenes, strict=True)
-            ]
-            kept = [_flags(tokens, scene) for tokens, scene in zip(chosen, scenes, strict=True)]
-        return [Choice(*pair, self.keep_fresh) for pair in zip(chosen, flops, strict=True)]
+    def observe(self, batch: SelectionBatch) -> list[tuple[HostArray, int]]:
+        """Deviations in the last layer that is compared, and what the checks spent.
 
-    def _flops(
-        self, config: ModelConfig, scene: SelectionInput, num_tokens: int, check: int
-    ) -> int:
+        [C] float32, -inf where an earlier check dropped a token.
+        """
+        config, scenes = batch.model.config, batch.scenes
+        self.check(config)
+        found = self._first_check(batch)
+        flops = [
+            self._flops(config, scene, len(scene.prefix) + scene.num_chunk_tokens, self.layers[0])
+            for scene in scenes
+        ]
+        for check, width in enumerate(self.widths, 1):
+            kept = [
+                best(scores, scene.candidates, _kept(width, scene.budget, scene.candidates.sum()))
+                for scores, scene in zip(found, scenes, strict=True)
+            ]
+            found = self._next_check(batch, kept, self.layers[check - 1 : check + 1])
+            flops = [
+                spent + self._flops(config, scene, _running(scene, tokens), self.layers[check])
+                for spent, scene, tokens in zip(flops, scenes, kept, strict=True)
+            ]
+        return list(zip(found, flops, strict=True))
+
+    def score(self, scene: SelectionInput) -> HostArray:
+        """How far the cached KV is from the fresh."""
+        deviations: HostArray = scene.observed[0]
+        return deviations
+
+    def flops(self, model: Model, scene: SelectionInput) -> int:
+        """Of all checks."""
+        return int(scene.observed[1])
+
+    @staticmethod
+    def _flops(config: ModelConfig, scene: SelectionInput, computed: int, layers: int) -> int:
         """Of one check: the layers before it, in the convention of ``turborag_flops``."""
         context = len(scene.prefix) + scene.num_chunk_tokens
-        computed = context if check == 0 else num_tokens
-        all_layers = turborag_flops(config, computed, context)
-        return all_layers * self.layers[check] // config.num_layers
+        return turborag_flops(config, computed, context) * layers // config.num_layers
 
-    def deviations(
-        self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
-    ) -> list[HostArray]:
-        """Deviation of every chunk token in ``layers[0]``: [C] float32 each."""
-        return self._first_check(model, cache, scenes, keep_fresh=False)
-
-    def _first_check(
-        self,
-        model: Model,
-        cache: PagedCache,
-        scenes: Sequence[SelectionInput],
-        keep_fresh: bool,
-    ) -> list[HostArray]:
+    def _first_check(self, batch: SelectionBatch) -> list[HostArray]:
         """Deviations in ``layers[0]``; the copies get the fresh KV up to there if it is kept."""
-        table, rows = _whole_rows(model, scenes)
-        copies = _copies(model, scenes, rows.ids.shape) if keep_fresh else None
-        decoder = model.decoder(rows.ids.shape[1])
-        out = cache.run(_whole_check, decoder, table, rows, copies, self.layers[0], self.part)
-        host = to_host(out)
-        return [_of_chunks(host[row], scene) for row, scene in enumerate(scenes)]
+        table, prompts = _whole(batch)
+        copies = None
+        if self.keep_fresh:
+            own = [np.where(_has_copy(it), it.chunk_slots, _NOWHERE) for it in batch.scenes]
+            [slots] = batch.put(batch.spread(own, _NOWHERE))
+            copies = _Copies(batch.table([*map(_copied, batch.scenes)]).pages, slots)
+        decoder = batch.model.decoder(prompts.ids.shape[1])
+        out = batch.cache.run(
+            _whole_check, decoder, table, prompts, copies, self.layers[0], self.part
+        )
+        return batch.gather(to_host(out))
 
     def _next_check(
-        self,
-        model: Model,
-        cache: PagedCache,
-        scenes: Sequence[SelectionInput],
-        kept: Sequence[HostArray],
-        check: int,
+        self, batch: SelectionBatch, kept: Sequence[HostArray], layers: tuple[int, ...]
     ) -> list[HostArray]:
-        """Deviation of the kept tokens with everything else as it is: [C] each, 0 elsewhere."""
-        rows = bucket(len(scenes), 1)
+        """Deviation of the kept tokens with everything else as it is: [C] each, -inf elsewhere."""
+        model, scenes = batch.model, batch.scenes
         tables = [_copied(scene) if self.keep_fresh else scene.table.copy() for scene in scenes]
         # Chunks that are computed in place hold nothing yet: they run along, in their own slots.
         gaps = [np.flatnonzero(np.repeat(scene.in_place, scene.lengths)) for scene in scenes]
-        shape = (rows, bucket(max(map(len, map(np.concatenate, zip(kept, gaps, strict=True))))))
-        ids, local, stale = (np.zeros(shape, np.int32) for _ in range(3))
-        positions = np.full(shape, -1, np.int32)
-        slots, own = np.full((2, *shape), _NOWHERE, np.int32)
+        width = bucket(max(map(len, map(np.concatenate, zip(kept, gaps, strict=True)))))
+        ids, local, stale = np.zeros((3, batch.rows, width), np.int32)
+        positions = np.full((batch.rows, width), -1, np.int32)
+        slots, own = np.full((2, batch.rows, width), _NOWHERE, np.int32)
         for row, (scene, tokens, gap) in enumerate(zip(scenes, kept, gaps, strict=True)):
             both, at = np.concatenate((tokens, gap)), np.arange(len(tokens))
             here = np.arange(len(both))
@@ -190,18 +187,21 @@ class KvDeviation(Selector):
             own[row, at] = np.where(_has_copy(scene), scene.chunk_slots, _NOWHERE)[tokens]
             slots[row, at] = scene.scratch + at
             tables[row].hide(scene.chunk_slots[tokens])
-        table = batch_table(tables, rows, model.put_batch)
-        step = Step(*(model.put_batch(x, rows) for x in (ids, positions, slots)))
-        where = _Where(*(model.put_batch(x, rows) for x in (stale, local)))
-        copies = _Copies(table.pages, model.put_batch(own, rows)) if self.keep_fresh else None
+        table = batch.table(tables)
+        step, where = Step(*batch.put(ids, positions, slots)), _Where(*batch.put(stale, local))
+        copies = _Copies(table.pages, *batch.put(own)) if self.keep_fresh else None
         decoder = model.decoder(table.slot_position.shape[1])
-        layers = (self.layers[check - 1], self.layers[check])
-        out = cache.run(_sparse_check, decoder, table, step, where, copies, layers, self.part)
+        out = batch.cache.run(_sparse_check, decoder, table, step, where, copies, layers, self.part)
         host = to_host(out)
-        deviations = [np.zeros(scene.num_chunk_tokens, np.float32) for scene in scenes]
+        found = [np.full(scene.num_chunk_tokens, -np.inf, np.float32) for scene in scenes]
         for row, tokens in enumerate(kept):
-            deviations[row][tokens] = host[row, : len(tokens)]
-        return deviations
+            found[row][tokens] = host[row, : len(tokens)]
+        return found
+
+
+def _kept(width: float, budget: int, available: int) -> int:
+    """Tokens that a check keeps of those available."""
+    return min(math.ceil(width * budget), available)
 
 
 def layer_deviations(
@@ -212,9 +212,10 @@ def layer_deviations(
     The stored KV against one pass of full attention over all of the prompt before the final block
     (FusionRAG equation 7); squared differences, summed over KV heads and dimensions.
     """
-    table, rows = _whole_rows(model, [scene])
-    both = _layer_deviations(cache.pool, model.decoder(rows.ids.shape[1]), table, rows)
-    k, v = (_of_chunks(to_host(out)[:, 0], scene) for out in both)
+    batch = SelectionBatch(model, cache, [scene])
+    table, prompts = _whole(batch)
+    both = _layer_deviations(cache.pool, model.decoder(prompts.ids.shape[1]), table, prompts)
+    k, v = (np.stack([batch.gather(rows)[0] for rows in to_host(out)]) for out in both)
     return k, v
 
 
@@ -232,54 +233,26 @@ class _Copies(struct.PyTreeNode):
     slots: Array  # [B, T] of the tokens in it, _NOWHERE of those that have no copy
 
 
-class _Rows(struct.PyTreeNode):
+class _Prompts(struct.PyTreeNode):
     """Prefix and chunks of prompts, each in a row; int32 [B, T]."""
 
     ids: Array
     segments: Array
     where: _Where
 
-    @property
-    def tokens(self) -> Tokens:
-        """At positions that are their order."""
-        order = jnp.arange(self.ids.shape[1], dtype=jnp.int32)
-        positions = jnp.broadcast_to(order, self.ids.shape)
-        return Tokens(ids=self.ids, positions=positions, segments=self.segments)
 
-
-def _of_chunks(rows: HostArray, scene: SelectionInput) -> HostArray:
-    """The chunk tokens of what was laid out by ``_whole_rows``: [..., T] -> [..., C]."""
-    first = len(scene.prefix)
-    return rows[..., first : first + scene.num_chunk_tokens]
-
-
-def _whole_rows(model: Model, scenes: Sequence[SelectionInput]) -> tuple[PageTable, _Rows]:
-    """Prefix and chunks of every scene in a row, and the table of their pages."""
-    rows = bucket(len(scenes), 1)
-    used = [len(scene.prefix) + scene.num_chunk_tokens for scene in scenes]
-    shape = (rows, row_length(max(used)))
-    ids, segments = np.zeros(shape, np.int32), np.full(shape, EMPTY, np.int32)
-    slots, local = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    for row, scene in enumerate(scenes):
-        ids[row, : used[row]] = np.concatenate((scene.prefix, *scene.chunks))
-        segments[row, : used[row]] = FINAL  # one causal block
-        slots[row, len(scene.prefix) : used[row]] = scene.chunk_slots
-        local[row, len(scene.prefix) : used[row]] = scene.local
-    table = batch_table([scene.table for scene in scenes], rows, model.put_batch)
-    placed = [model.put_batch(x, rows) for x in (ids, segments, slots, local)]
-    return table, _Rows(placed[0], placed[1], _Where(placed[2], placed[3]))
+def _whole(batch: SelectionBatch) -> tuple[PageTable, _Prompts]:
+    """Prefix and chunks of every request in a row, and the table of their pages."""
+    slots = batch.spread([scene.chunk_slots for scene in batch.scenes])
+    local = batch.spread([scene.local for scene in batch.scenes])
+    ids, segments, *where = batch.put(*batch.prompts, slots, local)
+    return batch.table(), _Prompts(ids, segments, _Where(*where))
 
 
 def _running(scene: SelectionInput, kept: HostArray) -> int:
     """Tokens of a check behind the first: those that are kept, and chunks computed in place."""
     gaps = zip(scene.lengths, scene.in_place, strict=True)
     return len(kept) + sum(length for length, in_place in gaps if in_place)
-
-
-def _flags(tokens: HostArray, scene: SelectionInput) -> HostArray:
-    flags = np.zeros(scene.num_chunk_tokens, bool)
-    flags[tokens] = True
-    return flags
 
 
 def _copied(scene: SelectionInput) -> TableBuilder:
@@ -295,22 +268,12 @@ def _has_copy(scene: SelectionInput) -> HostArray:
     return np.repeat([bool(pages) for pages in scene.copies], scene.lengths)
 
 
-def _copies(model: Model, scenes: Sequence[SelectionInput], shape: tuple[int, ...]) -> _Copies:
-    """Where the fresh KV of prompts that are laid out by ``_whole_rows`` goes."""
-    slots = np.full(shape, _NOWHERE, np.int32)
-    for row, scene in enumerate(scenes):
-        here = slice(len(scene.prefix), len(scene.prefix) + scene.num_chunk_tokens)
-        slots[row, here] = np.where(_has_copy(scene), scene.chunk_slots, _NOWHERE)
-    table = batch_table([_copied(scene) for scene in scenes], len(slots), model.put_batch)
-    return _Copies(table.pages, model.put_batch(slots, len(slots)))
-
-
 @functools.partial(jax.jit, static_argnames=("layer", "part"), donate_argnames=("pool",))
 def _whole_check(
     pool: PagePool,
     decoder: Decoder,
     table: PageTable,
-    rows: _Rows,
+    prompts: _Prompts,
     copies: _Copies | None,
     layer: int,
     part: Part,
@@ -324,12 +287,14 @@ def _whole_check(
     attend: Attend = PackedAttend(config, decoder.rope, prefix_visible=True)
     if copies is not None:
         attend = Tap(attend, lambda q, k, v: (k, v))
-    k, v, _, before = keys_and_values(params, config, rows.tokens, None, attend, layer)
-    out = _deviation(decoder, pool, table.pages, rows.where, {"k": k, "v": v}, layer, part)
+    k, v, _, before = keys_and_values(
+        params, config, in_order(prompts.ids, prompts.segments), None, attend, layer
+    )
+    out = _deviation(decoder, pool, table.pages, prompts.where, {"k": k, "v": v}, layer, part)
     if copies is not None:
         pool = _copy(pool, table.pages, copies.pages, config.num_layers)
         fresh = _from_layer(1, before, (k, v))
-        pool = _write(pool, decoder, copies, rows.where.local, fresh, 1)
+        pool = _write(pool, decoder, copies, prompts.where.local, fresh, 1)
     return pool, out
 
 
@@ -377,17 +342,17 @@ def _write(
 
 @jax.jit
 def _layer_deviations(
-    pool: PagePool, decoder: Decoder, table: PageTable, rows: _Rows
+    pool: PagePool, decoder: Decoder, table: PageTable, prompts: _Prompts
 ) -> tuple[Array, Array]:
     """Deviation of K and of V [L, B, T] of prompts in their slots."""
     params, config = decoder.params, decoder.config
     packed = PackedAttend(config, decoder.rope, prefix_visible=True)
     attend = Tap(packed, lambda q, k, v: (k, v))
-    _, _, fresh = forward(params, config, rows.tokens, None, attend)
+    _, _, fresh = forward(params, config, in_order(prompts.ids, prompts.segments), None, attend)
 
     def of_layer(scanned: tuple[Array, tuple[Array, Array]]) -> tuple[Array, Array]:
         layer, (k, v) = scanned
-        at = (decoder, pool, table.pages, rows.where, {"k": k, "v": v}, layer)
+        at = (decoder, pool, table.pages, prompts.where, {"k": k, "v": v}, layer)
         return _deviation(*at, "k"), _deviation(*at, "v")
 
     return lax.map(of_layer, (jnp.arange(config.num_layers), fresh))

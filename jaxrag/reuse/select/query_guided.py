@@ -18,14 +18,14 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.shapes import bucket
 from jaxrag.base.sharding import to_host
 from jaxrag.base.types import EMPTY, FINAL, HIDDEN, Array, HostArray, Step, Tokens
-from jaxrag.kv.cache import PagedCache, PagePool, PageTable, batch_table, pages_for
+from jaxrag.kv.cache import PagePool, PageTable, pages_for
 from jaxrag.models.attention import PackedAttend, PagedAttend, attention_received
 from jaxrag.models.decoder import Decoder, forward
 from jaxrag.models.flops import score_flops, turborag_flops
 from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.taps import LastQueries
-from jaxrag.reuse.select.base import Choice, SelectionInput, Selector, best
+from jaxrag.reuse.select.base import SelectionBatch, SelectionInput, Selector
 
 Over = Literal["question", "cache"]
 Place = Literal["as_cached", "behind"]
@@ -79,42 +79,26 @@ class QueryGuided(Selector):
             return None
         return _question_queries(model, [final], 1, bucket(len(final)))
 
-    def select(
-        self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
-    ) -> list[Choice]:
-        """Choose the tokens with the highest scores over all chunks."""
-        return [
-            Choice(best(scores, scene.candidates, scene.budget), self._flops(model.config, scene))
-            for scene, scores in zip(scenes, self.scores(model, cache, scenes), strict=True)
-        ]
-
-    def scores(
-        self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
-    ) -> list[HostArray]:
-        """Attention that every chunk token gets from the tokens that vote: [C] float32 each."""
-        rows = bucket(len(scenes), 1)
-        width = bucket(max(len(scene.final) for scene in scenes))
+    def observe(self, batch: SelectionBatch) -> list[HostArray]:
+        """Attention that every slot of a request gets from the tokens that vote: [S] float32."""
+        width = bucket(max(len(scene.final) for scene in batch.scenes))
         variant = self._alone if self.over == "question" else self._over_cache
-        host = to_host(variant(model, cache, scenes, rows, width))
-        return [host[row, scene.chunk_slots] for row, scene in enumerate(scenes)]
+        return list(to_host(variant(batch, width)))[: len(batch.scenes)]
 
-    def _alone(
-        self,
-        model: Model,
-        cache: PagedCache,
-        scenes: Sequence[SelectionInput],
-        rows: int,
-        width: int,
-    ) -> Array:
+    def score(self, scene: SelectionInput) -> HostArray:
+        """Attention that every chunk token gets."""
+        received: HostArray = scene.observed[scene.chunk_slots]
+        return received
+
+    def _alone(self, batch: SelectionBatch, width: int) -> Array:
+        model, scenes, rows = batch.model, batch.scenes, batch.rows
         if len(scenes) == 1 and scenes[0].ahead is not None:
             queries = scenes[0].ahead
         else:
             queries = _question_queries(model, [scene.final for scene in scenes], rows, width)
-        votes = self._votes(scenes, rows, width)
-        voters = np.where(votes, np.arange(width), -1).astype(np.int32)
-        table = batch_table([scene.table for scene in scenes], rows, model.put_batch)
-        offsets = np.zeros(table.pages.shape, np.int32)
-        groups = np.zeros(table.pages.shape, np.int32)
+        voters = np.where(self._votes(batch, width), np.arange(width), -1).astype(np.int32)
+        table = batch.table()
+        offsets, groups = np.zeros((2, *table.pages.shape), np.int32)
         seen = np.full(table.slot_position.shape, HIDDEN, np.int32)
         for row, scene in enumerate(scenes):
             cached = np.repeat(np.logical_not(scene.in_place), scene.lengths)
@@ -122,50 +106,44 @@ class QueryGuided(Selector):
             for chunk, length in enumerate(scene.lengths):
                 first = scene.first_page(chunk)
                 pages = slice(first, first + pages_for(length))
-                at = len(scene.prefix) if self.place == "as_cached" else -length
-                offsets[row, pages], groups[row, pages] = at, first
-        put = functools.partial(model.put_batch, batch=rows)
-        table = PageTable(pages=table.pages, offsets=put(offsets), slot_position=put(seen))
+                start = len(scene.prefix) if self.place == "as_cached" else -length
+                offsets[row, pages], groups[row, pages] = start, first
+        placed, shown, grouped, at = batch.put(offsets, seen, groups, voters)
+        table = PageTable(pages=table.pages, offsets=placed, slot_position=shown)
         rope = model.rope(table.slot_position.shape[1])
         received: Array = _received_alone(
-            cache.pool, model.config, rope, table, put(groups), queries, put(voters)
+            batch.cache.pool, model.config, rope, table, grouped, queries, at
         )
         return received
 
-    def _over_cache(
-        self,
-        model: Model,
-        cache: PagedCache,
-        scenes: Sequence[SelectionInput],
-        rows: int,
-        width: int,
-    ) -> Array:
-        ids, _ = _final_rows([scene.final for scene in scenes], rows, width)
-        table = batch_table([scene.table for scene in scenes], rows, model.put_batch)
+    def _over_cache(self, batch: SelectionBatch, width: int) -> Array:
+        ids, _ = _final_rows([scene.final for scene in batch.scenes], batch.rows, width)
+        table = batch.table()
         num_slots = table.slot_position.shape[1]
         positions = np.full(ids.shape, -1, np.int32)
         slots = np.full(ids.shape, num_slots, np.int32)
-        for row, scene in enumerate(scenes):
+        for row, scene in enumerate(batch.scenes):
             at = np.arange(len(scene.final))
             positions[row, at] = len(scene.prefix) + scene.num_chunk_tokens + at
             slots[row, at] = scene.scratch + at
-        step = Step(*(model.put_batch(x, rows) for x in (ids, positions, slots)))
-        votes = model.put_batch(self._votes(scenes, rows, width), rows)
-        decoder = model.decoder(num_slots)
-        received: Array = cache.run(_received_over_cache, decoder, table, step, votes)
+        step = Step(*batch.put(ids, positions, slots))
+        [votes] = batch.put(self._votes(batch, width))
+        decoder = batch.model.decoder(num_slots)
+        received: Array = batch.cache.run(_received_over_cache, decoder, table, step, votes)
         return received
 
-    def _votes(self, scenes: Sequence[SelectionInput], rows: int, width: int) -> HostArray:
-        """Which tokens of the final blocks vote, bool [rows, width]."""
-        votes = np.zeros((rows, width), bool)
-        for row, scene in enumerate(scenes):
+    def _votes(self, batch: SelectionBatch, width: int) -> HostArray:
+        """Which tokens of the final blocks vote, bool [B, width]."""
+        votes = np.zeros((batch.rows, width), bool)
+        for row, scene in enumerate(batch.scenes):
             first, behind = scene.question
             last = behind if self.voters == "question" else len(scene.final)
             votes[row, 0 if self.voters == "final" else first : last] = True
         return votes
 
-    def _flops(self, config: ModelConfig, scene: SelectionInput) -> int:
-        final, chunks = len(scene.final), scene.num_chunk_tokens
+    def flops(self, model: Model, scene: SelectionInput) -> int:
+        """One pass of the final block, and its scores with the chunks."""
+        config, final, chunks = model.config, len(scene.final), scene.num_chunk_tokens
         if self.over == "question":
             return turborag_flops(config, final, final) + score_flops(config, final, chunks)
         context = len(scene.prefix) + chunks + final

@@ -1,15 +1,13 @@
 """Tokens drawn at random: what any method of choosing has to beat; a baseline of no paper."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import override
+from typing import ClassVar
 
 import numpy as np
 import xxhash
 
-from jaxrag.kv.cache import PagedCache
-from jaxrag.models.model import Model
-from jaxrag.reuse.select.base import Choice, SelectionInput, Selector, best
+from jaxrag.base.types import HostArray
+from jaxrag.reuse.select.base import SelectionInput, Selector
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,19 +16,10 @@ class RandomTokens(Selector):
 
     seed: int = 0
     name: str = dataclasses.field(default="random", init=False)
+    reads_cache: ClassVar[bool] = False
 
-    @property
-    @override
-    def reads_cache(self) -> bool:
-        return False
-
-    def select(
-        self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
-    ) -> list[Choice]:
-        """Draw from a generator that is seeded by the seed and the request's token ids."""
-        return [Choice(best(self._draw(scene), scene.candidates, scene.budget)) for scene in scenes]
-
-    def _draw(self, scene: SelectionInput) -> np.ndarray:
+    def score(self, scene: SelectionInput) -> HostArray:
+        """Numbers of a generator that is seeded by the seed and the request's token ids."""
         digest = xxhash.xxh3_64()
         for ids in (scene.prefix, *scene.chunks, scene.final):
             digest.update(len(ids).to_bytes(8, "little") + ids.astype("<i4").tobytes())

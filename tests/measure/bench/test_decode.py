@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import ConfigError, RequestError
-from jaxrag.measure.bench.decode import Options, report, run
-from jaxrag.measure.bench.options import rules_of
+from jaxrag.measure.bench.decode import report, run
+from jaxrag.measure.bench.options import DecodeOptions, rules_of
 from jaxrag.reuse.attention_index import (
     Exact,
     Hnsw,
@@ -32,7 +32,7 @@ RULES = (
 @pytest.fixture(scope="module")
 def result():
     return run(
-        Options(contexts=(1024,), rules=RULES, layers=2, question_tokens=64, steps=34, warm=1)
+        DecodeOptions(contexts=(1024,), rules=RULES, layers=2, question_tokens=64, steps=34, warm=1)
     )
 
 
@@ -142,11 +142,11 @@ def test_break_even_is_the_papers(tiny_config):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: Options(contexts=(1000,)), RequestError, "multiple of 512"),
-        (lambda: Options(contexts=(2048,)), RequestError, "above the 2048 question tokens"),
-        (lambda: Options(rules=("lru",)), ConfigError, "name='lru'"),
-        (lambda: Options(steps=0), RequestError, "steps=0"),
-        (lambda: Options(contexts=(4096,), rules=("flat:k=9000",)), RequestError, "k=9000"),
+        (lambda: DecodeOptions(contexts=(1000,)), RequestError, "multiple of 512"),
+        (lambda: DecodeOptions(contexts=(2048,)), RequestError, "above the 2048 question tokens"),
+        (lambda: DecodeOptions(rules=("lru",)), ConfigError, "name='lru'"),
+        (lambda: DecodeOptions(steps=0), RequestError, "steps=0"),
+        (lambda: DecodeOptions(contexts=(4096,), rules=("flat:k=9000",)), RequestError, "k=9000"),
         (lambda: rules_of(""), RequestError, "--rules"),
     ],
 )

@@ -7,7 +7,8 @@ import pytest
 
 from jaxrag.base.errors import RequestError
 from jaxrag.cli import main
-from jaxrag.measure.bench.ingest import Options, report, run
+from jaxrag.measure.bench.ingest import report, run
+from jaxrag.measure.bench.options import IngestOptions
 
 
 @pytest.mark.slow
@@ -43,12 +44,12 @@ def test_both_sides_run_the_same_tokens(model_dir, tmp_path, capsys):
 )
 def test_bad_options_are_refused(change, message):
     with pytest.raises(RequestError, match=message):
-        dataclasses.replace(Options(), **change)
+        dataclasses.replace(IngestOptions(), **change)
 
 
 @pytest.mark.slow
 def test_result_counts_the_chunks_that_are_kept(model_dir):
-    result = run(Options(model=str(model_dir), tokens=500, chunk_tokens=64, repeats=1))
+    result = run(IngestOptions(model=str(model_dir), tokens=500, chunk_tokens=64, repeats=1))
     assert result["kv_bytes"] > 0
     assert result["chunks"] * 64 >= result["tokens"] - 64 * 3
 
@@ -57,7 +58,7 @@ def test_result_counts_the_chunks_that_are_kept(model_dir):
 @pytest.mark.parametrize("encoder", ["neighbours", "neighbours_joint"])
 def test_chunks_behind_neighbours_are_timed_beside_their_flops(model_dir, encoder):
     sizes = {"tokens": 400, "chunk_tokens": 64, "repeats": 1, "neighbours": 2}
-    result = run(Options(model=str(model_dir), encoder=encoder, **sizes))
+    result = run(IngestOptions(model=str(model_dir), encoder=encoder, **sizes))
     row = result["neighbours"]
     assert row["encoded"] == result["chunks"]
     assert row["chunks_per_minute"] == pytest.approx(60 * row["encoded"] / row["seconds"])

@@ -1,5 +1,6 @@
 """Serving under load: what is drawn, what is said of it, and tiny runs; no time is judged."""
 
+import argparse
 import dataclasses
 import json
 import math
@@ -14,17 +15,16 @@ import tokenizers
 
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.cli import main
-from jaxrag.cli.bench_serve import link_of, rates_of
 from jaxrag.kv.store import MemoryStore, Provenance, chunk_key, content_id, context_id
 from jaxrag.measure.bench import serve
-from jaxrag.measure.bench.serve import Options, run
+from jaxrag.measure.bench.options import ServeOptions, Slo, Traffic, link_of, rates_of
+from jaxrag.measure.bench.serve import run
 from jaxrag.measure.bench.serve_arms import arms_of
 from jaxrag.measure.bench.serve_client import offer_http
 from jaxrag.measure.bench.serve_http import HTTP, IN_PROCESS, OwnServer
 from jaxrag.measure.bench.serve_peer import HttpPeer, vllm, write_model
 from jaxrag.measure.bench.serve_records import (
     Served,
-    Slo,
     highest_rate,
     jain,
     percentiles,
@@ -33,7 +33,7 @@ from jaxrag.measure.bench.serve_records import (
 )
 from jaxrag.measure.bench.serve_report import draw as plot
 from jaxrag.measure.bench.serve_report import markdown, report
-from jaxrag.measure.bench.serve_workload import Traffic, documents, draw, like
+from jaxrag.measure.bench.serve_workload import documents, draw, like
 from jaxrag.measure.bench.throttle import Link, Throttled
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import load_model, random_model
@@ -321,7 +321,7 @@ def test_arms_that_are_none_are_refused(text, message):
 
 
 def tiny(model_dir, **changes):
-    options = Options(model=model_dir, traffic=TINY, rates=(50.0,), rows=2, pool_chunks=10)
+    options = ServeOptions(model=model_dir, traffic=TINY, rates=(50.0,), rows=2, pool_chunks=10)
     return dataclasses.replace(options, **changes)
 
 
@@ -356,7 +356,7 @@ def test_all_arms_give_the_same_tokens_and_lose_nothing(model_dir, tmp_path):
 
 def test_arms_that_recompute_find_their_chunks_stored(model_dir):
     """Under both of FusionRAG's encoders, with the same tokens whoever reads them."""
-    result = run(tiny(model_dir, arms=arms_of("fusionrag;fusionrag_inline")))
+    result = run(tiny(model_dir, arms="fusionrag;fusionrag_inline"))
     for row in result["rows"]:
         assert (row["lost"], row["compiled"]) == (0, [])
         assert set(row["found"]) <= {"pool", "host", "store"} and row["found"]["store"]
@@ -367,7 +367,7 @@ def test_arms_that_recompute_find_their_chunks_stored(model_dir):
 def test_the_highest_rate_of_an_arm(model_dir):
     """Every rate is sustained where any time is good: it is doubled as often as it may be."""
     anyhow = Slo(first=math.inf, per_token=math.inf)
-    options = tiny(model_dir, arms=arms_of("inline"), slo=anyhow, probe_seconds=0.02)
+    options = tiny(model_dir, arms="inline", slo=anyhow, probe_seconds=0.02)
     [(arm, found)] = run(dataclasses.replace(options, highest_rate=True))["highest_rate"].items()
     assert (arm, found["rate"]) == ("inline", 50 * 2**5)
     assert found["tried"] == [{"rate": 50.0 * 2**n, "good": 1.0} for n in range(6)]
@@ -383,7 +383,7 @@ def test_answers_that_differ_are_seen(model_dir):
 
 def test_requests_that_come_too_late_are_lost(model_dir):
     """A store that takes a third of a second a chunk, for a client that waits a twentieth."""
-    both = arms_of("asynchronous;asynchronous:link=0")
+    both = "asynchronous;asynchronous:link=0"
     row, free = run(tiny(model_dir, arms=both, link=3e4, patience=0.05))["rows"]
     assert free["read_bytes"] is None  # behind no link at all
     assert (row["lost"], row["good"], row["first_token"]) == (6, 0.0, None)
@@ -421,13 +421,13 @@ def test_the_program_writes_what_it_measured(model_dir, tmp_path, capsys):
 )
 def test_bad_options_are_refused(change, message):
     with pytest.raises(RequestError, match=message):
-        dataclasses.replace(Options(), **change)
+        dataclasses.replace(ServeOptions(), **change)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"requests": 0}, "requests=0: expected 1 or more"),
+        ({"requests": 0}, "requests=0: expected more than 0"),
         ({"documents": 3}, "chunks=4: there are 3 documents"),
         ({"neighbours": 160}, "expected 0 to 159"),
         ({"answers": (4, 0)}, "expected lengths of 1 or more"),
@@ -443,10 +443,10 @@ def test_rates_and_links_are_read():
     assert rates_of("2,inf") == (2.0, math.inf)
     assert link_of("40MB/s") == 40e6
     for text in ("", "two", "0", "nan"):
-        with pytest.raises(RequestError, match="expected numbers above 0"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected numbers above 0"):
             rates_of(text)
     for text in ("40MB", "40", "MB/s", "40MB/h", "0MB/s"):
-        with pytest.raises(RequestError, match="expected a speed such as 40MB/s"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected a speed such as 40MB/s"):
             link_of(text)
 
 
@@ -564,7 +564,7 @@ def test_a_peer_that_is_not_there():
 
 
 def test_a_peer_is_measured_fresh_and_repeated(server, model_dir):
-    result = run(tiny(model_dir, arms=arms_of("full"), peer=server.url))
+    result = run(tiny(model_dir, arms="full", peer=server.url))
     assert [row["arm"] for row in result["rows"]] == ["full", "peer", "peer_repeated"]
     fresh, repeated = result["rows"][1:]
     assert (fresh["lost"], repeated["lost"], fresh["compiled"]) == (0, 0, None)
@@ -607,7 +607,7 @@ def test_our_own_server_gives_the_tokens_of_the_engine(model_dir):
     """In a process of its own; the most rows at once that the server is meant for."""
     traffic = dataclasses.replace(TINY, requests=64)
     result = run(tiny(
-        model_dir, traffic=traffic, arms=arms_of("asynchronous"), rates=(math.inf,), rows=64,
+        model_dir, traffic=traffic, arms="asynchronous", rates=(math.inf,), rows=64,
         http=True,
     ))  # fmt: skip
     assert [row["arm"] for row in result["rows"]] == ["asynchronous", IN_PROCESS, HTTP]

@@ -6,6 +6,7 @@ import pytest
 
 from jaxrag.base.errors import RequestError
 from jaxrag.measure.bench import store
+from jaxrag.measure.bench.options import StoreOptions
 
 TINY = {"chunks": 2, "layers": 3, "tokens": 32, "kv_heads": 2, "head_dim": 16, "rounds": 1}
 
@@ -13,7 +14,7 @@ TINY = {"chunks": 2, "layers": 3, "tokens": 32, "kv_heads": 2, "head_dim": 16, "
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("bench"))
-    return store.run(store.Options(**TINY, folder=folder))
+    return store.run(StoreOptions(**TINY, folder=folder))
 
 
 def test_every_way_is_measured(result):
@@ -39,4 +40,4 @@ def test_the_report_has_a_line_for_each(result):
 @pytest.mark.parametrize("change", [{"rounds": 0}, {"tokens": -1}, {"folder": "no such folder"}])
 def test_sizes_that_cannot_be_measured_are_refused(change):
     with pytest.raises(RequestError, match=next(iter(change))):
-        store.Options(**{**TINY, **change})
+        StoreOptions(**{**TINY, **change})

@@ -14,7 +14,8 @@ from jaxrag.cli import main
 from jaxrag.engine.progress import Progress
 from jaxrag.engine.request import Prompt
 from jaxrag.kv.store import ChunkStore
-from jaxrag.measure.bench.ttft import Options, report, run
+from jaxrag.measure.bench.options import TtftOptions
+from jaxrag.measure.bench.ttft import report, run
 from jaxrag.measure.bench.ttft_batch import measure_batches
 from jaxrag.measure.bench.ttft_ratios import report_ratios, slopes
 from jaxrag.measure.zoo import LLAMA_100M
@@ -76,7 +77,7 @@ def reads(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fusionrag", "cacheblend"])
 def test_a_method_that_recomputes_has_a_row_for_every_ratio(model_dir, reads, method):
-    options = Options(
+    options = TtftOptions(
         model=model_dir, contexts=(1024,), question_tokens=7, method=method, repeats=(1,),
         ratios=(1.0, 0, 0.15),
     )  # fmt: skip
@@ -176,10 +177,10 @@ def test_the_slope_is_that_of_the_line():
 
 
 def test_a_method_with_a_number_of_its_own_is_measured_at_that():
-    assert [m.recompute_ratio for m in Options(method="epic").recomputing()] == [None]
-    assert [m.recompute_ratio for m in Options(method="fusionrag").recomputing()] == [0.15]
-    assert not Options(method="turborag").recomputing()
-    assert not Options(method="epic").plain().recomputes
+    assert [m.recompute_ratio for m in TtftOptions(method="epic").recomputing()] == [None]
+    assert [m.recompute_ratio for m in TtftOptions(method="fusionrag").recomputing()] == [0.15]
+    assert not TtftOptions(method="turborag").recomputing()
+    assert not TtftOptions(method="epic").plain().recomputes
     it = {
         "ratio": None, "recomputed_tokens": 32, "seconds": {"pool": 0.1, "disk": 0.2},
         "full_over_pool": 10.0, "full_over_disk": 5.0, "flops": 2e9, "selection_flops": 0,
@@ -194,7 +195,9 @@ def test_a_method_with_a_number_of_its_own_is_measured_at_that():
 
 
 def test_a_peer_that_cannot_run_is_named(model_dir):
-    options = Options(model=model_dir, contexts=(512,), repeats=(1,), peer_python="no-such-python")
+    options = TtftOptions(
+        model=model_dir, contexts=(512,), repeats=(1,), peer_python="no-such-python"
+    )
     with pytest.raises(RequestError, match="no-such-python: cannot be run"):
         run(options)
 
@@ -203,7 +206,7 @@ def test_a_peer_that_dies_is_named(model_dir, tmp_path, capfd):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho no torch here >&2\nexit 7\n", encoding="utf-8")
     python.chmod(0o755)
-    options = Options(model=model_dir, contexts=(512,), repeats=(1,), peer_python=str(python))
+    options = TtftOptions(model=model_dir, contexts=(512,), repeats=(1,), peer_python=str(python))
     with pytest.raises(RequestError, match="the peer ended with exit code 7"):
         run(options)
     assert "no torch here" in capfd.readouterr().err
@@ -227,7 +230,7 @@ def test_a_peer_that_dies_is_named(model_dir, tmp_path, capfd):
 )
 def test_bad_options_are_refused(change, message):
     with pytest.raises(RequestError, match=message):
-        dataclasses.replace(Options(), **change)
+        dataclasses.replace(TtftOptions(), **change)
 
 
 def test_ratios_that_are_no_numbers_are_refused(capsys):

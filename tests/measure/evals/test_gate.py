@@ -11,7 +11,8 @@ from jaxrag.base.types import FINAL
 from jaxrag.cli import main
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.measure.evals.gate import Target, forced_logits, gate, kl_divergence
+from jaxrag.measure.evals.gate import forced_logits, gate, kl_divergence
+from jaxrag.measure.evals.options import GateOptions, Target
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.generate import generate
@@ -90,7 +91,7 @@ def test_kl_divergence_is_in_nats():
 
 def test_the_smallest_ratio_that_meets_the_target_is_used_from_then_on(kb, probes, folder):
     method = METHODS["cacheblend"]
-    report = gate(kb, method, probes, ratios=(1.0, 0.0), target=Target(1.0, 1e-6), k=3)
+    report = gate(kb, probes, GateOptions(method, ratios=(1.0, 0.0), target=Target(1.0, 1e-6), k=3))
     assert [one.ratio for one in report.measured] == [0.0, 1.0]
     reuse, whole = report.measured
     assert (whole.agreement.value, whole.answers.value, whole.meets) == (1, 1, True)
@@ -122,13 +123,15 @@ def test_the_smallest_ratio_that_meets_the_target_is_used_from_then_on(kb, probe
 
 
 def test_nothing_is_stored_where_no_ratio_will_do(kb, probes):
-    report = gate(kb, METHODS["full_reuse"], probes, target=Target(0.0, 0.0), k=3)
+    report = gate(kb, probes, GateOptions(METHODS["full_reuse"], target=Target(0.0, 0.0), k=3))
     assert report.ratio is None and not report.measured[0].meets
     assert kb.gates == {}
 
 
 def test_answers_are_those_that_greedy_decoding_agrees_on(kb, probes):
-    (one,) = gate(kb, METHODS["full_reuse"], probes, target=Target(0.0, 9.0), k=3).measured
+    (one,) = gate(
+        kb, probes, GateOptions(METHODS["full_reuse"], target=Target(0.0, 9.0), k=3)
+    ).measured
     both = [
         [generate(q, kb=kb, k=3, max_new_tokens=8, method=METHODS[name]).token_ids for q in PROBES]
         for name in ("full_reuse", "full_attention")
@@ -140,7 +143,11 @@ def test_answers_are_those_that_greedy_decoding_agrees_on(kb, probes):
 @pytest.mark.slow
 def test_batching_changes_nothing(kb, probes):
     found = [
-        gate(kb, METHODS["full_reuse"], probes, target=Target(0.0, 9.0), k=3, batch_size=size)
+        gate(
+            kb,
+            probes,
+            GateOptions(METHODS["full_reuse"], target=Target(0.0, 9.0), k=3, batch_size=size),
+        )
         for size in (1, 3)
     ]
     assert found[0].measured[0].agreement == found[1].measured[0].agreement
@@ -150,11 +157,11 @@ def test_batching_changes_nothing(kb, probes):
 def test_nonsense_is_refused(kb, probes, folder, tmp_path):
     epic = METHODS["epic"]
     with pytest.raises(RequestError, match="computes the whole prompt"):
-        gate(kb, METHODS["full_attention"], probes)
+        gate(kb, probes, GateOptions(METHODS["full_attention"]))
     with pytest.raises(RequestError, match="recomputes nothing"):
-        gate(kb, METHODS["turborag"], probes, ratios=(0.3,))
+        gate(kb, probes, GateOptions(METHODS["turborag"], ratios=(0.3,)))
     with pytest.raises(RequestError, match="no ratio to try"):
-        gate(kb, epic, probes, ratios=())
+        gate(kb, probes, GateOptions(epic, ratios=()))
     with pytest.raises(RequestError, match="--target-agreement 1.5"):
         Target(agreement=1.5)
     with pytest.raises(RequestError, match="--max-kl nan"):
@@ -162,15 +169,15 @@ def test_nonsense_is_refused(kb, probes, folder, tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"id": "a", "question": "Tea?"}\n{"id": "b"}\n')
     with pytest.raises(RequestError, match=r"question 'b': \"question\" is None"):
-        gate(kb, epic, QuestionFile.open(bad))
+        gate(kb, QuestionFile.open(bad), GateOptions(epic))
     bad.write_text('{"question": "Tea?", "documents": []}\n')
     with pytest.raises(RequestError, match="question 1 finds no chunk"):
-        gate(kb, epic, QuestionFile.open(bad))
+        gate(kb, QuestionFile.open(bad), GateOptions(epic))
     with (
         KnowledgeBase.open(folder, kb.model, mode="r") as reading,
         pytest.raises(KnowledgeBaseError, match="for reading"),
     ):
-        gate(reading, epic, probes)
+        gate(reading, probes, GateOptions(epic))
 
 
 @pytest.mark.slow

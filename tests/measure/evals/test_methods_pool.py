@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import RequestError
-from jaxrag.measure.evals.methods_grid import Options
 from jaxrag.measure.evals.methods_pool import open_pool
+from jaxrag.measure.evals.options import MethodsOptions
 from jaxrag.measure.evals.scoring import draw, write
 from jaxrag.reuse.methods import METHODS
 from jaxrag.tasks.synthetic import SyntheticTask
@@ -24,7 +24,7 @@ def pool_of(village_model, tmp_path_factory):
             if retrieve in made and not changes:
                 return made[retrieve]
             task = SyntheticTask(chunks=(8, 8), split="test", questions=12)
-            options = Options(
+            options = MethodsOptions(
                 "m", ("fusionrag",), neighbours=2, task=task, questions=20, deviation=0,
                 retrieve=retrieve,
             )  # fmt: skip

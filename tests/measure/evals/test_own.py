@@ -7,8 +7,9 @@ import pytest
 from jaxrag.base.errors import RequestError
 from jaxrag.cli import main
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.measure.evals.gate import Target, gate
+from jaxrag.measure.evals.gate import gate
 from jaxrag.measure.evals.metrics import exact_match, token_f1
+from jaxrag.measure.evals.options import GateOptions, OwnOptions, Target
 from jaxrag.measure.evals.own import evaluate, probes_of
 from jaxrag.measure.evals.own_report import heading, tables, warnings
 from jaxrag.reuse.methods import METHODS
@@ -63,7 +64,7 @@ def file(tmp_path_factory, rightly):
 
 @pytest.fixture(scope="module")
 def found(kb, file):
-    return evaluate(kb, QuestionFile.open(file), methods=("full_reuse",), **ASK)
+    return evaluate(kb, QuestionFile.open(file), OwnOptions(("full_reuse",), **ASK))
 
 
 def test_answers_are_those_of_generate_and_scored_by_the_same_rules(kb, found):
@@ -98,7 +99,7 @@ def test_recall_is_the_share_of_the_sources_that_were_retrieved(found):
 def test_what_the_store_lacked_is_told_and_is_in_no_time(kb, file):
     """The chunks are encoded once; the time is that of the answer that finds them."""
     first, again = (
-        evaluate(kb, QuestionFile.open(file), methods=("turborag",), **ASK) for _ in range(2)
+        evaluate(kb, QuestionFile.open(file), OwnOptions(("turborag",), **ASK)) for _ in range(2)
     )
     lacked = [it for it in first.answered[1] if it.result.counts["encoded"]]
     assert lacked and all(it.ttft != it.result.timings["ttft"] for it in lacked)
@@ -124,8 +125,8 @@ def test_a_gate_on_the_same_questions_is_told(tmp_path, text_model, file):
     with KnowledgeBase.open(tmp_path, text_model, **options) as kb:
         kb.add(DOCUMENTS)
         target = Target(0.0, 99.0)
-        gate(kb, METHODS["cacheblend"], questions, ratios=(0.3,), target=target, k=1)
-        found = evaluate(kb, questions, methods=("cacheblend",), **ASK)
+        gate(kb, questions, GateOptions(METHODS["cacheblend"], ratios=(0.3,), target=target, k=1))
+        found = evaluate(kb, questions, OwnOptions(("cacheblend",), **ASK))
     assert found.to_dict()["methods"][1]["ratio"] == 0.3
     assert any("chosen on these very questions" in note for note in found.notes)
 

@@ -8,9 +8,10 @@ import pytest
 
 from jaxrag.base.errors import RequestError
 from jaxrag.measure.evals import synthetic as accuracy
+from jaxrag.measure.evals.options import ModelRead, SyntheticOptions
 from jaxrag.measure.evals.scoring import READS, draw
 from jaxrag.measure.evals.statistics import difference, recovery, share
-from jaxrag.measure.evals.synthetic import Asked, Cell, Options, run
+from jaxrag.measure.evals.synthetic import Asked, run
 from jaxrag.measure.evals.synthetic_report import tables
 from jaxrag.measure.table import page
 from jaxrag.tasks.synthetic import KINDS, describe
@@ -29,7 +30,7 @@ SHARES = {  # of right answers, by model and read
 @pytest.fixture
 def verdicts(monkeypatch, village_model, rng):
     """Scoring is replaced by known verdicts: Options of the two models, and the verdicts."""
-    right = {Cell(*cell): rng.random(400) < p for cell, p in SHARES.items()}
+    right = {ModelRead(*cell): rng.random(400) < p for cell, p in SHARES.items()}
     names = {reader: name for name, reader in READS.items()}
 
     def load(path, dtype):
@@ -37,12 +38,12 @@ def verdicts(monkeypatch, village_model, rng):
 
     def score(written, read, heard):
         heard(len(written.samples))
-        return right[Cell(written.model.path, names[read])]
+        return right[ModelRead(written.model.path, names[read])]
 
     monkeypatch.setattr(accuracy, "load_model", load)
     monkeypatch.setattr(accuracy, "scored", score)
-    options = Options(models=MODELS, questions=400, compare=((Cell("tuned", "block"),
-                      Cell("raw", "block")),))  # fmt: skip
+    options = SyntheticOptions(models=MODELS, questions=400, compare=((ModelRead("tuned", "block"),
+                      ModelRead("raw", "block")),))  # fmt: skip
     return options, right
 
 
@@ -52,21 +53,21 @@ def test_every_figure_is_of_the_cells_it_names(verdicts):
     asked = Asked.of(draw(options.task, options.seed, 400))
     assert result["questions"]["all"] == 400 == sum(result["questions"][kind] for kind in KINDS)
     for cell in result["cells"]:
-        values = right[Cell(cell["model"], cell["read"])]
+        values = right[ModelRead(cell["model"], cell["read"])]
         for kind, found in cell["accuracy"].items():
             rows = asked.kind == kind if kind != "all" else slice(None)
             assert found == share(values[rows], asked.sample[rows])._asdict()
-    best = right[Cell("raw", "full")]
+    best = right[ModelRead("raw", "full")]
     pairs = {(row["a"], row["b"]): row["difference"]["all"] for row in result["differences"]}
     assert len(pairs) == 5 + 2 + 1
-    expected = difference(right[Cell("raw", "block")], best, asked.sample)
+    expected = difference(right[ModelRead("raw", "block")], best, asked.sample)
     assert pairs["raw:block", "raw:full"] == expected._asdict()
-    expected = difference(right[Cell("tuned", "full")], best, asked.sample)
+    expected = difference(right[ModelRead("tuned", "full")], best, asked.sample)
     assert pairs["tuned:full", "raw:full"] == expected._asdict()
     assert pairs["tuned:block", "tuned:composite"]["value"] > 0
     assert pairs["tuned:block", "raw:block"]["value"] > 0.2
     found = {row["read"]: row["recovery"] for row in result["recovery"]}
-    lost, back = right[Cell("raw", "block")], right[Cell("tuned", "block")]
+    lost, back = right[ModelRead("raw", "block")], right[ModelRead("tuned", "block")]
     assert found["block"] == recovery(lost, back, best, asked.sample)._asdict()
     assert {row["model"] for row in result["recovery"]} == {"tuned"}
     assert json.loads(json.dumps(result)) == json.loads(json.dumps(result, allow_nan=False))
@@ -85,7 +86,9 @@ def test_the_shortcut_is_that_of_these_questions(verdicts):
 
 def test_the_baseline_can_be_chosen(verdicts):
     options, _ = verdicts
-    result = run(Options(models=options.models, questions=400, baseline="tuned"), progress=False)
+    result = run(
+        SyntheticOptions(models=options.models, questions=400, baseline="tuned"), progress=False
+    )
     assert result["baseline"] == "tuned"
     assert {row["model"] for row in result["recovery"]} == {"raw"}
     assert ("raw:full", "tuned:full") in [(r["a"], r["b"]) for r in result["differences"]]
@@ -98,9 +101,9 @@ def test_tables_show_the_figures(verdicts):
     assert [len(table.rows) for table in found] == [3, 3 + 6, 1 + 8, 1 + 4 - 2]
     for table in found:
         assert {len(row) for row in table.rows} == {len(table.rows[0])}
-    value = 100 * right[Cell("raw", "block")].mean()
+    value = 100 * right[ModelRead("raw", "block")].mean()
     assert found[0].rows[1][2].startswith(f"{value:.1f} [")
-    loss = 100 * (right[Cell("raw", "block")].mean() - right[Cell("raw", "full")].mean())
+    loss = 100 * (right[ModelRead("raw", "block")].mean() - right[ModelRead("raw", "full")].mean())
     assert found[2].rows[1][:2] == ["raw:block", "raw:full"]
     assert found[2].rows[1][2].startswith(f"{loss:+.1f} [")
     text = page(tables(result))
@@ -110,7 +113,7 @@ def test_tables_show_the_figures(verdicts):
 
 def test_a_loss_that_is_none_has_no_recovery(verdicts):
     options, right = verdicts
-    right[Cell("raw", "block")] = right[Cell("raw", "full")]
+    right[ModelRead("raw", "block")] = right[ModelRead("raw", "full")]
     result = run(options, progress=False)
     assert {row["read"]: row["recovery"] for row in result["recovery"]}["block"] is None
     assert "undefined" in page(tables(result))
@@ -129,11 +132,11 @@ def test_a_loss_that_is_none_has_no_recovery(verdicts):
         ({"answer": 4001}, "--generate 4001"),
         ({"answer": -1}, "--generate -1"),
         ({"baseline": "other"}, "--baseline other"),
-        ({"compare": ((Cell("raw", "block"), Cell("other", "full")),)}, "other:full"),
-        ({"reads": ("full",), "compare": ((Cell("raw", "full"), Cell("raw", "block")),)},
+        ({"compare": ((ModelRead("raw", "block"), ModelRead("other", "full")),)}, "other:full"),
+        ({"reads": ("full",), "compare": ((ModelRead("raw", "full"), ModelRead("raw", "block")),)},
          "raw:block"),
     ],
 )  # fmt: skip
 def test_impossible_options_are_refused(changes, named):
     with pytest.raises(RequestError, match=named):
-        Options(**{"models": MODELS, **changes})
+        SyntheticOptions(**{"models": MODELS, **changes})

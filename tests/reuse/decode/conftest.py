@@ -11,7 +11,7 @@ import pytest
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import Step
 from jaxrag.engine import decoding as answer
-from jaxrag.engine import prefill
+from jaxrag.engine import direct
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
@@ -106,7 +106,7 @@ def _in_a_lane(runner, requests, steps, block):
         lane = answer.Lane(runner, answer.lane_of(requests[0], width))
         out = []
         for row, (request, part) in enumerate(zip(requests, mapped, strict=True)):
-            logits, _, bank = prefill.prefill_observed(runner, [part], rule.observe)
+            logits, _, bank = direct.prefill_observed(runner, [part], rule.observe)
             decoding = answer.start_decoding(
                 runner, [part], rule, bank, lane.key.room, numbers[row : row + 1]
             )
@@ -141,7 +141,7 @@ def _next_logits(model, method, prompts, rule, given):
         try:
             for request in requests:
                 mapped.append(map_request(runner, request, given.shape[1]))
-            _, table, bank = prefill.prefill_observed(runner, mapped, rule.observe)
+            _, table, bank = direct.prefill_observed(runner, mapped, rule.observe)
             return _rule_logits(model, mapped, table, rule, bank, given)
         finally:
             for part in mapped:
@@ -185,7 +185,7 @@ def _rule_logits(model, mapped, table, rule, bank, given):
 
 @jax.jit
 def _dense(pool, decoder, table, step):
-    hidden, pool, table = prefill.run_tokens(decoder, pool, table, step)
+    hidden, pool, table = answer.run_tokens(decoder, pool, table, step)
     return pool, hidden, table
 
 

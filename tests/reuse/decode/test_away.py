@@ -12,9 +12,8 @@ from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.base.sharding import make_mesh
 from jaxrag.engine.away import start_away
 from jaxrag.engine.decoding import start_decoding
-from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.direct import map_request, prefill_observed, unmap
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.prefill import prefill_observed
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.kv.cache import PAGE
 from jaxrag.models.model import random_model
@@ -24,7 +23,7 @@ from jaxrag.reuse.decode import (
     Dense,
     Flat,
     InfLLM,
-    Ivf,
+    IvfRetrieval,
     Quest,
     Retrieval,
     SnapKV,
@@ -42,7 +41,7 @@ RULES = {
     "infllm": InfLLM(block=8, blocks=2, representatives=2, observed=16, **WINDOW),
     "quest": Quest(budget=32, dense_layers=1),
     "flat": Flat(k=4, **WINDOW),
-    "ivf": Ivf(k=4, index=Exact("float32"), **WINDOW),
+    "ivf": IvfRetrieval(k=4, index=Exact("float32"), **WINDOW),
     "retrieval": Retrieval(k=4, index=Exact("float32"), **WINDOW),
     "retrieval, lists": Retrieval(
         k=4, index=QueryLists(exact_below=0, min_queries=1, clusters=4, most_scanned=1.0), **WINDOW

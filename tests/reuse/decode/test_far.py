@@ -22,7 +22,7 @@ from jaxrag.reuse.decode import (
     Flat,
     HostSearch,
     InfLLM,
-    Ivf,
+    IvfRetrieval,
     PromptQueries,
     Prompts,
     Quest,
@@ -268,8 +268,8 @@ RULES = [
     Retrieval(k=6, sink=4, recent=8, index=QueryLists(storage="float16", clusters=4, **ANY)),
     Retrieval(k=6, sink=4, recent=8, index=QueryLists(share="group", clusters=4, **ANY)),
     Retrieval(k=6, sink=4, recent=8, index=ProjectedGraph(storage="float32", **ANY)),
-    Ivf(k=6, sink=4, recent=8, index=IvfIndex(clusters=8, probes=2, exact_below=0)),
-    Ivf(k=6, sink=4, recent=8, index=Hnsw(storage="float32", ef=40, exact_below=0)),
+    IvfRetrieval(k=6, sink=4, recent=8, index=IvfIndex(clusters=8, probes=2, exact_below=0)),
+    IvfRetrieval(k=6, sink=4, recent=8, index=Hnsw(storage="float32", ef=40, exact_below=0)),
 ]
 YARN = YarnScaling(4.0, 64, 32.0, 1.0, 1.5, True)
 

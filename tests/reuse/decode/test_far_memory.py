@@ -5,8 +5,7 @@ import pytest
 
 from jaxrag.reuse.attention_index import rotated
 from jaxrag.reuse.decode.far import HostLayer, memory
-from jaxrag.reuse.decode.far.kept import first_highest
-from jaxrag.reuse.decode.far.memory import Memory, highest, positions_of
+from jaxrag.reuse.decode.far.memory import HostMemory, first_highest, highest, positions_of
 
 
 @pytest.fixture
@@ -22,7 +21,7 @@ def layer(rng):
 @pytest.mark.parametrize("block", [1, 16, 64, 1000])
 @pytest.mark.parametrize(("low", "high"), [(0, 210), (3, 205), (99, 101), (150, 150), (207, 208)])
 def test_stretches_are_all_positions_once(tiny_config, layer, block, low, high):
-    mine = Memory(tiny_config(), layer)
+    mine = HostMemory(tiny_config(), layer)
     mine.block = block
     found = memory.Runs(np.arange(210, dtype=np.int32), layer.rows, mine._which, block).between(
         low, high
@@ -41,7 +40,7 @@ def test_stretches_are_all_positions_once(tiny_config, layer, block, low, high):
 
 def test_scores_are_those_of_placed_keys_with_a_placed_query(tiny_config, layer, rng):
     config = tiny_config()
-    mine, q = Memory(config, layer), rng.standard_normal((2, 3, 10)).astype(np.float32)
+    mine, q = HostMemory(config, layer), rng.standard_normal((2, 3, 10)).astype(np.float32)
     at = np.arange(210)
     asked = mine.ask(q, 260)
     placed = rotated(q[..., None, :], np.array([260]), config.rope)[..., 0, :]
@@ -92,6 +91,6 @@ def test_parts_are_merged_as_one(rng):
 
     whole = attend(slice(None))
     for parts in ([slice(0, 10), slice(10, 30)], [slice(0, 1), slice(1, 20), slice(20, 30)]):
-        for one, other in zip(memory.merge(list(map(attend, parts))), whole, strict=True):
+        for one, other in zip(memory.merged(list(map(attend, parts))), whole, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
     assert (whole[0][2] == 0).all() and whole[1][2] == -np.inf

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrag.reuse.decode import Account, HostSearch
 from jaxrag.reuse.decode.far import FarLayer
-from jaxrag.reuse.decode.host_search import NOBODY
+from jaxrag.reuse.decode.host_search import NO_REQUEST
 
 SHAPE = (2, 3, 4)  # K, G, H
 
@@ -83,7 +83,7 @@ def q_of(rows):
 def test_rows_of_a_batch_are_attended_together(host):
     one, other = admitted(host, Doubled(), Doubled())
     q = q_of(5)
-    numbers = np.array([other, NOBODY, one, one, other])
+    numbers = np.array([other, NO_REQUEST, one, one, other])
     out, lse = host.wait(host.start(1, numbers, q, np.array([9, 9, 8, -1, 7])))
     assert out.dtype == lse.dtype == np.float32 and lse.shape == (5, 2, 3)
     np.testing.assert_array_equal(out[[0, 2, 4]], 2 * q[[0, 2, 4]])

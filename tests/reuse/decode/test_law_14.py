@@ -28,8 +28,7 @@ from jaxrag.reuse.attention_index import (
     rotated,
 )
 from jaxrag.reuse.attention_index.document import Indexing, build_layer
-from jaxrag.reuse.decode import Ivf as IvfRule
-from jaxrag.reuse.decode import Retrieval
+from jaxrag.reuse.decode import IvfRetrieval, Retrieval
 from jaxrag.reuse.methods import METHODS
 from jaxrag.tasks.synthetic import SyntheticTask, samples
 
@@ -40,7 +39,7 @@ ANY = {"exact_below": 0}
 RULES = {
     "graph": Retrieval(index=ProjectedGraph(**ANY)),
     "lists": Retrieval(index=QueryLists(**ANY)),
-    "ivf": IvfRule(index=Ivf(**ANY)),
+    "ivf": IvfRetrieval(index=Ivf(**ANY)),
     "roargraph": Retrieval(index=RoarGraph(**ANY)),
     "graph, own positions": Retrieval(index=ProjectedGraph(**ANY), trained_at="own"),
     "lists, own positions": Retrieval(index=QueryLists(**ANY), trained_at="own"),

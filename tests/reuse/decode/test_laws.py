@@ -17,7 +17,7 @@ from jaxrag.reuse.decode import (
     Dense,
     Flat,
     InfLLM,
-    Ivf,
+    IvfRetrieval,
     Quest,
     Retrieval,
     SnapKV,
@@ -44,7 +44,7 @@ EVERYTHING = [
     SnapKV(capacity=300, window=4),
     InfLLM(block=8, blocks=40, representatives=2, sink=4, recent=12),
     Retrieval(k=300, sink=2, recent=5),
-    Ivf(k=300, sink=0, recent=1),
+    IvfRetrieval(k=300, sink=0, recent=1),
     InfLLM(block=8, blocks=2, sink=4, recent=300, positions="cache"),
 ]
 # Settings that leave most of such a prompt out.
@@ -55,7 +55,7 @@ SPARSE = [
     TopN(n=8),
     TopN(n=8, device_layers=0, renormalise=True),
     Retrieval(k=6, sink=4, recent=8),
-    Ivf(k=6, sink=4, recent=8, index=IvfIndex(clusters=8, probes=2, exact_below=0)),
+    IvfRetrieval(k=6, sink=4, recent=8, index=IvfIndex(clusters=8, probes=2, exact_below=0)),
     Quest(budget=32, dense_layers=1),
     SnapKV(capacity=20, window=4),
     InfLLM(block=8, blocks=2, representatives=2, sink=4, recent=12),

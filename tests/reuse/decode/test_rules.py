@@ -21,7 +21,7 @@ from jaxrag.reuse.decode import (
     Flat,
     HostSearch,
     InfLLM,
-    Ivf,
+    IvfRetrieval,
     Quest,
     Retrieval,
     SnapKV,
@@ -69,7 +69,7 @@ def test_settings_come_as_a_table_or_as_one_text(tmp_path):
         (lambda: Flat(k=0), RequestError, "k=0: expected a positive"),
         (lambda: Retrieval(k=-3), RequestError, "k=-3: expected a positive"),
         (lambda: Retrieval(trained_at="end"), RequestError, "trained_at='end': expected one of"),
-        (lambda: Ivf(sink=-1), RequestError, "sink=-1: expected 0 or more"),
+        (lambda: IvfRetrieval(sink=-1), RequestError, "sink=-1: expected 0 or more"),
         (lambda: StaticWindow(recent=0), RequestError, "recent=0: expected a positive"),
         (lambda: StaticWindow(positions="new"), RequestError, "positions='new'"),
         (lambda: SnapKV(capacity=32, window=32), RequestError, "leaves nothing to choose"),
@@ -122,7 +122,7 @@ def test_a_sliding_window_leaves_nothing_to_choose(tiny_config, rule):
 
 
 def test_composite_positions_are_no_order():
-    for rule in (StaticWindow(), Flat(), Retrieval(), Ivf(), SnapKV(), InfLLM()):
+    for rule in (StaticWindow(), Flat(), Retrieval(), IvfRetrieval(), SnapKV(), InfLLM()):
         with pytest.raises(RequestError, match="chooses keys by position"):
             Method("odd", encoder="isolated", positions="composite", decode=rule)
     for rule in (Dense(), TopN(), Quest()):

@@ -10,7 +10,7 @@ from jaxrag.engine.engine import engine_of
 from jaxrag.models.model import random_model
 from jaxrag.reuse.attention_index import Exact, ProjectedGraph, QueryLists
 from jaxrag.reuse.attention_index.document import Indexing
-from jaxrag.reuse.decode import Flat, Ivf, Retrieval, stored
+from jaxrag.reuse.decode import Flat, IvfRetrieval, Retrieval, stored
 from jaxrag.reuse.encode import chunk_key, encode_for_store, provenance
 
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
@@ -95,7 +95,7 @@ def test_without_a_stored_index_one_is_trained(model, prompt, given, next_logits
     engine_of(model).memory.delete(list(engine_of(model).memory.keys()))
     engine_of(model).forget()
     put(model, prompt)
-    for rule in (put_again, Ivf(k=6, sink=4, recent=30)):
+    for rule in (put_again, IvfRetrieval(k=6, sink=4, recent=30)):
         next_logits(model, "turborag", [prompt], rule, given)
         assert accounts[-1].stored == 0
 

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import RequestError
-from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.direct import map_request, prefill_observed, unmap
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.prefill import prefill_observed
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.models.model import random_model
 from jaxrag.reuse.attention_index import QueryLists

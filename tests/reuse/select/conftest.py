@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from jaxrag.base.types import FINAL, Tokens
-from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.direct import map_request, prefill, unmap
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.prefill import prefill
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import random_model

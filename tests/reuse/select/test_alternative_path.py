@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import RequestError
-from jaxrag.engine import prefill
+from jaxrag.engine import direct, prefill
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
+from jaxrag.engine.outcome import account
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.engine.reuse import account, token_counts
+from jaxrag.engine.reuse import token_counts
 from jaxrag.kv.cache import PagePool
 from jaxrag.kv.store import MemoryStore, derive
 from jaxrag.models.decoder import unembed
@@ -77,7 +78,7 @@ def mapped(model, store, method, *prompts):
 def run(model, store, method, prompt):
     """Logits of the last token, the tokens that were chosen, and the account."""
     with mapped(model, store, method, prompt) as (part,):
-        logits, _ = prefill.prefill(engine_of(model).runner, [part])
+        logits, _ = direct.prefill(engine_of(model).runner, [part])
         chosen = [] if part.choice is None else part.choice.tokens.tolist()
         return np.asarray(logits[0]), chosen, account(method, part)
 
@@ -204,7 +205,7 @@ def test_law_12_a_batch_with_gaps_is_one_at_a_time(rng, work, model_of, name):
     put(model, store, method, prompts[0].prefix, prompts[0].chunks[1])
     alone = [run(model, store, method, prompt)[0] for prompt in prompts]
     with mapped(model, store, method, *prompts) as parts:
-        logits, _ = prefill.prefill(engine_of(model).runner, parts)
+        logits, _ = direct.prefill(engine_of(model).runner, parts)
         pages = [page for part in parts for page in part.own]
         assert len(set(pages)) == len(pages)
         together = np.asarray(logits)
@@ -230,7 +231,7 @@ def test_slots_of_gaps_may_hold_nan(rng, work, model_of, name):
         engine_of(model).runner.cache._pool = PagePool(
             k=pool.k.at[rows].set(np.nan), v=pool.v.at[rows].set(np.nan)
         )
-        logits, _ = prefill.prefill(engine_of(model).runner, [part])
+        logits, _ = direct.prefill(engine_of(model).runner, [part])
         again = [] if part.choice is None else part.choice.tokens.tolist()
     engine_of(model).forget()
     assert again == chosen
@@ -266,14 +267,14 @@ def test_a_batch_keeps_one_copy_and_gives_every_page_back(rng, work, model_of):
     allocator = engine_of(model).runner.cache.allocator
     allocator.free(allocator.allocate(allocator.num_pages, "a test"))  # drops all that is resident
     with mapped(model, store, method, one, other) as parts:
-        logits, _ = prefill.prefill(engine_of(model).runner, parts)
+        logits, _ = direct.prefill(engine_of(model).runner, parts)
     for row, prompt in enumerate((one, other)):
         np.testing.assert_allclose(logits[row], work.full_logits(model, prompt), **CLOSE)
     assert allocator.num_free == allocator.num_pages - (1 + 3 + 2 + 1 + 1)
     with mapped(model, store, method, one, other) as parts:  # law 5: both on the same pages
         first, second = ([part.resident for part in request.parts] for request in parts)
         assert first == second and None not in first
-        logits, _ = prefill.prefill(engine_of(model).runner, parts)
+        logits, _ = direct.prefill(engine_of(model).runner, parts)
     for row, prompt in enumerate((one, other)):
         np.testing.assert_allclose(logits[row], work.full_logits(model, prompt), **CLOSE)
     assert allocator.num_free == allocator.num_pages - (1 + 3 + 2 + 1 + 1)

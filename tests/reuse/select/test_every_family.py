@@ -11,7 +11,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxrag.engine import prefill
+from jaxrag.engine import direct, prefill
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
@@ -89,7 +89,7 @@ def mapped(model, method, *prompts, stores=None):
 def run(model, method, *prompts, stores=None):
     """Logits after each prompt [B, V], and the tokens that each recomputed (None: nothing)."""
     with mapped(model, method, *prompts, stores=stores) as parts:
-        logits, _ = prefill.prefill(engine_of(model).runner, parts)
+        logits, _ = direct.prefill(engine_of(model).runner, parts)
         chosen = [None if p.choice is None else p.choice.tokens.tolist() for p in parts]
         return np.asarray(logits)[: len(prompts)], chosen
 
@@ -163,7 +163,7 @@ def test_law_4_later_tokens_change_nothing(rng, work, model_of, family, name):
             prefill.select_tokens(engine_of(model).runner, parts)
             for part in parts if cut is not None else ():
                 part.ids[cut:] = 3 + (part.ids[cut:] + 5) % 90
-            prefill.prefill(engine_of(model).runner, parts)
+            direct.prefill(engine_of(model).runner, parts)
             layers = (
                 np.arange(model.config.num_layers)[:, None]
                 * engine_of(model).runner.cache.allocator.num_pages
@@ -213,7 +213,7 @@ def test_law_5_shared_chunks_give_what_separate_copies_give(rng, work, model_of,
             np.asarray(x[shared])
             for x in (engine_of(model).runner.cache.pool.k, engine_of(model).runner.cache.pool.v)
         ]
-        together, _ = prefill.prefill(engine_of(model).runner, parts)
+        together, _ = direct.prefill(engine_of(model).runner, parts)
         after = [
             np.asarray(x[shared])
             for x in (engine_of(model).runner.cache.pool.k, engine_of(model).runner.cache.pool.v)
@@ -225,7 +225,7 @@ def test_law_5_shared_chunks_give_what_separate_copies_give(rng, work, model_of,
     with mapped(model, method, *prompts, stores=stores) as parts:
         first, second = residents(parts)
         assert not {*itertools.chain(*first)} & {*itertools.chain(*second)}
-        apart, _ = prefill.prefill(engine_of(model).runner, parts)
+        apart, _ = direct.prefill(engine_of(model).runner, parts)
         again = [[] if part.choice is None else part.choice.tokens.tolist() for part in parts]
     assert chosen == again
     assert [bool(tokens) for tokens in chosen] == [name != "none"] * 2

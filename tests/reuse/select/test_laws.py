@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrag.base.sharding import make_mesh
-from jaxrag.engine import prefill
+from jaxrag.engine import direct, prefill
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt
 from jaxrag.kv.cache import PagePool
@@ -17,7 +17,6 @@ from jaxrag.reuse.methods import METHODS
 from jaxrag.reuse.select import (
     AllTokens,
     CacheCraft,
-    Choice,
     FirstK,
     KvDeviation,
     QueryGuided,
@@ -62,8 +61,11 @@ class Fixed(Selector):
     tokens: tuple[int, ...] = ()
     name: str = dataclasses.field(default="fixed", init=False)
 
-    def select(self, model, cache, scenes):
-        return [Choice(np.array(self.tokens, np.int64)) for _ in scenes]
+    def score(self, scene):
+        return np.isin(np.arange(scene.num_chunk_tokens), self.tokens)
+
+    def count(self, scene):
+        return len(self.tokens)
 
 
 @pytest.mark.parametrize("family", some(FAMILIES, "llama", "mistral", "glm4"))
@@ -205,7 +207,7 @@ def test_law_4_a_recomputed_token_never_sees_a_later_one(rng, work, model_of, fa
         with work.mapped(model, method, prompt) as (part,):
             prefill.select_tokens(engine_of(model).runner, [part])
             change(part)
-            prefill.prefill(engine_of(model).runner, [part])
+            direct.prefill(engine_of(model).runner, [part])
             pool, page = engine_of(model).runner.cache.pool, part.own[0]
             every = (
                 page
@@ -260,7 +262,7 @@ def test_law_5_shared_pages_stay_and_serve_two_selections(rng, work, model_of, f
             np.asarray(x[pages])
             for x in (engine_of(model).runner.cache.pool.k, engine_of(model).runner.cache.pool.v)
         ]
-        together, _ = prefill.prefill(engine_of(model).runner, parts)
+        together, _ = direct.prefill(engine_of(model).runner, parts)
         after = [
             np.asarray(x[pages])
             for x in (engine_of(model).runner.cache.pool.k, engine_of(model).runner.cache.pool.v)

@@ -9,7 +9,14 @@ import pytest
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt
 from jaxrag.models.rope import attention_factor, frequencies
-from jaxrag.reuse.select import CacheCraft, FirstK, KvDeviation, QueryGuided, RandomTokens
+from jaxrag.reuse.select import (
+    CacheCraft,
+    FirstK,
+    KvDeviation,
+    QueryGuided,
+    RandomTokens,
+    SelectionBatch,
+)
 from jaxrag.reuse.select.cache_craft import cache_fix_overhead
 
 ALWAYS = ("mistral", "glm")  # windowed; partial and interleaved rotary. The others with the slow
@@ -78,6 +85,19 @@ def tried(work, model_of, rng, yarn_rope):
     return run
 
 
+def scores_of(selector):
+    """What the selector scores the chunk tokens of some scenes with."""
+
+    def scores(model, cache, scenes):
+        observed = selector.observe(SelectionBatch(model, cache, scenes))
+        return [
+            selector.score(dataclasses.replace(scene, observed=some))
+            for scene, some in zip(scenes, observed, strict=True)
+        ]
+
+    return scores
+
+
 VOTERS = {"to_end": slice(2, None), "question": slice(2, 6), "final": slice(None)}  # (2, 6) asks
 
 
@@ -96,7 +116,7 @@ def test_query_guided_counts_the_votes_of_a_span(tried, work, voters):
 def check_question_alone(tried, work, family, place, voters):
     """Scores and choice by the equations, of the tokens that vote."""
     selector = QueryGuided(place=place, voters=voters)
-    model, prompt, chosen, (scores,) = tried(family, selector, 0.3, of=selector.scores)
+    model, prompt, chosen, (scores,) = tried(family, selector, 0.3, of=scores_of(selector))
     config, size = model.config, len(prompt.final)
     _, _, q, _, _ = work.dense(model, Prompt(prompt.final[:0], (), prompt.final), ())
     _, stored, *_ = work.dense(model, prompt, ())
@@ -120,7 +140,7 @@ def check_question_alone(tried, work, family, place, voters):
 @pytest.mark.parametrize("family", ["yarn", *FAMILIES])
 def test_query_guided_over_the_cache(tried, work, family):
     selector = QueryGuided(over="cache")
-    model, prompt, chosen, (scores,) = tried(family, selector, 0.3, of=selector.scores)
+    model, prompt, chosen, (scores,) = tried(family, selector, 0.3, of=scores_of(selector))
     _, stored, q, k, _ = work.dense(model, prompt, ())
     whole = prompt.num_tokens
     keys = k[-1].copy()
@@ -151,7 +171,9 @@ def deviation(part, stored, k, v, layer):
 def test_kv_deviation(tried, work, family, part):
     """FusionRAG equations 7 and 8: squared deviation of the second layer's fresh KV."""
     selector = KvDeviation(part=part)
-    model, prompt, chosen, (deviations,) = tried(family, selector, 0.2, of=selector.deviations)
+    model, prompt, chosen, (deviations,) = tried(
+        family, selector, 0.2, of=scores_of(dataclasses.replace(selector, keep_fresh=False))
+    )
     _, stored, _, k, v = work.dense(model, prompt, range(74))
     expected = deviation(part, stored, k, v, 1)
     np.testing.assert_allclose(deviations, expected, rtol=2e-4, atol=1e-9)
@@ -209,7 +231,7 @@ def test_cache_craft(tried, work, family, ratio):
     """CCI, CFO and the tokens that look back the most, from the dense attention of two layers."""
     selector = CacheCraft(alpha=0.5)
     model, prompt, chosen, (shares,) = tried(
-        family, selector, ratio, of=lambda model, _, scenes: selector.shares(model, scenes)
+        family, selector, ratio, of=lambda *batch: selector.observe(SelectionBatch(*batch))
     )
     attention = chunk_attention(work, model, prompt)
     for i in range(4):

@@ -27,11 +27,10 @@ from jaxrag.engine.decoding import (
     sample_first,
     start_decoding,
 )
-from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.direct import map_request, prefill_observed, unmap
 from jaxrag.engine.mapping import RequestState
-from jaxrag.engine.prefill import prefill_observed
-from jaxrag.engine.prefilled import Prefilled
-from jaxrag.engine.progress import outcome_of
+from jaxrag.engine.outcome import outcome_of
+from jaxrag.engine.prefill import Prefilled
 from jaxrag.engine.request import DECODE_BLOCK, FinishReason, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.reuse.decode import DecodeRule, Decoding, Observe, PromptQueries

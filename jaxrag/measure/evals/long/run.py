@@ -22,11 +22,12 @@ from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.kv.cache import PAGE
 from jaxrag.measure.evals.long.ask import Asker, Generated
-from jaxrag.measure.evals.long.plan import Item, Options, plan
+from jaxrag.measure.evals.long.plan import Item, plan
+from jaxrag.measure.evals.options import LongOptions
 from jaxrag.measure.evals.statistics import LEVEL, difference, plain, share
+from jaxrag.measure.subject import described, format_of
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.text.progress import progress_bar
-from jaxrag.models.text.prompts import template_named
 from jaxrag.reuse.decode import DecodeRule, Dense
 from jaxrag.reuse.decode.footprint import Bytes
 from jaxrag.reuse.methods import Method, placement_of
@@ -53,7 +54,7 @@ class Answers:
     scores: HostArray
 
 
-def prompts(options: Options, progress: bool = True) -> list[dict[str, Any]]:
+def prompts(options: LongOptions, progress: bool = True) -> list[dict[str, Any]]:
     """The prompts as rows that `jaxrag train` reads: chunks, question, answers; and what they are.
 
     Raises as ``run`` does; the methods are not looked at, nor how long the model's context is.
@@ -72,7 +73,7 @@ def prompts(options: Options, progress: bool = True) -> list[dict[str, Any]]:
     ]
 
 
-def run(options: Options, progress: bool = True) -> dict[str, Any]:
+def run(options: LongOptions, progress: bool = True) -> dict[str, Any]:
     """Measure; JSON-able, scores as fractions of 1, ``report`` prints it and ``heatmap`` draws it.
 
     Raises RequestError, ModelError, TokenizerError, ConfigError or DocumentError for what cannot be
@@ -117,12 +118,7 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
         "host_values": options.host_values,
         "answer_tokens": {task: options.answer_tokens(task) for task in options.chosen},
         "interval": f"{LEVEL:.0%} (jaxrag/measure/evals/statistics.py)",
-        "model": {
-            "path": options.model,
-            "weights": model.digest,
-            "dtype": model.config.dtype,
-            "template": frame.template.to_dict(),
-        },
+        "model": described(options.model, model, frame.template),
         "methods": {method.name: repr(method) for method in options.resolved},
         **_tables(options, items, answers),
         "costs": _costs(options, model.config, items, answers),
@@ -134,19 +130,14 @@ def run(options: Options, progress: bool = True) -> dict[str, Any]:
     }
 
 
-def _opened(options: Options) -> tuple[Model, Frame]:
+def _opened(options: LongOptions) -> tuple[Model, Frame]:
     """The model, and what stands around the haystacks that it is given."""
     model = load_model(options.model, dtype=options.dtype)
-    tokenizer = model.text_tokenizer()
-    if options.template is None:
-        template = model.prompt_format()
-    else:
-        template = template_named(options.template)
-        template.check_markers(tokenizer)
-    return model, Frame(tokenizer, template, options.chunk_tokens, options.lead)
+    template = format_of(model, options.template)
+    return model, Frame(model.text_tokenizer(), template, options.chunk_tokens, options.lead)
 
 
-def _by_method(options: Options, model: Model) -> dict[str, Model]:
+def _by_method(options: LongOptions, model: Model) -> dict[str, Model]:
     """The model that a method runs on: one with K and V where its rule has them, if asked."""
     placed: dict[tuple[tuple[str, Any], ...], Model] = {(): model}
     found: dict[str, Model] = {}
@@ -159,7 +150,7 @@ def _by_method(options: Options, model: Model) -> dict[str, Model]:
     return found
 
 
-def _cache_tokens(options: Options, frame: Frame, items: Sequence[Item]) -> int:
+def _cache_tokens(options: LongOptions, frame: Frame, items: Sequence[Item]) -> int:
     """Room for a batch of the longest prompts under the method that needs most."""
     need = 0
     _, around = frame.markers()
@@ -184,7 +175,7 @@ def _question(settings: Settings, item: Item) -> ReadyQuestion:
 
 
 def _answer(
-    options: Options,
+    options: LongOptions,
     settings: Mapping[tuple[str, str], Settings],
     items: Sequence[Item],
     progress: bool,
@@ -232,7 +223,7 @@ def _text(settings: Settings, generated: Generated) -> str:
     return settings.model.text_tokenizer().decode(generated.token_ids)
 
 
-def _scores(options: Options, items: Sequence[Item], replies: Sequence[Reply]) -> HostArray:
+def _scores(options: LongOptions, items: Sequence[Item], replies: Sequence[Reply]) -> HostArray:
     scores = [
         options.chosen[item.task].score(reply.text, item.fitted.case.expected)
         for item, reply in zip(items, replies, strict=True)
@@ -240,7 +231,7 @@ def _scores(options: Options, items: Sequence[Item], replies: Sequence[Reply]) -
     return np.array(scores, np.float64)
 
 
-def _sharing(options: Options, settings: Mapping[tuple[str, str], Settings]) -> list[list[str]]:
+def _sharing(options: LongOptions, settings: Mapping[tuple[str, str], Settings]) -> list[list[str]]:
     """Names of methods that a prefill serves together, in the order of the methods."""
     found: dict[tuple[int, Method], list[str]] = {}
     for method in options.resolved:
@@ -250,20 +241,20 @@ def _sharing(options: Options, settings: Mapping[tuple[str, str], Settings]) -> 
     return list(found.values())
 
 
-def _batches(options: Options, items: Sequence[Item]) -> Iterator[tuple[int, ...]]:
+def _batches(options: LongOptions, items: Sequence[Item]) -> Iterator[tuple[int, ...]]:
     """Places of items of one task and length, at most a batch of them."""
     places = sorted(range(len(items)), key=lambda i: (items[i].length, items[i].task))
     for _, alike in itertools.groupby(places, lambda i: (items[i].length, items[i].task)):
         yield from itertools.batched(alike, options.batch_size)
 
 
-def placed_bytes(options: Options, rule: DecodeRule, config: ModelConfig, tokens: int) -> Bytes:
+def placed_bytes(options: LongOptions, rule: DecodeRule, config: ModelConfig, tokens: int) -> Bytes:
     """Bytes of a prompt by where they lie under a rule: of its formula, which a test measures."""
     return rule.bytes(config, tokens, None if options.host_values else "device")
 
 
 def _costs(
-    options: Options, config: ModelConfig, items: Sequence[Item], answers: Mapping[str, Answers]
+    options: LongOptions, config: ModelConfig, items: Sequence[Item], answers: Mapping[str, Answers]
 ) -> list[dict[str, Any]]:
     """Of every method and length: the median of a step's seconds, tokens read, bytes."""
     costs = []
@@ -287,7 +278,7 @@ def _costs(
 
 
 def _tables(
-    options: Options, items: Sequence[Item], answers: Mapping[str, Answers]
+    options: LongOptions, items: Sequence[Item], answers: Mapping[str, Answers]
 ) -> dict[str, Any]:
     """Scores by task and length, by depth, and each method against the first."""
     task = np.array([item.task for item in items])

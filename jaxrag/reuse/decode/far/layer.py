@@ -6,15 +6,20 @@ what is outside the static pattern; the device merges both.
 """
 
 import abc
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.types import HostArray
-from jaxrag.reuse.decode.account import Account
+from jaxrag.reuse.decode.footprint import Account
 from jaxrag.reuse.decode.stored import Carried, StoredIndexes
 
 Task = Callable[[], "Sequence[Task] | None"]  # returns what is to be done after it
@@ -70,13 +75,13 @@ class HostPrompt:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Answer:
+class FarAnswer:
     """Where tasks put what they found for one token in one layer.
 
     Attributes:
       out: [K, G, H] float32, zeros before.
       lse: [K, G] float32, -inf before.
-      spent: seconds of search and of attention, one pair a task.
+      spent: seconds of search and of attention, in pairs.
       counted: what was scanned and found, where that is measured; None where it is not.
     """
 
@@ -85,8 +90,22 @@ class Answer:
     spent: list[tuple[float, float]]
     counted: list[Account] | None = None
 
+    @contextlib.contextmanager
+    def searching(self) -> Iterator[None]:
+        """The time of the body is spent on search."""
+        start = time.perf_counter()
+        yield
+        self.spent.append((time.perf_counter() - start, 0.0))
+
+    @contextlib.contextmanager
+    def attending(self) -> Iterator[None]:
+        """The time of the body is spent on attention."""
+        start = time.perf_counter()
+        yield
+        self.spent.append((0.0, time.perf_counter() - start))
+
     @classmethod
-    def empty(cls, kv_heads: int, group: int, dim: int, *, count: bool = False) -> "Answer":
+    def empty(cls, kv_heads: int, group: int, dim: int, *, count: bool = False) -> "FarAnswer":
         """An answer in which nothing was found yet."""
         out = np.zeros((kv_heads, group, dim), np.float32)
         lse = np.full((kv_heads, group), -np.inf, np.float32)
@@ -108,7 +127,7 @@ class FarLayer(abc.ABC):
         return self.account.index_bytes
 
     @abc.abstractmethod
-    def tasks(self, q: HostArray, position: int, answer: Answer, pieces: int) -> Sequence[Task]:
+    def tasks(self, q: HostArray, position: int, answer: FarAnswer, pieces: int) -> Sequence[Task]:
         """What is to be done for the token at ``position``; together it fills the answer.
 
         Args:
@@ -128,8 +147,27 @@ class FarLayer(abc.ABC):
         ``q`` [K, G, H] float32 before rotation, with YaRN's factor (``rope.scale_rotary``).
         Returns out [K, G, H] and lse [K, G] float32; 0 and -inf where there is nothing.
         """
-        answer = Answer.empty(*q.shape)
+        answer = FarAnswer.empty(*q.shape)
         todo = list(self.tasks(q, position, answer, 1))
         while todo:
             todo += todo.pop()() or ()
         return answer.out, answer.lse
+
+
+def gathered(
+    parts: Sequence[Callable[[], Any]], after: Callable[[list[Any]], Sequence[Task] | None]
+) -> list[Task]:
+    """Tasks for ``parts``; the one that ends last also hands all their results to ``after``."""
+    results: list[Any] = [None] * len(parts)
+    left = len(parts)
+    lock = threading.Lock()
+
+    def task(number: int) -> Sequence[Task] | None:
+        nonlocal left
+        results[number] = parts[number]()
+        with lock:
+            left -= 1
+            last = not left
+        return after(results) if last else None
+
+    return [functools.partial(task, number) for number in range(len(parts))]

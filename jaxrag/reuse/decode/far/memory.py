@@ -87,7 +87,7 @@ class Runs:
         return found
 
 
-class Memory:
+class HostMemory:
     """One layer of one request, read by position.
 
     Scores are of queries turned to each offset, ``asked`` [O, g, H], as ``ask`` makes them.
@@ -287,7 +287,7 @@ def softmax(scores: HostArray) -> tuple[HostArray, HostArray]:
     return weights, most + np.log(np.where(there, total, 1))
 
 
-def merge(parts: Sequence[tuple[HostArray, HostArray]]) -> tuple[HostArray, HostArray]:
+def merged(parts: Sequence[tuple[HostArray, HostArray]]) -> tuple[HostArray, HostArray]:
     """Attention to several sets of keys as one: pairs of out [g, H] and lse [g] (appendix B.1)."""
     if len(parts) == 1:
         return parts[0]
@@ -310,8 +310,18 @@ def highest(scores: HostArray, k: int) -> HostArray:
     return some[np.argpartition(scores[some], len(some) - k)[len(some) - k :]]
 
 
+def first_highest(scores: HostArray, count: int) -> HostArray:
+    """Where the ``count`` highest of scores [n] are, ascending; ties go to the earlier one."""
+    if len(scores) <= count:
+        return np.arange(len(scores))
+    least = np.partition(scores, len(scores) - count)[len(scores) - count]
+    above = np.flatnonzero(scores > least)
+    equal = np.flatnonzero(scores == least)[: count - len(above)]
+    return np.sort(np.concatenate([above, equal]))
+
+
 def positions_of(stretches: Sequence[Stretch], chosen: HostArray) -> HostArray:
-    """The positions [..] int32 of places [..] in the order of ``Memory.scan``."""
+    """The positions [..] int32 of places [..] in the order of ``HostMemory.scan``."""
     counts = np.array([each.count for each in stretches])
     first = np.cumsum(counts) - counts
     which = np.searchsorted(first, chosen, side="right") - 1

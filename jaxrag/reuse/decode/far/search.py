@@ -5,22 +5,20 @@ RetrievalAttention (sections 3.2 and 3.3, algorithm 1, arXiv:2409.10516).
 
 import abc
 import functools
-import time
 from collections.abc import Sequence
 from typing import override
 
 import numpy as np
 
 from jaxrag.base.types import HostArray
-from jaxrag.reuse.attention_index import Exact, Found, QueryLists, Searcher, open_index
+from jaxrag.reuse.attention_index import Exact, FoundKeys, QueryLists, Searcher, open_index
 from jaxrag.reuse.attention_index.index import AttentionIndex
 from jaxrag.reuse.attention_index.lists import distinct, nearest_lists
 from jaxrag.reuse.attention_index.spec import Trained, effort_of
-from jaxrag.reuse.decode.account import Account, recall_of
-from jaxrag.reuse.decode.far.layer import Answer, FarLayer, Task
-from jaxrag.reuse.decode.far.memory import Memory, highest
+from jaxrag.reuse.decode.far.layer import FarAnswer, FarLayer, Task, gathered
+from jaxrag.reuse.decode.far.memory import HostMemory, highest
 from jaxrag.reuse.decode.far.scan import Pair, best_of
-from jaxrag.reuse.decode.far.tasks import gathered
+from jaxrag.reuse.decode.footprint import Account, recall_of
 from jaxrag.reuse.decode.parts import Part
 
 
@@ -34,10 +32,9 @@ class Finder(abc.ABC):
     offset: int | None = None
     together = False  # are the heads of a group searched as one?
 
-    @abc.abstractmethod
     def find(
         self, asked: HostArray, own: HostArray, heads: Sequence[int], k: int, *, count: bool
-    ) -> list[Found]:
+    ) -> list[FoundKeys]:
         """At least ``k`` of the best keys for each of some query heads, fewer where it has no more.
 
         Args:
@@ -50,6 +47,16 @@ class Finder(abc.ABC):
         Returns:
             Positions and scores [n] of each, in any order.
         """
+        return [
+            self.find_head(asked[:, at], own[at], head, k, count=count)
+            for at, head in enumerate(heads)
+        ]
+
+    def find_head(
+        self, asked: HostArray, own: HostArray, head: int, k: int, *, count: bool
+    ) -> FoundKeys:
+        """``find`` for one query head: ``asked`` [O, H] and ``own`` [H]."""
+        raise NotImplementedError
 
     @property
     @abc.abstractmethod
@@ -62,7 +69,7 @@ class InPlace(Finder):
 
     def __init__(
         self,
-        memory: Memory,
+        memory: HostMemory,
         kv_head: int,
         index: AttentionIndex,
         positions: HostArray,
@@ -96,12 +103,9 @@ class InPlace(Finder):
         return max(self._probes) * len(self._members) // self._starts[:, 1:].size
 
     @override
-    def find(
-        self, asked: HostArray, own: HostArray, heads: Sequence[int], k: int, *, count: bool
-    ) -> list[Found]:
-        return [self._find(asked[:, at], own[at], head, k) for at, head in enumerate(heads)]
-
-    def _find(self, asked: HostArray, own: HostArray, head: int, k: int) -> Found:
+    def find_head(
+        self, asked: HostArray, own: HostArray, head: int, k: int, *, count: bool
+    ) -> FoundKeys:
         part = head if len(self._centroids) > 1 else 0
         centroids, starts = self._centroids[part], self._starts[part]
         near = nearest_lists(own, centroids, self._probes[head]).tolist()
@@ -113,7 +117,7 @@ class InPlace(Finder):
             some = some[some >= 0]
         scores = self._memory.scores(self._kv_head, asked, some)
         best = highest(scores, k)
-        return Found(some[best], scores[best], np.array(len(some) + len(centroids)))
+        return FoundKeys(some[best], scores[best], np.array(len(some) + len(centroids)))
 
 
 class Scanned(Finder):
@@ -121,7 +125,7 @@ class Scanned(Finder):
 
     together = True
 
-    def __init__(self, memory: Memory, kv_head: int, positions: HostArray) -> None:
+    def __init__(self, memory: HostMemory, kv_head: int, positions: HostArray) -> None:
         """``positions`` [S] int32 ascending."""
         self._memory, self._kv_head = memory, kv_head
         self._runs = memory.runs(positions)
@@ -140,17 +144,19 @@ class Scanned(Finder):
     @override
     def find(
         self, asked: HostArray, own: HostArray, heads: Sequence[int], k: int, *, count: bool
-    ) -> list[Found]:
+    ) -> list[FoundKeys]:
         stretches = self._runs.between(0, len(self._memory.layer.rows))
         pairs = best_of(self._memory, self._kv_head, asked, stretches, k)
         scanned = np.array(self._count)
-        return [Found(positions, scores, scanned) for scores, positions in zip(*pairs, strict=True)]
+        return [
+            FoundKeys(positions, scores, scanned) for scores, positions in zip(*pairs, strict=True)
+        ]
 
 
 class Copied(Finder):
     """An index with keys of its own; the keys in memory score what it finds."""
 
-    def __init__(self, memory: Memory, kv_head: int, part: Part) -> None:
+    def __init__(self, memory: HostMemory, kv_head: int, part: Part) -> None:
         """Over a part with the index of this head alone."""
         self._memory, self._kv_head, self._part = memory, kv_head, part
         self.offset = part.offset
@@ -161,23 +167,18 @@ class Copied(Finder):
         return len(self._part.positions) // 16
 
     @override
-    def find(
-        self, asked: HostArray, own: HostArray, heads: Sequence[int], k: int, *, count: bool
-    ) -> list[Found]:
-        return [
-            self._find(asked[:, at], own[at], head, k, count=count) for at, head in enumerate(heads)
-        ]
-
-    def _find(self, asked: HostArray, own: HostArray, head: int, k: int, *, count: bool) -> Found:
+    def find_head(
+        self, asked: HostArray, own: HostArray, head: int, k: int, *, count: bool
+    ) -> FoundKeys:
         found = self._part.best(0, head, own, k, count=count)
         at = np.flatnonzero(found.ids >= 0)
         positions = found.ids[at].astype(np.int32)
         scores = self._memory.scores(self._kv_head, asked, positions)
-        return Found(positions, scores, found.scanned)
+        return FoundKeys(positions, scores, found.scanned)
 
 
 def finder_of(
-    memory: Memory,
+    memory: HostMemory,
     kv_head: int,
     index: AttentionIndex | Searcher,
     positions: HostArray,
@@ -220,18 +221,16 @@ class Searched(FarLayer):
 
     def __init__(
         self,
-        memory: Memory,
+        memory: HostMemory,
         finders: Sequence[Sequence[Finder]],
         account: Account,
-        *,
+        window: tuple[int, int],
         end: int,
-        sink: int,
-        recent: int,
         k: int,
     ) -> None:
-        """``finders`` of every KV head, over keys from ``sink`` to ``end``."""
+        """``finders`` of every KV head, over keys from the window's sink to ``end``."""
         self.memory, self.finders, self.account = memory, finders, account
-        self.end, self.sink, self.recent, self.k = end, sink, recent, k
+        (self.sink, self.recent), self.end, self.k = window, end, k
         offsets = {each.offset for one in finders for each in one if each.offset is not None}
         self._offsets = sorted(offsets)
 
@@ -242,7 +241,7 @@ class Searched(FarLayer):
         return self.memory.group * finders + tail * self.memory.kv_heads
 
     @override
-    def tasks(self, q: HostArray, position: int, answer: Answer, pieces: int) -> list[Task]:
+    def tasks(self, q: HostArray, position: int, answer: FarAnswer, pieces: int) -> list[Task]:
         """Of every KV head its query heads in groups; of a group one for each finder.
 
         What a head gets does not depend on the groups.
@@ -264,15 +263,13 @@ class Searched(FarLayer):
         return todo
 
     def _find(
-        self, finder: Finder, asked: HostArray, kv_head: int, heads: HostArray, answer: Answer
-    ) -> list[Found]:
-        start = time.perf_counter()
+        self, finder: Finder, asked: HostArray, kv_head: int, heads: HostArray, answer: FarAnswer
+    ) -> list[FoundKeys]:
         known = len(self.memory.offsets)
         own = 0 if finder.offset is None else known + self._offsets.index(finder.offset)
         mine, count = asked[:, kv_head, heads], answer.counted is not None
-        found = finder.find(mine[:known], mine[own], heads.tolist(), self.k, count=count)
-        answer.spent.append((time.perf_counter() - start, 0.0))
-        return found
+        with answer.searching():
+            return finder.find(mine[:known], mine[own], heads.tolist(), self.k, count=count)
 
     def _end(
         self,
@@ -280,34 +277,35 @@ class Searched(FarLayer):
         kv_head: int,
         heads: HostArray,
         tail: HostArray,
-        answer: Answer,
-        parts: Sequence[list[Found]],
+        answer: FarAnswer,
+        parts: Sequence[list[FoundKeys]],
     ) -> None:
-        start = time.perf_counter()
         memory, k = self.memory, self.k
-        mine = asked[: len(memory.offsets), kv_head, heads]
-        found = [[(each[at].scores, each[at].ids) for each in parts] for at in range(len(heads))]
-        if answer.counted is not None and parts:
-            answer.counted.append(self._recall(kv_head, mine, found, parts))
-        for at, each in enumerate(found if len(tail) else ()):
-            each.append((memory.scores(kv_head, mine[:, at], tail), tail))
-        scores = np.full((len(heads), k), -np.inf, np.float32)
-        positions = np.zeros((len(heads), k), np.int32)
-        for at, each in enumerate(found):
-            some, where = _joined(each, k)
-            scores[at, : len(some)], positions[at, : len(some)] = some, where
-        middle = time.perf_counter()
-        answer.out[kv_head, heads], answer.lse[kv_head, heads] = memory.mix(
-            kv_head, scores, positions
-        )
-        answer.spent.append((middle - start, time.perf_counter() - middle))
+        with answer.searching():
+            mine = asked[: len(memory.offsets), kv_head, heads]
+            found = [
+                [(each[at].scores, each[at].ids) for each in parts] for at in range(len(heads))
+            ]
+            if answer.counted is not None and parts:
+                answer.counted.append(self._recall(kv_head, mine, found, parts))
+            for at, each in enumerate(found if len(tail) else ()):
+                each.append((memory.scores(kv_head, mine[:, at], tail), tail))
+            scores = np.full((len(heads), k), -np.inf, np.float32)
+            positions = np.zeros((len(heads), k), np.int32)
+            for at, each in enumerate(found):
+                some, where = _joined(each, k)
+                scores[at, : len(some)], positions[at, : len(some)] = some, where
+        with answer.attending():
+            answer.out[kv_head, heads], answer.lse[kv_head, heads] = memory.mix(
+                kv_head, scores, positions
+            )
 
     def _recall(
         self,
         kv_head: int,
         asked: HostArray,
         found: Sequence[Sequence[Pair]],
-        parts: Sequence[Sequence[Found]],
+        parts: Sequence[Sequence[FoundKeys]],
     ) -> Account:
         """What finders found for some query heads, beside an exact search of the same keys."""
         stretches = self.memory.stretches(self.sink, self.end)

@@ -19,7 +19,7 @@ def crew(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, "attend", initializer=alone)
 
 
-class Ticket:
+class HostWork:
     """Tasks under way. Where one fails the others are dropped, and ``wait`` raises its error.
 
     Attributes:

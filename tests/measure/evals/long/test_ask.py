@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.direct import map_request, prefill_observed, unmap
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.prefill import Prefill, prefill_observed
+from jaxrag.engine.prefill import Prefill
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.measure.evals.long.ask import Asker, own_queries
 from jaxrag.models.model import random_model

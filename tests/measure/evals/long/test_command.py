@@ -83,7 +83,8 @@ def test_prompts_are_written_without_asking(jaxrag, village_dir, tmp_path):
 
 @pytest.mark.slow
 def test_answers_are_those_of_generate(jaxrag, village_dir, village_model, village_frame):
-    from jaxrag.measure.evals.long.plan import Options, plan
+    from jaxrag.measure.evals.long.plan import plan
+    from jaxrag.measure.evals.options import LongOptions
 
     methods = ("full_attention", "turborag", "epic")
     code, printed, _ = jaxrag(
@@ -93,7 +94,7 @@ def test_answers_are_those_of_generate(jaxrag, village_dir, village_model, villa
     )  # fmt: skip
     assert code == 0
     result = json.loads(printed)
-    options = Options(
+    options = LongOptions(
         suite="infinitebench", flavour="village", model="", lengths=(90, 150), questions=2,
         chunk_tokens=40, methods=methods,
     )  # fmt: skip

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxrag.measure.evals.long.plan import Options
 from jaxrag.measure.evals.long.report import tables
 from jaxrag.measure.evals.long.run import run
+from jaxrag.measure.evals.options import LongOptions
 from jaxrag.measure.evals.synthetic_report import tables as document_tables
 from jaxrag.measure.table import page
 from jaxrag.models.digest import weights_digest
@@ -113,7 +113,7 @@ def test_the_card_shows_the_accuracy_over_documents(documents):
 def test_the_weights_answer_as_recorded():
     record = json.loads((RESULTS / "long-infinitebench.json").read_text(encoding="utf-8"))
     length, rules = min(record["lengths"]), ("dense", "topn:n=128")
-    options = Options(
+    options = LongOptions(
         suite="infinitebench", flavour="village", model=str(WEIGHTS), lengths=(length,),
         tasks=("kv_retrieval",), decode=rules, questions=record["questions"], batch_size=20,
         seed=record["seed"],

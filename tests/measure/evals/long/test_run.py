@@ -11,15 +11,16 @@ from jaxrag.base.errors import RequestError
 from jaxrag.measure.evals.long import run as running
 from jaxrag.measure.evals.long.ask import Generated
 from jaxrag.measure.evals.long.heatmap import draw_heatmap
-from jaxrag.measure.evals.long.plan import Options, plan
+from jaxrag.measure.evals.long.plan import plan
 from jaxrag.measure.evals.long.report import tables
+from jaxrag.measure.evals.options import LongOptions
 from jaxrag.measure.evals.statistics import difference, share
 from jaxrag.measure.table import page
 from jaxrag.tasks.long.case import Frame
 from jaxrag.tasks.world import split_of
 from jaxrag.train.samples import SampleWriter
 
-NEEDLE = Options(
+NEEDLE = LongOptions(
     suite="needle",
     flavour="village",
     model="village",

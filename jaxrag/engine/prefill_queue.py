@@ -13,14 +13,12 @@ from jaxrag.base.types import Array
 from jaxrag.engine.away import start_away
 from jaxrag.engine.decoding import FEWEST_ROOM, LaneKey, start_decoding
 from jaxrag.engine.lanes import Lanes
-from jaxrag.engine.layerwise import LayerPrefill
-from jaxrag.engine.live import Live
+from jaxrag.engine.layerwise import LayerPrefill, start_prefill
 from jaxrag.engine.mapping import RequestState, map_planned
-from jaxrag.engine.prefill import Prefill, select_tokens, start_prefill
-from jaxrag.engine.prefilled import PREFILL_TOKENS
+from jaxrag.engine.prefill import PREFILL_TOKENS, Prefill, select_tokens
 from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.engine.state import Broken, EngineSettings, State
+from jaxrag.engine.state import Broken, EngineSettings, RunningRequest, State
 from jaxrag.engine.thread import ask, result_of
 from jaxrag.kv.cache import PagePool, table_width
 from jaxrag.reuse.decode import Decoding, Observe
@@ -62,18 +60,20 @@ class _Group:
     """Prompts that are run together; none joins once the first piece has been run."""
 
     shape: _Shape
-    members: list[Live]
+    members: list[RunningRequest]
     prefill: Prefill | LayerPrefill | None = None
 
 
-class Prompts:
+class PrefillQueue:
     """Prefills requests, together where their pieces are small, and hands them to their lanes."""
 
-    def __init__(self, state: State, lanes: Lanes, release: Callable[[Live], None]) -> None:
+    def __init__(
+        self, state: State, lanes: Lanes, release: Callable[[RunningRequest], None]
+    ) -> None:
         """``release`` gets a request that ended while something was made for it."""
         self._state, self._lanes, self._release = state, lanes, release
         self._groups: list[_Group] = []
-        self._expected: deque[Live] = deque()
+        self._expected: deque[RunningRequest] = deque()
         self._indexers: ThreadPoolExecutor | None = None
 
     def run(self) -> bool:
@@ -95,24 +95,24 @@ class Prompts:
                 raise Broken(error, group.members) from error
         return left < budget or self._look_ahead()
 
-    def expect(self, live: Live) -> None:
+    def expect(self, running: RunningRequest) -> None:
         """The chunks of a request are on their way; its selector may begin with the question."""
-        method = live.request.method
+        method = running.request.method
         if method.recomputes and method.recompute_ratio != 1:
-            self._expected.append(live)
+            self._expected.append(running)
 
     def _look_ahead(self) -> bool:
         """Have one selector begin, where nothing else is to be run before the next step."""
         while self._expected:
-            live = self._expected.popleft()
-            if live.ended or live.state is not None:
+            running = self._expected.popleft()
+            if running.ended or running.state is not None:
                 continue
-            request, model = live.request, self._state.runner.model
+            request, model = running.request, self._state.runner.model
             try:
-                live.ahead = request.method.selector.ahead(model, request.prompt.final)
+                running.ahead = request.method.selector.ahead(model, request.prompt.final)
             except Exception as error:
-                raise Broken(error, [live], shared=False) from error
-            if live.ahead is not None:
+                raise Broken(error, [running], shared=False) from error
+            if running.ahead is not None:
                 return True
         return False
 
@@ -130,52 +130,52 @@ class Prompts:
             number = self._state.scheduler.next_prefill()
             if number is None:
                 return
-            live = self._state.live[number]
+            running = self._state.live[number]
             try:
-                self._begin(live)
+                self._begin(running)
             except Exception as error:
-                raise Broken(error, [live], shared=False) from error
+                raise Broken(error, [running], shared=False) from error
 
-    def _begin(self, live: Live) -> None:
+    def _begin(self, running: RunningRequest) -> None:
         """Map a request over its chunks, have its tokens selected, and put it in a group."""
         state = self._state
-        if live.plan.looks:
-            state.scheduler.revise(live.number)
-        entry = state.scheduler.live[live.number]
+        if running.plan.looks:
+            state.scheduler.revise(running.number)
+        entry = state.scheduler.live[running.number]
         chunks = {key: state.runner.cache.allocator.chunks[key] for key in entry.held}
-        mapped = map_planned(live.plan, chunks, entry.own, live.found)
-        if live.swapped is not None:
-            self._lanes.put_back(live, mapped)
-            state.scheduler.prefilled(live.number)
+        mapped = map_planned(running.plan, chunks, entry.own, running.found)
+        if running.swapped is not None:
+            self._lanes.put_back(running, mapped)
+            state.scheduler.prefilled(running.number)
             return
-        live.state = mapped
+        running.state = mapped
         if mapped.scene is not None:
-            mapped.scene = dataclasses.replace(mapped.scene, ahead=live.ahead)
-            live.ahead = None
+            mapped.scene = dataclasses.replace(mapped.scene, ahead=running.ahead)
+            running.ahead = None
         select_tokens(state.runner, [mapped])
-        shape = self._shape(live, mapped, entry.alone)
-        live.flying += 1
+        shape = self._shape(running, mapped, entry.alone)
+        running.in_flight += 1
         for group in self._groups:
             if group.shape == shape and group.prefill is None and len(group.members) < shape.rows:
-                group.members.append(live)
+                group.members.append(running)
                 return
-        self._groups.append(_Group(shape, [live]))
+        self._groups.append(_Group(shape, [running]))
 
-    def _shape(self, live: Live, mapped: RequestState, alone: bool) -> _Shape:
+    def _shape(self, running: RunningRequest, mapped: RequestState, alone: bool) -> _Shape:
         """What a request runs in, which nobody else decides."""
         widths = tuple(width for _, width in pieces(len(mapped.ids), PREFILL_TOKENS))
-        rule = live.request.method.decode
+        rule = running.request.method.decode
         return _Shape(
-            lane=live.lane,
+            lane=running.lane,
             pages=table_width(mapped.table),
             widths=widths,
-            observe=None if live.lane is None else rule.observe,  # one token needs no rule
-            rows=rows_together(self._state.runner, self._state.settings, live.request, widths),
-            alone=live.number if alone else None,
+            observe=None if running.lane is None else rule.observe,  # one token needs no rule
+            rows=rows_together(self._state.runner, self._state.settings, running.request, widths),
+            alone=running.number if alone else None,
         )
 
     def _start(self, group: _Group) -> Prefill | LayerPrefill:
-        states = [live.state for live in group.members if live.state is not None]
+        states = [running.state for running in group.members if running.state is not None]
         shape = group.shape
         return start_prefill(self._state.runner, states, shape.observe, shape.rows)
 
@@ -183,65 +183,69 @@ class Prompts:
         """Prompts are in the pool: their lane has them next, or who makes the rule's indexes."""
         state, logits = self._state, prefill.prefilled.logits
         lane = group.shape.lane
-        place: list[Live | None] = []
+        place: list[RunningRequest | None] = []
         begins = lane is not None and (lane.rule.sparse or state.runner.cache.away)
-        for row, live in enumerate(group.members):
-            live.flying -= 1
-            place.append(None if live.ended else live)
-            if live.ended:
-                if not live.flying:
-                    self._release(live)
+        for row, running in enumerate(group.members):
+            running.in_flight -= 1
+            place.append(None if running.ended else running)
+            if running.ended:
+                if not running.in_flight:
+                    self._release(running)
                 continue
-            assert live.state is not None
-            for key, part in live.state.keep.items():
-                state.scheduler.share(live.number, key, part.pages, len(part.ids))
+            assert running.state is not None
+            for key, part in running.state.keep.items():
+                state.scheduler.share(running.number, key, part.pages, len(part.ids))
             if lane is None or not begins:
-                state.scheduler.prefilled(live.number)
+                state.scheduler.prefilled(running.number)
             else:
-                self._begin_rule(live, lane, [*[None] * row, live], prefill)
+                self._begin_rule(running, lane, [*[None] * row, running], prefill)
         if lane is None or not begins:
             self._lanes.join(place, logits)
 
     def _begin_rule(
-        self, live: Live, lane: LaneKey, place: list[Live | None], prefill: Prefill | LayerPrefill
+        self,
+        running: RunningRequest,
+        lane: LaneKey,
+        place: list[RunningRequest | None],
+        prefill: Prefill | LayerPrefill,
     ) -> None:
         """Make what a sparse rule carries; ``place`` ends with the request, at its row."""
-        state, mapped = self._state, live.state
+        state, mapped = self._state, running.state
         assert mapped is not None
         bank, logits = prefill.bank_of(len(place) - 1), prefill.prefilled.logits
         if state.runner.cache.away:
-            live.search = number = state.runner.host_search.admit()
-            state.scheduler.prefilled(live.number, indexing=True)
-            room = bucket(live.request.room, FEWEST_ROOM)
+            running.search = number = state.runner.host_search.admit()
+            state.scheduler.prefilled(running.number, indexing=True)
+            room = bucket(running.request.room, FEWEST_ROOM)
 
             def begin(on_pool: object = None) -> Decoding:  # it reads host memory only
                 return start_away(state.runner, mapped, lane.rule, bank, room, number)
 
-            self._index(live, begin, place, logits)
+            self._index(running, begin, place, logits)
             return
         start = functools.partial(
             start_decoding, state.runner, [mapped], lane.rule, bank, lane.room
         )
         if lane.rule.searches is None:
-            state.scheduler.prefilled(live.number)
+            state.scheduler.prefilled(running.number)
             self._lanes.join(place, logits, start())
             return
-        live.search = state.runner.host_search.admit()
-        state.scheduler.prefilled(live.number, indexing=True)
-        self._index(live, functools.partial(start, [live.search]), place, logits)
+        running.search = state.runner.host_search.admit()
+        state.scheduler.prefilled(running.number, indexing=True)
+        self._index(running, functools.partial(start, [running.search]), place, logits)
 
     def _index(
         self,
-        live: Live,
+        running: RunningRequest,
         start: Callable[..., Decoding | None],
-        place: list[Live | None],
+        place: list[RunningRequest | None],
         logits: Array,
     ) -> None:
         """Have the indexes of a request made, by a thread of their own."""
-        live.flying += 1
-        state, run, epoch = self._state, live.run, self._state.epoch
+        running.in_flight += 1
+        state, run, epoch = self._state, running.run, self._state.epoch
         if state.settings.lockstep:
-            self._indexed(live, run, result_of(start), place, logits)
+            self._indexed(running, run, result_of(start), place, logits)
             return
         if self._indexers is None:
             self._indexers = ThreadPoolExecutor(1, "index")
@@ -256,28 +260,28 @@ class Prompts:
 
         def index() -> None:
             answer = result_of(functools.partial(start, on_pool=on_pool))
-            state.post(lambda: self._indexed(live, run, answer, place, logits))
+            state.post(lambda: self._indexed(running, run, answer, place, logits))
 
         self._indexers.submit(index)
 
     def _indexed(
         self,
-        live: Live,
+        running: RunningRequest,
         run: int,
         answer: Decoding | BaseException | None,
-        place: list[Live | None],
+        place: list[RunningRequest | None],
         logits: Array,
     ) -> None:
-        if run != live.run:
+        if run != running.run:
             return
-        live.flying -= 1
-        if live.ended:
-            self._release(live)
+        running.in_flight -= 1
+        if running.ended:
+            self._release(running)
             return
         if isinstance(answer, BaseException):
-            raise Broken(answer, [live], shared=False) from answer
-        self._state.scheduler.indexed(live.number)
+            raise Broken(answer, [running], shared=False) from answer
+        self._state.scheduler.indexed(running.number)
         try:
             self._lanes.join(place, logits, answer)
         except Exception as error:
-            raise Broken(error, [live], shared=False) from error
+            raise Broken(error, [running], shared=False) from error

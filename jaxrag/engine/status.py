@@ -1,4 +1,4 @@
-"""Where the requests of an engine stand, what they hold, and how fast it serves them.
+"""The status of an engine: its requests, what they hold, how fast they go, where chunk KV is.
 
 The engine's thread counts, and any other may read: what is looked at are copies, taken without a
 lock, each of one moment but not all of the same.
@@ -9,42 +9,15 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from jaxrag.engine.admission import QUEUED, Entry, Status
+from jaxrag.engine.arena import ArenaState
 from jaxrag.engine.decoding import LaneKey
-from jaxrag.engine.live import Live
+from jaxrag.engine.links import LinkState
 from jaxrag.engine.scheduler import GENERATED, Ending, Scheduler
-from jaxrag.kv.cache import PageAllocator
+from jaxrag.engine.staging import Hits
+from jaxrag.engine.state import State
+from jaxrag.kv.cache import PAGE, PageAllocator
 
 PageState = Literal["free", "unpinned", "pinned", "loading", "own"]
-_HALF_LIFE = 30.0  # seconds of work after which what was done counts half as much
-
-
-class Pace:
-    """Virtual service a second, of late; for one thread to count, and any to read."""
-
-    def __init__(self) -> None:
-        """Nothing was done yet."""
-        self._done = self._seconds = 0.0
-        self._last: tuple[float, float] | None = None  # when, and what was done by then
-
-    def turn(self, now: float, given: float) -> None:
-        """At this moment so much service has been given since the engine began."""
-        if self._last is None:
-            self._last = now, given
-        before, had = self._last
-        if (passed := now - before) > 0:
-            keep = 0.5 ** (passed / _HALF_LIFE)
-            self._seconds = self._seconds * keep + passed
-            self._done = self._done * keep + given - had
-            self._last = now, given
-
-    def rest(self) -> None:
-        """There is nothing to do: time does not count until the next turn."""
-        self._last = None
-
-    @property
-    def rate(self) -> float | None:
-        """Service a second while there was work; None before any was measured."""
-        return self._done / self._seconds if self._seconds and self._done else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +40,7 @@ class Ages:
 
 
 @dataclasses.dataclass(frozen=True)
-class Standing:
+class EngineStatus:
     """An engine at one moment.
 
     Attributes:
@@ -108,36 +81,68 @@ class Standing:
         return self.queued_cost / self.rate if self.rate else 0.0
 
 
-def standing_of(
-    scheduler: Scheduler,
-    allocator: PageAllocator,
-    live: Mapping[int, Live],
-    pace: Pace,
-    *,
-    restarts: int,
-    now: float,
-) -> Standing:
+@dataclasses.dataclass(frozen=True)
+class Tiers:
+    """The tiers of an engine at one moment.
+
+    Attributes:
+      hits: chunks and prefixes that admitted requests were given since the engine began, by where
+        their KV came from. "pool": it was there, or on its way for another request.
+      pool_chunks: that lie in the pool or are on their way into it.
+      pool_bytes: of the pool's pages that chunks have.
+      max_pool_bytes: of all its pages.
+      host: the arena.
+      links: from the stores, and from the arena to the device.
+    """
+
+    hits: Mapping[Hits, int]
+    pool_chunks: int
+    pool_bytes: int
+    max_pool_bytes: int
+    host: ArenaState
+    links: tuple[LinkState, ...]
+
+
+def status_of(state: State) -> EngineStatus:
     """Look at the parts of an engine; on any thread."""
+    scheduler, now = state.scheduler, state.clock()
+    allocator = state.runner.cache.allocator
     entries = list(scheduler.live.copy().values())
     queued = [it for it in entries if it.status in QUEUED]
-    loading = [it.number for it in entries if it.status is Status.LOADING]
+    loading = [state.live.get(it.number) for it in entries if it.status is Status.LOADING]
+    admitted = [it.admitted for it in loading if it is not None and it.admitted is not None]
     ended = dict(scheduler.ended)
     finished, new_tokens = ended.get("finished", 0), scheduler.new_tokens
     answer = GENERATED * new_tokens / finished if finished else 0.0
-    return Standing(
+    return EngineStatus(
         requests={status.value: n for status, n in scheduler.counts.copy().items()},
         pages=_pages(allocator, entries),
         rows=_rows(scheduler),
         waiting=Ages.of((it.arrived for it in queued), now),
-        loading=Ages.of(_admitted(live, loading), now),
+        loading=Ages.of(admitted, now),
         waiting_tokens=scheduler.waiting_tokens,
         queued_cost=sum(it.cost + answer for it in queued),
-        rate=pace.rate,
+        rate=state.pace.per_second,
         ended=ended,
         new_tokens=new_tokens,
         preempted=scheduler.preempted,
         evicted=allocator.evicted,
-        restarts=restarts,
+        restarts=state.restarts,
+    )
+
+
+def tiers_of(state: State, hits: Mapping[Hits, int]) -> Tiers:
+    """Where the chunks of an engine are; on any thread."""
+    cache = state.runner.cache
+    per_page = PAGE * state.runner.model.config.kv_bytes_per_token
+    chunks = list(cache.allocator.chunks.values())
+    return Tiers(
+        hits=dict(hits),
+        pool_chunks=len(chunks),
+        pool_bytes=sum(len(it.pages) for it in chunks) * per_page,
+        max_pool_bytes=cache.allocator.num_pages * per_page,
+        host=state.arena.state,
+        links=state.links.states(),
     )
 
 
@@ -163,8 +168,3 @@ def _rows(scheduler: Scheduler) -> dict[str, tuple[int, int]]:
         )
         for key, held in lanes.items()
     }
-
-
-def _admitted(live: Mapping[int, Live], numbers: Iterable[int]) -> Iterable[float]:
-    found = (live.get(number) for number in numbers)
-    return [it.admitted for it in found if it is not None and it.admitted is not None]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jaxrag
-from jaxrag.engine import loader as load
 from jaxrag.engine import runner as running
+from jaxrag.engine import staging as load
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import plan_request

@@ -1,8 +1,7 @@
-"""Chunk KV on its way into the paged pool: read from the store, or encoded now.
+"""Chunk KV on its way into the paged pool: fetched or encoded, staged, placed.
 
-A load belongs to a chunk, not to a request. Whoever is on any thread reads (``fetch``) or stores
-(``keep``) and stages; the engine's thread alone encodes (``encode``) and writes to the pool
-(``place``).
+A load belongs to a chunk, not to a request. Any thread may ``fetch``, ``keep`` and ``stage``; only
+the engine's thread may ``encode`` and ``place``.
 """
 
 import dataclasses
@@ -39,22 +38,22 @@ from jaxrag.reuse.encode import (
 from jaxrag.reuse.encode.neighbours import compute_own_kv
 from jaxrag.reuse.methods import Misses
 
-Near = Literal["host", "store"]
+Hits = Literal["pool", "host", "store", "encoded", "in place"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Where the KV of one chunk came from, for the request that had it brought in.
+    """Where the KV of a chunk came from, for the request that had it loaded.
 
     Attributes:
-      how: "pool": it lay on the device, or was on its way there; "host": in the arena, where it was
-        used before; "store": it was read; "encoded": it was computed and kept; "nowhere": it is not
-        there, and whoever asked for it computes it.
+      how: "pool": it was on the device, or on its way there; "host": in the arena, where it was
+        used before; "store": it was read; "encoded": it was computed and kept; "nowhere": it is
+        missing, and the request that needs it computes it.
       why: why it had to be computed; "" where it was found.
-      corrupt: was it there and damaged?
-      unsealed: was it there and not sealed with the store's secret?
-      not_stored: why it was not kept once it was computed; None where it was.
-      runs: (tokens, keys the last one sees) of every prefill that it took.
+      corrupt: the store has it, damaged.
+      unsealed: the store has it, not sealed with the store's secret.
+      not_stored: why it was not kept after it was computed; None where it was.
+      runs: (tokens, keys the last one sees) of every prefill that encoding it took.
     """
 
     how: Literal["pool", "host", "store", "encoded", "nowhere"]
@@ -69,6 +68,11 @@ class Found:
         """Was nothing computed?"""
         return self.how in ("pool", "host", "store")
 
+    @property
+    def counted(self) -> Hits:
+        """Under which name it is counted."""
+        return "in place" if self.how == "nowhere" else self.how
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ChunkLoad:
@@ -77,9 +81,9 @@ class ChunkLoad:
     Attributes:
       key: in its store and in the pool.
       encoder: a key of ENCODERS.
-      chunk: what it is, and what it is encoded behind.
+      chunk: its tokens, and those it is encoded behind.
       encoding: where it is kept, and how it is made.
-      misses: what becomes of it where it is not kept.
+      misses: what happens where it is not kept.
     """
 
     key: str
@@ -95,11 +99,35 @@ class ChunkLoad:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Fetched:
+    """The KV of some chunks in host memory.
+
+    Attributes:
+      found: by key, where each came from.
+      kv: one chunk behind the other, [L, 2, S, K, H].
+      at: by key, the first token of every chunk.
+      block: the staging block that ``kv`` is a part of; None where it is in none.
+      refused: by key, why there is no KV.
+    """
+
+    found: Mapping[str, Found]
+    kv: HostArray
+    at: Mapping[str, int]
+    block: HostArray | None = None
+    refused: Mapping[str, Refused] = dataclasses.field(default_factory=dict)
+
+    def of(self, load: ChunkLoad) -> HostArray:
+        """A copy of one chunk's KV [L, 2, T, K, H]."""
+        first = self.at[load.key]
+        return self.kv[:, :, first : first + load.tokens].copy()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Staged:
     """The KV of some chunks, ready to be written to their pages.
 
     Attributes:
-      chunks: what was asked for, where it came from, and the first of its tokens in the blocks.
+      chunks: each chunk, where it came from, and the first of its tokens in the blocks.
       blocks: host memory and the device's copy of every BLOCK_TOKENS tokens,
         [L, 2, BLOCK_TOKENS, K, H].
     """
@@ -108,47 +136,8 @@ class Staged:
     blocks: list[tuple[HostArray, Array]]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Missed:
-    """A chunk that its store has not, has damaged, or does not give in time.
-
-    Attributes:
-      load: which.
-      found: says why.
-      keeps: whether its store is to have it once it is encoded.
-    """
-
-    load: ChunkLoad
-    found: Found
-    keeps: bool = True
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Fetched:
-    """The KV of some chunks in host memory.
-
-    Attributes:
-      how: where it was, by key.
-      kv: one chunk behind the other, [L, 2, S, K, H].
-      block: the staging block that ``kv`` is a part of; None where they are longer than one.
-      at: by key the first token of every chunk.
-      refused: by key why there is no KV.
-    """
-
-    how: Mapping[str, Near]
-    kv: HostArray
-    block: HostArray | None
-    at: dict[str, int]
-    refused: dict[str, Refused] = dataclasses.field(default_factory=dict)
-
-    def of(self, load: ChunkLoad) -> HostArray:
-        """A copy of one chunk's KV [L, 2, T, K, H]."""
-        first = self.at[load.key]
-        return self.kv[:, :, first : first + load.tokens].copy()
-
-
 def groups(loads: Iterable[ChunkLoad]) -> Iterator[list[ChunkLoad]]:
-    """Chunks that are read at once: of one store, and of one block together, or a longer one."""
+    """Chunks that are read together: of one store, and of one block, or a single longer one."""
     group: list[ChunkLoad] = []
     for load in loads:
         tokens = load.tokens + sum(it.tokens for it in group)
@@ -166,31 +155,27 @@ def fetch(runner: ModelRunner, group: Sequence[ChunkLoad]) -> Fetched:
     Raises StoreError where the storage fails.
     """
     block = _block_for(runner, group)
-    answer = group[0].encoding.store.get_many(
-        [load.key for load in group], out=block, on_missing="skip"
-    )
+    keys = [load.key for load in group]
+    answer = group[0].encoding.store.get_many(keys, out=block, on_missing="skip")
     at = {key: first for key, (first, _) in answer.offsets.items()}
-    return Fetched(dict.fromkeys(at, "store"), answer.kv, block, at, answer.refused)
+    return Fetched(dict.fromkeys(at, Found("store")), answer.kv, at, block, answer.refused)
 
 
 def fetch_held(
     runner: ModelRunner,
     group: Sequence[ChunkLoad],
     held: Mapping[str, HostArray],
-    how: Mapping[str, Near],
+    found: Mapping[str, Found],
 ) -> Fetched:
-    """The same for chunks whose KV [L, 2, T, K, H] is in host memory, by key.
-
-    ``how`` says "store" of those that were read ahead, for the one who now asks.
-    """
+    """As ``fetch``, of chunks whose KV [L, 2, T, K, H] is in host memory, by key."""
     ends = np.cumsum([load.tokens for load in group])
     at = {load.key: int(end) - load.tokens for load, end in zip(group, ends, strict=True)}
     block = _block_for(runner, group)
     if block is None:  # a single one
-        return Fetched(how, held[group[0].key], None, at)
+        return Fetched(found, held[group[0].key], at)
     for load in group:
         block[:, :, at[load.key] : at[load.key] + load.tokens] = held[load.key]
-    return Fetched(how, block[:, :, : ends[-1]], block, at)
+    return Fetched(found, block[:, :, : ends[-1]], at, block)
 
 
 def _block_for(runner: ModelRunner, group: Sequence[ChunkLoad]) -> HostArray | None:
@@ -198,54 +183,16 @@ def _block_for(runner: ModelRunner, group: Sequence[ChunkLoad]) -> HostArray | N
     return runner.staging.take() if short else None
 
 
-def stage(
-    runner: ModelRunner,
-    cache: PagedCache,
-    fetched: Fetched,
-    loads: Sequence[ChunkLoad],
-    pages: Mapping[str, Sequence[int]],
-) -> Staged:
-    """Bring chunks that were fetched, some or all, to the device; on any thread.
-
-    ``cache`` is what the pages are of: the runner may have another one by now.
-    """
-    there = [(load, Found(fetched.how[load.key]), fetched.at[load.key]) for load in loads]
-    blocks = _cut(runner, fetched.kv) if fetched.block is None else [fetched.block]
-    return _stage(runner, cache, there, blocks, pages)
-
-
 def drop(runner: ModelRunner, fetched: Fetched) -> None:
-    """Nobody wants what was fetched; on any thread."""
+    """Give the memory of what was fetched back; on any thread."""
     if fetched.block is not None:
         runner.staging.give(fetched.block)
 
 
-def read(
-    runner: ModelRunner, group: Sequence[ChunkLoad], pages: Mapping[str, Sequence[int]]
-) -> tuple[Staged, list[Missed]]:
-    """Read a group of chunks from their store and stage them for their pages; on any thread.
+def why_refused(load: ChunkLoad, reason: Refused) -> Found:
+    """Why a store refused a chunk, and under which other encoders it has it; on any thread.
 
-    Those that the store has not are named beside it. Raises StoreError where the storage fails.
-    """
-    fetched = fetch(runner, group)
-    refused = [load for load in group if load.key in fetched.refused]
-    lacking = [missed(runner, load, fetched.refused[load.key]) for load in refused]
-    there = [load for load in group if load.key in fetched.at]
-    if there:
-        return stage(runner, runner.cache, fetched, there, pages), lacking
-    drop(runner, fetched)
-    return Staged([], []), lacking
-
-
-def missed(runner: ModelRunner, load: ChunkLoad, reason: Refused) -> Missed:
-    """What becomes of a chunk that its store refused; on any thread."""
-    return Missed(load, _why(runner, load, reason))
-
-
-def _why(runner: ModelRunner, load: ChunkLoad, reason: Refused) -> Found:
-    """Why the store refused a chunk, and under which other encoders it has it.
-
-    Of these only the ones that see no neighbours are looked at: those of a chunk are unknown here.
+    Only encoders that see no neighbours are looked up: other neighbours of a chunk are unknown.
     """
     encoding = load.encoding
     names = [
@@ -266,10 +213,10 @@ def _why(runner: ModelRunner, load: ChunkLoad, reason: Refused) -> Found:
 
 
 def encode(load: ChunkLoad, *, reads: bool = True) -> tuple[Encoded, tuple[tuple[int, int], ...]]:
-    """Encode a chunk in a row of its own, so that its KV depends on nothing beside it.
+    """Encode a chunk in a row of its own, so that its KV depends on no other row.
 
-    ``reads``: the KV of its neighbours may be taken from the store; else that is computed too.
-    Returns it with the prefills that it took, as ``Found.runs`` counts them.
+    ``reads``: its neighbours' KV may be read from the store; else that is computed too. Returns it
+    with the prefills that it took, as in ``Found.runs``.
     """
     encoding, chosen = load.encoding, encoder_named(load.encoder)
     prefix = seen_prefix(chosen, encoding.prefix)
@@ -303,50 +250,38 @@ class _Computed:
 
 
 def keep(
-    runner: ModelRunner,
-    cache: PagedCache,
-    missed: Missed,
+    load: ChunkLoad,
+    found: Found,
     made: Encoded,
     runs: tuple[tuple[int, int], ...],
-    pages: Mapping[str, Sequence[int]],
-) -> tuple[Staged, HostArray]:
-    """Store a chunk that was encoded, where its store takes it, and stage it; on any thread.
+    *,
+    stores: bool = True,
+) -> Fetched:
+    """Store a chunk that was encoded, where its store takes it; on any thread.
 
-    What is staged, for pages of ``cache``, is what the store would give back, so that an answer
-    does not depend on who came first. A full disk does not keep a question from its answer. Returns
-    its KV [L, 2, T, K, H] too.
+    Returns what the store would give back, so that an answer does not depend on which request came
+    first. A full disk does not fail a question. ``stores``: False keeps it from the store.
     """
-    load = missed.load
-    not_stored: str | None = "its store was not asked"
-    if missed.keeps:
-        not_stored = load.encoding.offer(made)
+    not_stored = load.encoding.offer(made) if stores else "its store was not asked"
+    found = dataclasses.replace(found, not_stored=not_stored, runs=runs)
     kv = as_stored(made.kv, load.encoding.store.layout)
-    found = dataclasses.replace(missed.found, not_stored=not_stored, runs=runs)
-    return _stage(runner, cache, [(load, found, 0)], _cut(runner, kv), pages), kv
+    return Fetched({load.key: found}, kv, {load.key: 0})
 
 
-def _cut(runner: ModelRunner, kv: HostArray) -> list[HostArray]:
-    """KV [L, 2, T, K, H] in staging blocks."""
-    blocks = []
-    for start in range(0, kv.shape[2], BLOCK_TOKENS):
-        part = kv[:, :, start : start + BLOCK_TOKENS]
-        block = runner.staging.take()
-        block[:, :, : part.shape[2]] = part
-        blocks.append(block)
-    return blocks
-
-
-def _stage(
+def stage(
     runner: ModelRunner,
     cache: PagedCache,
-    chunks: list[tuple[ChunkLoad, Found, int]],
-    blocks: Sequence[HostArray],
+    fetched: Fetched,
+    loads: Sequence[ChunkLoad],
     pages: Mapping[str, Sequence[int]],
 ) -> Staged:
-    """Start the copies to the device and wait for them, so that who places it does not.
+    """Copy some of the fetched chunks to the device, and wait for that; on any thread.
 
-    What lies in host memory is written there at once.
+    What belongs in host memory is written there at once. ``cache`` has the pages: the runner may
+    have another one by now.
     """
+    chunks = [(load, fetched.found[load.key], fetched.at[load.key]) for load in loads]
+    blocks = _cut(runner, fetched.kv) if fetched.block is None else [fetched.block]
     host = cache.host
     if host is not None:
         page, local = _targets(runner, chunks, len(blocks), pages)
@@ -367,6 +302,17 @@ def _stage(
     return Staged(chunks, [(block, arrived(kv)) for block, kv in on_device])
 
 
+def _cut(runner: ModelRunner, kv: HostArray) -> list[HostArray]:
+    """KV [L, 2, T, K, H] in staging blocks."""
+    blocks = []
+    for start in range(0, kv.shape[2], BLOCK_TOKENS):
+        part = kv[:, :, start : start + BLOCK_TOKENS]
+        block = runner.staging.take()
+        block[:, :, : part.shape[2]] = part
+        blocks.append(block)
+    return blocks
+
+
 def place(
     runner: ModelRunner,
     staged: Staged,
@@ -376,8 +322,7 @@ def place(
 ) -> None:
     """Write chunks to their pages, block by block: one program, whatever their lengths.
 
-    ``first`` and ``end`` choose some of the blocks; the chunks are there once all are written.
-    Those whose KV is in host memory are there before.
+    ``first`` and ``end`` choose some of the blocks. KV in host memory was written by ``stage``.
     """
     if runner.cache.away:
         return

@@ -6,11 +6,12 @@ import time
 
 import pytest
 
+from jaxrag.base.rates import WorkRate
 from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.engine import Engine
 from jaxrag.engine.reuse import PartReuse, tokens_by_source
-from jaxrag.engine.standing import Ages, Pace
 from jaxrag.engine.state import EngineSettings
+from jaxrag.engine.status import Ages
 from jaxrag.engine.thread import Mailbox
 
 
@@ -41,7 +42,7 @@ def clocked(shared_models, **settings):
 
 def test_an_engine_that_served_nobody_says_nothing(shared_models):
     engine, _ = clocked(shared_models)
-    assert engine.standing() is None and engine.tiers() is None
+    assert engine.status() is None and engine.tiers() is None
     assert (engine.silence, engine.looked) == (0.0, None)
 
 
@@ -52,7 +53,7 @@ def test_what_is_held_and_what_became_of_requests(shared_models, asked, told, at
 
     def sink(progress):
         client(progress)
-        seen.append(engine.standing())  # on the engine's thread: one moment of all of it
+        seen.append(engine.status())  # on the engine's thread: one moment of all of it
 
     numbers = engine.add_all([(first, sink)] * 3)
     while not seen:
@@ -66,7 +67,7 @@ def test_what_is_held_and_what_became_of_requests(shared_models, asked, told, at
     while len(client.last) < 3:
         engine.call(lambda runner: None)
     at_rest(engine)
-    standing = engine.standing()
+    standing = engine.status()
     assert standing.ended == {"finished": 1, "cancelled": 2}
     assert standing.new_tokens == 60 and not any(standing.requests.values())
     assert standing.pages["own"] == standing.pages["pinned"] == 0
@@ -87,9 +88,9 @@ def test_who_waits_and_for_how_long(shared_models, asked, held, told, at_rest):
         if not seen and progress.new:
             seen.append(None)
             more.extend(engine.add_all([(large, waiting), (large, waiting)]))
-        elif more and len(seen) == 1 and engine.standing().requests["waiting"] == 2:
+        elif more and len(seen) == 1 and engine.status().requests["waiting"] == 2:
             now[0] += 4.0
-            seen.append(engine.standing())
+            seen.append(engine.status())
 
     more = []
     engine.add(large, look)
@@ -113,7 +114,7 @@ def test_loading_is_told_from_waiting(stored, serving):
     numbers = other.add(*other.moved(*requests))
     other.store.until_read()
     other.now[0] = 3.0
-    standing = other.engine.standing()
+    standing = other.engine.status()
     assert standing.requests["loading"] == 1 and not standing.requests["waiting"]
     assert (standing.loading, standing.waiting) == (Ages(3.0, 3.0), Ages())
     assert standing.pages["loading"] > 0
@@ -141,7 +142,7 @@ def test_a_pool_that_is_lost_is_counted(engine_on, asked, alone, monkeypatch):
     engine = engine_on()
     request = asked(engine, tokens=3)
     alone(engine, [request])
-    assert engine.standing().restarts == 0
+    assert engine.status().restarts == 0
     turn, fails = engine._core._lanes.turn, iter([True])
 
     def broken():
@@ -152,29 +153,29 @@ def test_a_pool_that_is_lost_is_counted(engine_on, asked, alone, monkeypatch):
     monkeypatch.setattr(engine._core._lanes, "turn", broken)
     with pytest.raises(Exception, match="injected"):
         alone(engine, [request])
-    assert engine.standing().restarts == 1
+    assert engine.status().restarts == 1
     engine.forget()  # was asked for, and is no fault
-    assert engine.standing().restarts == 1
+    assert engine.status().restarts == 1
 
 
 def test_chunks_that_left_the_pool_are_counted(engine_on, asked, alone):
     engine = engine_on(cache_tokens=160)
     for _ in range(6):
         alone(engine, [asked(engine, tokens=3)])
-    assert engine.standing().evicted > 0
+    assert engine.status().evicted > 0
 
 
 def test_pace_forgets_and_does_not_count_idle_time():
-    pace = Pace()
-    assert pace.rate is None
-    pace.turn(0.0, 0.0)
-    pace.turn(2.0, 100.0)
-    assert pace.rate == 50.0
+    pace = WorkRate()
+    assert pace.per_second is None
+    pace.work(0.0, 0.0)
+    pace.work(2.0, 100.0)
+    assert pace.per_second == 50.0
     pace.rest()
-    pace.turn(1000.0, 100.0)
-    assert pace.rate == 50.0
-    pace.turn(1030.0, 100.0 + 30 * 200)  # a half-life at another pace
-    assert pace.rate == pytest.approx((50 + 6000) / (1 + 30))
+    pace.work(1000.0, 0.0)
+    assert pace.per_second == 50.0
+    pace.work(1030.0, 30 * 200)  # a half-life at another pace
+    assert pace.per_second == pytest.approx((50 + 6000) / (1 + 30))
 
 
 def test_a_mailbox_knows_when_its_thread_was_last_seen():

@@ -1,0 +1,509 @@
+"""Chunks on their way into the pool: each is loaded once, however many requests wait for it.
+
+Threads of the links fetch chunks and stage them; the engine's thread places them. A chunk that is
+late may be encoded meanwhile: the first to have its KV claims it, and what comes second is dropped.
+"""
+
+import dataclasses
+import functools
+import itertools
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from jaxrag.base.types import HostArray
+from jaxrag.engine.links import Link, LinkOpen, Order, Read
+from jaxrag.engine.scheduler import Admitted
+from jaxrag.engine.staging import (
+    ChunkLoad,
+    Fetched,
+    Found,
+    Hits,
+    Staged,
+    drop,
+    encode,
+    fetch,
+    fetch_held,
+    groups,
+    keep,
+    place,
+    stage,
+    why_refused,
+)
+from jaxrag.engine.state import Broken, RunningRequest, State
+from jaxrag.engine.thread import result_of
+from jaxrag.kv.cache import PagedCache
+from jaxrag.kv.store import KVStore
+from jaxrag.reuse.encode import Encoded
+
+
+@dataclasses.dataclass(eq=False)
+class PendingChunk:
+    """A chunk that the pool waits for.
+
+    Attributes:
+      load: which.
+      owner: the request that asked first.
+      cache: with the pool.
+      pages: of the pool, for its KV.
+      deadline: by the engine's clock, when it is computed instead; None: it is waited for.
+      batch: that it is read in.
+      late: it is read and computed, and the first to finish claims it.
+      found: why it is to be encoded.
+      stores: its store gets it once it is encoded.
+    """
+
+    load: ChunkLoad
+    owner: RunningRequest
+    cache: PagedCache
+    pages: tuple[int, ...]
+    deadline: float | None
+    batch: "_Batch | None" = None
+    late: bool = False
+    found: Found = dataclasses.field(default_factory=lambda: Found("encoded"))
+    stores: bool = True
+    _claim: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def claim(self) -> bool:
+        """True for the first caller: only its KV is placed. On any thread."""
+        return self._claim.acquire(blocking=False)
+
+    @property
+    def claimed(self) -> bool:
+        """Is its KV there, or given up?"""
+        return self._claim.locked()
+
+
+@dataclasses.dataclass(eq=False)
+class _Batch:
+    """Chunks that are read together, from where they are until they are placed.
+
+    Attributes:
+      loads: all of them.
+      waiting: by key, those that the pool waits for; once they are fetched, those claimed.
+      held: they are in the arena.
+      read: over a link; None where there is none.
+      staged: ready for their pages.
+      placed: blocks that are written there.
+    """
+
+    loads: Sequence[ChunkLoad]
+    waiting: dict[str, PendingChunk]
+    held: bool = False
+    read: Read | None = None
+    staged: Staged | None = None
+    placed: int = 0
+
+
+class Transfers:
+    """Brings chunks into the pool, or encodes them; for the engine's thread.
+
+    Attributes:
+      hits: chunks of admitted requests, by where their KV came from.
+    """
+
+    def __init__(self, state: State, fail: Callable[[RunningRequest, BaseException], None]) -> None:
+        """``fail`` ends a request that cannot have its chunk."""
+        self._state, self._fail = state, fail
+        self._pending: dict[str, PendingChunk] = {}
+        self._to_encode: deque[PendingChunk] = deque()
+        self._staged: deque[_Batch] = deque()
+        self._reading: dict[str, _Batch] = {}  # chunks that are read from a store
+        self._lock = threading.Lock()  # of what is read, and the requests that wait for it
+        self._numbers = itertools.count()
+        self.hits = Counter[Hits]()
+
+    @property
+    def busy(self) -> bool:
+        """Is any chunk on its way into the pool?"""
+        return bool(self._pending)
+
+    def start(self, running: RunningRequest, admitted: Admitted) -> None:
+        """Load the chunks of a request that no other is loading."""
+        state = self._state
+        entry = state.scheduler.live[running.number]
+        assert entry.order is not None
+        order = (0, entry.priority, entry.order)
+        planned = running.plan.loads
+        loads = [planned[key] for key in admitted.loads]
+        state.arena.asked(admitted.chunks)
+        self.hits["pool"] += len(admitted.chunks) - len(loads)
+        allowed = state.settings.load_deadline.of(sum(load.tokens for load in loads))
+        cache = state.runner.cache
+        new: dict[str, PendingChunk] = {}
+        for load in loads:
+            deadline = state.clock() + allowed if self._may_compute(load) else None
+            pages = admitted.chunks[load.key]
+            new[load.key] = PendingChunk(load, running, cache, pages, deadline)
+            state.note("admitted", load.key)
+        self._pending |= new
+        self._fetch(new, order)
+        for chunk in new.values():
+            read = None if chunk.batch is None else chunk.batch.read
+            if chunk.deadline is None or read is None:
+                continue
+            if state.links.seconds(read.link, order, 0) > allowed:
+                self._give_up(chunk, "reading it would take too long")
+
+    def prefetch(self, loads: Iterable[ChunkLoad]) -> None:
+        """Read into the arena what is neither there, nor in the pool, nor on its way."""
+        if not self._state.arena.max_bytes:
+            return
+        for group in groups([load for load in loads if self._is_far(load)]):
+            for load in group:
+                self._state.note("prefetch", load.key)
+            self._read(_Batch(group, {}), (1, 0, next(self._numbers)))
+
+    def place(self) -> bool:
+        """Write to the pool what is staged, up to ``place_bytes`` of it; True where any was."""
+        left = before = self._state.settings.place_bytes
+        while self._staged and left > 0:
+            batch = self._staged[0]
+            assert batch.staged is not None
+            blocks, first = batch.staged.blocks, batch.placed
+            size = blocks[0][0].nbytes if blocks else 0
+            end = first + max(1, left // size) if size else 0
+            pages = {key: chunk.pages for key, chunk in batch.waiting.items()}
+            try:
+                place(self._state.runner, batch.staged, pages, first, end)
+            except Exception as error:
+                raise Broken(error, [it.owner for it in batch.waiting.values()]) from error
+            batch.placed = min(end, len(blocks))
+            left -= max((batch.placed - first) * size, 1)
+            if batch.placed == len(blocks):
+                self._staged.popleft()
+                self._arrived(batch, batch.staged)
+        return left < before
+
+    def _arrived(self, batch: _Batch, staged: Staged) -> None:
+        """All chunks of a batch are in the pool."""
+        state = self._state
+        self._done(batch)
+        for load, found, _ in staged.chunks:
+            self._pending.pop(load.key).owner.found[load.key] = found
+            self.hits[found.counted] += 1
+            state.note("placed", load.key)
+            for number in state.scheduler.staged(load.key, load.tokens):
+                state.live[number].ready = state.clock()
+
+    def clear(self) -> None:
+        """The pool was lost, and what was on its way to it; what is read goes to the arena."""
+        for chunk in self._pending.values():
+            chunk.claim()
+        for batch in self._staged:
+            self._done(batch)
+        self._pending.clear()
+        self._to_encode.clear()
+        self._staged.clear()
+
+    # Chunks that are late, or missing.
+
+    def expire(self, now: float) -> None:
+        """Have computed what was not read in time."""
+        for chunk in list(self._pending.values()):
+            if chunk.deadline is not None and chunk.deadline <= now:
+                self._give_up(chunk, "it was not read in time", blame=True)
+
+    def next_deadline(self) -> float | None:
+        """When ``expire`` has something to do; None where nothing is due."""
+        due = (it.deadline for it in self._pending.values() if not (it.late or it.claimed))
+        return min((it for it in due if it is not None), default=None)
+
+    def encode_one(self) -> bool:
+        """Encode one chunk that no store gave; the others follow after the next decode step."""
+        state = self._state
+        while self._to_encode:
+            chunk = self._to_encode.popleft()
+            if not self._is_open(chunk):
+                continue
+            key = chunk.load.key
+            if not state.runner.cache.allocator.chunks[key].ref_count:  # no request waits for it
+                if chunk.claim():
+                    self._call_off(chunk)
+                    del self._pending[key]
+                    state.scheduler.refused(key)
+                continue
+            try:
+                made, runs = encode(chunk.load, reads=chunk.stores)
+            except Exception as error:
+                if chunk.claim():
+                    self._lost([chunk], error)
+                return True
+            if chunk.claim():
+                self._call_off(chunk)
+                self._keep(chunk, made, runs)
+            return True
+        return False
+
+    def _may_compute(self, load: ChunkLoad) -> bool:
+        """May a chunk be computed because its store is slow?"""
+        settings = self._state.settings
+        waits = settings.slow_load != "compute" or settings.lockstep
+        return load.misses == "encode" and not waits and not load.encoding.store.private
+
+    def _is_pending(self, chunk: PendingChunk) -> bool:
+        """Is it still waited for, in this pool?"""
+        return self._pending.get(chunk.load.key) is chunk
+
+    def _is_open(self, chunk: PendingChunk) -> bool:
+        """Is it still to be had?"""
+        return self._is_pending(chunk) and not chunk.claimed
+
+    def _give_up(self, chunk: PendingChunk, why: str, *, blame: bool = False) -> None:
+        """Encode a chunk that is being read; ``blame``: a read that has begun counts as failed."""
+        if chunk.late or not self._is_open(chunk):
+            return
+        chunk.late = True
+        batch = chunk.batch
+        read = batch.read if blame and batch is not None else None
+        if batch is not None and read is not None and self._state.links.give_up(read):
+            with self._lock:  # later requests do not wait for it
+                self._forget(batch)
+        chunk.found, chunk.stores = Found("encoded", why), False
+        self._to_encode.append(chunk)
+
+    def _refused(self, chunk: PendingChunk, found: Found, *, stores: bool = True) -> None:
+        """No store gives a chunk: it is encoded, or its requests compute it in place."""
+        if chunk.late or not self._is_open(chunk):
+            return
+        chunk.deadline, chunk.found, chunk.stores = None, found, stores
+        if chunk.load.misses == "encode":
+            self._to_encode.append(chunk)
+            return
+        chunk.claim()
+        state, key = self._state, chunk.load.key
+        del self._pending[key]
+        chunk.owner.found[key] = found
+        self.hits["in place"] += 1
+        for number in state.scheduler.refused(key):  # they ask for other pages then
+            running = state.live[number]
+            if running.plan.loads[key].misses == "in_place":
+                running.plan.gone.add(key)
+                running.found[key] = found
+
+    def _failed(self, chunks: Iterable[PendingChunk], error: BaseException) -> None:
+        """A read failed: its chunks are computed where they may be, else their requests fail."""
+        lost = []
+        for chunk in chunks:
+            if isinstance(error, LinkOpen) or chunk.deadline is not None:
+                how = "encoded" if chunk.load.misses == "encode" else "nowhere"
+                self._refused(chunk, Found(how, str(error)), stores=False)  # type: ignore[arg-type]
+            elif not chunk.late and self._is_open(chunk):
+                lost.append(chunk)
+        self._lost(lost, error)
+
+    def _lost(self, chunks: Iterable[PendingChunk], error: BaseException) -> None:
+        """Chunks cannot be had: the requests that wait for them fail."""
+        for chunk in chunks:
+            chunk.claim()
+            del self._pending[chunk.load.key]
+            for number in self._state.scheduler.refused(chunk.load.key):
+                self._fail(self._state.live[number], error)
+
+    # Reads: begun on the engine's thread, fetched and staged on threads of the links.
+
+    def _fetch(self, new: Mapping[str, PendingChunk], order: Order) -> None:
+        """Fetch chunks from the arena or their stores, or join reads that have begun."""
+        arena, runner = self._state.arena, self._state.runner
+        held: dict[str, HostArray] = {}
+        found: dict[str, Found] = {}
+        absent: list[ChunkLoad] = []
+        for key, chunk in new.items():
+            if self._join(chunk, order):
+                continue
+            kv = arena.get(key)
+            if kv is None:
+                absent.append(chunk.load)
+            else:
+                held[key] = kv
+                found[key] = Found("store" if arena.use(key) else "host")
+
+        def batch(group: Sequence[ChunkLoad], held: bool) -> _Batch:
+            return _Batch(group, {load.key: new[load.key] for load in group}, held)
+
+        for group in groups(new[key].load for key in held):
+            job = functools.partial(fetch_held, runner, group, held, found)
+            self._run(batch(group, True), self._arena_link, order, job)
+        for group in groups(absent):
+            self._read(batch(group, False), order)
+
+    def _join(self, chunk: PendingChunk, order: Order) -> bool:
+        """Wait for a chunk that is being read already; False where it is not."""
+        with self._lock:
+            batch = self._reading.get(chunk.load.key)
+            if batch is None:
+                return False
+            batch.waiting[chunk.load.key] = chunk
+            chunk.batch = batch
+        if batch.read is not None:
+            self._state.links.hasten(batch.read, order)
+        return True
+
+    def _read(self, batch: _Batch, order: Order) -> None:
+        """Read a batch from its store."""
+        with self._lock:
+            self._reading.update(dict.fromkeys((load.key for load in batch.loads), batch))
+
+        def read() -> Fetched:
+            for load in batch.loads:
+                self._state.note("read", load.key)
+            return fetch(self._state.runner, batch.loads)
+
+        self._run(batch, self._link(batch.loads[0].encoding.store), order, read)
+
+    def _run(self, batch: _Batch, link: Link, order: Order, job: Callable[[], Fetched]) -> None:
+        """Fetch on a thread of the link; at once where time does not count."""
+        state, layout = self._state, batch.loads[0].encoding.store.layout
+        for chunk in batch.waiting.values():
+            chunk.batch = batch
+        if state.settings.lockstep:
+            self._fetched(batch, result_of(job))
+            return
+        nbytes = sum(layout.nbytes(load.tokens) for load in batch.loads)
+        then = functools.partial(self._fetched, batch)
+        with self._lock:  # ``_fetched`` sees the batch with its read
+            batch.read = state.links.submit(link, order, nbytes, job, then)
+
+    def _fetched(self, batch: _Batch, answer: Fetched | BaseException) -> bool:
+        """Keep what was fetched, and stage what is waited for; True where its bytes are held."""
+        runner = self._state.runner
+        kept = result_of(functools.partial(self._keep_in_arena, batch, answer))
+        with self._lock:  # no chunk joins any more
+            self._forget(batch)
+        waiting = batch.waiting
+        for key in waiting:
+            self._state.arena.use(key)
+        try:
+            for outcome in (answer, kept):
+                if isinstance(outcome, BaseException):
+                    raise outcome
+            assert isinstance(answer, Fetched)
+            refused = [
+                (it, why_refused(it.load, answer.refused[key]))
+                for key, it in waiting.items()
+                if key in answer.refused and not it.late
+            ]
+        except BaseException as error:
+            self._post(functools.partial(self._failed, list(waiting.values()), error))
+            return False
+        batch.waiting = {k: it for k, it in waiting.items() if k in answer.at and it.claim()}
+        staged = None
+        if batch.waiting:
+            staged = result_of(functools.partial(self._stage, batch, answer))
+        else:  # it was read ahead, or comes too late
+            drop(runner, answer)
+        if batch.waiting or refused:
+            self._post(functools.partial(self._came, batch, staged, refused))
+        return bool(batch.waiting)
+
+    def _stage(self, batch: _Batch, fetched: Fetched) -> Staged:
+        chunks = batch.waiting.values()
+        pages = {key: chunk.pages for key, chunk in batch.waiting.items()}
+        cache = next(iter(chunks)).cache
+        return stage(self._state.runner, cache, fetched, [it.load for it in chunks], pages)
+
+    def _came(
+        self,
+        batch: _Batch,
+        staged: Staged | BaseException | None,
+        refused: Sequence[tuple[PendingChunk, Found]] = (),
+    ) -> None:
+        """Take over what a thread staged; on the engine's."""
+        there = [chunk for chunk in batch.waiting.values() if self._is_pending(chunk)]
+        if isinstance(staged, BaseException):
+            self._done(batch)
+            self._lost(there, staged)
+        elif len(there) < len(batch.waiting):  # the pool was lost meanwhile: they are loaded again
+            self._done(batch)
+        elif staged is not None:
+            batch.staged = staged
+            self._staged.append(batch)
+        for chunk, found in refused:
+            self._refused(chunk, found)
+
+    def _keep(self, chunk: PendingChunk, made: Encoded, runs: tuple[tuple[int, int], ...]) -> None:
+        """Store a chunk that was encoded, and stage it."""
+        state, load, store = self._state, chunk.load, chunk.load.encoding.store
+        batch = _Batch([load], {load.key: chunk})
+
+        def kept() -> Staged:
+            fetched = keep(load, chunk.found, made, runs, stores=chunk.stores)
+            staged = self._stage(batch, fetched)
+            if chunk.stores and not store.private and state.arena.max_bytes:
+                kv = fetched.kv
+                state.arena.put(load.key, kv if kv.base is None else kv.copy())
+                state.arena.use(load.key)
+            return staged
+
+        def job() -> tuple[Staged | BaseException]:
+            return (result_of(kept),)  # what goes wrong with a chunk is no fault of the link
+
+        def then(answer: tuple[Staged | BaseException] | BaseException) -> bool:
+            outcome = answer if isinstance(answer, BaseException) else answer[0]
+            self._post(functools.partial(self._came, batch, outcome))
+            return False
+
+        if state.settings.lockstep:
+            then(job())
+            return
+        link = self._link(store, " (writes)") if chunk.stores else self._arena_link
+        state.links.submit(link, (0, 0, 0), made.kv.nbytes, job, then)
+
+    def _call_off(self, chunk: PendingChunk) -> None:
+        """A chunk is not to be read, if that has not begun and no other of its batch is wanted."""
+        with self._lock:
+            batch = self._reading.get(chunk.load.key)
+            if batch is None or batch.read is None:
+                return
+            wanted = not all(it.claimed for it in batch.waiting.values())
+            if not wanted and self._state.links.cancel(batch.read):
+                self._forget(batch)
+
+    def _forget(self, batch: _Batch) -> None:
+        """No chunk joins a batch any more; under the lock."""
+        for load in batch.loads:
+            if self._reading.get(load.key) is batch:
+                del self._reading[load.key]
+
+    def _keep_in_arena(self, batch: _Batch, fetched: Fetched | BaseException) -> None:
+        arena = self._state.arena
+        if isinstance(fetched, BaseException) or batch.held or not arena.max_bytes:
+            return
+        for load in batch.loads:
+            if load.key in fetched.at and not load.encoding.store.private:
+                arena.put(load.key, fetched.of(load))
+
+    def _is_far(self, load: ChunkLoad) -> bool:
+        """Is it worth reading ahead, and is there room for it?"""
+        state, store = self._state, load.encoding.store
+        nbytes, most = store.layout.nbytes(load.tokens), state.arena.max_bytes
+        return not (
+            store.private
+            or state.runner.has(load.key)
+            or load.key in state.arena
+            or load.key in self._reading
+            or nbytes > most
+            or state.links.is_open(self._link(store))
+            or state.links.backlog(self._link(store)) + nbytes > most // 2
+        )
+
+    def _link(self, store: KVStore, what: str = "") -> Link:
+        """The link of a store; ``what`` names another than that of its reads."""
+        named = str(getattr(store, "location", "memory" if store.private else "store"))
+        return self._state.links.of(store, named + what)
+
+    @property
+    def _arena_link(self) -> Link:
+        return self._state.links.of(self._state.arena, "host")
+
+    def _post(self, event: Callable[[], None]) -> None:
+        """Call it on the engine's thread; at once where time does not count."""
+        if self._state.settings.lockstep:
+            event()
+        else:
+            self._state.post(event)
+
+    def _done(self, batch: _Batch) -> None:
+        """The bytes of a batch are where they belong, or were dropped."""
+        if batch.read is not None:
+            self._state.links.done(batch.read)

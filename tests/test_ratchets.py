@@ -1,0 +1,48 @@
+"""Numbers of the shape of the source tree that may fall and never rise.
+
+``python scripts/structure.py --json`` names what is counted, and its docstring says how.
+"""
+
+from pathlib import Path
+
+import pytest
+import structure
+
+ROOT = Path(__file__).parents[1]
+MOST = {
+    "rooms": 37,
+    "arrows between rooms": 301,
+    "floors of files, jaxrag": 52,
+    "floors within a room": 16,
+    "type names with two homes": 59,
+    "names in docstrings that do not resolve": 2,
+    "long signatures, jaxrag": 18,
+}
+
+
+def verdict(row, number, most):
+    """What is wrong with a number, "" where it is its maximum."""
+    if number > most:
+        return f"{row}: {number}, at most {most}: bring it down again"
+    return f"{row}: {number}, less than {most}: lower the ratchet to {number}" * (number < most)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return structure.measure(ROOT)
+
+
+@pytest.mark.parametrize("row", MOST)
+def test_a_number_is_its_maximum(found, row):
+    number = structure.number_of(row, found[row])
+    said = verdict(row, number, MOST[row])
+    assert not said, f"{said}\n{found[row]}" if number > MOST[row] else said
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(3, ""), (4, "at most 3"), (2, "lower the ratchet to 2")]
+)
+def test_what_is_said_of_a_number(number, words):
+    said = verdict("rooms", number, 3)
+    assert words in said
+    assert bool(said) == bool(words)
