@@ -263,7 +263,7 @@ def run_set(data: Set, embedder: Path | None, index: str, work: Path) -> list[di
     dim = embed(["dimension"], "query").shape[1]
     vectors = VectorIndex.open(work / "vectors", dim, index)
     by_vector = VectorRetriever(embed, vectors, catalog.chunk_ids)
-    by_vector.add(list(passages), list(passages.values()))
+    vectors.add(np.array(list(passages), np.int64), embed(list(passages.values()), "passage"))
     by_words = BM25Retriever(catalog.search)
     rows = [
         {
