@@ -12,13 +12,13 @@ import pytest
 from starlette.requests import Request
 
 from jaxrag.serve.conversation import conversation_of
-from jaxrag.server.answering import respond
-from jaxrag.server.asking import Inbox, Piece, SlowReader, make_ready
-from jaxrag.server.chat import ChatForm
+from jaxrag.server.answers.answering import respond
+from jaxrag.server.answers.asking import Inbox, Piece, SlowReader, make_ready
+from jaxrag.server.answers.chat import ChatForm
+from jaxrag.server.answers.sse import EventStream
+from jaxrag.server.answers.visit import Visit
 from jaxrag.server.errors import Problem
 from jaxrag.server.fields import Body, generation_of
-from jaxrag.server.sse import EventStream
-from jaxrag.server.visit import Visit
 
 CHAT = "/v1/chat/completions"
 BODY = {

@@ -12,10 +12,10 @@ from jaxrag.base.errors import ConfigError
 from jaxrag.engine.engine import Engine
 from jaxrag.library.documents import BadDocument, parser, parser_process
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.server import indexing
 from jaxrag.server.errors import Problem
-from jaxrag.server.library import Library
-from jaxrag.server.recipe import Recipe
+from jaxrag.server.state import indexing
+from jaxrag.server.state.library import Library
+from jaxrag.server.state.recipe import Recipe
 from jaxrag.server.tenants import Tenants
 
 LONG = 120.0  # seconds in which what must happen happens

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from jaxrag.base.errors import RequestError
-from jaxrag.server.logs import AccessLog, Lines, logging_requests, note, pattern_of
+from jaxrag.server.http.logs import AccessLog, Lines, logging_requests, note, pattern_of
 from jaxrag.server.settings import ServerSettings
 
 SECRET = "Giso-Berow-keeps-a-secret"

@@ -1,0 +1,67 @@
+"""POST /tokenize and /detokenize, as vLLM has them; llama.cpp's ``content`` is taken too."""
+
+import asyncio
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from jaxrag.base.types import HostArray
+from jaxrag.models.model import as_token_ids
+from jaxrag.serve.ask import Ask, is_ids
+from jaxrag.serve.conversation import conversation_of
+from jaxrag.serve.questions import prepare, resolve
+from jaxrag.server.errors import invalid
+from jaxrag.server.fields import Body, read_body
+from jaxrag.server.state.entry import check_ready
+from jaxrag.server.state.state import ServerState, state_of
+
+
+async def tokenize(request: Request) -> JSONResponse:
+    """Token ids of a text, or of messages as they would be asked without any chunks."""
+    state = state_of(request)
+    state.access(request)
+    check_ready(state)
+    body = await read_body(request)
+    loop = asyncio.get_running_loop()
+    ids = await loop.run_in_executor(state.prepare, _ids, state, body)
+    answer = {"tokens": ids, "count": len(ids), "max_model_len": state.model.config.max_positions}
+    if body.flag("return_token_strs"):
+        tokenizer = state.model.text_tokenizer()
+        answer["token_strs"] = [tokenizer.decode([it], skip_special=False) for it in ids]
+    return JSONResponse(answer)
+
+
+async def detokenize(request: Request) -> JSONResponse:
+    """The text of token ids, special ones too."""
+    state = state_of(request)
+    state.access(request)
+    check_ready(state)
+    body = await read_body(request)
+    given = body.values.get("tokens")
+    if given != [] and not is_ids(given):
+        raise body.wrong("tokens", "a list of token ids")
+    model = state.model
+    ids: HostArray | list[int] = as_token_ids(given, model.config, "tokens") if given else []
+    text = model.text_tokenizer().decode(ids, skip_special=False)
+    return JSONResponse({"prompt": text, "content": text})
+
+
+def _ids(state: ServerState, body: Body) -> list[int]:
+    model = state.model
+    if "messages" in body:
+        method = next(iter(state.methods.values()))
+        settings = resolve(Ask(method=method, max_new_tokens=1, prefix_cache=False), model=model)
+        talk = conversation_of(body.values["messages"], wire=True)
+        prompt = prepare(settings, talk).request.prompt
+        return [int(it) for it in np.concatenate((prompt.prefix, *prompt.chunks, prompt.final))]
+    text = body.text("prompt")
+    text = body.text("content") if text is None else text
+    if text is None:
+        raise invalid("prompt: expected a text, or messages in its place", "prompt")
+    tokenizer = model.text_tokenizer()
+    found: HostArray = tokenizer.encode(text, special=True)
+    leading = tokenizer.leading_ids
+    if body.flag("add_special_tokens", True) and not np.array_equal(found[: len(leading)], leading):
+        found = np.concatenate((leading, found))
+    return [int(it) for it in found]

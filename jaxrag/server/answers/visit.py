@@ -1,0 +1,140 @@
+"""One HTTP request to the model, from its arrival to its end, however it ends."""
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from starlette.requests import Request
+
+from jaxrag.serve.answers import Result
+from jaxrag.server.answers.asking import Asking
+from jaxrag.server.errors import LEFT, ClientLeft, Problem, problem_of
+from jaxrag.server.state.entry import check_ready
+from jaxrag.server.state.limits import Ticket
+from jaxrag.server.state.state import Ended, Served, ServerState, state_of
+from jaxrag.server.tenants import Access
+
+
+class Visit:
+    """A request to the model.
+
+    Attributes:
+      request: of HTTP.
+      state: of the server.
+      access: of its sender.
+      arrived: when, by ``time.monotonic``.
+      ticket: its place among those that were let in.
+      knowledge_base: that it asks.
+      stream: whether its answer comes piece by piece.
+      askings: its prompts, which end with it.
+      results: of those that have an answer.
+    """
+
+    def __init__(self, request: Request) -> None:
+        """Nothing is checked yet."""
+        self.request = request
+        self.state: ServerState = state_of(request)
+        self.arrived = time.monotonic()
+        self.access: Access | None = None
+        self.ticket: Ticket | None = None
+        self.knowledge_base: str | None = None
+        self.stream = False
+        self.askings: list[Asking] = []
+        self.results: list[Result] = []
+        self._first: float | None = None
+        self._last = self.arrived
+        self._between: list[float] = []
+        self._told = False
+
+    def knock(self) -> Access:
+        """Who it is. Raises Problem 401, and 503 while nobody is let in."""
+        self.access = self.state.access(self.request)
+        check_ready(self.state)
+        return self.access
+
+    def enter(self, prompts: int) -> None:
+        """Let it in, to wait for its first token. Raises Problem 429."""
+        assert self.access is not None
+        self.ticket = self.state.limits.enter(self.access, prompts)
+
+    @property
+    def named(self) -> str:
+        """The model as it answers, with its knowledge base."""
+        at = "" if self.knowledge_base is None else f"@{self.knowledge_base}"
+        return self.state.name + at
+
+    def seconds_left(self, deadline: float) -> float:
+        """Until a moment by ``time.monotonic``."""
+        return deadline - time.monotonic()
+
+    def saw_tokens(self) -> None:
+        """Tokens are there that the client is told of."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now - self.arrived
+            if self.ticket is not None:
+                self.state.limits.started(self.ticket)
+        else:
+            self._between.append(now - self._last)
+        self._last = now
+
+    def end(self, error: BaseException | None = None) -> Problem | None:
+        """It is over, and its prompts with it; what its client is told of an error. Counts once."""
+        problem = None if error is None else problem_of(error)
+        for asking in self.askings:
+            asking.close()
+        if self._told:
+            return problem
+        self._told = True
+        generated = sum(len(result.token_ids) for result in self.results)
+        if self.ticket is not None:
+            self.state.limits.leave(self.ticket, generated)
+        served = Served(
+            endpoint=self.request.url.path,
+            request_id=self.request.scope.get("request_id", ""),
+            tenant="" if self.access is None else self.access.tenant,
+            knowledge_base=self.knowledge_base,
+            stream=self.stream,
+            ended=_ended(problem),
+            status=200 if problem is None else problem.status,
+            code=None if problem is None else problem.code,
+            seconds=time.monotonic() - self.arrived,
+            first_seconds=self._first,
+            between=tuple(self._between),
+            prompt_tokens=0 if self.ticket is None else self.ticket.tokens,
+            results=tuple(self.results),
+        )
+        for observe in self.state.observers:
+            observe(served)
+        return problem
+
+
+def _ended(problem: Problem | None) -> Ended:
+    if problem is None:
+        return "finished"
+    if problem.status == LEFT:
+        return "cancelled"
+    if problem.status == 504:
+        return "expired"
+    return "failed" if problem.status in (408, 500, 503) else "refused"
+
+
+async def unless_left[T](request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What some work gives; it is cancelled, and ClientLeft raised, where the client leaves."""
+    doing = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise ClientLeft
+        return doing.result()
+    finally:
+        for task in (doing, leaving):
+            task.cancel()
+        await asyncio.gather(doing, leaving, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,455 @@
+"""/v1/vector_stores: knowledge bases that clients fill and search."""
+
+import asyncio
+import functools
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from jaxrag.library.catalog import DocumentEntry, Hit
+from jaxrag.server.documents.lists import page
+from jaxrag.server.documents.where import where_of
+from jaxrag.server.errors import invalid
+from jaxrag.server.fields import Body, read_body
+from jaxrag.server.state.entry import entered
+from jaxrag.server.state.library import Library, Shelf, no_member
+from jaxrag.server.state.registry import STATUSES, Member, new_id
+from jaxrag.server.tenants import Access
+
+_FOUND = 10  # chunks of a search that does not say how many
+_MOST_FOUND = 50
+_MOST_FILES = 500  # of a batch
+_MOST_QUESTIONS = 16
+_MOST_ATTRIBUTES = 16
+_KEY_CHARACTERS = 64
+_VALUE_CHARACTERS = 512
+_LEAST_CHUNK, _MOST_CHUNK = 1, 4096  # tokens
+_OF_FILE = re.compile(r"file-[0-9a-f]{24}")
+
+
+# Vector stores
+
+
+async def create_store(request: Request) -> JSONResponse:
+    """Make one, with files or without."""
+    state, access = entered(request)
+    body = await read_body(request)
+    name = body.text("name") or ""
+    metadata = _attributes(body, "metadata")
+    size, overlap = _chunking(body)
+    file_ids = body.texts("file_ids", most=_MOST_FILES)
+    library = state.library
+
+    def make() -> dict[str, Any]:
+        for file_id in file_ids:
+            library.file(access, file_id)
+        shelf = library.create(access, name, metadata, size, overlap)
+        if file_ids:
+            library.put(access, shelf.name, [(file_id, {}) for file_id in file_ids])
+        return _shown(library, shelf)
+
+    return JSONResponse(await asyncio.to_thread(make))
+
+
+async def list_stores(request: Request) -> JSONResponse:
+    """Those that the key may search, newest first."""
+    state, access = entered(request)
+    library = state.library
+
+    def found() -> dict[str, Any]:
+        shown = functools.partial(_shown, library)
+        return page(request, library.shelves(access), lambda it: it.name, shown)
+
+    return JSONResponse(await asyncio.to_thread(found))
+
+
+async def get_store(request: Request) -> JSONResponse:
+    """One of them."""
+    return await _answered(request, lambda it, access, name: _shown(it, it.shelf(access, name)))
+
+
+async def change_store(request: Request) -> JSONResponse:
+    """Rename one, or give it other metadata."""
+    entered(request)
+    body = await read_body(request)
+    new_name = body.text("name")
+    metadata = _attributes(body, "metadata") if "metadata" in body else None
+    return await _answered(
+        request,
+        lambda library, access, name: _shown(
+            library, library.change(access, name, new_name, metadata)
+        ),
+    )
+
+
+async def delete_store(request: Request) -> JSONResponse:
+    """Remove one; it is found no more when this answers."""
+
+    def remove(library: Library, access: Access, name: str) -> dict[str, Any]:
+        library.remove(access, name)
+        return {"id": name, "object": "vector_store.deleted", "deleted": True}
+
+    return await _answered(request, remove)
+
+
+async def search_store(request: Request) -> JSONResponse:
+    """The chunks that fit a question best."""
+    state, access = entered(request)
+    body = await read_body(request)
+    questions = body.texts("query", most=_MOST_QUESTIONS)
+    if not questions:
+        raise invalid("query: expected a text, or a list of them", "query")
+    count = body.integer("max_num_results", 1, _MOST_FOUND) or _FOUND
+    given = body.table("filters")
+    where = body.table("where") if given is None else where_of(given)
+    name = request.path_params["store"]
+    search = functools.partial(
+        state.library.search,
+        access,
+        name,
+        questions,
+        count,
+        where,
+        mode=body.field("search_mode"),
+        min_score=body.number("min_score"),
+    )
+    hits = await asyncio.get_running_loop().run_in_executor(state.prepare, search)
+    return JSONResponse(
+        {
+            "object": "vector_store.search_results.page",
+            "search_query": list(questions),
+            "data": [_shown_hit(hit) for hit in hits],
+            "has_more": False,
+            "next_page": None,
+            "jaxrag": {"notes": list(hits.notes)},
+        }
+    )
+
+
+# Their files
+
+
+async def add_member(request: Request) -> JSONResponse:
+    """Put a file in; its status says when it is found."""
+    entered(request)
+    body = await read_body(request)
+    file_id = body.text("file_id")
+    if not file_id:
+        raise invalid("file_id: expected the id of an uploaded file", "file_id")
+    _refuse_chunking(body)
+    return await _put(request, file_id, _attributes(body, "attributes"))
+
+
+async def change_member(request: Request) -> JSONResponse:
+    """Give a file other attributes; it is indexed anew, from the KV that is there."""
+    state, access = entered(request)
+    body = await read_body(request)
+    name, file_id = request.path_params["store"], request.path_params["file"]
+    attributes = _attributes(body, "attributes")
+    await asyncio.to_thread(_member, state.library, access, name, file_id)
+    return await _put(request, file_id, attributes)
+
+
+async def list_members(request: Request) -> JSONResponse:
+    """The files of a vector store, newest first."""
+    asked = request.query_params.get("filter")
+    if asked is not None and asked not in STATUSES:
+        raise invalid(f"filter={asked[:80]!r}: expected one of {', '.join(STATUSES)}", "filter")
+
+    def found(library: Library, access: Access, name: str) -> dict[str, Any]:
+        shelf = library.shelf(access, name)
+        members = library.registry.members(shelf.name, status=asked)
+        rows = [_shown_member(library, it) for it in members]
+        if shelf.row is None and asked in (None, "completed"):
+            rows = [*_ingested(library, shelf), *rows]
+        return page(request, rows, lambda row: str(row["id"]), dict)
+
+    return await _answered(request, found)
+
+
+async def get_member(request: Request) -> JSONResponse:
+    """One of them."""
+    file_id = request.path_params["file"]
+    return await _answered(
+        request, lambda library, access, name: _member(library, access, name, file_id)
+    )
+
+
+async def delete_member(request: Request) -> JSONResponse:
+    """Take a file out; its documents are found no more when this answers."""
+    file_id = request.path_params["file"]
+
+    def remove(library: Library, access: Access, name: str) -> dict[str, Any]:
+        library.take_out(access, name, file_id)
+        return {"id": file_id, "object": "vector_store.file.deleted", "deleted": True}
+
+    return await _answered(request, remove)
+
+
+async def member_content(request: Request) -> JSONResponse:
+    """The texts of its chunks, in order."""
+    file_id = request.path_params["file"]
+
+    def texts(library: Library, access: Access, name: str) -> dict[str, Any]:
+        found = library.texts(access, name, file_id)
+        return {
+            "object": "vector_store.file_content.page",
+            "data": [{"type": "text", "text": text} for text in found],
+            "has_more": False,
+            "next_page": None,
+        }
+
+    return await _answered(request, texts)
+
+
+# Files that come together
+
+
+async def create_batch(request: Request) -> JSONResponse:
+    """Put several files in."""
+    entered(request)
+    body = await read_body(request)
+    _refuse_chunking(body)
+    given = body.values.get("files")
+    files: list[tuple[str, dict[str, Any]]] = []
+    if given is None:
+        attributes = _attributes(body, "attributes")
+        files = [(it, attributes) for it in body.texts("file_ids", most=_MOST_FILES)]
+    elif isinstance(given, list) and all(isinstance(it, dict) for it in given):
+        for one in map(Body, given[: _MOST_FILES + 1]):
+            files.append((one.text("file_id") or "", _attributes(one, "attributes")))
+    names = [name for name, _ in files]
+    if not files or len(files) > _MOST_FILES or len(set(names)) < len(names):
+        raise invalid(f"file_ids: expected 1 to {_MOST_FILES} different ids of files", "file_ids")
+
+    def put(library: Library, access: Access, name: str) -> dict[str, Any]:
+        batch = new_id("vsfb_")
+        library.put(access, name, files, batch)
+        return _shown_batch(library, access, name, batch)
+
+    return await _answered(request, put)
+
+
+async def get_batch(request: Request) -> JSONResponse:
+    """How far they are."""
+    batch = request.path_params["batch"]
+    return await _answered(
+        request, lambda library, access, name: _shown_batch(library, access, name, batch)
+    )
+
+
+async def cancel_batch(request: Request) -> JSONResponse:
+    """Do no more for those that are in progress."""
+    batch = request.path_params["batch"]
+
+    def cancel(library: Library, access: Access, name: str) -> dict[str, Any]:
+        _shown_batch(library, access, name, batch)
+        library.cancel_batch(access, name, batch)
+        return _shown_batch(library, access, name, batch)
+
+    return await _answered(request, cancel)
+
+
+async def list_batch(request: Request) -> JSONResponse:
+    """The files of a batch, newest first."""
+    batch = request.path_params["batch"]
+
+    def found(library: Library, access: Access, name: str) -> dict[str, Any]:
+        _shown_batch(library, access, name, batch)
+        rows = library.registry.members(name, batch=batch)
+        return page(request, rows, lambda it: it.file, functools.partial(_shown_member, library))
+
+    return await _answered(request, found)
+
+
+# What clients see
+
+
+async def _answered(
+    request: Request, work: Callable[[Library, Access, str], dict[str, Any]]
+) -> JSONResponse:
+    """What some work on the named vector store gives, done on a thread."""
+    state, access = entered(request)
+    name = request.path_params["store"]
+    return JSONResponse(await asyncio.to_thread(work, state.library, access, name))
+
+
+async def _put(request: Request, file_id: str, attributes: dict[str, Any]) -> JSONResponse:
+    def put(library: Library, access: Access, name: str) -> dict[str, Any]:
+        [member] = library.put(access, name, [(file_id, attributes)])
+        return _shown_member(library, member)
+
+    return await _answered(request, put)
+
+
+def _shown(library: Library, shelf: Shelf) -> dict[str, Any]:
+    base, row, registry = library.base(shelf), shelf.row, library.registry
+    counts = registry.counts(shelf.name)
+    held = base.counts()
+    if row is None:
+        own = held["documents"] - len(base.ids_beginning("file-"))
+        counts["completed"] += own
+        counts["total"] += own
+    return {
+        "id": shelf.name,
+        "object": "vector_store",
+        "created_at": library.created if row is None else row.created,
+        "last_active_at": library.created if row is None else row.created,
+        "name": shelf.name if row is None else row.name,
+        "status": "in_progress" if counts["in_progress"] else "completed",
+        "file_counts": counts,
+        "usage_bytes": registry.bytes_of(shelf.name),
+        "metadata": {} if row is None else dict(row.metadata),
+        "expires_at": None,
+        "jaxrag": {
+            "served": row is None,
+            "writable": shelf.writes,
+            "documents": held["documents"],
+            "chunks": held["chunks"],
+            "tokens": held["tokens"],
+            "chunk_tokens": base.chunking.chunk_tokens,
+            "encoders": list(base.encoders),
+            "embeds": base.index is not None,
+        },
+    }
+
+
+def _shown_member(library: Library, member: Member) -> dict[str, Any]:
+    file = library.registry.file(member.tenant, member.file)
+    failed = member.status == "failed"
+    return {
+        "id": member.file,
+        "object": "vector_store.file",
+        "created_at": member.created,
+        "vector_store_id": member.store,
+        "status": member.status,
+        "last_error": {"code": member.code, "message": member.message} if failed else None,
+        "usage_bytes": 0 if file is None else file.bytes,
+        "attributes": dict(member.attributes),
+        "filename": None if file is None else file.filename,
+        "jaxrag": dict(member.counts),
+    }
+
+
+def _ingested(library: Library, shelf: Shelf) -> list[dict[str, Any]]:
+    """Documents of a served knowledge base that no upload brought."""
+    found = library.base(shelf).documents()
+    return [_shown_document(library, shelf, it) for it in found if not _OF_FILE.match(it.id)]
+
+
+def _shown_document(library: Library, shelf: Shelf, entry: DocumentEntry) -> dict[str, Any]:
+    return {
+        "id": entry.id,
+        "object": "vector_store.file",
+        "created_at": library.created,
+        "vector_store_id": shelf.name,
+        "status": "completed",
+        "last_error": None,
+        "usage_bytes": 0,
+        "attributes": dict(entry.metadata),
+        "filename": PurePath(entry.file or entry.id).name,
+        "jaxrag": {"documents": 1, "chunks": entry.num_chunks, "tokens": entry.num_tokens},
+    }
+
+
+def _member(library: Library, access: Access, name: str, file_id: str) -> dict[str, Any]:
+    shelf = library.shelf(access, name)
+    member = library.registry.member(name, file_id)
+    if member is not None:
+        return _shown_member(library, member)
+    if shelf.row is None:
+        for entry in library.base(shelf).documents():
+            if entry.id == file_id:
+                return _shown_document(library, shelf, entry)
+    raise no_member(name, file_id)
+
+
+def _shown_batch(library: Library, access: Access, name: str, batch: str) -> dict[str, Any]:
+    shelf = library.shelf(access, name)
+    members = library.registry.members(shelf.name, batch=batch)
+    if not members:
+        raise no_member(name, batch)
+    counts = library.registry.counts(shelf.name, batch)
+    status = "completed"
+    if counts["in_progress"]:
+        status = "in_progress"
+    elif counts["cancelled"]:
+        status = "cancelled"
+    return {
+        "id": batch,
+        "object": "vector_store.files_batch",
+        "created_at": min(member.created for member in members),
+        "vector_store_id": shelf.name,
+        "status": status,
+        "file_counts": counts,
+    }
+
+
+def _shown_hit(hit: Hit) -> dict[str, Any]:
+    of_file = _OF_FILE.match(hit.document_id)
+    return {
+        "file_id": of_file[0] if of_file else hit.document_id,
+        "filename": PurePath(hit.file).name if hit.file else hit.title or hit.document_id,
+        "score": hit.score,
+        "attributes": dict(hit.metadata),
+        "content": [{"type": "text", "text": hit.text}],
+        "jaxrag": {
+            "document_id": hit.document_id,
+            "title": hit.title,
+            "chunk": hit.chunk_index,
+            "page": hit.page,
+            "section": hit.section,
+        },
+    }
+
+
+# What clients send
+
+
+def _attributes(body: Body, name: str) -> dict[str, Any]:
+    """Names and plain values; {} where there are none."""
+    given: Mapping[str, Any] = body.table(name) or {}
+    if len(given) > _MOST_ATTRIBUTES:
+        raise invalid(f"{name} has {len(given)} keys: expected at most {_MOST_ATTRIBUTES}", name)
+    for key, value in given.items():
+        plain = isinstance(value, str | bool | int) or (
+            isinstance(value, float) and math.isfinite(value)
+        )
+        long = isinstance(value, str) and len(value) > _VALUE_CHARACTERS
+        if not key or len(key) > _KEY_CHARACTERS or key.startswith("$") or not plain or long:
+            raise invalid(
+                f"{name}: {key[:80]!r}: expected a name of at most {_KEY_CHARACTERS} characters "
+                f"and a text of at most {_VALUE_CHARACTERS}, a number, true or false",
+                name,
+            )
+    return dict(given)
+
+
+def _chunking(body: Body) -> tuple[int | None, int | None]:
+    """Largest chunk and overlap, where the client names them."""
+    strategy = body.table("chunking_strategy")
+    if strategy is None or strategy.get("type") == "auto":
+        return None, None
+    static = strategy.get("static")
+    if strategy.get("type") != "static" or not isinstance(static, dict):
+        raise body.wrong("chunking_strategy", '{"type": "auto"} or {"type": "static", "static"}')
+    sizes = Body(static)
+    size = sizes.integer("max_chunk_size_tokens", _LEAST_CHUNK, _MOST_CHUNK)
+    if size is None:
+        raise body.wrong("chunking_strategy", "max_chunk_size_tokens in static")
+    return size, sizes.integer("chunk_overlap_tokens", 0, size - 1)
+
+
+def _refuse_chunking(body: Body) -> None:
+    """A vector store cuts all its files in one way, so that equal texts have equal KV."""
+    if _chunking(body) != (None, None):
+        raise invalid(
+            "chunking_strategy: a vector store cuts all files in the way it was made with; name it "
+            "when the vector store is created",
+            "chunking_strategy",
+        )
