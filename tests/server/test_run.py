@@ -14,8 +14,7 @@ import httpx
 import pytest
 
 from jaxrag.cli import main
-from jaxrag.server.http.run import bind
-from jaxrag.server.http.warm import warm_up
+from jaxrag.server.http.run import bind, warm_up
 from jaxrag.server.settings import ServerSettings
 
 ROOT = Path(__file__).parents[2]

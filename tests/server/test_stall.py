@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from jaxrag.base.errors import ConfigError
-from jaxrag.server.http.stall import STUCK, watchdog
+from jaxrag.server.http.health import STUCK, watchdog
 from jaxrag.server.settings import ServerSettings
 
 QUESTION = "Which animal does Kora Felell keep?"

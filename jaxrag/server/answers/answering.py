@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
-from typing import Any, Protocol
+import functools
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -12,69 +14,51 @@ from jaxrag.base.errors import DeadlineExceeded, Overloaded
 from jaxrag.serve.answers import Result
 from jaxrag.serve.questions import ReadyQuestion
 from jaxrag.server.answers.asking import LATE, Asking, Inbox, Piece, usage
+from jaxrag.server.answers.forms import Form
 from jaxrag.server.answers.sse import EventStream, comment, event
 from jaxrag.server.answers.visit import Visit, unless_left
 from jaxrag.server.errors import busy, invalid
-from jaxrag.server.fields import Body, Generation, read_body
-from jaxrag.server.state.entry import chosen
+from jaxrag.server.fields import Generation
+from jaxrag.server.state.entry import Call, Endpoint, enter
 
-_HEADER = "x-knowledge-base"
 _TOGETHER = 64  # events that are sent at once, where so many are there
 
 Make = Callable[[], ReadyQuestion]
 
 
-class Form(Protocol):
-    """How an endpoint writes an answer. Choices are numbered as their prompts."""
-
-    def opening(self) -> Iterator[dict[str, Any]]:
-        """The first events of a stream."""
-        ...
-
-    def piece(self, place: int, piece: Piece) -> dict[str, Any] | None:
-        """The event of what is new of a choice; None where it shows nothing."""
-        ...
-
-    def finish(self, place: int, result: Result) -> dict[str, Any]:
-        """The last event of a choice."""
-        ...
-
-    def closing(self) -> dict[str, Any]:
-        """An event of no choice, for what is to be said at last."""
-        ...
-
-    def whole(self, results: Sequence[Result], logprobs: Sequence[list[float]]) -> dict[str, Any]:
-        """All choices at once."""
-        ...
-
-
-async def visited(
-    request: Request, handle: Callable[[Visit, Body], Coroutine[Any, Any, Response]], asked: str
-) -> Response:
-    """Have a request to the model handled, and the server told how it ended.
+def visited(asked: str) -> Callable[[Callable[[Visit], Coroutine[Any, Any, Response]]], Endpoint]:
+    """An endpoint that asks the model; the server hears how every request to it ended.
 
     ``asked`` is the field of what is asked, in errors.
     """
-    visit = Visit(request)
-    try:
-        visit.knock()
-        body = await read_body(request)
-        response = await unless_left(request, handle(visit, body))
-    except asyncio.CancelledError as error:
-        visit.end(error)
-        raise
-    except Exception as error:
-        told: Exception = error
-        if isinstance(error, Overloaded):  # by the engine's own bounds
-            told = busy(str(error), visit.state.limits.seconds_until_room())
-        problem = visit.end(told)
-        assert problem is not None
-        if problem.param == "messages":
-            problem.param = asked
-        raise problem from error
-    if not isinstance(response, EventStream):
-        visit.end()
-    return response
+
+    def made(answer: Callable[[Visit], Coroutine[Any, Any, Response]]) -> Endpoint:
+        @functools.wraps(answer)
+        async def handle(request: Request) -> Response:
+            visit = Visit(request)
+            try:
+                visit.call = Call(request, visit.state.access(request))
+                visit.call = await enter(request, counts=False)
+                response = await unless_left(request, answer(visit))
+            except asyncio.CancelledError as error:
+                visit.end(error)
+                raise
+            except Exception as error:
+                shown: Exception = error
+                if isinstance(error, Overloaded):  # by the engine's own bounds
+                    shown = busy(str(error), visit.state.limits.seconds_until_room())
+                problem = visit.end(shown)
+                assert problem is not None
+                if problem.param == "messages":
+                    problem.param = asked
+                raise problem from error
+            if not isinstance(response, EventStream):
+                visit.end()
+            return response
+
+        return handle
+
+    return made
 
 
 def base_of(visit: Visit, fields: Generation, default: bool) -> str | None:
@@ -83,9 +67,7 @@ def base_of(visit: Visit, fields: Generation, default: bool) -> str | None:
     Whether it is there is seen when the prompt is made ready. Raises Problem 404 for a model that
     is not served, 400 for two different knowledge bases.
     """
-    assert visit.access is not None
-    state = visit.state
-    name = chosen(state, fields.model, fields.knowledge_base, visit.request.headers.get(_HEADER))
+    name = visit.call.named_base()
     blocks = fields.said.get("blocks")
     if name is not None and (fields.documents or blocks):
         what = "documents" if fields.documents else "blocks"
@@ -96,7 +78,7 @@ def base_of(visit: Visit, fields: Generation, default: bool) -> str | None:
         )
     given = fields.documents is not None or blocks
     if name is None and default and not given:
-        name = state.default_base(visit.access)
+        name = visit.state.default_base(visit.call.access)
     visit.knowledge_base = name
     return name
 
@@ -117,7 +99,7 @@ async def respond(
     if not fields.stream:
         results = await _whole(visit, inbox)
         shown = form.whole(results, [asking.logprobs for asking in visit.askings])
-        return JSONResponse(shown | _told(visit, fields, results))
+        return JSONResponse(shown | _account(visit, fields, results))
     first = None
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(settings.hold_seconds):
@@ -127,16 +109,12 @@ async def respond(
 
 async def _open(visit: Visit, fields: Generation, prompts: Sequence[Make]) -> None:
     """Make all prompts ready, then hand them to the engine."""
-    assert visit.ticket is not None
-    most = visit.state.settings.max_seconds
-    deadline = visit.arrived + min(fields.timeout or most, most)
-    loop = asyncio.get_running_loop()
+    deadline = visit.deadline(fields.timeout)
     try:
-        async with asyncio.timeout_at(loop.time() + visit.seconds_left(deadline)):
+        async with asyncio.timeout(deadline - time.monotonic()):
             for asking, make in zip(visit.askings, prompts, strict=True):
                 await asking.ready(make)
-            tokens = sum(asking.prompt_tokens for asking in visit.askings)
-            visit.state.limits.known(visit.ticket, tokens)
+            visit.known(sum(asking.prompt_tokens for asking in visit.askings))
             for asking in visit.askings:
                 await asking.begin(deadline)
     except TimeoutError:
@@ -188,17 +166,17 @@ async def _events(
                 out.append(event(form.finish(place, item)))
         else:
             visit.saw_tokens()
-            told = form.piece(place, item)
-            out += [] if told is None else [event(told)]
-    told = _told(visit, fields, [found[it] for it in range(count)])
+            shown = form.piece(place, item)
+            out += [] if shown is None else [event(shown)]
+    account = _account(visit, fields, [found[it] for it in range(count)])
     if fields.include_usage:
-        out.append(event(form.closing() | told))
+        out.append(event(form.closing() | account))
     else:
-        out.append(event(form.finish(place, found[place]) | {"jaxrag": told["jaxrag"]}))
+        out.append(event(form.finish(place, found[place]) | {"jaxrag": account["jaxrag"]}))
     yield b"".join(out)
 
 
-def _told(visit: Visit, fields: Generation, results: Sequence[Result]) -> dict[str, Any]:
+def _account(visit: Visit, fields: Generation, results: Sequence[Result]) -> dict[str, Any]:
     """Usage and account of an answer; of several prompts a list of accounts."""
     lengths = [asking.prompt_tokens for asking in visit.askings]
     accounts = [

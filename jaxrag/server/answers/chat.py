@@ -1,84 +1,57 @@
 """POST /v1/chat/completions: a conversation over retrieved or given chunks."""
 
 import functools
-import time
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxrag.models.model import Model
-from jaxrag.serve.answers import Result
 from jaxrag.serve.conversation import conversation_of
 from jaxrag.server.answers.answering import base_of, respond, visited
 from jaxrag.server.answers.asking import Piece, make_ready
-from jaxrag.server.answers.logprobs import chat_logprobs
+from jaxrag.server.answers.forms import Form, token_text
 from jaxrag.server.answers.visit import Visit
-from jaxrag.server.fields import Body, generation_of
+from jaxrag.server.fields import generation_of
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
-async def chat_completions(request: Request) -> Response:
+@visited("messages")
+async def chat_completions(visit: Visit) -> Response:
     """Answer the last message."""
-    return await visited(request, _chat, "messages")
-
-
-async def _chat(visit: Visit, body: Body) -> Response:
-    assert visit.access is not None
-    fields = generation_of(body)
-    talk = conversation_of(body.values.get("messages"), body.text("query"), wire=True)
+    call = visit.call
+    fields = generation_of(call.body)
+    talk = conversation_of(call.body.values.get("messages"), call.body.text("query"), wire=True)
     base = base_of(visit, fields, default=True)
-    make = functools.partial(make_ready, visit.state, visit.access, fields, talk, base)
+    make = functools.partial(make_ready, visit.state, call.access, fields, talk, base)
     return await respond(visit, fields, [make], ChatForm(visit, fields.stream, fields.logprobs))
 
 
-class ChatForm:
-    """A chat's form."""
+class ChatForm(Form):
+    """A chat's form; it has one choice."""
 
     def __init__(self, visit: Visit, stream: bool, logprobs: bool) -> None:
-        self._model: Model = visit.state.model
-        self._logprobs = logprobs
-        self._head = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
-            "object": "chat.completion.chunk" if stream else "chat.completion",
-            "created": int(time.time()),
-            "model": visit.named,
-        }
+        kind = "chat.completion.chunk" if stream else "chat.completion"
+        super().__init__(visit, kind, "chatcmpl", logprobs)
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """Who speaks."""
-        yield self._event({"role": "assistant", "content": ""})
+        delta = {"role": "assistant", "content": ""}
+        yield self.event({"index": 0, "delta": delta, "logprobs": None, "finish_reason": None})
 
-    def piece(self, place: int, piece: Piece) -> dict[str, Any] | None:
-        """New text."""
-        logprobs = chat_logprobs(self._model, piece) if self._logprobs else None
-        if not piece.text and logprobs is None:
-            return None
-        return self._event({"content": piece.text}, logprobs)
+    def part(self, text: str | None) -> dict[str, Any]:
+        """What the message grows by."""
+        return {"delta": {} if text is None else {"content": text}}
 
-    def finish(self, place: int, result: Result) -> dict[str, Any]:
-        """Why it ended."""
-        return self._event({}, finish=result.finish_reason)
-
-    def closing(self) -> dict[str, Any]:
-        """No choice."""
-        return self._head | {"choices": []}
-
-    def whole(self, results: Sequence[Result], logprobs: Sequence[list[float]]) -> dict[str, Any]:
+    def message(self, text: str) -> dict[str, Any]:
         """The message."""
-        [result], [of_tokens] = results, logprobs
-        piece = Piece(result.text, result.token_ids, of_tokens)
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": result.text, "refusal": None},
-            "logprobs": chat_logprobs(self._model, piece) if self._logprobs else None,
-            "finish_reason": result.finish_reason,
-        }
-        return self._head | {"choices": [choice]}
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def _event(
-        self, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None
-    ) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return self._head | {"choices": [choice]}
+    def logprobs(self, place: int, piece: Piece) -> dict[str, Any]:
+        """Token by token, with its bytes where they are known."""
+        content = []
+        for token_id, logprob in zip(piece.ids, piece.logprobs, strict=True):
+            text = token_text(self.model, token_id)
+            known = None if _INCOMPLETE in text else list(text.encode())
+            content.append({"token": text, "logprob": logprob, "bytes": known, "top_logprobs": []})
+        return {"content": content, "refusal": None}

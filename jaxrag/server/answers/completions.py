@@ -2,23 +2,19 @@
 
 import asyncio
 import functools
-import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxrag.base.types import HostArray
 from jaxrag.models.model import Model, as_token_ids
-from jaxrag.serve.answers import Result
 from jaxrag.serve.ask import is_ids
 from jaxrag.serve.conversation import Conversation, Text
 from jaxrag.server.answers.answering import base_of, respond, visited
 from jaxrag.server.answers.asking import Piece, make_ready
-from jaxrag.server.answers.logprobs import CompletionLogprobs
+from jaxrag.server.answers.forms import Form, token_text
 from jaxrag.server.answers.scoring import scored, scoring_of
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.errors import invalid
@@ -27,19 +23,15 @@ from jaxrag.server.fields import Body, generation_of
 _MOST_PROMPTS = 64
 
 
-async def completions(request: Request) -> Response:
+@visited("prompt")
+async def completions(visit: Visit) -> Response:
     """Go on from every prompt."""
-    return await visited(request, _complete, "prompt")
-
-
-async def _complete(visit: Visit, body: Body) -> Response:
-    assert visit.access is not None
-    state = visit.state
+    state, body, access = visit.state, visit.call.body, visit.call.access
     prompts = prompts_of(body)
     if body.flag("echo"):
         scoring_of(body)
-        told = [functools.partial(_ids, state.model, it) for it in prompts]
-        return await scored(visit, body, await _together(visit, told))
+        jobs = [functools.partial(_ids, state.model, it) for it in prompts]
+        return await scored(visit, await _together(visit, jobs))
     fields = generation_of(Body({**body.values, "earlier_turns": None}))
     base = base_of(visit, fields, default=False)
     alone = base is None and not fields.documents and not fields.said.get("blocks")
@@ -48,9 +40,8 @@ async def _complete(visit: Visit, body: Body) -> Response:
         asked: Text | Conversation = prompt
         if alone:
             asked = Conversation((_ids(state.model, prompt),))
-        makes.append(functools.partial(make_ready, state, visit.access, fields, asked, base))
-    form = CompletionForm(visit, len(prompts), fields.logprobs)
-    return await respond(visit, fields, makes, form)
+        makes.append(functools.partial(make_ready, state, access, fields, asked, base))
+    return await respond(visit, fields, makes, CompletionForm(visit, len(prompts), fields.logprobs))
 
 
 def prompts_of(body: Body) -> list[Text]:
@@ -89,51 +80,35 @@ def _ids(model: Model, prompt: Text) -> HostArray:
     return found.astype(np.int32)
 
 
-class CompletionForm:
-    """A completion's form."""
+class CompletionForm(Form):
+    """A completion's form; offsets of its tokens count characters of the whole answer."""
 
     def __init__(self, visit: Visit, prompts: int, logprobs: bool) -> None:
-        model = visit.state.model
-        self._logprobs = [CompletionLogprobs(model) for _ in range(prompts)] if logprobs else None
-        self._head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": visit.named,
-        }
+        super().__init__(visit, "text_completion", "cmpl", logprobs)
+        tokenizer = self.model.tokenizer
+        self._streams = [tokenizer and tokenizer.stream() for _ in range(prompts)]
+        self._offsets = [0] * prompts
 
-    def opening(self) -> Iterator[dict[str, Any]]:
-        """Nothing is said before the text."""
-        return iter(())
-
-    def piece(self, place: int, piece: Piece) -> dict[str, Any] | None:
+    def part(self, text: str | None) -> dict[str, Any]:
         """New text."""
-        logprobs = self._told(place, piece)
-        if not piece.text and logprobs is None:
-            return None
-        return self._head | {"choices": [_choice(place, piece.text, logprobs)]}
+        return {"text": text or ""}
 
-    def finish(self, place: int, result: Result) -> dict[str, Any]:
-        """Why it ended."""
-        return self._head | {"choices": [_choice(place, "", None, result.finish_reason)]}
+    def message(self, text: str) -> dict[str, Any]:
+        """All of it."""
+        return {"text": text}
 
-    def closing(self) -> dict[str, Any]:
-        """No choice."""
-        return self._head | {"choices": []}
-
-    def whole(self, results: Sequence[Result], logprobs: Sequence[list[float]]) -> dict[str, Any]:
-        """All texts."""
-        choices = []
-        for place, (result, told) in enumerate(zip(results, logprobs, strict=True)):
-            of_tokens = self._told(place, Piece(result.text, result.token_ids, told))
-            choices.append(_choice(place, result.text, of_tokens, result.finish_reason))
-        return self._head | {"choices": choices}
-
-    def _told(self, place: int, piece: Piece) -> dict[str, Any] | None:
-        return None if self._logprobs is None else self._logprobs[place].tell(piece)
-
-
-def _choice(
-    place: int, text: str, logprobs: dict[str, Any] | None, finish: str | None = None
-) -> dict[str, Any]:
-    return {"index": place, "text": text, "logprobs": logprobs, "finish_reason": finish}
+    def logprobs(self, place: int, piece: Piece) -> dict[str, Any]:
+        """Lists of equal length."""
+        stream = self._streams[place]
+        tokens, offsets = [], []
+        for token_id in piece.ids:
+            tokens.append(token_text(self.model, token_id))
+            offsets.append(self._offsets[place])
+            self._offsets[place] += len(stream.push(token_id)) if stream else 0
+        pairs = zip(tokens, piece.logprobs, strict=True)
+        return {
+            "tokens": tokens,
+            "token_logprobs": piece.logprobs,
+            "top_logprobs": [{token: logprob} for token, logprob in pairs],
+            "text_offset": offsets,
+        }

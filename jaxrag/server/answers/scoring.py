@@ -7,12 +7,10 @@ time between two steps of the engine, so that its log-probabilities depend on it
 import asyncio
 import functools
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from jaxrag.base.errors import ContextExceeded, DeadlineExceeded
@@ -22,10 +20,11 @@ from jaxrag.models.likelihood import Likelihoods, likelihoods
 from jaxrag.models.model import Model
 from jaxrag.server.answers.answering import base_of
 from jaxrag.server.answers.asking import LATE
-from jaxrag.server.answers.logprobs import token_text
+from jaxrag.server.answers.forms import head, token_text
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.errors import invalid
 from jaxrag.server.fields import Body, Generation, generation_of
+from jaxrag.server.state.entry import Call
 
 MOST = 5  # most likely tokens that are named
 
@@ -60,22 +59,21 @@ def scoring_of(body: Body) -> tuple[Generation, int, int]:
     return fields, count, more
 
 
-async def scored(visit: Visit, body: Body, prompts: Sequence[HostArray]) -> JSONResponse:
+async def scored(visit: Visit, prompts: Sequence[HostArray]) -> JSONResponse:
     """Log-probabilities of prompts [T] each, in the form of a completion."""
-    fields, count, more = scoring_of(body)
+    fields, count, more = scoring_of(visit.call.body)
     _refuse_chunks(visit, fields)
     state, model = visit.state, visit.state.model
     visit.enter(len(prompts))
-    assert visit.ticket is not None
-    state.limits.known(visit.ticket, sum(map(len, prompts)))
+    length = sum(map(len, prompts))
+    visit.known(length)
     for place, ids in enumerate(prompts):
         if len(ids) + more > model.config.max_positions:
             raise ContextExceeded(
                 f"prompt {place} has {len(ids)} tokens and max_tokens is {more}: the model's "
                 f"context is {model.config.max_positions}; score it in pieces"
             )
-    most = state.settings.max_seconds
-    left = visit.seconds_left(visit.arrived + min(fields.timeout or most, most))
+    left = visit.deadline(fields.timeout) - time.monotonic()
     choices: list[dict[str, Any]] = []
     try:
         async with asyncio.timeout(left), state.scoring:
@@ -87,21 +85,15 @@ async def scored(visit: Visit, body: Body, prompts: Sequence[HostArray]) -> JSON
     except TimeoutError:
         raise DeadlineExceeded(LATE) from None
     visit.saw_tokens()
-    told = sum(map(len, prompts))
     generated = more * len(prompts)
-    return JSONResponse({
-        "id": f"cmpl-{uuid.uuid4().hex}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": visit.named,
-        "choices": choices,
-        "usage": {
-            "prompt_tokens": told,
-            "completion_tokens": generated,
-            "total_tokens": told + generated,
-            "prompt_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        },
-    })  # fmt: skip
+    usage = {
+        "prompt_tokens": length,
+        "completion_tokens": generated,
+        "total_tokens": length + generated,
+        "prompt_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+    }
+    answer = head(visit, "text_completion", "cmpl") | {"choices": choices, "usage": usage}
+    return JSONResponse(answer)
 
 
 def _refuse_chunks(visit: Visit, fields: Generation) -> None:
@@ -175,8 +167,9 @@ def _texts(model: Model, ids: HostArray) -> tuple[list[str], list[int], str]:
     return texts, offsets, text + stream.flush()
 
 
-def tokenizer_info(model: Model) -> dict[str, Any]:
-    """What harnesses want to know of a tokenizer: the texts that begin and end, if there are."""
+def tokenizer_info(call: Call) -> dict[str, Any]:
+    """GET /tokenizer_info, which harnesses ask: the texts that begin and end, if there are."""
+    model = call.state.model
     tokenizer = model.text_tokenizer()
 
     def text(token_id: int | None) -> str | None:
@@ -191,10 +184,3 @@ def tokenizer_info(model: Model) -> dict[str, Any]:
         "chat_template": None,
         "vocab_size": tokenizer.vocab_size,
     }
-
-
-async def get_tokenizer_info(request: Request) -> JSONResponse:
-    """GET /tokenizer_info, which harnesses ask before they use /tokenize."""
-    state = request.app.state.server
-    state.access(request)
-    return JSONResponse(tokenizer_info(state.model))

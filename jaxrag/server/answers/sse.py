@@ -1,7 +1,6 @@
 """Server-sent events: a response ends with [DONE] or with an error, never with neither."""
 
 import asyncio
-import contextlib
 import json
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
@@ -10,6 +9,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxrag.server.answers.asking import SlowReader
+from jaxrag.server.answers.visit import left
 from jaxrag.server.errors import Problem
 
 _HEADERS = {
@@ -53,7 +53,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events until they end, the client leaves, or it is cut off."""
         writing = asyncio.ensure_future(self._write(send))
-        leaving = asyncio.ensure_future(_left(receive))
+        leaving = asyncio.ensure_future(left(receive))
         cutting = asyncio.ensure_future(self._cut.wait())
         tasks = (writing, leaving, cutting)
         try:
@@ -79,9 +79,3 @@ class EventStream(Response):
             self._end(None)
             last = DONE
         await send({"type": "http.response.body", "body": last, "more_body": False})
-
-
-async def _left(receive: Receive) -> None:
-    with contextlib.suppress(Exception):
-        while (await receive())["type"] != "http.disconnect":
-            pass

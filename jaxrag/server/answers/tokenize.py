@@ -1,10 +1,8 @@
 """POST /tokenize and /detokenize, as vLLM has them; llama.cpp's ``content`` is taken too."""
 
-import asyncio
+from typing import Any
 
 import numpy as np
-from starlette.requests import Request
-from starlette.responses import JSONResponse
 
 from jaxrag.base.types import HostArray
 from jaxrag.models.model import as_token_ids
@@ -12,39 +10,31 @@ from jaxrag.serve.ask import Ask, is_ids
 from jaxrag.serve.conversation import conversation_of
 from jaxrag.serve.questions import prepare, resolve
 from jaxrag.server.errors import invalid
-from jaxrag.server.fields import Body, read_body
-from jaxrag.server.state.entry import check_ready
-from jaxrag.server.state.state import ServerState, state_of
+from jaxrag.server.fields import Body
+from jaxrag.server.state.entry import Call
+from jaxrag.server.state.state import ServerState
 
 
-async def tokenize(request: Request) -> JSONResponse:
+def tokenize(call: Call) -> dict[str, Any]:
     """Token ids of a text, or of messages as they would be asked without any chunks."""
-    state = state_of(request)
-    state.access(request)
-    check_ready(state)
-    body = await read_body(request)
-    loop = asyncio.get_running_loop()
-    ids = await loop.run_in_executor(state.prepare, _ids, state, body)
-    answer = {"tokens": ids, "count": len(ids), "max_model_len": state.model.config.max_positions}
+    model, body = call.state.model, call.body
+    ids = _ids(call.state, body)
+    answer = {"tokens": ids, "count": len(ids), "max_model_len": model.config.max_positions}
     if body.flag("return_token_strs"):
-        tokenizer = state.model.text_tokenizer()
+        tokenizer = model.text_tokenizer()
         answer["token_strs"] = [tokenizer.decode([it], skip_special=False) for it in ids]
-    return JSONResponse(answer)
+    return answer
 
 
-async def detokenize(request: Request) -> JSONResponse:
+def detokenize(call: Call) -> dict[str, Any]:
     """The text of token ids, special ones too."""
-    state = state_of(request)
-    state.access(request)
-    check_ready(state)
-    body = await read_body(request)
-    given = body.values.get("tokens")
+    given = call.body.values.get("tokens")
     if given != [] and not is_ids(given):
-        raise body.wrong("tokens", "a list of token ids")
-    model = state.model
+        raise call.body.wrong("tokens", "a list of token ids")
+    model = call.state.model
     ids: HostArray | list[int] = as_token_ids(given, model.config, "tokens") if given else []
     text = model.text_tokenizer().decode(ids, skip_special=False)
-    return JSONResponse({"prompt": text, "content": text})
+    return {"prompt": text, "content": text}
 
 
 def _ids(state: ServerState, body: Body) -> list[int]:

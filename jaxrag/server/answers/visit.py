@@ -1,18 +1,20 @@
 """One HTTP request to the model, from its arrival to its end, however it ends."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Coroutine
 from typing import Any
 
 from starlette.requests import Request
+from starlette.types import Receive
 
 from jaxrag.serve.answers import Result
 from jaxrag.server.answers.asking import Asking
 from jaxrag.server.errors import LEFT, ClientLeft, Problem, problem_of
-from jaxrag.server.state.entry import check_ready
+from jaxrag.server.state.entry import Call
 from jaxrag.server.state.limits import Ticket
-from jaxrag.server.state.state import Ended, Served, ServerState, state_of
+from jaxrag.server.state.state import Ended, Served
 from jaxrag.server.tenants import Access
 
 
@@ -20,9 +22,8 @@ class Visit:
     """A request to the model.
 
     Attributes:
-      request: of HTTP.
+      call: as it came in; of nobody before it is let in.
       state: of the server.
-      access: of its sender.
       arrived: when, by ``time.monotonic``.
       ticket: its place among those that were let in.
       knowledge_base: that it asks.
@@ -33,10 +34,9 @@ class Visit:
 
     def __init__(self, request: Request) -> None:
         """Nothing is checked yet."""
-        self.request = request
-        self.state: ServerState = state_of(request)
+        self.call = Call(request, Access())
+        self.state = self.call.state
         self.arrived = time.monotonic()
-        self.access: Access | None = None
         self.ticket: Ticket | None = None
         self.knowledge_base: str | None = None
         self.stream = False
@@ -45,18 +45,16 @@ class Visit:
         self._first: float | None = None
         self._last = self.arrived
         self._between: list[float] = []
-        self._told = False
-
-    def knock(self) -> Access:
-        """Who it is. Raises Problem 401, and 503 while nobody is let in."""
-        self.access = self.state.access(self.request)
-        check_ready(self.state)
-        return self.access
+        self._ended = False
 
     def enter(self, prompts: int) -> None:
         """Let it in, to wait for its first token. Raises Problem 429."""
-        assert self.access is not None
-        self.ticket = self.state.limits.enter(self.access, prompts)
+        self.ticket = self.state.limits.enter(self.call.access, prompts)
+
+    def known(self, tokens: int) -> None:
+        """The length of its prompts is known. Raises Problem 429."""
+        assert self.ticket is not None
+        self.state.limits.known(self.ticket, tokens)
 
     @property
     def named(self) -> str:
@@ -64,9 +62,10 @@ class Visit:
         at = "" if self.knowledge_base is None else f"@{self.knowledge_base}"
         return self.state.name + at
 
-    def seconds_left(self, deadline: float) -> float:
-        """Until a moment by ``time.monotonic``."""
-        return deadline - time.monotonic()
+    def deadline(self, timeout: float | None) -> float:
+        """When it fails, by ``time.monotonic``; ``timeout``: seconds that its client allows."""
+        most = self.state.settings.max_seconds
+        return self.arrived + min(timeout or most, most)
 
     def saw_tokens(self) -> None:
         """Tokens are there that the client is told of."""
@@ -84,16 +83,16 @@ class Visit:
         problem = None if error is None else problem_of(error)
         for asking in self.askings:
             asking.close()
-        if self._told:
+        if self._ended:
             return problem
-        self._told = True
+        self._ended = True
         generated = sum(len(result.token_ids) for result in self.results)
         if self.ticket is not None:
             self.state.limits.leave(self.ticket, generated)
         served = Served(
-            endpoint=self.request.url.path,
-            request_id=self.request.scope.get("request_id", ""),
-            tenant="" if self.access is None else self.access.tenant,
+            endpoint=self.call.request.url.path,
+            request_id=self.call.request.scope.get("request_id", ""),
+            tenant=self.call.access.tenant,
             knowledge_base=self.knowledge_base,
             stream=self.stream,
             ended=_ended(problem),
@@ -123,7 +122,7 @@ def _ended(problem: Problem | None) -> Ended:
 async def unless_left[T](request: Request, work: Coroutine[Any, Any, T]) -> T:
     """What some work gives; it is cancelled, and ClientLeft raised, where the client leaves."""
     doing = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_left(request))
+    leaving = asyncio.ensure_future(left(request.receive))
     try:
         await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not doing.done():
@@ -135,6 +134,8 @@ async def unless_left[T](request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(doing, leaving, return_exceptions=True)
 
 
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+async def left(receive: Receive) -> None:
+    """Returns when the client leaves."""
+    with contextlib.suppress(Exception):
+        while (await receive())["type"] != "http.disconnect":
+            pass

@@ -1,49 +1,42 @@
-"""POST /v1/embeddings: vectors by the embedder of a knowledge base."""
+"""POST /v1/embeddings and /v1/prefetch: vectors, and KV closer before it is asked for."""
 
-import asyncio
 import base64
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
-from starlette.requests import Request
-from starlette.responses import JSONResponse
 
 from jaxrag.base.types import HostArray
+from jaxrag.kv.store.keys import ID_DIGITS, is_hex
+from jaxrag.kv.store.prefetch import Tier
 from jaxrag.library.embed import BertEmbedder, Embedder
-from jaxrag.server.errors import invalid
-from jaxrag.server.fields import Body, read_body
-from jaxrag.server.state.entry import chosen, entered
+from jaxrag.server.errors import forbidden, invalid
+from jaxrag.server.fields import Body
+from jaxrag.server.state.entry import Call
 from jaxrag.server.state.state import ServerState
 from jaxrag.server.tenants import Access
 
+_MOST_KEYS = 10_000
+_MOST_CHUNKS = 1000
 _MOST_TEXTS = 2048
 _KINDS = {"document": "passage", "passage": "passage", "query": "query"}
 
 
-async def create_embeddings(request: Request) -> JSONResponse:
+def create_embeddings(call: Call) -> dict[str, Any]:
     """Vectors of texts, as base64 of little-endian float32 or as numbers."""
-    state, access = entered(request)
-    body = await read_body(request)
+    state, body = call.state, call.body
     texts = _texts(body)
     form = body.choice("encoding_format", ("float", "base64")) or "float"
     kind = _KINDS[body.choice("input_type", tuple(_KINDS)) or "passage"]
     dimensions = body.integer("dimensions", 1)
-    header = request.headers.get("x-knowledge-base")
-    name = chosen(state, body.text("model"), body.text("knowledge_base"), header)
-
-    def make() -> tuple[str, HostArray, int]:
-        embedder, of = _embedder(state, access, name)
-        if dimensions not in (None, embedder.dim):
-            raise invalid(
-                f"dimensions={dimensions}: this embedder makes vectors of {embedder.dim}; leave it "
-                "out",
-                "dimensions",
-            )
-        return of, embedder(texts, kind), _tokens(state, embedder, texts)  # type: ignore[arg-type]
-
-    loop = asyncio.get_running_loop()
-    of, vectors, tokens = await loop.run_in_executor(state.prepare, make)
-    answer = {
+    embedder, of = _embedder(state, call.access, call.named_base())
+    if dimensions not in (None, embedder.dim):
+        raise invalid(
+            f"dimensions={dimensions}: this embedder makes vectors of {embedder.dim}; leave it out",
+            "dimensions",
+        )
+    vectors = embedder(texts, kind)  # type: ignore[arg-type]
+    tokens = _tokens(state, embedder, texts)
+    return {
         "object": "list",
         "model": f"{state.name}@{of}",
         "data": [
@@ -52,7 +45,28 @@ async def create_embeddings(request: Request) -> JSONResponse:
         ],
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
-    return JSONResponse(answer)
+
+
+def prefetch(call: Call) -> dict[str, Any]:
+    """For admins: bring KV of a question's chunks, or of store keys, closer; answers when it is."""
+    if not call.access.admin:
+        raise forbidden("prefetch is for admins; ask for a key that is one")
+    state, body = call.state, call.body
+    question, keys = body.text("question"), body.texts("keys", most=_MOST_KEYS)
+    if (question is None) == (not keys):
+        raise invalid("expected a question or keys, one of them", "question")
+    bad = next((key for key in keys if not is_hex(key, ID_DIGITS)), None)
+    if bad is not None:
+        raise invalid(f"keys: {bad[:80]!r}: expected {ID_DIGITS} lower-case hex digits", "keys")
+    tier = body.choice("tier", get_args(Tier)) or "page"
+    k = body.integer("k", 1, _MOST_CHUNKS) or state.settings.k
+    name = call.named_base() or state.default_base(call.access)
+    if name is None:
+        raise invalid("there is no knowledge base; name one", "knowledge_base")
+    base = state.knowledge_base(call.access, name)
+    what = list(keys) if question is None else question
+    nbytes = base.prefetch(what, k=k, tier=tier).result()  # type: ignore[arg-type]
+    return {"object": "prefetch", "knowledge_base": name, "tier": tier, "bytes": nbytes}
 
 
 def _texts(body: Body) -> list[str]:

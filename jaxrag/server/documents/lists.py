@@ -3,15 +3,14 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from starlette.requests import Request
-
 from jaxrag.server.errors import invalid
+from jaxrag.server.state.entry import Call
 
 _MOST = 100  # entries of a page
 
 
-def page[Row](
-    request: Request,
+def page_of[Row](
+    call: Call,
     rows: Sequence[Row],
     name: Callable[[Row], str],
     shown: Callable[[Row], dict[str, Any]],
@@ -23,7 +22,7 @@ def page[Row](
     """The page that the query's ``limit``, ``order``, ``after`` and ``before`` ask for.
 
     Args:
-      request: whose query is read.
+      call: whose query is read.
       rows: all there is, oldest first.
       name: of a row.
       shown: a row as the client sees it.
@@ -33,7 +32,7 @@ def page[Row](
 
     Raises Problem 400.
     """
-    asked = request.query_params
+    asked = call.query
     order = asked.get("order", order)
     if order not in ("asc", "desc"):
         raise invalid(f"order={order!r}: expected asc or desc", "order")

@@ -1,25 +1,20 @@
 """/v1/vector_stores: knowledge bases that clients fill and search."""
 
-import asyncio
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse
-
 from jaxrag.library.catalog import DocumentEntry, Hit
-from jaxrag.server.documents.lists import page
+from jaxrag.server.documents.lists import page_of
 from jaxrag.server.documents.where import where_of
 from jaxrag.server.errors import invalid
-from jaxrag.server.fields import Body, read_body
-from jaxrag.server.state.entry import entered
+from jaxrag.server.fields import Body
+from jaxrag.server.state.entry import Call
 from jaxrag.server.state.library import Library, Shelf, no_member
 from jaxrag.server.state.registry import STATUSES, Member, new_id
-from jaxrag.server.tenants import Access
 
 _FOUND = 10  # chunks of a search that does not say how many
 _MOST_FOUND = 50
@@ -35,185 +30,143 @@ _OF_FILE = re.compile(r"file-[0-9a-f]{24}")
 # Vector stores
 
 
-async def create_store(request: Request) -> JSONResponse:
+def create_store(call: Call) -> dict[str, Any]:
     """Make one, with files or without."""
-    state, access = entered(request)
-    body = await read_body(request)
+    library, access, body = call.library, call.access, call.body
     name = body.text("name") or ""
     metadata = _attributes(body, "metadata")
     size, overlap = _chunking(body)
     file_ids = body.texts("file_ids", most=_MOST_FILES)
-    library = state.library
-
-    def make() -> dict[str, Any]:
-        for file_id in file_ids:
-            library.file(access, file_id)
-        shelf = library.create(access, name, metadata, size, overlap)
-        if file_ids:
-            library.put(access, shelf.name, [(file_id, {}) for file_id in file_ids])
-        return _shown(library, shelf)
-
-    return JSONResponse(await asyncio.to_thread(make))
+    for file_id in file_ids:
+        library.file(access, file_id)
+    shelf = library.create(access, name, metadata, size, overlap)
+    if file_ids:
+        library.put(access, shelf.name, [(file_id, {}) for file_id in file_ids])
+    return _shown(library, shelf)
 
 
-async def list_stores(request: Request) -> JSONResponse:
+def list_stores(call: Call) -> dict[str, Any]:
     """Those that the key may search, newest first."""
-    state, access = entered(request)
-    library = state.library
-
-    def found() -> dict[str, Any]:
-        shown = functools.partial(_shown, library)
-        return page(request, library.shelves(access), lambda it: it.name, shown)
-
-    return JSONResponse(await asyncio.to_thread(found))
+    shown = functools.partial(_shown, call.library)
+    return page_of(call, call.library.shelves(call.access), lambda it: it.name, shown)
 
 
-async def get_store(request: Request) -> JSONResponse:
+def get_store(call: Call) -> dict[str, Any]:
     """One of them."""
-    return await _answered(request, lambda it, access, name: _shown(it, it.shelf(access, name)))
+    return _shown(call.library, call.library.shelf(call.access, call.path["store"]))
 
 
-async def change_store(request: Request) -> JSONResponse:
+def change_store(call: Call) -> dict[str, Any]:
     """Rename one, or give it other metadata."""
-    entered(request)
-    body = await read_body(request)
-    new_name = body.text("name")
-    metadata = _attributes(body, "metadata") if "metadata" in body else None
-    return await _answered(
-        request,
-        lambda library, access, name: _shown(
-            library, library.change(access, name, new_name, metadata)
-        ),
-    )
+    name = call.body.text("name")
+    metadata = _attributes(call.body, "metadata") if "metadata" in call.body else None
+    shelf = call.library.change(call.access, call.path["store"], name, metadata)
+    return _shown(call.library, shelf)
 
 
-async def delete_store(request: Request) -> JSONResponse:
+def delete_store(call: Call) -> dict[str, Any]:
     """Remove one; it is found no more when this answers."""
-
-    def remove(library: Library, access: Access, name: str) -> dict[str, Any]:
-        library.remove(access, name)
-        return {"id": name, "object": "vector_store.deleted", "deleted": True}
-
-    return await _answered(request, remove)
+    call.library.remove(call.access, call.path["store"])
+    return {"id": call.path["store"], "object": "vector_store.deleted", "deleted": True}
 
 
-async def search_store(request: Request) -> JSONResponse:
+def search_store(call: Call) -> dict[str, Any]:
     """The chunks that fit a question best."""
-    state, access = entered(request)
-    body = await read_body(request)
+    body = call.body
     questions = body.texts("query", most=_MOST_QUESTIONS)
     if not questions:
         raise invalid("query: expected a text, or a list of them", "query")
     count = body.integer("max_num_results", 1, _MOST_FOUND) or _FOUND
     given = body.table("filters")
-    where = body.table("where") if given is None else where_of(given)
-    name = request.path_params["store"]
-    search = functools.partial(
-        state.library.search,
-        access,
-        name,
+    hits = call.library.search(
+        call.access,
+        call.path["store"],
         questions,
         count,
-        where,
+        body.table("where") if given is None else where_of(given),
         mode=body.field("search_mode"),
         min_score=body.number("min_score"),
     )
-    hits = await asyncio.get_running_loop().run_in_executor(state.prepare, search)
-    return JSONResponse(
-        {
-            "object": "vector_store.search_results.page",
-            "search_query": list(questions),
-            "data": [_shown_hit(hit) for hit in hits],
-            "has_more": False,
-            "next_page": None,
-            "jaxrag": {"notes": list(hits.notes)},
-        }
-    )
+    return {
+        "object": "vector_store.search_results.page",
+        "search_query": list(questions),
+        "data": [_shown_hit(hit) for hit in hits],
+        "has_more": False,
+        "next_page": None,
+        "jaxrag": {"notes": list(hits.notes)},
+    }
 
 
 # Their files
 
 
-async def add_member(request: Request) -> JSONResponse:
+def add_member(call: Call) -> dict[str, Any]:
     """Put a file in; its status says when it is found."""
-    entered(request)
-    body = await read_body(request)
-    file_id = body.text("file_id")
+    file_id = call.body.text("file_id")
     if not file_id:
         raise invalid("file_id: expected the id of an uploaded file", "file_id")
-    _refuse_chunking(body)
-    return await _put(request, file_id, _attributes(body, "attributes"))
+    _refuse_chunking(call.body)
+    return _put(call, file_id, _attributes(call.body, "attributes"))
 
 
-async def change_member(request: Request) -> JSONResponse:
+def change_member(call: Call) -> dict[str, Any]:
     """Give a file other attributes; it is indexed anew, from the KV that is there."""
-    state, access = entered(request)
-    body = await read_body(request)
-    name, file_id = request.path_params["store"], request.path_params["file"]
-    attributes = _attributes(body, "attributes")
-    await asyncio.to_thread(_member, state.library, access, name, file_id)
-    return await _put(request, file_id, attributes)
+    attributes = _attributes(call.body, "attributes")
+    get_member(call)
+    return _put(call, call.path["file"], attributes)
 
 
-async def list_members(request: Request) -> JSONResponse:
+def list_members(call: Call) -> dict[str, Any]:
     """The files of a vector store, newest first."""
-    asked = request.query_params.get("filter")
-    if asked is not None and asked not in STATUSES:
-        raise invalid(f"filter={asked[:80]!r}: expected one of {', '.join(STATUSES)}", "filter")
-
-    def found(library: Library, access: Access, name: str) -> dict[str, Any]:
-        shelf = library.shelf(access, name)
-        members = library.registry.members(shelf.name, status=asked)
-        rows = [_shown_member(library, it) for it in members]
-        if shelf.row is None and asked in (None, "completed"):
-            rows = [*_ingested(library, shelf), *rows]
-        return page(request, rows, lambda row: str(row["id"]), dict)
-
-    return await _answered(request, found)
+    status, library = call.query.get("filter"), call.library
+    if status is not None and status not in STATUSES:
+        raise invalid(f"filter={status[:80]!r}: expected one of {', '.join(STATUSES)}", "filter")
+    shelf = library.shelf(call.access, call.path["store"])
+    rows = [
+        _shown_member(library, it) for it in library.registry.members(shelf.name, status=status)
+    ]
+    if shelf.row is None and status in (None, "completed"):
+        rows = [*_ingested(library, shelf), *rows]
+    return page_of(call, rows, lambda row: str(row["id"]), dict)
 
 
-async def get_member(request: Request) -> JSONResponse:
+def get_member(call: Call) -> dict[str, Any]:
     """One of them."""
-    file_id = request.path_params["file"]
-    return await _answered(
-        request, lambda library, access, name: _member(library, access, name, file_id)
-    )
+    library, name, file_id = call.library, call.path["store"], call.path["file"]
+    shelf = library.shelf(call.access, name)
+    member = library.registry.member(name, file_id)
+    if member is not None:
+        return _shown_member(library, member)
+    if shelf.row is None:
+        for entry in library.base(shelf).documents():
+            if entry.id == file_id:
+                return _shown_document(library, shelf, entry)
+    raise no_member(name, file_id)
 
 
-async def delete_member(request: Request) -> JSONResponse:
+def delete_member(call: Call) -> dict[str, Any]:
     """Take a file out; its documents are found no more when this answers."""
-    file_id = request.path_params["file"]
-
-    def remove(library: Library, access: Access, name: str) -> dict[str, Any]:
-        library.take_out(access, name, file_id)
-        return {"id": file_id, "object": "vector_store.file.deleted", "deleted": True}
-
-    return await _answered(request, remove)
+    call.library.take_out(call.access, call.path["store"], call.path["file"])
+    return {"id": call.path["file"], "object": "vector_store.file.deleted", "deleted": True}
 
 
-async def member_content(request: Request) -> JSONResponse:
+def member_content(call: Call) -> dict[str, Any]:
     """The texts of its chunks, in order."""
-    file_id = request.path_params["file"]
-
-    def texts(library: Library, access: Access, name: str) -> dict[str, Any]:
-        found = library.texts(access, name, file_id)
-        return {
-            "object": "vector_store.file_content.page",
-            "data": [{"type": "text", "text": text} for text in found],
-            "has_more": False,
-            "next_page": None,
-        }
-
-    return await _answered(request, texts)
+    found = call.library.texts(call.access, call.path["store"], call.path["file"])
+    return {
+        "object": "vector_store.file_content.page",
+        "data": [{"type": "text", "text": text} for text in found],
+        "has_more": False,
+        "next_page": None,
+    }
 
 
 # Files that come together
 
 
-async def create_batch(request: Request) -> JSONResponse:
+def create_batch(call: Call) -> dict[str, Any]:
     """Put several files in."""
-    entered(request)
-    body = await read_body(request)
+    body = call.body
     _refuse_chunking(body)
     given = body.values.get("files")
     files: list[tuple[str, dict[str, Any]]] = []
@@ -226,65 +179,36 @@ async def create_batch(request: Request) -> JSONResponse:
     names = [name for name, _ in files]
     if not files or len(files) > _MOST_FILES or len(set(names)) < len(names):
         raise invalid(f"file_ids: expected 1 to {_MOST_FILES} different ids of files", "file_ids")
-
-    def put(library: Library, access: Access, name: str) -> dict[str, Any]:
-        batch = new_id("vsfb_")
-        library.put(access, name, files, batch)
-        return _shown_batch(library, access, name, batch)
-
-    return await _answered(request, put)
+    batch = new_id("vsfb_")
+    call.library.put(call.access, call.path["store"], files, batch)
+    return _shown_batch(call, batch)
 
 
-async def get_batch(request: Request) -> JSONResponse:
+def get_batch(call: Call) -> dict[str, Any]:
     """How far they are."""
-    batch = request.path_params["batch"]
-    return await _answered(
-        request, lambda library, access, name: _shown_batch(library, access, name, batch)
-    )
+    return _shown_batch(call, call.path["batch"])
 
 
-async def cancel_batch(request: Request) -> JSONResponse:
+def cancel_batch(call: Call) -> dict[str, Any]:
     """Do no more for those that are in progress."""
-    batch = request.path_params["batch"]
-
-    def cancel(library: Library, access: Access, name: str) -> dict[str, Any]:
-        _shown_batch(library, access, name, batch)
-        library.cancel_batch(access, name, batch)
-        return _shown_batch(library, access, name, batch)
-
-    return await _answered(request, cancel)
+    get_batch(call)
+    call.library.cancel_batch(call.access, call.path["store"], call.path["batch"])
+    return get_batch(call)
 
 
-async def list_batch(request: Request) -> JSONResponse:
+def list_batch(call: Call) -> dict[str, Any]:
     """The files of a batch, newest first."""
-    batch = request.path_params["batch"]
-
-    def found(library: Library, access: Access, name: str) -> dict[str, Any]:
-        _shown_batch(library, access, name, batch)
-        rows = library.registry.members(name, batch=batch)
-        return page(request, rows, lambda it: it.file, functools.partial(_shown_member, library))
-
-    return await _answered(request, found)
+    get_batch(call)
+    rows = call.library.registry.members(call.path["store"], batch=call.path["batch"])
+    return page_of(call, rows, lambda it: it.file, functools.partial(_shown_member, call.library))
 
 
 # What clients see
 
 
-async def _answered(
-    request: Request, work: Callable[[Library, Access, str], dict[str, Any]]
-) -> JSONResponse:
-    """What some work on the named vector store gives, done on a thread."""
-    state, access = entered(request)
-    name = request.path_params["store"]
-    return JSONResponse(await asyncio.to_thread(work, state.library, access, name))
-
-
-async def _put(request: Request, file_id: str, attributes: dict[str, Any]) -> JSONResponse:
-    def put(library: Library, access: Access, name: str) -> dict[str, Any]:
-        [member] = library.put(access, name, [(file_id, attributes)])
-        return _shown_member(library, member)
-
-    return await _answered(request, put)
+def _put(call: Call, file_id: str, attributes: dict[str, Any]) -> dict[str, Any]:
+    [member] = call.library.put(call.access, call.path["store"], [(file_id, attributes)])
+    return _shown_member(call.library, member)
 
 
 def _shown(library: Library, shelf: Shelf) -> dict[str, Any]:
@@ -357,20 +281,9 @@ def _shown_document(library: Library, shelf: Shelf, entry: DocumentEntry) -> dic
     }
 
 
-def _member(library: Library, access: Access, name: str, file_id: str) -> dict[str, Any]:
-    shelf = library.shelf(access, name)
-    member = library.registry.member(name, file_id)
-    if member is not None:
-        return _shown_member(library, member)
-    if shelf.row is None:
-        for entry in library.base(shelf).documents():
-            if entry.id == file_id:
-                return _shown_document(library, shelf, entry)
-    raise no_member(name, file_id)
-
-
-def _shown_batch(library: Library, access: Access, name: str, batch: str) -> dict[str, Any]:
-    shelf = library.shelf(access, name)
+def _shown_batch(call: Call, batch: str) -> dict[str, Any]:
+    library, name = call.library, call.path["store"]
+    shelf = library.shelf(call.access, name)
     members = library.registry.members(shelf.name, batch=batch)
     if not members:
         raise no_member(name, batch)

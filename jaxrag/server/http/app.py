@@ -1,63 +1,135 @@
-"""The table of routes, and what stands around all of them."""
+"""The table of routes, the page for people, and what lies around all answers."""
 
+import functools
+import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
+from importlib.resources import files as files_of
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxrag.server.answers import models, scoring, tokenize
 from jaxrag.server.answers.chat import chat_completions
 from jaxrag.server.answers.completions import completions
-from jaxrag.server.answers.models import get_model, list_models
-from jaxrag.server.answers.scoring import get_tokenizer_info
-from jaxrag.server.answers.tokenize import detokenize, tokenize
+from jaxrag.server.documents import embeddings, files, vector_stores
 from jaxrag.server.errors import Problem, answer_error, forbidden, too_large
 from jaxrag.server.http.engine_view import engine_state
 from jaxrag.server.http.health import health, ready
 from jaxrag.server.http.logs import AccessLog
 from jaxrag.server.http.metrics import attach, metrics
-from jaxrag.server.http.page import icon, page
-from jaxrag.server.http.routes import ROUTES as DOCUMENTS
 from jaxrag.server.settings import ServerSettings
+from jaxrag.server.state.entry import Call, endpoint
 from jaxrag.server.state.state import ServerState
 
 _LONGEST_ID = 128  # characters of a request id that is taken over
 _UPLOADS = "/v1/files"
+_STORE = "/v1/vector_stores/{store}"
+_MEMBER = f"{_STORE}/files/{{file:path}}"
+_BATCH = f"{_STORE}/file_batches/{{batch}}"
+_MARK = "@NONCE@"  # stands in the file where its style and its script say the nonce
+_POLICY = (
+    "default-src 'self'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; object-src 'none'; "
+    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+)
+_ICON = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><rect width="16" height="16" '
+    'rx="3" fill="#0f685a"/><path d="M4 5h8M4 8h8M4 11h5" stroke="#fff" stroke-width="1.6" '
+    'stroke-linecap="round"/></svg>'
+)
+
+
+def _plain(
+    path: str,
+    answer: Callable[[Call], Mapping[str, Any] | Response],
+    method: str = "GET",
+    **how: bool,
+) -> Route:
+    """The route of a plain function; ``how`` as ``endpoint`` has it."""
+    return Route(path, endpoint(answer, **how), methods=[method])
+
+
+@functools.cache
+def _text() -> str:
+    return files_of("jaxrag.server.http").joinpath("page.html").read_text(encoding="utf-8")
+
+
+async def page(request: Request) -> Response:
+    """GET /: the page. It runs no script and takes no style but its own, from nowhere else."""
+    nonce = secrets.token_urlsafe(16)
+    headers = {
+        "content-security-policy": _POLICY.format(nonce=nonce),
+        "cache-control": "no-store",
+        "referrer-policy": "same-origin",
+        "x-content-type-options": "nosniff",
+    }
+    return HTMLResponse(_text().replace(_MARK, nonce), headers=headers)
+
+
+async def icon(request: Request) -> Response:
+    """GET /favicon.svg and /favicon.ico: the same picture."""
+    return Response(
+        _ICON, media_type="image/svg+xml", headers={"cache-control": "public, max-age=86400"}
+    )
+
+
+ROUTES = (
+    Route("/", page),
+    Route("/favicon.svg", icon),
+    Route("/favicon.ico", icon),
+    Route("/health", health),
+    Route("/ready", ready),
+    Route("/metrics", metrics),
+    Route("/v1/engine", engine_state),
+    _plain("/tokenizer_info", scoring.tokenizer_info, ready=False),
+    _plain("/v1/models", models.list_models, ready=False),
+    _plain("/v1/models/{name:path}", models.get_model, ready=False),
+    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/completions", completions, methods=["POST"]),
+    _plain("/tokenize", tokenize.tokenize, "POST", counts=False, prepares=True),
+    _plain("/detokenize", tokenize.detokenize, "POST", counts=False, prepares=True),
+    _plain("/v1/files", files.list_files),
+    Route("/v1/files", files.create_file, methods=["POST"]),
+    _plain("/v1/files/{file}", files.get_file),
+    _plain("/v1/files/{file}", files.delete_file, "DELETE"),
+    _plain("/v1/files/{file}/content", files.file_content),
+    _plain("/v1/vector_stores", vector_stores.list_stores),
+    _plain("/v1/vector_stores", vector_stores.create_store, "POST"),
+    _plain(_STORE, vector_stores.get_store),
+    _plain(_STORE, vector_stores.change_store, "POST"),
+    _plain(_STORE, vector_stores.delete_store, "DELETE"),
+    _plain(f"{_STORE}/search", vector_stores.search_store, "POST", prepares=True),
+    _plain(f"{_STORE}/files", vector_stores.list_members),
+    _plain(f"{_STORE}/files", vector_stores.add_member, "POST"),
+    _plain(f"{_MEMBER}/content", vector_stores.member_content),
+    _plain(_MEMBER, vector_stores.get_member),
+    _plain(_MEMBER, vector_stores.change_member, "POST"),
+    _plain(_MEMBER, vector_stores.delete_member, "DELETE"),
+    _plain(f"{_STORE}/file_batches", vector_stores.create_batch, "POST"),
+    _plain(_BATCH, vector_stores.get_batch),
+    _plain(f"{_BATCH}/cancel", vector_stores.cancel_batch, "POST"),
+    _plain(f"{_BATCH}/files", vector_stores.list_batch),
+    _plain("/v1/embeddings", embeddings.create_embeddings, "POST", prepares=True),
+    _plain("/v1/prefetch", embeddings.prefetch, "POST", prepares=True),
+)
 
 
 def make_app(state: ServerState) -> Starlette:
     """The application over a state, which handlers find at ``request.app.state.server``."""
-    routes = [
-        Route("/", page),
-        Route("/favicon.svg", icon),
-        Route("/favicon.ico", icon),
-        Route("/health", health),
-        Route("/ready", ready),
-        Route("/metrics", metrics),
-        Route("/v1/engine", engine_state),
-        Route("/tokenizer_info", get_tokenizer_info),
-        Route("/v1/models", list_models),
-        Route("/v1/models/{name:path}", get_model),
-        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/tokenize", tokenize, methods=["POST"]),
-        Route("/detokenize", detokenize, methods=["POST"]),
-        *DOCUMENTS,
-    ]
     app = Starlette(
-        routes=routes,
+        routes=list(ROUTES),
         middleware=[
             Middleware(RequestId, state=state),
             Middleware(AccessLog),
             *_cors(state.settings),
-            Middleware(Errors),
-            Middleware(SameOrigin, allowed=state.settings.origins),
-            Middleware(BodyLimit, settings=state.settings),
+            Middleware(Checks, settings=state.settings),
         ],
         exception_handlers={HTTPException: answer_error},
     )
@@ -75,29 +147,6 @@ def _cors(settings: ServerSettings) -> list[Middleware]:
             CORSMiddleware, allow_origins=settings.origins, allow_methods="*", allow_headers="*"
         )
     ]
-
-
-class SameOrigin:
-    """Refuses what a page of another origin has a browser send: its user did not ask for it.
-
-    A browser sends a plain POST to any server, this machine's own included, and says whence.
-    """
-
-    def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
-        self._app = app
-        self._allowed = frozenset(allowed)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or raise Problem 403."""
-        if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
-            headers = dict(scope["headers"])
-            origin = headers.get(b"origin", b"").decode("latin-1")
-            host = headers.get(b"host", b"").decode("latin-1")
-            if origin and origin not in self._allowed and origin.partition("://")[2] != host:
-                raise forbidden(
-                    f"pages of {origin[:100]} may not ask here; the server's `origins` lets them"
-                )
-        await self._app(scope, receive, send)
 
 
 class RequestId:
@@ -119,44 +168,20 @@ class RequestId:
         shown = "".join(it for it in given.decode("latin-1") if it.isascii() and it.isprintable())
         name = scope["request_id"] = shown or uuid.uuid4().hex
 
-        async def told(message: Message) -> None:
+        async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
             await send(message)
 
         self._state.requests += 1
         try:
-            await self._app(scope, receive, told)
+            await self._app(scope, receive, named)
         finally:
             self._state.requests -= 1
 
 
-class Errors:
-    """Answers with the error that a handler raised."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on."""
-        begun = False
-
-        async def watched(message: Message) -> None:
-            nonlocal begun
-            begun = begun or message["type"] == "http.response.start"
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watched)
-        except Exception as error:
-            if scope["type"] != "http" or begun:
-                raise
-            response = await answer_error(Request(scope), error)
-            await response(scope, receive, send)
-
-
-class BodyLimit:
-    """Refuses a body beyond the limit, as soon as its length is known."""
+class Checks:
+    """Refuses what is not to come in, and answers with the error that a handler raised."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
@@ -167,12 +192,15 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        begun, seen = False, 0
+        settings = self._settings
         uploads = scope["path"].startswith(_UPLOADS)
-        most = self._settings.max_upload_bytes if uploads else self._settings.max_body_bytes
-        length = dict(scope["headers"]).get(b"content-length", b"")
-        if length.isdigit() and int(length) > most:
-            raise _beyond(most)
-        seen = 0
+        most = settings.max_upload_bytes if uploads else settings.max_body_bytes
+
+        async def watched(message: Message) -> None:
+            nonlocal begun
+            begun = begun or message["type"] == "http.response.start"
+            await send(message)
 
         async def counted() -> Message:
             nonlocal seen
@@ -182,7 +210,32 @@ class BodyLimit:
                 raise _beyond(most)
             return message
 
-        await self._app(scope, counted, send)
+        try:
+            self._check_origin(scope)
+            length = dict(scope["headers"]).get(b"content-length", b"")
+            if length.isdigit() and int(length) > most:
+                raise _beyond(most)
+            await self._app(scope, counted, watched)
+        except Exception as error:
+            if begun:
+                raise
+            response = await answer_error(Request(scope), error)
+            await response(scope, receive, send)
+
+    def _check_origin(self, scope: Scope) -> None:
+        """Problem 403 for what a page of another origin sends: its user did not ask for it.
+
+        A browser sends a plain POST to any server, this machine's own included, and says whence.
+        """
+        if scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            return
+        headers = dict(scope["headers"])
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        host = headers.get(b"host", b"").decode("latin-1")
+        if origin and origin not in self._settings.origins and origin.partition("://")[2] != host:
+            raise forbidden(
+                f"pages of {origin[:100]} may not ask here; the server's `origins` lets them"
+            )
 
 
 def _beyond(most: int) -> Problem:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from jaxrag.base.errors import ConfigError
+from jaxrag.serve.warm import requests_like
 from jaxrag.server.errors import unavailable
 from jaxrag.server.http.app import make_app
+from jaxrag.server.http.health import fail_stuck, watchdog
 from jaxrag.server.http.logs import logging_requests
-from jaxrag.server.http.stall import tell_stuck, watchdog
-from jaxrag.server.http.warm import warm_up
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state.state import ServerState
 from jaxrag.server.tenants import check_host
@@ -105,7 +105,7 @@ class Server:
                 loop.add_signal_handler(number, self.end)
         serving = asyncio.ensure_future(self._uvicorn.serve([self._bound]))
         warming: asyncio.Future[None] | None = None
-        watching = asyncio.ensure_future(tell_stuck(self.state))
+        watching = asyncio.ensure_future(fail_stuck(self.state))
         try:
             while not self._uvicorn.started and not serving.done():
                 await asyncio.sleep(_TURN)
@@ -183,3 +183,28 @@ class _Uvicorn(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to whoever runs it."""
         yield
+
+
+def warm_up(state: ServerState) -> int:
+    """Search every knowledge base once, and compile what the default method needs; how many.
+
+    Questions of usual lengths over as many chunks as are retrieved, and prompts without any, in
+    all widths; where files are uploaded, their encoding. Other methods and rules are compiled when
+    they are first asked for.
+    """
+    settings = state.settings
+    for base in state.knowledge_bases.values():
+        base.search("What?", 1)
+    requests = requests_like(
+        state.model,
+        next(iter(state.methods.values())),
+        {base.chunking.chunk_tokens for base in state.knowledge_bases.values()},
+        settings.k,
+        settings.max_new_tokens,
+        settings.rows,
+        watched=True,
+    )
+    programs = state.engine.warm_up(list(requests))
+    state.library.warm_up()
+    state.engine.forget()
+    return programs
