@@ -11,9 +11,10 @@ import httpx
 import pytest
 from starlette.requests import Request
 
+from jaxrag.serve.answers import Piece
 from jaxrag.serve.conversation import conversation_of
 from jaxrag.server.answers.answering import respond
-from jaxrag.server.answers.asking import Inbox, Piece, SlowReader, make_ready
+from jaxrag.server.answers.asking import Inbox, SlowReader, make_ready
 from jaxrag.server.answers.chat import ChatForm
 from jaxrag.server.answers.sse import EventStream
 from jaxrag.server.answers.visit import Visit

@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from jaxrag.base.errors import DeadlineExceeded, Overloaded
-from jaxrag.serve.answers import Result
+from jaxrag.serve.answers import Piece, Result
 from jaxrag.serve.questions import ReadyQuestion
-from jaxrag.server.answers.asking import LATE, Asking, Inbox, Piece, usage
+from jaxrag.server.answers.asking import LATE, Asking, Inbox, usage
 from jaxrag.server.answers.forms import Form
 from jaxrag.server.answers.sse import EventStream, comment, event
 from jaxrag.server.answers.visit import Visit, unless_left

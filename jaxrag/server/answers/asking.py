@@ -1,4 +1,4 @@
-"""One prompt with the engine: made ready on a thread, and its answer told on the event loop."""
+"""One prompt with the engine: made ready on a thread, its answer brought to the event loop."""
 
 import asyncio
 import dataclasses
@@ -12,10 +12,9 @@ from typing import Any
 from jaxrag.base.errors import DeadlineExceeded
 from jaxrag.engine.progress import Progress
 from jaxrag.reuse.methods import METHODS
-from jaxrag.serve.answers import Result, abstained, answer_to, result_of
+from jaxrag.serve.answers import Growing, News, Piece, Result, abstained
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import Conversation, Text
-from jaxrag.serve.output import Answer
 from jaxrag.serve.questions import ReadyQuestion, prepare, resolve
 from jaxrag.server.errors import Problem, invalid
 from jaxrag.server.fields import Generation
@@ -24,21 +23,6 @@ from jaxrag.server.tenants import Access
 
 LATE = "time was over before the prompt was ready; allow more, or ask later"
 DEFAULT_CLASS = 1  # of priority, where there are several
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """What is new of an answer.
-
-    Attributes:
-      text: that is certain now; may be "" while there are tokens.
-      ids: its new tokens.
-      logprobs: of each the logarithm of its probability.
-    """
-
-    text: str
-    ids: list[int]
-    logprobs: list[float]
 
 
 class SlowReader(Problem):
@@ -134,13 +118,13 @@ class Inbox:
         """``most``: news that a reader may be behind; None: any number."""
         self.cut = asyncio.Event()
         self._most = most
-        self._news: deque[tuple[int, Piece | Result | BaseException]] = deque()
+        self._news: deque[tuple[int, News]] = deque()
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._news)
 
-    def put(self, place: int, item: Piece | Result | BaseException) -> None:
+    def put(self, place: int, item: News) -> None:
         """There is something new of the prompt at this place."""
         if self.cut.is_set():
             return
@@ -179,7 +163,7 @@ class Asking:
         self._state, self._inbox, self._place = state, inbox, place
         self._loop = asyncio.get_running_loop()
         self._asked: ReadyQuestion | None = None
-        self._answer: Answer | None = None
+        self._growing: Growing | None = None
         self._lock = threading.Lock()  # of the two below
         self._number: int | None = None
         self._closed = False
@@ -192,7 +176,7 @@ class Asking:
         self._asked = await self._loop.run_in_executor(self._state.prepare, make)
         abstains, request = self._asked.abstains, self._asked.request
         self.prompt_tokens = 0 if abstains else request.prompt.num_tokens
-        self._answer = answer_to(self._asked)
+        self._growing = Growing(self._asked, self._hear)
 
     async def begin(self, deadline: float) -> None:
         """Hand it to the engine; it fails at ``deadline``, by ``time.monotonic``."""
@@ -229,7 +213,7 @@ class Asking:
         self._state.asking.discard(self)
 
     def fail(self, error: BaseException) -> None:
-        """It ends with an error, wherever it stands."""
+        """It ends with an error, wherever it is."""
         if not self._over:
             self._failed = error
             self.close()
@@ -237,7 +221,7 @@ class Asking:
 
     @property
     def where(self) -> str:
-        """Where it stands, in words."""
+        """What it waits for, or does, in words."""
         if self._number is None:
             return "preparing"
         found = self._state.engine.where(self._number)
@@ -248,59 +232,46 @@ class Asking:
 
     def account(self, result: Result, return_text: bool) -> dict[str, Any]:
         """What a Result says beside the answer; folders of the server are not shown."""
-        told = account(result, return_text)
+        shown = result.to_dict()
+        for name in ("text", "token_ids", "finish_reason"):
+            del shown[name]
+        for source in shown["sources"]:
+            source["file"] = source["file"] and Path(source["file"]).name
+            if not return_text:
+                del source["text"]
         base = None if self._asked is None else self._asked.settings.kb
         if base is not None:
             parent = f"{base.path.parent}/"
-            told["notes"] = [note.replace(parent, "") for note in told["notes"]]
-        return told
+            shown["notes"] = [note.replace(parent, "") for note in shown["notes"]]
+        return shown
 
     def _sink(self, progress: Progress) -> None:
-        """Told on the engine's thread."""
+        """On the engine's thread."""
         self._loop.call_soon_threadsafe(self._arrive, progress)
 
     def _arrive(self, progress: Progress) -> None:
         """Text of new tokens, here and not on the engine's thread."""
         if self._over:
             return
-        if progress.error is not None:
-            self._end(progress.error)
-            return
+        assert self._growing is not None
         try:
-            self._take(progress)
-        except Exception as error:  # whoever waits is told, and the event loop is not
+            before = self._growing.ended
+            if self._growing.sink(progress) and not before and not self._over:  # a stop string
+                self._state.engine.stop(progress.number)
+        except Exception as error:  # whoever waits sees it, and the event loop does not
             self.fail(error)
 
-    def _take(self, progress: Progress) -> None:
-        assert self._answer is not None and self._asked is not None
-        before, was = len(self._answer.token_ids), self._answer.finish_reason
-        text = self._answer.push(progress.new, progress.finish_reason)
-        ids = self._answer.token_ids[before:]
-        if text or ids:
-            logprobs = progress.logprobs[: len(ids)]
-            self.logprobs += logprobs
-            self._inbox.put(self._place, Piece(text, ids, logprobs))
-        if progress.outcome is not None:
-            self._end(result_of(self._asked, self._answer, progress.outcome))
-        elif was is None and self._answer.finish_reason is not None:  # a stop string
-            self._state.engine.stop(progress.number)
+    def _hear(self, item: News) -> None:
+        if isinstance(item, Piece):
+            self.logprobs += item.logprobs
+            self._inbox.put(self._place, item)
+        else:
+            self._end(item)
 
     def _end(self, item: Result | BaseException) -> None:
         self._over = True
         self._state.asking.discard(self)
         self._inbox.put(self._place, item)
-
-
-def account(result: Result, return_text: bool) -> dict[str, Any]:
-    """What a Result says beside the answer, for the field ``jaxrag``."""
-    told = result.to_dict()
-    for name in ("text", "token_ids", "finish_reason"):
-        del told[name]
-    for source in told["sources"]:
-        source["file"] = source["file"] and Path(source["file"]).name  # folders are the server's
-        if not return_text:
-            del source["text"]
-    return told
 
 
 def usage(asked: list[tuple[int, Result]]) -> dict[str, Any]:

@@ -6,9 +6,10 @@ from typing import Any
 
 from starlette.responses import Response
 
+from jaxrag.serve.answers import Piece
 from jaxrag.serve.conversation import conversation_of
 from jaxrag.server.answers.answering import base_of, respond, visited
-from jaxrag.server.answers.asking import Piece, make_ready
+from jaxrag.server.answers.asking import make_ready
 from jaxrag.server.answers.forms import Form, token_text
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.fields import generation_of

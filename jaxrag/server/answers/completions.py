@@ -10,10 +10,11 @@ from starlette.responses import Response
 
 from jaxrag.base.types import HostArray
 from jaxrag.models.model import Model, as_token_ids
+from jaxrag.serve.answers import Piece
 from jaxrag.serve.ask import is_ids
 from jaxrag.serve.conversation import Conversation, Text
 from jaxrag.server.answers.answering import base_of, respond, visited
-from jaxrag.server.answers.asking import Piece, make_ready
+from jaxrag.server.answers.asking import make_ready
 from jaxrag.server.answers.forms import Form, token_text
 from jaxrag.server.answers.scoring import scored, scoring_of
 from jaxrag.server.answers.visit import Visit

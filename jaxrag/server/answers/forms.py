@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxrag.models.model import Model
-from jaxrag.serve.answers import Result
-from jaxrag.server.answers.asking import Piece
+from jaxrag.serve.answers import Piece, Result
 from jaxrag.server.answers.visit import Visit
 
 
