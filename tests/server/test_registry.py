@@ -70,7 +70,7 @@ def test_a_disk_that_is_full_leaves_nothing(uploads, registry, monkeypatch):
 def test_members_go_from_in_progress_to_an_end_and_once(registry):
     [member] = registry.put_members("vs_1", [("file-1", {"a": 1})], "acme", "batch")
     assert (member.status, member.attributes, member.batch) == ("in_progress", {"a": 1}, "batch")
-    assert registry.unfinished() == [member]
+    assert registry.members(status="in_progress") == [member]
     assert registry.settle_member(member.number, "completed", counts={"chunks": 3})
     assert not registry.settle_member(member.number, "failed")
     assert registry.member("vs_1", "file-1").counts == {"chunks": 3}

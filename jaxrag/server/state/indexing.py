@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from jaxrag.base.errors import DocumentError, EngineError, JaxragError
-from jaxrag.engine.engine import Engine
+from jaxrag.engine.engine import engine_of
 from jaxrag.library.documents import BadDocument, Document
 from jaxrag.library.documents.chunking import Chunk
 from jaxrag.library.documents.files import ReadOptions
@@ -22,6 +22,7 @@ from jaxrag.library.documents.parser import ParseLimits, Parser
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.ingest import AddReport
 from jaxrag.models.model import Model
+from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state.registry import Member, Registry
 from jaxrag.server.state.uploads import Uploads
 
@@ -50,27 +51,23 @@ class Indexer:
         self,
         registry: Registry,
         uploads: Uploads,
-        engine: Engine,
         model: Model,
         open_base: Open,
-        *,
-        threads: int,
-        parse_seconds: float,
+        settings: ServerSettings,
     ) -> None:
         """Starts nothing yet.
 
         Args:
           registry: where members are.
           uploads: where their bytes are.
-          engine: encodes, when those that it serves let it.
-          model: of the knowledge bases, which all have its tokenizer.
+          model: of the knowledge bases, which all have its tokenizer; its engine encodes, when
+            those that it serves let it.
           open_base: gives the knowledge base of a tenant's store.
-          threads: files that are worked on at once, each with a parsing process.
-          parse_seconds: that one document may take to parse.
+          settings: of the server.
         """
-        self._registry, self._uploads, self._engine = registry, uploads, engine
+        self._registry, self._uploads = registry, uploads
         self._model, self._open = model, open_base
-        self._threads, self._parse_seconds = threads, parse_seconds
+        self._threads, self._parse_seconds = settings.index_threads, settings.parse_seconds
         self._changed = threading.Condition()
         self._waiting: dict[str, deque[_Job]] = {}  # by tenant; whose turn it is comes first
         self._running: set[_Job] = set()
@@ -201,7 +198,7 @@ class Indexer:
                 if not wanted():
                     raise InterruptedError
                 try:
-                    return self._engine.spare(piece)
+                    return engine_of(self._model).spare(piece)
                 except EngineError:  # of others: a piece can be encoded again
                     if not left:
                         raise

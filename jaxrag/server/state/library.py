@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from jaxrag.base.errors import ConfigError, JaxragError, disk_errors
-from jaxrag.engine.engine import Engine
 from jaxrag.library.catalog import Hit
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.library.knowledge_base.maintained import DEFAULT_GRACE_SECONDS
 from jaxrag.library.knowledge_base.search import Hits, SearchMode
+from jaxrag.library.options import KnowledgeBaseOptions
 from jaxrag.models.model import Model
 from jaxrag.server.durable import PRIVATE, make_folder, sync_folder
 from jaxrag.server.errors import forbidden, invalid, not_found
+from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state.indexing import Indexer
-from jaxrag.server.state.recipe import Recipe
+from jaxrag.server.state.recipe import warm_up
 from jaxrag.server.state.registry import FileRow, Member, Registry, StoreRow, new_id
 from jaxrag.server.state.uploads import TENANTS, Upload, Uploads
 from jaxrag.server.tenants import Access, Tenants, folder_name
@@ -59,10 +59,10 @@ class Shelf:
 
 
 class Library:
-    """Files and vector stores of all tenants in one data folder. Make one with ``open``.
+    """Files and vector stores of all tenants in the data folder of a server.
 
     Attributes:
-      data: the folder.
+      data: the folder; where the settings name none, a passing one: nothing can be uploaded then.
       model: encodes documents.
       created: when it was opened, seconds since 1970.
       registry: what is known of files and vector stores.
@@ -75,37 +75,39 @@ class Library:
 
     def __init__(
         self,
-        data: Path,
+        settings: ServerSettings,
         model: Model,
-        engine: Engine,
         served: Mapping[str, KnowledgeBase],
-        recipe: Recipe,
+        recipe: KnowledgeBaseOptions,
         tenants: Tenants,
-        *,
-        threads: int,
-        parse_seconds: float,
-        grace_seconds: float,
-        keeps: bool,
     ) -> None:
-        """Use ``open``."""
-        self.data = data
-        self._keeps = keeps
+        """Open the folder, or make it; sweep what was never acknowledged, go on with the rest.
+
+        Args:
+          settings: the folder, and how files are indexed and kept.
+          model: encodes documents.
+          served: knowledge bases that tenants share, by name.
+          recipe: of new vector stores.
+          tenants: who there is.
+
+        Raises ConfigError for a folder that another server has open, StoreError for one that cannot
+        be written.
+        """
+        self._keeps = settings.data is not None
+        folder = tempfile.mkdtemp(prefix="jaxrag-") if settings.data is None else settings.data
+        self.data = data = Path(folder).absolute()
         # Called by ``close``, or when the interpreter ends.
-        self._scratch = None if keeps else weakref.finalize(self, shutil.rmtree, data, True)
+        self._scratch = None if self._keeps else weakref.finalize(self, shutil.rmtree, data, True)
         self.created = int(time.time())
         self.model = model
-        self._engine = engine
         self._served, self._recipe, self._tenants = served, recipe, tenants
-        self._grace = grace_seconds
+        self._grace = settings.grace_seconds
         with disk_errors(data):
             make_folder(data, PRIVATE)
             self._lock_file = _lock(data)
         self.registry = Registry(data)
         self.uploads = Uploads(data, self.registry)
-        self.indexer = Indexer(
-            self.registry, self.uploads, engine, model, self._base_of,
-            threads=threads, parse_seconds=parse_seconds,
-        )  # fmt: skip
+        self.indexer = Indexer(self.registry, self.uploads, model, self._base_of, settings)
         self._opening = threading.Lock()
         self._bases: dict[str, KnowledgeBase] = {}  # own ones that are open, by id
         self._changing: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
@@ -113,51 +115,13 @@ class Library:
         self._littered: dict[str, float] = {}  # when a document left a store, by its name
         self._closed = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="jaxrag-keeper", daemon=True)
-
-    @classmethod
-    def open(
-        cls,
-        data: str | os.PathLike[str] | None,
-        model: Model,
-        engine: Engine,
-        served: Mapping[str, KnowledgeBase],
-        recipe: Recipe,
-        tenants: Tenants,
-        *,
-        threads: int = 2,
-        parse_seconds: float = 120.0,
-        grace_seconds: float = DEFAULT_GRACE_SECONDS,
-    ) -> "Library":
-        """Open a data folder, or make it; sweep what was never acknowledged, go on with the rest.
-
-        Args:
-          data: the folder; None: nothing can be uploaded, what is served can be searched.
-          model: encodes documents.
-          engine: of the model.
-          served: knowledge bases that tenants share, by name.
-          recipe: of new vector stores.
-          tenants: who there is.
-          threads: files that are indexed at once.
-          parse_seconds: that one document may take to parse.
-          grace_seconds: longer than any request takes: so long what was removed stays on the disk.
-
-        Raises ConfigError for a folder that another server has open, StoreError for one that cannot
-        be written.
-        """
-        folder = tempfile.mkdtemp(prefix="jaxrag-") if data is None else data
-        library = cls(
-            Path(folder).absolute(), model, engine, served, recipe, tenants,
-            threads=threads, parse_seconds=parse_seconds, grace_seconds=grace_seconds,
-            keeps=data is not None,
-        )  # fmt: skip
-        library._sweep()
-        library.indexer.submit(library.registry.unfinished())
-        library._keeper.start()
-        return library
+        self._sweep()
+        self.indexer.submit(self.registry.members(status="in_progress"))
+        self._keeper.start()
 
     def warm_up(self) -> int:
-        """Compile the encoding of chunks of a new vector store; see ``Recipe.warm_up``."""
-        return self._recipe.warm_up(self.model, self._engine) if self._keeps else 0
+        """Compile the encoding of chunks of a new vector store; see ``recipe.warm_up``."""
+        return warm_up(self._recipe, self.model) if self._keeps else 0
 
     def close(self) -> None:
         """Stop indexing and close everything; what is in progress is taken up at the next open."""
@@ -207,7 +171,7 @@ class Library:
         """Remove a file, and its documents wherever it is a member."""
         self.check_writes(access)
         found = self.file(access, file_id)
-        for member in self.registry.members_of_file(file_id):
+        for member in self.registry.members(file=file_id):
             with self._changing[member.store]:
                 self._take_out(member)
         self.uploads.remove(found)
@@ -297,7 +261,7 @@ class Library:
         )
 
     def remove(self, access: Access, name: str) -> None:
-        """Remove a vector store: nobody finds it from now on, its bytes go after the grace."""
+        """Remove a vector store: it is not found from now on, its bytes go after the grace."""
         shelf = self.shelf(access, name, to_write=True)
         row = _own(shelf)
         with self._changing[row.id]:
@@ -422,13 +386,14 @@ class Library:
             if name not in self._bases:
                 if self.registry.store(tenant, name) is None:
                     raise not_found(f"there is no vector store {name!r} any more")
-                only = Recipe(embedder=self._recipe.embedder)
+                only = KnowledgeBaseOptions(embedder=self._recipe.embedder)
                 self._bases[name] = self._open(self._folder(tenant, name), tenant, only)
             return self._bases[name]
 
-    def _open(self, folder: Path, tenant: str, recipe: Recipe) -> KnowledgeBase:
-        tenants = self._tenants
-        return recipe.open(folder, self.model, tenants.salt(tenant), tenants.seal_secret(tenant))
+    def _open(self, folder: Path, tenant: str, recipe: KnowledgeBaseOptions) -> KnowledgeBase:
+        salt, secret = self._tenants.salt(tenant), self._tenants.seal_secret(tenant)
+        own = dataclasses.replace(recipe, salt=salt, secret=secret)
+        return KnowledgeBase.open(folder, self.model, mode="rw", **vars(own))
 
     # Upkeep
 
@@ -448,7 +413,7 @@ class Library:
                 _LOG.exception("the bytes of what was removed could not be freed")
 
     def _keep_once(self, now: float) -> None:
-        """Close and remove what nobody can be using any more."""
+        """Close and remove what cannot be in use any more."""
         due = [it for it in self._leaving if it[0] <= now]
         for item in due:
             self._leaving.remove(item)

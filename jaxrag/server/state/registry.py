@@ -163,16 +163,11 @@ class Registry:
 
     def file(self, tenant: str, file_id: str) -> FileRow | None:
         """A file of a tenant; None where it has no such."""
-        rows = self._rows("SELECT * FROM files WHERE id = ? AND tenant = ?", (file_id, tenant))
-        return FileRow(*rows[0]) if rows else None
+        return next(iter(self.files(tenant, file_id)), None)
 
-    def files(self, tenant: str | None = None) -> list[FileRow]:
+    def files(self, tenant: str | None = None, file_id: str | None = None) -> list[FileRow]:
         """The files of a tenant, or of all, oldest first."""
-        rows = self._rows(
-            "SELECT * FROM files WHERE :tenant IS NULL OR tenant = :tenant ORDER BY number",
-            {"tenant": tenant},
-        )
-        return [FileRow(*row) for row in rows]
+        return [FileRow(*row) for row in self._select("files", tenant=tenant, id=file_id)]
 
     def remove_file(self, file_id: str) -> None:
         """Forget a file, wherever it is a member."""
@@ -195,16 +190,11 @@ class Registry:
 
     def store(self, tenant: str, store_id: str) -> StoreRow | None:
         """A vector store of a tenant; None where it has no such."""
-        rows = self._rows("SELECT * FROM stores WHERE id = ? AND tenant = ?", (store_id, tenant))
-        return _store(rows[0]) if rows else None
+        return next(iter(self.stores(tenant, store_id)), None)
 
-    def stores(self, tenant: str | None = None) -> list[StoreRow]:
+    def stores(self, tenant: str | None = None, store_id: str | None = None) -> list[StoreRow]:
         """The vector stores of a tenant, or of all, oldest first."""
-        rows = self._rows(
-            "SELECT * FROM stores WHERE :tenant IS NULL OR tenant = :tenant ORDER BY number",
-            {"tenant": tenant},
-        )
-        return [_store(row) for row in rows]
+        return [_store(row) for row in self._select("stores", tenant=tenant, id=store_id)]
 
     def change_store(self, store_id: str, name: str, metadata: Mapping[str, Any]) -> None:
         """Give a vector store another name and other metadata."""
@@ -246,29 +236,19 @@ class Registry:
 
     def member(self, store: str, file: str) -> Member | None:
         """A file of a store; None where it is no member."""
-        rows = self._rows("SELECT * FROM members WHERE store = ? AND file = ?", (store, file))
-        return _member(rows[0]) if rows else None
+        return next(iter(self.members(store, file=file)), None)
 
     def members(
-        self, store: str, *, batch: str | None = None, status: str | None = None
+        self,
+        store: str | None = None,
+        *,
+        file: str | None = None,
+        batch: str | None = None,
+        status: str | None = None,
     ) -> list[Member]:
-        """The members of a store, of one batch or in one state, oldest first."""
-        rows = self._rows(
-            "SELECT * FROM members WHERE store = :store AND (:batch IS NULL OR batch = :batch) "
-            "AND (:status IS NULL OR status = :status) ORDER BY number",
-            {"store": store, "batch": batch, "status": status},
-        )
-        return [_member(row) for row in rows]
-
-    def members_of_file(self, file: str) -> list[Member]:
-        """Wherever a file is a member."""
-        rows = self._rows("SELECT * FROM members WHERE file = ? ORDER BY number", (file,))
-        return [_member(row) for row in rows]
-
-    def unfinished(self) -> list[Member]:
-        """Every member in progress, oldest first."""
-        rows = self._rows("SELECT * FROM members WHERE status = 'in_progress' ORDER BY number")
-        return [_member(row) for row in rows]
+        """The members of a store, a file, a batch or in one state, oldest first."""
+        found = self._select("members", store=store, file=file, batch=batch, status=status)
+        return [_member(row) for row in found]
 
     def settle_member(
         self,
@@ -307,8 +287,8 @@ class Registry:
     def bytes_of(self, store: str) -> int:
         """Bytes of the files that are members of a store."""
         rows = self._rows(
-            "SELECT TOTAL(bytes) FROM members JOIN files ON files.id = file WHERE store = ?",
-            (store,),
+            "SELECT TOTAL(bytes) FROM members JOIN files ON files.id = file WHERE store = :store",
+            {"store": store},
         )
         return int(rows[0][0])
 
@@ -330,11 +310,15 @@ class Registry:
                 f"{self.path} is no registry of format {FORMAT}; name another data folder"
             )
 
-    def _rows(
-        self, statement: str, values: Sequence[Any] | Mapping[str, Any] = ()
-    ) -> list[tuple[Any, ...]]:
+    def _rows(self, statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         with self._read_lock, self._errors():
             return self._reading.execute(statement, values).fetchall()
+
+    def _select(self, table: str, **values: str | None) -> list[tuple[Any, ...]]:
+        """Rows whose columns have these values, None: any; oldest first."""
+        given = {name: value for name, value in values.items() if value is not None}
+        where = " AND ".join(f"{name} = :{name}" for name in given) or "TRUE"
+        return self._rows(f"SELECT * FROM {table} WHERE {where} ORDER BY number", given)
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
@@ -366,7 +350,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def new_id(kind: str) -> str:
-    """A name that nobody can guess, such as "file-0f1e..." for "file-"."""
+    """A name that cannot be guessed, such as "file-0f1e..." for "file-"."""
     return kind + secrets.token_hex(_ID_BYTES)
 
 

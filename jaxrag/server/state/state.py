@@ -22,7 +22,7 @@ from jaxrag.server.errors import not_found, unauthorized
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state.library import Library
 from jaxrag.server.state.limits import Limits
-from jaxrag.server.state.recipe import Recipe
+from jaxrag.server.state.recipe import recipe_for, recipe_like
 from jaxrag.server.tenants import Access, TenantMemory, Tenants, bearer
 
 _HANDS = 2  # threads that give prompts to the engine
@@ -196,7 +196,7 @@ def make_state(
     rules = tuple(DECODE_RULES) if settings.decode_rules is None else settings.decode_rules
     methods = offered_methods(settings)
     bases = dict(knowledge_bases or {})
-    recipe = Recipe.like(next(iter(bases.values()))) if bases else Recipe.of(methods)
+    recipe = recipe_like(next(iter(bases.values()))) if bases else recipe_for(methods)
     return ServerState(
         settings=settings,
         model=model,
@@ -206,17 +206,7 @@ def make_state(
         decode_rules=rules,
         tenants=tenants,
         memory=TenantMemory(model, tenants, settings.memory_bytes),
-        library=Library.open(
-            data,
-            model,
-            model.engine,
-            bases,
-            recipe,
-            tenants,
-            threads=settings.index_threads,
-            parse_seconds=settings.parse_seconds,
-            grace_seconds=settings.grace_seconds,
-        ),
+        library=Library(settings, model, bases, recipe, tenants),
         limits=Limits(settings),
         prepare=ThreadPoolExecutor(settings.prepare_threads, "jaxrag-prepare"),
         hand_over=ThreadPoolExecutor(_HANDS, "jaxrag-hand-over"),
