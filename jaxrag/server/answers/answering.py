@@ -154,7 +154,7 @@ async def _events(
                 place, item = first or await inbox.next()
         except TimeoutError:
             now = visit.state.engine.turns, [asking.where for asking in visit.askings]
-            if now != seen:  # one that stands still is to look so
+            if now != seen:  # one that does not move is to look so
                 yield comment(", ".join(now[1]))
             seen = now
             continue

@@ -15,8 +15,9 @@ from jaxrag.serve.ask import is_ids
 from jaxrag.serve.conversation import Conversation, Text
 from jaxrag.server.answers.answering import base_of, respond, visited
 from jaxrag.server.answers.asking import make_ready
-from jaxrag.server.answers.forms import Form, token_text
+from jaxrag.server.answers.forms import Form, TokenTexts
 from jaxrag.server.answers.scoring import scored, scoring_of
+from jaxrag.server.answers.tokenize import text_ids
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.errors import invalid
 from jaxrag.server.fields import Body, generation_of
@@ -71,11 +72,7 @@ def _ids(model: Model, prompt: Text) -> HostArray:
     """A prompt that stands alone as token ids; a text is led by what the model expects first."""
     if not isinstance(prompt, str):
         return as_token_ids(prompt, model.config, "question")
-    tokenizer = model.text_tokenizer()
-    ids = tokenizer.encode(prompt, special=True)
-    leading = tokenizer.leading_ids
-    led = np.array_equal(ids[: len(leading)], leading)
-    found = ids if led else np.concatenate((leading, ids))
+    found = text_ids(model, prompt)
     if not len(found):
         raise invalid("prompt is empty: expected a text, or token ids", "prompt")
     return found.astype(np.int32)
@@ -86,9 +83,7 @@ class CompletionForm(Form):
 
     def __init__(self, visit: Visit, prompts: int, logprobs: bool) -> None:
         super().__init__(visit, "text_completion", "cmpl", logprobs)
-        tokenizer = self.model.tokenizer
-        self._streams = [tokenizer and tokenizer.stream() for _ in range(prompts)]
-        self._offsets = [0] * prompts
+        self._texts = [TokenTexts(self.model) for _ in range(prompts)]
 
     def part(self, text: str | None) -> dict[str, Any]:
         """New text."""
@@ -100,12 +95,7 @@ class CompletionForm(Form):
 
     def logprobs(self, place: int, piece: Piece) -> dict[str, Any]:
         """Lists of equal length."""
-        stream = self._streams[place]
-        tokens, offsets = [], []
-        for token_id in piece.ids:
-            tokens.append(token_text(self.model, token_id))
-            offsets.append(self._offsets[place])
-            self._offsets[place] += len(stream.push(token_id)) if stream else 0
+        tokens, offsets = self._texts[place].push(piece.ids)
         pairs = zip(tokens, piece.logprobs, strict=True)
         return {
             "tokens": tokens,

@@ -27,6 +27,33 @@ def token_text(model: Model, token_id: int) -> str:
     return model.tokenizer.decode([token_id], skip_special=False)
 
 
+class TokenTexts:
+    """Tokens one by one as texts, and where each begins in the whole text.
+
+    The whole text is without special tokens: those begin where the next one does.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._pieces: list[str] = []
+        self._length = 0  # of these
+        self._model = model
+        self._stream = None if model.tokenizer is None else model.tokenizer.stream()
+
+    def push(self, ids: Sequence[int]) -> tuple[list[str], list[int]]:
+        """The texts of more tokens, and where they begin."""
+        offsets = []
+        for token_id in ids:
+            offsets.append(self._length)
+            if self._stream is not None:
+                self._pieces.append(self._stream.push(token_id))
+                self._length += len(self._pieces[-1])
+        return [token_text(self._model, token_id) for token_id in ids], offsets
+
+    def finish(self) -> str:
+        """The whole text, with what an incomplete character leaves."""
+        return "".join(self._pieces) + ("" if self._stream is None else self._stream.flush())
+
+
 class Form:
     """Writes the answer of an endpoint; its choices are numbered as the prompts.
 

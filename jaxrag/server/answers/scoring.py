@@ -20,7 +20,7 @@ from jaxrag.models.likelihood import Likelihoods, likelihoods
 from jaxrag.models.model import Model
 from jaxrag.server.answers.answering import base_of
 from jaxrag.server.answers.asking import LATE
-from jaxrag.server.answers.forms import head, token_text
+from jaxrag.server.answers.forms import TokenTexts, head, token_text
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.errors import invalid
 from jaxrag.server.fields import Body, Generation, generation_of
@@ -97,7 +97,7 @@ async def scored(visit: Visit, prompts: Sequence[HostArray]) -> JSONResponse:
 
 
 def _refuse_chunks(visit: Visit, fields: Generation) -> None:
-    """A prompt is scored as it stands: with stored chunks it would be another text."""
+    """A prompt is scored as it is: with stored chunks it would be another text."""
     base = base_of(visit, fields, default=False)
     given = {**fields.said, "knowledge_base": base, "documents": fields.documents}
     for name in ("knowledge_base", "documents", "blocks"):
@@ -120,7 +120,8 @@ def _choice(
     """Text and log-probabilities of a prompt, and of the most likely token behind it."""
     tokens = np.concatenate((ids, found.top_ids[-1, :more]))
     chosen = np.concatenate((found.chosen, found.top[-1, :more]))
-    texts, offsets, text = _texts(model, tokens)
+    whole = TokenTexts(model)
+    texts, offsets = whole.push(tokens.tolist())
     top: list[dict[str, float] | None] = [None]
     for at, probability in enumerate(chosen.tolist()):
         best = zip(found.top_ids[at, :count].tolist(), found.top[at, :count].tolist(), strict=True)
@@ -128,7 +129,7 @@ def _choice(
     ended = more and int(tokens[-1]) in model.config.eos_ids
     return {
         "index": place,
-        "text": text,
+        "text": whole.finish(),
         "logprobs": {
             "tokens": texts,
             "token_logprobs": [None, *chosen.tolist()],
@@ -149,22 +150,6 @@ def _named(model: Model, best: Sequence[tuple[int, float]]) -> dict[str, float]:
             text = token_text(model, token_id)
             named[f"token_id:{token_id}" if text in named else text] = probability
     return named
-
-
-def _texts(model: Model, ids: HostArray) -> tuple[list[str], list[int], str]:
-    """Every token as text, where its own begins in the whole text, and that.
-
-    The whole text is without special tokens: those begin where the next one does.
-    """
-    texts = [token_text(model, token_id) for token_id in ids.tolist()]
-    offsets, text = [], ""
-    if model.tokenizer is None:
-        return texts, [0] * len(texts), ""
-    stream = model.tokenizer.stream()
-    for token_id in ids.tolist():
-        offsets.append(len(text))
-        text += stream.push(token_id)
-    return texts, offsets, text + stream.flush()
 
 
 def tokenizer_info(call: Call) -> dict[str, Any]:

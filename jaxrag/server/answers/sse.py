@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxrag.server.answers.asking import SlowReader
-from jaxrag.server.answers.visit import left
+from jaxrag.server.answers.visit import first_of, left
 from jaxrag.server.errors import Problem
 
 _HEADERS = {
@@ -32,8 +32,8 @@ def comment(text: str) -> bytes:
 class EventStream(Response):
     """Streams what a generator yields, and closes the generator whatever happens.
 
-    ``end`` is told None after the last event, else what was raised: by the generator, or as the
-    client left or read too slowly; it gives the problem that the client is to see.
+    ``end`` is called with None after the last event, else with what was raised: by the generator,
+    or as the client left or read too slowly; it gives the problem that the client is to see.
     """
 
     media_type = "text/event-stream"
@@ -55,13 +55,10 @@ class EventStream(Response):
         writing = asyncio.ensure_future(self._write(send))
         leaving = asyncio.ensure_future(left(receive))
         cutting = asyncio.ensure_future(self._cut.wait())
-        tasks = (writing, leaving, cutting)
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            async with first_of(writing, leaving, cutting):
+                pass
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             await self._events.aclose()
             self._end(SlowReader() if self._cut.is_set() else asyncio.CancelledError())
 

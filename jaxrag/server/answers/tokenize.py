@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from jaxrag.base.types import HostArray
-from jaxrag.models.model import as_token_ids
+from jaxrag.models.model import Model, as_token_ids
 from jaxrag.serve.ask import Ask, is_ids
 from jaxrag.serve.conversation import conversation_of
 from jaxrag.serve.questions import prepare, resolve
@@ -49,9 +49,14 @@ def _ids(state: ServerState, body: Body) -> list[int]:
     text = body.text("content") if text is None else text
     if text is None:
         raise invalid("prompt: expected a text, or messages in its place", "prompt")
+    return [int(it) for it in text_ids(model, text, leading=body.flag("add_special_tokens", True))]
+
+
+def text_ids(model: Model, text: str, *, leading: bool = True) -> HostArray:
+    """A text alone as token ids; ``leading``: behind those that the model expects first."""
     tokenizer = model.text_tokenizer()
-    found: HostArray = tokenizer.encode(text, special=True)
-    leading = tokenizer.leading_ids
-    if body.flag("add_special_tokens", True) and not np.array_equal(found[: len(leading)], leading):
-        found = np.concatenate((leading, found))
-    return [int(it) for it in found]
+    ids: HostArray = tokenizer.encode(text, special=True)
+    first = tokenizer.leading_ids
+    if leading and not np.array_equal(ids[: len(first)], first):
+        ids = np.concatenate((first, ids))
+    return ids

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 from starlette.requests import Request
@@ -22,7 +22,7 @@ class Visit:
     """A request to the model.
 
     Attributes:
-      call: as it came in; of nobody before it is let in.
+      call: as it came in; of no tenant before it is let in.
       state: of the server.
       arrived: when, by ``time.monotonic``.
       ticket: its place among those that were let in.
@@ -68,7 +68,7 @@ class Visit:
         return self.arrived + min(timeout or most, most)
 
     def saw_tokens(self) -> None:
-        """Tokens are there that the client is told of."""
+        """Tokens are there for the client."""
         now = time.monotonic()
         if self._first is None:
             self._first = now - self.arrived
@@ -79,7 +79,7 @@ class Visit:
         self._last = now
 
     def end(self, error: BaseException | None = None) -> Problem | None:
-        """It is over, and its prompts with it; what its client is told of an error. Counts once."""
+        """It is over, and its prompts with it; what its client sees of an error. Counts once."""
         problem = None if error is None else problem_of(error)
         for asking in self.askings:
             asking.close()
@@ -122,16 +122,22 @@ def _ended(problem: Problem | None) -> Ended:
 async def unless_left[T](request: Request, work: Coroutine[Any, Any, T]) -> T:
     """What some work gives; it is cancelled, and ClientLeft raised, where the client leaves."""
     doing = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(left(request.receive))
-    try:
-        await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
+    async with first_of(doing, asyncio.ensure_future(left(request.receive))):
         if not doing.done():
             raise ClientLeft
         return doing.result()
+
+
+@contextlib.asynccontextmanager
+async def first_of(*tasks: asyncio.Future[Any]) -> AsyncIterator[None]:
+    """The block runs once one of the tasks is done; none of them is left when it ends."""
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        yield
     finally:
-        for task in (doing, leaving):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(doing, leaving, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def left(receive: Receive) -> None:

@@ -245,6 +245,10 @@ def _shown(library: Library, shelf: Shelf) -> dict[str, Any]:
 
 def _shown_member(library: Library, member: Member) -> dict[str, Any]:
     file = library.registry.file(member.tenant, member.file)
+    return _file_of(member, file.bytes if file else 0, file.filename if file else None)
+
+
+def _file_of(member: Member, nbytes: int, filename: str | None) -> dict[str, Any]:
     failed = member.status == "failed"
     return {
         "id": member.file,
@@ -253,9 +257,9 @@ def _shown_member(library: Library, member: Member) -> dict[str, Any]:
         "vector_store_id": member.store,
         "status": member.status,
         "last_error": {"code": member.code, "message": member.message} if failed else None,
-        "usage_bytes": 0 if file is None else file.bytes,
+        "usage_bytes": nbytes,
         "attributes": dict(member.attributes),
-        "filename": None if file is None else file.filename,
+        "filename": filename,
         "jaxrag": dict(member.counts),
     }
 
@@ -267,18 +271,12 @@ def _ingested(library: Library, shelf: Shelf) -> list[dict[str, Any]]:
 
 
 def _shown_document(library: Library, shelf: Shelf, entry: DocumentEntry) -> dict[str, Any]:
-    return {
-        "id": entry.id,
-        "object": "vector_store.file",
-        "created_at": library.created,
-        "vector_store_id": shelf.name,
-        "status": "completed",
-        "last_error": None,
-        "usage_bytes": 0,
-        "attributes": dict(entry.metadata),
-        "filename": PurePath(entry.file or entry.id).name,
-        "jaxrag": {"documents": 1, "chunks": entry.num_chunks, "tokens": entry.num_tokens},
-    }
+    counts = {"documents": 1, "chunks": entry.num_chunks, "tokens": entry.num_tokens}
+    member = Member(
+        0, shelf.name, entry.id, "", entry.metadata, None, "completed", None, None, counts,
+        library.created,
+    )  # fmt: skip
+    return _file_of(member, 0, PurePath(entry.file or entry.id).name)
 
 
 def _shown_batch(call: Call, batch: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import functools
 import secrets
-import uuid
 from collections.abc import Callable, Mapping
 from importlib.resources import files as files_of
 from typing import Any
@@ -29,12 +28,11 @@ from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state.entry import Call, endpoint
 from jaxrag.server.state.state import ServerState
 
-_LONGEST_ID = 128  # characters of a request id that is taken over
 _UPLOADS = "/v1/files"
 _STORE = "/v1/vector_stores/{store}"
 _MEMBER = f"{_STORE}/files/{{file:path}}"
 _BATCH = f"{_STORE}/file_batches/{{batch}}"
-_MARK = "@NONCE@"  # stands in the file where its style and its script say the nonce
+_MARK = "@NONCE@"  # in the file, where its style and its script say the nonce
 _POLICY = (
     "default-src 'self'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; object-src 'none'; "
     "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
@@ -126,8 +124,7 @@ def make_app(state: ServerState) -> Starlette:
     app = Starlette(
         routes=list(ROUTES),
         middleware=[
-            Middleware(RequestId, state=state),
-            Middleware(AccessLog),
+            Middleware(AccessLog, state=state),
             *_cors(state.settings),
             Middleware(Checks, settings=state.settings),
         ],
@@ -147,37 +144,6 @@ def _cors(settings: ServerSettings) -> list[Middleware]:
             CORSMiddleware, allow_origins=settings.origins, allow_methods="*", allow_headers="*"
         )
     ]
-
-
-class RequestId:
-    """Gives every request an id, the client's own where it sends one, and answers with it.
-
-    Counts those that are being answered, too.
-    """
-
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
-        self._app = app
-        self._state = state
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, with ``scope["request_id"]``."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = dict(scope["headers"]).get(b"x-request-id", b"")[:_LONGEST_ID]
-        shown = "".join(it for it in given.decode("latin-1") if it.isascii() and it.isprintable())
-        name = scope["request_id"] = shown or uuid.uuid4().hex
-
-        async def named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
-            await send(message)
-
-        self._state.requests += 1
-        try:
-            await self._app(scope, receive, named)
-        finally:
-            self._state.requests -= 1
 
 
 class Checks:

@@ -23,10 +23,10 @@ def view(state: ServerState) -> dict[str, Any]:
     """All of it, JSON-able; "standing" and "tiers" are None before the first request."""
     engine = state.engine
     standing, tiers = engine.status(), engine.tiers()
-    told = None if tiers is None else dataclasses.asdict(tiers)
-    if tiers is not None and told is not None:
+    shown = None if tiers is None else dataclasses.asdict(tiers)
+    if tiers is not None and shown is not None:
         names = link_names(state)
-        told["links"] = [
+        shown["links"] = [
             dataclasses.asdict(link) | {"name": link_name(link, names)} for link in tiers.links
         ]
     seen = None
@@ -41,7 +41,7 @@ def view(state: ServerState) -> dict[str, Any]:
             "waiting_tokens": state.limits.waiting_tokens,
         },
         "standing": seen,
-        "tiers": told,
+        "tiers": shown,
         "programs": dict(sorted(engine.compiled.copy().items())),
         "compilations": state.metrics.compilations(),
     }

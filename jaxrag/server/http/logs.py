@@ -11,6 +11,7 @@ import logging
 import sys
 import time
 import traceback
+import uuid
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, TextIO
@@ -25,7 +26,8 @@ _FIELDS = "fields"  # of a record, beside its message
 _QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds by machines
 _READY = "/ready"  # is 503 whenever a server starts or ends
 _NOWHERE = "(none)"
-_LEFT = 499  # where no answer was begun: nobody was there to read it
+_LEFT = 499  # where no answer was begun: its client had left
+_LONGEST_ID = 128  # characters of a request id that is taken over
 
 
 class Lines(logging.Formatter):
@@ -122,33 +124,43 @@ def observe(served: Served) -> None:
 
 
 class AccessLog:
-    """Logs every HTTP request when its response is complete, or its client has gone."""
+    """Gives every HTTP request an id, counts those in flight, and logs each at its end.
 
-    def __init__(self, app: ASGIApp) -> None:
+    The id is the client's own where it sends one, and is answered with.
+    """
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
+        self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on."""
+        """Pass the request on, with ``scope["request_id"]``."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         begun, status = time.monotonic(), _LEFT
+        given = dict(scope["headers"]).get(b"x-request-id", b"")[:_LONGEST_ID]
+        shown = "".join(it for it in given.decode("latin-1") if it.isascii() and it.isprintable())
+        name = scope["request_id"] = shown or uuid.uuid4().hex
 
         async def watched(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
             await send(message)
 
+        self._state.requests += 1
         try:
             await self._app(scope, receive, watched)
         except Exception:
             status = 500
             raise
         finally:
+            self._state.requests -= 1
             quiet = scope["path"] in _QUIET and (status < 500 or scope["path"] == _READY)
             fields = {
-                "request_id": scope.get("request_id", ""),
+                "request_id": name,
                 "http_method": scope["method"],
                 "path": pattern_of(scope),
                 "status": status,

@@ -1,6 +1,6 @@
 """GET /metrics: what a server and its engine have done and hold, in Prometheus' text form.
 
-Counts of requests are told once each has ended; what the engine holds is looked at when it is asked
+Requests are counted once each has ended; what the engine holds is looked at when it is asked
 for, from outside, so that the engine's thread does nothing for it. No label has a name that a
 client made up: links are called by the knowledge bases that are served, and tenants by nothing.
 """

@@ -68,7 +68,7 @@ class Server:
     """
 
     def __init__(self, state: ServerState, bound: socket.socket) -> None:
-        """Serves nobody yet."""
+        """Takes no requests yet."""
         self.state = state
         self._bound = bound
         self.app = make_app(state)
@@ -81,19 +81,19 @@ class Server:
             server_header=False,
         )
         self._uvicorn = _Uvicorn(config)
-        self._told = 0  # how often it was told to end
+        self._ends = 0  # how often its end was asked for
         self._ending: asyncio.Task[None] | None = None
         self._warming: threading.Thread | None = None
 
     def run(self, ready: Callable[[], None]) -> None:
         """Serve until SIGTERM or SIGINT; ``ready`` is called once requests are taken.
 
-        Raises what warm-up raises. A process that is told to end twice, or while it warms up, ends
-        here: what its threads wait for is not waited for.
+        Raises what warm-up raises. A process whose end is asked for twice, or while it warms up,
+        ends here: what its threads wait for is not waited for.
         """
         with logging_requests(self.state), watchdog(self.state):
             asyncio.run(self.serve(ready, signals=True))
-        if self._told > 1 or (self._warming is not None and self._warming.is_alive()):
+        if self._ends > 1 or (self._warming is not None and self._warming.is_alive()):
             logging.shutdown()
             os._exit(0)
 
@@ -126,24 +126,24 @@ class Server:
             await self._close()
 
     async def _close(self) -> None:
-        """Let go of the state; what is being indexed is waited for unless it is told twice."""
+        """Let go of the state; what is being indexed is waited for, unless asked to end twice."""
         closing = threading.Thread(target=self.state.close, name="jaxrag-close", daemon=True)
         closing.start()
-        while closing.is_alive() and self._told < 2:
+        while closing.is_alive() and self._ends < 2:
             await asyncio.sleep(_TURN)
 
     def end(self) -> None:
         """Take no more requests, let those that run complete, and end; the second time: now."""
-        self._told += 1
+        self._ends += 1
         self.state.phase = "draining"
         if self._ending is None:
             self._ending = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        """Wait for what runs, as long as it may take; the rest is told that the server ends."""
+        """Wait for what runs, as long as it may take; the rest fails, as the server ends."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self.state.settings.drain_seconds
-        while self.state.requests and self._told == 1 and loop.time() < until:
+        while self.state.requests and self._ends == 1 and loop.time() < until:
             await asyncio.sleep(_TURN)
         for asking in list(self.state.asking):
             asking.fail(unavailable("the server is ending; ask another, or again later"))

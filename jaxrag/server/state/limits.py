@@ -12,7 +12,7 @@ from jaxrag.server.tenants import Access
 
 _MINUTE = 60.0
 _LEAST = 1e-3  # tokens that are left of a minute's where a tenant may ask
-_SHORTEST, _LONGEST = 1.0, 120.0  # seconds that a client is told to wait
+_SHORTEST, _LONGEST = 1.0, 120.0  # seconds that a client is asked to wait
 
 
 @dataclasses.dataclass(eq=False)

@@ -36,11 +36,11 @@ class OnItsWay(Protocol):
 
     @property
     def where(self) -> str:
-        """Where it stands, in words."""
+        """What it waits for, or does, in words."""
         ...
 
     def fail(self, error: BaseException) -> None:
-        """It ends with an error, wherever it stands."""
+        """It ends with an error, wherever it is."""
         ...
 
 
@@ -98,8 +98,8 @@ class ServerState:
       hand_over: threads that give prompts to the engine, which is not to wait for retrieval.
       phase: whether it takes requests.
       created: when it began, in seconds since 1970.
-      observers: told of every request to the model that ended, on the event loop's thread; they
-        must not wait.
+      observers: called with every request to the model that ended, on the event loop's thread;
+        they must not wait.
       asking: prompts on their way.
       requests: of HTTP that are being answered.
       scoring: is held by who has texts scored, one at a time.

@@ -37,7 +37,7 @@ class Uploads:
         return self.folder(file.tenant) / file.id
 
     def without_folder(self, text: str) -> str:
-        """A message without the data folder, of which clients are told nothing."""
+        """A message without the data folder, which clients do not see."""
         return text.replace(f"{self._data}/", "")
 
     def begin(self, tenant: str) -> "Upload":
