@@ -2,23 +2,24 @@
 
 A RAG prompt is a prefix (the instructions), some retrieved chunks, and a question. Usually the
 model reads all of it again for every question. Here it reads every chunk once, ahead of time, and
-the keys and values (KV) that it computes are kept on disk. A prompt is put together from stored KV,
-and only the question still runs through the model. Three things make that work:
+its keys and values (KV: what `past_key_values` holds in transformers) are kept on disk. A prompt is
+put together from stored KV, and only the question still runs through the model. Three ideas:
 
-1. A chunk is read alone: its tokens see each other, and no other chunk (section 3).
-2. A stored chunk fits at any position, as its keys are stored before RoPE. And no key is rotated
-   to its place in a prompt: attention rotates the query back instead (section 7).
-3. A chunk that was read alone knows nothing of the others. Where that costs accuracy, a few tokens
-   are computed again: the 15 % that the others change most (section 8).
+1. A chunk is read alone: its tokens see each other, but no other chunk (section 3).
+2. A stored chunk fits at any position, because its keys are stored before RoPE. No key is rotated
+   to its position in a prompt: attention rotates the query back instead (section 7).
+3. A chunk that was read alone knows nothing of the others. If that costs accuracy, a few tokens
+   are computed again: the 15 % that the other chunks change most (section 8).
 
 Run it, with or without a question: python examples/nano.py "What is the job of Bada Fivin?"
 
 Letters of shapes: T tokens of this call, L layers, D model width, N query heads, K key and value
 heads, H head dimension, M pages of a prompt, S slots of a page.
 
-JAX for readers of numpy: `jax.numpy` is numpy on the accelerator. Arrays are never changed:
-`x.at[i].set(y)` is a new array with y at i. `jax.jit` compiles a function for each combination of
-shapes, so rows of tokens are padded to few lengths. It reuses the memory of "donated" arguments.
+JAX for readers of numpy: `jax.numpy` is numpy on the accelerator. Arrays never change:
+`x.at[i].set(y)` is a new array with y at i. `jax.jit` compiles a function once for each combination
+of shapes, so rows of tokens are padded to few lengths. Its arguments may be tuples and dicts of
+arrays; a "static" argument is a constant, and the memory of a "donated" one is reused.
 """
 
 import dataclasses
@@ -40,13 +41,13 @@ from jax import Array
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-Ids = list[int]  # of tokens
+Ids = list[int]  # token ids
 
 
 # 1. The model: the files of a Hugging Face directory.
 @jax.tree_util.register_static
 class Config(NamedTuple):
-    """The numbers of a Llama that the code below needs; constants of a compiled function."""
+    """The sizes of a Llama; static: constants of compiled functions."""
 
     layers: int  # L
     kv_heads: int  # K
@@ -57,7 +58,7 @@ class Config(NamedTuple):
 
 
 class Llama(NamedTuple):
-    """What runs on the accelerator."""
+    """What compiled functions take."""
 
     config: Config
     weights: dict[str, Array]  # by their names in model.safetensors
@@ -132,8 +133,8 @@ def who_sees_whom(segments: Array) -> Array:
     return not_later & (seen != EMPTY) & ((looks == seen) | (looks == FINAL) | (seen == PREFIX))
 
 
-# 4. The Llama. Its uses differ in attention alone: over a row of tokens, or over cached ones. So
-#    `forward` takes attention as a function, which may keep KV in a cache.
+# 4. The Llama. It is used in two ways that differ only in attention: over a row of tokens, and over
+#    cached tokens. So `forward` takes attention as a function, which may keep KV in a cache.
 def forward(llama: Llama, ids: Array, attend: Callable[..., Any], cache: Any) -> tuple[Array, Any]:
     """Run tokens [T] through all layers: logits [T, vocabulary], and the cache."""
     config, weights = llama
@@ -150,7 +151,7 @@ def forward(llama: Llama, ids: Array, attend: Callable[..., Any], cache: Any) ->
         name = f"layers.{layer}"
         h = norm(x, f"{name}.input_layernorm")
         q, k, v = (linear(h, f"{name}.self_attn.{which}_proj") for which in "qkv")
-        q, k, v = (a.reshape(len(ids), -1, config.head_dim) for a in (q, k, v))  # without position
+        q, k, v = (a.reshape(len(ids), -1, config.head_dim) for a in (q, k, v))  # no RoPE yet
         out, cache = attend(layer, q, k, v, cache)
         x = x + linear(out, f"{name}.self_attn.o_proj")
         h = norm(x, f"{name}.post_attention_layernorm")
@@ -207,7 +208,7 @@ def pad(numbers: Ids, filler: int = 0) -> np.ndarray:
 
 # 6. The store: for every chunk one TensorStore array, in the format zarr3.
 def stored(model: Model, path: Path, before: Ids, ids: Ids) -> np.ndarray:
-    """KV [L, 2, T, K, H] of a chunk that sees itself and the tokens before it, computed once."""
+    """KV [L, 2, T, K, H] of a chunk that sees itself and `before`; computed if not stored."""
     if not path.exists():
         row, segments = pad(before + ids), pad([PREFIX] * len(before) + [CHUNK] * len(ids))
         _, kv = read_row(model.llama, row, np.arange(len(row)), segments)
@@ -215,29 +216,29 @@ def stored(model: Model, path: Path, before: Ids, ids: Ids) -> np.ndarray:
         uri = f"{path.as_uri()}.new/|zarr3:"
         array = ts.open(uri, create=True, delete_existing=True, dtype="float32", shape=kv.shape)
         array.result().write(kv).result()
-        # Now that the last byte is written it gets its name: it is there as a whole or not at all.
+        # It gets its name after the last byte is written: a crash never leaves half a chunk.
         path.with_suffix(".new").rename(path)
     return ts.open(f"{path.as_uri()}/|zarr3:").result().read().result()
 
 
 # 7. The pool: memory of the accelerator, in pages that all prompts share. A page holds a chunk.
 #
-#    A key on its way into the pool is rotated to its place inside its chunk: 0, 1, 2, ... A prompt
-#    is a table of pages with an offset each: the position at which the chunk begins in this prompt.
-#    RoPE scores depend on nothing but the distance between query and key, and that is
+#    On its way into the pool a key is rotated to its place inside its chunk: 0, 1, 2, ... A prompt
+#    is a table of pages. Each has an offset: the position at which its chunk begins in this prompt.
+#    RoPE scores depend only on the distance between query and key, which is
 #
 #        query position - (offset + place) = (query position - offset) - place.
 #
-#    So each page meets the query rotated by (query position - offset), and its keys stay as they
-#    are. One copy of a chunk serves any number of prompts, at any positions.
+#    So for each page the query is rotated by (query position - offset), and the keys do not change.
+#    One copy of a chunk serves any number of prompts, at any positions.
 #
-#    With a cache the picture of section 3 becomes one comparison. All tokens that look are in the
-#    final block, so they see each slot whose position is not later than their own.
+#    With a cache, the picture of section 3 becomes one comparison. All tokens computed now count as
+#    final block, so they see every slot whose position is not later than their own.
 
 PAGES = 128  # of the pool
 BLOCKS = 16  # most stored pages of one prompt
-COPIES = np.arange(108, 124)  # the pages for copies of these (section 8)
-OWN = np.arange(124, 128)  # the pages for what is computed for the prompt that is now answered
+COPIES = np.arange(108, 124)  # pages for copies of these (section 8)
+OWN = np.arange(124, 128)  # pages for tokens computed for the current prompt
 HIDDEN = 2**31 - 1  # the position of empty slots: later than all
 
 
@@ -256,7 +257,7 @@ class Table(NamedTuple):
     pages: np.ndarray  # [M] page of the pool
     offsets: np.ndarray  # [M] where its chunk begins in this prompt
     slot_position: np.ndarray  # [M, S] position of the token in each slot
-    slots: np.ndarray  # [M * S] the other way round: for each position the slot
+    slots: np.ndarray  # [M * S] the inverse: the slot of each position
 
 
 def new_pool(config: Config, store: Path) -> Pool:
@@ -266,7 +267,7 @@ def new_pool(config: Config, store: Path) -> Pool:
 
 
 def load(model: Model, pool: Pool, before: Ids, ids: Ids) -> int:
-    """Bring a chunk into the pool, if it is not there: its page."""
+    """Bring a chunk into the pool if it is not there yet; returns its page."""
     key = hashlib.sha256(json.dumps([model.digest, before, ids]).encode()).hexdigest()
     if key not in pool.pages:
         page = len(pool.pages)
@@ -281,7 +282,7 @@ def load(model: Model, pool: Pool, before: Ids, ids: Ids) -> int:
 
 def lay_out(pages: list[int], lengths: list[int]) -> Table:
     """The table of a prompt: its stored pages with so many tokens each, then OWN for the rest."""
-    unused = [0] * (BLOCKS - len(pages))  # no slot of theirs is visible
+    unused = [0] * (BLOCKS - len(pages))  # their slots stay HIDDEN
     offsets = np.array([*np.cumsum([0, *lengths])[:-1], *unused, *[0] * len(OWN)])
     slot_position = np.full((BLOCKS + len(OWN), PAGE), HIDDEN)
     for row, length in enumerate(lengths):
@@ -295,9 +296,9 @@ def lay_out(pages: list[int], lengths: list[int]) -> Table:
 def step(llama: Llama, kv: Array, table: Table, ids: Array, positions: Array) -> tuple[Array, ...]:
     """Compute tokens [T] of a prompt: logits [T, vocabulary], and the KV with theirs in it."""
     slots = table.slots[positions]
-    pages = jnp.where(positions < 0, PAGES, table.pages[slots // PAGE])  # -1 is padding: no page
+    pages = jnp.where(positions < 0, PAGES, table.pages[slots // PAGE])  # -1 is padding: dropped
     places = positions - table.offsets[slots // PAGE]  # inside their chunks
-    turns = positions[None] - table.offsets[:, None]  # [M, T]: by which each page's query turns
+    turns = positions[None] - table.offsets[:, None]  # [M, T]: rotation of the query, by page
     visible = table.slot_position <= positions[:, None, None]  # [T, M, S]: the one comparison
 
     def attend(layer: int, q: Array, k: Array, v: Array, kv: Array) -> tuple[Array, Array]:
@@ -310,14 +311,14 @@ def step(llama: Llama, kv: Array, table: Table, ids: Array, positions: Array) ->
     return forward(llama, ids, attend, kv)
 
 
-# 8. Repair, as in CacheBlend. Chunks that were read alone have missed what stands before them in
-#    the prompt. The first two layers are computed again for the whole prompt, which costs little.
-#    Tokens whose values then differ most from the stored ones depend most on the other chunks:
-#    these are computed again in all layers.
+# 8. Repair, as in CacheBlend. Chunks that were read alone have not seen what precedes them in the
+#    prompt. The first two layers are computed again for the whole prompt, which costs little. The
+#    tokens whose values then differ most from the stored ones depend most on the other chunks:
+#    `step` computes these again in all layers.
 def repair(
     model: Model, pool: Pool, table: Table, prefix: Ids, chunks: list[Ids], percent: int = 15
 ) -> tuple[Table, np.ndarray]:
-    """The table of a prompt of its own, and the positions of tokens to compute again."""
+    """A table with its own copies of the pages, and the positions of tokens to compute again."""
     pool.kv = pool.kv.at[:, :, COPIES].set(pool.kv[:, :, table.pages[:BLOCKS]])
     table = table._replace(pages=np.concatenate([COPIES, OWN]))  # shared pages never change
 
@@ -331,9 +332,9 @@ def repair(
     pages, places = table.pages[rows], positions - table.offsets[rows]
     change = np.asarray(jnp.square(values[1] - pool.kv[1, 1, pages, slots]).sum((1, 2)))  # [T]
     fresh = jnp.stack([rotate(keys, places, model.llama.config.theta), values], axis=1)
-    pool.kv = pool.kv.at[:2, :, pages, slots].set(fresh)  # as it is computed, it is kept
+    pool.kv = pool.kv.at[:2, :, pages, slots].set(fresh)  # fresh KV is better: keep it
 
-    first = len(prefix + chunks[0])  # the first chunk was read right where it is now
+    first = len(prefix + chunks[0])  # the first chunk had its true context
     budget = -(-percent * sum(map(len, chunks)) // 100)  # rounded up
     most = np.argsort(-change[first : len(tokens)], stable=True)[:budget]
     return table, first + np.sort(most)
@@ -373,7 +374,7 @@ def answer(
 
 # 10. A question about a folder.
 def search(folder: Path, question: str, k: int) -> list[str]:
-    """The k paragraphs with most and rarest words of a question, best first."""
+    """The k paragraphs that share most words with a question (rare ones count more), best first."""
     texts = []
     for file in sorted(folder.iterdir()):
         text = file.read_text().strip()

@@ -469,8 +469,7 @@ def test_one_bad_document_costs_only_itself(jaxrag, model_dir, tmp_path):
 @pytest.mark.parametrize(
     "command", [(c.__name__.split(".")[-1],) for c in COMMANDS]
     + [("kb", name) for name in ("stats", "list", "remove", "gc", "verify")]
-    + [("bench", name) for name in ("ttft", "store", "ingest", "explain")]
-    + [("bench", name) for name in ("decode-throughput", "prefill")],
+    + [("bench", name) for name in ("ttft", "store", "ingest", "decode", "serve")],
     ids=" ".join,
 )  # fmt: skip
 def test_every_help_has_an_example(jaxrag, command):

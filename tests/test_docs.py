@@ -29,10 +29,10 @@ import jaxrag.cli
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.model import load_model
 from jaxrag.reuse.methods import METHODS
+from jaxrag.server.http.run import Server, bind, url_of
 from jaxrag.server.options import ModelSettings
-from jaxrag.server.run import Server, bind, url_of
 from jaxrag.server.settings import ServerSettings
-from jaxrag.server.state import make_state
+from jaxrag.server.state.state import make_state
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

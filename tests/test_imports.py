@@ -30,6 +30,7 @@ FLOORS = (
 # The rooms of a wing, from its roof down; "" is the wing's own files. The ground's may stand on
 # one another.
 ROOMS = {
+    "server": (("http",), ("answers", "documents"), ("state",), ("",)),
     "measure": (("bench",), ("evals",), ("",)),
     "library": (
         ("knowledge_base",),

@@ -113,9 +113,9 @@ def test_a_wheel_holds_what_it_needs(wheel):
     code = {str(path.relative_to(ROOT)) for path in (ROOT / "jaxrag").rglob("*.py")}
     code |= {str(path.relative_to(ROOT)) for path in (ROOT / "pallas_kernels").rglob("*.py")}
     assert code <= held.keys()
-    assert {"jaxrag/py.typed", "jaxrag/server/page.html"} <= held.keys()
+    assert {"jaxrag/py.typed", "jaxrag/server/http/page.html"} <= held.keys()
     tops = {name.split("/")[0] for name in held}
-    assert tops == {"jaxrag", "pallas_kernels", "jaxrag-0.1.0.dist-info"}
+    assert tops == {"jaxrag", "pallas_kernels", "jaxrag-0.2.0.dist-info"}
     assert wheel.stat().st_size < 10_000_000
     assert "Requires-Python: >=3.12" in metadata
 

@@ -166,9 +166,9 @@ def shape(value):
 
 def routes():
     """Methods and paths of HTTP."""
-    from jaxrag.server.app import make_app
+    from jaxrag.server.http.app import make_app
     from jaxrag.server.settings import ServerSettings
-    from jaxrag.server.state import make_state
+    from jaxrag.server.state.state import make_state
 
     app = make_app(make_state(ServerSettings(), jaxrag.load_model(MODEL)))
     return sorted(f"{method} {route.path}" for route in app.routes for method in route.methods)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxrag.base.errors import ConfigError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 DATA = Path(__file__).parents[1] / "data"
 
 

@@ -54,8 +54,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal ends it."""
     try:
-        from jaxrag.server.run import Server, bind, url_of
-        from jaxrag.server.state import make_state
+        from jaxrag.server.http.run import Server, bind, url_of
+        from jaxrag.server.state.state import make_state
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{error.name} is not installed; pip install 'jaxrag[serve]' does it"

@@ -73,37 +73,55 @@ class Result:
         return dataclasses.asdict(self)
 
 
-News = str | Result | BaseException
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What is new of an answer.
 
-
-class _Growing:
-    """One answer that the engine's thread adds to.
-
-    ``news`` is called on that thread with new text, then with the Result or what was raised.
+    Attributes:
+      text: that is certain now; may be "" while there are tokens.
+      ids: its new tokens.
+      logprobs: of each the logarithm of its probability.
     """
 
-    def __init__(self, question: ReadyQuestion, news: Callable[[News], None]) -> None:
-        self._question, self._news = question, news
-        self._answer = answer_to(question)
+    text: str
+    ids: list[int]
+    logprobs: list[float]
 
-    def sink(self, progress: Progress) -> bool:
-        """Take the engine's news; True once a stop string is complete."""
-        if progress.error is not None:
-            self._news(progress.error)
-            return False
-        shown = self._answer.push(progress.new, progress.finish_reason)
-        if shown:
-            self._news(shown)
-        if progress.outcome is not None:
-            self._news(result_of(self._question, self._answer, progress.outcome))
+
+News = Piece | Result | BaseException
+
+
+class Growing:
+    """One answer that grows with the engine's progress, on whichever thread brings that.
+
+    ``notify`` is called with every new piece, then with the Result or what was raised.
+    """
+
+    def __init__(self, question: ReadyQuestion, notify: Callable[[News], None]) -> None:
+        tokenizer = question.settings.model.tokenizer
+        stream = None if tokenizer is None else tokenizer.stream()
+        self._question, self._notify = question, notify
+        self._answer = Answer(tuple(question.settings.ask.stop), stream)
+
+    @property
+    def ended(self) -> bool:
+        """Whether its text is complete, as at a stop string."""
         return self._answer.finish_reason is not None
 
-
-def answer_to(question: ReadyQuestion) -> Answer:
-    """The answer to a question, before its first token."""
-    tokenizer = question.settings.model.tokenizer
-    stream = None if tokenizer is None else tokenizer.stream()
-    return Answer(tuple(question.settings.ask.stop), stream)
+    def sink(self, progress: Progress) -> bool:
+        """Take the engine's progress; whether its text is complete."""
+        if progress.error is not None:
+            self._notify(progress.error)
+            return False
+        answer = self._answer
+        before = len(answer.token_ids)
+        text = answer.push(progress.new, progress.finish_reason)
+        ids = answer.token_ids[before:]
+        if text or ids:
+            self._notify(Piece(text, ids, progress.logprobs[: len(ids)]))
+        if progress.outcome is not None:
+            self._notify(result_of(self._question, answer, progress.outcome))
+        return self.ended
 
 
 class Stream:
@@ -142,12 +160,13 @@ class Stream:
         news: queue.SimpleQueue[News] = queue.SimpleQueue()
         engine = engine_of(self._question.settings.model)
         request = dataclasses.replace(self._question.request, watched=True)
-        number: int | None = engine.add(request, _Growing(self._question, news.put).sink)
+        number: int | None = engine.add(request, Growing(self._question, news.put).sink)
         try:
             while self.result is None:
                 item = news.get()
-                if isinstance(item, str):
-                    yield item
+                if isinstance(item, Piece):
+                    if item.text:
+                        yield item.text
                     continue
                 number = None
                 if isinstance(item, BaseException):
@@ -201,12 +220,15 @@ async def _answered(question: ReadyQuestion) -> AsyncGenerator[str | Result, Non
         loop.call_soon_threadsafe(news.put_nowait, item)
 
     engine = engine_of(question.settings.model)
-    number: int | None = engine.add(question.request, _Growing(question, notify).sink)
+    number: int | None = engine.add(question.request, Growing(question, notify).sink)
     try:
         while number is not None:
             item = await news.get()
-            if not isinstance(item, str):
-                number = None
+            if isinstance(item, Piece):
+                if item.text:
+                    yield item.text
+                continue
+            number = None
             if isinstance(item, BaseException):
                 raise item
             yield item
@@ -239,7 +261,7 @@ def serve(questions: Sequence[ReadyQuestion], batch_size: int) -> Iterator[dict[
         asked = [
             (
                 dataclasses.replace(questions[i].request, rows=batch_size),
-                _Growing(questions[i], functools.partial(_whole, news, i)).sink,
+                Growing(questions[i], functools.partial(_whole, news, i)).sink,
             )
             for i in indices
         ]
@@ -263,7 +285,7 @@ def serve(questions: Sequence[ReadyQuestion], batch_size: int) -> Iterator[dict[
 def _whole(
     news: "queue.SimpleQueue[tuple[int, Result | BaseException]]", index: int, item: News
 ) -> None:
-    if not isinstance(item, str):
+    if not isinstance(item, Piece):
         news.put((index, item))
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from jaxrag.base.errors import disk_errors
 
-PRIVATE = 0o700  # of the data folder: nobody else reads what was uploaded
+PRIVATE = 0o700  # of the data folder: no other user reads what was uploaded
+REGISTRY = "server.sqlite"  # file in the data folder: state.registry
 UNFINISHED = ".new-"  # begins the name of a file that is being written
 
 

@@ -83,7 +83,7 @@ class Problem(Exception):
 
 
 class ClientLeft(Problem):
-    """The client closed its connection; nobody reads what is said of it."""
+    """The client closed its connection; what is said of it is not read."""
 
     def __init__(self) -> None:
         super().__init__(LEFT, "the client left", type="client_error", code="client_left")
@@ -131,7 +131,7 @@ def retry_after(seconds: float) -> dict[str, str]:
 
 
 def problem_of(error: BaseException) -> Problem:
-    """Any error as a problem; one that nobody foresaw is logged, and told without its text."""
+    """Any error as a problem; one that was not foreseen is logged, and shown without its text."""
     if isinstance(error, Problem):
         return error
     if isinstance(error, HTTPException):

@@ -8,8 +8,6 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
-from starlette.requests import Request
-
 from jaxrag.base.options import choices_of, kind_of
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.serve.ask import Ask, is_ids
@@ -43,9 +41,8 @@ _UNSUPPORTED = {  # field: what it may be all the same
 }
 
 
-async def read_body(request: Request) -> "Body":
+def body_of(raw: bytes) -> "Body":
     """The JSON object that a request carries. Raises Problem 400."""
-    raw = await request.body()
     try:
         values = json.loads(raw, parse_constant=_refuse_constant)
         if b"\\u" in raw:  # half of a surrogate pair can be written so
@@ -164,8 +161,6 @@ class Generation:
 
     Attributes:
       said: fields of ``Ask`` that the body has, by name.
-      model: as the client names it; None: whichever is served.
-      knowledge_base: that is asked.
       documents: chunks that are given; None: none are, (): there are to be none.
       ignore_eos: it goes on behind what would end it.
       logprobs: those of its tokens are given.
@@ -177,8 +172,6 @@ class Generation:
     """
 
     said: Mapping[str, Any]
-    model: str | None
-    knowledge_base: str | None
     documents: tuple[Passage, ...] | None
     ignore_eos: bool
     logprobs: bool
@@ -204,8 +197,6 @@ def generation_of(body: Body) -> Generation:
     options = body.table("stream_options") or {}
     return Generation(
         said=said,
-        model=body.text("model"),
-        knowledge_base=body.text("knowledge_base"),
         documents=_documents(body),
         ignore_eos=ignore_eos,
         logprobs=_logprobs(body),

@@ -1,4 +1,4 @@
-"""What a server is told by flags; ``settings.ServerSettings`` adds what only its file says."""
+"""The settings of a server that are flags; ``settings.ServerSettings`` has those of its file."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What a server is told: the keys of a TOML file, and flags in front of them."""
+"""The settings of a server: the keys of a TOML file, and flags in front of them."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ class ServerSettings(ServerOptions):
       max_body_bytes: largest body of a request that uploads nothing.
       max_upload_bytes: largest file that may be uploaded.
       max_waiting: most requests that wait for their first token.
-      max_waiting_tokens: most prompt tokens of these; a request that finds nobody waiting is let in
+      max_waiting_tokens: most prompt tokens of these; a request that finds none waiting is let in
         whatever its length.
       max_waiting_per_tenant: most requests of one tenant that wait; None: any number.
       prepare_threads: that retrieve and tokenise.
@@ -45,7 +45,7 @@ class ServerSettings(ServerOptions):
         first token is an HTTP error.
       keepalive_seconds: between two comments in a stream that has nothing to say.
       stream_events: most events of a stream that its reader is behind; then it is cut off.
-      drain_seconds: what runs when the server is told to end has so long to complete.
+      drain_seconds: what runs when the server is asked to end has so long to complete.
       stall_seconds: an engine with work that does nothing for so long is not healthy.
       watchdog_seconds: after which the process of such an engine ends itself; None: never.
       log_format: "text" or "json", one line an event.

@@ -34,8 +34,7 @@ from jaxrag.base.tables import build, read_toml
 from jaxrag.kv.store import MemoryStore
 from jaxrag.kv.store.keys import derive, is_hex
 from jaxrag.models.model import Model
-from jaxrag.server.durable import PRIVATE, disk_errors, make_folder, write_durably
-from jaxrag.server.registry import NAME as REGISTRY
+from jaxrag.server.durable import PRIVATE, REGISTRY, disk_errors, make_folder, write_durably
 
 SECRET = "secret"  # file in the data folder
 EVERY = "*"  # in place of the name of a knowledge base

@@ -16,10 +16,10 @@ from starlette.applications import Starlette
 from jaxrag.library.documents import read_paths
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model, load_model
+from jaxrag.server.http.run import Server, bind, url_of
 from jaxrag.server.options import ModelSettings
-from jaxrag.server.run import Server, bind, url_of
 from jaxrag.server.settings import ServerSettings
-from jaxrag.server.state import ServerState, make_state
+from jaxrag.server.state.state import ServerState, make_state
 
 ROOT = Path(__file__).parents[2]
 NAME = "synthetic"

@@ -356,7 +356,7 @@ def test_what_fails_when_tokens_come_ends_the_request(server, idle, monkeypatch,
     def fail(*_):
         raise ZeroDivisionError("of a tokenizer")
 
-    monkeypatch.setattr(f"jaxrag.server.asking.{broken}", fail)
+    monkeypatch.setattr(f"jaxrag.serve.answers.{broken}", fail)
     answer = server.chat()
     assert (answer.status_code, told(answer)["code"]) == (500, "internal_error")
     streamed = server.chat(stream=True)

@@ -11,14 +11,16 @@ import httpx
 import pytest
 from starlette.requests import Request
 
+from jaxrag.serve.answers import Piece
 from jaxrag.serve.conversation import conversation_of
-from jaxrag.server.answering import respond
-from jaxrag.server.asking import Inbox, Piece, SlowReader, make_ready
-from jaxrag.server.chat import ChatForm
+from jaxrag.server.answers.answering import respond
+from jaxrag.server.answers.asking import Inbox, SlowReader, make_ready
+from jaxrag.server.answers.chat import ChatForm
+from jaxrag.server.answers.sse import EventStream
+from jaxrag.server.answers.visit import Visit
 from jaxrag.server.errors import Problem
 from jaxrag.server.fields import Body, generation_of
-from jaxrag.server.sse import EventStream
-from jaxrag.server.visit import Visit
+from jaxrag.server.state.entry import Call
 
 CHAT = "/v1/chat/completions"
 BODY = {
@@ -178,10 +180,11 @@ def test_a_prompt_ends_with_its_request_though_nobody_began_to_read(server, held
     async def never_read():
         scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "app": server.app}
         visit = Visit(Request(scope))
-        visit.knock()
+        visit.call = Call(visit.call.request, server.state.access(visit.call.request))
         fields = generation_of(Body(BODY | {"stream": True}))
         talk = conversation_of(BODY["messages"], wire=True)
-        make = functools.partial(make_ready, server.state, visit.access, fields, talk, "village")
+        access = visit.call.access
+        make = functools.partial(make_ready, server.state, access, fields, talk, "village")
         response = await respond(visit, fields, [make], ChatForm(visit, True, False))
         assert isinstance(response, EventStream) and len(server.state.asking) == 1
 

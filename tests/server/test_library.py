@@ -12,15 +12,17 @@ from jaxrag.base.errors import ConfigError
 from jaxrag.engine.engine import Engine
 from jaxrag.library.documents import BadDocument, parser, parser_process
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.server import indexing
+from jaxrag.library.options import KnowledgeBaseOptions
 from jaxrag.server.errors import Problem
-from jaxrag.server.library import Library
-from jaxrag.server.recipe import Recipe
+from jaxrag.server.settings import ServerSettings
+from jaxrag.server.state import indexing
+from jaxrag.server.state.library import Library
+from jaxrag.server.state.recipe import recipe_like
 from jaxrag.server.tenants import Tenants
 
 LONG = 120.0  # seconds in which what must happen happens
 STORY = b"File 23: Giso Berow lives in Tondorf.\n\nFile 18: Mela Forow works as a judge.\n"
-RECIPE = Recipe(chunk_tokens=20, overlap=0, chunk_by="sentence")
+RECIPE = KnowledgeBaseOptions(chunk_tokens=20, overlap=0, chunk_by="sentence")
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +63,11 @@ def open_library(model, tmp_path, monkeypatch):
     with contextlib.ExitStack() as stack:
 
         def make(served=None, recipe=RECIPE, **settings):
-            settings = {"threads": 1, "grace_seconds": 0.0, **settings}
+            settings = {"index_threads": 1, "grace_seconds": 0.0, **settings}
             data = tmp_path / "data"
             tenants = Tenants.open(None, data)
-            made = Library.open(
-                data, model, model.engine, served or {}, recipe, tenants, **settings
+            made = Library(
+                ServerSettings(data=str(data), **settings), model, served or {}, recipe, tenants
             )
             stack.callback(made.close)
             return made, tenants.access(None)
@@ -263,7 +265,7 @@ def test_encoding_is_compiled_before_it_is_needed(open_library, model, monkeypat
 
 def test_a_new_vector_store_is_made_as_what_is_served(open_library, model, village):
     with KnowledgeBase.open(village, model) as served:
-        library, access = open_library({"village": served}, Recipe.like(served))
+        library, access = open_library({"village": served}, recipe_like(served))
         made = library.base(library.create(access, "notes", {}))
         assert made.template == served.template and made.chunking == served.chunking
         assert made.encoders == served.encoders

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from jaxrag.server.errors import Problem
-from jaxrag.server.limits import Limits
 from jaxrag.server.settings import ServerSettings
+from jaxrag.server.state.limits import Limits
 
 
 class Clock:

@@ -5,11 +5,12 @@ import io
 import json
 import logging
 import sys
+import types
 
 import pytest
 
 from jaxrag.base.errors import RequestError
-from jaxrag.server.logs import AccessLog, Lines, logging_requests, note, pattern_of
+from jaxrag.server.http.logs import AccessLog, Lines, logging_requests, note, pattern_of
 from jaxrag.server.settings import ServerSettings
 
 SECRET = "Giso-Berow-keeps-a-secret"
@@ -111,13 +112,15 @@ def test_what_was_answered_to_nobody_and_what_failed(caplog):
     async def answers(scope, receive, send):
         await send({"type": "http.response.start", "status": 204, "headers": []})
 
-    scope = {"type": "http", "path": "/x", "method": "GET", "request_id": "r"}
+    scope = {"type": "http", "path": "/x", "method": "GET", "headers": []}
+    state = types.SimpleNamespace(requests=0)
     with caplog.at_level(logging.INFO, logger="jaxrag.server"):
         for app in (nothing, answers):
-            asyncio.run(AccessLog(app)(dict(scope), None, sent))
+            asyncio.run(AccessLog(app, state)(dict(scope), None, sent))
         with pytest.raises(RuntimeError):
-            asyncio.run(AccessLog(fails)(dict(scope), None, sent))
+            asyncio.run(AccessLog(fails, state)(dict(scope), None, sent))
     assert [record.fields["status"] for record in caplog.records] == [499, 204, 500]
+    assert state.requests == 0
     assert SECRET not in "".join(Lines("text").format(record) for record in caplog.records)
 
 

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxrag.engine.links import LinkState
-from jaxrag.server.metrics import link_name
+from jaxrag.server.http.metrics import link_name
 
 QUESTION = "Which animal does Kora Felell keep?"
 

@@ -73,7 +73,7 @@ def test_the_page_is_one_file_that_asks_nobody_else(server):
 
 def test_the_page_writes_no_markup():
     """What a server or a document says is text, whatever it looks like."""
-    text = files("jaxrag.server").joinpath("page.html").read_text(encoding="utf-8")
+    text = files("jaxrag.server.http").joinpath("page.html").read_text(encoding="utf-8")
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
     assert not re.findall(r"\sstyle=|\son\w+=\"", text)  # neither is allowed by the policy
     assert "localStorage" not in text

@@ -2,30 +2,21 @@
 
 import hashlib
 
-from starlette.responses import JSONResponse
-from starlette.routing import Route
-
-from jaxrag.server.fields import read_body
-from jaxrag.server.health import check_ready
-from jaxrag.server.state import state_of
+from jaxrag.server.http.app import plain
 
 
-async def count_tokens(request):
+def count_tokens(call):
     """POST /v1/count: how many tokens a text has. The file of the endpoint would hold this."""
-    state = state_of(request)
-    state.access(request)
-    check_ready(state)
-    body = await read_body(request)
-    text = body.text("text")
+    text = call.body.text("text")
     if text is None:
-        raise body.wrong("text", "a text")
-    return JSONResponse({"count": len(state.model.text_tokenizer().encode(text))})
+        raise call.body.wrong("text", "a text")
+    return {"count": len(call.state.model.text_tokenizer().encode(text))}
 
 
 def test_a_new_endpoint_answers_beside_the_others(running, served_model):
     with running(served_model, {}) as server:
         routes = server.app.router.routes
-        routes.append(Route("/v1/count", count_tokens, methods=["POST"]))  # the one line
+        routes.append(plain("/v1/count", count_tokens, "POST"))  # the one line
         answer = server.post("/v1/count", text="Which animal does Kora Felell keep?")
         assert answer.json() == {"count": 7}
         assert answer.headers["x-request-id"]
@@ -42,7 +33,7 @@ def test_a_new_endpoint_asks_for_a_key_where_the_server_does(running, served_mod
     digest = hashlib.sha256(secret.encode()).hexdigest()
     keys.write_text(f'[tenants.one]\n[[keys]]\nsha256 = "{digest}"\ntenant = "one"\n')
     with running(served_model, {}, keys=str(keys)) as server:
-        server.app.router.routes.append(Route("/v1/count", count_tokens, methods=["POST"]))
+        server.app.router.routes.append(plain("/v1/count", count_tokens, "POST"))
         assert server.post("/v1/count", text="a goat").status_code == 401
         server.client.headers["authorization"] = f"Bearer {secret}"
         assert server.post("/v1/count", text="a goat").json()["count"] == 2

@@ -6,9 +6,9 @@ import sqlite3
 import pytest
 
 from jaxrag.base.errors import StoreError
-from jaxrag.server.durable import UNFINISHED, write_durably
-from jaxrag.server.registry import NAME, Registry
-from jaxrag.server.uploads import Uploads, plain_name
+from jaxrag.server.durable import REGISTRY, UNFINISHED, write_durably
+from jaxrag.server.state.registry import Registry
+from jaxrag.server.state.uploads import Uploads, plain_name
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_a_disk_that_is_full_leaves_nothing(uploads, registry, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("jaxrag.server.uploads.os.fsync", full)
+    monkeypatch.setattr("jaxrag.server.state.uploads.os.fsync", full)
     with pytest.raises(StoreError, match="No space left on device; check the disk"):
         upload.finish("a.txt", "assistants")
     upload.abort()
@@ -70,7 +70,7 @@ def test_a_disk_that_is_full_leaves_nothing(uploads, registry, monkeypatch):
 def test_members_go_from_in_progress_to_an_end_and_once(registry):
     [member] = registry.put_members("vs_1", [("file-1", {"a": 1})], "acme", "batch")
     assert (member.status, member.attributes, member.batch) == ("in_progress", {"a": 1}, "batch")
-    assert registry.unfinished() == [member]
+    assert registry.members(status="in_progress") == [member]
     assert registry.settle_member(member.number, "completed", counts={"chunks": 3})
     assert not registry.settle_member(member.number, "failed")
     assert registry.member("vs_1", "file-1").counts == {"chunks": 3}
@@ -93,11 +93,11 @@ def test_vector_stores_are_those_of_a_tenant(registry):
 
 
 def test_another_file_in_its_place_is_refused(tmp_path):
-    with contextlib.closing(sqlite3.connect(tmp_path / NAME)) as connection:
+    with contextlib.closing(sqlite3.connect(tmp_path / REGISTRY)) as connection:
         connection.execute("CREATE TABLE t (x)")
     with pytest.raises(StoreError, match="no registry of format 1"):
         Registry(tmp_path)
-    write_durably(tmp_path / "other" / NAME, b"no database at all")
+    write_durably(tmp_path / "other" / REGISTRY, b"no database at all")
     with pytest.raises(StoreError, match="not a database"):
         Registry(tmp_path / "other")
 

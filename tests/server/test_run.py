@@ -14,9 +14,8 @@ import httpx
 import pytest
 
 from jaxrag.cli import main
-from jaxrag.server.run import bind
+from jaxrag.server.http.run import bind, warm_up
 from jaxrag.server.settings import ServerSettings
-from jaxrag.server.warm import warm_up
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "checkpoints/synthetic-0.8m/dual"

@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from jaxrag.base.errors import ConfigError
+from jaxrag.server.http.health import STUCK, watchdog
 from jaxrag.server.settings import ServerSettings
-from jaxrag.server.stall import STUCK, watchdog
 
 QUESTION = "Which animal does Kora Felell keep?"
 STALL = 0.2  # seconds by the engine's clock, which stands until it is moved

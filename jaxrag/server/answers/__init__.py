@@ -1,0 +1,1 @@
+"""Endpoints that ask the model, and those beside them."""

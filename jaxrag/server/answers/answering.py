@@ -1,0 +1,189 @@
+"""Requests to the model: prompts handed to the engine, and their answers whole or as a stream."""
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from jaxrag.base.errors import DeadlineExceeded, Overloaded
+from jaxrag.serve.answers import Piece, Result
+from jaxrag.serve.questions import ReadyQuestion
+from jaxrag.server.answers.asking import LATE, Asking, Inbox, usage
+from jaxrag.server.answers.forms import Form
+from jaxrag.server.answers.sse import EventStream, comment, event
+from jaxrag.server.answers.visit import Visit, unless_left
+from jaxrag.server.errors import busy, invalid
+from jaxrag.server.fields import Generation
+from jaxrag.server.state.entry import Call, Endpoint, enter
+
+_TOGETHER = 64  # events that are sent at once, where so many are there
+
+Make = Callable[[], ReadyQuestion]
+
+
+def visited(asked: str) -> Callable[[Callable[[Visit], Coroutine[Any, Any, Response]]], Endpoint]:
+    """An endpoint that asks the model; the server hears how every request to it ended.
+
+    ``asked`` is the field of what is asked, in errors.
+    """
+
+    def made(answer: Callable[[Visit], Coroutine[Any, Any, Response]]) -> Endpoint:
+        @functools.wraps(answer)
+        async def handle(request: Request) -> Response:
+            visit = Visit(request)
+            try:
+                visit.call = Call(request, visit.state.access(request))
+                visit.call = await enter(request, counts=False)
+                response = await unless_left(request, answer(visit))
+            except asyncio.CancelledError as error:
+                visit.end(error)
+                raise
+            except Exception as error:
+                shown: Exception = error
+                if isinstance(error, Overloaded):  # by the engine's own bounds
+                    shown = busy(str(error), visit.state.limits.seconds_until_room())
+                problem = visit.end(shown)
+                assert problem is not None
+                if problem.param == "messages":
+                    problem.param = asked
+                raise problem from error
+            if not isinstance(response, EventStream):
+                visit.end()
+            return response
+
+        return handle
+
+    return made
+
+
+def base_of(visit: Visit, fields: Generation, default: bool) -> str | None:
+    """The knowledge base that is asked; with ``default`` one is, if nothing is named or given.
+
+    Whether it is there is seen when the prompt is made ready. Raises Problem 404 for a model that
+    is not served, 400 for two different knowledge bases.
+    """
+    name = visit.call.named_base()
+    blocks = fields.said.get("blocks")
+    if name is not None and (fields.documents or blocks):
+        what = "documents" if fields.documents else "blocks"
+        raise invalid(
+            f"{what} and the knowledge base {name!r}: what requests bring is not kept there; name "
+            "one of them",
+            what,
+        )
+    given = fields.documents is not None or blocks
+    if name is None and default and not given:
+        name = visit.state.default_base(visit.call.access)
+    visit.knowledge_base = name
+    return name
+
+
+async def respond(
+    visit: Visit, fields: Generation, prompts: Sequence[Make], form: Form
+) -> Response:
+    """Ask the engine, and answer in a form.
+
+    A stream begins with the first news, or after a while; what fails before is raised.
+    """
+    settings = visit.state.settings
+    visit.stream = fields.stream
+    visit.enter(len(prompts))
+    inbox = Inbox(settings.stream_events * len(prompts) if fields.stream else None)
+    visit.askings = [Asking(visit.state, inbox, place) for place in range(len(prompts))]
+    await _open(visit, fields, prompts)
+    if not fields.stream:
+        results = await _whole(visit, inbox)
+        shown = form.whole(results, [asking.logprobs for asking in visit.askings])
+        return JSONResponse(shown | _account(visit, fields, results))
+    first = None
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(settings.hold_seconds):
+            first = await inbox.next()
+    return EventStream(_events(visit, fields, inbox, form, first), visit.end, inbox.cut)
+
+
+async def _open(visit: Visit, fields: Generation, prompts: Sequence[Make]) -> None:
+    """Make all prompts ready, then hand them to the engine."""
+    deadline = visit.deadline(fields.timeout)
+    try:
+        async with asyncio.timeout(deadline - time.monotonic()):
+            for asking, make in zip(visit.askings, prompts, strict=True):
+                await asking.ready(make)
+            visit.known(sum(asking.prompt_tokens for asking in visit.askings))
+            for asking in visit.askings:
+                await asking.begin(deadline)
+    except TimeoutError:
+        raise DeadlineExceeded(LATE) from None
+
+
+async def _whole(visit: Visit, inbox: Inbox) -> list[Result]:
+    found: dict[int, Result] = {}
+    while len(found) < len(visit.askings):
+        place, item = await inbox.next()
+        if isinstance(item, Result):
+            found[place] = item
+        else:
+            visit.saw_tokens()
+    visit.results += (found[place] for place in range(len(found)))
+    return visit.results
+
+
+async def _events(
+    visit: Visit,
+    fields: Generation,
+    inbox: Inbox,
+    form: Form,
+    first: tuple[int, Piece | Result] | None,
+) -> AsyncGenerator[bytes, None]:
+    """Everything from the first event to the account, as it comes."""
+    count = len(visit.askings)
+    found: dict[int, Result] = {}
+    out = [event(it) for it in form.opening()]
+    seen = None
+    while len(found) < count:
+        if out and first is None and (not len(inbox) or len(out) >= _TOGETHER):
+            yield b"".join(out)
+            out.clear()
+        try:
+            async with asyncio.timeout(visit.state.settings.keepalive_seconds):
+                place, item = first or await inbox.next()
+        except TimeoutError:
+            now = visit.state.engine.turns, [asking.where for asking in visit.askings]
+            if now != seen:  # one that does not move is to look so
+                yield comment(", ".join(now[1]))
+            seen = now
+            continue
+        first = None
+        if isinstance(item, Result):
+            found[place] = item
+            visit.results.append(item)
+            if len(found) < count or fields.include_usage:
+                out.append(event(form.finish(place, item)))
+        else:
+            visit.saw_tokens()
+            shown = form.piece(place, item)
+            out += [] if shown is None else [event(shown)]
+    account = _account(visit, fields, [found[it] for it in range(count)])
+    if fields.include_usage:
+        out.append(event(form.closing() | account))
+    else:
+        out.append(event(form.finish(place, found[place]) | {"jaxrag": account["jaxrag"]}))
+    yield b"".join(out)
+
+
+def _account(visit: Visit, fields: Generation, results: Sequence[Result]) -> dict[str, Any]:
+    """Usage and account of an answer; of several prompts a list of accounts."""
+    lengths = [asking.prompt_tokens for asking in visit.askings]
+    accounts = [
+        asking.account(result, fields.return_text)
+        for asking, result in zip(visit.askings, results, strict=True)
+    ]
+    return {
+        "usage": usage(list(zip(lengths, results, strict=True))),
+        "jaxrag": accounts[0] if len(accounts) == 1 else accounts,
+    }

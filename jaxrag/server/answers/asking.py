@@ -1,0 +1,294 @@
+"""One prompt with the engine: made ready on a thread, its answer brought to the event loop."""
+
+import asyncio
+import dataclasses
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxrag.base.errors import DeadlineExceeded
+from jaxrag.engine.progress import Progress
+from jaxrag.reuse.methods import METHODS
+from jaxrag.serve.answers import Growing, News, Piece, Result, abstained
+from jaxrag.serve.ask import Ask
+from jaxrag.serve.conversation import Conversation, Text
+from jaxrag.serve.questions import ReadyQuestion, prepare, resolve
+from jaxrag.server.errors import Problem, invalid
+from jaxrag.server.fields import Generation
+from jaxrag.server.state.state import ServerState
+from jaxrag.server.tenants import Access
+
+LATE = "time was over before the prompt was ready; allow more, or ask later"
+DEFAULT_CLASS = 1  # of priority, where there are several
+
+
+class SlowReader(Problem):
+    """A stream whose reader is too far behind."""
+
+    def __init__(self) -> None:
+        text = "the reader of this stream was too far behind and was cut off"
+        super().__init__(408, text, type="timeout_error", code="slow_reader")
+
+
+def make_ready(
+    state: ServerState,
+    access: Access,
+    fields: Generation,
+    asked: Text | Conversation,
+    knowledge_base: str | None,
+) -> ReadyQuestion:
+    """What the engine is to be asked; on a thread, as it retrieves.
+
+    Raises Problem 404 for a knowledge base that is not there, 400 for what this server does not
+    offer, and what ``resolve`` and ``prepare`` do.
+    """
+    server = state.settings
+    base = None if knowledge_base is None else state.knowledge_base(access, knowledge_base)
+    wanted, most = fields.said.get("max_new_tokens"), server.max_answer_tokens
+    if wanted is not None and wanted > most:
+        raise invalid(f"max_tokens={wanted}: this server gives at most {most}", "max_tokens")
+    _check_offered(state, fields.said)
+    name = fields.said.get("method") or next(iter(state.methods))
+    method = state.methods[name]
+    usual = {
+        "k": server.k,
+        "decode": None if "method" in fields.said else server.decode,
+        "max_new_tokens": 1,
+        "batch_size": server.rows,
+    }
+    named = {"method": name if METHODS.get(name) is method else method}
+    settings = resolve(
+        Ask(**usual | dict(fields.said) | named),
+        kb=base,
+        model=state.model if base is None else None,
+        store=state.memory.store(access.tenant) if base is None else None,
+    )
+    ready = prepare(settings, asked, fields.documents, fields.said["sampling"])
+    request = ready.request
+    room = state.model.config.max_positions - request.prompt.num_tokens
+    request = dataclasses.replace(
+        request,
+        max_new_tokens=wanted or min(server.max_new_tokens, room),
+        eos_ids=frozenset() if fields.ignore_eos else request.eos_ids,
+        watched=fields.stream,
+        priority=_priority(state, access, fields.priority),
+        tenant=access.tenant,
+    )
+    return dataclasses.replace(ready, request=request)
+
+
+def _priority(state: ServerState, access: Access, asked: int | None) -> int:
+    """The class of a request: what it asks for, and no better than its key allows."""
+    worst = state.settings.classes - 1
+    if asked is not None and asked > worst:
+        raise invalid(f"priority={asked}: expected 0 to {worst}", "priority")
+    wanted = min(DEFAULT_CLASS, worst) if asked is None else asked
+    return min(max(wanted, access.limits.priority), worst)
+
+
+def _check_offered(state: ServerState, said: Mapping[str, Any]) -> None:
+    for name, offered in (("method", state.methods), ("decode", state.decode_rules)):
+        if name in said and said[name] not in offered:
+            raise invalid(f"{name}={said[name]!r}: this server offers {', '.join(offered)}", name)
+    if state.settings.allow_history_dependent:
+        return
+    for name, asked in (
+        ("prefix_cache", said.get("prefix_cache") is True),
+        ("misses", said.get("misses") == "in_place"),
+    ):
+        if asked:
+            raise invalid(
+                f"{name}: answers would depend on what was asked before; this server has to be "
+                "started with --allow-history-dependent for that",
+                name,
+            )
+
+
+class Inbox:
+    """What is new of the prompts of one request, in the order it comes. For the event loop.
+
+    Attributes:
+      cut: set when the reader is too far behind; nothing more comes then.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        """``most``: news that a reader may be behind; None: any number."""
+        self.cut = asyncio.Event()
+        self._most = most
+        self._news: deque[tuple[int, News]] = deque()
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._news)
+
+    def put(self, place: int, item: News) -> None:
+        """There is something new of the prompt at this place."""
+        if self.cut.is_set():
+            return
+        self._news.append((place, item))
+        if self._most is not None and len(self._news) > self._most:
+            self._news.clear()
+            self.cut.set()
+        self._changed.set()
+
+    async def next(self) -> tuple[int, Piece | Result]:
+        """The place of a prompt, and what is new of it; its Result is the last.
+
+        Raises what a prompt failed with.
+        """
+        while not self._news:
+            self._changed.clear()
+            await self._changed.wait()
+        place, item = self._news.popleft()
+        if isinstance(item, BaseException):
+            raise item
+        return place, item
+
+
+class Asking:
+    """One prompt, from when it is made ready to its last token. For the event loop.
+
+    Attributes:
+      prompt_tokens: length of the prompt, once it is ready.
+      logprobs: of all tokens of the answer so far.
+    """
+
+    def __init__(self, state: ServerState, inbox: Inbox, place: int = 0) -> None:
+        """Its news go to the inbox, under its place."""
+        self.prompt_tokens = 0
+        self.logprobs: list[float] = []
+        self._state, self._inbox, self._place = state, inbox, place
+        self._loop = asyncio.get_running_loop()
+        self._asked: ReadyQuestion | None = None
+        self._growing: Growing | None = None
+        self._lock = threading.Lock()  # of the two below
+        self._number: int | None = None
+        self._closed = False
+        self._failed: BaseException | None = None
+        self._over = False  # nothing more will come
+        state.asking.add(self)
+
+    async def ready(self, make: Callable[[], ReadyQuestion]) -> None:
+        """Make the prompt ready on a thread. Raises what ``make`` raises."""
+        self._asked = await self._loop.run_in_executor(self._state.prepare, make)
+        abstains, request = self._asked.abstains, self._asked.request
+        self.prompt_tokens = 0 if abstains else request.prompt.num_tokens
+        self._growing = Growing(self._asked, self._hear)
+
+    async def begin(self, deadline: float) -> None:
+        """Hand it to the engine; it fails at ``deadline``, by ``time.monotonic``."""
+        assert self._asked is not None
+        question = self._asked
+        if self._failed is not None:
+            raise self._failed
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded(LATE)
+        if question.abstains:  # an answer as others, for clients that know no other end
+            result = dataclasses.replace(abstained(question), finish_reason="stop")
+            self._inbox.put(self._place, Piece(result.text, [], []))
+            self._end(result)
+            return
+        request = dataclasses.replace(question.request, timeout=left)
+
+        def add() -> None:
+            number = self._state.engine.add(request, self._sink)
+            with self._lock:
+                self._number, closed = number, self._closed
+            if closed:
+                self._state.engine.abort(number)
+
+        await self._loop.run_in_executor(self._state.hand_over, add)
+
+    def close(self) -> None:
+        """Nothing more is wanted of it."""
+        with self._lock:
+            self._closed, number = True, self._number
+        if number is not None and not self._over:
+            self._state.engine.abort(number)
+        self._over = True
+        self._state.asking.discard(self)
+
+    def fail(self, error: BaseException) -> None:
+        """It ends with an error, wherever it is."""
+        if not self._over:
+            self._failed = error
+            self.close()
+            self._inbox.put(self._place, error)
+
+    @property
+    def where(self) -> str:
+        """What it waits for, or does, in words."""
+        if self._number is None:
+            return "preparing"
+        found = self._state.engine.where(self._number)
+        if found is None:
+            return "waiting"
+        of = f" {found.there}/{found.chunks}" if found.status == "loading" else ""
+        return found.status + of
+
+    def account(self, result: Result, return_text: bool) -> dict[str, Any]:
+        """What a Result says beside the answer; folders of the server are not shown."""
+        shown = result.to_dict()
+        for name in ("text", "token_ids", "finish_reason"):
+            del shown[name]
+        for source in shown["sources"]:
+            source["file"] = source["file"] and Path(source["file"]).name
+            if not return_text:
+                del source["text"]
+        base = None if self._asked is None else self._asked.settings.kb
+        if base is not None:
+            parent = f"{base.path.parent}/"
+            shown["notes"] = [note.replace(parent, "") for note in shown["notes"]]
+        return shown
+
+    def _sink(self, progress: Progress) -> None:
+        """On the engine's thread."""
+        self._loop.call_soon_threadsafe(self._arrive, progress)
+
+    def _arrive(self, progress: Progress) -> None:
+        """Text of new tokens, here and not on the engine's thread."""
+        if self._over:
+            return
+        assert self._growing is not None
+        try:
+            before = self._growing.ended
+            if self._growing.sink(progress) and not before and not self._over:  # a stop string
+                self._state.engine.stop(progress.number)
+        except Exception as error:  # whoever waits sees it, and the event loop does not
+            self.fail(error)
+
+    def _hear(self, item: News) -> None:
+        if isinstance(item, Piece):
+            self.logprobs += item.logprobs
+            self._inbox.put(self._place, item)
+        else:
+            self._end(item)
+
+    def _end(self, item: Result | BaseException) -> None:
+        self._over = True
+        self._state.asking.discard(self)
+        self._inbox.put(self._place, item)
+
+
+def usage(asked: list[tuple[int, Result]]) -> dict[str, Any]:
+    """Tokens of prompts and answers, as OpenAI counts them; from (prompt tokens, result) each.
+
+    Cached are those whose KV was found and used as it was; written are those that were encoded.
+    """
+    rows = [row for _, result in asked for row in result.reuse]
+    hits = [row for row in rows if row.how in ("prefix hit", "chunk hit")]
+    prompt = sum(tokens for tokens, _ in asked)
+    completion = sum(len(result.token_ids) for _, result in asked)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(row.tokens - row.recomputed for row in hits),
+            "cache_write_tokens": sum(row.tokens for row in rows if row.how == "encoded"),
+        },
+    }

@@ -1,0 +1,58 @@
+"""POST /v1/chat/completions: a conversation over retrieved or given chunks."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from starlette.responses import Response
+
+from jaxrag.serve.answers import Piece
+from jaxrag.serve.conversation import conversation_of
+from jaxrag.server.answers.answering import base_of, respond, visited
+from jaxrag.server.answers.asking import make_ready
+from jaxrag.server.answers.forms import Form, token_text
+from jaxrag.server.answers.visit import Visit
+from jaxrag.server.fields import generation_of
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+@visited("messages")
+async def chat_completions(visit: Visit) -> Response:
+    """Answer the last message."""
+    call = visit.call
+    fields = generation_of(call.body)
+    talk = conversation_of(call.body.values.get("messages"), call.body.text("query"), wire=True)
+    base = base_of(visit, fields, default=True)
+    make = functools.partial(make_ready, visit.state, call.access, fields, talk, base)
+    return await respond(visit, fields, [make], ChatForm(visit, fields.stream, fields.logprobs))
+
+
+class ChatForm(Form):
+    """A chat's form; it has one choice."""
+
+    def __init__(self, visit: Visit, stream: bool, logprobs: bool) -> None:
+        kind = "chat.completion.chunk" if stream else "chat.completion"
+        super().__init__(visit, kind, "chatcmpl", logprobs)
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """Who speaks."""
+        delta = {"role": "assistant", "content": ""}
+        yield self.event({"index": 0, "delta": delta, "logprobs": None, "finish_reason": None})
+
+    def part(self, text: str | None) -> dict[str, Any]:
+        """What the message grows by."""
+        return {"delta": {} if text is None else {"content": text}}
+
+    def message(self, text: str) -> dict[str, Any]:
+        """The message."""
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def logprobs(self, place: int, piece: Piece) -> dict[str, Any]:
+        """Token by token, with its bytes where they are known."""
+        content = []
+        for token_id, logprob in zip(piece.ids, piece.logprobs, strict=True):
+            text = token_text(self.model, token_id)
+            known = None if _INCOMPLETE in text else list(text.encode())
+            content.append({"token": text, "logprob": logprob, "bytes": known, "top_logprobs": []})
+        return {"content": content, "refusal": None}

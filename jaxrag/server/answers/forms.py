@@ -1,0 +1,123 @@
+"""How answers are written: what chats and completions have in common."""
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxrag.models.model import Model
+from jaxrag.serve.answers import Piece, Result
+from jaxrag.server.answers.visit import Visit
+
+
+def head(visit: Visit, kind: str, name: str) -> dict[str, Any]:
+    """What an answer, or each event of it, begins with: its id, object, moment and model."""
+    return {
+        "id": f"{name}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": visit.named,
+    }
+
+
+def token_text(model: Model, token_id: int) -> str:
+    """A token as text, special ones too; by its id where the model has no tokenizer."""
+    if model.tokenizer is None:
+        return f"token_id:{token_id}"
+    return model.tokenizer.decode([token_id], skip_special=False)
+
+
+class TokenTexts:
+    """Tokens one by one as texts, and where each begins in the whole text.
+
+    The whole text is without special tokens: those begin where the next one does.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._pieces: list[str] = []
+        self._length = 0  # of these
+        self._model = model
+        self._stream = None if model.tokenizer is None else model.tokenizer.stream()
+
+    def push(self, ids: Sequence[int]) -> tuple[list[str], list[int]]:
+        """The texts of more tokens, and where they begin."""
+        offsets = []
+        for token_id in ids:
+            offsets.append(self._length)
+            if self._stream is not None:
+                self._pieces.append(self._stream.push(token_id))
+                self._length += len(self._pieces[-1])
+        return [token_text(self._model, token_id) for token_id in ids], offsets
+
+    def finish(self) -> str:
+        """The whole text, with what an incomplete character leaves."""
+        return "".join(self._pieces) + ("" if self._stream is None else self._stream.flush())
+
+
+class Form:
+    """Writes the answer of an endpoint; its choices are numbered as the prompts.
+
+    An endpoint has a subclass, which says how text and log-probabilities look.
+    """
+
+    def __init__(self, visit: Visit, kind: str, name: str, logprobs: bool) -> None:
+        """``kind`` and ``name``: of the answer, as ``head`` has them."""
+        self.model = visit.state.model
+        self._head = head(visit, kind, name)
+        self._has_logprobs = logprobs
+
+    def part(self, text: str | None) -> dict[str, Any]:
+        """New text in an event; None: the choice has ended."""
+        raise NotImplementedError
+
+    def message(self, text: str) -> dict[str, Any]:
+        """The whole text of a choice."""
+        raise NotImplementedError
+
+    def logprobs(self, place: int, piece: Piece) -> dict[str, Any]:
+        """Log-probabilities of the tokens of the next piece of a choice."""
+        raise NotImplementedError
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """The first events of a stream."""
+        return iter(())
+
+    def piece(self, place: int, piece: Piece) -> dict[str, Any] | None:
+        """The event of what is new of a choice; None where it shows nothing."""
+        logprobs = self._logprobs(place, piece)
+        if not piece.text and logprobs is None:
+            return None
+        return self.event(_choice(place, self.part(piece.text), logprobs))
+
+    def finish(self, place: int, result: Result) -> dict[str, Any]:
+        """The last event of a choice."""
+        return self.event(_choice(place, self.part(None), finish=result.finish_reason))
+
+    def closing(self) -> dict[str, Any]:
+        """An event of no choice, for what is to be said at last."""
+        return self.event()
+
+    def whole(self, results: Sequence[Result], logprobs: Sequence[list[float]]) -> dict[str, Any]:
+        """All choices at once."""
+        choices = []
+        for place, (result, of_tokens) in enumerate(zip(results, logprobs, strict=True)):
+            piece = Piece(result.text, result.token_ids, of_tokens)
+            text, found = self.message(result.text), self._logprobs(place, piece)
+            choices.append(_choice(place, text, found, result.finish_reason))
+        return self.event(*choices)
+
+    def event(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        """Choices behind the head."""
+        return self._head | {"choices": list(choices)}
+
+    def _logprobs(self, place: int, piece: Piece) -> dict[str, Any] | None:
+        return self.logprobs(place, piece) if self._has_logprobs else None
+
+
+def _choice(
+    place: int,
+    text: dict[str, Any],
+    logprobs: dict[str, Any] | None = None,
+    finish: str | None = None,
+) -> dict[str, Any]:
+    return {"index": place, **text, "logprobs": logprobs, "finish_reason": finish}

@@ -1,0 +1,41 @@
+"""GET /v1/models."""
+
+from typing import Any
+
+from jaxrag.server.state.entry import Call, no_model
+
+
+def list_models(call: Call) -> dict[str, Any]:
+    """The model, and ``model@kb`` for every knowledge base that the key may read."""
+    return {"object": "list", "data": _entries(call)}
+
+
+def get_model(call: Call) -> dict[str, Any]:
+    """One of them."""
+    name = call.path["name"]
+    for entry in _entries(call):
+        if entry["id"] == name:
+            return entry
+    raise no_model(call.state, name)
+
+
+def _entries(call: Call) -> list[dict[str, Any]]:
+    state = call.state
+    first = state.default_base(call.access)
+    return [
+        {
+            "id": state.name + ("" if name is None else f"@{name}"),
+            "object": "model",
+            "created": state.created,
+            "owned_by": "jaxrag",
+            "max_model_len": state.model.config.max_positions,
+            "knowledge_base": name,
+            "methods": list(state.methods),
+            "method": next(iter(state.methods)),
+            "decode_rules": list(state.decode_rules),
+            "k": state.settings.k,
+            "max_tokens": state.settings.max_new_tokens,
+            "questions": list(state.settings.questions) if name == first else [],
+        }
+        for name in (None, *state.readable(call.access))
+    ]

@@ -1,0 +1,171 @@
+"""Completions that tell how likely their own prompt is: ``echo`` with ``logprobs``.
+
+Evaluation harnesses ask so. The prompt is read by a plain forward without chunks, one prompt at a
+time between two steps of the engine, so that its log-probabilities depend on it alone.
+"""
+
+import asyncio
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from starlette.responses import JSONResponse
+
+from jaxrag.base.errors import ContextExceeded, DeadlineExceeded
+from jaxrag.base.types import HostArray
+from jaxrag.engine.runner import ModelRunner
+from jaxrag.models.likelihood import Likelihoods, likelihoods
+from jaxrag.models.model import Model
+from jaxrag.server.answers.answering import base_of
+from jaxrag.server.answers.asking import LATE
+from jaxrag.server.answers.forms import TokenTexts, head, token_text
+from jaxrag.server.answers.visit import Visit
+from jaxrag.server.errors import invalid
+from jaxrag.server.fields import Body, Generation, generation_of
+from jaxrag.server.state.entry import Call
+
+MOST = 5  # most likely tokens that are named
+
+
+def scoring_of(body: Body) -> tuple[Generation, int, int]:
+    """The common fields, how many of the most likely tokens to name, and how many to generate.
+
+    Raises Problem 400 for what a score cannot be had of.
+    """
+    if body.values.get("logprobs") is True:
+        raise body.wrong("logprobs", f"an integer, 0 to {MOST}")
+    count = body.integer("logprobs", 0, MOST)
+    if count is None:
+        raise invalid(
+            "echo: a prompt is told with its log-probabilities; pass logprobs=1 and max_tokens=0, "
+            "or leave echo out",
+            "echo",
+        )
+    more = body.integer("max_tokens", 0, 1)
+    if more is None:
+        raise invalid("max_tokens: echo with logprobs needs 0, or 1 for the next token",
+                      "max_tokens")  # fmt: skip
+    fields = generation_of(Body({**body.values, "logprobs": 1, "max_tokens": 1}))
+    if fields.stream:
+        raise invalid("stream: a prompt is scored whole; leave stream out", "stream")
+    temperature = fields.said["sampling"].temperature
+    if temperature:
+        raise invalid(
+            f"temperature={temperature:g}: expected 0 with echo and logprobs",
+            "temperature",
+        )
+    return fields, count, more
+
+
+async def scored(visit: Visit, prompts: Sequence[HostArray]) -> JSONResponse:
+    """Log-probabilities of prompts [T] each, in the form of a completion."""
+    fields, count, more = scoring_of(visit.call.body)
+    _refuse_chunks(visit, fields)
+    state, model = visit.state, visit.state.model
+    visit.enter(len(prompts))
+    length = sum(map(len, prompts))
+    visit.known(length)
+    for place, ids in enumerate(prompts):
+        if len(ids) + more > model.config.max_positions:
+            raise ContextExceeded(
+                f"prompt {place} has {len(ids)} tokens and max_tokens is {more}: the model's "
+                f"context is {model.config.max_positions}; score it in pieces"
+            )
+    left = visit.deadline(fields.timeout) - time.monotonic()
+    choices: list[dict[str, Any]] = []
+    try:
+        async with asyncio.timeout(left), state.scoring:
+            for place, ids in enumerate(prompts):
+                job = functools.partial(_score, ids=ids, count=max(count, 1))
+                loop = asyncio.get_running_loop()
+                found = await loop.run_in_executor(state.prepare, state.engine.call, job)
+                choices.append(_choice(model, place, ids, found, count, more))
+    except TimeoutError:
+        raise DeadlineExceeded(LATE) from None
+    visit.saw_tokens()
+    generated = more * len(prompts)
+    usage = {
+        "prompt_tokens": length,
+        "completion_tokens": generated,
+        "total_tokens": length + generated,
+        "prompt_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+    }
+    answer = head(visit, "text_completion", "cmpl") | {"choices": choices, "usage": usage}
+    return JSONResponse(answer)
+
+
+def _refuse_chunks(visit: Visit, fields: Generation) -> None:
+    """A prompt is scored as it is: with stored chunks it would be another text."""
+    base = base_of(visit, fields, default=False)
+    given = {**fields.said, "knowledge_base": base, "documents": fields.documents}
+    for name in ("knowledge_base", "documents", "blocks"):
+        if given.get(name):
+            raise invalid(
+                f"{name}: echo with logprobs reads the prompt alone, by a forward that reuses no "
+                "chunk; leave it out, or leave echo out",
+                name,
+            )
+
+
+def _score(runner: ModelRunner, ids: HostArray, count: int) -> Likelihoods:
+    """On the engine's thread."""
+    return likelihoods(runner.model, ids, count)
+
+
+def _choice(
+    model: Model, place: int, ids: HostArray, found: Likelihoods, count: int, more: int
+) -> dict[str, Any]:
+    """Text and log-probabilities of a prompt, and of the most likely token behind it."""
+    tokens = np.concatenate((ids, found.top_ids[-1, :more]))
+    chosen = np.concatenate((found.chosen, found.top[-1, :more]))
+    whole = TokenTexts(model)
+    texts, offsets = whole.push(tokens.tolist())
+    top: list[dict[str, float] | None] = [None]
+    for at, probability in enumerate(chosen.tolist()):
+        best = zip(found.top_ids[at, :count].tolist(), found.top[at, :count].tolist(), strict=True)
+        top.append(_named(model, [*best, (int(tokens[at + 1]), probability)]))
+    ended = more and int(tokens[-1]) in model.config.eos_ids
+    return {
+        "index": place,
+        "text": whole.finish(),
+        "logprobs": {
+            "tokens": texts,
+            "token_logprobs": [None, *chosen.tolist()],
+            "top_logprobs": top,
+            "text_offset": offsets,
+        },
+        "finish_reason": "stop" if ended else "length",
+    }
+
+
+def _named(model: Model, best: Sequence[tuple[int, float]]) -> dict[str, float]:
+    """Log-probabilities by the texts of tokens; by the id where two have one text."""
+    named: dict[str, float] = {}
+    ids = set[int]()
+    for token_id, probability in best:
+        if token_id not in ids:
+            ids.add(token_id)
+            text = token_text(model, token_id)
+            named[f"token_id:{token_id}" if text in named else text] = probability
+    return named
+
+
+def tokenizer_info(call: Call) -> dict[str, Any]:
+    """GET /tokenizer_info, which harnesses ask: the texts that begin and end, if there are."""
+    model = call.state.model
+    tokenizer = model.text_tokenizer()
+
+    def text(token_id: int | None) -> str | None:
+        return None if token_id is None else tokenizer.decode([token_id], skip_special=False)
+
+    ends = sorted(model.config.eos_ids)
+    return {
+        "bos_token": text(tokenizer.bos_id),
+        "eos_token": text(ends[0] if ends else None),
+        "pad_token": None,
+        "unk_token": text(tokenizer.unk_id),
+        "chat_template": None,
+        "vocab_size": tokenizer.vocab_size,
+    }

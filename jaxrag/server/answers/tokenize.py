@@ -1,0 +1,62 @@
+"""POST /tokenize and /detokenize, as vLLM has them; llama.cpp's ``content`` is taken too."""
+
+from typing import Any
+
+import numpy as np
+
+from jaxrag.base.types import HostArray
+from jaxrag.models.model import Model, as_token_ids
+from jaxrag.serve.ask import Ask, is_ids
+from jaxrag.serve.conversation import conversation_of
+from jaxrag.serve.questions import prepare, resolve
+from jaxrag.server.errors import invalid
+from jaxrag.server.fields import Body
+from jaxrag.server.state.entry import Call
+from jaxrag.server.state.state import ServerState
+
+
+def tokenize(call: Call) -> dict[str, Any]:
+    """Token ids of a text, or of messages as they would be asked without any chunks."""
+    model, body = call.state.model, call.body
+    ids = _ids(call.state, body)
+    answer = {"tokens": ids, "count": len(ids), "max_model_len": model.config.max_positions}
+    if body.flag("return_token_strs"):
+        tokenizer = model.text_tokenizer()
+        answer["token_strs"] = [tokenizer.decode([it], skip_special=False) for it in ids]
+    return answer
+
+
+def detokenize(call: Call) -> dict[str, Any]:
+    """The text of token ids, special ones too."""
+    given = call.body.values.get("tokens")
+    if given != [] and not is_ids(given):
+        raise call.body.wrong("tokens", "a list of token ids")
+    model = call.state.model
+    ids: HostArray | list[int] = as_token_ids(given, model.config, "tokens") if given else []
+    text = model.text_tokenizer().decode(ids, skip_special=False)
+    return {"prompt": text, "content": text}
+
+
+def _ids(state: ServerState, body: Body) -> list[int]:
+    model = state.model
+    if "messages" in body:
+        method = next(iter(state.methods.values()))
+        settings = resolve(Ask(method=method, max_new_tokens=1, prefix_cache=False), model=model)
+        talk = conversation_of(body.values["messages"], wire=True)
+        prompt = prepare(settings, talk).request.prompt
+        return [int(it) for it in np.concatenate((prompt.prefix, *prompt.chunks, prompt.final))]
+    text = body.text("prompt")
+    text = body.text("content") if text is None else text
+    if text is None:
+        raise invalid("prompt: expected a text, or messages in its place", "prompt")
+    return [int(it) for it in text_ids(model, text, leading=body.flag("add_special_tokens", True))]
+
+
+def text_ids(model: Model, text: str, *, leading: bool = True) -> HostArray:
+    """A text alone as token ids; ``leading``: behind those that the model expects first."""
+    tokenizer = model.text_tokenizer()
+    ids: HostArray = tokenizer.encode(text, special=True)
+    first = tokenizer.leading_ids
+    if leading and not np.array_equal(ids[: len(first)], first):
+        ids = np.concatenate((first, ids))
+    return ids

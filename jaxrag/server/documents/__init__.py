@@ -1,0 +1,1 @@
+"""Endpoints of files, vector stores and embeddings."""

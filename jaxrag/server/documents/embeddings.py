@@ -1,0 +1,115 @@
+"""POST /v1/embeddings and /v1/prefetch: vectors, and KV closer before it is asked for."""
+
+import base64
+from typing import Any, get_args
+
+import numpy as np
+
+from jaxrag.base.types import HostArray
+from jaxrag.kv.store.keys import ID_DIGITS, is_hex
+from jaxrag.kv.store.prefetch import Tier
+from jaxrag.library.embed import BertEmbedder, Embedder
+from jaxrag.server.errors import forbidden, invalid
+from jaxrag.server.fields import Body
+from jaxrag.server.state.entry import Call
+from jaxrag.server.state.state import ServerState
+from jaxrag.server.tenants import Access
+
+_MOST_KEYS = 10_000
+_MOST_CHUNKS = 1000
+_MOST_TEXTS = 2048
+_KINDS = {"document": "passage", "passage": "passage", "query": "query"}
+
+
+def create_embeddings(call: Call) -> dict[str, Any]:
+    """Vectors of texts, as base64 of little-endian float32 or as numbers."""
+    state, body = call.state, call.body
+    texts = _texts(body)
+    form = body.choice("encoding_format", ("float", "base64")) or "float"
+    kind = _KINDS[body.choice("input_type", tuple(_KINDS)) or "passage"]
+    dimensions = body.integer("dimensions", 1)
+    embedder, of = _embedder(state, call.access, call.named_base())
+    if dimensions not in (None, embedder.dim):
+        raise invalid(
+            f"dimensions={dimensions}: this embedder makes vectors of {embedder.dim}; leave it out",
+            "dimensions",
+        )
+    vectors = embedder(texts, kind)  # type: ignore[arg-type]
+    tokens = _tokens(state, embedder, texts)
+    return {
+        "object": "list",
+        "model": f"{state.name}@{of}",
+        "data": [
+            {"object": "embedding", "index": i, "embedding": _shown(vector, form)}
+            for i, vector in enumerate(vectors)
+        ],
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+
+
+def prefetch(call: Call) -> dict[str, Any]:
+    """For admins: bring KV of a question's chunks, or of store keys, closer; answers when it is."""
+    if not call.access.admin:
+        raise forbidden("prefetch is for admins; ask for a key that is one")
+    state, body = call.state, call.body
+    question, keys = body.text("question"), body.texts("keys", most=_MOST_KEYS)
+    if (question is None) == (not keys):
+        raise invalid("expected a question or keys, one of them", "question")
+    bad = next((key for key in keys if not is_hex(key, ID_DIGITS)), None)
+    if bad is not None:
+        raise invalid(f"keys: {bad[:80]!r}: expected {ID_DIGITS} lower-case hex digits", "keys")
+    tier = body.choice("tier", get_args(Tier)) or "page"
+    k = body.integer("k", 1, _MOST_CHUNKS) or state.settings.k
+    name = call.named_base() or state.default_base(call.access)
+    if name is None:
+        raise invalid("there is no knowledge base; name one", "knowledge_base")
+    base = state.knowledge_base(call.access, name)
+    what = list(keys) if question is None else question
+    nbytes = base.prefetch(what, k=k, tier=tier).result()  # type: ignore[arg-type]
+    return {"object": "prefetch", "knowledge_base": name, "tier": tier, "bytes": nbytes}
+
+
+def _texts(body: Body) -> list[str]:
+    given = body.values.get("input")
+    texts = [given] if isinstance(given, str) else given
+    if isinstance(texts, list) and texts and not isinstance(texts[0], str):
+        raise invalid(
+            "input holds token ids; send texts (LangChain: check_embedding_ctx_length=False)",
+            "input",
+        )
+    if not isinstance(texts, list) or not all(isinstance(it, str) and it for it in texts):
+        raise body.wrong("input", "a text that is not empty, or a list of these")
+    if not 0 < len(texts) <= _MOST_TEXTS:
+        raise invalid(f"input has {len(texts)} texts: expected 1 to {_MOST_TEXTS}", "input")
+    return texts
+
+
+def _embedder(state: ServerState, access: Access, name: str | None) -> tuple[Embedder, str]:
+    """That of the named knowledge base, or of the first that has one, and the base's name."""
+    names = state.readable(access) if name is None else [name]
+    for one in names:
+        base = state.knowledge_base(access, one)
+        if base.index is not None and (embedder := base.embedder) is not None:
+            return embedder, one
+    which = "no knowledge base here" if name is None else f"the knowledge base {name!r}"
+    raise invalid(
+        f"{which} has an embedder; make one with `jaxrag ingest ... --embedder DIR`"
+        if name is None
+        else f"{which} has no embedder; give it one with `jaxrag ingest ... --embedder DIR`",
+        "model",
+    )
+
+
+def _tokens(state: ServerState, embedder: Embedder, texts: list[str]) -> int:
+    """Tokens as the embedder counts them, or the model where the embedder is a function."""
+    if isinstance(embedder, BertEmbedder):
+        ids, _ = embedder.tokenizer.encode(texts)
+        return sum(map(len, ids))
+    tokenizer = state.model.tokenizer
+    return 0 if tokenizer is None else sum(len(tokenizer.encode(text)) for text in texts)
+
+
+def _shown(vector: HostArray, form: str) -> Any:
+    if form == "base64":
+        return base64.b64encode(np.ascontiguousarray(vector, "<f4").tobytes()).decode()
+    return [float(value) for value in vector]

@@ -1,0 +1,64 @@
+"""Lists as OpenAI gives them: a page, where it ends, and whether there is more."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxrag.server.errors import invalid
+from jaxrag.server.state.entry import Call
+
+_MOST = 100  # entries of a page
+
+
+def page_of[Row](
+    call: Call,
+    rows: Sequence[Row],
+    name: Callable[[Row], str],
+    shown: Callable[[Row], dict[str, Any]],
+    *,
+    order: str = "desc",
+    default: int = 20,
+    most: int = _MOST,
+) -> dict[str, Any]:
+    """The page that the query's ``limit``, ``order``, ``after`` and ``before`` ask for.
+
+    Args:
+      call: whose query is read.
+      rows: all there is, oldest first.
+      name: of a row.
+      shown: a row as the client sees it.
+      order: where the query names none: "asc", or "desc" for the newest first.
+      default: entries where the query names none.
+      most: entries of a page.
+
+    Raises Problem 400.
+    """
+    asked = call.query
+    order = asked.get("order", order)
+    if order not in ("asc", "desc"):
+        raise invalid(f"order={order!r}: expected asc or desc", "order")
+    text = asked.get("limit", str(default))
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= most:
+        raise invalid(f"limit={text[:20]!r}: expected an integer, 1 to {most}", "limit")
+    limit = int(text)
+    chosen = list(rows) if order == "asc" else list(rows)[::-1]
+    names = [name(row) for row in chosen]
+    first, last = 0, len(chosen)
+    if (after := asked.get("after")) is not None:
+        first = _place(names, after, "after") + 1
+    if (before := asked.get("before")) is not None:
+        last = _place(names, before, "before")
+        first = max(first, last - limit) if after is None else first
+    found = chosen[first:last][:limit]
+    return {
+        "object": "list",
+        "data": [shown(row) for row in found],
+        "first_id": name(found[0]) if found else None,
+        "last_id": name(found[-1]) if found else None,
+        "has_more": first + len(found) < last,
+    }
+
+
+def _place(names: Sequence[str], wanted: str, param: str) -> int:
+    if wanted not in names:
+        raise invalid(f"{param}={wanted[:80]!r}: expected the id of an entry of this list", param)
+    return names.index(wanted)

@@ -1,0 +1,366 @@
+"""/v1/vector_stores: knowledge bases that clients fill and search."""
+
+import functools
+import math
+import re
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+from jaxrag.library.catalog import DocumentEntry, Hit
+from jaxrag.server.documents.lists import page_of
+from jaxrag.server.documents.where import where_of
+from jaxrag.server.errors import invalid
+from jaxrag.server.fields import Body
+from jaxrag.server.state.entry import Call
+from jaxrag.server.state.library import Library, Shelf, no_member
+from jaxrag.server.state.registry import STATUSES, Member, new_id
+
+_FOUND = 10  # chunks of a search that does not say how many
+_MOST_FOUND = 50
+_MOST_FILES = 500  # of a batch
+_MOST_QUESTIONS = 16
+_MOST_ATTRIBUTES = 16
+_KEY_CHARACTERS = 64
+_VALUE_CHARACTERS = 512
+_LEAST_CHUNK, _MOST_CHUNK = 1, 4096  # tokens
+_OF_FILE = re.compile(r"file-[0-9a-f]{24}")
+
+
+# Vector stores
+
+
+def create_store(call: Call) -> dict[str, Any]:
+    """Make one, with files or without."""
+    library, access, body = call.library, call.access, call.body
+    name = body.text("name") or ""
+    metadata = _attributes(body, "metadata")
+    size, overlap = _chunking(body)
+    file_ids = body.texts("file_ids", most=_MOST_FILES)
+    for file_id in file_ids:
+        library.file(access, file_id)
+    shelf = library.create(access, name, metadata, size, overlap)
+    if file_ids:
+        library.put(access, shelf.name, [(file_id, {}) for file_id in file_ids])
+    return _shown(library, shelf)
+
+
+def list_stores(call: Call) -> dict[str, Any]:
+    """Those that the key may search, newest first."""
+    shown = functools.partial(_shown, call.library)
+    return page_of(call, call.library.shelves(call.access), lambda it: it.name, shown)
+
+
+def get_store(call: Call) -> dict[str, Any]:
+    """One of them."""
+    return _shown(call.library, call.library.shelf(call.access, call.path["store"]))
+
+
+def change_store(call: Call) -> dict[str, Any]:
+    """Rename one, or give it other metadata."""
+    name = call.body.text("name")
+    metadata = _attributes(call.body, "metadata") if "metadata" in call.body else None
+    shelf = call.library.change(call.access, call.path["store"], name, metadata)
+    return _shown(call.library, shelf)
+
+
+def delete_store(call: Call) -> dict[str, Any]:
+    """Remove one; it is found no more when this answers."""
+    call.library.remove(call.access, call.path["store"])
+    return {"id": call.path["store"], "object": "vector_store.deleted", "deleted": True}
+
+
+def search_store(call: Call) -> dict[str, Any]:
+    """The chunks that fit a question best."""
+    body = call.body
+    questions = body.texts("query", most=_MOST_QUESTIONS)
+    if not questions:
+        raise invalid("query: expected a text, or a list of them", "query")
+    count = body.integer("max_num_results", 1, _MOST_FOUND) or _FOUND
+    given = body.table("filters")
+    hits = call.library.search(
+        call.access,
+        call.path["store"],
+        questions,
+        count,
+        body.table("where") if given is None else where_of(given),
+        mode=body.field("search_mode"),
+        min_score=body.number("min_score"),
+    )
+    return {
+        "object": "vector_store.search_results.page",
+        "search_query": list(questions),
+        "data": [_shown_hit(hit) for hit in hits],
+        "has_more": False,
+        "next_page": None,
+        "jaxrag": {"notes": list(hits.notes)},
+    }
+
+
+# Their files
+
+
+def add_member(call: Call) -> dict[str, Any]:
+    """Put a file in; its status says when it is found."""
+    file_id = call.body.text("file_id")
+    if not file_id:
+        raise invalid("file_id: expected the id of an uploaded file", "file_id")
+    _refuse_chunking(call.body)
+    return _put(call, file_id, _attributes(call.body, "attributes"))
+
+
+def change_member(call: Call) -> dict[str, Any]:
+    """Give a file other attributes; it is indexed anew, from the KV that is there."""
+    attributes = _attributes(call.body, "attributes")
+    get_member(call)
+    return _put(call, call.path["file"], attributes)
+
+
+def list_members(call: Call) -> dict[str, Any]:
+    """The files of a vector store, newest first."""
+    status, library = call.query.get("filter"), call.library
+    if status is not None and status not in STATUSES:
+        raise invalid(f"filter={status[:80]!r}: expected one of {', '.join(STATUSES)}", "filter")
+    shelf = library.shelf(call.access, call.path["store"])
+    rows = [
+        _shown_member(library, it) for it in library.registry.members(shelf.name, status=status)
+    ]
+    if shelf.row is None and status in (None, "completed"):
+        rows = [*_ingested(library, shelf), *rows]
+    return page_of(call, rows, lambda row: str(row["id"]), dict)
+
+
+def get_member(call: Call) -> dict[str, Any]:
+    """One of them."""
+    library, name, file_id = call.library, call.path["store"], call.path["file"]
+    shelf = library.shelf(call.access, name)
+    member = library.registry.member(name, file_id)
+    if member is not None:
+        return _shown_member(library, member)
+    if shelf.row is None:
+        for entry in library.base(shelf).documents():
+            if entry.id == file_id:
+                return _shown_document(library, shelf, entry)
+    raise no_member(name, file_id)
+
+
+def delete_member(call: Call) -> dict[str, Any]:
+    """Take a file out; its documents are found no more when this answers."""
+    call.library.take_out(call.access, call.path["store"], call.path["file"])
+    return {"id": call.path["file"], "object": "vector_store.file.deleted", "deleted": True}
+
+
+def member_content(call: Call) -> dict[str, Any]:
+    """The texts of its chunks, in order."""
+    found = call.library.texts(call.access, call.path["store"], call.path["file"])
+    return {
+        "object": "vector_store.file_content.page",
+        "data": [{"type": "text", "text": text} for text in found],
+        "has_more": False,
+        "next_page": None,
+    }
+
+
+# Files that come together
+
+
+def create_batch(call: Call) -> dict[str, Any]:
+    """Put several files in."""
+    body = call.body
+    _refuse_chunking(body)
+    given = body.values.get("files")
+    files: list[tuple[str, dict[str, Any]]] = []
+    if given is None:
+        attributes = _attributes(body, "attributes")
+        files = [(it, attributes) for it in body.texts("file_ids", most=_MOST_FILES)]
+    elif isinstance(given, list) and all(isinstance(it, dict) for it in given):
+        for one in map(Body, given[: _MOST_FILES + 1]):
+            files.append((one.text("file_id") or "", _attributes(one, "attributes")))
+    names = [name for name, _ in files]
+    if not files or len(files) > _MOST_FILES or len(set(names)) < len(names):
+        raise invalid(f"file_ids: expected 1 to {_MOST_FILES} different ids of files", "file_ids")
+    batch = new_id("vsfb_")
+    call.library.put(call.access, call.path["store"], files, batch)
+    return _shown_batch(call, batch)
+
+
+def get_batch(call: Call) -> dict[str, Any]:
+    """How far they are."""
+    return _shown_batch(call, call.path["batch"])
+
+
+def cancel_batch(call: Call) -> dict[str, Any]:
+    """Do no more for those that are in progress."""
+    get_batch(call)
+    call.library.cancel_batch(call.access, call.path["store"], call.path["batch"])
+    return get_batch(call)
+
+
+def list_batch(call: Call) -> dict[str, Any]:
+    """The files of a batch, newest first."""
+    get_batch(call)
+    rows = call.library.registry.members(call.path["store"], batch=call.path["batch"])
+    return page_of(call, rows, lambda it: it.file, functools.partial(_shown_member, call.library))
+
+
+# What clients see
+
+
+def _put(call: Call, file_id: str, attributes: dict[str, Any]) -> dict[str, Any]:
+    [member] = call.library.put(call.access, call.path["store"], [(file_id, attributes)])
+    return _shown_member(call.library, member)
+
+
+def _shown(library: Library, shelf: Shelf) -> dict[str, Any]:
+    base, row, registry = library.base(shelf), shelf.row, library.registry
+    counts = registry.counts(shelf.name)
+    held = base.counts()
+    if row is None:
+        own = held["documents"] - len(base.ids_beginning("file-"))
+        counts["completed"] += own
+        counts["total"] += own
+    return {
+        "id": shelf.name,
+        "object": "vector_store",
+        "created_at": library.created if row is None else row.created,
+        "last_active_at": library.created if row is None else row.created,
+        "name": shelf.name if row is None else row.name,
+        "status": "in_progress" if counts["in_progress"] else "completed",
+        "file_counts": counts,
+        "usage_bytes": registry.bytes_of(shelf.name),
+        "metadata": {} if row is None else dict(row.metadata),
+        "expires_at": None,
+        "jaxrag": {
+            "served": row is None,
+            "writable": shelf.writes,
+            "documents": held["documents"],
+            "chunks": held["chunks"],
+            "tokens": held["tokens"],
+            "chunk_tokens": base.chunking.chunk_tokens,
+            "encoders": list(base.encoders),
+            "embeds": base.index is not None,
+        },
+    }
+
+
+def _shown_member(library: Library, member: Member) -> dict[str, Any]:
+    file = library.registry.file(member.tenant, member.file)
+    return _file_of(member, file.bytes if file else 0, file.filename if file else None)
+
+
+def _file_of(member: Member, nbytes: int, filename: str | None) -> dict[str, Any]:
+    failed = member.status == "failed"
+    return {
+        "id": member.file,
+        "object": "vector_store.file",
+        "created_at": member.created,
+        "vector_store_id": member.store,
+        "status": member.status,
+        "last_error": {"code": member.code, "message": member.message} if failed else None,
+        "usage_bytes": nbytes,
+        "attributes": dict(member.attributes),
+        "filename": filename,
+        "jaxrag": dict(member.counts),
+    }
+
+
+def _ingested(library: Library, shelf: Shelf) -> list[dict[str, Any]]:
+    """Documents of a served knowledge base that no upload brought."""
+    found = library.base(shelf).documents()
+    return [_shown_document(library, shelf, it) for it in found if not _OF_FILE.match(it.id)]
+
+
+def _shown_document(library: Library, shelf: Shelf, entry: DocumentEntry) -> dict[str, Any]:
+    counts = {"documents": 1, "chunks": entry.num_chunks, "tokens": entry.num_tokens}
+    member = Member(
+        0, shelf.name, entry.id, "", entry.metadata, None, "completed", None, None, counts,
+        library.created,
+    )  # fmt: skip
+    return _file_of(member, 0, PurePath(entry.file or entry.id).name)
+
+
+def _shown_batch(call: Call, batch: str) -> dict[str, Any]:
+    library, name = call.library, call.path["store"]
+    shelf = library.shelf(call.access, name)
+    members = library.registry.members(shelf.name, batch=batch)
+    if not members:
+        raise no_member(name, batch)
+    counts = library.registry.counts(shelf.name, batch)
+    status = "completed"
+    if counts["in_progress"]:
+        status = "in_progress"
+    elif counts["cancelled"]:
+        status = "cancelled"
+    return {
+        "id": batch,
+        "object": "vector_store.files_batch",
+        "created_at": min(member.created for member in members),
+        "vector_store_id": shelf.name,
+        "status": status,
+        "file_counts": counts,
+    }
+
+
+def _shown_hit(hit: Hit) -> dict[str, Any]:
+    of_file = _OF_FILE.match(hit.document_id)
+    return {
+        "file_id": of_file[0] if of_file else hit.document_id,
+        "filename": PurePath(hit.file).name if hit.file else hit.title or hit.document_id,
+        "score": hit.score,
+        "attributes": dict(hit.metadata),
+        "content": [{"type": "text", "text": hit.text}],
+        "jaxrag": {
+            "document_id": hit.document_id,
+            "title": hit.title,
+            "chunk": hit.chunk_index,
+            "page": hit.page,
+            "section": hit.section,
+        },
+    }
+
+
+# What clients send
+
+
+def _attributes(body: Body, name: str) -> dict[str, Any]:
+    """Names and plain values; {} where there are none."""
+    given: Mapping[str, Any] = body.table(name) or {}
+    if len(given) > _MOST_ATTRIBUTES:
+        raise invalid(f"{name} has {len(given)} keys: expected at most {_MOST_ATTRIBUTES}", name)
+    for key, value in given.items():
+        plain = isinstance(value, str | bool | int) or (
+            isinstance(value, float) and math.isfinite(value)
+        )
+        long = isinstance(value, str) and len(value) > _VALUE_CHARACTERS
+        if not key or len(key) > _KEY_CHARACTERS or key.startswith("$") or not plain or long:
+            raise invalid(
+                f"{name}: {key[:80]!r}: expected a name of at most {_KEY_CHARACTERS} characters "
+                f"and a text of at most {_VALUE_CHARACTERS}, a number, true or false",
+                name,
+            )
+    return dict(given)
+
+
+def _chunking(body: Body) -> tuple[int | None, int | None]:
+    """Largest chunk and overlap, where the client names them."""
+    strategy = body.table("chunking_strategy")
+    if strategy is None or strategy.get("type") == "auto":
+        return None, None
+    static = strategy.get("static")
+    if strategy.get("type") != "static" or not isinstance(static, dict):
+        raise body.wrong("chunking_strategy", '{"type": "auto"} or {"type": "static", "static"}')
+    sizes = Body(static)
+    size = sizes.integer("max_chunk_size_tokens", _LEAST_CHUNK, _MOST_CHUNK)
+    if size is None:
+        raise body.wrong("chunking_strategy", "max_chunk_size_tokens in static")
+    return size, sizes.integer("chunk_overlap_tokens", 0, size - 1)
+
+
+def _refuse_chunking(body: Body) -> None:
+    """A vector store cuts all its files in one way, so that equal texts have equal KV."""
+    if _chunking(body) != (None, None):
+        raise invalid(
+            "chunking_strategy: a vector store cuts all files in the way it was made with; name it "
+            "when the vector store is created",
+            "chunking_strategy",
+        )

@@ -1,0 +1,1 @@
+"""The app and its process: routes, the page, logs, metrics and health."""

@@ -1,0 +1,210 @@
+"""The process of a server: a socket, uvicorn on it, warm-up, signals and drain."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from jaxrag.base.errors import ConfigError
+from jaxrag.serve.warm import requests_like
+from jaxrag.server.errors import unavailable
+from jaxrag.server.http.app import make_app
+from jaxrag.server.http.health import fail_stuck, watchdog
+from jaxrag.server.http.logs import logging_requests
+from jaxrag.server.settings import ServerSettings
+from jaxrag.server.state.state import ServerState
+from jaxrag.server.tenants import check_host
+
+_LOG = logging.getLogger("jaxrag.server")
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_TURN = 0.05  # seconds between two looks at what still runs
+_GRACE = 2  # seconds for what was said last to reach its readers
+_SHOWN = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where everybody is listened to
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """A socket on the address of the settings. Raises ConfigError where it cannot be had."""
+    host, port = settings.host, settings.port
+    check_host(host, settings.keys is not None, settings.open_to_all)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        # With its protocol, by which asyncio knows TCP and turns Nagle's algorithm off: a body in a
+        # second write would wait 40 ms for the acknowledgement of the head.
+        bound = socket.socket(*found[0][:3])
+    except OSError as error:
+        why = f"host {host!r}: {error.strerror}; name an address of this machine"
+        raise ConfigError(why) from None
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(found[0][4])
+    except OSError as error:
+        bound.close()
+        raise ConfigError(
+            f"port {port} on {host} cannot be had ({error.strerror}); choose another with --port"
+        ) from None
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """Where clients on this machine find it."""
+    host, port = bound.getsockname()[:2]
+    host = _SHOWN.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server:
+    """A server on a socket, from its start to its end.
+
+    Attributes:
+      state: what it serves.
+      app: how.
+    """
+
+    def __init__(self, state: ServerState, bound: socket.socket) -> None:
+        """Takes no requests yet."""
+        self.state = state
+        self._bound = bound
+        self.app = make_app(state)
+        config = uvicorn.Config(
+            self.app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=_GRACE,
+            server_header=False,
+        )
+        self._uvicorn = _Uvicorn(config)
+        self._ends = 0  # how often its end was asked for
+        self._ending: asyncio.Task[None] | None = None
+        self._warming: threading.Thread | None = None
+
+    def run(self, ready: Callable[[], None]) -> None:
+        """Serve until SIGTERM or SIGINT; ``ready`` is called once requests are taken.
+
+        Raises what warm-up raises. A process whose end is asked for twice, or while it warms up,
+        ends here: what its threads wait for is not waited for.
+        """
+        with logging_requests(self.state), watchdog(self.state):
+            asyncio.run(self.serve(ready, signals=True))
+        if self._ends > 1 or (self._warming is not None and self._warming.is_alive()):
+            logging.shutdown()
+            os._exit(0)
+
+    async def serve(self, ready: Callable[[], None], *, signals: bool = False) -> None:
+        """As ``run``, in a loop that is there; ``signals``: in the main thread."""
+        loop = asyncio.get_running_loop()
+        if signals:
+            for number in _SIGNALS:
+                loop.add_signal_handler(number, self.end)
+        serving = asyncio.ensure_future(self._uvicorn.serve([self._bound]))
+        warming: asyncio.Future[None] | None = None
+        watching = asyncio.ensure_future(fail_stuck(self.state))
+        try:
+            while not self._uvicorn.started and not serving.done():
+                await asyncio.sleep(_TURN)
+            if self.state.settings.warm_up:
+                warming = self._warm()
+                await asyncio.wait((warming, serving), return_when=asyncio.FIRST_COMPLETED)
+                if warming.done():
+                    warming.result()
+            if self.state.phase == "starting":
+                self.state.phase = "ready"
+                self.state.metrics.started()
+                ready()
+            await serving
+        finally:
+            self._uvicorn.should_exit = True
+            await serving
+            watching.cancel()
+            await self._close()
+
+    async def _close(self) -> None:
+        """Let go of the state; what is being indexed is waited for, unless asked to end twice."""
+        closing = threading.Thread(target=self.state.close, name="jaxrag-close", daemon=True)
+        closing.start()
+        while closing.is_alive() and self._ends < 2:
+            await asyncio.sleep(_TURN)
+
+    def end(self) -> None:
+        """Take no more requests, let those that run complete, and end; the second time: now."""
+        self._ends += 1
+        self.state.phase = "draining"
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        """Wait for what runs, as long as it may take; the rest fails, as the server ends."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self.state.settings.drain_seconds
+        while self.state.requests and self._ends == 1 and loop.time() < until:
+            await asyncio.sleep(_TURN)
+        for asking in list(self.state.asking):
+            asking.fail(unavailable("the server is ending; ask another, or again later"))
+        self._uvicorn.should_exit = True
+
+    def _warm(self) -> "asyncio.Future[None]":
+        """Warm up on a thread that no exit waits for."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def settle(error: BaseException | None) -> None:
+            if done.done():
+                return
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+
+        def work() -> None:
+            error: BaseException | None = None
+            try:
+                _LOG.info("%d programs compiled", warm_up(self.state))
+            except BaseException as raised:
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the loop is over
+                loop.call_soon_threadsafe(settle, error)
+
+        self._warming = threading.Thread(target=work, name="jaxrag-warm-up", daemon=True)
+        self._warming.start()
+        return done
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn, without its signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to whoever runs it."""
+        yield
+
+
+def warm_up(state: ServerState) -> int:
+    """Search every knowledge base once, and compile what the default method needs; how many.
+
+    Questions of usual lengths over as many chunks as are retrieved, and prompts without any, in
+    all widths; where files are uploaded, their encoding. Other methods and rules are compiled when
+    they are first asked for.
+    """
+    settings = state.settings
+    for base in state.knowledge_bases.values():
+        base.search("What?", 1)
+    requests = requests_like(
+        state.model,
+        next(iter(state.methods.values())),
+        {base.chunking.chunk_tokens for base in state.knowledge_bases.values()},
+        settings.k,
+        settings.max_new_tokens,
+        settings.rows,
+        watched=True,
+    )
+    programs = state.engine.warm_up(list(requests))
+    state.library.warm_up()
+    state.engine.forget()
+    return programs

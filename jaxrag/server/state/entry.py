@@ -1,0 +1,168 @@
+"""How a request comes in: who sends it, whether requests are taken, and what it carries."""
+
+import asyncio
+import dataclasses
+import functools
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from jaxrag.server.errors import invalid, not_found, unavailable
+from jaxrag.server.fields import Body, body_of
+from jaxrag.server.state.library import Library
+from jaxrag.server.state.state import ServerState, state_of
+from jaxrag.server.tenants import Access
+
+_HEADER = "x-knowledge-base"
+
+Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A request that was let in.
+
+    Attributes:
+      request: of HTTP, with its query and headers.
+      access: what its sender may do.
+      raw: its body; b"" where its method has none.
+    """
+
+    request: Request
+    access: Access
+    raw: bytes = b""
+
+    @property
+    def state(self) -> ServerState:
+        """The state of the server."""
+        return state_of(self.request)
+
+    @property
+    def library(self) -> Library:
+        """Files and vector stores of the tenants."""
+        return self.state.library
+
+    @property
+    def path(self) -> Mapping[str, str]:
+        """What its path fills in, by name."""
+        return self.request.path_params
+
+    @property
+    def query(self) -> Mapping[str, str]:
+        """What its address asks, by name."""
+        return self.request.query_params
+
+    @functools.cached_property
+    def body(self) -> Body:
+        """The JSON object that it carries. Raises Problem 400."""
+        return body_of(self.raw)
+
+    def named_base(self) -> str | None:
+        """The knowledge base that the request names, in whatever way; None where it names none.
+
+        Raises Problem 404 for a model that is not served, 400 for two different knowledge bases.
+        What is named is not looked for here.
+        """
+        knowledge_base, model = self.body.text("knowledge_base"), self.body.text("model")
+        named = {} if knowledge_base is None else {"knowledge_base": knowledge_base}
+        if model is not None:
+            name, at, behind = model.partition("@")
+            if name != self.state.name:
+                raise no_model(self.state, model)
+            if at:
+                named["model"] = behind
+        if header := self.request.headers.get(_HEADER):
+            named["X-Knowledge-Base"] = header
+        if len(set(named.values())) > 1:
+            shown = " and ".join(f"{name}={value!r}" for name, value in named.items())
+            raise invalid(f"{shown} name different knowledge bases; name one", "knowledge_base")
+        return next(iter(named.values()), None)
+
+
+async def enter(
+    request: Request, *, ready: bool = True, counts: bool = True, reads: bool = True
+) -> Call:
+    """Let a request in, and read its body.
+
+    Args:
+      request: of HTTP.
+      ready: it is refused while the server starts or ends.
+      counts: a POST is one of those that its tenant may send in a minute.
+      reads: a POST's body is JSON, read here.
+
+    Raises Problem 401 for who is not known, 429 and 503 for what is not let in now.
+    """
+    state = state_of(request)
+    access = state.access(request)
+    if ready:
+        check_ready(state)
+    posts = request.method == "POST"
+    if counts and posts:
+        state.limits.check_rate(access)
+    return Call(request, access, await request.body() if reads and posts else b"")
+
+
+def endpoint(
+    answer: Callable[[Call], Mapping[str, Any] | Response],
+    *,
+    ready: bool = True,
+    counts: bool = True,
+    prepares: bool = False,
+) -> Endpoint:
+    """An endpoint of a plain function, which runs on a thread, as it may wait for the disk.
+
+    Args:
+      answer: gives the JSON object that is answered, or another response.
+      ready: as ``enter`` has it.
+      counts: as ``enter`` has it.
+      prepares: it retrieves or tokenises, and takes one of the threads for that.
+    """
+
+    @functools.wraps(answer)
+    async def handle(request: Request) -> Response:
+        call = await enter(request, ready=ready, counts=counts)
+        threads = call.state.prepare if prepares else None
+        found = await asyncio.get_running_loop().run_in_executor(threads, answer, call)
+        return found if isinstance(found, Response) else JSONResponse(found)
+
+    return handle
+
+
+def is_stuck(state: ServerState) -> bool:
+    """Has the engine's thread been at one turn of its loop for longer than it may?
+
+    Not while the server starts, when it compiles. A thread that waits, such as for storage, is not
+    stuck: it hears whoever calls.
+    """
+    return state.phase != "starting" and state.engine.silence > state.settings.stall_seconds
+
+
+def check_moves(state: ServerState) -> None:
+    """Problem 503 where the engine is stuck."""
+    if is_stuck(state):
+        silent, most = state.engine.silence, state.settings.stall_seconds
+        raise unavailable(
+            f"the engine has done nothing for {silent:.0f} s and may for {most:g}; ask another",
+            code="engine_stuck",
+        )
+
+
+def check_ready(state: ServerState) -> None:
+    """Problem 503 while the server starts or ends, or its engine is stuck."""
+    if state.phase == "starting":
+        raise unavailable("the server is starting; ask again in a moment", code="starting")
+    if state.phase == "draining":
+        raise unavailable("the server is ending; ask another, or again later", code="draining")
+    check_moves(state)
+
+
+def no_model(state: ServerState, name: str) -> Exception:
+    """The problem of a model that is not served."""
+    return not_found(
+        f"there is no model {name!r}; this server has {state.name!r}, and GET /v1/models lists it "
+        "with its knowledge bases",
+        "model",
+        "model_not_found",
+    )

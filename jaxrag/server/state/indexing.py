@@ -1,0 +1,235 @@
+"""Files become documents of a knowledge base, beside the questions that are answered.
+
+A file is parsed and cut by a process of its own (``documents.parser``), its chunks are encoded
+piece by piece in turns that the engine gives (``Engine.spare``), and it is "completed" once its KV
+is durable and its documents are found. Until then the registry says that it is in progress, and a
+server that starts takes it up again.
+"""
+
+import dataclasses
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+from jaxrag.base.errors import DocumentError, EngineError, JaxragError
+from jaxrag.engine.engine import engine_of
+from jaxrag.library.documents import BadDocument, Document
+from jaxrag.library.documents.chunking import Chunk
+from jaxrag.library.documents.files import ReadOptions
+from jaxrag.library.documents.parser import ParseLimits, Parser
+from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.library.knowledge_base.ingest import AddReport
+from jaxrag.models.model import Model
+from jaxrag.server.settings import ServerSettings
+from jaxrag.server.state.registry import Member, Registry
+from jaxrag.server.state.uploads import Uploads
+
+_LOG = logging.getLogger("jaxrag.server")
+
+_TRIES = 3  # of a piece, where the engine fails under it
+_PARSE_BYTES = 16 << 30  # of address space, most of it never touched: JAX is in the process too
+_SHOWN = 20  # of what was left out of a file
+
+Open = Callable[[str, str], KnowledgeBase]  # of (tenant, name of the store)
+
+
+@dataclasses.dataclass(eq=False)
+class _Job:
+    """A member that waits or is worked on."""
+
+    member: Member
+    wanted: bool = True
+    done: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+
+class Indexer:
+    """Threads that bring files into knowledge bases: in turn by tenant, each in its order."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        uploads: Uploads,
+        model: Model,
+        open_base: Open,
+        settings: ServerSettings,
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+          registry: where members are.
+          uploads: where their bytes are.
+          model: of the knowledge bases, which all have its tokenizer; its engine encodes, when
+            those that it serves let it.
+          open_base: gives the knowledge base of a tenant's store.
+          settings: of the server.
+        """
+        self._registry, self._uploads = registry, uploads
+        self._model, self._open = model, open_base
+        self._threads, self._parse_seconds = settings.index_threads, settings.parse_seconds
+        self._changed = threading.Condition()
+        self._waiting: dict[str, deque[_Job]] = {}  # by tenant; whose turn it is comes first
+        self._running: set[_Job] = set()
+        self._started: list[threading.Thread] = []
+        self._closed = False
+
+    def submit(self, members: Sequence[Member]) -> None:
+        """Take members in progress up."""
+        with self._changed:
+            for member in members:
+                self._waiting.setdefault(member.tenant, deque()).append(_Job(member))
+            while len(self._started) < self._threads and members:
+                thread = threading.Thread(target=self._serve, name="jaxrag-index", daemon=True)
+                self._started.append(thread)
+                thread.start()
+            self._changed.notify_all()
+
+    def drop(self, store: str, files: Collection[str] | None = None) -> None:
+        """Do no more for members of a store, or for all; returns when nothing is done any more.
+
+        What was found of it by then is not found any more.
+        """
+
+        def meant(job: _Job) -> bool:
+            return job.member.store == store and (files is None or job.member.file in files)
+
+        with self._changed:
+            for tenant, jobs in list(self._waiting.items()):
+                self._waiting[tenant] = deque(job for job in jobs if not meant(job))
+            stopped = [job for job in self._running if meant(job)]
+            for job in stopped:
+                job.wanted = False
+        for job in stopped:
+            job.done.wait()
+
+    def works_on(self, store: str) -> bool:
+        """Whether members of a store wait or are worked on."""
+        with self._changed:
+            jobs = [*self._running, *itertools.chain.from_iterable(self._waiting.values())]
+            return any(job.member.store == store for job in jobs)
+
+    def close(self) -> None:
+        """Stop; what is in progress is taken up by the next server."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._started:
+            thread.join()
+
+    def _serve(self) -> None:
+        limits = ParseLimits(self._parse_seconds, _PARSE_BYTES)
+        with Parser(limits, self._model.text_tokenizer()) as parser:
+            while (job := self._next()) is not None:
+                try:
+                    self._index(job, parser)
+                except Exception:
+                    _LOG.exception("a file of %s could not be indexed", job.member.store)
+                finally:
+                    with self._changed:
+                        self._running.discard(job)
+                    job.done.set()
+
+    def _next(self) -> _Job | None:
+        """The next job, by turns of tenants; None at the end."""
+        with self._changed:
+            while not self._closed:
+                for tenant in list(self._waiting):
+                    jobs = self._waiting.pop(tenant)
+                    if jobs:
+                        job = jobs.popleft()
+                        self._waiting[tenant] = jobs  # behind the others
+                        self._running.add(job)
+                        return job
+                self._changed.wait()
+        return None
+
+    def _index(self, job: _Job, parser: Parser) -> None:
+        """Bring one file in, and say how it ended."""
+        member = job.member
+        try:
+            base = self._open(member.tenant, member.store)
+        except JaxragError as error:
+            self._fail(member, "server_error", error)
+            return
+        try:
+            report = self._add(job, parser, base)
+            if not report.documents:
+                bad = report.skipped
+                raise _Refused(bad[0].reason if bad else "holds no documents; leave the file out")
+        except InterruptedError:
+            if job.wanted:
+                return  # the server ends
+            self._undo(member, base)
+        except DocumentError as error:
+            self._undo(member, base)
+            unknown = "file type" in str(error)
+            self._fail(member, "unsupported_file" if unknown else "invalid_file", error)
+        except JaxragError as error:
+            self._undo(member, base)
+            self._fail(member, "server_error", error)
+        except Exception:
+            _LOG.exception("file %s could not be indexed", member.file)
+            self._undo(member, base)
+            why = JaxragError("the server failed on this file; its log says why")
+            self._fail(member, "server_error", why)
+        else:
+            counts = {
+                "documents": report.documents,
+                "chunks": report.chunks,
+                "tokens": report.tokens,
+                "left_out": [f"{it.source}: {it.reason}" for it in report.skipped[:_SHOWN]],
+            }
+            self._registry.settle_member(member.number, "completed", counts=counts)
+
+    def _add(self, job: _Job, parser: Parser, base: KnowledgeBase) -> AddReport:
+        member = job.member
+        file = self._registry.file(member.tenant, member.file)
+        if file is None:
+            raise _Refused("the file is gone; upload it again")
+        path, name = self._uploads.path(file), file.filename
+        cut: dict[str, tuple[Chunk, ...]] = {}
+
+        def wanted() -> bool:
+            return job.wanted and not self._closed
+
+        def turn[Result](piece: Callable[[], Result]) -> Result:
+            for left in reversed(range(_TRIES)):
+                if not wanted():
+                    raise InterruptedError
+                try:
+                    return engine_of(self._model).spare(piece)
+                except EngineError:  # of others: a piece can be encoded again
+                    if not left:
+                        raise
+            raise AssertionError
+
+        def documents() -> Iterator[Document | BadDocument]:
+            for found in parser.parse(
+                path, name, file.id, ReadOptions(), name, chunking=base.chunking, wanted=wanted
+            ):
+                if isinstance(found, BadDocument):
+                    yield found
+                    continue
+                own = found.document.id
+                own = own if own.startswith(file.id) else f"{file.id}/{own}"
+                metadata = {**found.document.metadata, **member.attributes}
+                cut.setdefault(own, found.chunks)  # an id that comes twice is refused
+                yield dataclasses.replace(found.document, id=own, metadata=metadata)
+
+        return base.add(documents(), cut=lambda it: cut.pop(it.id), turn=turn)
+
+    def _undo(self, member: Member, base: KnowledgeBase) -> None:
+        """Nothing of the file is found any more."""
+        try:
+            base.remove(base.ids_beginning(member.file))
+        except JaxragError:
+            _LOG.exception("what was indexed of file %s could not be removed", member.file)
+
+    def _fail(self, member: Member, code: str, error: Exception) -> None:
+        text = self._uploads.without_folder(" ".join(str(error).split()))
+        self._registry.settle_member(member.number, "failed", code=code, message=text)
+
+
+class _Refused(DocumentError):
+    """A file that gives no document."""

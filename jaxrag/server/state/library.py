@@ -1,0 +1,472 @@
+"""What tenants keep on the server: files, and the vector stores that they are searched in.
+
+A vector store is a knowledge base in the data folder, under its tenant's salt, or one of those that
+the server was started with, by name, where the key may read it. Whatever a key may not see is, to
+it, not there.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrag.base.errors import ConfigError, JaxragError, disk_errors
+from jaxrag.library.catalog import Hit
+from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.library.knowledge_base.search import Hits, SearchMode
+from jaxrag.library.options import KnowledgeBaseOptions
+from jaxrag.models.model import Model
+from jaxrag.server.durable import PRIVATE, make_folder, sync_folder
+from jaxrag.server.errors import forbidden, invalid, not_found
+from jaxrag.server.settings import ServerSettings
+from jaxrag.server.state.indexing import Indexer
+from jaxrag.server.state.recipe import warm_up
+from jaxrag.server.state.registry import FileRow, Member, Registry, StoreRow, new_id
+from jaxrag.server.state.uploads import TENANTS, Upload, Uploads
+from jaxrag.server.tenants import Access, Tenants, folder_name
+
+STORES = "stores"  # folder of a tenant
+STORE_ID = "vs_"
+_LOCK = "lock"  # file in the data folder
+_LOOK_SECONDS = 30.0  # between two looks at what may be closed or collected
+
+_LOG = logging.getLogger("jaxrag.server")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shelf:
+    """A vector store that a tenant may use, of its own or served to several.
+
+    Attributes:
+      name: what requests call it: an id, or the name of a served knowledge base.
+      row: what the registry knows of it; None: it is served.
+      writes: whether the tenant may change its documents.
+    """
+
+    name: str
+    row: StoreRow | None
+    writes: bool
+
+
+class Library:
+    """Files and vector stores of all tenants in the data folder of a server.
+
+    Attributes:
+      data: the folder; where the settings name none, a passing one: nothing can be uploaded then.
+      model: encodes documents.
+      created: when it was opened, seconds since 1970.
+      registry: what is known of files and vector stores.
+      uploads: bytes of files.
+      indexer: brings files into vector stores.
+
+    Methods wait for the disk; they are for threads, any of them. They raise Problem for what the
+    tenant may not do or has not, and JaxragErrors as the knowledge base does.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        model: Model,
+        served: Mapping[str, KnowledgeBase],
+        recipe: KnowledgeBaseOptions,
+        tenants: Tenants,
+    ) -> None:
+        """Open the folder, or make it; sweep what was never acknowledged, go on with the rest.
+
+        Args:
+          settings: the folder, and how files are indexed and kept.
+          model: encodes documents.
+          served: knowledge bases that tenants share, by name.
+          recipe: of new vector stores.
+          tenants: who there is.
+
+        Raises ConfigError for a folder that another server has open, StoreError for one that cannot
+        be written.
+        """
+        self._keeps = settings.data is not None
+        folder = tempfile.mkdtemp(prefix="jaxrag-") if settings.data is None else settings.data
+        self.data = data = Path(folder).absolute()
+        # Called by ``close``, or when the interpreter ends.
+        self._scratch = None if self._keeps else weakref.finalize(self, shutil.rmtree, data, True)
+        self.created = int(time.time())
+        self.model = model
+        self._served, self._recipe, self._tenants = served, recipe, tenants
+        self._grace = settings.grace_seconds
+        with disk_errors(data):
+            make_folder(data, PRIVATE)
+            self._lock_file = _lock(data)
+        self.registry = Registry(data)
+        self.uploads = Uploads(data, self.registry)
+        self.indexer = Indexer(self.registry, self.uploads, model, self._base_of, settings)
+        self._opening = threading.Lock()
+        self._bases: dict[str, KnowledgeBase] = {}  # own ones that are open, by id
+        self._changing: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
+        self._leaving: list[tuple[float, KnowledgeBase | None, Path]] = []
+        self._littered: dict[str, float] = {}  # when a document left a store, by its name
+        self._closed = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name="jaxrag-keeper", daemon=True)
+        self._sweep()
+        self.indexer.submit(self.registry.members(status="in_progress"))
+        self._keeper.start()
+
+    def warm_up(self) -> int:
+        """Compile the encoding of chunks of a new vector store; see ``recipe.warm_up``."""
+        return warm_up(self._recipe, self.model) if self._keeps else 0
+
+    def close(self) -> None:
+        """Stop indexing and close everything; what is in progress is taken up at the next open."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self.indexer.close()
+        self._keeper.join()
+        for _, base, folder in self._leaving:
+            _let_go(base, folder)
+        with self._opening:
+            for base in self._bases.values():
+                base.close()
+        self.registry.close()
+        os.close(self._lock_file)
+        if self._scratch is not None:
+            self._scratch()
+
+    def check_writes(self, access: Access) -> None:
+        """Problem 403 for a key that may not change documents, 400 where none are kept."""
+        if access.documents != "write":
+            raise forbidden("this key may not upload or change documents; ask for one that may")
+        if not self._keeps:
+            raise invalid("this server keeps no files; start it with --data DIR")
+
+    # Files
+
+    def begin(self, access: Access) -> Upload:
+        """A new file of the tenant, to be written."""
+        self.check_writes(access)
+        return self.uploads.begin(access.tenant)
+
+    def files(self, access: Access) -> list[FileRow]:
+        """The files of the tenant, oldest first."""
+        _check_reads(access)
+        return self.registry.files(access.tenant)
+
+    def file(self, access: Access, file_id: str) -> FileRow:
+        """A file of the tenant."""
+        _check_reads(access)
+        found = self.registry.file(access.tenant, file_id)
+        if found is None:
+            raise not_found(f"there is no file {file_id!r}; GET /v1/files lists what there is")
+        return found
+
+    def remove_file(self, access: Access, file_id: str) -> None:
+        """Remove a file, and its documents wherever it is a member."""
+        self.check_writes(access)
+        found = self.file(access, file_id)
+        for member in self.registry.members(file=file_id):
+            with self._changing[member.store]:
+                self._take_out(member)
+        self.uploads.remove(found)
+
+    # Vector stores
+
+    def shelves(self, access: Access) -> list[Shelf]:
+        """Every vector store that the tenant may search: the served ones, then its own by age."""
+        served = [
+            self._shelf_of_served(access, name) for name in self._served if access.may_read(name)
+        ]
+        if access.documents == "none":
+            return served
+        writes = access.documents == "write"
+        return served + [Shelf(row.id, row, writes) for row in self.registry.stores(access.tenant)]
+
+    def shelf(self, access: Access, name: str, *, to_write: bool = False) -> Shelf:
+        """A vector store by its id, or by the name of a served knowledge base.
+
+        Problem 404 for one that is not there or not the tenant's, 403 for one that it may not
+        change.
+        """
+        found = None
+        if name in self._served and access.may_read(name):
+            found = self._shelf_of_served(access, name)
+        elif access.documents != "none":
+            row = self.registry.store(access.tenant, name)
+            if row is not None:
+                found = Shelf(row.id, row, access.documents == "write")
+        if found is None:
+            raise not_found(
+                f"there is no vector store {name!r}; GET /v1/vector_stores lists what there is"
+            )
+        if to_write and not found.writes:
+            raise forbidden(f"this key may not change the vector store {name!r}; it may read it")
+        return found
+
+    def base(self, shelf: Shelf) -> KnowledgeBase:
+        """The knowledge base of a vector store."""
+        return self._base_of(shelf.row.tenant if shelf.row else "", shelf.name)
+
+    def find(self, access: Access, name: str) -> KnowledgeBase | None:
+        """A vector store of the tenant by its id, or by its name if no other has it."""
+        if access.documents == "none":
+            return None
+        row = self.registry.store(access.tenant, name)
+        if row is None:
+            named = [it for it in self.registry.stores(access.tenant) if it.name == name]
+            if len(named) > 1:
+                raise invalid(
+                    f"{len(named)} vector stores are called {name!r}; name one by its id, such as "
+                    f"{named[0].id}",
+                    "knowledge_base",
+                )
+            row = named[0] if named else None
+        return None if row is None else self._base_of(access.tenant, row.id)
+
+    def create(
+        self,
+        access: Access,
+        name: str,
+        metadata: Mapping[str, Any],
+        chunk_tokens: int | None = None,
+        overlap: int | None = None,
+    ) -> Shelf:
+        """Make an empty vector store."""
+        self.check_writes(access)
+        recipe = self._recipe
+        if chunk_tokens is not None:
+            recipe = dataclasses.replace(recipe, chunk_tokens=chunk_tokens, overlap=overlap)
+        store_id = new_id(STORE_ID)
+        folder = self._folder(access.tenant, store_id)
+        with disk_errors(folder):
+            make_folder(folder.parent)
+        try:
+            base = self._open(folder, access.tenant, recipe)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        with disk_errors(folder):
+            sync_folder(folder)
+            sync_folder(folder.parent)
+        with self._opening:
+            self._bases[store_id] = base
+        return Shelf(
+            store_id, self.registry.add_store(store_id, access.tenant, name, metadata), True
+        )
+
+    def remove(self, access: Access, name: str) -> None:
+        """Remove a vector store: it is not found from now on, its bytes go after the grace."""
+        shelf = self.shelf(access, name, to_write=True)
+        row = _own(shelf)
+        with self._changing[row.id]:
+            self.registry.remove_store(row.id)
+            self.indexer.drop(row.id)
+            with self._opening:
+                base = self._bases.pop(row.id, None)
+            due = time.monotonic() + self._grace
+            self._leaving.append((due, base, self._folder(access.tenant, row.id)))
+
+    def change(
+        self, access: Access, name: str, new_name: str | None, metadata: Mapping[str, Any] | None
+    ) -> Shelf:
+        """Rename a vector store, or give it other metadata."""
+        row = _own(self.shelf(access, name, to_write=True))
+        self.registry.change_store(
+            row.id,
+            row.name if new_name is None else new_name,
+            row.metadata if metadata is None else metadata,
+        )
+        return self.shelf(access, name)
+
+    # Members
+
+    def put(
+        self,
+        access: Access,
+        name: str,
+        files: Sequence[tuple[str, Mapping[str, Any]]],
+        batch: str | None = None,
+    ) -> list[Member]:
+        """Put files, (id, attributes) each, into a vector store; they are indexed from now on.
+
+        One that is there already is indexed anew, with these attributes.
+        """
+        shelf = self.shelf(access, name, to_write=True)
+        for file_id, _ in files:
+            self.file(access, file_id)
+        self.check_writes(access)
+        if self.base(shelf).mode != "rw":
+            raise forbidden(f"the knowledge base {name!r} is served for reading only")
+        with self._changing[name]:
+            if shelf.row is not None:
+                self.shelf(access, name)  # it may have been removed meanwhile
+            self.indexer.drop(name, [file_id for file_id, _ in files])
+            members = self.registry.put_members(name, files, access.tenant, batch)
+            self.indexer.submit(members)
+        return members
+
+    def take_out(self, access: Access, name: str, file_id: str) -> None:
+        """Remove a file from a vector store; its documents are not found when this returns."""
+        shelf = self.shelf(access, name, to_write=True)
+        with self._changing[name]:
+            member = self.registry.member(name, file_id)
+            if member is not None:
+                self._take_out(member)
+            elif shelf.row is None and self.base(shelf).remove([file_id]).documents:
+                self._littered[name] = time.monotonic()
+            else:
+                raise no_member(name, file_id)
+
+    def cancel_batch(self, access: Access, name: str, batch: str) -> None:
+        """Do no more for the files of a batch that are in progress."""
+        self.shelf(access, name, to_write=True)
+        with self._changing[name]:
+            waiting = self.registry.members(name, batch=batch, status="in_progress")
+            self.indexer.drop(name, [member.file for member in waiting])
+            for member in waiting:
+                self.registry.settle_member(member.number, "cancelled")
+
+    def search(
+        self, access: Access, name: str, questions: Sequence[str], k: int, where: Any,
+        *, mode: SearchMode | None = None, min_score: float | None = None,
+    ) -> Hits:  # fmt: skip
+        """The best chunks for questions: of several, by the best place that a chunk has in any."""
+        base = self.base(self.shelf(access, name))
+        places: dict[int, tuple[int, Hit]] = {}
+        notes: dict[str, None] = {}
+        asked = list(questions)
+        for hits in base.search(asked, k, where=where, mode=mode, min_score=min_score):
+            notes |= dict.fromkeys(hits.notes)
+            for place, hit in enumerate(hits):
+                before = places.get(hit.chunk_id)
+                if before is None or place < before[0]:
+                    places[hit.chunk_id] = (place, hit)
+        ranked = sorted(places.values(), key=lambda it: (it[0], -it[1].score))
+        return Hits((hit for _, hit in ranked[:k]), tuple(notes))
+
+    def texts(self, access: Access, name: str, file_id: str) -> list[str]:
+        """The chunks of a file in a vector store as texts, in order."""
+        shelf = self.shelf(access, name)
+        base, chunks = self.base(shelf), self.base(shelf).chunks
+        if self.registry.member(name, file_id) is not None:
+            documents = base.ids_beginning(file_id)
+        else:
+            documents = [file_id] if shelf.row is None else []
+        ids = [it for document in documents for it in chunks.of_document(document)]
+        if not ids and self.registry.member(name, file_id) is None:
+            raise no_member(name, file_id)
+        found = chunks.texts(ids)
+        return [found[it] for it in ids if it in found]
+
+    def _take_out(self, member: Member) -> None:
+        """The store's lock is held. Documents go first, as what the registry has is known still."""
+        self.indexer.drop(member.store, [member.file])
+        base = self._base_of(member.tenant, member.store)
+        base.remove(base.ids_beginning(member.file))
+        self.registry.remove_member(member.store, member.file)
+        self._littered[member.store] = time.monotonic()
+
+    def _shelf_of_served(self, access: Access, name: str) -> Shelf:
+        return Shelf(name, None, access.may_write(name))
+
+    def _folder(self, tenant: str, store_id: str) -> Path:
+        return self.data / TENANTS / folder_name(tenant) / STORES / store_id
+
+    def _base_of(self, tenant: str, name: str) -> KnowledgeBase:
+        """The knowledge base of a served name, or of a store of the tenant; opened once."""
+        if name in self._served:
+            return self._served[name]
+        with self._opening:
+            if name not in self._bases:
+                if self.registry.store(tenant, name) is None:
+                    raise not_found(f"there is no vector store {name!r} any more")
+                only = KnowledgeBaseOptions(embedder=self._recipe.embedder)
+                self._bases[name] = self._open(self._folder(tenant, name), tenant, only)
+            return self._bases[name]
+
+    def _open(self, folder: Path, tenant: str, recipe: KnowledgeBaseOptions) -> KnowledgeBase:
+        salt, secret = self._tenants.salt(tenant), self._tenants.seal_secret(tenant)
+        own = dataclasses.replace(recipe, salt=salt, secret=secret)
+        return KnowledgeBase.open(folder, self.model, mode="rw", **vars(own))
+
+    # Upkeep
+
+    def _sweep(self) -> None:
+        """Remove what was begun and never acknowledged, and what was removed but for its bytes."""
+        self.uploads.sweep()
+        known = {row.id for row in self.registry.stores()}
+        for folder in (self.data / TENANTS).glob(f"*/{STORES}/*"):
+            if folder.name not in known:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _keep(self) -> None:
+        while not self._closed.wait(min(_LOOK_SECONDS, max(self._grace, 0.1))):
+            try:
+                self._keep_once(time.monotonic())
+            except Exception:
+                _LOG.exception("the bytes of what was removed could not be freed")
+
+    def _keep_once(self, now: float) -> None:
+        """Close and remove what cannot be in use any more."""
+        due = [it for it in self._leaving if it[0] <= now]
+        for item in due:
+            self._leaving.remove(item)
+            _let_go(*item[1:])
+        for name, left in list(self._littered.items()):
+            if left + self._grace <= now:
+                self._collect(name)
+
+    def _collect(self, name: str) -> None:
+        """Free what left a store, while nothing comes into it: later, if something does."""
+        with self._changing[name]:
+            if self.indexer.works_on(name):
+                return
+            del self._littered[name]
+            base = self._served.get(name) or self._bases.get(name)
+            if base is not None:
+                base.gc(grace_seconds=self._grace)
+
+
+def _check_reads(access: Access) -> None:
+    if access.documents == "none":
+        raise forbidden("this key may not see files; ask for one that may")
+
+
+def no_member(store: str, file_id: str) -> Exception:
+    """The problem of a file that is not in a vector store."""
+    return not_found(f"there is no file {file_id!r} in the vector store {store!r}")
+
+
+def _own(shelf: Shelf) -> StoreRow:
+    if shelf.row is None:
+        raise forbidden(
+            f"the knowledge base {shelf.name!r} is served from its own folder; remove documents of "
+            "it, or stop serving it"
+        )
+    return shelf.row
+
+
+def _let_go(base: KnowledgeBase | None, folder: Path) -> None:
+    if base is not None:
+        with contextlib.suppress(JaxragError):
+            base.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lock(data: Path) -> int:
+    """Keep other servers out of the folder; returns what holds the lock."""
+    descriptor = os.open(data / _LOCK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(
+            f"{data} is in use by another server; stop it, or name another --data folder"
+        ) from None
+    return descriptor

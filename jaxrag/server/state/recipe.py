@@ -1,0 +1,68 @@
+"""How new vector stores are made: as a knowledge base that is served, or for a method."""
+
+import contextlib
+import functools
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxrag.base.errors import KnowledgeBaseError
+from jaxrag.base.shapes import row_length
+from jaxrag.engine.engine import engine_of
+from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.library.knowledge_base.settings import DEFAULT_CHUNK_TOKENS, DEFAULT_ENCODERS
+from jaxrag.library.options import KnowledgeBaseOptions
+from jaxrag.models.model import Model
+from jaxrag.reuse.encode import encode_chunks, encoder_named
+from jaxrag.reuse.encode.packed import ROW_TOKENS
+from jaxrag.reuse.methods import Method
+
+
+def recipe_like(base: KnowledgeBase) -> KnowledgeBaseOptions:
+    """As a knowledge base was made."""
+    cut, embedder = base.chunking, None
+    with contextlib.suppress(KnowledgeBaseError):  # it is not at hand, and none is made with it
+        embedder = base.embedder
+    return KnowledgeBaseOptions(
+        template=base.template,
+        chunk_tokens=cut.chunk_tokens,
+        overlap=cut.overlap,
+        chunk_by=cut.by,
+        encoders=base.encoders,
+        embedder=embedder,
+        index=None if embedder is None else base.index,
+    )
+
+
+def recipe_for(methods: Mapping[str, Method]) -> KnowledgeBaseOptions:
+    """For the first of the methods that reuses chunks: with the KV that it reads."""
+    encoders = (method.encoder for method in methods.values() if method.encoder is not None)
+    first = next(encoders, None)
+    return KnowledgeBaseOptions(encoders=None if first is None else (first,))
+
+
+def warm_up(recipe: KnowledgeBaseOptions, model: Model) -> int:
+    """Compile the encoding of its chunks; how many widths of rows.
+
+    Rows of every width that its chunks may fill, run by the engine, as indexing does. Variants
+    that see neighbours are compiled when they are first needed. Nothing is kept.
+    """
+    if model.tokenizer is None:
+        return 0
+    template = recipe.template or model.prompt_format()
+    prefix = template.prefix_ids(model.tokenizer)
+    marked = len(template.chunk_ids(model.tokenizer, np.zeros(0, np.int32)))
+    room = min(model.config.max_positions, ROW_TOKENS) - len(prefix)
+    size = min(marked + (recipe.chunk_tokens or DEFAULT_CHUNK_TOKENS), room)
+    counts = {
+        row_length(len(prefix) + count * size): count
+        for count in range(1, max(2, ROW_TOKENS // size))
+    }
+    for encoder in recipe.encoders or DEFAULT_ENCODERS:
+        if encoder_named(encoder).sees_neighbours:
+            continue
+        for count in counts.values():
+            chunks = [np.zeros(size, np.int32)] * count
+            rows = functools.partial(encode_chunks, model, encoder, prefix, chunks)
+            engine_of(model).spare(lambda rows=rows: sum(1 for _ in rows()))  # type: ignore[misc]
+    return len(counts)

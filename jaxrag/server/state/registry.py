@@ -1,0 +1,367 @@
+"""What the server remembers of files and vector stores: one SQLite file in the data folder.
+
+A commit is durable when a method returns (WAL, ``synchronous=FULL``), so what was answered to a
+client survives a power cut. Rows that name a tenant are given to no other.
+"""
+
+import contextlib
+import dataclasses
+import json
+import secrets
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxrag.base.errors import StoreError
+from jaxrag.kv.store.wal import use_write_ahead_log
+from jaxrag.server.durable import REGISTRY
+
+FORMAT = 1
+
+Status = Literal["in_progress", "completed", "failed", "cancelled"]
+STATUSES: tuple[Status, ...] = ("in_progress", "completed", "failed", "cancelled")
+
+_BUSY_SECONDS = 60.0
+_APPLICATION = 0x4A524153  # "JRAS", SQLite's application_id
+_ID_BYTES = 12
+
+_SCHEMA = (
+    """CREATE TABLE files (
+        number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL,
+        filename TEXT NOT NULL, bytes INTEGER NOT NULL, purpose TEXT NOT NULL,
+        created INTEGER NOT NULL)""",
+    """CREATE TABLE stores (
+        number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL,
+        name TEXT NOT NULL, metadata TEXT NOT NULL, created INTEGER NOT NULL)""",
+    """CREATE TABLE members (
+        number INTEGER PRIMARY KEY AUTOINCREMENT, store TEXT NOT NULL, file TEXT NOT NULL,
+        tenant TEXT NOT NULL, attributes TEXT NOT NULL, batch TEXT, status TEXT NOT NULL,
+        code TEXT, message TEXT, counts TEXT NOT NULL, created INTEGER NOT NULL,
+        UNIQUE (store, file))""",
+    "CREATE INDEX members_by_file ON members (file)",
+    "CREATE INDEX files_by_tenant ON files (tenant)",
+    "CREATE INDEX stores_by_tenant ON stores (tenant)",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class FileRow:
+    """An uploaded file.
+
+    Attributes:
+      number: grows from file to file.
+      id: names it.
+      tenant: whose it is.
+      filename: as it was uploaded.
+      bytes: its size.
+      purpose: as the client said it.
+      created: seconds since 1970.
+    """
+
+    number: int
+    id: str
+    tenant: str
+    filename: str
+    bytes: int
+    purpose: str
+    created: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreRow:
+    """A vector store.
+
+    Attributes:
+      number: grows from store to store.
+      id: names it, and its folder.
+      tenant: whose it is.
+      name: as the client calls it, not unique.
+      metadata: of the client.
+      created: seconds since 1970.
+    """
+
+    number: int
+    id: str
+    tenant: str
+    name: str
+    metadata: Mapping[str, Any]
+    created: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A file in a vector store, or in a served knowledge base.
+
+    Attributes:
+      number: grows from one to the next, also where a file is put in again.
+      store: id of the vector store, or name of the knowledge base.
+      file: id of the file.
+      tenant: who put it there.
+      attributes: metadata of its documents.
+      batch: that it came with; None: alone.
+      status: "completed" when its KV is durable and its documents are found.
+      code: why it failed, as OpenAI names causes; None where it did not.
+      message: the same in words.
+      counts: of documents, chunks and tokens, and what was left out; once it is completed.
+      created: seconds since 1970.
+    """
+
+    number: int
+    store: str
+    file: str
+    tenant: str
+    attributes: Mapping[str, Any]
+    batch: str | None
+    status: Status
+    code: str | None
+    message: str | None
+    counts: Mapping[str, Any]
+    created: int
+
+
+class Registry:
+    """The open file. Safe to share between threads; one process has it at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open the registry of a data folder, or make it.
+
+        Raises StoreError for a file that is something else or cannot be written.
+        """
+        self.path = folder / REGISTRY
+        self._lock, self._read_lock = threading.RLock(), threading.Lock()
+        with self._errors():
+            self._connection = _connect(self.path)
+            # Of its own, so that who reads does not wait for another's commit to reach the disk.
+            self._reading = _connect(self.path)
+            try:
+                self._prepare()
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock, self._read_lock:
+            self._connection.close()
+            self._reading.close()
+
+    # Files
+
+    def add_file(
+        self, file_id: str, tenant: str, filename: str, size: int, purpose: str
+    ) -> FileRow:
+        """Remember a file whose bytes are durable."""
+        row = (file_id, tenant, filename, size, purpose, int(time.time()))
+        with self._change() as connection:
+            connection.execute("INSERT INTO files VALUES (NULL, ?, ?, ?, ?, ?, ?)", row)
+        found = self.file(tenant, file_id)
+        assert found is not None
+        return found
+
+    def file(self, tenant: str, file_id: str) -> FileRow | None:
+        """A file of a tenant; None where it has no such."""
+        return next(iter(self.files(tenant, file_id)), None)
+
+    def files(self, tenant: str | None = None, file_id: str | None = None) -> list[FileRow]:
+        """The files of a tenant, or of all, oldest first."""
+        return [FileRow(*row) for row in self._select("files", tenant=tenant, id=file_id)]
+
+    def remove_file(self, file_id: str) -> None:
+        """Forget a file, wherever it is a member."""
+        with self._change() as connection:
+            connection.execute("DELETE FROM members WHERE file = ?", (file_id,))
+            connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
+
+    # Vector stores
+
+    def add_store(
+        self, store_id: str, tenant: str, name: str, metadata: Mapping[str, Any]
+    ) -> StoreRow:
+        """Remember a vector store whose folder is there."""
+        row = (store_id, tenant, name, json.dumps(metadata), int(time.time()))
+        with self._change() as connection:
+            connection.execute("INSERT INTO stores VALUES (NULL, ?, ?, ?, ?, ?)", row)
+        found = self.store(tenant, store_id)
+        assert found is not None
+        return found
+
+    def store(self, tenant: str, store_id: str) -> StoreRow | None:
+        """A vector store of a tenant; None where it has no such."""
+        return next(iter(self.stores(tenant, store_id)), None)
+
+    def stores(self, tenant: str | None = None, store_id: str | None = None) -> list[StoreRow]:
+        """The vector stores of a tenant, or of all, oldest first."""
+        return [_store(row) for row in self._select("stores", tenant=tenant, id=store_id)]
+
+    def change_store(self, store_id: str, name: str, metadata: Mapping[str, Any]) -> None:
+        """Give a vector store another name and other metadata."""
+        with self._change() as connection:
+            connection.execute(
+                "UPDATE stores SET name = ?, metadata = ? WHERE id = ?",
+                (name, json.dumps(metadata), store_id),
+            )
+
+    def remove_store(self, store_id: str) -> None:
+        """Forget a vector store and its members."""
+        with self._change() as connection:
+            connection.execute("DELETE FROM members WHERE store = ?", (store_id,))
+            connection.execute("DELETE FROM stores WHERE id = ?", (store_id,))
+
+    # Members
+
+    def put_members(
+        self,
+        store: str,
+        files: Sequence[tuple[str, Mapping[str, Any]]],
+        tenant: str,
+        batch: str | None = None,
+    ) -> list[Member]:
+        """Put files, (id, attributes) each, into a store, in progress; all in one transaction.
+
+        A file that is there already begins anew.
+        """
+        now = int(time.time())
+        with self._change() as connection:
+            for file, attributes in files:
+                connection.execute(
+                    "INSERT OR REPLACE INTO members VALUES "
+                    "(NULL, ?, ?, ?, ?, ?, 'in_progress', NULL, NULL, '{}', ?)",
+                    (store, file, tenant, json.dumps(attributes), batch, now),
+                )
+        made = [self.member(store, file) for file, _ in files]
+        return [member for member in made if member is not None]
+
+    def member(self, store: str, file: str) -> Member | None:
+        """A file of a store; None where it is no member."""
+        return next(iter(self.members(store, file=file)), None)
+
+    def members(
+        self,
+        store: str | None = None,
+        *,
+        file: str | None = None,
+        batch: str | None = None,
+        status: str | None = None,
+    ) -> list[Member]:
+        """The members of a store, a file, a batch or in one state, oldest first."""
+        found = self._select("members", store=store, file=file, batch=batch, status=status)
+        return [_member(row) for row in found]
+
+    def settle_member(
+        self,
+        number: int,
+        status: Status,
+        *,
+        code: str | None = None,
+        message: str | None = None,
+        counts: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Say how a member in progress ended; False where it is none any more."""
+        with self._change() as connection:
+            done = connection.execute(
+                "UPDATE members SET status = ?, code = ?, message = ?, counts = ? "
+                "WHERE number = ? AND status = 'in_progress'",
+                (status, code, message, json.dumps(counts or {}), number),
+            )
+            return done.rowcount == 1
+
+    def remove_member(self, store: str, file: str) -> None:
+        """Forget a file of a store."""
+        with self._change() as connection:
+            connection.execute("DELETE FROM members WHERE store = ? AND file = ?", (store, file))
+
+    def counts(self, store: str, batch: str | None = None) -> dict[str, int]:
+        """How many members a store has, by status and in all."""
+        rows = self._rows(
+            "SELECT status, COUNT(*) FROM members WHERE store = :store "
+            "AND (:batch IS NULL OR batch = :batch) GROUP BY status",
+            {"store": store, "batch": batch},
+        )
+        found: dict[str, int] = dict.fromkeys(STATUSES, 0)
+        found |= dict(rows)
+        return {**found, "total": sum(found.values())}
+
+    def bytes_of(self, store: str) -> int:
+        """Bytes of the files that are members of a store."""
+        rows = self._rows(
+            "SELECT TOTAL(bytes) FROM members JOIN files ON files.id = file WHERE store = :store",
+            {"store": store},
+        )
+        return int(rows[0][0])
+
+    def _prepare(self) -> None:
+        connection = self._connection
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA secure_delete = ON")
+        if connection.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
+            use_write_ahead_log(connection, _BUSY_SECONDS)
+            with self._change():
+                for statement in _SCHEMA:
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA application_id = {_APPLICATION}")
+                connection.execute(f"PRAGMA user_version = {FORMAT}")
+        (application,) = connection.execute("PRAGMA application_id").fetchone()
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if (application, version) != (_APPLICATION, FORMAT):
+            raise StoreError(
+                f"{self.path} is no registry of format {FORMAT}; name another data folder"
+            )
+
+    def _rows(self, statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+        with self._read_lock, self._errors():
+            return self._reading.execute(statement, values).fetchall()
+
+    def _select(self, table: str, **values: str | None) -> list[tuple[Any, ...]]:
+        """Rows whose columns have these values, None: any; oldest first."""
+        given = {name: value for name, value in values.items() if value is not None}
+        where = " AND ".join(f"{name} = :{name}" for name in given) or "TRUE"
+        return self._rows(f"SELECT * FROM {table} WHERE {where} ORDER BY number", given)
+
+    @contextlib.contextmanager
+    def _change(self) -> Iterator[sqlite3.Connection]:
+        """One transaction, durable at its end."""
+        with self._lock, self._errors():
+            connection = self._connection
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield connection
+                connection.execute("COMMIT")
+            finally:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise StoreError(
+                f"{self.path}: {error}; check the disk, its free space and your permissions"
+            ) from error
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(
+        path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
+    )
+
+
+def new_id(kind: str) -> str:
+    """A name that cannot be guessed, such as "file-0f1e..." for "file-"."""
+    return kind + secrets.token_hex(_ID_BYTES)
+
+
+def _store(row: tuple[Any, ...]) -> StoreRow:
+    number, store_id, tenant, name, metadata, created = row
+    return StoreRow(number, store_id, tenant, name, json.loads(metadata), created)
+
+
+def _member(row: tuple[Any, ...]) -> Member:
+    number, store, file, tenant, attributes, batch, status, code, message, counts, created = row
+    return Member(
+        number, store, file, tenant, json.loads(attributes), batch, status, code, message,
+        json.loads(counts), created,
+    )  # fmt: skip

@@ -1,0 +1,235 @@
+"""What every handler of a server needs, found at ``request.app.state.server``."""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from starlette.requests import Request
+
+from jaxrag.base.errors import ConfigError
+from jaxrag.base.sharding import processes_of
+from jaxrag.engine.engine import Engine
+from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.models.model import Model
+from jaxrag.reuse.decode import DECODE_RULES
+from jaxrag.reuse.methods import METHODS, Method, method_named
+from jaxrag.serve.answers import Result
+from jaxrag.server.errors import not_found, unauthorized
+from jaxrag.server.settings import ServerSettings
+from jaxrag.server.state.library import Library
+from jaxrag.server.state.limits import Limits
+from jaxrag.server.state.recipe import recipe_for, recipe_like
+from jaxrag.server.tenants import Access, TenantMemory, Tenants, bearer
+
+_HANDS = 2  # threads that give prompts to the engine
+
+Phase = Literal["starting", "ready", "draining"]
+Ended = Literal["finished", "cancelled", "expired", "refused", "failed"]
+
+
+class OnItsWay(Protocol):
+    """A prompt that was let in and whose answer is not complete."""
+
+    @property
+    def where(self) -> str:
+        """What it waits for, or does, in words."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """It ends with an error, wherever it is."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """What became of one request, for those who count and log.
+
+    Attributes:
+      endpoint: its path.
+      request_id: names it.
+      tenant: whose it was.
+      knowledge_base: that was asked; None: none.
+      stream: whether its answer came piece by piece.
+      ended: how it ended.
+      status: of HTTP; of one that failed within its stream as if it had failed before.
+      code: of its error; None where it has none.
+      seconds: from its arrival to its end.
+      first_seconds: from its arrival to its first token; None where there was none.
+      between: seconds between every two deliveries of tokens.
+      prompt_tokens: length of its prompt; 0 where it was not known yet.
+      results: of its prompts that have an answer.
+    """
+
+    endpoint: str
+    request_id: str
+    tenant: str
+    knowledge_base: str | None
+    stream: bool
+    ended: Ended
+    status: int
+    code: str | None
+    seconds: float
+    first_seconds: float | None = None
+    between: tuple[float, ...] = ()
+    prompt_tokens: int = 0
+    results: tuple[Result, ...] = ()
+
+
+@dataclasses.dataclass(eq=False)
+class ServerState:
+    """A server's parts. Make one with ``make_state``.
+
+    Attributes:
+      settings: how it serves.
+      model: what it serves.
+      engine: of the model.
+      knowledge_bases: those of the settings, by name.
+      methods: that requests may name, by name.
+      decode_rules: that requests may name.
+      tenants: who is let in.
+      memory: KV of documents that come with requests, a store for each tenant.
+      library: files and vector stores of the tenants.
+      limits: how much is let in.
+      prepare: threads that retrieve and tokenise.
+      hand_over: threads that give prompts to the engine, which is not to wait for retrieval.
+      phase: whether it takes requests.
+      created: when it began, in seconds since 1970.
+      observers: called with every request to the model that ended, on the event loop's thread;
+        they must not wait.
+      asking: prompts on their way.
+      requests: of HTTP that are being answered.
+      scoring: is held by who has texts scored, one at a time.
+      metrics: what is counted.
+    """
+
+    settings: ServerSettings
+    model: Model
+    engine: Engine
+    knowledge_bases: dict[str, KnowledgeBase]
+    methods: Mapping[str, Method]
+    decode_rules: tuple[str, ...]
+    tenants: Tenants
+    memory: TenantMemory
+    library: Library
+    limits: Limits
+    prepare: ThreadPoolExecutor
+    hand_over: ThreadPoolExecutor
+    phase: Phase = "starting"
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    observers: list[Callable[[Served], None]] = dataclasses.field(default_factory=list)
+    asking: set[OnItsWay] = dataclasses.field(default_factory=set)
+    requests: int = 0
+    scoring: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    metrics: Any = None
+
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        return self.settings.model.name or Path(self.model.path or "model").name
+
+    def access(self, request: Request) -> Access:
+        """What the sender of a request may do. Raises Problem 401 for one without a known key."""
+        found = self.tenants.access(bearer(request.headers.get("authorization")))
+        if found is None:
+            raise unauthorized("no key that this server knows; send Authorization: Bearer KEY")
+        return found
+
+    def knowledge_base(self, access: Access, name: str) -> KnowledgeBase:
+        """A knowledge base that the sender may read, or a vector store of its tenant.
+
+        Waits for the disk where it is opened. Problem 404, the same for one that is not there and
+        one that is another's.
+        """
+        found = self.knowledge_bases.get(name) if access.may_read(name) else None
+        if found is None:
+            found = self.library.find(access, name)
+        if found is None:
+            raise not_found(
+                f"there is no knowledge base {name!r}; GET /v1/models lists what there is",
+                "knowledge_base",
+            )
+        return found
+
+    def readable(self, access: Access) -> list[str]:
+        """Names of the knowledge bases that the sender may read, the default first.
+
+        Behind those that are served stand the ids of its tenant's vector stores.
+        """
+        return [shelf.name for shelf in self.library.shelves(access)]
+
+    def default_base(self, access: Access) -> str | None:
+        """The one that a chat is about that names none: the first that is served."""
+        return next((name for name in self.knowledge_bases if access.may_read(name)), None)
+
+    def close(self) -> None:
+        """Let go of everything but the model and the knowledge bases that it was given."""
+        for threads in (self.prepare, self.hand_over):
+            threads.shutdown(wait=False, cancel_futures=True)
+        self.library.close()
+
+
+def make_state(
+    settings: ServerSettings,
+    model: Model,
+    knowledge_bases: Mapping[str, KnowledgeBase] | None = None,
+) -> ServerState:
+    """The state of a server over a model, which gets an engine of the settings.
+
+    Raises ConfigError or RequestError for a method or rule that is unknown or does not serve.
+    """
+    if len(processes_of(model.mesh)) > 1:
+        raise ConfigError(
+            f"mesh {model.mesh}: several processes hold the model, and a server is one; name a "
+            "mesh of this process's devices"
+        )
+    data = None if settings.data is None else Path(settings.data)
+    tenants = Tenants.open(settings.keys, data)
+    given = settings.engine.scheduler
+    scheduler = dataclasses.replace(
+        given, classes=settings.classes, weights={**tenants.weights, **given.weights}
+    )
+    model.engine = Engine(model, dataclasses.replace(settings.engine, scheduler=scheduler))
+    rules = tuple(DECODE_RULES) if settings.decode_rules is None else settings.decode_rules
+    methods = offered_methods(settings)
+    bases = dict(knowledge_bases or {})
+    recipe = recipe_like(next(iter(bases.values()))) if bases else recipe_for(methods)
+    return ServerState(
+        settings=settings,
+        model=model,
+        engine=model.engine,
+        knowledge_bases=bases,
+        methods=methods,
+        decode_rules=rules,
+        tenants=tenants,
+        memory=TenantMemory(model, tenants, settings.memory_bytes),
+        library=Library(settings, model, bases, recipe, tenants),
+        limits=Limits(settings),
+        prepare=ThreadPoolExecutor(settings.prepare_threads, "jaxrag-prepare"),
+        hand_over=ThreadPoolExecutor(_HANDS, "jaxrag-hand-over"),
+    )
+
+
+def offered_methods(settings: ServerSettings) -> dict[str, Method]:
+    """Methods by the names that requests may give, the default first."""
+    names = tuple(METHODS) if settings.methods is None else settings.methods
+    if unknown := [name for name in names if name not in METHODS]:
+        raise ConfigError(f"methods: {unknown[0]!r}: expected some of {', '.join(METHODS)}")
+    default = method_named(settings.method)
+    if not settings.allow_history_dependent and (
+        default.prefix_cache or default.misses == "in_place"
+    ):
+        raise ConfigError(
+            f"method {default.name!r}: prefix_cache and misses='in_place' make answers depend on "
+            "what was asked before; pass --allow-history-dependent to have it so"
+        )
+    return {default.name: default} | {name: METHODS[name] for name in names}
+
+
+def state_of(request: Request) -> ServerState:
+    """The state of the server that a request came to."""
+    state: ServerState = request.app.state.server
+    return state
