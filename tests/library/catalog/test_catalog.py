@@ -301,7 +301,7 @@ WRITER = """
 import sys
 from pathlib import Path
 import numpy as np
-from jaxrag.library.catalog import Catalog, Entry
+from jaxrag.library.catalog import Catalog, NewDocument
 from jaxrag.library.documents.chunking import Chunk
 from jaxrag.library.documents import Document
 
@@ -311,7 +311,7 @@ for number in range(20):
     document_id = f"{name}-{number}" if number % 2 else "shared"
     chunk = Chunk(0, 0, 4, np.arange(4, dtype=np.int32), f"lamp {name} {number}")
     document = Document(document_id, "text")
-    catalog.put([Entry(document, name, [chunk], {}, ["content"], catalog.reserve(1))])
+    catalog.put([NewDocument(document, name, [chunk], {}, ["content"], catalog.reserve(1))])
 """
 
 
