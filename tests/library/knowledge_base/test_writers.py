@@ -51,8 +51,8 @@ def test_a_killed_writer_needs_nothing(tmp_path):
     program = """
 import sys, time
 from pathlib import Path
-from jaxrag.library.knowledge_base.writers import Writer
-with Writer.at_work(Path(sys.argv[1])) as writer:
+from jaxrag.library.knowledge_base.writers import KeyWriter
+with KeyWriter.at_work(Path(sys.argv[1])) as writer:
     writer.needs(["ab" * 20])
     print("at work", flush=True)
     time.sleep(600)
