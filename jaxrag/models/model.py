@@ -20,7 +20,9 @@ from jaxrag.base.sharding import Rules, exchange, put, replicated
 from jaxrag.base.types import EMPTY, FINAL, Array, HostArray, Tokens
 from jaxrag.kv.cache.host import to_device
 from jaxrag.kv.placement import ON_DEVICE, KVHome, KVPlacement
-from jaxrag.kv.store import HeadShare, KVLayout, KVStore, fingerprint
+from jaxrag.kv.store.base import KVStore
+from jaxrag.kv.store.keys import fingerprint
+from jaxrag.kv.store.layout import HeadShare, KVLayout
 from jaxrag.models.attention import PackedAttend, check_kernels, measured_kernels
 from jaxrag.models.by_layer import by_layer, gains_by_layer
 from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
