@@ -29,11 +29,10 @@ from index_measure import HEADS
 from tqdm import tqdm
 
 from jaxrag.base.config import DType, ModelConfig
-from jaxrag.base.shapes import bucket
 from jaxrag.base.types import Array, HostArray, on_host
 from jaxrag.engine import decoding
-from jaxrag.engine.away import start_away
-from jaxrag.engine.decoding import FEWEST_ROOM, Lane, lane_of, start_decoding
+from jaxrag.engine.away import start_row
+from jaxrag.engine.decoding import Lane, lane_of
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.layerwise import start_prefill
@@ -43,12 +42,13 @@ from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.cache.host_pool import rows_of
+from jaxrag.kv.placement import KVPlacement
 from jaxrag.measure.bench.options import CHUNK_TOKENS, DecodeOptions
 from jaxrag.measure.machine import describe
 from jaxrag.measure.zoo import random_named
 from jaxrag.models.model import random_model
 from jaxrag.reuse.attention_index import rotated
-from jaxrag.reuse.decode import Decoding, PromptQueries, rule_from
+from jaxrag.reuse.decode import PromptQueries, rule_from
 from jaxrag.reuse.decode.away import AwayAttend
 from jaxrag.reuse.methods import METHODS
 
@@ -132,7 +132,7 @@ def run(options: Options) -> dict[str, Any]:
         rules = options.rules if heads == "generated" else options.rules[:1]
         cases += [(heads, rule, "host") for rule in rules]
     for heads, text, kv in tqdm(cases, disable=None):
-        model = random_model(config, options.seed, cache_tokens=tokens, kv=kv)
+        model = random_model(config, options.seed, cache_tokens=tokens, placement=KVPlacement(kv))
         store = store or engine_of(model).memory
         method = dataclasses.replace(METHODS["turborag"], decode=rule_from(text))
         request = Request(prompt, store, method, options.warm + options.steps + 1)
@@ -235,7 +235,7 @@ def _decode(
     live: Callable[[], int],
 ) -> dict[str, Any]:
     """Seconds of every step, bytes, and where the host's time went."""
-    rule, host, away = request.method.decode, runner.host_search, runner.cache.away
+    host, placement = runner.host_search, runner.model.placement
     number = host.admit()
     asking: Any = contextlib.nullcontext()
     if drawn is not None:
@@ -243,16 +243,11 @@ def _decode(
         asking = mock.patch.object(decoding, "AwayAttend", ask)
     try:
         asking.__enter__()
-        key = lane_of(request, len(mapped.table.pages), away)
+        key = lane_of(request, len(mapped.table.pages), placement)
         assert key is not None
         lane = Lane(runner, key)
         start = time.perf_counter()
-        room = bucket(request.room, FEWEST_ROOM)
-        begun: Decoding | None
-        if away:
-            begun = start_away(runner, mapped, rule, bank, room, number)
-        else:
-            begun = start_decoding(runner, [mapped], rule, bank, room, [number])
+        begun = start_row(runner, key, request, mapped, bank, number)
         lane.join([0], [(request, mapped)], logits, begun)[0].block_until_ready()
         del begun
         prepared = time.perf_counter() - start
@@ -266,7 +261,7 @@ def _decode(
             seconds.append(time.perf_counter() - start)
         timed = seconds[options.warm :]
         account = host.account_of([number])
-        kv = mapped.next_position * runner.model.config.kv_bytes_per_token if away else 0
+        kv = placement.host_bytes(runner.model.config, mapped.next_position)
         spent = {
             name: (value - getattr(before, name)) / options.steps
             for name, value in dataclasses.asdict(host.seconds).items()

@@ -130,13 +130,6 @@ QUICK = Options(
 )
 
 
-def device_bytes_of(config: ModelConfig, value_layers: int | None) -> int:
-    """Of K and V of one token on the device."""
-    layers = config.num_layers
-    here = layers + (layers if value_layers is None else value_layers)
-    return config.kv_bytes_per_token * here // (2 * layers)
-
-
 def throughput(options: Options, config: ModelConfig) -> list[dict[str, Any]]:
     """Rows by context, rule and batch."""
     rows: list[dict[str, Any]] = []
@@ -148,9 +141,9 @@ def throughput(options: Options, config: ModelConfig) -> list[dict[str, Any]]:
     )
     with tqdm(total=len(options.contexts) * len(rules), desc="throughput", disable=None) as bar:
         for rule, context in itertools.product(rules, options.contexts):
-            tokens = options.device_bytes // device_bytes_of(config, rule.value_layers)
+            tokens = options.device_bytes // rule.placement.device_bytes(config, 1)
             model = dataclasses.replace(
-                base, cache_tokens=tokens // PAGE * PAGE, value_layers=rule.value_layers
+                base, cache_tokens=tokens // PAGE * PAGE, placement=rule.placement
             )
             measure = functools.partial(
                 _batches, options=options, store=store, rule=rule, context=context
@@ -273,7 +266,7 @@ def traffic(options: Options, config: ModelConfig) -> list[dict[str, Any]]:
     model = random_model(
         config, options.seed, cache_tokens=max(options.prompts) + options.room + 4 * PAGE
     )
-    model = dataclasses.replace(model, value_layers=options.device_layers)
+    model = model.placed(rule.placement)
     measure = functools.partial(_traffic, options=options, model=model, rule=rule)
     return [
         engine_of(model).call(functools.partial(measure, tokens=tokens))

@@ -13,6 +13,7 @@ import pytest
 from jaxrag.base.errors import ModelError
 from jaxrag.cli import main
 from jaxrag.kv.cache import budget
+from jaxrag.kv.placement import AWAY, KVPlacement
 from jaxrag.measure.bench import model_check
 from jaxrag.models import FAMILIES, model
 from jaxrag.models import memory as memories
@@ -287,9 +288,9 @@ def test_the_memory_of_a_model_grows_with_what_is_asked(tiny_config):
     asked = memory_of(config, cache_tokens=1000)
     assert (asked.pool_tokens, asked.host_pool) == (1008, 0)  # whole pages
     assert asked.pool == 1008 * config.kv_bytes_per_token
-    away = memory_of(config, cache_tokens=1000, kv="host")
+    away = memory_of(config, cache_tokens=1000, placement=AWAY)
     assert (away.pool, away.host_pool) == (0, asked.pool)
-    values = memory_of(config, cache_tokens=1000, value_layers=1)
+    values = memory_of(config, cache_tokens=1000, placement=KVPlacement(value_layers=1))
     assert values.host_pool == asked.pool // 3  # V of two layers of three
     assert values.pool + values.host_pool == asked.pool
 
@@ -329,5 +330,5 @@ def test_an_accelerator_says_what_it_has(large, memory, monkeypatch):
     two[1].stats["bytes_in_use"] = 70 << 30
     with pytest.raises(ModelError, match=r"15\.0 GiB of bfloat16 weights, and 10\.0 GiB on H200"):
         load_model(large)
-    away = memory_of(LLAMA_3_8B, cache_tokens=100_000, kv="host")
+    away = memory_of(LLAMA_3_8B, cache_tokens=100_000, placement=AWAY)
     assert (away.pool, away.missing > 0) == (0, True)

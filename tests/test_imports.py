@@ -42,7 +42,7 @@ ROOMS = {
     ),
     "reuse": (("methods",), ("encode", "decode"), ("attention_index", "select")),
     "models": (("",), ("text",)),
-    "kv": (("cache", "store"),),
+    "kv": (("cache", "store"), ("placement",)),
 }
 DOORS = {"jaxrag", "__main__"}
 FLOOR = {name: number for number, row in enumerate(reversed(FLOORS), 1) for name in row}

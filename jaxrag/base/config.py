@@ -214,6 +214,11 @@ class ModelConfig:
         width = 4 if self.dtype == "float32" else 2
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * width
 
+    @property
+    def kv_row_bytes(self) -> int:
+        """Bytes of K, or of V, of one token in one layer."""
+        return self.kv_bytes_per_token // (2 * self.num_layers)
+
 
 _SCALINGS: dict[str, type[LinearScaling | Llama3Scaling | YarnScaling]] = {
     "linear": LinearScaling,

@@ -1,4 +1,4 @@
-"""Requests whose K and V lie in host memory, before their first generated token."""
+"""Requests before their first generated token, wherever their K and V are."""
 
 import dataclasses
 import os
@@ -6,12 +6,35 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from jaxrag.base.shapes import bucket
+from jaxrag.engine.decoding import FEWEST_ROOM, LaneKey, OnPool, start_decoding
 from jaxrag.engine.mapping import RequestState, carried_chunks
+from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.kv.cache.host_pool import rows_of
 from jaxrag.reuse.decode import DecodeRule, Decoding, PromptQueries
 from jaxrag.reuse.decode.away import host_layers, pattern_of
 from jaxrag.reuse.decode.far import HostPrompt
+
+
+def start_row(
+    runner: ModelRunner,
+    key: LaneKey,
+    request: Request,
+    state: RequestState,
+    bank: PromptQueries,
+    number: int | None = None,
+    on_pool: OnPool | None = None,
+) -> Decoding | None:
+    """What one prefilled request carries from step to step, wherever its K and V are.
+
+    Args as those of ``start_decoding``; ``number`` is None where ``runner.searches`` is.
+    """
+    if runner.model.placement.away:
+        assert number is not None
+        return start_away(runner, state, key.rule, bank, bucket(request.room, FEWEST_ROOM), number)
+    numbers = [] if number is None else [number]
+    return start_decoding(runner, [state], key.rule, bank, key.room, numbers, on_pool)
 
 
 def start_away(
@@ -22,7 +45,7 @@ def start_away(
     room: int,
     number: int,
 ) -> Decoding:
-    """What a prefilled request carries from step to step, and what the host searches for it.
+    """The same of one whose K and V are in host memory, and what the host searches for it.
 
     Args:
       runner: the model on its device.

@@ -421,5 +421,5 @@ def _arena_bytes(runner: ModelRunner, settings: EngineSettings) -> int:
     if settings.lockstep:
         return 0
     if settings.arena_bytes is None:
-        return 0 if runner.model.kv == "host" else default_arena_bytes()
+        return 0 if runner.model.placement.away else default_arena_bytes()
     return settings.arena_bytes

@@ -25,6 +25,7 @@ from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling import SamplingParams, sample
 from jaxrag.kv.cache import MIN_TABLE_PAGES, PAGE, PagePool, PageTable, table_width
 from jaxrag.kv.cache.host import HostValues
+from jaxrag.kv.placement import ON_DEVICE, KVPlacement
 from jaxrag.models.attention import PagedAttend
 from jaxrag.models.decoder import Decoder, forward, unembed
 from jaxrag.reuse.decode import (
@@ -43,6 +44,8 @@ DENSE = Dense()
 FAILED = -1  # in the place of a token whose logits hold a NaN
 
 Drawn = tuple[Array, Array]  # tokens int32, and the logarithm of the probability of each, float32
+
+OnPool = Callable[[Callable[[PagePool], Any]], Any]  # calls a function with the pool
 
 FEWEST_ROOM = 64  # slots for generated tokens that a rule's state is made for; more in powers of 2
 
@@ -64,15 +67,15 @@ class LaneKey:
     rows: int
 
 
-def lane_of(request: Request, num_pages: int, away: bool = False) -> LaneKey | None:
+def lane_of(request: Request, num_pages: int, placement: KVPlacement = ON_DEVICE) -> LaneKey | None:
     """The lane of a request with so many pages; None where a single token is all it asks for.
 
-    With ``away`` its KV is in host memory, and the lane is the same whatever its length.
+    Where its KV is in host memory the lane is the same whatever its length.
     """
     if not request.room:
         return None
     rule = request.method.decode
-    if away:
+    if placement.away:
         return LaneKey(rule, 0, 0, request.rows)
     room = bucket(request.room, FEWEST_ROOM) if rule.sparse else 0
     return LaneKey(rule, bucket(num_pages, MIN_TABLE_PAGES), room, request.rows)
@@ -141,10 +144,8 @@ class Lane:
     def __init__(self, runner: ModelRunner, key: LaneKey) -> None:
         """An empty lane. Raises RequestError for a rule that cannot serve this model."""
         model = runner.model
-        key.rule.check_values(model.value_layers)
+        key.rule.check_placement(model.config, model.placement)
         key.rule.check_mesh(model.mesh)
-        if runner.cache.away:
-            key.rule.check_host(model.config)
         self.key = key
         self.compiled = False
         self._runner = runner
@@ -241,9 +242,8 @@ class Lane:
 
     def _arguments(self, block: int) -> tuple[Any, ...]:
         runner, rule = self._runner, self.key.rule
-        away = runner.cache.away
-        host = runner.host_search if away or rule.searches is not None else None
-        plan = Plan(rule, host, runner.cache.values, away)
+        values, away = runner.cache.values, runner.model.placement.away
+        plan = Plan(rule, runner.searches(rule), values, away)
         decoder = runner.model.decoder(self.key.pages * PAGE, few_rows=True)
         return self._rows, self._decoding, decoder, np.int32(block), plan
 
@@ -274,7 +274,7 @@ def start_decoding(
     bank: PromptQueries,
     room: int,
     numbers: Sequence[int] = (),
-    on_pool: Callable[[Callable[[PagePool], Any]], Any] | None = None,
+    on_pool: OnPool | None = None,
 ) -> Decoding | None:
     """What the rule carries from step to step; None where it leaves no key out.
 

@@ -294,16 +294,16 @@ class Engine:
 
     def _entered(self, request: Request, sink: Sink) -> tuple[RunningRequest, Entry]:
         model, rule = self.runner.model, request.method.decode
+        placement = model.placement
         if request.room:
-            rule.check_values(model.value_layers)
             rule.check_mesh(model.mesh)
-        if model.kv == "host":
-            request.method.check_host(model.config, generates=bool(request.room))
+        if request.room or placement.away:
+            check = request.method.check_placement
+            check(model.config, placement, generates=bool(request.room))
         self.check_fits(request)
         plan = plan_request(model, request, request.room)
         need = plan.need(lambda key: False)
-        away = model.kv == "host"
-        lane = lane_of(request, need.pages, away)
+        lane = lane_of(request, need.pages, placement)
         number, now = next(self._numbers), self._clock()
         prompt = request.prompt
         reused = sum(len(it.ids) for it in plan.parts if it.load is not None or it.turn)
@@ -317,7 +317,7 @@ class Engine:
             priority=request.priority,
             tenant=request.tenant,
             deadline=None if request.timeout is None else now + request.timeout,
-            swappable=not (plan.looks or model.value_layers is not None or away),
+            swappable=placement.on_device and not plan.looks,
         )
         return RunningRequest(number, request, plan, lane, sink, now), entry
 

@@ -186,7 +186,7 @@ class LayerPrefill:
     ) -> None:
         """What the device's pool keeps of a layer."""
         cache = self._runner.cache
-        if not cache.away:
+        if not self._runner.model.placement.away:
             table = np.pad(pages, (0, bucket(len(pages)) - len(pages)))
             slots = np.where(prompt.positions >= 0, prompt.slots, len(table) * PAGE)
             cache.run(_write, self._runner.model.config, layer, k, v, slots[None], table[None])

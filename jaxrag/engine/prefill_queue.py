@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxrag.base.errors import EngineError
-from jaxrag.base.shapes import bucket, pieces
+from jaxrag.base.shapes import pieces
 from jaxrag.base.types import Array
-from jaxrag.engine.away import start_away
-from jaxrag.engine.decoding import FEWEST_ROOM, LaneKey, start_decoding
+from jaxrag.engine.away import start_row
+from jaxrag.engine.decoding import LaneKey
 from jaxrag.engine.lanes import Lanes
 from jaxrag.engine.layerwise import LayerPrefill, start_prefill
 from jaxrag.engine.mapping import RequestState, map_planned
@@ -184,7 +184,7 @@ class PrefillQueue:
         state, logits = self._state, prefill.prefilled.logits
         lane = group.shape.lane
         place: list[RunningRequest | None] = []
-        begins = lane is not None and (lane.rule.sparse or state.runner.cache.away)
+        begins = lane is not None and (lane.rule.sparse or state.runner.model.placement.away)
         for row, running in enumerate(group.members):
             running.in_flight -= 1
             place.append(None if running.ended else running)
@@ -213,26 +213,15 @@ class PrefillQueue:
         state, mapped = self._state, running.state
         assert mapped is not None
         bank, logits = prefill.bank_of(len(place) - 1), prefill.prefilled.logits
-        if state.runner.cache.away:
-            running.search = number = state.runner.host_search.admit()
-            state.scheduler.prefilled(running.number, indexing=True)
-            room = bucket(running.request.room, FEWEST_ROOM)
-
-            def begin(on_pool: object = None) -> Decoding:  # it reads host memory only
-                return start_away(state.runner, mapped, lane.rule, bank, room, number)
-
-            self._index(running, begin, place, logits)
-            return
-        start = functools.partial(
-            start_decoding, state.runner, [mapped], lane.rule, bank, lane.room
-        )
-        if lane.rule.searches is None:
+        begin = functools.partial(start_row, state.runner, lane, running.request, mapped, bank)
+        host = state.runner.searches(lane.rule)
+        if host is None:
             state.scheduler.prefilled(running.number)
-            self._lanes.join(place, logits, start())
+            self._lanes.join(place, logits, begin())
             return
-        running.search = state.runner.host_search.admit()
+        running.search = host.admit()
         state.scheduler.prefilled(running.number, indexing=True)
-        self._index(running, functools.partial(start, [running.search]), place, logits)
+        self._index(running, functools.partial(begin, running.search), place, logits)
 
     def _index(
         self,

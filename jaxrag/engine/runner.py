@@ -15,7 +15,7 @@ from jaxrag.kv.cache.host import StagingBlocks
 from jaxrag.models.memory import free_bytes
 from jaxrag.models.model import Model
 from jaxrag.models.spec import num_params
-from jaxrag.reuse.decode import HostSearch
+from jaxrag.reuse.decode import DecodeRule, HostSearch
 
 BLOCK_TOKENS = 256  # of a chunk that are written to the pool at once
 
@@ -48,12 +48,15 @@ class ModelRunner:
                     model.config,
                     self._tokens,
                     self._sharding(),
-                    model.value_layers,
-                    model.max_host_bytes,
-                    away=model.kv == "host",
-                    half_life=self._half_life,
+                    model.placement,
+                    self._half_life,
                 )
             return self._cache
+
+    def searches(self, rule: DecodeRule) -> HostSearch | None:
+        """Where tokens search that attend by this rule; None where the device has all they read."""
+        away = self.model.placement.away
+        return self.host_search if away or rule.searches is not None else None
 
     def has(self, key: str) -> bool:
         """Does the pool have a chunk, or wait for it? On any thread, at some moment of late."""
@@ -93,9 +96,9 @@ class ModelRunner:
 
     def _default_tokens(self) -> int:
         model = self.model
-        if model.kv == "host":
+        if model.placement.away:
             return default_host_tokens(model.config)
         device = jax.tree.leaves(model.params)[0].addressable_shards[0].device
         budget = pool_budget(free_bytes(device), device.platform == "cpu")
         budget = min(model.exchange(budget))  # of every process: the pool is one array
-        return default_pool_tokens(model.config, budget, model.value_layers, model.max_host_bytes)
+        return default_pool_tokens(model.config, budget, model.placement)

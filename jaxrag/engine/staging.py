@@ -290,11 +290,11 @@ def stage(
             inside = np.flatnonzero(page[at] < runner.num_pages)
             rows = page[at][inside].astype(np.int64) * PAGE + local[at][inside] % PAGE
             k = None
-            if cache.away:  # [L, K, n, H], then as the store has it
+            if runner.model.placement.away:  # [L, K, n, H], then as the store has it
                 keys = block[:, 0][:, inside].swapaxes(1, 2)
                 k = rotated(keys, local[at][inside], runner.model.config.rope).swapaxes(1, 2)
             host.put(rows, k, block[host.first_layer :, 1][:, inside])
-    if cache.away:
+    if runner.model.placement.away:
         for block in blocks:
             runner.staging.give(block)
         return Staged(chunks, [])
@@ -324,7 +324,7 @@ def place(
 
     ``first`` and ``end`` choose some of the blocks. KV in host memory was written by ``stage``.
     """
-    if runner.cache.away:
+    if runner.model.placement.away:
         return
     page, local = _targets(runner, staged.chunks, len(staged.blocks), pages)
     rope = runner.model.rope(int(local.max(initial=0)) + 1)

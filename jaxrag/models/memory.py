@@ -2,16 +2,14 @@
 
 import dataclasses
 import math
-import reprlib
 from pathlib import Path
-from typing import Literal, get_args
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxrag.base.config import ModelConfig
-from jaxrag.base.errors import ConfigError, ModelError, RequestError
+from jaxrag.base.errors import ModelError
 from jaxrag.base.sharding import Rules, attention_axes
 from jaxrag.kv.cache.budget import (
     available_bytes,
@@ -20,11 +18,9 @@ from jaxrag.kv.cache.budget import (
     pool_budget,
     whole_pages,
 )
-from jaxrag.kv.cache.host_pool import host_pool_bytes
 from jaxrag.kv.cache.pool import PAGE
+from jaxrag.kv.placement import ON_DEVICE, KVPlacement, check_size
 from jaxrag.models.spec import ParamSpec, is_spec, param_specs
-
-Placement = Literal["device", "host"]  # of the KV pool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +95,7 @@ def memory_of(
     config: ModelConfig,
     mesh: Mesh | None = None,
     cache_tokens: int | None = None,
-    value_layers: int | None = None,
-    max_host_bytes: int | None = None,
-    kv: Placement = "device",
+    placement: KVPlacement = ON_DEVICE,
 ) -> Memory:
     """What ``load_model`` with these arguments would take here; nothing is read or allocated."""
     devices = _devices(mesh)
@@ -113,18 +107,15 @@ def memory_of(
     shapes = _shapes(config, mesh)
     weights = sum(map(math.prod, shapes)) * width * copies
     tokens = cache_tokens
-    if tokens is None and kv == "host":
+    if tokens is None and placement.away:
         left = None if host_free is None else host_free - (weights if on_cpu else 0)
         tokens = default_host_tokens(config, left)
     elif tokens is None:
         budget = pool_budget(None if free is None else free - weights, on_cpu)
-        tokens = default_pool_tokens(config, budget, value_layers, max_host_bytes)
+        tokens = default_pool_tokens(config, budget, placement)
     tokens = whole_pages(max(tokens, PAGE))
     heads = None if mesh is None else attention_axes(mesh, 1, config.num_kv_heads)[1]
     ways = 1 if mesh is None or heads is None else mesh.shape[heads]
-    first = 0 if kv == "host" else config.num_layers if value_layers is None else value_layers
-    host_pool = host_pool_bytes(config, tokens, first, kv == "host")
-    pool = tokens * config.kv_bytes_per_token - host_pool
     return Memory(
         device="cpu" if on_cpu else devices[0].device_kind,
         on_cpu=on_cpu,
@@ -133,14 +124,14 @@ def memory_of(
         reading=max(map(math.prod, shapes)) * width,
         kv_per_token=config.kv_bytes_per_token,
         pool_tokens=tokens,
-        pool=pool // ways * copies,
-        host_pool=host_pool,
+        pool=placement.device_bytes(config, tokens) // ways * copies,
+        host_pool=placement.host_bytes(config, tokens),
         free=free,
         host_free=host_free,
     )
 
 
-def require_room(path: Path, config: ModelConfig, memory: Memory, kv: Placement) -> None:
+def require_room(path: Path, config: ModelConfig, memory: Memory) -> None:
     """Raise ModelError, with what would fit, where weights or pool find no room; before reading."""
     where = "of memory" if memory.on_cpu else f"on {memory.device}"
     has = f"{gib(memory.weights)} of {config.dtype} weights"
@@ -158,7 +149,7 @@ def require_room(path: Path, config: ModelConfig, memory: Memory, kv: Placement)
     lies = memory.pool + memory.host_pool
     raise ModelError(
         f"{path}: a pool of {memory.pool_tokens} tokens takes {gib(lies)} beside {has}, more than "
-        f"there is {'in host memory' if kv == 'host' else where}; lower cache_tokens, to "
+        f"there is {where if memory.pool else 'in host memory'}; lower cache_tokens, to "
         f"{most} at most"
     )
 
@@ -198,51 +189,8 @@ def _share(mesh: Mesh, size: int, axis: str | None) -> int:
 
 
 def check_pool(
-    config: ModelConfig,
-    mesh: Mesh | None,
-    cache_tokens: int | None,
-    value_layers: int | None,
-    max_host_bytes: int | None,
-    kv: Placement,
+    config: ModelConfig, mesh: Mesh | None, cache_tokens: int | None, placement: KVPlacement
 ) -> None:
     """Refuse a pool that no model can have, whatever memory there is: RequestError, ConfigError."""
-    for name, count, least in (
-        ("cache_tokens", cache_tokens, PAGE),
-        ("value_layers", value_layers, 0),
-        ("max_host_bytes", max_host_bytes, 1),
-    ):
-        if count is None:
-            continue
-        if isinstance(count, bool) or not isinstance(count, int | np.integer):
-            raise RequestError(f"{name}={reprlib.repr(count)}: expected an integer")
-        if count < least:
-            raise RequestError(f"{name}={count}: expected at least {least}")
-    layers = config.num_layers
-    if value_layers is not None and value_layers >= layers:
-        raise RequestError(
-            f"value_layers={value_layers}, the model has {layers} layers; choose fewer, "
-            "or leave it out to keep V of all of them on the device"
-        )
-    if kv not in get_args(Placement):
-        raise RequestError(
-            f"kv={reprlib.repr(kv)}: expected one of {', '.join(get_args(Placement))}"
-        )
-    away = None if value_layers is None else f"value_layers={value_layers}"
-    if kv == "host":
-        if away is not None:
-            raise RequestError(
-                f"{away} with kv='host': K and V are both in host memory then; leave one out"
-            )
-        away = "kv='host'"
-    if away is None:
-        return
-    if config.kernels not in ("xla", "measured"):
-        raise ConfigError(
-            f"kernels={config.kernels!r} read K and V on the device, and {away} keeps "
-            "them in host memory; choose 'xla', or leave it out"
-        )
-    if mesh is not None and mesh.size > 1:
-        raise RequestError(
-            f"{away}: host memory serves one device, and the model is on {mesh.size}; "
-            "load it without a mesh"
-        )
+    check_size("cache_tokens", cache_tokens, PAGE)
+    placement.check(config, mesh)

@@ -19,7 +19,10 @@ from jaxrag.base.shapes import bucket
 from jaxrag.base.sharding import Rules, exchange, put, replicated
 from jaxrag.base.types import EMPTY, FINAL, Array, HostArray, Tokens
 from jaxrag.kv.cache.host import to_device
-from jaxrag.kv.store import HeadShare, KVLayout, KVStore, fingerprint
+from jaxrag.kv.placement import ON_DEVICE, KVHome, KVPlacement
+from jaxrag.kv.store.base import KVStore
+from jaxrag.kv.store.keys import fingerprint
+from jaxrag.kv.store.layout import HeadShare, KVLayout
 from jaxrag.models.attention import PackedAttend, check_kernels, measured_kernels
 from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
 from jaxrag.models.compiled import keep_compiled
@@ -28,7 +31,7 @@ from jaxrag.models.digest import params_digest, weights_digest
 from jaxrag.models.hf import load_config, load_hf, names_dtype
 from jaxrag.models.hub import fetched, is_hub_name
 from jaxrag.models.linear import by_layer, gains_by_layer
-from jaxrag.models.memory import Placement, check_pool, memory_of, require_room
+from jaxrag.models.memory import check_pool, memory_of, require_room
 from jaxrag.models.reading import Reading, read_reading
 from jaxrag.models.record import read_record
 from jaxrag.models.rope import RopeFactors, RopeTable, rope_factors, rope_table
@@ -69,12 +72,7 @@ class Model:
       template: the prompt format that it was trained with, from its directory's ``prompt.toml``;
         used where no other is named.
       reading: how it was trained to read chunks, from ``reading.toml``.
-      value_layers: its engine's pool holds V of so many layers on the device, and of the others in
-        host memory (KCache section 3.1), where only the decode rule "topn" reads it; None: of all.
-      kv: "host": the pool lies in host memory, K and V; prompts are prefilled layer by layer, and
-        generated tokens attend to what their rule keeps on the device, and on the host to the rest
-        (RetrievalAttention section 3).
-      max_host_bytes: ceiling of that host memory.
+      placement: where its engine's pool has K and V.
       engine: the slot for ``engine.engine_of``.
     """
 
@@ -87,30 +85,21 @@ class Model:
     cache_tokens: int | None = None
     template: PromptTemplate | None = None
     reading: Reading = dataclasses.field(default_factory=Reading)
-    value_layers: int | None = None
-    max_host_bytes: int | None = None
-    kv: Placement = "device"
+    placement: KVPlacement = ON_DEVICE
     engine: Any = dataclasses.field(default=None, init=False, repr=False)
     _ropes: dict[int, RopeTable] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Refuse kernels and a tokenizer that do not fit before anything is computed."""
         check_kernels(self.config.kernels)
-        away = self.value_layers is not None or self.kv == "host"
-        if self.config.kernels == "measured" and (away or not measured_kernels()):
+        fastest = self.placement.on_device and measured_kernels()
+        if self.config.kernels == "measured" and not fastest:
             self.config = dataclasses.replace(self.config, kernels="xla")
         if self.config.kernels != "xla" and self.mesh is not None and self.mesh.size > 1:
             self.config = dataclasses.replace(self.config, kernel_mesh=self.mesh)
         if self.tokenizer is not None:
             check_vocab(self.tokenizer, self.config)
-        check_pool(
-            self.config,
-            self.mesh,
-            self.cache_tokens,
-            self.value_layers,
-            self.max_host_bytes,
-            self.kv,
-        )
+        check_pool(self.config, self.mesh, self.cache_tokens, self.placement)
 
     def __repr__(self) -> str:
         """What it is and where, on one line."""
@@ -118,8 +107,16 @@ class Model:
         place = "default device" if self.mesh is None else f"{self.mesh.size} devices"
         return (
             f"<Model {self.path or 'random'!r}: {c.family}, {num_params(c):,} parameters in "
-            f"{c.dtype}, context {c.max_positions}, {place}, KV on the {self.kv}>"
+            f"{c.dtype}, context {c.max_positions}, {place}, KV on the {self.placement.kv}>"
         )
+
+    def placed(self, placement: KVPlacement) -> "Model":
+        """The same weights with K and V elsewhere, under the same ceiling; an engine of its own.
+
+        Raises RequestError or ConfigError where kernels or mesh do not allow that.
+        """
+        wanted = dataclasses.replace(placement, max_host_bytes=self.placement.max_host_bytes)
+        return self if wanted == self.placement else dataclasses.replace(self, placement=wanted)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -184,7 +181,7 @@ class Model:
             return self._ropes[size]
         table = rope_table(self.config.rope, size)
         placed: RopeTable = jax.tree.map(lambda x: self.put(np.asarray(x)), table)
-        if self.kv == "device" or size <= _KEPT_ROPE:
+        if not self.placement.away or size <= _KEPT_ROPE:
             self._ropes[size] = placed
         return placed
 
@@ -207,7 +204,7 @@ class Model:
             params=self._by_layer if few_rows else self.params,
             rope=self.rope(num_positions),
             config=self.config,
-            factors=self.rope_factors if self.kv == "host" else None,
+            factors=self.rope_factors if self.placement.away else None,
         )
 
     def logits(
@@ -341,7 +338,7 @@ def load_model(
     kernels: Kernels = "measured",
     value_layers: int | None = None,
     max_host_bytes: int | None = None,
-    kv: Placement = "device",
+    kv: KVHome = "device",
 ) -> Model:
     """Load a Hugging Face directory or a jaxrag checkpoint.
 
@@ -376,12 +373,12 @@ def load_model(
         raise RequestError(f"mesh={reprlib.repr(mesh)}: expected one that make_mesh gives, or None")
     keep_compiled()
     check_kernels(kernels)
-    pool = (cache_tokens, value_layers, max_host_bytes, kv)
+    placement = KVPlacement(kv, value_layers, max_host_bytes)
 
     def require(directory: Path) -> None:
         planned = dataclasses.replace(read_config(directory, dtype), kernels=kernels)
-        check_pool(planned, mesh, *pool)
-        require_room(directory, planned, memory_of(planned, mesh, *pool), kv)
+        check_pool(planned, mesh, cache_tokens, placement)
+        require_room(directory, planned, memory_of(planned, mesh, cache_tokens, placement))
 
     if is_hub_name(path):
         path = fetched(str(path), lambda config: require(config) if names_dtype(config) else None)
@@ -400,9 +397,7 @@ def load_model(
         cache_tokens=cache_tokens,
         template=template,
         reading=reading,
-        value_layers=value_layers,
-        max_host_bytes=max_host_bytes,
-        kv=kv,
+        placement=placement,
     )
 
 
@@ -421,7 +416,7 @@ def random_model(
     tokenizer: Tokenizer | None = None,
     mesh: Mesh | None = None,
     cache_tokens: int | None = None,
-    kv: Placement = "device",
+    placement: KVPlacement = ON_DEVICE,
 ) -> Model:
     """A model with random weights: for tests and for timing shapes without a checkpoint.
 
@@ -438,7 +433,7 @@ def random_model(
         mesh=mesh,
         cache_tokens=cache_tokens,
         reading=Reading(("reordered", "composite")),
-        kv=kv,
+        placement=placement,
     )
 
 

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from jaxrag.base.config import DType, ModelConfig, YarnScaling, config_to_dict
 from jaxrag.base.errors import ModelError
+from jaxrag.kv.placement import ON_DEVICE
 from jaxrag.models import FAMILIES
 from jaxrag.models.hf import find_sources, ignored_keys
 from jaxrag.models.hub import fetched, is_hub_name
@@ -161,7 +162,7 @@ def overview(
     """
     path = fetched(str(path)) if is_hub_name(path) else Path(path)
     config = read_config(path, dtype)
-    check_pool(config, mesh, cache_tokens, None, None, "device")
+    check_pool(config, mesh, cache_tokens, ON_DEVICE)
     kept = is_checkpoint(path)
     files = _checkpoint_files(path, config) if kept else _hf_files(path, config)
     tokenizer = Tokenizer.load(path) if (path / "tokenizer.json").is_file() else None

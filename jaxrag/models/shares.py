@@ -10,7 +10,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrag.base.sharding import attention_axes, exchange, placed, processes_of
 from jaxrag.base.types import Array, HostArray
-from jaxrag.kv.store import HeadShare, KVStore, SharedStore
+from jaxrag.kv.store.base import KVStore
+from jaxrag.kv.store.layout import HeadShare
+from jaxrag.kv.store.shared import SharedStore
 
 HEAD_AXIS = 3  # of KV [L, 2, T, K, H], and of K or V of rows [L, B, T, K, H]
 

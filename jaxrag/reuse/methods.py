@@ -16,12 +16,13 @@ decode.DECODE_RULES, and go with any of these methods.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.installed import config_names, config_path
 from jaxrag.base.tables import build, read_toml
+from jaxrag.kv.placement import KVPlacement
 from jaxrag.models.segments import POSITION_SCHEMES, PositionScheme
 from jaxrag.reuse.decode import DecodeRule, Dense, Retrieval, TopN, rule_from
 from jaxrag.reuse.select import (
@@ -153,25 +154,25 @@ class Method:
             )
         return dataclasses.replace(self, recompute_ratio=ratio)
 
-    def check_values(self, value_layers: int | None) -> None:
-        """Refuse a cache with V of that many layers only on the device; None: of all."""
-        self.decode.check_values(value_layers)
-        if value_layers is not None and self.recomputes and self.selector.reads_values:
-            raise RequestError(
-                f"method {self.name!r}: selector {self.selector.name!r} reads V of every layer on "
-                f"the device, and of this model only the first {value_layers} have it there; load "
-                "it without value_layers, or choose query_guided with over='question', which reads "
-                "no V"
-            )
-
-    def check_host(self, config: ModelConfig, *, generates: bool = True) -> None:
-        """Refuse a model whose K and V are in host memory; RequestError names who cannot do so.
+    def check_placement(
+        self, config: ModelConfig, placement: KVPlacement, *, generates: bool = True
+    ) -> None:
+        """Refuse K and V where rule or selector do not read them; RequestError names which.
 
         Without ``generates`` a single token is asked for, which prefill gives.
         """
-        if generates:
-            self.decode.check_host(config)
-        if self.recomputes and self.selector.reads_cache:
+        if generates or not placement.away:
+            self.decode.check_placement(config, placement)
+        if not self.recomputes:
+            return
+        if placement.value_layers is not None and self.selector.reads_values:
+            raise RequestError(
+                f"method {self.name!r}: selector {self.selector.name!r} reads V of every layer on "
+                f"the device, and of this model only the first {placement.value_layers} have it "
+                "there; load it without value_layers, or choose query_guided with over='question', "
+                "which reads no V"
+            )
+        if placement.away and self.selector.reads_cache:
             raise RequestError(
                 f"method {self.name!r}: selector {self.selector.name!r} reads cached KV on the "
                 "device, and this model was loaded with kv='host'; load it without, or choose a "
@@ -212,22 +213,6 @@ METHODS: dict[str, Method] = {
     "retrieval_attention": Method("retrieval_attention", encoder=None, decode=Retrieval()),
     "kcache": Method("kcache", encoder=None, decode=TopN()),
 }
-
-
-def placement_of(method: Method) -> dict[str, Any]:
-    """Where a method's decode rule is meant to have K and V, as arguments of ``load_model``.
-
-    Under topn V of all but the rule's first layers is in host memory (KCache section 3.1); where an
-    index is searched on the host, K and V are (RetrievalAttention section 3). Nothing is named of a
-    rule that reads both on the device.
-    """
-    match method.decode.placement:
-        case "values":
-            return {"value_layers": method.decode.value_layers}
-        case "host":
-            return {"kv": "host"}
-        case _:
-            return {}
 
 
 def method_named(method: str | Method) -> Method:

@@ -119,9 +119,7 @@ def resolve(
     notes += (*renamed(method, template), *untuned(model, kb, method, template))
     notes += unplaced(model, method)
     method.check(model.config)
-    method.check_values(model.value_layers)
-    if model.kv == "host":
-        method.check_host(model.config, generates=ask.max_new_tokens > 1)
+    method.check_placement(model.config, model.placement, generates=ask.max_new_tokens > 1)
     method.decode.check_mesh(model.mesh)
     kept = kb.store if kb is not None else store or engine_of(model).memory
     return Settings(ask, model, kb, kept, method, template, notes)

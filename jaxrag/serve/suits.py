@@ -12,7 +12,7 @@ from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.encode import encoder_named
-from jaxrag.reuse.methods import METHODS, Method, placement_of
+from jaxrag.reuse.methods import METHODS, Method
 
 
 def gate_subject(method: Method, template: PromptTemplate) -> dict[str, Any]:
@@ -77,35 +77,25 @@ def placed(model: Model, method: Method) -> Model:
     than on the device. Raises RequestError or ConfigError where its kernels, its mesh or the
     method's selector do not allow that.
     """
-    wanted = _to_place(model, method)
-    if not wanted:
+    wanted = method.decode.placement
+    if not model.placement.on_device or wanted.on_device:
         return model
-    method.check_values(wanted.get("value_layers"))
-    if wanted.get("kv") == "host":
-        method.check_host(model.config)
-    return dataclasses.replace(model, **wanted)
+    method.check_placement(model.config, wanted)
+    return model.placed(wanted)
 
 
 def unplaced(model: Model, method: Method) -> tuple[str, ...]:
     """A note where a method that is there to free device memory frees none of it."""
-    wanted = _to_place(model, method)
-    if not wanted:
-        return ()
-    named = ", ".join(f"{name}={value!r}" for name, value in wanted.items())
+    wanted = method.decode.placement
     try:
-        placed(model, method)
+        if placed(model, method) is model:
+            return ()
     except (RequestError, ConfigError) as error:
-        return (f"{method.name} frees no device memory, as {named} is refused: {error}",)
+        return (f"{method.name} frees no device memory, as {wanted} is refused: {error}",)
     return (
         f"{method.name} frees no device memory, as the model was loaded with K and V on the "
-        f"device: load_model(..., {named}) frees it",
+        f"device: load_model(..., {wanted}) frees it",
     )
-
-
-def _to_place(model: Model, method: Method) -> dict[str, Any]:
-    """``methods.placement_of`` for a model with all KV on the device; {} for others."""
-    on_device = model.kv == "device" and model.value_layers is None
-    return placement_of(method) if on_device else {}
 
 
 def suiting(kb: KnowledgeBase, model: Model) -> tuple[str, ...]:

@@ -1,7 +1,5 @@
 """Prefill layer by layer: the logits of prefill piece by piece, and every byte moved once."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -9,14 +7,15 @@ from jaxrag.engine import layerwise
 from jaxrag.engine.direct import map_request, prefill_observed, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
+from jaxrag.kv.placement import AWAY, KVPlacement
 from jaxrag.models.model import random_model
 from jaxrag.reuse.decode import Observe
 from jaxrag.reuse.methods import METHODS
 
 FAR = (
-    {"kv": "host"},
-    pytest.param({"value_layers": 0}, marks=pytest.mark.slow),
-    {"value_layers": 1},
+    AWAY,
+    pytest.param(KVPlacement(value_layers=0), marks=pytest.mark.slow),
+    KVPlacement(value_layers=1),
 )
 
 EVERY = ("epic", "full_attention", "full_reuse", "turborag_composite")
@@ -63,7 +62,7 @@ def _prefilled(model, prompts, method, observe=None):
 def test_it_is_prefill(tiny_config, a_prompt, far, family, changes, methods):
     config = tiny_config(family, **{"eos_ids": (), "max_positions": 8192, **changes})
     model = random_model(config, cache_tokens=4096)
-    far = dataclasses.replace(model, **far)
+    far = model.placed(far)
     prompts = [a_prompt(), a_prompt(0, (64, 64), 40)]
     for method in methods:
         ours = _prefilled(far, prompts, method, Observe("strided", 8))
@@ -79,7 +78,7 @@ def test_blocks_and_pieces(tiny_config, a_prompt, far, monkeypatch):
     monkeypatch.setattr(layerwise, "PREFILL_TOKENS", 64)
     monkeypatch.setattr(layerwise, "BLOCK_PAGES", 4)
     model = random_model(tiny_config(eos_ids=(), max_positions=8192), cache_tokens=4096)
-    far = dataclasses.replace(model, **far)
+    far = model.placed(far)
     for prompt in (a_prompt(3, (200, 130), 150), a_prompt(0, (100,), 65)):
         for method in ("turborag", "full_attention"):
             ours = _prefilled(far, [prompt], method)[0]
@@ -90,9 +89,9 @@ def test_blocks_and_pieces(tiny_config, a_prompt, far, monkeypatch):
 def test_bytes_move_once(tiny_config, a_prompt, far):
     """What is computed goes to the host once and does not come back; chunks come in once."""
     model = random_model(tiny_config(eos_ids=(), max_positions=8192), cache_tokens=8192)
-    model = dataclasses.replace(model, **far)
+    model = model.placed(far)
     config = model.config
-    layers = 2 * config.num_layers if model.kv == "host" else config.num_layers - model.value_layers
+    layers = 2 * config.num_layers if far == AWAY else config.num_layers - far.value_layers
     row = layers * config.num_kv_heads * config.head_dim * 4
     for final in (3000, 1025):
         prompt = a_prompt(0, (), final)
@@ -105,7 +104,9 @@ def test_bytes_move_once(tiny_config, a_prompt, far):
 
 def test_a_context_longer_than_what_the_device_holds(tiny_config, a_prompt):
     """The device's pool is empty, whatever the context."""
-    model = random_model(tiny_config(eos_ids=(), max_positions=8192), cache_tokens=8192, kv="host")
+    model = random_model(
+        tiny_config(eos_ids=(), max_positions=8192), cache_tokens=8192, placement=AWAY
+    )
     _prefilled(model, [a_prompt(0, (), 6000)], "full_attention")
     cache = engine_of(model).runner.cache
     assert cache.pool.k.nbytes == cache.pool.v.nbytes == 0

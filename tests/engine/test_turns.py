@@ -11,6 +11,7 @@ from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.cache import PAGE
+from jaxrag.kv.placement import AWAY, KVPlacement
 from jaxrag.reuse.decode import Quest, Retrieval, StaticWindow, TopN
 from jaxrag.reuse.methods import METHODS
 from jaxrag.reuse.select import QueryGuided
@@ -222,21 +223,23 @@ def test_what_a_sparse_rule_generated_is_computed_as_the_prompt_is(engine_on, rn
 
 
 @pytest.mark.parametrize(
-    ("changes", "rule"),
+    ("placement", "rule"),
     [
-        pytest.param({"value_layers": 1}, TopN(n=12, device_layers=1), marks=pytest.mark.slow),
-        ({"kv": "host"}, Retrieval(k=6, sink=2, recent=12)),
+        pytest.param(
+            KVPlacement(value_layers=1), TopN(n=12, device_layers=1), marks=pytest.mark.slow
+        ),
+        (AWAY, Retrieval(k=6, sink=2, recent=12)),
     ],
     ids=["values", "host"],
 )
-def test_kv_in_host_memory_stays_there(engine_on, rng, changes, rule, at_rest):
-    engine = engine_on(**changes)
+def test_kv_in_host_memory_stays_there(engine_on, rng, placement, rule, at_rest):
+    engine = engine_on(placement=placement)
     talk = Talk(engine, rng, dataclasses.replace(PLAIN, decode=rule))
     talk.ask()
     talk.ask()
     ids, outcome, again = talk.ask()
     assert turns(outcome)[0] == (39, "prefix hit")
-    assert ids == recomputed(engine_on, again, **changes)
+    assert ids == recomputed(engine_on, again, placement=placement)
     at_rest(engine)
 
 

@@ -14,9 +14,10 @@ from jaxrag.cli.fields import from_fields
 from jaxrag.cli.opening import load, method_of
 from jaxrag.cli.options import add_generation, add_model
 from jaxrag.engine.engine import engine_of
+from jaxrag.kv.placement import AWAY, ON_DEVICE, KVPlacement
 from jaxrag.models.model import random_model
 from jaxrag.reuse.decode import Retrieval, TopN
-from jaxrag.reuse.methods import METHODS, method_named, placement_of
+from jaxrag.reuse.methods import METHODS, method_named
 from jaxrag.serve.suits import placed, unplaced
 
 FUSIONRAG_KCACHE = Path(__file__).parents[2] / "configs" / "methods" / "fusionrag_kcache.toml"
@@ -41,12 +42,12 @@ def loaded(model_dir):
 
 
 def test_where_methods_are_meant_to_have_keys_and_values():
-    by_default = {"kcache": {"value_layers": 1}, "retrieval_attention": {"kv": "host"}}
+    by_default = {"kcache": KVPlacement(value_layers=1), "retrieval_attention": AWAY}
     for name, method in METHODS.items():
-        assert placement_of(method) == by_default.get(name, {})
-    assert placement_of(method_named(str(FUSIONRAG_KCACHE))) == {"value_layers": 1}
+        assert method.decode.placement == by_default.get(name, ON_DEVICE)
+    assert method_named(str(FUSIONRAG_KCACHE)).decode.placement == by_default["kcache"]
     third = dataclasses.replace(METHODS["fusionrag"], decode=TopN(device_layers=3))
-    assert placement_of(third) == {"value_layers": 3}
+    assert third.decode.placement == KVPlacement(value_layers=3)
 
 
 @pytest.mark.parametrize(
@@ -73,14 +74,15 @@ def test_where_methods_are_meant_to_have_keys_and_values():
 )
 def test_a_model_is_loaded_for_the_method(loaded, options, kv, layers):
     model, method = loaded(*options)
-    assert (model.kv, model.value_layers) == (kv, layers)
+    assert model.placement == KVPlacement(kv, layers)
     told = [note for note in unplaced(model, method) if "frees no device memory" in note]
-    assert bool(told) == (bool(placement_of(method)) and kv == "device" and layers is None)
+    frees = not method.decode.placement.on_device
+    assert bool(told) == (frees and model.placement.on_device)
 
 
 def test_what_the_user_says_wins(loaded):
     model, method = loaded("--method", "kcache", "--value-layers", 0)
-    assert model.value_layers == 0
+    assert model.placement == KVPlacement(value_layers=0)
     with pytest.raises(RequestError, match="device_layers=1, .* value_layers=0; make them equal"):
         generate(QUESTION, documents=TEXTS, model=model, method=method)
 
@@ -118,9 +120,9 @@ def refusal(model, method):
     """Of a model that cannot be placed for the method; the note says the same."""
     with pytest.raises((ConfigError, RequestError)) as caught:
         placed(model, method)
-    ((name, value),) = placement_of(method).items()
     assert unplaced(model, method) == (
-        f"{method.name} frees no device memory, as {name}={value!r} is refused: {caught.value}",
+        f"{method.name} frees no device memory, as {method.decode.placement} is refused: "
+        f"{caught.value}",
     )
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -147,8 +149,8 @@ def test_nothing_is_said_of_methods_that_free_nothing_by_design(text_model):
     for name in ("full_attention", "turborag", "fusionrag"):
         assert unplaced(text_model, METHODS[name]) == ()
         assert placed(text_model, METHODS[name]) is text_model
-    away = dataclasses.replace(text_model, kv="host")
+    away = dataclasses.replace(text_model, placement=AWAY)
     for name in ("kcache", "retrieval_attention"):
         assert placed(away, METHODS[name]) is away
-    far = dataclasses.replace(text_model, value_layers=1)
+    far = dataclasses.replace(text_model, placement=KVPlacement(value_layers=1))
     assert placed(far, METHODS["kcache"]) is far and unplaced(far, METHODS["kcache"]) == ()

@@ -5,6 +5,7 @@ from pathlib import Path
 from jaxrag.base.config import ModelConfig
 from jaxrag.kv.cache.pages import pages_for
 from jaxrag.kv.cache.pool import PAGE
+from jaxrag.kv.placement import ON_DEVICE, KVPlacement
 
 CPU_POOL_BYTES = 1 << 30
 SHARE = 0.5  # of the memory that is free once the weights are there
@@ -23,22 +24,15 @@ def pool_budget(free: int | None, on_cpu: bool) -> int:
 
 
 def default_pool_tokens(
-    config: ModelConfig,
-    budget: int,
-    value_layers: int | None = None,
-    max_host_bytes: int | None = None,
+    config: ModelConfig, budget: int, placement: KVPlacement = ON_DEVICE
 ) -> int:
     """Tokens of a pool that takes at most ``budget`` bytes of the device, a page at least.
 
-    V of ``value_layers`` layers counts, None: of all; that of the others takes at most
-    ``max_host_bytes`` of host memory.
+    What is in host memory takes no more there than its ceiling.
     """
-    layers = config.num_layers
-    here = layers + (layers if value_layers is None else value_layers)
-    tokens = budget * 2 * layers // (here * config.kv_bytes_per_token)
-    if max_host_bytes is not None and here < 2 * layers:
-        per_token = (2 * layers - here) * config.kv_bytes_per_token // (2 * layers)
-        there = max_host_bytes // per_token // PAGE * PAGE
+    tokens = budget // placement.device_bytes(config, 1)
+    if placement.max_host_bytes is not None and not placement.on_device:
+        there = placement.max_host_bytes // placement.host_bytes(config, 1) // PAGE * PAGE
         tokens = min(tokens, max(there, PAGE))  # a ceiling below a page is refused later
     return max(min(tokens, _CONTEXTS * config.max_positions), PAGE)
 

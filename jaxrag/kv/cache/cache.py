@@ -8,9 +8,10 @@ from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.kv.cache.heat import HALF_LIFE
 from jaxrag.kv.cache.host import HostValues, Moved
-from jaxrag.kv.cache.host_pool import HostPool, host_pool_bytes
+from jaxrag.kv.cache.host_pool import HostPool
 from jaxrag.kv.cache.pages import PageAllocator, pages_for
 from jaxrag.kv.cache.pool import PAGE, PagePool, empty_pool
+from jaxrag.kv.placement import ON_DEVICE, KVPlacement
 
 
 class PagedCache:
@@ -47,11 +48,6 @@ class PagedCache:
         return prefill if self.values is None else prefill + self.values.moved
 
     @property
-    def away(self) -> bool:
-        """Are K and V in host memory only?"""
-        return self.host is not None and self.host.k is not None
-
-    @property
     def pool(self) -> PagePool:
         """The pool as it is now; a step that writes to it goes through ``run``."""
         return self._pool
@@ -76,34 +72,20 @@ class PagedCache:
         config: ModelConfig,
         tokens: int,
         sharding: Any = None,
-        value_layers: int | None = None,
-        max_host_bytes: int | None = None,
-        *,
-        away: bool = False,
+        placement: KVPlacement = ON_DEVICE,
         half_life: float = HALF_LIFE,
     ) -> "PagedCache":
         """A pool that holds this many tokens, rounded up to whole pages.
 
         Uses of its chunks halve with every ``half_life`` requests; the coldest chunk leaves first.
-        With ``away`` K and V lie in host memory, with ``value_layers`` V of later layers does.
-        Raises RequestError, before anything is allocated, where that takes more than
+        Raises RequestError, before anything is allocated, where host memory is to hold more than
         ``max_host_bytes`` or than there is, and for a pool that the device has no room for.
         """
         num_pages = pages_for(tokens)
-        first = 0 if away else config.num_layers if value_layers is None else value_layers
-        host = None
-        if first < config.num_layers:
-            need = host_pool_bytes(config, num_pages * PAGE, first, away)
-            if max_host_bytes is not None and need > max_host_bytes:
-                what = "K and V" if away else f"V of {config.num_layers - first} layers"
-                raise RequestError(
-                    f"{what} of {num_pages * PAGE} tokens takes {need} bytes of host memory, "
-                    f"max_host_bytes={max_host_bytes}; raise it, or lower cache_tokens"
-                )
-            host = HostPool(config, num_pages, first, away)
+        host = None if placement.on_device else HostPool(config, num_pages, placement)
         try:
-            on_device = 0 if away else num_pages
-            pool = empty_pool(config, on_device, sharding, value_layers if host else None)
+            on_device = 0 if placement.away else num_pages
+            pool = empty_pool(config, on_device, sharding, placement.layers_on_device(config))
         except (RuntimeError, OverflowError) as error:  # XLA's, and of sizes beyond 64 bits
             if not re.search("RESOURCE_EXHAUSTED|overflow", str(error)):
                 raise

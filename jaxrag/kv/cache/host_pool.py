@@ -3,7 +3,6 @@
 Heads come first, so that the keys of a head lie behind each other and are searched in place.
 """
 
-import math
 import threading
 
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from jaxrag.base.types import HostArray
 from jaxrag.kv.cache.budget import available_bytes
 from jaxrag.kv.cache.host import Moved, host_buffer
 from jaxrag.kv.cache.pool import PAGE
+from jaxrag.kv.placement import KVPlacement
 
 
 class HostPool:
@@ -26,25 +26,26 @@ class HostPool:
       first_layer: the first of these.
     """
 
-    def __init__(self, config: ModelConfig, num_pages: int, first_layer: int, keys: bool) -> None:
-        """Zeros. Raises RequestError where the machine has no memory for them."""
+    def __init__(self, config: ModelConfig, num_pages: int, placement: KVPlacement) -> None:
+        """Zeros. Raises RequestError beyond the ceiling, and where there is no such memory."""
         layers, dtype = config.num_layers, jnp.dtype(config.dtype)
         shape = (config.num_kv_heads, num_pages * PAGE, config.head_dim)
-        need = host_pool_bytes(config, num_pages * PAGE, first_layer, keys)
-        free = available_bytes()
-        if free is not None and need > free:
+        need = placement.host_bytes(config, num_pages * PAGE)
+        takes = f"{placement.on_host(config)} of {num_pages * PAGE} tokens takes {need} bytes"
+        most, free = placement.max_host_bytes, available_bytes()
+        if most is not None and need > most:
             raise RequestError(
-                f"{_named(config, first_layer, keys)} of {num_pages * PAGE} tokens takes {need} "
-                f"bytes of host memory, and {free} are free; lower cache_tokens"
+                f"{takes} of host memory, max_host_bytes={most}; raise it, or lower cache_tokens"
             )
-        self.first_layer = first_layer
+        if free is not None and need > free:
+            raise RequestError(f"{takes} of host memory, and {free} are free; lower cache_tokens")
+        self.first_layer = placement.layers_on_device(config)
         try:
-            self.k = host_buffer((layers, *shape), dtype) if keys else None
-            self.v = host_buffer((layers - first_layer, *shape), dtype)
+            self.k = host_buffer((layers, *shape), dtype) if placement.away else None
+            self.v = host_buffer((layers - self.first_layer, *shape), dtype)
         except MemoryError:
             raise RequestError(
-                f"{_named(config, first_layer, keys)} of {num_pages * PAGE} tokens takes {need} "
-                "bytes, more than there is host memory; lower cache_tokens"
+                f"{takes}, more than there is host memory; lower cache_tokens"
             ) from None
         self._moved = Moved()
         self._lock = threading.Lock()
@@ -92,14 +93,3 @@ def rows_of(pages: HostArray) -> HostArray:
     """The rows [M * PAGE] int64 of pages [M]."""
     rows: HostArray = np.asarray(pages, np.int64)[:, None] * PAGE + np.arange(PAGE)
     return rows.reshape(-1)
-
-
-def host_pool_bytes(config: ModelConfig, tokens: int, first_layer: int, keys: bool) -> int:
-    """Of a ``HostPool`` of that many tokens."""
-    layers = config.num_layers - first_layer + (config.num_layers if keys else 0)
-    shape = (layers, tokens, config.num_kv_heads, config.head_dim)
-    return math.prod(shape) * int(jnp.dtype(config.dtype).itemsize)
-
-
-def _named(config: ModelConfig, first_layer: int, keys: bool) -> str:
-    return "K and V" if keys else f"V of {config.num_layers - first_layer} layers"

@@ -44,7 +44,7 @@ class PagePool(struct.PyTreeNode):
 def empty_pool(
     config: ModelConfig, num_pages: int, sharding: Any = None, value_layers: int | None = None
 ) -> PagePool:
-    """A pool of zeros with ``num_pages`` pages a layer; V of the first ``value_layers`` layers."""
+    """A pool of zeros with ``num_pages`` pages a layer; V of so many first layers, None: of all."""
     page = (PAGE, config.num_kv_heads, config.head_dim)
     rows = config.num_layers * num_pages
     v_rows = rows if value_layers is None else value_layers * num_pages

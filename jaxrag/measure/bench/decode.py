@@ -19,23 +19,23 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrag.base.shapes import bucket
-from jaxrag.engine.away import start_away
-from jaxrag.engine.decoding import FEWEST_ROOM, Lane, lane_of, start_decoding
+from jaxrag.engine.away import start_row
+from jaxrag.engine.decoding import Lane, lane_of
 from jaxrag.engine.direct import map_request, prefill_observed, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.kv.cache import PAGE
+from jaxrag.kv.placement import KVPlacement
 from jaxrag.measure.bench.options import CHUNK_TOKENS, DecodeOptions
 from jaxrag.measure.machine import describe
 from jaxrag.measure.zoo import random_named
 from jaxrag.models.model import Model, random_model
 from jaxrag.models.text.progress import progress_bar
-from jaxrag.reuse.decode import Account, Decoding, rule_from
+from jaxrag.reuse.decode import Account, rule_from
 from jaxrag.reuse.decode.footprint import A100
-from jaxrag.reuse.methods import METHODS, placement_of
+from jaxrag.reuse.methods import METHODS
 
 BLOCK = 32  # steps whose recall is averaged
 
@@ -81,14 +81,9 @@ def _prompt(model: Model, options: DecodeOptions, context: int) -> Prompt:
 def _measure(model: Model, options: DecodeOptions, prompt: Prompt, text: str) -> dict[str, Any]:
     rule, store = rule_from(text), engine_of(model).memory
     method = dataclasses.replace(METHODS["turborag"], decode=rule)
-    placement: dict[str, Any] = {"kv": options.kv}
-    if options.kv is None:
-        placement = placement_of(method)
-    layers = placement.get("value_layers")
-    if layers is not None and layers >= model.config.num_layers:
-        placement = {}
-    if placement not in ({}, {"kv": "device"}):
-        model = dataclasses.replace(model, **placement)  # a cache of its own
+    placement = rule.placement if options.kv is None else KVPlacement(options.kv)
+    if placement.host_bytes(model.config, 1):
+        model = model.placed(placement)
     count = options.warm + options.steps
     request = Request(prompt, store, method, count + 1)
     return engine_of(model).call(lambda runner: _row(runner, request, options, text))
@@ -107,7 +102,7 @@ def _row(
         row: dict[str, Any] = {
             "context": prompt.num_tokens,
             "rule": text,
-            "kv": runner.model.kv,
+            "kv": runner.model.placement.kv,
             "settings": dataclasses.asdict(rule),
             "seconds": statistics.median(seconds[options.warm :]),
             "best_seconds": min(seconds[options.warm :]),
@@ -142,21 +137,17 @@ def _generate(
 
     The accounts are those before the first step, after every ``BLOCK`` steps and after the last.
     """
-    rule, away = request.method.decode, runner.cache.away
-    host = runner.host_search if away or rule.searches is not None else None
-    numbers = [] if host is None else [host.admit()]
+    rule, host = request.method.decode, runner.searches(request.method.decode)
+    number = None if host is None else host.admit()
+    numbers = [] if number is None else [number]
     logits, _, bank = prefill_observed(runner, [mapped], rule.observe)
     logits.block_until_ready()
     before = _live_bytes()
-    key = lane_of(request, len(mapped.table.pages), away)
+    key = lane_of(request, len(mapped.table.pages), runner.model.placement)
     assert key is not None
     lane = Lane(runner, key)
     start = time.perf_counter()
-    if away:
-        room = bucket(request.room, FEWEST_ROOM)
-        begun: Decoding | None = start_away(runner, mapped, rule, bank, room, numbers[0])
-    else:
-        begun = start_decoding(runner, [mapped], rule, bank, key.room, numbers)
+    begun = start_row(runner, key, request, mapped, bank, number)
     ids = [int(lane.join([0], [(request, mapped)], logits, begun)[0][0])]  # it comes from prefill
     prepared = time.perf_counter() - start
     state = _live_bytes() - before
@@ -214,10 +205,10 @@ def _real_bytes(runner: ModelRunner, account: Account, state: int) -> dict[str, 
 
     ``state`` is what a row carries on the device: the static pattern, where K and V are away.
     """
-    cache = runner.cache
+    cache, away = runner.cache, runner.model.placement.away
     return {
         "cache_tokens": cache.allocator.num_pages * PAGE,
-        "device_bytes": cache.pool.k.nbytes + cache.pool.v.nbytes + cache.away * state,
+        "device_bytes": cache.pool.k.nbytes + cache.pool.v.nbytes + away * state,
         "host_bytes": account.index_bytes + (0 if cache.host is None else cache.host.nbytes),
     }
 

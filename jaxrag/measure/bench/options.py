@@ -206,6 +206,7 @@ class DecodeOptions:
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be measured, and rules that the model cannot run."""
+        from jaxrag.kv.placement import KVPlacement
         from jaxrag.reuse.decode import rule_from
 
         _positive(self, "layers", "question_tokens", "steps", "warm")
@@ -218,8 +219,8 @@ class DecodeOptions:
         for rule in self.rules:
             chosen = rule_from(rule, "rules")
             chosen.check(self.config())
-            if self.kv == "host":
-                chosen.check_host(self.config())
+            if self.kv is not None:
+                chosen.check_placement(self.config(), KVPlacement(self.kv))
 
     def config(self) -> "ModelConfig":
         """A small Llama: 8 query heads on 2 KV heads of 64 dimensions."""

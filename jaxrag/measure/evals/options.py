@@ -306,7 +306,6 @@ class LongOptions:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured: RequestError, ConfigError for a bad .toml file."""
-        from jaxrag.reuse.methods import placement_of
         from jaxrag.tasks.long.tasks import ANSWERS, SUITES
         from jaxrag.tasks.world import Split
 
@@ -344,7 +343,7 @@ class LongOptions:
             )
         if self.split not in get_args(Split):
             raise RequestError(f"--split {self.split}: expected {' or '.join(get_args(Split))}")
-        if self.host_values and not any(map(placement_of, self.resolved)):
+        if self.host_values and all(it.decode.placement.on_device for it in self.resolved):
             raise RequestError(
                 "--host-values: no method's decode rule is meant to have any in host memory; add "
                 "--decode topn or retrieval, or leave it out"

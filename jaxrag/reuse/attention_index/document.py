@@ -20,7 +20,8 @@ from jaxrag.base.errors import ConfigError, RetrievalError
 from jaxrag.base.tables import build as build_from_table
 from jaxrag.base.tables import table_from
 from jaxrag.base.types import HostArray
-from jaxrag.kv.store import KVStore, Record
+from jaxrag.kv.store.base import KVStore
+from jaxrag.kv.store.record import Record
 from jaxrag.reuse.attention_index.bank import QueryBank, rotated
 from jaxrag.reuse.attention_index.build import build
 from jaxrag.reuse.attention_index.index import AttentionIndex

@@ -4,7 +4,6 @@ The break-even is that of KCache (section 3.2, arXiv:2404.18057).
 """
 
 import dataclasses
-from typing import Literal
 
 import numpy as np
 
@@ -32,16 +31,6 @@ class Bytes:
 
     def __add__(self, other: "Bytes") -> "Bytes":
         return Bytes(self.device + other.device, self.host + other.host, self.bus + other.bus)
-
-
-# Where K and V are: all on the device, all on the host but the static pattern, or V of some layers
-# on the host.
-Placement = Literal["device", "host", "values"]
-
-
-def row_bytes(config: ModelConfig) -> int:
-    """Of K, or of V, of one token in one layer."""
-    return config.kv_bytes_per_token // (2 * config.num_layers)
 
 
 def on_host(config: ModelConfig, tokens: int, pattern: int) -> Bytes:

@@ -15,12 +15,13 @@ import numpy as np
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HIDDEN, Array, HostArray, Partial
+from jaxrag.kv.placement import KVPlacement
 from jaxrag.models.attention import merge
 from jaxrag.reuse.attention_index import turned
 from jaxrag.reuse.decode.far import FarAnswer, FarLayer, HostPrompt, Task
 from jaxrag.reuse.decode.far.layer import gathered
 from jaxrag.reuse.decode.far.memory import HostMemory, Stretch, first_highest
-from jaxrag.reuse.decode.footprint import Account, Bytes, Placement
+from jaxrag.reuse.decode.footprint import Account, Bytes
 from jaxrag.reuse.decode.rule import (
     DecodeRule,
     Observe,
@@ -106,10 +107,10 @@ class InfLLM(DecodeRule):
         }
 
     @override
-    def beside(self, config: ModelConfig, tokens: int, placement: Placement) -> Bytes:
+    def beside(self, config: ModelConfig, tokens: int, placement: KVPlacement) -> Bytes:
         shown = -(-max(tokens - self.sink, 0) // self.block) * self.representatives
         shown *= 4 * config.num_layers * config.num_kv_heads
-        if placement == "device":
+        if not placement.away:
             return Bytes(device=shown)
         return Bytes(host=shown * (1 + config.head_dim))
 

@@ -15,12 +15,13 @@ from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import Array, HostArray, Partial
 from jaxrag.kv.cache import PAGE
+from jaxrag.kv.placement import KVPlacement
 from jaxrag.models.rope import rotate, scale_rotary
 from jaxrag.reuse.decode.dense import EveryKey
 from jaxrag.reuse.decode.far import FarAnswer, FarLayer, HostPrompt
 from jaxrag.reuse.decode.far.memory import HostMemory, first_highest
 from jaxrag.reuse.decode.far.scan import ByHead
-from jaxrag.reuse.decode.footprint import Account, Bytes, Placement, row_bytes
+from jaxrag.reuse.decode.footprint import Account, Bytes
 from jaxrag.reuse.decode.rule import DecodeRule, highest, require, require_zero_or_more
 from jaxrag.reuse.decode.view import View
 
@@ -93,9 +94,9 @@ class Quest(DecodeRule):
         return {"budget": self.budget}
 
     @override
-    def beside(self, config: ModelConfig, tokens: int, placement: Placement) -> Bytes:
-        pages, away = -(-tokens // PAGE), placement == "host"
-        width = 4 if away else row_bytes(config) // (config.num_kv_heads * config.head_dim)
+    def beside(self, config: ModelConfig, tokens: int, placement: KVPlacement) -> Bytes:
+        pages, away = -(-tokens // PAGE), placement.away
+        width = 4 if away else config.kv_row_bytes // (config.num_kv_heads * config.head_dim)
         boxes = 2 * pages * config.num_kv_heads * config.head_dim * width
         if not away:
             return Bytes(device=config.num_layers * boxes)

@@ -7,7 +7,7 @@ is on the device, the index on the host. IVF is the paper's baseline (section 4.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Literal, get_args, override
+from typing import Any, Literal, get_args, override
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import Array, HostArray, Partial, on_host
 from jaxrag.kv.cache import PagePool, PageTable
+from jaxrag.kv.placement import AWAY, KVPlacement
 from jaxrag.models.attention import merge
 from jaxrag.models.rope import RopeTable
 from jaxrag.reuse.attention_index import (
@@ -34,7 +35,7 @@ from jaxrag.reuse.attention_index.spec import Trained, effort_of
 from jaxrag.reuse.decode.far import HostPrompt
 from jaxrag.reuse.decode.far.memory import HostMemory
 from jaxrag.reuse.decode.far.search import Finder, Searched, finder_of
-from jaxrag.reuse.decode.footprint import Account, Bytes, Placement, index_bytes
+from jaxrag.reuse.decode.footprint import Account, Bytes, index_bytes
 from jaxrag.reuse.decode.host_search import NO_REQUEST
 from jaxrag.reuse.decode.rule import (
     DecodeRule,
@@ -98,7 +99,6 @@ class Retrieval(DecodeRule):
     stored: bool = True
     max_host_bytes: int | None = None
     name: str = dataclasses.field(default="retrieval", init=False)
-    placement: ClassVar[Placement] = "host"
 
     def __post_init__(self) -> None:
         """Refuse a window without the newest token, k of zero, no queries, unknown positions."""
@@ -126,6 +126,11 @@ class Retrieval(DecodeRule):
 
     @property
     @override
+    def placement(self) -> KVPlacement:
+        return AWAY
+
+    @property
+    @override
     def static_pattern(self) -> tuple[int, int]:
         return self.sink, self.recent
 
@@ -134,9 +139,9 @@ class Retrieval(DecodeRule):
         return {"k": self.k, "sink + recent": self.sink + self.recent}
 
     @override
-    def beside(self, config: ModelConfig, tokens: int, placement: Placement) -> Bytes:
+    def beside(self, config: ModelConfig, tokens: int, placement: KVPlacement) -> Bytes:
         keys = max(tokens - self.sink - self.recent, 0)
-        return Bytes(host=index_bytes(self.index, config, keys, in_place=placement == "host"))
+        return Bytes(host=index_bytes(self.index, config, keys, in_place=placement.away))
 
     def index_head(
         self,

@@ -16,10 +16,11 @@ from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import Array, HostArray, Partial
 from jaxrag.kv.cache import PagePool, PageTable
+from jaxrag.kv.placement import ON_DEVICE, KVPlacement
 from jaxrag.models.rope import RopeTable
 from jaxrag.reuse.attention_index import Spec
 from jaxrag.reuse.decode.far import FarLayer, HostPrompt
-from jaxrag.reuse.decode.footprint import BreakEven, Bytes, Placement, on_host
+from jaxrag.reuse.decode.footprint import BreakEven, Bytes, on_host
 from jaxrag.reuse.decode.host_search import HostSearch
 from jaxrag.reuse.decode.stored import Carried
 from jaxrag.reuse.decode.view import View
@@ -95,7 +96,6 @@ class DecodeRule(abc.ABC):
       by_position: does it choose by position? Then it is refused where positions overlap.
       reads_far: does a token read anything outside the static pattern?
       scores_every_key: does a token compare its query with every key?
-      placement: where it is meant to have K and V: what its paper saves memory by.
     """
 
     name: str = dataclasses.field(init=False)
@@ -103,7 +103,6 @@ class DecodeRule(abc.ABC):
     by_position: ClassVar[bool] = True
     reads_far: ClassVar[bool] = True
     scores_every_key: ClassVar[bool] = False
-    placement: ClassVar[Placement] = "device"
 
     @property
     def observe(self) -> Observe | None:
@@ -116,9 +115,9 @@ class DecodeRule(abc.ABC):
         return None
 
     @property
-    def value_layers(self) -> int | None:
-        """It reads V of so many first layers on the device, of the others rows; None: of all."""
-        return None
+    def placement(self) -> KVPlacement:
+        """Where it is meant to have K and V: what its paper saves memory by."""
+        return ON_DEVICE
 
     @property
     def static_pattern(self) -> tuple[int, int] | None:
@@ -142,20 +141,17 @@ class DecodeRule(abc.ABC):
                     f"context of {config.max_positions} tokens; choose less, or decode='dense'"
                 )
 
-    def check_values(self, value_layers: int | None) -> None:
-        """Refuse a cache with V of that many layers only on the device (RequestError)."""
-        if value_layers is not None:
+    def check_placement(self, config: ModelConfig, placement: KVPlacement) -> None:
+        """Refuse K and V where the rule does not read them (RequestError)."""
+        layers = placement.value_layers
+        if layers is not None:
             raise RequestError(
                 f"decode rule {self.name!r} reads V of every layer on the device, and only the "
-                f"first {value_layers} of this model have it there; use decode='topn:device_layers="
-                f"{value_layers}', or load the model without value_layers"
+                f"first {layers} of this model have it there; use decode='topn:device_layers="
+                f"{layers}', or load the model without value_layers"
             )
-
-    def check_host(self, config: ModelConfig) -> None:
-        """Refuse a model whose K and V are in host memory, where the rule needs them elsewhere.
-
-        Raises RequestError.
-        """
+        if not placement.away:
+            return
         if self.static_pattern is None:
             raise RequestError(
                 f"decode rule {self.name!r} reads K and V on the device, and this model was loaded "
@@ -187,7 +183,9 @@ class DecodeRule(abc.ABC):
     def tokens(self) -> dict[str, int]:
         """Settings that count tokens of the context, by name."""
 
-    def bytes(self, config: ModelConfig, tokens: int, placement: Placement | None = None) -> Bytes:
+    def bytes(
+        self, config: ModelConfig, tokens: int, placement: KVPlacement | None = None
+    ) -> Bytes:
         """What lies where behind a context of that many tokens.
 
         Args:
@@ -198,17 +196,16 @@ class DecodeRule(abc.ABC):
         Raises RequestError for a placement that the rule cannot have.
         """
         placement = placement or self.placement
-        if placement == "values":
-            raise RequestError(f"decode rule {self.name!r} reads V of every layer where K is")
+        self.check_placement(config, placement)
         beside = self.beside(config, tokens, placement)
-        if placement == "device":
-            return Bytes(device=tokens * config.kv_bytes_per_token) + beside
-        self.check_host(config)
-        assert self.static_pattern is not None
-        return on_host(config, tokens, sum(self.static_pattern)) + beside
+        if placement.away:
+            assert self.static_pattern is not None
+            return on_host(config, tokens, sum(self.static_pattern)) + beside
+        kv = placement.device_bytes(config, tokens), placement.host_bytes(config, tokens)
+        return Bytes(*kv) + beside
 
-    def beside(self, config: ModelConfig, tokens: int, placement: Placement) -> Bytes:
-        """What the rule keeps beside K and V, at most; see ``bytes``."""
+    def beside(self, config: ModelConfig, tokens: int, placement: KVPlacement) -> Bytes:
+        """What the rule keeps beside K and V, at most, and what it moves; see ``bytes``."""
         return Bytes()
 
     def break_even(self, config: ModelConfig, tokens: int) -> BreakEven | None:

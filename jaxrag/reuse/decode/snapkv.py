@@ -17,13 +17,14 @@ from jaxrag.base import struct
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import Array, HostArray, Partial
+from jaxrag.kv.placement import KVPlacement
 from jaxrag.models.attention import merge
 from jaxrag.models.rope import place
 from jaxrag.reuse.attention_index import rotated, turned
 from jaxrag.reuse.decode.far import FarAnswer, FarLayer, HostPrompt
 from jaxrag.reuse.decode.far.memory import HostMemory, first_highest, merged, softmax
 from jaxrag.reuse.decode.far.scan import ByHead
-from jaxrag.reuse.decode.footprint import Account, Bytes, Placement
+from jaxrag.reuse.decode.footprint import Account, Bytes
 from jaxrag.reuse.decode.rule import DecodeRule, Observe, highest, require
 from jaxrag.reuse.decode.view import View
 
@@ -94,10 +95,10 @@ class SnapKV(DecodeRule):
         return {"capacity": self.capacity}
 
     @override
-    def beside(self, config: ModelConfig, tokens: int, placement: Placement) -> Bytes:
+    def beside(self, config: ModelConfig, tokens: int, placement: KVPlacement) -> Bytes:
         chosen = min(max(tokens - self.window, 0), self.capacity - self.window)
         positions = 4 * config.num_layers * config.num_heads * chosen
-        return Bytes(host=positions) if placement == "host" else Bytes(device=positions)
+        return Bytes(host=positions) if placement.away else Bytes(device=positions)
 
     @override
     def prepare(self, view: View, queries: Array, positions: Array, room: int) -> Kept:

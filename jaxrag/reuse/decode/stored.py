@@ -10,7 +10,8 @@ import cachetools
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, RetrievalError
 from jaxrag.base.types import HostArray
-from jaxrag.kv.store import KVStore, Record
+from jaxrag.kv.store.base import KVStore
+from jaxrag.kv.store.record import Record
 from jaxrag.reuse.attention_index import AttentionIndex, Searcher, open_index
 from jaxrag.reuse.attention_index.document import (
     IN_PLACE,

@@ -12,7 +12,8 @@ from jax import lax
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import Array, Partial
-from jaxrag.reuse.decode.footprint import BreakEven, Bytes, Placement, break_even, row_bytes
+from jaxrag.kv.placement import KVPlacement
+from jaxrag.reuse.decode.footprint import BreakEven, Bytes, break_even
 from jaxrag.reuse.decode.rule import DecodeRule, highest, require
 from jaxrag.reuse.decode.view import View
 
@@ -38,7 +39,6 @@ class TopN(DecodeRule):
     name: str = dataclasses.field(default="topn", init=False)
     by_position: ClassVar[bool] = False
     scores_every_key: ClassVar[bool] = True
-    placement: ClassVar[Placement] = "values"
 
     def __post_init__(self) -> None:
         """Refuse n of zero and a negative number of layers."""
@@ -50,8 +50,8 @@ class TopN(DecodeRule):
 
     @property
     @override
-    def value_layers(self) -> int:
-        return self.device_layers
+    def placement(self) -> KVPlacement:
+        return KVPlacement(value_layers=self.device_layers)
 
     @override
     def check(self, config: ModelConfig) -> None:
@@ -64,12 +64,14 @@ class TopN(DecodeRule):
             )
 
     @override
-    def check_values(self, value_layers: int | None) -> None:
-        """Refuse a cache with V of other layers on the device than this rule reads there."""
-        if value_layers not in (None, self.device_layers):
+    def check_placement(self, config: ModelConfig, placement: KVPlacement) -> None:
+        """Refuse V of other layers on the device than this rule reads there, and K elsewhere."""
+        if placement.value_layers is None:
+            super().check_placement(config, placement)
+        elif placement.value_layers != self.device_layers:
             raise RequestError(
                 f"decode rule 'topn': device_layers={self.device_layers}, and the model was loaded "
-                f"with value_layers={value_layers}; make them equal"
+                f"with {placement}; make them equal"
             )
 
     @override
@@ -77,15 +79,10 @@ class TopN(DecodeRule):
         return {"n": self.n}
 
     @override
-    def bytes(self, config: ModelConfig, tokens: int, placement: Placement | None = None) -> Bytes:
-        """Of V of the later layers in host memory, unless ``placement`` is another."""
-        if placement in ("device", "host"):
-            return super().bytes(config, tokens, placement)
-        away = max(config.num_layers - self.device_layers, 0)
-        host = away * row_bytes(config) * tokens
-        moved = away * min(self.n, tokens) * row_bytes(config) * config.group_size
-        new = away * row_bytes(config)
-        return Bytes(config.kv_bytes_per_token * tokens - host, host, moved + new)
+    def beside(self, config: ModelConfig, tokens: int, placement: KVPlacement) -> Bytes:
+        """Nothing is kept; rows of V come from host memory, and the newest goes there."""
+        rows = min(self.n, tokens) * config.group_size + 1
+        return Bytes(bus=placement.host_bytes(config, rows))
 
     @override
     def break_even(self, config: ModelConfig, tokens: int) -> BreakEven:

@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxrag.base.errors import ChunkNotSealed, StoreError
 from jaxrag.base.types import HostArray
-from jaxrag.kv.store import KVStore, Provenance, Record
+from jaxrag.kv.store.base import KVStore
+from jaxrag.kv.store.record import Provenance, Record
 from jaxrag.models.model import Model
 from jaxrag.reuse.attention_index.document import Indexing, is_indexed
 from jaxrag.reuse.encode.chunks import encode_for_store, gets_indexes

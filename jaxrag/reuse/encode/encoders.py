@@ -13,8 +13,9 @@ from typing import Literal
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
-from jaxrag.kv.store import Provenance, content_id, context_id
-from jaxrag.kv.store import chunk_key as store_key
+from jaxrag.kv.store.keys import chunk_key as store_key
+from jaxrag.kv.store.keys import content_id, context_id
+from jaxrag.kv.store.record import Provenance
 from jaxrag.models.model import Model
 
 

@@ -28,7 +28,7 @@ from jaxrag.kv.cache import (
     pages_for,
 )
 from jaxrag.kv.cache.host import StagingBuffers
-from jaxrag.kv.store import KVLayout
+from jaxrag.kv.store.layout import KVLayout
 from jaxrag.models.attention import PagedAttend
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import Model

@@ -16,6 +16,7 @@ from jaxrag.engine.direct import map_request, prefill_observed, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.kv.cache import PAGE
+from jaxrag.kv.placement import AWAY, KVPlacement
 from jaxrag.models.model import random_model
 from jaxrag.models.rope import rope_factors, rope_table
 from jaxrag.reuse.attention_index import Exact, ProjectedGraph, QueryLists
@@ -59,7 +60,7 @@ EXACT = {name: rule for name, rule in RULES.items() if "," not in name}
 def pair(model_of):
     """The other tests' model, and the same with K and V in host memory."""
     model = model_of(max_positions=1024)
-    return model, dataclasses.replace(model, kv="host")
+    return model, dataclasses.replace(model, placement=AWAY)
 
 
 def _answers(model, questions, documents, rule, method="turborag", **changes):
@@ -183,7 +184,7 @@ def test_the_device_holds_the_pattern(tiny_config, ids):
     grown = []
     for tokens in (512, 4096):
         config = tiny_config(eos_ids=(), max_positions=8192)
-        model = random_model(config, cache_tokens=tokens + 256, kv="host")
+        model = random_model(config, cache_tokens=tokens + 256, placement=AWAY)
         weights = sum(x.nbytes for x in jax.tree.leaves(model.params))
         documents, question = list(ids(*[256] * (tokens // 256))), list(map(int, ids(9)[0]))
         before = {id(x) for x in jax.live_arrays()}
@@ -228,7 +229,7 @@ def test_bytes_are_those_of_the_formula(pair, ids, kv):
         tokens = prompt.num_tokens + room
         assert tokens % PAGE == 0
         device, host = engine_of(model).call(allocated)
-        said = rule.bytes(config, tokens, kv)
+        said = rule.bytes(config, tokens, KVPlacement(kv))
         assert device == said.device, name
         kept = tokens * (config.kv_bytes_per_token + 8) if kv == "host" else 0
         assert kept <= host <= said.host, name
@@ -298,33 +299,37 @@ def test_what_is_refused(pair, ids, options, message):
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("placement", "error", "message"),
     [
-        ({"kv": "disk"}, RequestError, "kv='disk': expected one of device, host"),
-        ({"kv": "host", "value_layers": 1}, RequestError, "value_layers=1 with kv='host'"),
+        (KVPlacement("disk"), RequestError, "kv='disk': expected one of device, host"),
+        (KVPlacement("host", 1), RequestError, "value_layers=1 with kv='host'"),
     ],
 )
-def test_a_model_that_cannot_be(model_of, changes, error, message):
+def test_a_model_that_cannot_be(model_of, placement, error, message):
     with pytest.raises(error, match=message):
-        dataclasses.replace(model_of(), **changes)
+        dataclasses.replace(model_of(), placement=placement)
 
 
 def test_kernels_and_meshes_are_refused(model_of, tiny_config):
     model = model_of()
     config = dataclasses.replace(model.config, kernels="pallas_interpret")
     with pytest.raises(ConfigError, match="read K and V on the device, and kv='host'"):
-        dataclasses.replace(model, config=config, kv="host")
+        dataclasses.replace(model, config=config, placement=AWAY)
     spread = random_model(tiny_config(), mesh=make_mesh(1, 1, 2), cache_tokens=1024)
     with pytest.raises(RequestError, match="is on 2; load it without a mesh"):
-        dataclasses.replace(spread, kv="host")
+        dataclasses.replace(spread, placement=AWAY)
 
 
 def test_host_memory_that_is_not_there(model_of, ids):
-    for changes, message in (
-        ({"cache_tokens": 1 << 40}, "bytes of host memory, and .* are free; lower cache_tokens"),
-        ({"max_host_bytes": 1 << 10}, "max_host_bytes=1024; raise it, or lower cache_tokens"),
+    for tokens, placement, message in (
+        (1 << 40, AWAY, "bytes of host memory, and .* are free; lower cache_tokens"),
+        (
+            2048,
+            KVPlacement("host", max_host_bytes=1 << 10),
+            "max_host_bytes=1024; raise it, or lower cache_tokens",
+        ),
     ):
-        away = dataclasses.replace(model_of(), kv="host", **changes)
+        away = dataclasses.replace(model_of(), placement=placement, cache_tokens=tokens)
         with pytest.raises(RequestError, match=message) as caught:
             generate(ids(5)[0], documents=list(ids(30)), model=away, decode=RULES["flat"])
         assert "\n" not in str(caught.value)

@@ -13,6 +13,7 @@ from jaxrag.base.config import RopeConfig, YarnScaling
 from jaxrag.base.errors import RequestError, RetrievalError
 from jaxrag.base.types import HIDDEN, Partial
 from jaxrag.kv.cache import PAGE, PagePool, PageTable
+from jaxrag.kv.placement import AWAY
 from jaxrag.models.attention import merge
 from jaxrag.models.rope import rope_table, scale_rotary
 from jaxrag.reuse.attention_index import Exact, Hnsw, ProjectedGraph, QueryLists, build
@@ -455,12 +456,12 @@ def test_bits_do_not_depend_on_threads_and_company(tiny_config, rule, monkeypatc
 )
 def test_a_rule_without_a_host_part_says_so(tiny_config, rule, message):
     with pytest.raises(RequestError, match=message) as caught:
-        rule.check_host(tiny_config())
+        rule.check_placement(tiny_config(), AWAY)
     assert "\n" not in str(caught.value)
 
 
 def test_a_model_with_sliding_windows_keeps_its_keys_on_the_device(tiny_config):
     for rule in (Dense(), Flat()):
-        rule.check_host(tiny_config())
+        rule.check_placement(tiny_config(), AWAY)
         with pytest.raises(RequestError, match="7 tokens only .sliding window., which kv='host'"):
-            rule.check_host(tiny_config("mistral"))
+            rule.check_placement(tiny_config("mistral"), AWAY)

@@ -22,6 +22,7 @@ from jaxrag.engine import decoding
 from jaxrag.engine.engine import engine_of
 from jaxrag.kv.cache import PAGE, PagePool, PageTable
 from jaxrag.kv.cache.host import HostValues, Mapped
+from jaxrag.kv.placement import KVPlacement
 from jaxrag.models.decoder import Decoder
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import init_params
@@ -81,7 +82,7 @@ def test_tokens_are_those_of_the_callback(model_of, ids, monkeypatch, renormalis
 
     Two questions in one lane, one of which ends before the other.
     """
-    model = dataclasses.replace(model_of(), value_layers=1)
+    model = dataclasses.replace(model_of(), placement=KVPlacement(value_layers=1))
     options = {
         "documents": list(ids(50, 33)),
         "method": "turborag",
@@ -163,7 +164,7 @@ def test_on_a_gpu_the_kernel_gives_the_tokens_of_values_there(model_of, ids):
         "max_new_tokens": 24,
     }
     questions = [list(map(int, q)) for q in ids(9, 4)]
-    far = dataclasses.replace(model_of(), value_layers=1)
+    far = dataclasses.replace(model_of(), placement=KVPlacement(value_layers=1))
     expected, ours = (generate(questions, model=m, **options) for m in (model_of(), far))
     assert [out.token_ids for out in ours] == [out.token_ids for out in expected]
     values = engine_of(far).runner.cache.values

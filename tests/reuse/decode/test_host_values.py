@@ -15,6 +15,7 @@ from jaxrag.engine.engine import engine_of
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.cache.host import HostValues, Moved
+from jaxrag.kv.placement import KVPlacement
 from jaxrag.models.model import random_model
 from jaxrag.reuse.decode import Dense, Flat, TopN
 from jaxrag.reuse.methods import METHODS
@@ -32,7 +33,12 @@ def over_cache():
 @pytest.fixture
 def far_from(model_of):
     """``far_from(layers)``: the other tests' model, with V of so many layers on the device."""
-    return lambda layers, **changes: dataclasses.replace(model_of(), value_layers=layers, **changes)
+
+    def far_from(layers, most=None, **changes):
+        placement = KVPlacement("device", layers, most)
+        return dataclasses.replace(model_of(), placement=placement, **changes)
+
+    return far_from
 
 
 @pytest.mark.parametrize(
@@ -103,14 +109,14 @@ def test_what_the_device_spares_holds_more_tokens(model_of):
     long = dataclasses.replace(model_of().config, max_positions=1 << 24)
     model = dataclasses.replace(model_of(), config=long, cache_tokens=None)
     tokens = {
-        layers: ModelRunner(dataclasses.replace(model, value_layers=layers)).num_pages * PAGE
+        layers: ModelRunner(model.placed(KVPlacement(value_layers=layers))).num_pages * PAGE
         for layers in (None, 0, 1)
     }
     assert long.num_layers == 3
     assert tokens[0] == pytest.approx(2 * tokens[None], abs=PAGE)
     assert tokens[1] == pytest.approx(3 / 2 * tokens[None], abs=PAGE)
     away = 2 * long.num_kv_heads * long.head_dim * 4  # bytes of a token
-    bound = dataclasses.replace(model, value_layers=1, max_host_bytes=away * 999)
+    bound = dataclasses.replace(model, placement=KVPlacement("device", 1, away * 999))
     assert ModelRunner(bound).num_pages == 999 // PAGE
 
 
@@ -213,16 +219,16 @@ def test_who_reads_values_on_the_device_is_refused(far_from, ids, options, messa
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("placement", "message"),
     [
-        ({"value_layers": 3}, "value_layers=3, the model has 3 layers"),
-        ({"value_layers": -1}, "value_layers=-1"),
-        ({"max_host_bytes": 0}, "max_host_bytes=0: expected at least 1"),
+        (KVPlacement(value_layers=3), "value_layers=3, the model has 3 layers"),
+        (KVPlacement(value_layers=-1), "value_layers=-1"),
+        (KVPlacement(max_host_bytes=0), "max_host_bytes=0: expected at least 1"),
     ],
 )
-def test_a_model_that_cannot_be(model_of, changes, message):
+def test_a_model_that_cannot_be(model_of, placement, message):
     with pytest.raises(RequestError, match=message):
-        dataclasses.replace(model_of(), **changes)
+        dataclasses.replace(model_of(), placement=placement)
 
 
 def test_kernels_that_read_values_on_the_device_are_refused(model_of):
@@ -232,7 +238,7 @@ def test_kernels_that_read_values_on_the_device_are_refused(model_of):
         "kernels='pallas_interpret' read K and V on the device, and value_layers=1 .* choose 'xla'"
     )
     with pytest.raises(ConfigError, match=message) as caught:
-        dataclasses.replace(model, config=config, value_layers=1)
+        dataclasses.replace(model, config=config, placement=KVPlacement(value_layers=1))
     assert "\n" not in str(caught.value)
     dataclasses.replace(model, config=config)  # each alone is taken
 
@@ -240,13 +246,13 @@ def test_kernels_that_read_values_on_the_device_are_refused(model_of):
 def test_host_memory_serves_one_device(tiny_config):
     model = random_model(tiny_config(), mesh=make_mesh(1, 1, 2), cache_tokens=1024)
     with pytest.raises(RequestError, match="is on 2; load it without a mesh"):
-        dataclasses.replace(model, value_layers=1)
+        dataclasses.replace(model, placement=KVPlacement(value_layers=1))
 
 
 def test_the_ceiling_is_checked_before_allocation(far_from):
     need = 2 * 2048 * 2 * 10 * 4  # layers, tokens, KV heads, dims, bytes
-    model = far_from(1, max_host_bytes=need - 1)
+    model = far_from(1, most=need - 1)
     with pytest.raises(RequestError, match=f"takes {need} bytes of host memory") as caught:
         _ = engine_of(model).runner.cache
     assert "\n" not in str(caught.value) and engine_of(model).runner._cache is None
-    assert engine_of(far_from(1, max_host_bytes=need)).runner.cache.host.nbytes == need
+    assert engine_of(far_from(1, most=need)).runner.cache.host.nbytes == need

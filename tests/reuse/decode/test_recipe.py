@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrag.kv.placement import AWAY
 from jaxrag.models.attention import merge
 from jaxrag.reuse.decode import DECODE_RULES, DecodeRule
 from jaxrag.reuse.decode.far.memory import HostMemory
@@ -83,7 +84,7 @@ def options(model_of, ids):
 
 def test_answers_by_the_new_rule(options):
     """By name and settings, the same wherever K and V are; at n = 1 it is dense."""
-    away = options | {"model": dataclasses.replace(options["model"], kv="host")}
+    away = options | {"model": dataclasses.replace(options["model"], placement=AWAY)}
     for question, decode in (([5, 6, 7], "every_nth:n=3"), ([8, 9], "every_nth:recent=4")):
         ours = generate(question, decode=decode, method="turborag", **options)
         assert len(ours.token_ids) == 12

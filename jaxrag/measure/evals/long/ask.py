@@ -14,18 +14,15 @@ import jax
 import numpy as np
 
 from jaxrag.base.errors import RequestError
-from jaxrag.base.shapes import bucket
 from jaxrag.base.types import Array, HostArray
-from jaxrag.engine.away import start_away
+from jaxrag.engine.away import start_row
 from jaxrag.engine.decoding import (
     FAILED,
-    FEWEST_ROOM,
     Lane,
     LaneKey,
     SamplingRows,
     lane_of,
     sample_first,
-    start_decoding,
 )
 from jaxrag.engine.direct import map_request, prefill_observed, unmap
 from jaxrag.engine.mapping import RequestState
@@ -33,7 +30,7 @@ from jaxrag.engine.outcome import outcome_of
 from jaxrag.engine.prefill import Prefilled
 from jaxrag.engine.request import DECODE_BLOCK, FinishReason, Request
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.reuse.decode import DecodeRule, Decoding, Observe, PromptQueries
+from jaxrag.reuse.decode import DecodeRule, Observe, PromptQueries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +86,8 @@ class Asker:
     ) -> list[Generated]:
         runner, rule = self._runner, requests[0].method.decode
         pages = max(len(state.table.pages) for state in mapped)
-        key = lane_of(requests[0], pages, runner.cache.away)
-        searches = runner.cache.away or rule.searches is not None
-        host = runner.host_search if searches and key is not None else None
+        key = lane_of(requests[0], pages, runner.model.placement)
+        host = None if key is None else runner.searches(rule)
         numbers: list[int] = []
         try:
             if key is None:
@@ -133,21 +129,13 @@ class Asker:
         """Put every request into its row; returns the first tokens [B]."""
         rule, logits = lane.key.rule, prefilled.logits
         pairs = list(zip(requests, mapped, strict=True))
-        away = self._runner.cache.away
-        if not (rule.sparse or away):
+        if not (rule.sparse or self._runner.model.placement.away):
             return np.asarray(lane.join(range(len(pairs)), pairs, logits)[0])[: len(pairs)]
         first = []
-        started: Decoding | None
         for row, state in enumerate(mapped):
             bank = own_queries(prefilled.bank, row, state, rule)
-            if away:
-                room = bucket(requests[row].room, FEWEST_ROOM)
-                number = numbers[row]
-                started = start_away(self._runner, state, rule, bank, room, number)
-            else:
-                started = start_decoding(
-                    self._runner, [state], rule, bank, lane.key.room, numbers[row : row + 1]
-                )
+            number = numbers[row] if numbers else None
+            started = start_row(self._runner, lane.key, requests[row], state, bank, number)
             rows = [*[None] * row, row]
             drawn = lane.join(rows, pairs[: row + 1], logits, started)[0]
             first.append(int(drawn[row]))

@@ -21,6 +21,7 @@ from jaxrag.engine.request import DECODE_BLOCK, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.kv.cache import PAGE
+from jaxrag.kv.placement import ON_DEVICE
 from jaxrag.measure.evals.long.ask import Asker, Generated
 from jaxrag.measure.evals.long.plan import Item, plan
 from jaxrag.measure.evals.options import LongOptions
@@ -30,7 +31,7 @@ from jaxrag.models.model import Model, load_model
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.reuse.decode import DecodeRule, Dense
 from jaxrag.reuse.decode.footprint import Bytes
-from jaxrag.reuse.methods import Method, placement_of
+from jaxrag.reuse.methods import Method
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.tasks.long.case import Frame
@@ -139,15 +140,11 @@ def _opened(options: LongOptions) -> tuple[Model, Frame]:
 
 def _by_method(options: LongOptions, model: Model) -> dict[str, Model]:
     """The model that a method runs on: one with K and V where its rule has them, if asked."""
-    placed: dict[tuple[tuple[str, Any], ...], Model] = {(): model}
-    found: dict[str, Model] = {}
-    for method in options.resolved:
-        where = placement_of(method) if options.host_values else {}
-        key = tuple(sorted(where.items()))
-        if key not in placed:
-            placed[key] = dataclasses.replace(model, **where)
-        found[method.name] = placed[key]
-    return found
+    if not options.host_values:
+        return {method.name: model for method in options.resolved}
+    wanted = {method.name: method.decode.placement for method in options.resolved}
+    models = {placement: model.placed(placement) for placement in wanted.values()}
+    return {name: models[placement] for name, placement in wanted.items()}
 
 
 def _cache_tokens(options: LongOptions, frame: Frame, items: Sequence[Item]) -> int:
@@ -250,7 +247,7 @@ def _batches(options: LongOptions, items: Sequence[Item]) -> Iterator[tuple[int,
 
 def placed_bytes(options: LongOptions, rule: DecodeRule, config: ModelConfig, tokens: int) -> Bytes:
     """Bytes of a prompt by where they lie under a rule: of its formula, which a test measures."""
-    return rule.bytes(config, tokens, None if options.host_values else "device")
+    return rule.bytes(config, tokens, None if options.host_values else ON_DEVICE)
 
 
 def _costs(

@@ -135,7 +135,7 @@ def test_values_in_host_memory_change_no_answer(jaxrag, village_dir, monkeypatch
     resolve = running.resolve
 
     def resolved(ask, **arguments):
-        layers[ask.method.name] = arguments["model"].value_layers
+        layers[ask.method.name] = arguments["model"].placement.value_layers
         return resolve(ask, **arguments)
 
     monkeypatch.setattr(running, "resolve", resolved)
