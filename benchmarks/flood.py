@@ -32,8 +32,8 @@ from jaxrag.cli.output import give_out
 from jaxrag.measure.bench.options import Traffic
 from jaxrag.measure.bench.serve_client import offer_http
 from jaxrag.measure.bench.serve_http import OwnServer, own_server
-from jaxrag.measure.bench.serve_records import Served, percentiles
-from jaxrag.measure.bench.serve_workload import Asked, draw
+from jaxrag.measure.bench.serve_records import ServedRequest, percentiles
+from jaxrag.measure.bench.serve_workload import AskedRequest, draw
 from jaxrag.measure.machine import describe
 from jaxrag.measure.zoo import SMALL_LLAMA
 from jaxrag.models.model import Model, random_model
@@ -121,7 +121,9 @@ def _server(model: Model, options: Options, waiting: int) -> Iterator[OwnServer]
         yield server
 
 
-def _ask(server: OwnServer, asked: Sequence[Asked], rate: float, options: Options) -> list[Served]:
+def _ask(
+    server: OwnServer, asked: Sequence[AskedRequest], rate: float, options: Options
+) -> list[ServedRequest]:
     return offer_http(server.url, asked, rate, lambda it: server.body(it, ""), options.patience)
 
 
@@ -135,7 +137,7 @@ def _first_tokens(server: OwnServer, options: Options) -> tuple[float, float]:
     return found[f"{name}_count"], found[f'{name}_bucket{{le="{float(options.first)}"}}']
 
 
-def _outcome(served: Sequence[Served], options: Options) -> dict[str, Any]:
+def _outcome(served: Sequence[ServedRequest], options: Options) -> dict[str, Any]:
     """What became of the requests of a flood."""
     whole = [it for it in served if it.complete]
     refused = [it for it in served if it.status == _BUSY]

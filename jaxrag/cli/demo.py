@@ -28,7 +28,7 @@ MAX_NEW_TOKENS = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class DemoQuestion:
     """One question of the file, and the results of it by method."""
 
     question: str
@@ -92,8 +92,8 @@ def run(args: argparse.Namespace) -> int:
     keep_compiled()
     questions = DATA / "examples" / "village-questions.jsonl"
     rows = [json.loads(line) for line in questions.read_text(encoding="utf-8").splitlines()]
-    found: dict[str, list[Asked]] = {}
-    warm: list[Asked] = []
+    found: dict[str, list[DemoQuestion]] = {}
+    warm: list[DemoQuestion] = []
     for weights in ("dual", "full"):
         say = _silent if args.json or weights == "full" else print
         model = load_model(args.models / weights)
@@ -178,12 +178,12 @@ def _ingest(model: Any, folder: Path, say: Callable[[str], None]) -> Any:
     return kb
 
 
-def _ask(kb: Any, rows: Sequence[dict[str, Any]], k: int) -> list[Asked]:
+def _ask(kb: Any, rows: Sequence[dict[str, Any]], k: int) -> list[DemoQuestion]:
     """Every question with every method, one at a time."""
     from jaxrag.serve.generate import generate
 
     return [
-        Asked(
+        DemoQuestion(
             row["question"],
             tuple(row["answers"]),
             row["kind"],
@@ -198,7 +198,7 @@ def _ask(kb: Any, rows: Sequence[dict[str, Any]], k: int) -> list[Asked]:
     ]
 
 
-def _print_answers(asked: Sequence[Asked]) -> None:
+def _print_answers(asked: Sequence[DemoQuestion]) -> None:
     full, turbo = METHODS[:2]
     print(table([[str(n), one.kind, one.question] for n, one in enumerate(asked, 1)], right=(0,)))
     rows = [

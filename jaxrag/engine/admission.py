@@ -10,7 +10,7 @@ from itertools import islice, zip_longest
 from jaxrag.base.errors import ConfigError, Overloaded
 
 
-class Status(enum.Enum):
+class RequestStatus(enum.Enum):
     """Where a request stands."""
 
     WAITING = "waiting"  # holds nothing
@@ -24,9 +24,14 @@ class Status(enum.Enum):
     DONE = "done"
 
 
-QUEUED = {Status.WAITING, Status.SWAPPED}
-HUNGRY = QUEUED | {Status.LOADING, Status.READY}
-RUNNING = {Status.PREFILL, Status.INDEXING, Status.DECODE, Status.SWAPPING}
+QUEUED = {RequestStatus.WAITING, RequestStatus.SWAPPED}
+HUNGRY = QUEUED | {RequestStatus.LOADING, RequestStatus.READY}
+RUNNING = {
+    RequestStatus.PREFILL,
+    RequestStatus.INDEXING,
+    RequestStatus.DECODE,
+    RequestStatus.SWAPPING,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +130,7 @@ class Entry:
     deadline: float | None = None
     alone: bool = False
     swappable: bool = True
-    status: Status = dataclasses.field(default=Status.WAITING, init=False)
+    status: RequestStatus = dataclasses.field(default=RequestStatus.WAITING, init=False)
     arrived: float = dataclasses.field(default=0.0, init=False)
     arrival: int = dataclasses.field(default=0, init=False)
     order: int | None = dataclasses.field(default=None, init=False)
@@ -217,7 +222,7 @@ class Seats:
 
     def leave(self, entry: Entry) -> None:
         """It gives its row back, or no longer wants one."""
-        if entry.status is Status.READY:
+        if entry.status is RequestStatus.READY:
             self.ready.remove(entry)
         if entry.row is not None:
             del self.held[entry.row]

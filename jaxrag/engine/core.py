@@ -21,7 +21,7 @@ from jaxrag.engine.prefill_queue import PrefillQueue
 from jaxrag.engine.progress import Outcome, Progress
 from jaxrag.engine.request import FinishReason
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.engine.scheduler import Ending, Entry, Scheduler, Status
+from jaxrag.engine.scheduler import Ending, Entry, RequestStatus, Scheduler
 from jaxrag.engine.staging import ChunkLoad
 from jaxrag.engine.state import Broken, EngineSettings, Post, RunningRequest, State
 from jaxrag.engine.status import EngineStatus, Tiers, status_of, tiers_of
@@ -166,7 +166,7 @@ class Core:
             running.admitted = now if running.admitted is None else running.admitted
             self._transfers.start(running, one)
             entry = state.scheduler.live.get(one.number)
-            if entry is not None and entry.status is Status.READY:
+            if entry is not None and entry.status is RequestStatus.READY:
                 running.ready = state.clock()
             else:
                 self._prefills.expect(running)
@@ -192,7 +192,7 @@ class Core:
         new, self._new = self._new, []
         for running in new:
             entry = self.state.scheduler.live.get(running.number)
-            if entry is not None and entry.status is Status.WAITING:
+            if entry is not None and entry.status is RequestStatus.WAITING:
                 self._transfers.prefetch(running.plan.loads.values())
 
     def rest(self) -> None:

@@ -13,7 +13,7 @@ from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.staging import (
     ChunkLoad,
-    Found,
+    ChunkOrigin,
     drop,
     encode,
     fetch,
@@ -33,7 +33,7 @@ def map_request(runner: ModelRunner, request: Request, reserve_tokens: int) -> R
     the pool has no room for it now.
     """
     plan = plan_request(runner.model, request, reserve_tokens)
-    found: dict[str, Found] = {}
+    found: dict[str, ChunkOrigin] = {}
     while (state := _try(runner, plan, found)) is None:
         pass
     return state
@@ -85,7 +85,9 @@ def _keep_leading(runner: ModelRunner, mapped: RequestState) -> None:
     mapped.keep = {}
 
 
-def _try(runner: ModelRunner, plan: RequestPlan, found: dict[str, Found]) -> RequestState | None:
+def _try(
+    runner: ModelRunner, plan: RequestPlan, found: dict[str, ChunkOrigin]
+) -> RequestState | None:
     """Map a request; None where a chunk turned out to be computed in place, which needs others."""
     allocator = runner.cache.allocator
     held: dict[str, CachedChunk] = {}
@@ -114,7 +116,9 @@ def _try(runner: ModelRunner, plan: RequestPlan, found: dict[str, Found]) -> Req
         raise
 
 
-def _bring_in(runner: ModelRunner, load: ChunkLoad, found: dict[str, Found]) -> CachedChunk | None:
+def _bring_in(
+    runner: ModelRunner, load: ChunkLoad, found: dict[str, ChunkOrigin]
+) -> CachedChunk | None:
     """Read or encode one chunk into pages of the pool; None where it is computed in place."""
     allocator = runner.cache.allocator
     pages = allocator.allocate(pages_for(load.tokens), f"a chunk of {load.tokens} tokens")

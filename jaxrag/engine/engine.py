@@ -23,7 +23,7 @@ from jaxrag.engine.mapping import most_pages, plan_request
 from jaxrag.engine.progress import Progress, Sink, Where
 from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.engine.state import EngineSettings, Event, RunningRequest
+from jaxrag.engine.state import ChunkEvent, EngineSettings, RunningRequest
 from jaxrag.engine.status import EngineStatus, Tiers
 from jaxrag.engine.thread import Event as Posted
 from jaxrag.engine.thread import Mailbox, ask
@@ -231,7 +231,7 @@ class Engine:
             return None
         return Where(entry.status.value, len(entry.held) - len(entry.missing), len(entry.held))
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[ChunkEvent]:
         """What happened to chunks, the newest ``EngineSettings.keep_events`` of it, in order."""
         core = self._core
         return [] if core is None else list(core.state.events)

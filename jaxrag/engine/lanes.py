@@ -10,7 +10,7 @@ from jaxrag.engine.decoding import Drawn, Lane, LaneKey, SamplingRows, sample_fi
 from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.request import DECODE_BLOCK
 from jaxrag.engine.sampling_params import SamplingParams
-from jaxrag.engine.scheduler import Status
+from jaxrag.engine.scheduler import RequestStatus
 from jaxrag.engine.state import Broken, RunningRequest, State, Swapped
 from jaxrag.engine.swap import swap_in, swap_out
 from jaxrag.reuse.decode import Decoding
@@ -226,7 +226,7 @@ class Lanes:
         ):
             return 1
         scheduler = self._state.scheduler
-        soon = scheduler.counts[Status.LOADING] + scheduler.counts[Status.READY]
+        soon = scheduler.counts[RequestStatus.LOADING] + scheduler.counts[RequestStatus.READY]
         return 1 if soon and not scheduler.full(key) else DECODE_BLOCK
 
 

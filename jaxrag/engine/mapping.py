@@ -14,7 +14,7 @@ from jaxrag.base.types import HostArray, on_host
 from jaxrag.engine.admission import Need
 from jaxrag.engine.kept import Context
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.engine.staging import ChunkLoad, Found
+from jaxrag.engine.staging import ChunkLoad, ChunkOrigin
 from jaxrag.kv.cache import CachedChunk, PageTable, TableBuilder, pages_for
 from jaxrag.kv.store import KVStore
 from jaxrag.models.model import Model
@@ -53,7 +53,7 @@ class PromptPart:
     load: ChunkLoad | None = None
     kept_key: str = ""
     resident: CachedChunk | None = None
-    found: Found | None = None
+    found: ChunkOrigin | None = None
     kept: bool = False
     exact: bool = False
     slots: HostArray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
@@ -283,7 +283,7 @@ def map_planned(
     plan: RequestPlan,
     chunks: Mapping[str, CachedChunk],
     own: Sequence[int],
-    found: Mapping[str, Found],
+    found: Mapping[str, ChunkOrigin],
 ) -> RequestState:
     """Lay out a request whose chunks are in the pool, over them and pages of its own.
 
@@ -301,7 +301,7 @@ def map_planned(
         part.kept = kept
         part.resident = chunks[key] if key else None
         if part.load is not None and not kept:
-            part.found = found.get(part.load.key, Found("pool"))
+            part.found = found.get(part.load.key, ChunkOrigin("pool"))
     _mark_exact(method, parts)
     in_place = [part for part in parts if part.resident is None and len(part.ids)]
     table = TableBuilder()

@@ -9,8 +9,8 @@ import numpy as np
 from jaxrag.engine.mapping import PromptPart, RequestState
 from jaxrag.engine.progress import Outcome
 from jaxrag.engine.request import Request
-from jaxrag.engine.reuse import How, PartReuse, Where
-from jaxrag.engine.staging import Found
+from jaxrag.engine.reuse import How, KVTier, PartReuse
+from jaxrag.engine.staging import ChunkOrigin
 from jaxrag.kv.store.memory import MemoryStore
 from jaxrag.models.flops import turborag_flops
 from jaxrag.models.model import Model
@@ -63,7 +63,7 @@ def notes_on_missed(state: RequestState, in_memory: bool = False) -> Iterator[st
     ``in_memory``: the store is the engine's own and ends with it.
     """
     stored = "kept in memory" if in_memory else "stored"
-    groups: dict[tuple[bool, str], list[tuple[int, Found]]] = {}
+    groups: dict[tuple[bool, str], list[tuple[int, ChunkOrigin]]] = {}
     for part in state.distinct:
         if part.load is not None and part.found is not None and not part.found.hit:
             group = (part is not state.parts[0], part.load.encoder)
@@ -138,7 +138,7 @@ def _turn(method: Method, part: PromptPart) -> tuple[How, Literal["pool"] | None
     return "computed", None, f"{method.name} keeps no turns here"
 
 
-def _found(method: Method, part: PromptPart) -> tuple[How, Where | None, str]:
+def _found(method: Method, part: PromptPart) -> tuple[How, KVTier | None, str]:
     if part.kept:
         return "prefix hit", "pool", ""
     found = part.found

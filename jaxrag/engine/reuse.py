@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Literal, get_args
 
 How = Literal["prefix hit", "chunk hit", "encoded", "in place", "computed"]
-Where = Literal["pool", "host", "store"]
+KVTier = Literal["pool", "host", "store"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,21 +29,21 @@ class PartReuse:
     part: str
     tokens: int
     how: How
-    where: Where | None
+    where: KVTier | None
     recomputed: int
     why: str
 
 
-Source = Literal["pool", "host", "store", "encoded", "computed"]
+KVSource = Literal["pool", "host", "store", "encoded", "computed"]
 
 
-def tokens_by_source(rows: Iterable[PartReuse], num_tokens: int) -> dict[Source, int]:
+def tokens_by_source(rows: Iterable[PartReuse], num_tokens: int) -> dict[KVSource, int]:
     """All tokens of a prompt by where their KV came from; they add up to ``num_tokens``.
 
     "encoded" were missed and their stored form made; what was chosen and computed again, what was
     missed and computed where it stands, and the final block are "computed".
     """
-    counts = dict.fromkeys(get_args(Source), 0)
+    counts = dict.fromkeys(get_args(KVSource), 0)
     for row in rows:
         source = row.where or ("encoded" if row.how == "encoded" else "computed")
         counts[source] += row.tokens - row.recomputed

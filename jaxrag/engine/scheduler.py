@@ -21,16 +21,16 @@ from jaxrag.engine.admission import (
     Entry,
     Need,
     Queue,
+    RequestStatus,
     SchedulerSettings,
     Seats,
-    Status,
     Turns,
     admission,
     turn,
 )
 from jaxrag.kv.cache import PAGE, PageAllocator
 
-__all__ = ["Admitted", "Ending", "Entry", "Need", "Scheduler", "SchedulerSettings", "Status"]
+__all__ = ["Admitted", "Ending", "Entry", "Need", "RequestStatus", "Scheduler", "SchedulerSettings"]
 
 Ending = Literal["finished", "cancelled", "expired", "failed"]
 
@@ -86,7 +86,7 @@ class Scheduler:
         self._lanes: dict[Hashable | None, Seats] = {}
         self._subscribers: dict[str, dict[int, Entry]] = {}  # of loading chunks
         self._outgrown: dict[int, Entry] = {}
-        self._counts = dict.fromkeys(Status, 0)
+        self._counts = dict.fromkeys(RequestStatus, 0)
         self._deadlines: list[tuple[float, int]] = []  # a heap; with some that are over
         self._arrivals = self._admissions = 0
 
@@ -96,7 +96,7 @@ class Scheduler:
         return MappingProxyType(self._live)
 
     @property
-    def counts(self) -> MappingProxyType[Status, int]:
+    def counts(self) -> MappingProxyType[RequestStatus, int]:
         """Live requests of every status."""
         return MappingProxyType(self._counts)
 
@@ -192,7 +192,7 @@ class Scheduler:
             return []
         back = sorted(self._subscribers.get(key, {}).values(), key=admission)
         for entry in back:
-            self._requeue(entry, Status.WAITING)
+            self._requeue(entry, RequestStatus.WAITING)
         self._allocator.abandon(key)
         return [entry.number for entry in back]
 
@@ -211,7 +211,7 @@ class Scheduler:
             return None
         self._turns.begin(entry)
         self._lanes[entry.lane].take(entry)
-        self._move(entry, Status.PREFILL)
+        self._move(entry, RequestStatus.PREFILL)
         return entry.number
 
     def revise(self, number: int) -> None:
@@ -242,11 +242,15 @@ class Scheduler:
 
     def prefilled(self, number: int, indexing: bool = False) -> None:
         """Its prompt is computed; with ``indexing``, what its rule searches is yet to be built."""
-        self._step(number, Status.PREFILL, Status.INDEXING if indexing else Status.DECODE)
+        self._step(
+            number,
+            RequestStatus.PREFILL,
+            RequestStatus.INDEXING if indexing else RequestStatus.DECODE,
+        )
 
     def indexed(self, number: int) -> None:
         """What its rule searches is built."""
-        self._step(number, Status.INDEXING, Status.DECODE)
+        self._step(number, RequestStatus.INDEXING, RequestStatus.DECODE)
 
     def generated(self, number: int, count: int) -> None:
         """Charge new tokens to its tenant."""
@@ -264,22 +268,22 @@ class Scheduler:
         """
         if self._settings.classes == 1:
             return []
-        leaving = [it for it in self._holders() if it.status is Status.SWAPPING]
+        leaving = [it for it in self._holders() if it.status is RequestStatus.SWAPPING]
         chosen = self._for_rows(leaving)
         chosen += self._for_pages(leaving + chosen, now)
         for entry in chosen:
             entry.preemptions += 1
             self.preempted += 1
-            self._move(entry, Status.SWAPPING)
+            self._move(entry, RequestStatus.SWAPPING)
         return [entry.number for entry in chosen]
 
     def swapped(self, number: int) -> None:
         """Its own pages are copied: it gives back what it holds and waits in its old place."""
         entry = self._live.get(number)
-        if entry is not None and entry.status is Status.SWAPPING:
-            self._requeue(entry, Status.SWAPPED)
+        if entry is not None and entry.status is RequestStatus.SWAPPING:
+            self._requeue(entry, RequestStatus.SWAPPED)
 
-    def finish(self, number: int, why: Ending) -> Status | None:
+    def finish(self, number: int, why: Ending) -> RequestStatus | None:
         """A request ends and gives back what it holds; where it stood, None if it is not live."""
         entry = self._live.pop(number, None)
         if entry is None:
@@ -289,7 +293,7 @@ class Scheduler:
             self._queue.remove(entry)
         self._let_go(entry)
         self._count(entry, -1)
-        entry.status = Status.DONE
+        entry.status = RequestStatus.DONE
         self.ended[why] += 1
         lane.members -= 1
         if not lane.members:
@@ -326,7 +330,7 @@ class Scheduler:
                 self._queue.add(entry)
             elif entry.status not in QUEUED:
                 entry.own, entry.held, entry.missing = (), (), set()
-                self._requeue(entry, Status.WAITING)
+                self._requeue(entry, RequestStatus.WAITING)
         self._outgrown.clear()
         self._allocator = allocator
 
@@ -344,13 +348,13 @@ class Scheduler:
         assert self._queue.tokens == sum(entry.tokens for entry in waiting)
         assert all(entry in self._queue for entry in waiting)
         counts = Counter(entry.status for entry in live)
-        assert all(self._counts[status] == counts[status] for status in Status)
+        assert all(self._counts[status] == counts[status] for status in RequestStatus)
         for entry in live:
             lane, status = self._lanes[entry.lane], entry.status
             assert entry.missing == {it for it in entry.held if not allocator.chunks[it].ready}
-            assert bool(entry.missing) == (status is Status.LOADING)
+            assert bool(entry.missing) == (status is RequestStatus.LOADING)
             assert status not in QUEUED or not (entry.own or entry.held)
-            assert (entry in lane.ready) == (status is Status.READY)
+            assert (entry in lane.ready) == (status is RequestStatus.READY)
             assert (entry.row is not None) == (status in RUNNING and lane.rows is not None)
             assert entry.row is None or lane.held[entry.row] is entry
         missing = {(key, entry.number) for entry in live for key in entry.missing}
@@ -380,7 +384,7 @@ class Scheduler:
                 self._queue.block(entry, now)
                 passed.append(entry)
                 # What is being swapped out is meant for who is first.
-                if self._counts[Status.SWAPPING] or self._exhausted(entry, now):
+                if self._counts[RequestStatus.SWAPPING] or self._exhausted(entry, now):
                     break
         return None, outgrown
 
@@ -409,7 +413,7 @@ class Scheduler:
             self._turns.admit(entry)
             self._charge(entry, entry.cost)
         if entry.missing:
-            self._move(entry, Status.LOADING)
+            self._move(entry, RequestStatus.LOADING)
         else:
             self._make_ready(entry)
         chunks = {key: allocator.chunks[key].pages for key in entry.held}
@@ -453,7 +457,7 @@ class Scheduler:
     ) -> list[Entry]:
         """Who may be preempted for a request of this class, the cheapest first."""
         most = self._settings.max_preemptions
-        found = (it for it in holders if it.status is Status.DECODE and it not in leaving)
+        found = (it for it in holders if it.status is RequestStatus.DECODE and it not in leaving)
         worse = (it for it in found if it.priority > priority)
         able = (it for it in worse if it.swappable and it.preemptions < most)
         return sorted(able, key=lambda it: (-it.priority, len(it.own), -(it.order or 0)))
@@ -496,17 +500,17 @@ class Scheduler:
                 return []
         return []
 
-    def _step(self, number: int, before: Status, after: Status) -> None:
+    def _step(self, number: int, before: RequestStatus, after: RequestStatus) -> None:
         entry = self._live.get(number)
         if entry is not None:
             assert entry.status is before, f"request {number} is {entry.status.value}"
             self._move(entry, after)
 
     def _make_ready(self, entry: Entry) -> None:
-        self._move(entry, Status.READY)
+        self._move(entry, RequestStatus.READY)
         insort(self._lanes[entry.lane].ready, entry, key=turn)
 
-    def _requeue(self, entry: Entry, status: Status) -> None:
+    def _requeue(self, entry: Entry, status: RequestStatus) -> None:
         self._let_go(entry)
         self._move(entry, status)
         self._queue.add(entry)
@@ -523,7 +527,7 @@ class Scheduler:
         self._lanes[entry.lane].leave(entry)
         entry.own, entry.held, entry.missing = (), (), set()
 
-    def _move(self, entry: Entry, status: Status) -> None:
+    def _move(self, entry: Entry, status: RequestStatus) -> None:
         self._count(entry, -1)
         entry.status = status
         self._count(entry, 1)

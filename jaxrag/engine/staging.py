@@ -38,11 +38,11 @@ from jaxrag.reuse.encode import (
 from jaxrag.reuse.encode.neighbours import compute_own_kv
 from jaxrag.reuse.methods import Misses
 
-Hits = Literal["pool", "host", "store", "encoded", "in place"]
+HitKind = Literal["pool", "host", "store", "encoded", "in place"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class ChunkOrigin:
     """Where the KV of a chunk came from, for the request that had it loaded.
 
     Attributes:
@@ -69,7 +69,7 @@ class Found:
         return self.how in ("pool", "host", "store")
 
     @property
-    def counted(self) -> Hits:
+    def counted(self) -> HitKind:
         """Under which name it is counted."""
         return "in place" if self.how == "nowhere" else self.how
 
@@ -110,7 +110,7 @@ class Fetched:
       refused: by key, why there is no KV.
     """
 
-    found: Mapping[str, Found]
+    found: Mapping[str, ChunkOrigin]
     kv: HostArray
     at: Mapping[str, int]
     block: HostArray | None = None
@@ -132,7 +132,7 @@ class Staged:
         [L, 2, BLOCK_TOKENS, K, H].
     """
 
-    chunks: list[tuple[ChunkLoad, Found, int]]
+    chunks: list[tuple[ChunkLoad, ChunkOrigin, int]]
     blocks: list[tuple[HostArray, Array]]
 
 
@@ -158,14 +158,14 @@ def fetch(runner: ModelRunner, group: Sequence[ChunkLoad]) -> Fetched:
     keys = [load.key for load in group]
     answer = group[0].encoding.store.get_many(keys, out=block, on_missing="skip")
     at = {key: first for key, (first, _) in answer.offsets.items()}
-    return Fetched(dict.fromkeys(at, Found("store")), answer.kv, at, block, answer.refused)
+    return Fetched(dict.fromkeys(at, ChunkOrigin("store")), answer.kv, at, block, answer.refused)
 
 
 def fetch_held(
     runner: ModelRunner,
     group: Sequence[ChunkLoad],
     held: Mapping[str, HostArray],
-    found: Mapping[str, Found],
+    found: Mapping[str, ChunkOrigin],
 ) -> Fetched:
     """As ``fetch``, of chunks whose KV [L, 2, T, K, H] is in host memory, by key."""
     ends = np.cumsum([load.tokens for load in group])
@@ -189,7 +189,7 @@ def drop(runner: ModelRunner, fetched: Fetched) -> None:
         runner.staging.give(fetched.block)
 
 
-def why_refused(load: ChunkLoad, reason: Refused) -> Found:
+def why_refused(load: ChunkLoad, reason: Refused) -> ChunkOrigin:
     """Why a store refused a chunk, and under which other encoders it has it; on any thread.
 
     Only encoders that see no neighbours are looked up: other neighbours of a chunk are unknown.
@@ -209,14 +209,16 @@ def why_refused(load: ChunkLoad, reason: Refused) -> Found:
     why = "not in the store" if text.startswith("not in ") else text
     if known:
         why += f" under {load.encoder}, but under {' and '.join(known)}"
-    return Found("nowhere" if load.misses == "in_place" else "encoded", why, corrupt, unsealed)
+    return ChunkOrigin(
+        "nowhere" if load.misses == "in_place" else "encoded", why, corrupt, unsealed
+    )
 
 
 def encode(load: ChunkLoad, *, reads: bool = True) -> tuple[Encoded, tuple[tuple[int, int], ...]]:
     """Encode a chunk in a row of its own, so that its KV depends on no other row.
 
     ``reads``: its neighbours' KV may be read from the store; else that is computed too. Returns it
-    with the prefills that it took, as in ``Found.runs``.
+    with the prefills that it took, as in ``ChunkOrigin.runs``.
     """
     encoding, chosen = load.encoding, encoder_named(load.encoder)
     prefix = seen_prefix(chosen, encoding.prefix)
@@ -251,7 +253,7 @@ class _Computed:
 
 def keep(
     load: ChunkLoad,
-    found: Found,
+    found: ChunkOrigin,
     made: Encoded,
     runs: tuple[tuple[int, int], ...],
     *,
@@ -346,7 +348,7 @@ def lower_place(runner: ModelRunner) -> Lowered:
 
 def _targets(
     runner: ModelRunner,
-    chunks: Sequence[tuple[ChunkLoad, Found, int]],
+    chunks: Sequence[tuple[ChunkLoad, ChunkOrigin, int]],
     blocks: int,
     pages: Mapping[str, Sequence[int]],
 ) -> tuple[HostArray, HostArray]:

@@ -19,7 +19,7 @@ from jaxrag.engine.progress import Sink
 from jaxrag.engine.request import FinishReason, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.scheduler import Ending, Scheduler
-from jaxrag.engine.staging import Found
+from jaxrag.engine.staging import ChunkOrigin
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.cache.heat import HALF_LIFE
 from jaxrag.reuse.decode import Decoding
@@ -134,7 +134,7 @@ class RunningRequest:
     sink: Sink
     added: float
     run: int = 0
-    found: dict[str, Found] = dataclasses.field(default_factory=dict)
+    found: dict[str, ChunkOrigin] = dataclasses.field(default_factory=dict)
     admitted: float | None = None
     ready: float | None = None
     first: float | None = None
@@ -209,7 +209,7 @@ class RunningRequest:
 
 
 @dataclasses.dataclass(frozen=True)
-class Event:
+class ChunkEvent:
     """What happened to a chunk, and when.
 
     Attributes:
@@ -251,7 +251,7 @@ class State:
     clock: Callable[[], float]
     arena: HostArena
     links: Links
-    events: deque[Event]
+    events: deque[ChunkEvent]
     live: dict[int, RunningRequest] = dataclasses.field(default_factory=dict)
     ending: dict[int, RunningRequest] = dataclasses.field(default_factory=dict)
     epoch: int = 0
@@ -261,7 +261,7 @@ class State:
     def note(self, what: Happening, key: str) -> None:
         """Something happened to a chunk; on any thread."""
         if self.settings.keep_events:
-            self.events.append(Event(self.clock(), what, key))
+            self.events.append(ChunkEvent(self.clock(), what, key))
 
 
 class Broken(Exception):

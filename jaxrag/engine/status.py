@@ -8,12 +8,12 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from jaxrag.engine.admission import QUEUED, Entry, Status
+from jaxrag.engine.admission import QUEUED, Entry, RequestStatus
 from jaxrag.engine.arena import ArenaState
 from jaxrag.engine.decoding import LaneKey
 from jaxrag.engine.links import LinkState
 from jaxrag.engine.scheduler import GENERATED, Ending, Scheduler
-from jaxrag.engine.staging import Hits
+from jaxrag.engine.staging import HitKind
 from jaxrag.engine.state import State
 from jaxrag.kv.cache import PAGE, PageAllocator
 
@@ -95,7 +95,7 @@ class Tiers:
       links: from the stores, and from the arena to the device.
     """
 
-    hits: Mapping[Hits, int]
+    hits: Mapping[HitKind, int]
     pool_chunks: int
     pool_bytes: int
     max_pool_bytes: int
@@ -109,7 +109,7 @@ def status_of(state: State) -> EngineStatus:
     allocator = state.runner.cache.allocator
     entries = list(scheduler.live.copy().values())
     queued = [it for it in entries if it.status in QUEUED]
-    loading = [state.live.get(it.number) for it in entries if it.status is Status.LOADING]
+    loading = [state.live.get(it.number) for it in entries if it.status is RequestStatus.LOADING]
     admitted = [it.admitted for it in loading if it is not None and it.admitted is not None]
     ended = dict(scheduler.ended)
     finished, new_tokens = ended.get("finished", 0), scheduler.new_tokens
@@ -131,7 +131,7 @@ def status_of(state: State) -> EngineStatus:
     )
 
 
-def tiers_of(state: State, hits: Mapping[Hits, int]) -> Tiers:
+def tiers_of(state: State, hits: Mapping[HitKind, int]) -> Tiers:
     """Where the chunks of an engine are; on any thread."""
     cache = state.runner.cache
     per_page = PAGE * state.runner.model.config.kv_bytes_per_token

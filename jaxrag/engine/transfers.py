@@ -16,9 +16,9 @@ from jaxrag.engine.links import Link, LinkOpen, Order, Read
 from jaxrag.engine.scheduler import Admitted
 from jaxrag.engine.staging import (
     ChunkLoad,
+    ChunkOrigin,
     Fetched,
-    Found,
-    Hits,
+    HitKind,
     Staged,
     drop,
     encode,
@@ -60,7 +60,7 @@ class PendingChunk:
     deadline: float | None
     batch: "_Batch | None" = None
     late: bool = False
-    found: Found = dataclasses.field(default_factory=lambda: Found("encoded"))
+    found: ChunkOrigin = dataclasses.field(default_factory=lambda: ChunkOrigin("encoded"))
     stores: bool = True
     _claim: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
@@ -111,7 +111,7 @@ class Transfers:
         self._reading: dict[str, _Batch] = {}  # chunks that are read from a store
         self._lock = threading.Lock()  # of what is read, and the requests that wait for it
         self._numbers = itertools.count()
-        self.hits = Counter[Hits]()
+        self.hits = Counter[HitKind]()
 
     @property
     def busy(self) -> bool:
@@ -259,10 +259,10 @@ class Transfers:
         if batch is not None and read is not None and self._state.links.give_up(read):
             with self._lock:  # later requests do not wait for it
                 self._forget(batch)
-        chunk.found, chunk.stores = Found("encoded", why), False
+        chunk.found, chunk.stores = ChunkOrigin("encoded", why), False
         self._to_encode.append(chunk)
 
-    def _refused(self, chunk: PendingChunk, found: Found, *, stores: bool = True) -> None:
+    def _refused(self, chunk: PendingChunk, found: ChunkOrigin, *, stores: bool = True) -> None:
         """No store gives a chunk: it is encoded, or its requests compute it in place."""
         if chunk.late or not self._is_open(chunk):
             return
@@ -287,7 +287,7 @@ class Transfers:
         for chunk in chunks:
             if isinstance(error, LinkOpen) or chunk.deadline is not None:
                 how = "encoded" if chunk.load.misses == "encode" else "nowhere"
-                self._refused(chunk, Found(how, str(error)), stores=False)  # type: ignore[arg-type]
+                self._refused(chunk, ChunkOrigin(how, str(error)), stores=False)  # type: ignore[arg-type]
             elif not chunk.late and self._is_open(chunk):
                 lost.append(chunk)
         self._lost(lost, error)
@@ -306,7 +306,7 @@ class Transfers:
         """Fetch chunks from the arena or their stores, or join reads that have begun."""
         arena, runner = self._state.arena, self._state.runner
         held: dict[str, HostArray] = {}
-        found: dict[str, Found] = {}
+        found: dict[str, ChunkOrigin] = {}
         absent: list[ChunkLoad] = []
         for key, chunk in new.items():
             if self._join(chunk, order):
@@ -316,7 +316,7 @@ class Transfers:
                 absent.append(chunk.load)
             else:
                 held[key] = kv
-                found[key] = Found("store" if arena.use(key) else "host")
+                found[key] = ChunkOrigin("store" if arena.use(key) else "host")
 
         def batch(group: Sequence[ChunkLoad], held: bool) -> _Batch:
             return _Batch(group, {load.key: new[load.key] for load in group}, held)
@@ -406,7 +406,7 @@ class Transfers:
         self,
         batch: _Batch,
         staged: Staged | BaseException | None,
-        refused: Sequence[tuple[PendingChunk, Found]] = (),
+        refused: Sequence[tuple[PendingChunk, ChunkOrigin]] = (),
     ) -> None:
         """Take over what a thread staged; on the engine's."""
         there = [chunk for chunk in batch.waiting.values() if self._is_pending(chunk)]

@@ -15,7 +15,7 @@ from jaxrag.models.text.progress import progress_bar
 from jaxrag.serve.answers import Result, serve
 from jaxrag.serve.ask import check_count
 from jaxrag.serve.batch_files import AnswerFile
-from jaxrag.serve.question_files import BadQuestion, Id, Question, QuestionFile
+from jaxrag.serve.question_files import BadQuestion, FileQuestion, Id, QuestionFile
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare
 
 _LOOK_AHEAD = 8  # batches whose questions are retrieved together and sorted by length
@@ -120,7 +120,7 @@ def answer_file(
 
 
 def _prepare_all(
-    settings: Settings, window: tuple[Question | BadQuestion, ...]
+    settings: Settings, window: tuple[FileQuestion | BadQuestion, ...]
 ) -> tuple[list[tuple[Id, ReadyQuestion]], list[BadQuestion]]:
     """Questions that can be served, each with its id, and those that cannot."""
     [sampling] = settings.ask.samplings(1)

@@ -30,7 +30,7 @@ class Message(TypedDict):
     content: Text
 
 
-class Options(TypedDict, total=False):
+class AskFields(TypedDict, total=False):
     """What ``generate`` and ``agenerate`` take beside the question: three objects, and ``Ask``."""
 
     kb: KnowledgeBase | None
@@ -57,31 +57,31 @@ class Options(TypedDict, total=False):
 
 @overload
 def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
-    question: Text, *, stream: Literal[False] = False, **options: Unpack[Options]
+    question: Text, *, stream: Literal[False] = False, **options: Unpack[AskFields]
 ) -> Result: ...
 @overload
-def generate(question: Text, *, stream: Literal[True], **options: Unpack[Options]) -> Stream: ...
+def generate(question: Text, *, stream: Literal[True], **options: Unpack[AskFields]) -> Stream: ...
 @overload
 def generate(
-    question: Sequence[Text], *, stream: Literal[False] = False, **options: Unpack[Options]
+    question: Sequence[Text], *, stream: Literal[False] = False, **options: Unpack[AskFields]
 ) -> list[Result]: ...
 @overload
 def generate(
     *,
     messages: Sequence[Message],
     stream: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[AskFields],
 ) -> Result: ...
 @overload
 def generate(
-    *, messages: Sequence[Message], stream: Literal[True], **options: Unpack[Options]
+    *, messages: Sequence[Message], stream: Literal[True], **options: Unpack[AskFields]
 ) -> Stream: ...
 def generate(
     question: Text | Sequence[Text] | None = None,
     *,
     messages: Sequence[Message] | None = None,
     stream: bool = False,
-    **options: Unpack[Options],
+    **options: Unpack[AskFields],
 ) -> Any:
     """Answer questions from cached chunk KV.
 
@@ -147,29 +147,29 @@ def generate(
 
 @overload
 def agenerate(
-    question: Text, *, stream: Literal[False] = False, **options: Unpack[Options]
+    question: Text, *, stream: Literal[False] = False, **options: Unpack[AskFields]
 ) -> Coroutine[Any, Any, Result]: ...
 @overload
 def agenerate(
-    question: Text, *, stream: Literal[True], **options: Unpack[Options]
+    question: Text, *, stream: Literal[True], **options: Unpack[AskFields]
 ) -> AsyncStream: ...
 @overload
 def agenerate(
     *,
     messages: Sequence[Message],
     stream: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[AskFields],
 ) -> Coroutine[Any, Any, Result]: ...
 @overload
 def agenerate(
-    *, messages: Sequence[Message], stream: Literal[True], **options: Unpack[Options]
+    *, messages: Sequence[Message], stream: Literal[True], **options: Unpack[AskFields]
 ) -> AsyncStream: ...
 def agenerate(
     question: Text | None = None,
     *,
     messages: Sequence[Message] | None = None,
     stream: bool = False,
-    **options: Unpack[Options],
+    **options: Unpack[AskFields],
 ) -> Any:
     """Answer one question beside others, in asyncio; arguments and errors as ``generate``.
 
@@ -182,7 +182,7 @@ def agenerate(
 
     def prepared() -> ReadyQuestion:
         alone = "agenerate takes one question, got a list; call it for each"
-        together: Options = {"batch_size": _ROWS, **options}
+        together: AskFields = {"batch_size": _ROWS, **options}
         return _ready("agenerate", question, messages, stream, together, alone)[0][0]
 
     return AsyncStream(prepared) if stream else _answered(prepared)
@@ -193,7 +193,7 @@ async def _answered(prepared: Callable[[], ReadyQuestion]) -> Result:
 
 
 def _ready(
-    caller: str, question: Any, messages: Any, stream: bool, options: Options, alone: str | None
+    caller: str, question: Any, messages: Any, stream: bool, options: AskFields, alone: str | None
 ) -> tuple[list[ReadyQuestion], bool]:
     """All questions, ready to be served, and whether it is one; ``alone`` refuses a list."""
     check_flag("stream", stream)
@@ -223,7 +223,7 @@ def _ready(
 
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Ask)}
-_KINDS = get_type_hints(Options)
+_KINDS = get_type_hints(AskFields)
 
 
 def _check_names(caller: str, options: Mapping[str, Any]) -> None:
@@ -234,7 +234,7 @@ def _check_names(caller: str, options: Mapping[str, Any]) -> None:
 
 
 def _signature(function: Callable[..., Any], **others: Any) -> inspect.Signature:
-    """What a function takes, each of ``Options`` by its name; ``others`` are its own defaults."""
+    """What a function takes, each of ``AskFields`` by its name; ``others`` are its own defaults."""
     own = inspect.signature(function)
     defaults = _DEFAULTS | others
     named = [

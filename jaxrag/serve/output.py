@@ -7,7 +7,7 @@ from typing import Protocol
 from jaxrag.engine.request import FinishReason
 
 
-class TextStream(Protocol):
+class Detokeniser(Protocol):
     """Incremental detokenisation (Tokenizer.stream)."""
 
     def push(self, token_id: int) -> str:
@@ -24,7 +24,7 @@ class Answer:
     """One answer as it grows: ids, text, and why it ended."""
 
     stop: tuple[str, ...]
-    stream: TextStream | None  # None without a tokenizer: text stays empty
+    stream: Detokeniser | None  # None without a tokenizer: text stays empty
     token_ids: list[int] = dataclasses.field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None

@@ -25,7 +25,7 @@ _LISTS = ("answers", "sources")  # columns of a CSV file that are lists
 
 
 @dataclasses.dataclass(frozen=True)
-class Question:
+class FileQuestion:
     """One line: a question, and the documents to answer it from (None = retrieve them).
 
     Attributes:
@@ -83,11 +83,11 @@ class QuestionFile:
             digest.update(raw)
         return cls(Path(path), digest.hexdigest())
 
-    def entries(self, shard: Shard) -> Iterator[Question | BadQuestion]:
+    def entries(self, shard: Shard) -> Iterator[FileQuestion | BadQuestion]:
         """The questions of a shard, in order; blank lines are left out."""
         return (it for it in self._questions() if shard.holds_line(it.line - 1))
 
-    def _questions(self) -> Iterator[Question | BadQuestion]:
+    def _questions(self) -> Iterator[FileQuestion | BadQuestion]:
         if self.path.suffix.lower() == ".csv":
             yield from self._rows()
             return
@@ -95,7 +95,7 @@ class QuestionFile:
             if raw.strip():
                 yield _of_json(number, raw)
 
-    def _rows(self) -> Iterator[Question | BadQuestion]:
+    def _rows(self) -> Iterator[FileQuestion | BadQuestion]:
         try:
             text = b"".join(raw for _, raw in self._lines()).decode("utf-8-sig")
         except UnicodeDecodeError as error:
@@ -128,7 +128,7 @@ class QuestionFile:
             ) from None
 
 
-def _of_json(number: int, raw: bytes) -> Question | BadQuestion:
+def _of_json(number: int, raw: bytes) -> FileQuestion | BadQuestion:
     try:
         record = json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -140,7 +140,7 @@ def _of_json(number: int, raw: bytes) -> Question | BadQuestion:
     return _of_record(number, record)
 
 
-def _of_row(number: int, columns: list[str], row: list[str]) -> Question | BadQuestion:
+def _of_row(number: int, columns: list[str], row: list[str]) -> FileQuestion | BadQuestion:
     if len(row) != len(columns):
         reason = f"{len(row)} cells under {len(columns)} columns; quote cells with commas in them"
         return BadQuestion(f"line {number}", reason, number)
@@ -151,7 +151,7 @@ def _of_row(number: int, columns: list[str], row: list[str]) -> Question | BadQu
     })  # fmt: skip
 
 
-def _of_record(number: int, record: Mapping[str, Any]) -> Question | BadQuestion:
+def _of_record(number: int, record: Mapping[str, Any]) -> FileQuestion | BadQuestion:
     name = record.get("id", number)
     if not _is_id(name):
         reason = f"id {name!r:.60}: expected a text or an integer"
@@ -163,7 +163,7 @@ def _of_record(number: int, record: Mapping[str, Any]) -> Question | BadQuestion
         reason = f'"documents" is {documents!r:.60}; expected a list of texts'
         return BadQuestion(name, reason, number)
     own = None if documents is None else tuple(documents)
-    return Question(name, text, own, number, record)
+    return FileQuestion(name, text, own, number, record)
 
 
 def is_texts(value: Any) -> bool:

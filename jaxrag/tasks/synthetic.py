@@ -37,10 +37,10 @@ from jaxrag.tasks.world import (
     split_of,
 )
 
-Kind = Literal["hop1", "cross", "latest", "hop2", "unknown"]
+QuestionKind = Literal["hop1", "cross", "latest", "hop2", "unknown"]
 Value = Person | str
 Asked = tuple[Person, str] | tuple[Person, str, str]  # a person, perhaps a bridge, the relation
-KINDS: tuple[Kind, ...] = ("hop1", "cross", "latest", "hop2", "unknown")
+KINDS: tuple[QuestionKind, ...] = ("hop1", "cross", "latest", "hop2", "unknown")
 
 _MAX_TRIES = 200
 
@@ -115,7 +115,7 @@ class Question(NamedTuple):
 
     question: str
     answer: str
-    kind: Kind
+    kind: QuestionKind
     guess: float  # expected score of answering with any value of the relation that is asked for
 
 
@@ -321,7 +321,7 @@ class _Drawing:
             for second in self.relations
             if self.where.get(_Fact(self.values[fact], second)) == 0  # type: ignore[arg-type]
         ]
-        pools: dict[Kind, list[Asked]] = {
+        pools: dict[QuestionKind, list[Asked]] = {
             "hop1": list(named),
             "cross": [fact for fact, part in self.where.items() if part == 1],
             "latest": [fact for fact, part in self.where.items() if part == 2],
@@ -343,7 +343,7 @@ class _Drawing:
             yield self._question(kind, pools[kind].pop())
 
     def _question(
-        self, kind: Kind, asked: tuple[Person, str] | tuple[Person, str, str]
+        self, kind: QuestionKind, asked: tuple[Person, str] | tuple[Person, str, str]
     ) -> Question:
         rng = self.rng
         person, relation = asked[0], asked[-1]

@@ -3,11 +3,11 @@
 import pytest
 from flood import Options, _outcome, report, run
 
-from jaxrag.measure.bench.serve_records import Served
+from jaxrag.measure.bench.serve_records import ServedRequest
 
 
 def test_what_became_of_a_flood():
-    good, late, busy, vague, lost = (Served(0.0, 2) for _ in range(5))
+    good, late, busy, vague, lost = (ServedRequest(0.0, 2) for _ in range(5))
     for one, first in ((good, 0.5), (late, 3.0)):
         one.came(first, 1)
         one.came(first + 1, 1)

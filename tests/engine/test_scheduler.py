@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from jaxrag.base.errors import ConfigError, Overloaded, RequestError
-from jaxrag.engine.scheduler import Entry, Need, Scheduler, SchedulerSettings, Status
+from jaxrag.engine.scheduler import Entry, Need, RequestStatus, Scheduler, SchedulerSettings
 from jaxrag.kv.cache import PageAllocator
 
 
@@ -44,7 +44,7 @@ def decoding(found, *chosen):
     found.admit(0.0)
     while (number := found.next_prefill()) is not None:
         found.prefilled(number)
-    assert all(found.live[number].status is Status.DECODE for number in chosen)
+    assert all(found.live[number].status is RequestStatus.DECODE for number in chosen)
 
 
 # ------------------------------------------------------------------ one request, one chunk
@@ -60,11 +60,11 @@ def test_the_life_of_a_request():
     assert found.staged("a", 20) == [0]
     assert found.next_prefill() == 0 and found.occupancy == {"full": 1}
     found.prefilled(0, indexing=True)
-    assert found.counts[Status.INDEXING] == 1
+    assert found.counts[RequestStatus.INDEXING] == 1
     found.indexed(0)
     found.generated(0, 5)
     assert found.service[""] == 10 + 2 * 5
-    assert found.finish(0, "finished") is Status.DECODE
+    assert found.finish(0, "finished") is RequestStatus.DECODE
     assert found.finish(0, "finished") is None
     assert found.ended == {"finished": 1} and not found.live and not found.occupancy
     found.check()
@@ -79,13 +79,13 @@ def test_a_chunk_is_loaded_once_and_everybody_waits_for_it_alone():
     assert found.staged("a", 20) == [1]
     assert found.next_prefill() == 1
     found.submit(entry(2, chunks={"a": 2}), 0.0)
-    assert found.admit(0.0)[0].loads == () and found.live[2].status is Status.READY
+    assert found.admit(0.0)[0].loads == () and found.live[2].status is RequestStatus.READY
 
 
 def test_a_load_outlives_those_who_wait_for_it():
     found = scheduler_of(4, entry(0, chunks={"a": 2}))
     found.admit(0.0)
-    assert found.finish(0, "cancelled") is Status.LOADING
+    assert found.finish(0, "cancelled") is RequestStatus.LOADING
     found.check()
     found.submit(entry(1, own=3), 0.0)
     assert found.admit(0.0) == []  # the load still writes to its two pages
@@ -106,9 +106,9 @@ def test_who_misses_a_chunk_is_asked_again_and_keeps_its_place():
     refused.add("a")
     assert found.refused("a") == [0]
     found.check()
-    assert found.live[0].status is Status.WAITING
+    assert found.live[0].status is RequestStatus.WAITING
     assert found.staged("b", 16) == []  # its other load comes to its end
-    assert found.finish(1, "finished") is Status.READY
+    assert found.finish(1, "finished") is RequestStatus.READY
     assert numbers(found.admit(0.0)) == [0, 2] and found.service[""] == 30  # charged once each
 
 
@@ -145,7 +145,7 @@ def test_what_outgrows_the_pool_stands_in_nobodys_way():
     assert numbers(found.admit(0.0)) == [2]
     assert found.outgrown() == [0] and growing.blocked is None
     found.check()
-    assert found.finish(0, "failed") is Status.WAITING and found.outgrown() == []
+    assert found.finish(0, "failed") is RequestStatus.WAITING and found.outgrown() == []
 
 
 def test_a_full_queue_says_which_bound_it_met():
@@ -374,7 +374,7 @@ def test_a_better_class_takes_pages_of_the_worst_and_no_more_than_it_needs():
     assert found.victims(0.0) == []  # it is on its way
     assert found.admit(0.0) == []
     found.swapped(1)
-    assert found.live[1].status is Status.SWAPPED and found.live[1].row is None
+    assert found.live[1].status is RequestStatus.SWAPPED and found.live[1].row is None
     found.check()
     assert numbers(found.admit(0.0)) == [3]
     found.finish(3, "finished")
@@ -474,7 +474,7 @@ def test_who_is_finished_while_it_is_swapped_is_gone():
     found.submit(entry(1), 0.0)
     found.admit(0.0)
     assert found.victims(0.0) == [0]
-    assert found.finish(0, "cancelled") is Status.SWAPPING
+    assert found.finish(0, "cancelled") is RequestStatus.SWAPPING
     found.swapped(0)
     found.check()
     assert numbers(found.admit(0.0)) == [1]
@@ -487,7 +487,7 @@ def test_a_lost_pool_sends_everybody_back_in_order():
     found.next_prefill()
     found.reset(PageAllocator(8))
     found.check()
-    assert found.counts[Status.WAITING] == 4 and found.occupancy == {"full": 0}
+    assert found.counts[RequestStatus.WAITING] == 4 and found.occupancy == {"full": 0}
     found.submit(entry(4), 0.0)
     assert [(it.number, it.loads) for it in found.admit(0.0)] == [
         (0, ("a",)),
@@ -549,7 +549,7 @@ def test_tenants_that_wait_are_served_alike(costs, weights, rows):
         running = numbers(found.admit(0.0))
         for number in running:
             found.generated(number, answers[number])
-        waiting = {it.tenant for it in found.live.values() if it.status is Status.WAITING}
+        waiting = {it.tenant for it in found.live.values() if it.status is RequestStatus.WAITING}
         served = [found.service[tenant] for tenant in waiting]
         assert not served or max(served) - min(served) <= bound
         for number in running:
@@ -561,8 +561,8 @@ def test_tenants_that_wait_are_served_alike(costs, weights, rows):
 PAGES = 12
 SIZES = {"a": 1, "b": 2, "c": 3, "d": 1, "e": 4, "f": 2}
 LANES = {"full": 3, "flat": 1, None: 0}
-RUNNING = {Status.PREFILL, Status.INDEXING, Status.DECODE}
-QUEUED = {Status.WAITING, Status.SWAPPED}
+RUNNING = {RequestStatus.PREFILL, RequestStatus.INDEXING, RequestStatus.DECODE}
+QUEUED = {RequestStatus.WAITING, RequestStatus.SWAPPED}
 
 
 class Serving(RuleBasedStateMachine):
@@ -735,7 +735,7 @@ class Serving(RuleBasedStateMachine):
             self.refused.add(key)
             waiting = {n for n, it in self.scheduler.live.items() if key in it.missing}
             assert set(self.scheduler.refused(key)) == waiting
-            assert all(self.scheduler.live[n].status is Status.WAITING for n in waiting)
+            assert all(self.scheduler.live[n].status is RequestStatus.WAITING for n in waiting)
 
     @rule()
     def store_again(self):
@@ -744,7 +744,7 @@ class Serving(RuleBasedStateMachine):
     @rule()
     def prefill(self):
         live = self.scheduler.live.values()
-        ready = [it for it in live if it.status is Status.READY]
+        ready = [it for it in live if it.status is RequestStatus.READY]
         rows = Counter(it.lane for it in live if it.row is not None)
         number = self.scheduler.next_prefill()
         for lane in LANES:
@@ -768,33 +768,33 @@ class Serving(RuleBasedStateMachine):
 
     @rule()
     def index(self):
-        for number in self.status(Status.INDEXING)[:1]:
+        for number in self.status(RequestStatus.INDEXING)[:1]:
             self.scheduler.indexed(number)
 
     @rule(count=st.integers(1, 8))
     def generate(self, count):
-        for number in self.status(Status.DECODE):
+        for number in self.status(RequestStatus.DECODE):
             self.scheduler.generated(number, count)
 
     @rule()
     def preempt(self):
-        decoding = self.status(Status.DECODE)
-        wanting = self.status(Status.READY, *QUEUED)
+        decoding = self.status(RequestStatus.DECODE)
+        wanting = self.status(RequestStatus.READY, *QUEUED)
         best = min((self.scheduler.live[n].priority for n in wanting), default=9)
         victims = self.scheduler.victims(self.now)
         for number in victims:
             found = self.scheduler.live[number]
             self.swaps[number] += 1
-            assert number in decoding and found.status is Status.SWAPPING
+            assert number in decoding and found.status is RequestStatus.SWAPPING
             assert found.swappable and found.priority > best
             assert self.swaps[number] == found.preemptions <= self.settings.max_preemptions
         assert self.scheduler.victims(self.now) == []  # they are enough
 
     @rule()
     def swap(self):
-        for number in self.status(Status.SWAPPING)[:1]:
+        for number in self.status(RequestStatus.SWAPPING)[:1]:
             self.scheduler.swapped(number)
-            assert self.scheduler.live[number].status is Status.SWAPPED
+            assert self.scheduler.live[number].status is RequestStatus.SWAPPED
 
     @rule()
     def finish(self):
@@ -824,12 +824,14 @@ class Serving(RuleBasedStateMachine):
         if not lost:
             return
         self.allocator = PageAllocator(PAGES)
-        swapped = self.status(Status.SWAPPED)
+        swapped = self.status(RequestStatus.SWAPPED)
         self.scheduler.reset(self.allocator)
         self.loads.clear()
         self.outgrown.clear()
-        assert self.status(Status.SWAPPED) == swapped
-        assert len(self.scheduler.live) == self.scheduler.counts[Status.WAITING] + len(swapped)
+        assert self.status(RequestStatus.SWAPPED) == swapped
+        assert len(self.scheduler.live) == self.scheduler.counts[RequestStatus.WAITING] + len(
+            swapped
+        )
 
     # what holds after every event
 
@@ -849,7 +851,12 @@ class Serving(RuleBasedStateMachine):
             inside = [it for it in live.values() if it.lane == lane and it.row is not None]
             assert len({it.row for it in inside}) == len(inside) <= rows
             assert len(inside) < 2 or not any(it.alone for it in inside)
-            hungry = {Status.WAITING, Status.SWAPPED, Status.LOADING, Status.READY}
+            hungry = {
+                RequestStatus.WAITING,
+                RequestStatus.SWAPPED,
+                RequestStatus.LOADING,
+                RequestStatus.READY,
+            }
             mine = [it for it in live.values() if it.lane == lane]
             assert self.scheduler.hungry(lane) == any(it.status in hungry for it in mine)
 

@@ -16,7 +16,7 @@ from jaxrag.library.knowledge_base.search import SearchMode
 from jaxrag.reuse.decode import DECODE_RULES
 from jaxrag.reuse.methods import Misses
 from jaxrag.serve.ask import Ask
-from jaxrag.serve.generate import Options
+from jaxrag.serve.generate import AskFields
 from jaxrag.server.fields import Body, asked_of
 
 FIELDS = {field.name: field for field in dataclasses.fields(Ask)}
@@ -28,7 +28,7 @@ SAID = {
 
 
 def test_python_takes_every_field():
-    assert set(typing.get_type_hints(Options)) == {"kb", "documents", "model", *FIELDS}
+    assert set(typing.get_type_hints(AskFields)) == {"kb", "documents", "model", *FIELDS}
 
 
 @pytest.mark.parametrize("function", [generate, agenerate])

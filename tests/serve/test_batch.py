@@ -20,7 +20,7 @@ from jaxrag.serve import batch
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.batch import answer_file, question_seed
 from jaxrag.serve.batch_files import AnswerFile, settings_path
-from jaxrag.serve.question_files import BadQuestion, Question, QuestionFile
+from jaxrag.serve.question_files import BadQuestion, FileQuestion, QuestionFile
 from jaxrag.serve.questions import resolve
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "generate.py"
@@ -311,7 +311,7 @@ def test_bad_lines_have_a_name_and_a_reason(tmp_path, raw, name, words):
     assert isinstance(bad, BadQuestion)
     assert bad.id == name
     assert words in bad.reason
-    assert fine == Question(3, "fine", None)
+    assert fine == FileQuestion(3, "fine", None)
 
 
 def test_questions_are_split_by_line(tmp_path):

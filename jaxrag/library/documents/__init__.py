@@ -6,16 +6,16 @@ never costs the others.
 """
 
 from jaxrag.library.documents.document import BadDocument, Document, document_from_mapping, text_id
-from jaxrag.library.documents.intake import Intake, Shard, Source
+from jaxrag.library.documents.intake import DocumentSource, Intake, Shard
 from jaxrag.library.documents.paths import DocumentFiles, read_paths
 
 __all__ = [
     "BadDocument",
     "Document",
     "DocumentFiles",
+    "DocumentSource",
     "Intake",
     "Shard",
-    "Source",
     "document_from_mapping",
     "read_paths",
     "text_id",

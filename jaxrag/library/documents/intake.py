@@ -13,7 +13,7 @@ from jaxrag.library.documents.document import BadDocument, Document, document_fr
 from jaxrag.library.documents.parser import ParseLimits, Parser
 from jaxrag.library.documents.paths import DocumentFiles, read_paths
 
-Source = Document | BadDocument | str | Path | Mapping[str, Any]
+DocumentSource = Document | BadDocument | str | Path | Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Intake:
       passed: files of folders that hold no text by their nature, so far.
     """
 
-    def __init__(self, given: Iterable[Source], shard: Shard) -> None:
+    def __init__(self, given: Iterable[DocumentSource], shard: Shard) -> None:
         """Refuse with DocumentError what is one document and not a list of them."""
         one = isinstance(given, str | bytes | Path | Document | Mapping)
         if one or not isinstance(given, Iterable):
@@ -136,7 +136,9 @@ class Intake:
         with Parser(ParseLimits()) as parser:
             yield from self._listed(self._given, parser)
 
-    def _listed(self, given: Iterable[Source], parser: Parser) -> Iterator[Document | BadDocument]:
+    def _listed(
+        self, given: Iterable[DocumentSource], parser: Parser
+    ) -> Iterator[Document | BadDocument]:
         for index, item in enumerate(given):
             self._index = index
             where = f"documents[{index}]"

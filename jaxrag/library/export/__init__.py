@@ -4,8 +4,8 @@ from jaxrag.library.export.bundle import (
     Bundle,
     ChunkSelector,
     ExportedChunk,
+    ExportSelection,
     KeyPlacement,
-    Selection,
 )
 from jaxrag.library.export.export import (
     FORMATS,
@@ -23,9 +23,9 @@ __all__ = [
     "ChunkSelector",
     "ExportReport",
     "ExportRequest",
+    "ExportSelection",
     "ExportedChunk",
     "KeyPlacement",
-    "Selection",
     "export_bundles",
     "export_selected",
 ]

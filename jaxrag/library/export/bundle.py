@@ -155,7 +155,7 @@ def read(store: KVStore, bundle: Bundle) -> HostArray:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Selection:
+class ExportSelection:
     """Chunks in the order they were asked for, and the documents they come from."""
 
     pieces: tuple[ExportedChunk, ...]
@@ -184,7 +184,7 @@ class ChunkSelector:
     encoder: str
     prefix: ExportedChunk | None
 
-    def documents(self, document_ids: Iterable[str] | None) -> Selection:
+    def documents(self, document_ids: Iterable[str] | None) -> ExportSelection:
         """Every chunk of these documents, or of all.
 
         Raises KnowledgeBaseError for an unknown document, or one without KV of this encoder.
@@ -194,12 +194,12 @@ class ChunkSelector:
         entries = [self._document(name) for name in dict.fromkeys(document_ids)]
         return self._select((entry, self.catalog.chunks(entry.id)) for entry in entries)
 
-    def matching(self, where: Filter | None) -> Selection:
+    def matching(self, where: Filter | None) -> ExportSelection:
         """Every chunk of the documents whose metadata matches; see ``documents``."""
         entries = self.catalog.documents(where)
         return self._select((entry, self.catalog.chunks(entry.id)) for entry in entries)
 
-    def hits(self, hits: Sequence[Hit]) -> Selection:
+    def hits(self, hits: Sequence[Hit]) -> ExportSelection:
         """The chunks of a search, in the order in which the template puts them into a prompt."""
         ordered = self.template.arrange(hits)
         chosen = []
@@ -208,7 +208,7 @@ class ChunkSelector:
             chosen.append((self._document(hit.document_id), [chunks[hit.chunk_index]]))
         return self._select(chosen)
 
-    def keys(self, keys: Iterable[str]) -> Selection:
+    def keys(self, keys: Iterable[str]) -> ExportSelection:
         """Chunks by their keys in the store, of whatever encoder.
 
         A key that no chunk of the catalog has is exported without token ids, as its chunk is known
@@ -225,9 +225,9 @@ class ChunkSelector:
                     part = selector._select([(entry, [chunks[number] for number in wanted])])
                     pieces |= {piece.key: piece for piece in part.pieces}
                     documents += part.documents
-        return Selection(tuple(pieces.values()), tuple(documents))
+        return ExportSelection(tuple(pieces.values()), tuple(documents))
 
-    def joined(self, selection: Selection, question: str | None) -> Bundle:
+    def joined(self, selection: ExportSelection, question: str | None) -> Bundle:
         """The selected chunks behind the template's prefix, as they stand in one prompt.
 
         With a question, the final block's token ids go with them.
@@ -240,7 +240,7 @@ class ChunkSelector:
         final = None if question is None else self.template.final_ids(self.tokenizer, question)
         return Bundle(PROMPT, pieces, question, final)
 
-    def _select(self, chosen: Iterable[tuple[DocumentEntry, Sequence[Chunk]]]) -> Selection:
+    def _select(self, chosen: Iterable[tuple[DocumentEntry, Sequence[Chunk]]]) -> ExportSelection:
         pieces: list[ExportedChunk] = []
         documents: dict[str, dict[str, Any]] = {}
         for entry, chunks in chosen:
@@ -264,7 +264,7 @@ class ChunkSelector:
                         "page": chunk.page,
                     }
                 )
-        return Selection(tuple(pieces), tuple(documents.values()))
+        return ExportSelection(tuple(pieces), tuple(documents.values()))
 
     def _document(self, document_id: str) -> DocumentEntry:
         entry = self.catalog.document(document_id)

@@ -16,8 +16,8 @@ from jaxrag.library.catalog import Hit
 from jaxrag.library.export.bundle import (
     Bundle,
     ChunkSelector,
+    ExportSelection,
     KeyPlacement,
-    Selection,
     describe,
     find_records,
 )
@@ -262,7 +262,7 @@ class ExportRequest:
         first = 0 if self.first_position is None and rotate else self.first_position
         return KeyPlacement(config, first)
 
-    def select(self, selector: ChunkSelector) -> Selection:
+    def select(self, selector: ChunkSelector) -> ExportSelection:
         """The chunks. Raises KnowledgeBaseError for what the catalog does not hold."""
         if self.question is not None:
             return selector.hits(self.hits)

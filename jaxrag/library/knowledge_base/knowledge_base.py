@@ -12,7 +12,7 @@ from jaxrag.base.tables import require_kind
 from jaxrag.kv.store.chunk_store import Mode
 from jaxrag.kv.store.prefetch import Tier
 from jaxrag.library.catalog import DocumentEntry
-from jaxrag.library.documents import DocumentFiles, Intake, Shard, Source, read_paths
+from jaxrag.library.documents import DocumentFiles, DocumentSource, Intake, Shard, read_paths
 from jaxrag.library.export import (
     ChunkSelector,
     ExportedChunk,
@@ -115,7 +115,7 @@ class KnowledgeBase(Maintained):
             document again, or ``verify(repair=True)``, makes its chunks'.
           retriever: an object whose ``search`` is asked instead (retrieve.base.Retriever), a
             retriever of LangChain or LlamaIndex, or the name of one that an installed package
-            announces (retrieve.plugins).
+            announces (retrieve.adapters).
           reranker: scores (question, texts) of more candidates than are wanted, to sort them by.
           mode: "r" changes no document and no stored KV: chunks that a method has to encode are
             used and not kept. None means "rw" where a model is given and the folder can be written.
@@ -149,7 +149,7 @@ class KnowledgeBase(Maintained):
 
     def add(
         self,
-        documents: Iterable[Source],
+        documents: Iterable[DocumentSource],
         *,
         progress: bool = False,
         shard: tuple[int, int] | None = None,
@@ -185,7 +185,7 @@ class KnowledgeBase(Maintained):
 
     def _add(
         self,
-        documents: Iterable[Source],
+        documents: Iterable[DocumentSource],
         removes: _Removes,
         *,
         progress: bool,
@@ -269,7 +269,7 @@ class KnowledgeBase(Maintained):
             self._finish_removals()
         return dataclasses.replace(report, removed=removed, gone=left, kept=found.kept)
 
-    def update(self, documents: Iterable[Source], *, progress: bool = False) -> AddReport:
+    def update(self, documents: Iterable[DocumentSource], *, progress: bool = False) -> AddReport:
         """Replace documents by others of the same ids; ``add`` by another name."""
         return self.add(documents, progress=progress)
 

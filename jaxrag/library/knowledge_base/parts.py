@@ -91,7 +91,7 @@ class Parts:
 
     @property
     def chunks(self) -> Chunks:
-        """What a retriever may ask about chunks (retrieve.adapters, retrieve.plugins)."""
+        """What a retriever may ask about chunks (retrieve.adapters, retrieve.adapters)."""
         catalog = self._catalog
         return CatalogChunks(catalog.texts, catalog.ids_of_document, catalog.search)
 

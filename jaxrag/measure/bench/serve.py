@@ -39,9 +39,9 @@ from jaxrag.measure.bench.serve_arms import FULL, Arm, arms_of
 from jaxrag.measure.bench.serve_client import offer, offer_http
 from jaxrag.measure.bench.serve_http import HTTP, IN_PROCESS, OwnServer, own_server
 from jaxrag.measure.bench.serve_peer import HttpPeer, vllm
-from jaxrag.measure.bench.serve_records import Served, highest_rate, ratios, summary
-from jaxrag.measure.bench.serve_workload import Asked, draw, like
-from jaxrag.measure.bench.throttle import Link, Throttled
+from jaxrag.measure.bench.serve_records import ServedRequest, highest_rate, ratios, summary
+from jaxrag.measure.bench.serve_workload import AskedRequest, draw, like
+from jaxrag.measure.bench.throttle import SlowLink, Throttled
 from jaxrag.measure.machine import describe
 from jaxrag.measure.rounds import settle
 from jaxrag.measure.zoo import SMALL_LLAMA
@@ -160,7 +160,7 @@ class Bench:
         self._prepare(arm.resolved, traffic or self.options.traffic)
         engine = self._warm(arm)
         speed = self.options.link if arm.link is None else arm.link
-        link = Link(speed) if speed else None
+        link = SlowLink(speed) if speed else None
         store = self._store if link is None else Throttled(self._store, link)
         before = engine.compiled.copy()
         request_of = functools.partial(self._request, store, arm.resolved)
@@ -215,10 +215,10 @@ class Bench:
         method, asked = arms_of("asynchronous")[0].resolved, self._draw(self.options.traffic)
         engine = self._engine(EngineSettings())
 
-        def request_of(one: Asked) -> Request:
+        def request_of(one: AskedRequest) -> Request:
             return self._request(engine.memory, method, one)
 
-        def ask(some: Sequence[Asked], at: float) -> list[Served]:
+        def ask(some: Sequence[AskedRequest], at: float) -> list[ServedRequest]:
             return offer(engine, some, at, request_of, self.options.patience)
 
         _complete(ask(self._primes(), math.inf))
@@ -244,7 +244,7 @@ class Bench:
         """The same requests to a server that has met these documents before."""
         body_of = functools.partial(server.body, salt="")
 
-        def ask(some: Sequence[Asked], at: float) -> list[Served]:
+        def ask(some: Sequence[AskedRequest], at: float) -> list[ServedRequest]:
             return offer_http(server.url, some, at, body_of, self.options.patience)
 
         _complete(ask(self._primes(), math.inf))
@@ -257,7 +257,7 @@ class Bench:
         compiled = sorted((Counter(server.programs()) - before).elements())
         return self._row(HTTP, rate, served) | {"compiled": compiled, "read_bytes": None}
 
-    def _primes(self) -> list[Asked]:
+    def _primes(self) -> list[AskedRequest]:
         """Requests for all documents, then some of every length of an answer."""
         traffic, vocabulary = self.options.traffic, self._model.config.vocab_size
         every = [dataclasses.replace(it, tokens=1) for it in self._draw(traffic)]
@@ -278,21 +278,23 @@ class Bench:
         theirs = _same([full[0], *peers]) if full and any(map(_told, peers)) else None
         return {"arms": min(ours, default=None), "peer_as_full": theirs}
 
-    def _row(self, name: str, rate: float, served: list[Served]) -> dict[str, Any]:
+    def _row(self, name: str, rate: float, served: list[ServedRequest]) -> dict[str, Any]:
         """A row of the result; its rate is None where all came at once."""
         known = None if math.isinf(rate) else rate
         return {"arm": name, "rate": known, **summary(served, self.options.slo)}
 
-    def _keep(self, name: str, rate: float, method: Method | None, served: list[Served]) -> None:
+    def _keep(
+        self, name: str, rate: float, method: Method | None, served: list[ServedRequest]
+    ) -> None:
         """Remember the answers, to compare them."""
         if method is not None:
             self._methods[name] = method
         self._answers[name, rate] = {at: it.ids for at, it in enumerate(served) if it.complete}
 
-    def _draw(self, traffic: Traffic) -> list[Asked]:
+    def _draw(self, traffic: Traffic) -> list[AskedRequest]:
         return draw(traffic, self._model.config.vocab_size)
 
-    def _request(self, store: KVStore, method: Method, asked: Asked) -> Request:
+    def _request(self, store: KVStore, method: Method, asked: AskedRequest) -> Request:
         return Request(
             asked.prompt, store, method, asked.tokens,
             rows=self.options.rows, watched=self.options.watched, tenant=asked.tenant,
@@ -334,7 +336,7 @@ class Bench:
         return engine
 
 
-def _complete(served: Sequence[Served]) -> None:
+def _complete(served: Sequence[ServedRequest]) -> None:
     """RequestError unless all were answered in full."""
     if lost := [it.error for it in served if not it.complete]:
         raise RequestError(

@@ -16,13 +16,13 @@ from jaxrag.base.errors import RequestError
 from jaxrag.engine.engine import Engine
 from jaxrag.engine.progress import Progress
 from jaxrag.engine.request import Request
-from jaxrag.measure.bench.serve_records import Served
-from jaxrag.measure.bench.serve_workload import Asked
+from jaxrag.measure.bench.serve_records import ServedRequest
+from jaxrag.measure.bench.serve_workload import AskedRequest
 
 _LINE = 1 << 22  # bytes of one event at most
 
 
-class Refused(RequestError):
+class RefusedByServer(RequestError):
     """A status that is not 200.
 
     Attributes:
@@ -39,21 +39,21 @@ class Refused(RequestError):
 
 def offer(
     engine: Engine,
-    asked: Sequence[Asked],
+    asked: Sequence[AskedRequest],
     rate: float,
-    request_of: Callable[[Asked], Request],
+    request_of: Callable[[AskedRequest], Request],
     patience: float,
-) -> list[Served]:
+) -> list[ServedRequest]:
     """Send requests to an engine of this process when they are due; what became of each.
 
     What has no complete answer so many seconds after the last was sent is aborted, and lost.
     """
-    served = [Served(it.at(rate), it.tokens, it.tenant) for it in asked]
+    served = [ServedRequest(it.at(rate), it.tokens, it.tenant) for it in asked]
     requests = [request_of(it) for it in asked]
     left = threading.Semaphore(0)
     start = time.perf_counter()
 
-    def sink(one: Served) -> Callable[[Progress], None]:
+    def sink(one: ServedRequest) -> Callable[[Progress], None]:
         def told(progress: Progress) -> None:
             one.came(time.perf_counter() - start, len(progress.new), progress.new)
             if progress.error is not None:
@@ -85,33 +85,33 @@ def offer(
 
 def offer_http(
     url: str,
-    asked: Sequence[Asked],
+    asked: Sequence[AskedRequest],
     rate: float,
-    body_of: Callable[[Asked], Mapping[str, Any]],
+    body_of: Callable[[AskedRequest], Mapping[str, Any]],
     patience: float,
-) -> list[Served]:
+) -> list[ServedRequest]:
     """As ``offer``, to a server that speaks OpenAI's completions; ``url`` as http://HOST:PORT."""
     return asyncio.run(_offer_http(url, asked, rate, body_of, patience))
 
 
 async def _offer_http(
     url: str,
-    asked: Sequence[Asked],
+    asked: Sequence[AskedRequest],
     rate: float,
-    body_of: Callable[[Asked], Mapping[str, Any]],
+    body_of: Callable[[AskedRequest], Mapping[str, Any]],
     patience: float,
-) -> list[Served]:
-    served = [Served(it.at(rate), it.tokens, it.tenant) for it in asked]
+) -> list[ServedRequest]:
+    served = [ServedRequest(it.at(rate), it.tokens, it.tenant) for it in asked]
     bodies = [json.dumps(body_of(it)).encode() for it in asked]
     start = time.perf_counter()
 
-    async def ask(one: Served, body: bytes) -> None:
+    async def ask(one: ServedRequest, body: bytes) -> None:
         await asyncio.sleep(max(0.0, one.due - (time.perf_counter() - start)))
         try:
             async with asyncio.timeout(patience + one.due):
                 async for event in _events(url, body):
                     _take(one, event, time.perf_counter() - start)
-        except Refused as error:
+        except RefusedByServer as error:
             one.error = f"RequestError: {error}"
             one.status, one.retry_after = error.status, error.retry_after
         except TimeoutError:
@@ -123,7 +123,7 @@ async def _offer_http(
     return served
 
 
-def _take(one: Served, event: Mapping[str, Any], now: float) -> None:
+def _take(one: ServedRequest, event: Mapping[str, Any], now: float) -> None:
     """Count what an event brings."""
     if "error" in event:
         raise RequestError(f"the peer says {json.dumps(event['error'])[:300]}")
@@ -154,7 +154,7 @@ async def _events(url: str, body: bytes) -> AsyncIterator[dict[str, Any]]:
         lines = _lines(_chunks(reader) if headers.get("transfer-encoding") else _rest(reader))
         if status != 200:
             text = b" ".join([line async for line in lines]).decode(errors="replace")
-            raise Refused(status, headers, " ".join(text.split())[:300])
+            raise RefusedByServer(status, headers, " ".join(text.split())[:300])
         async for line in lines:
             name, _, data = line.partition(b":")
             if name == b"data" and data.strip() != b"[DONE]":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrag.measure.bench.serve_peer import HttpPeer, end, until_ready, write_model
-from jaxrag.measure.bench.serve_workload import Asked
+from jaxrag.measure.bench.serve_workload import AskedRequest
 from jaxrag.models.model import Model
 
 IN_PROCESS, HTTP = "in_process", "http"
@@ -38,7 +38,7 @@ class OwnServer(HttpPeer):
         [line] = [it for it in status.splitlines() if it.startswith("VmHWM:")]
         return int(line.split()[1]) << 10
 
-    def body(self, asked: Asked, salt: str) -> dict[str, Any]:
+    def body(self, asked: AskedRequest, salt: str) -> dict[str, Any]:
         """The request for exactly so many greedy tokens, streamed; chunks as documents."""
         return {
             "model": self.model,

@@ -24,7 +24,7 @@ import tokenizers
 from tokenizers import models
 
 from jaxrag.base.errors import RequestError
-from jaxrag.measure.bench.serve_workload import Asked
+from jaxrag.measure.bench.serve_workload import AskedRequest
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import Model
 from jaxrag.models.text import byte_level
@@ -60,7 +60,7 @@ class HttpPeer:
             about = {**about, "version": self._get("/version")["version"]}
         self.about = dict(about)
 
-    def body(self, asked: Asked, salt: str) -> dict[str, Any]:
+    def body(self, asked: AskedRequest, salt: str) -> dict[str, Any]:
         """The request for exactly so many greedy tokens, streamed."""
         prompt = asked.prompt
         ids = np.concatenate((prompt.prefix, *prompt.chunks, prompt.final))

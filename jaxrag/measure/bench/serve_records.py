@@ -15,7 +15,7 @@ PERCENTILES = (50, 95, 99)
 
 
 @dataclasses.dataclass
-class Served:
+class ServedRequest:
     """One request as its client saw it; times in seconds after the start.
 
     Attributes:
@@ -83,7 +83,7 @@ class Served:
         return self.complete and self.to_first < slo.first and self.per_token < slo.per_token
 
 
-def summary(served: Sequence[Served], slo: Slo) -> dict[str, Any]:
+def summary(served: Sequence[ServedRequest], slo: Slo) -> dict[str, Any]:
     """What the requests of one run say of a server, JSON-able.
 
     Times are those of the requests that were served in full; ``lost`` counts the others. ``good``
@@ -189,7 +189,7 @@ def ratios(rows: Sequence[Mapping[str, Any]], of: str) -> list[dict[str, Any]]:
     return found
 
 
-def _by_tenant(served: Sequence[Served]) -> list[float]:
+def _by_tenant(served: Sequence[ServedRequest]) -> list[float]:
     """Of every tenant the tokens of its complete answers over the seconds that it waited."""
     tokens: dict[str, int] = {}
     seconds: dict[str, float] = {}

@@ -23,7 +23,7 @@ _ARRIVALS, _DOCUMENTS, _REQUESTS = range(3)  # streams of random numbers
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Asked:
+class AskedRequest:
     """One request of the workload.
 
     Attributes:
@@ -45,7 +45,7 @@ class Asked:
         return 0.0 if math.isinf(rate) else self.due / rate
 
 
-def draw(traffic: Traffic, vocab_size: int) -> list[Asked]:
+def draw(traffic: Traffic, vocab_size: int) -> list[AskedRequest]:
     """All requests by time. The first n are the same whatever ``requests`` is."""
     library = documents(traffic, vocab_size)
     neighbours = [_neighbours(traffic, library, at) for at in range(traffic.documents)]
@@ -62,11 +62,11 @@ def draw(traffic: Traffic, vocab_size: int) -> list[Asked]:
             tuple(neighbours[at] for at in chosen),
         )
         tokens, tenant = int(rng.choice(traffic.answers)), f"tenant {rng.integers(traffic.tenants)}"
-        asked.append(Asked(number, due[number], prompt, tokens, tenant))
+        asked.append(AskedRequest(number, due[number], prompt, tokens, tenant))
     return asked
 
 
-def like(traffic: Traffic, vocab_size: int, count: int) -> list[Asked]:
+def like(traffic: Traffic, vocab_size: int, count: int) -> list[AskedRequest]:
     """Requests of every length of an answer, ``count`` of each, over documents of their own."""
     lengths = sorted(set(traffic.answers)) * count
     other = dataclasses.replace(

@@ -10,7 +10,7 @@ from jaxrag.kv.store.reading import ReadRequest
 from jaxrag.kv.store.wrapper import StoreWrapper
 
 
-class Link:
+class SlowLink:
     """So many bytes a second, one after the other, whoever asks. Safe to share between threads.
 
     Attributes:
@@ -54,7 +54,7 @@ class Throttled(StoreWrapper):
     puts are not slowed.
     """
 
-    def __init__(self, inner: KVStore, link: Link) -> None:
+    def __init__(self, inner: KVStore, link: SlowLink) -> None:
         """Read ``inner`` over ``link``."""
         super().__init__(inner)
         self.link = link

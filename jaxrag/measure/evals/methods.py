@@ -32,7 +32,7 @@ from jaxrag.measure.evals.statistics import (
     recovery,
     share,
 )
-from jaxrag.measure.evals.synthetic import ALL, Asked
+from jaxrag.measure.evals.synthetic import ALL, AskedSamples
 from jaxrag.measure.subject import described
 from jaxrag.models.model import load_model
 from jaxrag.models.text.progress import progress_bar
@@ -63,7 +63,7 @@ def run(options: MethodsOptions, progress: bool = True) -> dict[str, Any]:
     before anything is encoded.
     """
     cells = cells_of(options)
-    asked = Asked.of(draw(options.task, options.seed, options.questions))
+    asked = AskedSamples.of(draw(options.task, options.seed, options.questions))
     model = load_model(options.model, dtype=options.dtype)
     written = write(
         model, asked.samples, options.template, options.response_start, options.retrieve
@@ -138,7 +138,7 @@ def _deviation(pool: Pool, method: Method, count: int) -> dict[str, Any]:
     }
 
 
-def _groups(asked: Asked) -> dict[str, HostArray]:
+def _groups(asked: AskedSamples) -> dict[str, HostArray]:
     """Which questions are of each group, bool [Q]: all, by hops, by kind."""
     rows = asked.groups()
     hops = {name: np.isin(asked.kind, kinds) for name, kinds in HOPS.items()}
@@ -147,7 +147,7 @@ def _groups(asked: Asked) -> dict[str, HostArray]:
 
 def _cell(
     cell: Cell,
-    asked: Asked,
+    asked: AskedSamples,
     answers: Mapping[Method, Answers],
     deviations: Mapping[Method, Any],
 ) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def _normalised(
 
 
 def _differences(
-    cells: Sequence[Cell], asked: Asked, answers: Mapping[Method, Answers]
+    cells: Sequence[Cell], asked: AskedSamples, answers: Mapping[Method, Answers]
 ) -> list[dict[str, Any]]:
     """Paired: fusionrag behind neighbours against every other method at the same ratio."""
     rows = []
@@ -228,5 +228,5 @@ def _whole(cells: Sequence[Cell], answers: Mapping[Method, Answers]) -> list[dic
     return rows
 
 
-def _by_group(asked: Asked, estimate: Any, *values: HostArray) -> dict[str, Any]:
+def _by_group(asked: AskedSamples, estimate: Any, *values: HostArray) -> dict[str, Any]:
     return by_group(_groups(asked), asked.sample, estimate, *values)

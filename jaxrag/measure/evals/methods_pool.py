@@ -24,7 +24,7 @@ from jaxrag.reuse.methods import Method
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 
-Neighbours = tuple[tuple[HostArray, ...], ...]  # of every chunk of a sample
+PoolNeighbours = tuple[tuple[HostArray, ...], ...]  # of every chunk of a sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Pool:
     kbs: tuple[KnowledgeBase, ...]
     written: Written
     retrieve: int | None
-    _neighbours: dict[tuple[str, int], Neighbours] = dataclasses.field(default_factory=dict)
+    _neighbours: dict[tuple[str, int], PoolNeighbours] = dataclasses.field(default_factory=dict)
     _chosen: dict[tuple[int, str], Chosen] = dataclasses.field(default_factory=dict)
 
     def asked(
@@ -146,7 +146,7 @@ class Pool:
             self._chosen[number, question] = Chosen(tuple(ranked), tuple(placed))
         return self._chosen[number, question]
 
-    def _behind(self, encoder: str, sample: int) -> Neighbours:
+    def _behind(self, encoder: str, sample: int) -> PoolNeighbours:
         """What each chunk of a sample was encoded behind, as token ids."""
         if (encoder, sample) not in self._neighbours:
             kb, count = self._kb(sample), len(self.written.samples[sample].chunks)

@@ -7,7 +7,7 @@ from jaxrag.measure.evals.synthetic import ALL
 from jaxrag.measure.evals.synthetic_report import setting
 from jaxrag.measure.table import Table, percent, points
 
-Key = tuple[str, str | None]  # method and encoder: a row of the tables
+GroupKey = tuple[str, str | None]  # method and encoder: a row of the tables
 TITLES = {"exact_match": "exact match", "f1": "F1", "normalised_f1": "normalised F1"}
 NO_RATIO = "own"  # the column of what a method does by itself, without a ratio
 
@@ -93,7 +93,7 @@ def verdict(estimate: Mapping[str, float] | None) -> str:
 
 def _scores(result: Mapping[str, Any], metric: str, show: Any) -> Table:
     """Methods by ratios, of all questions."""
-    found: dict[Key, dict[float | None, str]] = {}
+    found: dict[GroupKey, dict[float | None, str]] = {}
     for cell in result["cells"]:
         value = cell[metric] if metric == "as_full_attention" else cell[metric][ALL]
         found.setdefault((cell["method"], cell["encoder"]), {})[cell["ratio"]] = show(value)

@@ -25,7 +25,7 @@ from jaxrag.measure.evals.statistics import difference, median, plain, share
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.serve.answers import Result, serve
 from jaxrag.serve.ask import Ask
-from jaxrag.serve.question_files import BadQuestion, Question, QuestionFile, is_texts
+from jaxrag.serve.question_files import BadQuestion, FileQuestion, QuestionFile, is_texts
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.serve.suits import suiting
 
@@ -44,7 +44,7 @@ class Probe:
       sources: ids of the documents that the answer stands in; empty where nobody says.
     """
 
-    question: Question
+    question: FileQuestion
     answers: tuple[str, ...]
     sources: tuple[str, ...]
 
@@ -59,7 +59,7 @@ def probes_of(questions: QuestionFile, kb: KnowledgeBase) -> tuple[Probe, ...]:
     return tuple(_probe(questions, it, known) for it in questions.entries(Shard()))
 
 
-def _probe(file: QuestionFile, question: Question | BadQuestion, known: set[str]) -> Probe:
+def _probe(file: QuestionFile, question: FileQuestion | BadQuestion, known: set[str]) -> Probe:
     where = f"{file.path}:{question.line}"
     if isinstance(question, BadQuestion):
         raise RequestError(f"{where}: {question.reason}")
@@ -85,7 +85,7 @@ def _probe(file: QuestionFile, question: Question | BadQuestion, known: set[str]
     return Probe(question, right, tuple(dict.fromkeys(sources or ())))
 
 
-def check_no_texts(file: QuestionFile, question: Question) -> None:
+def check_no_texts(file: QuestionFile, question: FileQuestion) -> None:
     """Refuse a question that brings texts of its own where chunks are retrieved: RequestError."""
     if question.documents is not None:
         raise RequestError(
@@ -94,7 +94,7 @@ def check_no_texts(file: QuestionFile, question: Question) -> None:
         )
 
 
-def _listed(question: Question, *names: str) -> Any:
+def _listed(question: FileQuestion, *names: str) -> Any:
     """What the line holds under the first of these names that it has; a text as a list."""
     value = next((question.record[name] for name in names if name in question.record), None)
     return [value] if isinstance(value, str) else value

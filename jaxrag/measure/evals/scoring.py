@@ -46,7 +46,7 @@ def _silent(done: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Read:
+class ReadMode:
     """One way to read a prompt: as a packed mask, and the preset that does it with cached KV."""
 
     full: bool
@@ -54,10 +54,10 @@ class Read:
     method: str
 
 
-READS: dict[str, Read] = {
-    "full": Read(full=True, positions="reordered", method="full_attention"),
-    "block": Read(full=False, positions="reordered", method="turborag"),
-    "composite": Read(full=False, positions="composite", method="turborag_composite"),
+READS: dict[str, ReadMode] = {
+    "full": ReadMode(full=True, positions="reordered", method="full_attention"),
+    "block": ReadMode(full=False, positions="reordered", method="turborag"),
+    "composite": ReadMode(full=False, positions="composite", method="turborag_composite"),
 }
 
 
@@ -137,7 +137,7 @@ def write(
     return written
 
 
-def scored(written: Written, read: Read, heard: Heard = _silent) -> HostArray:
+def scored(written: Written, read: ReadMode, heard: Heard = _silent) -> HostArray:
     """Exact match of every question, bool [Q], in order; ``heard`` counts samples.
 
     Raises RequestError for composite positions and a model with a sliding window.
@@ -179,7 +179,7 @@ def _evaluation(
     )
 
 
-def answered(written: Written, read: Read, count: int, heard: Heard = _silent) -> HostArray:
+def answered(written: Written, read: ReadMode, count: int, heard: Heard = _silent) -> HostArray:
     """Exact match of the first ``count`` questions, bool [count], each really answered.
 
     One request at a time, greedy, from the KV of chunks that were encoded ahead of it; ``heard``

@@ -26,7 +26,7 @@ ALL = "all"  # every kind of question
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class AskedSamples:
     """The questions of a run; arrays [Q]."""
 
     samples: tuple[Sample, ...]
@@ -35,7 +35,7 @@ class Asked:
     guess: HostArray  # float64, the shortcut's expected score
 
     @classmethod
-    def of(cls, samples: tuple[Sample, ...]) -> "Asked":
+    def of(cls, samples: tuple[Sample, ...]) -> "AskedSamples":
         """From the samples."""
         questions = [question for sample in samples for question in sample.questions]
         counts = [len(sample.questions) for sample in samples]
@@ -59,7 +59,7 @@ def run(options: SyntheticOptions, progress: bool = True) -> dict[str, Any]:
     All models are in memory at once. Raises RequestError, ModelError, TokenizerError or ConfigError
     for a model that cannot be asked.
     """
-    asked = Asked.of(draw(options.task, options.seed, options.questions))
+    asked = AskedSamples.of(draw(options.task, options.seed, options.questions))
     groups = asked.groups()
     written = {  # all of them before any work: the last one may be the one that cannot be asked
         name: write(
@@ -130,7 +130,10 @@ def _pairs(options: SyntheticOptions, baseline: str) -> list[tuple[ModelRead, Mo
 
 
 def _recoveries(
-    options: SyntheticOptions, baseline: str, asked: Asked, right: Mapping[ModelRead, HostArray]
+    options: SyntheticOptions,
+    baseline: str,
+    asked: AskedSamples,
+    right: Mapping[ModelRead, HostArray],
 ) -> list[dict[str, Any]]:
     """What each other model brings back of what the baseline loses, by read."""
     if FULL not in options.reads:

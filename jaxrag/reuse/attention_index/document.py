@@ -37,7 +37,7 @@ from jaxrag.reuse.attention_index.spec import (
 )
 
 IN_PLACE = (Exact, QueryLists)  # kinds that search keys wherever these lie
-Layer = tuple[AttentionIndex, ...]  # one index a KV head
+LayerIndexes = tuple[AttentionIndex, ...]  # one index a KV head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ def build_layer(
     *,
     k: int = 100,
     logarithmic: bool = False,
-) -> Layer:
+) -> LayerIndexes:
     """Index one layer of a document.
 
     Args:
@@ -152,7 +152,7 @@ def build_layer(
     return tuple(made)
 
 
-def layer_array(layer: Layer) -> HostArray:
+def layer_array(layer: LayerIndexes) -> HostArray:
     """The tables of a layer's indexes as one uint8 array (safetensors), without their keys."""
     named = {
         f"{head}.{name}": np.ascontiguousarray(array)
@@ -162,7 +162,7 @@ def layer_array(layer: Layer) -> HostArray:
     return np.frombuffer(safetensors.numpy.save(named), np.uint8).copy()
 
 
-def layer_arrays(layers: Sequence[Layer]) -> dict[str, HostArray]:
+def layer_arrays(layers: Sequence[LayerIndexes]) -> dict[str, HostArray]:
     """The auxiliary arrays of a chunk that hold its indexes, by name."""
     return {_name(number): layer_array(layer) for number, layer in enumerate(layers)}
 
@@ -214,7 +214,7 @@ def stored_spec(store: KVStore, key: str) -> Spec:
 
 def load_layer(
     store: KVStore, key: str, layer: int, rope: RopeConfig, *, in_place: bool = False
-) -> Layer:
+) -> LayerIndexes:
     """The indexes of one layer of a stored document, over keys at their places inside it.
 
     ``in_place``: those that can be searched over keys elsewhere (``IN_PLACE``) come without keys.

@@ -32,7 +32,7 @@ from jaxrag.reuse.attention_index import (
     open_index,
     rotated,
 )
-from jaxrag.reuse.decode.far.layer import FarAnswer, FarLayer, HostLayer, Task
+from jaxrag.reuse.decode.far.layer import FarAnswer, FarLayer, HostLayer, HostTask
 from jaxrag.reuse.decode.far.tickets import HostWork, crew
 from jaxrag.reuse.decode.footprint import Account, recall_of
 from jaxrag.reuse.decode.parts import Part
@@ -231,7 +231,7 @@ class HostSearch:
         ]
         begun.numbers |= {number for _, number, _ in rows}
         pieces = -(-self._workers // max(1, len(rows) * q.shape[1]))
-        todo: list[Task] = []
+        todo: list[HostTask] = []
         for row, number, far in rows:
             answer = FarAnswer(begun.out[row], begun.lse[row], [], [] if self.measure else None)
             begun.answers.append((number, answer))
@@ -343,7 +343,7 @@ class HostSearch:
         rope: RopeConfig,
     ) -> HostArray:
         out = np.full((*q.shape[:3], k), -1, np.int32)
-        todo: list[Task] = []
+        todo: list[HostTask] = []
         counted: list[tuple[int, Account]] = []
         for row, number in enumerate(numbers):
             if number == NO_REQUEST or position[row] < 0:  # a padding row, or one that is done

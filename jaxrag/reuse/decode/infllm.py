@@ -18,7 +18,7 @@ from jaxrag.base.types import HIDDEN, Array, HostArray, Partial
 from jaxrag.kv.placement import KVPlacement
 from jaxrag.models.attention import merge
 from jaxrag.reuse.attention_index import turned
-from jaxrag.reuse.decode.far import FarAnswer, FarLayer, HostPrompt, Task
+from jaxrag.reuse.decode.far import FarAnswer, FarLayer, HostPrompt, HostTask
 from jaxrag.reuse.decode.far.layer import gathered
 from jaxrag.reuse.decode.far.memory import HostMemory, Stretch, first_highest
 from jaxrag.reuse.decode.footprint import Account, Bytes
@@ -223,7 +223,7 @@ class BestBlocks(FarLayer):
         return self.shown.size + self.memory.kv_heads * read
 
     @override
-    def tasks(self, q: HostArray, position: int, answer: FarAnswer, pieces: int) -> list[Task]:
+    def tasks(self, q: HostArray, position: int, answer: FarAnswer, pieces: int) -> list[HostTask]:
         """Relevance of the blocks by KV head, then attention by KV head."""
         edge = position - self.recent
         if edge < self.sink:
@@ -249,7 +249,7 @@ class BestBlocks(FarLayer):
 
     def _choose(
         self, asked: HostArray, edge: int, answer: FarAnswer, parts: Sequence[HostArray]
-    ) -> Sequence[Task]:
+    ) -> Sequence[HostTask]:
         with answer.searching():
             relevance = np.sum(parts, axis=0)
             cut = (edge + 1 - self.sink) % self.block  # tokens of the block that the edge cuts

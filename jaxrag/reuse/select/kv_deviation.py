@@ -37,7 +37,7 @@ from jaxrag.reuse.select.base import (
     in_order,
 )
 
-Part = Literal["v", "k", "kv"]
+ComparedPart = Literal["v", "k", "kv"]
 
 _NOWHERE = np.iinfo(np.int32).max // 2  # a slot that no table has: what is written there is dropped
 
@@ -64,13 +64,13 @@ class KvDeviation(Selector):
 
     layers: tuple[int, ...] = (1,)
     widths: tuple[float, ...] = ()
-    part: Part = "v"
+    part: ComparedPart = "v"
     keep_fresh: bool = True
     name: str = dataclasses.field(default="kv_deviation", init=False)
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other."""
-        if self.part not in get_args(Part):
+        if self.part not in get_args(ComparedPart):
             raise RequestError(f"kv_deviation: part={self.part!r}: expected one of v, k, kv")
         if not self.layers or min(self.layers) < 1 or list(self.layers) != sorted(set(self.layers)):
             raise RequestError(
@@ -276,7 +276,7 @@ def _whole_check(
     prompts: _Prompts,
     copies: _Copies | None,
     layer: int,
-    part: Part,
+    part: ComparedPart,
 ) -> tuple[PagePool, Array]:
     """The pool, and the deviation [B, T] of prompts' KV in ``layer`` from that in their slots.
 
@@ -367,7 +367,7 @@ def _sparse_check(
     stale: _Where,
     copies: _Copies | None,
     layers: tuple[int, int],
-    part: Part,
+    part: ComparedPart,
 ) -> tuple[PagePool, Array]:
     """The pool, and the deviation [B, T] of tokens that see the cache and each other.
 
@@ -395,7 +395,7 @@ def _deviation(
     where: _Where,
     fresh: dict[str, Array],
     layer: Array | int,
-    part: Part,
+    part: ComparedPart,
 ) -> Array:
     """Squared difference of fresh k, v [B, T, K, H] from the cached, over heads and dims: [B, T].
 

@@ -24,7 +24,7 @@ from jaxrag.measure.bench.serve_client import offer_http
 from jaxrag.measure.bench.serve_http import HTTP, IN_PROCESS, OwnServer
 from jaxrag.measure.bench.serve_peer import HttpPeer, vllm, write_model
 from jaxrag.measure.bench.serve_records import (
-    Served,
+    ServedRequest,
     highest_rate,
     jain,
     percentiles,
@@ -34,7 +34,7 @@ from jaxrag.measure.bench.serve_records import (
 from jaxrag.measure.bench.serve_report import draw as plot
 from jaxrag.measure.bench.serve_report import markdown, report
 from jaxrag.measure.bench.serve_workload import documents, draw, like
-from jaxrag.measure.bench.throttle import Link, Throttled
+from jaxrag.measure.bench.throttle import SlowLink, Throttled
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import load_model, random_model
 from jaxrag.models.spec import init_params
@@ -138,7 +138,7 @@ def test_warm_requests_have_every_shape_and_no_document_of_the_workload():
 
 
 def record(due, first, last, tokens, wanted=None, **more):
-    one = Served(due, wanted or tokens, **more)
+    one = ServedRequest(due, wanted or tokens, **more)
     one.came(first, 1)
     one.came(last, tokens - 1)
     one.done = True
@@ -162,7 +162,7 @@ def test_times_count_from_when_a_request_was_due():
         (record(0, 1.0, 1.5, 11), False),  # the first token is late
         (record(0, 0.5, 1.6, 11), False),  # the others are
         (record(0, 0.5, 1.0, 11, wanted=12), False),  # one is missing
-        (Served(0, 3), False),
+        (ServedRequest(0, 3), False),
     ],
 )
 def test_what_is_good(served, good):
@@ -171,7 +171,7 @@ def test_what_is_good(served, good):
 
 def test_summary_of_hand_made_records():
     served = [record(0, 0.1, 0.3, 3, tenant="a"), record(1, 1.2, 5.2, 5, tenant="b")]
-    lost = Served(2, 3, "b", error="gone")
+    lost = ServedRequest(2, 3, "b", error="gone")
     lost.came(2.5, 1)
     found = summary([*served, lost], SLO)
     assert (found["requests"], found["lost"], found["errors"]) == (3, 1, ["gone"])
@@ -246,7 +246,7 @@ class Clock:
 
 def test_a_link_sends_one_after_the_other():
     clock = Clock()
-    link = Link(10.0, clock, clock.sleep)
+    link = SlowLink(10.0, clock, clock.sleep)
     first, second = link.book(20), link.book(10)
     assert (first, second, link.carried) == (102.0, 103.0, 30)
     link.wait(first)
@@ -258,7 +258,7 @@ def test_a_link_sends_one_after_the_other():
     link.wait(201.0)
     assert clock.slept == [2.0, 1.0]
     with pytest.raises(RequestError, match="expected more than 0"):
-        Link(0)
+        SlowLink(0)
 
 
 def test_a_throttled_store_is_the_store_and_sleeps_by_bytes(tiny_config):
@@ -269,7 +269,7 @@ def test_a_throttled_store_is_the_store_and_sleeps_by_bytes(tiny_config):
     key = chunk_key(model.fingerprint, record.content_id, record.context_id)
     clock = Clock()
     layout = model.kv_layout
-    store = Throttled(inner, Link(layout.nbytes(5) / 4, clock, clock.sleep))
+    store = Throttled(inner, SlowLink(layout.nbytes(5) / 4, clock, clock.sleep))
     kv = np.ones(layout.shape(5), layout.numpy_dtype)
     store.put(key, kv, record=record)
     assert clock.slept == []

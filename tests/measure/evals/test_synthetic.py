@@ -11,7 +11,7 @@ from jaxrag.measure.evals import synthetic as accuracy
 from jaxrag.measure.evals.options import ModelRead, SyntheticOptions
 from jaxrag.measure.evals.scoring import READS, draw
 from jaxrag.measure.evals.statistics import difference, recovery, share
-from jaxrag.measure.evals.synthetic import Asked, run
+from jaxrag.measure.evals.synthetic import AskedSamples, run
 from jaxrag.measure.evals.synthetic_report import tables
 from jaxrag.measure.table import page
 from jaxrag.tasks.synthetic import KINDS, describe
@@ -50,7 +50,7 @@ def verdicts(monkeypatch, village_model, rng):
 def test_every_figure_is_of_the_cells_it_names(verdicts):
     options, right = verdicts
     result = run(options, progress=False)
-    asked = Asked.of(draw(options.task, options.seed, 400))
+    asked = AskedSamples.of(draw(options.task, options.seed, 400))
     assert result["questions"]["all"] == 400 == sum(result["questions"][kind] for kind in KINDS)
     for cell in result["cells"]:
         values = right[ModelRead(cell["model"], cell["read"])]

@@ -48,7 +48,7 @@ class Reply:
 
 
 @dataclasses.dataclass(frozen=True)
-class Answers:
+class LongAnswers:
     """What one method answered: the replies and their scores [Q] float64, in the plan's order."""
 
     replies: list[Reply]
@@ -176,7 +176,7 @@ def _answer(
     settings: Mapping[tuple[str, str], Settings],
     items: Sequence[Item],
     progress: bool,
-) -> dict[str, Answers]:
+) -> dict[str, LongAnswers]:
     """What every method answered; ``settings`` by method and task.
 
     Prompts of one task and length are asked in batches, and every batch is prefilled once for all
@@ -204,7 +204,7 @@ def _answer(
                         found[name][place] = Reply(_text(settings[name, task], one), own)
                 bar.update(len(names) * len(places))
     return {
-        name: Answers(
+        name: LongAnswers(
             replies := [own[i] for i in range(len(items))], _scores(options, items, replies)
         )
         for name, own in found.items()
@@ -251,7 +251,10 @@ def placed_bytes(options: LongOptions, rule: DecodeRule, config: ModelConfig, to
 
 
 def _costs(
-    options: LongOptions, config: ModelConfig, items: Sequence[Item], answers: Mapping[str, Answers]
+    options: LongOptions,
+    config: ModelConfig,
+    items: Sequence[Item],
+    answers: Mapping[str, LongAnswers],
 ) -> list[dict[str, Any]]:
     """Of every method and length: the median of a step's seconds, tokens read, bytes."""
     costs = []
@@ -275,7 +278,7 @@ def _costs(
 
 
 def _tables(
-    options: LongOptions, items: Sequence[Item], answers: Mapping[str, Answers]
+    options: LongOptions, items: Sequence[Item], answers: Mapping[str, LongAnswers]
 ) -> dict[str, Any]:
     """Scores by task and length, by depth, and each method against the first."""
     task = np.array([item.task for item in items])
@@ -334,7 +337,7 @@ def _share(scores: HostArray) -> dict[str, float] | None:
     return plain(share(scores, np.arange(len(scores))))
 
 
-def _item(number: int, item: Item, answers: Mapping[str, Answers]) -> dict[str, Any]:
+def _item(number: int, item: Item, answers: Mapping[str, LongAnswers]) -> dict[str, Any]:
     return {
         "task": item.task,
         "length": item.length,

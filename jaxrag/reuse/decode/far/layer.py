@@ -22,7 +22,7 @@ from jaxrag.base.types import HostArray
 from jaxrag.reuse.decode.footprint import Account
 from jaxrag.reuse.decode.stored import Carried, StoredIndexes
 
-Task = Callable[[], "Sequence[Task] | None"]  # returns what is to be done after it
+HostTask = Callable[[], "Sequence[HostTask] | None"]  # returns what is to be done after it
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,7 +127,9 @@ class FarLayer(abc.ABC):
         return self.account.index_bytes
 
     @abc.abstractmethod
-    def tasks(self, q: HostArray, position: int, answer: FarAnswer, pieces: int) -> Sequence[Task]:
+    def tasks(
+        self, q: HostArray, position: int, answer: FarAnswer, pieces: int
+    ) -> Sequence[HostTask]:
         """What is to be done for the token at ``position``; together it fills the answer.
 
         Args:
@@ -155,14 +157,14 @@ class FarLayer(abc.ABC):
 
 
 def gathered(
-    parts: Sequence[Callable[[], Any]], after: Callable[[list[Any]], Sequence[Task] | None]
-) -> list[Task]:
+    parts: Sequence[Callable[[], Any]], after: Callable[[list[Any]], Sequence[HostTask] | None]
+) -> list[HostTask]:
     """Tasks for ``parts``; the one that ends last also hands all their results to ``after``."""
     results: list[Any] = [None] * len(parts)
     left = len(parts)
     lock = threading.Lock()
 
-    def task(number: int) -> Sequence[Task] | None:
+    def task(number: int) -> Sequence[HostTask] | None:
         nonlocal left
         results[number] = parts[number]()
         with lock:

@@ -8,7 +8,7 @@ from typing import override
 import numpy as np
 
 from jaxrag.base.types import HostArray
-from jaxrag.reuse.decode.far.layer import FarAnswer, FarLayer, HostPrompt, Task, gathered
+from jaxrag.reuse.decode.far.layer import FarAnswer, FarLayer, HostPrompt, HostTask, gathered
 from jaxrag.reuse.decode.far.memory import HostMemory, Stretch, highest, positions_of
 from jaxrag.reuse.decode.footprint import Account
 
@@ -23,7 +23,7 @@ class ByHead(FarLayer):
     memory: HostMemory
 
     @override
-    def tasks(self, q: HostArray, position: int, answer: FarAnswer, pieces: int) -> list[Task]:
+    def tasks(self, q: HostArray, position: int, answer: FarAnswer, pieces: int) -> list[HostTask]:
         """One of every KV head."""
         self.extend(position)
         asked = self.memory.ask(q, position)
@@ -54,14 +54,14 @@ class Scan(FarLayer):
         return max(0, position - self.recent + 1 - self.sink) * self.memory.kv_heads
 
     @override
-    def tasks(self, q: HostArray, position: int, answer: FarAnswer, pieces: int) -> list[Task]:
+    def tasks(self, q: HostArray, position: int, answer: FarAnswer, pieces: int) -> list[HostTask]:
         """Of every KV head parts of ``_PART`` blocks, whatever ``pieces`` are asked for.
 
         So the sums are the same whatever else is computed at the time.
         """
         stretches = self.memory.stretches(self.sink, position - self.recent + 1)
         asked = self.memory.ask(q, position) if stretches else q
-        todo: list[Task] = []
+        todo: list[HostTask] = []
         for head in range(self.memory.kv_heads if stretches else 0):
             parts = [
                 functools.partial(

@@ -15,7 +15,7 @@ from jaxrag.reuse.attention_index import Exact, FoundKeys, QueryLists, Searcher,
 from jaxrag.reuse.attention_index.index import AttentionIndex
 from jaxrag.reuse.attention_index.lists import distinct, nearest_lists
 from jaxrag.reuse.attention_index.spec import Trained, effort_of
-from jaxrag.reuse.decode.far.layer import FarAnswer, FarLayer, Task, gathered
+from jaxrag.reuse.decode.far.layer import FarAnswer, FarLayer, HostTask, gathered
 from jaxrag.reuse.decode.far.memory import HostMemory, highest
 from jaxrag.reuse.decode.far.scan import Pair, best_of
 from jaxrag.reuse.decode.footprint import Account, recall_of
@@ -241,7 +241,7 @@ class Searched(FarLayer):
         return self.memory.group * finders + tail * self.memory.kv_heads
 
     @override
-    def tasks(self, q: HostArray, position: int, answer: FarAnswer, pieces: int) -> list[Task]:
+    def tasks(self, q: HostArray, position: int, answer: FarAnswer, pieces: int) -> list[HostTask]:
         """Of every KV head its query heads in groups; of a group one for each finder.
 
         What a head gets does not depend on the groups.
@@ -250,7 +250,7 @@ class Searched(FarLayer):
             return []
         asked = self.memory.ask(q, position, self._offsets)
         tail = np.arange(self.end, position - self.recent + 1, dtype=np.int32)
-        todo: list[Task] = []
+        todo: list[HostTask] = []
         for kv_head, finders in enumerate(self.finders):
             groups = 1 if any(each.together for each in finders) else min(pieces, len(q[0]))
             for heads in np.array_split(np.arange(len(q[0])), groups):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from jaxrag.reuse.attention_index.faiss_objects import faiss_module, one_thread
-from jaxrag.reuse.decode.far.layer import Task
+from jaxrag.reuse.decode.far.layer import HostTask
 
 
 def crew(threads: int) -> ThreadPoolExecutor:
@@ -29,7 +29,7 @@ class HostWork:
 
     def __init__(self) -> None:
         """Nothing is to be done yet."""
-        self._tasks: deque[Task] = deque()
+        self._tasks: deque[HostTask] = deque()
         self._open = 0  # tasks that are queued or run
         self._running = 0  # threads that take tasks
         self._dropped = False
@@ -39,14 +39,14 @@ class HostWork:
         self.elapsed = 0.0
         self.waited = 0.0
 
-    def run(self, tasks: Sequence[Task]) -> None:
+    def run(self, tasks: Sequence[HostTask]) -> None:
         """Do all of it now, in this thread."""
         self._add(tasks)
         self._running = 1
         with one_thread():
             self._take()
 
-    def submit(self, tasks: Sequence[Task], threads: ThreadPoolExecutor, most: int) -> None:
+    def submit(self, tasks: Sequence[HostTask], threads: ThreadPoolExecutor, most: int) -> None:
         """Begin, on at most so many of the threads."""
         self._add(tasks)
         wanted = min(most, len(tasks))
@@ -85,7 +85,7 @@ class HostWork:
         if self._error is not None:
             raise self._error
 
-    def _add(self, tasks: Sequence[Task]) -> None:
+    def _add(self, tasks: Sequence[HostTask]) -> None:
         self._tasks.extend(tasks)
         self._open += len(tasks)
 
@@ -105,7 +105,7 @@ class HostWork:
                     if more or not self._open:
                         self._changed.notify_all()
 
-    def _next(self) -> Task | None:
+    def _next(self) -> HostTask | None:
         with self._changed:
             self._changed.wait_for(lambda: self._tasks or not self._open)
             if self._open:
