@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import ConfigError, RequestError
+from jaxrag.kv.placement import AWAY, ON_DEVICE, KVPlacement
 from jaxrag.measure.bench.decode import report, run
 from jaxrag.measure.bench.options import DecodeOptions, rules_of
 from jaxrag.reuse.attention_index import (
@@ -78,21 +79,21 @@ def test_formulas(tiny_config):
     assert kcache.host == 100 * per_token - kcache.device
     # layers, N rows a query head and one new row a KV head, dims, bytes
     assert kcache.bus == 2 * (8 * 6 + 2) * 10 * 4
-    flat = Flat(k=5, sink=4, recent=16).bytes(config, 100, "host")
+    flat = Flat(k=5, sink=4, recent=16).bytes(config, 100, AWAY)
     assert flat.device == 20 * per_token and flat.host == 100 * (per_token + 8 + 2 * 3)
     assert Flat(k=5, sink=4, recent=16).bytes(config, 100) == Dense().bytes(config, 100)
     window = rule_from("static_window:sink=4,recent=16")
-    assert window.bytes(config, 100, "host").device == flat.device
-    with pytest.raises(RequestError, match="'flat' reads V of every layer where K is"):
-        Flat().bytes(config, 100, "values")
+    assert window.bytes(config, 100, AWAY).device == flat.device
+    with pytest.raises(RequestError, match="'flat' reads V of every layer on the device"):
+        Flat().bytes(config, 100, KVPlacement(value_layers=1))
     with pytest.raises(RequestError, match="'topn' reads K and V on the device"):
-        TopN().bytes(config, 100, "host")
+        TopN().bytes(config, 100, AWAY)
     retrieval = rule_from("retrieval:sink=4,recent=16")
     rows = 80 * 2 * 3 * 10 * 4  # keys, KV heads, layers, dims, bytes: too few keys for lists
     assert index_bytes(retrieval.index, config, 80) == rows
     assert index_bytes(retrieval.index, config, 80, in_place=True) == 0
     assert retrieval.bytes(config, 100) == flat
-    assert retrieval.bytes(config, 100, "device").host == rows
+    assert retrieval.bytes(config, 100, ON_DEVICE).host == rows
     listed = dataclasses.replace(retrieval.index, exact_below=0)
     lists = 256 * 4 * (2048 + 10) * 3 * 2 * 3  # clusters, bytes, keys and dims, heads, layers
     assert index_bytes(listed, config, 80, in_place=True) == lists
