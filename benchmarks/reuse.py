@@ -72,7 +72,8 @@ from jaxrag.measure.zoo import llama, trained_tokenizer
 from jaxrag.models.model import Model, random_model
 from jaxrag.models.text.prompts import TEMPLATES
 from jaxrag.models.text.tokenizer import Tokenizer
-from jaxrag.serve.generate import Result, generate
+from jaxrag.serve.answers import Result
+from jaxrag.serve.generate import generate
 
 PAPER = {"storage_reduction": 0.710, "hit_rate": 0.779, "avoided": 0.823}
 TEMPLATE = TEMPLATES["turborag"]

@@ -26,7 +26,8 @@ from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.measure.machine import describe
 from jaxrag.measure.zoo import llama, trained_tokenizer
 from jaxrag.models.model import Model, random_model
-from jaxrag.serve.generate import Result, generate
+from jaxrag.serve.answers import Result
+from jaxrag.serve.generate import generate
 
 CHUNK_TOKENS = 128
 WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "larch", "maple")

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from jaxrag.base.errors import JaxragError
     from jaxrag.base.installed import __version__ as __version__
     from jaxrag.base.sharding import make_mesh
-    from jaxrag.engine.sampling import Sampling, SamplingParams
+    from jaxrag.engine.sampling import Sampling
+    from jaxrag.engine.sampling_params import SamplingParams
     from jaxrag.library.catalog import Hit
     from jaxrag.library.documents import Document, read_paths
     from jaxrag.library.knowledge_base import KnowledgeBase

@@ -22,7 +22,8 @@ from jaxrag.base.types import HIDDEN, Array, Step, on_host
 from jaxrag.engine.mapping import RequestState, batch_tables, carried_chunks
 from jaxrag.engine.request import DECODE_BLOCK, Request
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.engine.sampling import SamplingParams, sample
+from jaxrag.engine.sampling import sample
+from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.kv.cache import MIN_TABLE_PAGES, PAGE, PagePool, PageTable, table_width
 from jaxrag.kv.cache.host import HostValues
 from jaxrag.kv.placement import ON_DEVICE, KVPlacement

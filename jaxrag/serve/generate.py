@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict, Unpack, get_type_hints, overload
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.shapes import bucket
-from jaxrag.engine.sampling import SamplingParams
+from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.search import SearchMode
 from jaxrag.models.model import Model

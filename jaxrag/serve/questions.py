@@ -13,7 +13,7 @@ from jaxrag.base.tables import require_kind
 from jaxrag.base.types import HostArray
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request, check_length
-from jaxrag.engine.sampling import SamplingParams
+from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.kv.store import KVStore
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.neighbours import each_other

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from jaxrag.base.options import choices_of, kind_of
-from jaxrag.engine.sampling import SamplingParams
+from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.serve.ask import Ask, is_ids
 from jaxrag.serve.conversation import Passage, Text
 from jaxrag.server.errors import invalid

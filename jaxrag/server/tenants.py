@@ -29,12 +29,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from jaxrag.base.errors import ConfigError
+from jaxrag.base.errors import ConfigError, disk_errors
 from jaxrag.base.tables import build, read_toml
 from jaxrag.kv.store import MemoryStore
 from jaxrag.kv.store.keys import derive, is_hex
 from jaxrag.models.model import Model
-from jaxrag.server.durable import PRIVATE, REGISTRY, disk_errors, make_folder, write_durably
+from jaxrag.server.durable import PRIVATE, REGISTRY, make_folder, write_durably
 
 SECRET = "secret"  # file in the data folder
 EVERY = "*"  # in place of the name of a knowledge base

@@ -16,7 +16,7 @@ from jaxrag.base.errors import JaxragError, ModelError, RequestError
 from jaxrag.base.types import HostArray
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.engine.sampling import SamplingParams
+from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.kv.cache import PAGE
 from jaxrag.measure.bench.peer import Peer
 from jaxrag.measure.evals.gate import compare

@@ -23,7 +23,7 @@ from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.engine.sampling import SamplingParams
+from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.kv.cache import PagePool, PageTable
 from jaxrag.library.documents import Shard
 from jaxrag.library.knowledge_base import KnowledgeBase

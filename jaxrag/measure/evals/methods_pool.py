@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
-from jaxrag.engine.sampling import SamplingParams
+from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.library.documents import Document
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.measure.evals.options import MethodsOptions

@@ -15,7 +15,7 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.engine.sampling import SamplingParams
+from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.library.documents import Shard
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.measure.evals.gate import forced_logits

@@ -19,7 +19,7 @@ from jaxrag.base.types import HostArray
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import DECODE_BLOCK, Request
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.engine.sampling import SamplingParams
+from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.placement import ON_DEVICE
 from jaxrag.measure.evals.long.ask import Asker, Generated
