@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxrag.library.catalog import Hit
     from jaxrag.library.documents import Document, read_paths
     from jaxrag.library.knowledge_base import KnowledgeBase
-    from jaxrag.library.knowledge_base.ingest import AddReport
+    from jaxrag.library.knowledge_base.reports import AddReport
     from jaxrag.models.model import Model, load_model
     from jaxrag.models.text.prompts import TEMPLATES, PromptTemplate
     from jaxrag.reuse.methods import METHODS, Method
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "__version__": "jaxrag.base.installed",
-    "AddReport": "jaxrag.library.knowledge_base.ingest",
+    "AddReport": "jaxrag.library.knowledge_base.reports",
     "AsyncStream": "jaxrag.serve.answers",
     "Hit": "jaxrag.library.catalog",
     "Stream": "jaxrag.serve.answers",

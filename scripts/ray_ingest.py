@@ -22,7 +22,7 @@ from jaxrag.cli import run_command
 from jaxrag.cli.ingest import add_arguments, files_of, ingest, model_for, print_report
 
 if TYPE_CHECKING:
-    from jaxrag.library.knowledge_base.ingest import AddReport
+    from jaxrag.library.knowledge_base.reports import AddReport
 
 _PARTS_PER_ACTOR = 4  # so that a worker with long documents does not keep the others waiting
 

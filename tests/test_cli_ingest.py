@@ -12,7 +12,7 @@ import pytest
 from jaxrag.cli import main
 from jaxrag.library.documents import BadDocument
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.library.knowledge_base.ingest import AddReport
+from jaxrag.library.knowledge_base.reports import AddReport
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 

@@ -19,7 +19,7 @@ from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
     from jaxrag.library.documents import DocumentFiles, Shard
-    from jaxrag.library.knowledge_base.ingest import AddReport
+    from jaxrag.library.knowledge_base.reports import AddReport
     from jaxrag.models.model import Model
 
 

@@ -12,6 +12,7 @@ from jaxrag.base.options import option, parse_bytes, parse_count
 
 ChunkBy = Literal["tokens", "sentence", "markdown"]
 SimilarBy = Literal["vectors", "bm25"]
+DEFAULT_TOP_N = 10  # neighbours of a chunk: FusionRAG section 5.3.2
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,10 +21,11 @@ from jaxrag.library.export import (
     export_selected,
 )
 from jaxrag.library.knowledge_base import upkeep
-from jaxrag.library.knowledge_base.ingest import AddReport, Ingest, Turn
+from jaxrag.library.knowledge_base.ingest import Ingest, Turn
 from jaxrag.library.knowledge_base.location import open_catalog
 from jaxrag.library.knowledge_base.maintained import Maintained
 from jaxrag.library.knowledge_base.prepare import Cut, Preparer
+from jaxrag.library.knowledge_base.reports import AddReport
 from jaxrag.library.knowledge_base.search import Hits, Search, SearchMode
 from jaxrag.library.knowledge_base.settings import WantedSettings, find_folder
 from jaxrag.library.knowledge_base.upkeep import Gone, compare

@@ -14,14 +14,14 @@ from jaxrag.kv.store import ChunkStore, ReadThrough
 from jaxrag.library.catalog import Catalog
 from jaxrag.library.catalog.audit import RowsReport
 from jaxrag.library.knowledge_base import upkeep
-from jaxrag.library.knowledge_base.ingest import RefreshReport
-from jaxrag.library.knowledge_base.neighbours import DEFAULT_TOP_N, Neighbours, refresh
+from jaxrag.library.knowledge_base.neighbours import Neighbours, refresh
 from jaxrag.library.knowledge_base.parts import Parts
+from jaxrag.library.knowledge_base.reports import RefreshReport
 from jaxrag.library.knowledge_base.rows import Names, examine
 from jaxrag.library.knowledge_base.settings import find_folder
 from jaxrag.library.knowledge_base.upkeep import Claim
 from jaxrag.library.knowledge_base.vectors import ChunkVectors
-from jaxrag.library.options import SimilarBy
+from jaxrag.library.options import DEFAULT_TOP_N, SimilarBy
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.attention_index.document import indexes_nbytes

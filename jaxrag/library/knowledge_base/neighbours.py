@@ -30,10 +30,10 @@ import numpy as np
 from jaxrag.base.errors import StoreError
 from jaxrag.base.types import HostArray
 from jaxrag.library.catalog import Catalog, ChunkTokens
-from jaxrag.library.knowledge_base.ingest import RefreshReport
+from jaxrag.library.knowledge_base.reports import RefreshReport
 from jaxrag.library.knowledge_base.vectors import ChunkVectors
 from jaxrag.library.knowledge_base.writers import KeyWriter
-from jaxrag.library.options import SimilarBy
+from jaxrag.library.options import DEFAULT_TOP_N, SimilarBy
 from jaxrag.library.retrieve.base import NOTHING
 from jaxrag.library.retrieve.bm25 import BM25Snapshot
 from jaxrag.library.retrieve.lance import VectorIndex
@@ -41,8 +41,6 @@ from jaxrag.models.model import Model
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.encode import ChunkEncoding, ChunkInContext
-
-DEFAULT_TOP_N = 10  # FusionRAG section 5.3.2
 
 _BATCH = 64  # chunks between two commits
 _COUNTED = ("chunks", "encoded", "reused", "unchanged", "encoded_tokens", "context_tokens")

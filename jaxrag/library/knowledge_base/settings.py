@@ -16,9 +16,8 @@ from jaxrag.base.tables import require_kind
 from jaxrag.kv.store.keys import derive
 from jaxrag.kv.store.seal import Sealer
 from jaxrag.library.documents.chunking import Chunking
-from jaxrag.library.knowledge_base.neighbours import DEFAULT_TOP_N
 from jaxrag.library.knowledge_base.vectors import choose_embedder
-from jaxrag.library.options import KnowledgeBaseOptions, SimilarBy
+from jaxrag.library.options import DEFAULT_TOP_N, KnowledgeBaseOptions, SimilarBy
 from jaxrag.library.retrieve.lance import kind_named
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate, template_named

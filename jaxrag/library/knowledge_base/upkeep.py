@@ -21,9 +21,9 @@ from jaxrag.kv.store import ChunkStore, ReadThrough, Record
 from jaxrag.kv.store.owners import Owner, Owners, this_owner
 from jaxrag.library.catalog import Catalog, DocumentEntry
 from jaxrag.library.catalog.audit import RowsReport
-from jaxrag.library.knowledge_base.ingest import RefreshReport
 from jaxrag.library.knowledge_base.location import CATALOG
 from jaxrag.library.knowledge_base.neighbours import recorded_chunks
+from jaxrag.library.knowledge_base.reports import RefreshReport
 from jaxrag.library.knowledge_base.vectors import ChunkVectors
 from jaxrag.library.knowledge_base.writers import KeyWriter, Writers
 from jaxrag.models.text.progress import progress_bar

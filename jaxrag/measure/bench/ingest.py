@@ -31,6 +31,7 @@ from jaxrag.base.types import Array, HostArray, Tokens
 from jaxrag.library.documents import Document
 from jaxrag.library.documents.chunking import Chunking, split
 from jaxrag.library.knowledge_base import KnowledgeBase, ingest
+from jaxrag.library.knowledge_base.reports import RefreshReport
 from jaxrag.measure.bench.limits import matmul_peak
 from jaxrag.measure.bench.options import IngestOptions
 from jaxrag.measure.machine import describe
@@ -94,7 +95,7 @@ def run(options: IngestOptions) -> dict[str, Any]:
 class _Behind:
     """One round of encoding every chunk behind its neighbours."""
 
-    refreshed: ingest.RefreshReport
+    refreshed: RefreshReport
     flops: int
 
 

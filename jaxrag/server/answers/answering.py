@@ -17,7 +17,7 @@ from jaxrag.server.answers.asking import LATE, Asking, Inbox, usage
 from jaxrag.server.answers.forms import Form
 from jaxrag.server.answers.sse import EventStream, comment, event
 from jaxrag.server.answers.visit import Visit, unless_left
-from jaxrag.server.errors import busy, invalid
+from jaxrag.server.errors import busy
 from jaxrag.server.fields import Generation
 from jaxrag.server.state.entry import Call, Endpoint, enter
 
@@ -59,28 +59,6 @@ def visited(asked: str) -> Callable[[Callable[[Visit], Coroutine[Any, Any, Respo
         return handle
 
     return made
-
-
-def base_of(visit: Visit, fields: Generation, default: bool) -> str | None:
-    """The knowledge base that is asked; with ``default`` one is, if nothing is named or given.
-
-    Whether it is there is seen when the prompt is made ready. Raises Problem 404 for a model that
-    is not served, 400 for two different knowledge bases.
-    """
-    name = visit.call.named_base()
-    blocks = fields.said.get("blocks")
-    if name is not None and (fields.documents or blocks):
-        what = "documents" if fields.documents else "blocks"
-        raise invalid(
-            f"{what} and the knowledge base {name!r}: what requests bring is not kept there; name "
-            "one of them",
-            what,
-        )
-    given = fields.documents is not None or blocks
-    if name is None and default and not given:
-        name = visit.state.default_base(visit.call.access)
-    visit.knowledge_base = name
-    return name
 
 
 async def respond(

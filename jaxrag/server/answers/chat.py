@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from jaxrag.serve.answers import Piece
 from jaxrag.serve.conversation import conversation_of
-from jaxrag.server.answers.answering import base_of, respond, visited
+from jaxrag.server.answers.answering import respond, visited
 from jaxrag.server.answers.asking import make_ready
 from jaxrag.server.answers.forms import Form, token_text
 from jaxrag.server.answers.visit import Visit
@@ -23,7 +23,7 @@ async def chat_completions(visit: Visit) -> Response:
     call = visit.call
     fields = generation_of(call.body)
     talk = conversation_of(call.body.values.get("messages"), call.body.text("query"), wire=True)
-    base = base_of(visit, fields, default=True)
+    base = visit.choose_base(fields, default=True)
     make = functools.partial(make_ready, visit.state, call.access, fields, talk, base)
     return await respond(visit, fields, [make], ChatForm(visit, fields.stream, fields.logprobs))
 

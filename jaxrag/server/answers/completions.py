@@ -13,7 +13,7 @@ from jaxrag.models.model import Model, as_token_ids
 from jaxrag.serve.answers import Piece
 from jaxrag.serve.ask import is_ids
 from jaxrag.serve.conversation import Conversation, Text
-from jaxrag.server.answers.answering import base_of, respond, visited
+from jaxrag.server.answers.answering import respond, visited
 from jaxrag.server.answers.asking import make_ready
 from jaxrag.server.answers.forms import Form, TokenTexts
 from jaxrag.server.answers.scoring import scored, scoring_of
@@ -35,7 +35,7 @@ async def completions(visit: Visit) -> Response:
         jobs = [functools.partial(_ids, state.model, it) for it in prompts]
         return await scored(visit, await _together(visit, jobs))
     fields = generation_of(Body({**body.values, "earlier_turns": None}))
-    base = base_of(visit, fields, default=False)
+    base = visit.choose_base(fields, default=False)
     alone = base is None and not fields.documents and not fields.said.get("blocks")
     makes = []
     for prompt in prompts:

@@ -18,7 +18,6 @@ from jaxrag.base.types import HostArray
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.models.likelihood import Likelihoods, likelihoods
 from jaxrag.models.model import Model
-from jaxrag.server.answers.answering import base_of
 from jaxrag.server.answers.asking import LATE
 from jaxrag.server.answers.forms import TokenTexts, head, token_text
 from jaxrag.server.answers.visit import Visit
@@ -98,7 +97,7 @@ async def scored(visit: Visit, prompts: Sequence[HostArray]) -> JSONResponse:
 
 def _refuse_chunks(visit: Visit, fields: Generation) -> None:
     """A prompt is scored as it is: with stored chunks it would be another text."""
-    base = base_of(visit, fields, default=False)
+    base = visit.choose_base(fields, default=False)
     given = {**fields.said, "knowledge_base": base, "documents": fields.documents}
     for name in ("knowledge_base", "documents", "blocks"):
         if given.get(name):

@@ -11,7 +11,8 @@ from starlette.types import Receive
 
 from jaxrag.serve.answers import Result
 from jaxrag.server.answers.asking import Asking
-from jaxrag.server.errors import LEFT, ClientLeft, Problem, problem_of
+from jaxrag.server.errors import LEFT, ClientLeft, Problem, invalid, problem_of
+from jaxrag.server.fields import Generation
 from jaxrag.server.state.entry import Call
 from jaxrag.server.state.limits import Ticket
 from jaxrag.server.state.state import Ended, Served
@@ -46,6 +47,27 @@ class Visit:
         self._last = self.arrived
         self._between: list[float] = []
         self._ended = False
+
+    def choose_base(self, fields: Generation, default: bool) -> str | None:
+        """The knowledge base that is asked; with ``default`` one is, if nothing is named or given.
+
+        Whether it is there is seen when the prompt is made ready. Raises Problem 404 for a model
+        that is not served, 400 for two different knowledge bases.
+        """
+        name = self.call.named_base()
+        blocks = fields.said.get("blocks")
+        if name is not None and (fields.documents or blocks):
+            what = "documents" if fields.documents else "blocks"
+            raise invalid(
+                f"{what} and the knowledge base {name!r}: what requests bring is not kept there; "
+                "name one of them",
+                what,
+            )
+        given = fields.documents is not None or blocks
+        if name is None and default and not given:
+            name = self.state.default_base(self.call.access)
+        self.knowledge_base = name
+        return name
 
     def enter(self, prompts: int) -> None:
         """Let it in, to wait for its first token. Raises Problem 429."""

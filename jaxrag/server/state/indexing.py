@@ -20,7 +20,7 @@ from jaxrag.library.documents.chunking import Chunk
 from jaxrag.library.documents.files import ReadOptions
 from jaxrag.library.documents.parser import ParseLimits, Parser
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.library.knowledge_base.ingest import AddReport
+from jaxrag.library.knowledge_base.reports import AddReport
 from jaxrag.models.model import Model
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state.registry import Member, Registry
