@@ -5,9 +5,10 @@ import dataclasses
 import kcache
 import pytest
 from kcache import main, report, run
-from kcache_measure import QUICK, Options, device_bytes_of
+from kcache_measure import QUICK, Options
 
 from jaxrag.base.errors import RequestError
+from jaxrag.kv.placement import ON_DEVICE, KVPlacement
 from jaxrag.measure.evals.long import run as eval_run
 
 
@@ -63,9 +64,9 @@ def test_what_is_moved(quick):
 
 def test_bytes_of_a_token():
     config = Options().config()
-    assert device_bytes_of(config, None) == config.kv_bytes_per_token == 4096
-    assert device_bytes_of(config, 1) == 4096 * 5 // 8
-    assert device_bytes_of(config, 0) == 2048
+    assert ON_DEVICE.device_bytes(config, 1) == config.kv_bytes_per_token == 4096
+    assert KVPlacement(value_layers=1).device_bytes(config, 1) == 4096 * 5 // 8
+    assert KVPlacement(value_layers=0).device_bytes(config, 1) == 2048
 
 
 def test_answers_by_layers_and_rows(monkeypatch):
