@@ -42,8 +42,7 @@ from jaxrag.measure.bench.serve_peer import HttpPeer, vllm
 from jaxrag.measure.bench.serve_records import ServedRequest, highest_rate, ratios, summary
 from jaxrag.measure.bench.serve_workload import AskedRequest, draw, like
 from jaxrag.measure.bench.throttle import SlowLink, Throttled
-from jaxrag.measure.machine import describe
-from jaxrag.measure.rounds import settle
+from jaxrag.measure.machine import describe, settle
 from jaxrag.measure.zoo import SMALL_LLAMA
 from jaxrag.models.model import Model, load_model, random_model
 from jaxrag.models.spec import num_params
