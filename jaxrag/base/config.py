@@ -170,7 +170,6 @@ class ModelConfig:
     kernel_mesh: "Mesh | None" = None
 
     def __post_init__(self) -> None:
-        """Refuse sizes that cannot make a model; the message names the field and its value."""
         for name in _LARGEST:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected a positive integer")

@@ -46,12 +46,8 @@ def add_model(
     """--model and ModelOptions.
 
     Args:
-      to: the parser.
       unset: what is meant without --model.
       use: what it is for, where that is not plain.
-      required: --model must be given.
-      kv: with --kv.
-      defaults: as of ``add_fields``.
     """
     group = to.add_argument_group("the model, and where it runs")
     text = f"{use}{'; ' * bool(use)}a directory, or ORG/NAME of the hub ({unset})"
@@ -63,8 +59,6 @@ def add_earlier_name(parser: Options, name: str, now: str, **read: Any) -> None:
     """An option's earlier spelling, understood and shown nowhere.
 
     Args:
-      parser: that has the option.
-      name: the earlier spelling.
       now: the destination of the option.
       read: how its value was written, where that was another way.
     """

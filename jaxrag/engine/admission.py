@@ -100,17 +100,13 @@ class Entry:
       rows: how many rows that lane has.
       tokens: length of the prompt, for the bound of the queue.
       cost: virtual service of its prompt, charged to the tenant when it is first admitted.
-      priority: its class.
       tenant: whom it is charged to.
-      deadline: when it expires.
       alone: it shares its lane with nobody.
       swappable: whether it may be preempted.
       status: where it stands. This and all below is kept by the scheduler.
-      arrived: when it was submitted.
       arrival: its place in the order of submission.
       order: its place in the order of admission, kept when it waits again; None before.
       turn: when it would begin, in virtual service, were rows shared by weight; kept likewise.
-      own: its own pages.
       held: keys of the chunks that it maps.
       missing: those of them that are not there yet.
       row: its row of the lane.

@@ -25,9 +25,7 @@ class ArenaState:
     """The arena at one moment.
 
     Attributes:
-      nbytes: held.
       max_bytes: that may be.
-      chunks: how many there are.
       evicted: how many had to leave.
     """
 

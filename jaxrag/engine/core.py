@@ -49,7 +49,6 @@ class Core:
         post: Post,
         clock: Callable[[], float],
     ) -> None:
-        """Serves nobody yet."""
         self.state = State(
             runner=runner,
             settings=settings,

@@ -56,7 +56,6 @@ class LaneKey:
     """What a lane's program is compiled for.
 
     Attributes:
-      rule: how its tokens attend.
       pages: of every row's table; 0 where KV is in host memory.
       room: for generated tokens in the state of a sparse rule; 0 for others.
       rows: how many requests it serves at once.
@@ -106,8 +105,6 @@ class LaneRows(struct.PyTreeNode):
     """Where every row of a lane stands, [R] each but the table.
 
     Attributes:
-      table: of the requests.
-      ids: the newest token.
       position: of the newest token, -1 where nobody is.
       slot: in which its KV is written.
       index: of the newest token in its answer.
@@ -282,9 +279,7 @@ def start_decoding(
     Args:
       runner: the model on its device.
       requests: prefilled, in the rows of ``bank``.
-      rule: of all of them.
       bank: the queries that it asked prefill for.
-      room: slots for generated tokens.
       numbers: those of the requests in ``runner.host_search``, where the rule searches.
       on_pool: calls a function with the pool, for whoever is not on the engine's thread.
     """

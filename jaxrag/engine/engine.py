@@ -57,7 +57,6 @@ class Engine:
 
     Attributes:
       runner: the model on its device, with the page pool; only for ``call``.
-      settings: how it serves.
       compiled: how many programs its thread compiled, or read from the disk, by function.
       turns: how often its thread went round and found something to do.
     """
@@ -68,7 +67,6 @@ class Engine:
         settings: EngineSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Allocates nothing yet."""
         several = len(processes_of(model.mesh)) > 1
         self.settings = settings or EngineSettings(lockstep=several)
         self.runner = ModelRunner(model, self.settings.half_life)

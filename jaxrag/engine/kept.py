@@ -24,7 +24,6 @@ class Context:
     Attributes:
       fingerprint: of the store that the prompt's chunks are in.
       tokenizer: its digest; "" where there is none.
-      tenant: who asks.
       before: digest of what stands there, part by part.
     """
 

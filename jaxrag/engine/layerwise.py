@@ -62,8 +62,6 @@ class _Layer(struct.PyTreeNode):
     """One layer of the model, and the prompt that goes through it.
 
     Attributes:
-      params: of the whole model.
-      rope: its factors.
       prompt: the tokens that are run.
       index: [] int32 of the layer.
     """

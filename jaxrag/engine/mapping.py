@@ -31,7 +31,6 @@ class PromptPart:
 
     Attributes:
       ids: [T] int32.
-      position: of its first token.
       chunk: which of the prompt's it is, or a part of; -1 for the prefix.
       turn: it is of an earlier turn of the conversation.
       load: how its stored KV is brought in; None where no store is asked.
@@ -143,10 +142,8 @@ class RequestPlan:
     """What a request needs of the pool and of its store, before anything is asked for.
 
     Attributes:
-      request: the request.
       parts: the prefix and the chunks, each with how it is brought in.
       context: of the final block.
-      reserve: slots for generated tokens.
       gone: keys that the store does not have, of chunks that are computed in place then.
     """
 
@@ -288,7 +285,6 @@ def map_planned(
     """Lay out a request whose chunks are in the pool, over them and pages of its own.
 
     Args:
-      plan: of the request.
       chunks: by key what its ``need`` named.
       own: as many pages as that said.
       found: by key where chunks came from; a chunk that is not named was in the pool.

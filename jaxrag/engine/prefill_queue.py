@@ -40,8 +40,6 @@ class _Shape:
 
     Attributes:
       lane: that they are for; None for single tokens.
-      pages: of their tables.
-      widths: of their pieces.
       observe: the queries that are kept.
       rows: of the program that runs them.
       alone: the number of one that is to have it for itself.

@@ -49,7 +49,6 @@ class Progress:
       logprobs: of each the logarithm of its probability, before temperature, top-k and top-p.
       finish_reason: "stop" after a token of ``eos_ids`` or ``Engine.stop``, "length" at the bound;
         None while it goes on, and where it failed.
-      outcome: with the finish reason.
       error: why it failed; nothing follows.
     """
 

@@ -16,7 +16,6 @@ class PartReuse:
       part: "prefix", or "chunk 0", "chunk 1", ... in the order of the sources; "turn 0", "turn 1",
         ... of what was said before. A turn of which a part was found and a part was not has a row
         for each.
-      tokens: its length.
       recomputed: how many of them were chosen and computed again.
       how: "prefix hit": found, and exact behind what precedes it here; "chunk hit": found, whatever
         preceded it when it was encoded; "encoded": missed, its stored form was made; "in place":

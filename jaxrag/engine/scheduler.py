@@ -42,8 +42,6 @@ class Admitted:
     """A request that has all its pages.
 
     Attributes:
-      number: which.
-      own: its own pages.
       chunks: pages of every chunk, also of those that others load.
       loads: keys that it is the first to want: the engine starts loading these.
     """
@@ -70,7 +68,6 @@ class Scheduler:
       ended: how many requests ended in which way.
       preempted: how often one was set aside for another.
       given: virtual service of all tenants, by no weight.
-      new_tokens: that were generated.
     """
 
     def __init__(self, allocator: PageAllocator, settings: SchedulerSettings | None = None) -> None:

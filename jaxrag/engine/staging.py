@@ -236,7 +236,6 @@ class _Computed:
     """As ``StoredNeighbours``, of no store.
 
     Attributes:
-      model: what encodes them.
       prefix: that stands before them, [P] int32.
       computed: lengths of the chunks that were computed so far.
     """

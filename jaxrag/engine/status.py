@@ -55,7 +55,6 @@ class EngineStatus:
         had on average; a token that is computed is 1.
       rate: virtual service a second while there was work, of late; None before any was measured.
       ended: requests by how they ended.
-      new_tokens: that were generated.
       preempted: requests set aside for others.
       evicted: chunks that left the pool for others.
       restarts: pools that were lost in a step that failed, and made anew.
@@ -90,8 +89,6 @@ class Tiers:
         their KV came from. "pool": it was there, or on its way for another request.
       pool_chunks: that lie in the pool or are on their way into it.
       pool_bytes: of the pool's pages that chunks have.
-      max_pool_bytes: of all its pages.
-      host: the arena.
       links: from the stores, and from the arena to the device.
     """
 

@@ -43,7 +43,6 @@ class Method:
     """How a prompt with chunks is prefilled, and how the answer attends to it.
 
     Attributes:
-      name: for results.
       encoder: which stored form of a chunk is used (encode.ENCODERS); None computes the whole
         prompt with full attention and reuses nothing.
       positions: of reused chunks: "reordered" equals order, "composite" restarts at every chunk.
@@ -73,7 +72,6 @@ class Method:
     decode: DecodeRule = dataclasses.field(default_factory=Dense)
 
     def __post_init__(self) -> None:
-        """Refuse combinations that are wrong by construction."""
         if self.positions not in POSITION_SCHEMES:
             raise RequestError(
                 f"positions={self.positions!r}: expected one of {', '.join(POSITION_SCHEMES)}"

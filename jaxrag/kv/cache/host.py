@@ -81,7 +81,6 @@ class StagingBuffers:
     """Two host buffers in turns: one is filled while the device still reads from the other."""
 
     def __init__(self) -> None:
-        """Nothing is allocated before the first buffer is asked for."""
         self._slots = (_Slot(), _Slot())
         self._turn = 0
 
@@ -113,7 +112,6 @@ class StagingBlocks:
     """
 
     def __init__(self, shape: Sequence[int], dtype: Any) -> None:
-        """Nothing is allocated before the first block is asked for."""
         self._shape, self._dtype = tuple(shape), np.dtype(dtype)
         self._lock = threading.Lock()
         self._free: deque[tuple[HostArray, Array | None]] = deque()
@@ -169,7 +167,6 @@ class Mapped:
     """Page-locked memory of V as kernels of the GPU address it.
 
     Attributes:
-      address: of its first value.
       steps: values between one layer, one KV head and one slot and the next.
     """
 
@@ -183,7 +180,6 @@ def way_to_rows(
     """How decode steps read rows of V, and what to tell of it ("": nothing).
 
     Args:
-      backend: of JAX.
       address: of the memory for the GPU; None where it is not page-locked.
       missing: a module that the kernel needs and that is not installed.
     """

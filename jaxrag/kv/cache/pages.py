@@ -19,7 +19,6 @@ class CachedChunk:
     """A chunk whose KV lies in the pool, or is on its way there.
 
     Attributes:
-      pages: where it lies.
       tokens: how many it has; 0 while it is loading.
       ref_count: requests in flight that map it or wait for it; never evicted while positive.
       ready: whether its KV lies in its pages; False while it is loading.
@@ -40,7 +39,6 @@ class PageAllocator:
     which was not used for longer.
 
     Attributes:
-      num_pages: of the pool.
       evicted: chunks that have left it.
     """
 

@@ -199,7 +199,6 @@ class ChunkStore(KVStore):
         """Bring chunks nearer in the background; keys that are not stored are passed over.
 
         Args:
-            keys: the chunks.
             tier: "page" reads the files of a local directory into the page cache; "host" keeps
                 verified chunks in memory, up to ``host_bytes``, from where the ``get`` and
                 ``get_many`` of this object take them.

@@ -46,7 +46,6 @@ class Loader:
     """Reads the bytes of records. Safe to share between threads."""
 
     def __init__(self, space: Namespace) -> None:
-        """Read under ``space``, in threads that start when they are needed."""
         self._space = space
         self._backend = space.backend
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "jaxrag-read")
@@ -157,12 +156,10 @@ def _load_layers(
     """Read, verify and place some layers of a chunk whose array lies in ``directory``.
 
     Args:
-        directory: of the attempt.
         io_mode: "memmap" maps the files, "default" reads them.
         wanted: the chunk and its destination.
         layers: those of its range to do here.
         scale: float32 [L, 2, T, K], of an int8 chunk.
-        sealer: of the store.
 
     Returns:
         None, or why the chunk is refused.

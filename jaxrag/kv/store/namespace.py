@@ -143,7 +143,6 @@ class Namespace:
         bytes of a record that cannot be read are left to gc, as are those of writers at work.
 
         Args:
-            key: of the chunk.
             attempt: spares a record that names another.
             keep: asked once more when nobody can find the record; true puts it back.
         """

@@ -33,7 +33,6 @@ class HostTier:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """Keep at most ``max_bytes``."""
         self.max_bytes = max_bytes
         self._kv: cachetools.LRUCache[str, NDArray[Any]] = cachetools.LRUCache(
             max_bytes, lambda kv: kv.nbytes

@@ -67,11 +67,8 @@ class SharedStore(StoreWrapper):
         """``KVStore.get_many`` of this process's heads; refused is what any process was refused.
 
         Args:
-            keys: the same for all processes, as are the other arguments but ``out``.
+            keys: the same for all processes, as are the arguments that ``KVStore`` describes.
             out: [layers, 2, S, K / ways, H].
-            layers: as there.
-            on_missing: as there.
-            verify: as there.
             share: all of it; a share of a share is none of the store.
 
         Raises:
@@ -191,7 +188,6 @@ class _DirectWriter(ChunkWriter):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Nothing is under way."""
         self._threads.shutdown()
 
 

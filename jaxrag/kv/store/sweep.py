@@ -42,7 +42,6 @@ class SweepReport:
     nbytes: int = 0  # of chunks; in a directory also of attempts
 
     def __add__(self, other: "SweepReport") -> "SweepReport":
-        """Both together."""
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
         return SweepReport(*(a + b for a, b in pairs))
 

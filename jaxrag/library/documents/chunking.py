@@ -42,7 +42,6 @@ class Chunking:
     by: ChunkBy = "tokens"
 
     def __post_init__(self) -> None:
-        """Refuse sizes that cannot advance through a document."""
         if self.chunk_tokens < 1:
             raise ConfigError(f"chunk_tokens={self.chunk_tokens}: expected a positive integer")
         if not 0 <= self.overlap < self.chunk_tokens:
@@ -122,7 +121,6 @@ class Spans:
     """The tokens of a whole text, by the characters they stand for."""
 
     def __init__(self, text: str, tokenizer: Tokenizer) -> None:
-        """Encode a document's text."""
         self._ids, offsets = tokenizer.encode_with_offsets(text)
         self._cuts, self._ends = _character_boundaries(offsets, len(text))
 

@@ -30,7 +30,6 @@ class Document:
     pages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse empty ids, long titles, binary text, metadata not JSON, unordered pages."""
         for name, value in (("id", self.id), ("text", self.text), ("title", self.title)):
             if not isinstance(value, str):
                 raise DocumentError(f"{name} is a {type(value).__name__}; expected a string")

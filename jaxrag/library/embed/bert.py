@@ -147,8 +147,6 @@ def forward(params: BertParams, config: BertConfig, ids: Array, lengths: Array) 
     """Run all layers; a token sees every token of its own text.
 
     Args:
-      params: the encoder's weights.
-      config: its sizes.
       ids: [B, T] int32, padded at the end; T <= config.max_tokens.
       lengths: [B] int32 tokens of each text, at least 1.
 

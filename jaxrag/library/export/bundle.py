@@ -59,7 +59,6 @@ class KeyPlacement:
     first_position: int | None
 
     def __post_init__(self) -> None:
-        """Refuse a position that no token can have."""
         first = self.first_position
         if first is not None and not 0 <= first < self.config.max_positions:
             raise StoreError(
@@ -171,10 +170,7 @@ class ChunkSelector:
     """Looks chunks up in a catalog under one encoder variant.
 
     Attributes:
-      catalog: of the knowledge base.
-      template: wraps the chunks.
       tokenizer: of the model that encoded them.
-      encoder: the variant.
       prefix: the template's prefix, which is stored as a chunk of its own; None where it is empty.
     """
 

@@ -238,7 +238,6 @@ class ExportRequest:
     first_position: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what contradicts itself."""
         if self.format not in FORMATS:
             raise RequestError(f"format={self.format!r}: expected one of {', '.join(FORMATS)}")
         named = [self.documents is not None, bool(self.keys), self.question is not None]

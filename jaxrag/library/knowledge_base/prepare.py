@@ -50,8 +50,6 @@ class Preparer:
     """How the documents of one knowledge base are split, and which keys their chunks get.
 
     Attributes:
-      encoding: names the chunks' KV.
-      template: wraps the chunks.
       chunking: sizes and places of the chunks.
       encoders: the KV variants that every chunk gets; none that sees neighbours.
       catalog: where documents are looked up.

@@ -78,7 +78,6 @@ class TtftOptions:
     seed: int = option(0, DRAWN, "N")
 
     def __post_init__(self) -> None:
-        """Refuse sizes that cannot be measured."""
         from jaxrag.reuse.methods import METHODS
 
         if METHODS.get(self.method) is None or METHODS[self.method].encoder is None:
@@ -158,7 +157,6 @@ class Traffic:
     batch: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be drawn."""
         check_positive(
             self, "requests", "documents", "chunk_tokens", "chunks", "question", "topics",
             "tenants", "batch",
@@ -218,7 +216,6 @@ class ServeOptions:
 
     Attributes:
       watched: each token is read as it comes; else an engine may run several at once.
-      traffic: what is asked.
       slo: what a good request meets.
       patience: seconds after the last request was due in which all answers must come.
       probe_seconds: for how long requests come at each rate that is tried for it.
@@ -265,7 +262,6 @@ class ServeOptions:
     probe_seconds: float = 10.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be measured."""
         if not self.rates or min(self.rates) <= 0 or len(set(self.rates)) < len(self.rates):
             raise RequestError(f"rates {self.rates}: expected numbers above 0, each once")
         check_positive(self, "rows", "pool_chunks", "patience", "probe_seconds")

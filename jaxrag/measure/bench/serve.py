@@ -127,14 +127,9 @@ def run(
 
 
 class Bench:
-    """A model, a store and a workload, and arms that are measured over them.
-
-    Attributes:
-      options: what is measured.
-    """
+    """A model, a store and a workload, and arms that are measured over them."""
 
     def __init__(self, model: Model, options: ServeOptions, folder: Path) -> None:
-        """Draw the workload, and open a store for it in ``folder``."""
         self.options = options
         self._model = dataclasses.replace(
             model, cache_tokens=options.pool_chunks * options.traffic.chunk_tokens

@@ -39,7 +39,6 @@ class HttpPeer:
     """A server that answers OpenAI's completions.
 
     Attributes:
-      url: as http://HOST:PORT.
       model: the name that it serves the model under.
       about: what it says of itself, JSON-able.
     """
@@ -109,7 +108,6 @@ def vllm(python: str, model: Model, folder: Path, max_tokens: int) -> Iterator[H
 
     Args:
       python: the interpreter of an environment that has vLLM.
-      model: what it serves.
       folder: an empty one, for the copy and the server's messages.
       max_tokens: of a prompt and its answer.
 

@@ -46,7 +46,6 @@ class Pool:
 
     Attributes:
       kbs: one of all samples, or one a sample.
-      written: what is asked.
       retrieve: chunks that a question is asked over; None: all of its sample.
     """
 

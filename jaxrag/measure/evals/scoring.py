@@ -109,8 +109,6 @@ def write(
     """Tokenise samples for a model.
 
     Args:
-      model: with its tokenizer.
-      samples: what to ask.
       template: prompt format, as of ``format_of``.
       response_start: text before every answer, as ``data.response_start`` of its training.
       chunks: of a prompt at most; None: all of a sample.

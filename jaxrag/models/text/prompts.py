@@ -88,7 +88,6 @@ class PromptTemplate:
     chunk_order: ChunkOrder = "best_first"
 
     def __post_init__(self) -> None:
-        """Refuse a template that would lose the text or the question."""
         for name, value in dataclasses.asdict(self).items():
             kind = bool if name == "chat" else str
             if not isinstance(value, kind):

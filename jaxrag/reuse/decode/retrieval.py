@@ -101,7 +101,6 @@ class Retrieval(DecodeRule):
     name: str = dataclasses.field(default="retrieval", init=False)
 
     def __post_init__(self) -> None:
-        """Refuse a window without the newest token, k of zero, no queries, unknown positions."""
         require_zero_or_more(self.name, sink=self.sink)
         require(self.name, k=self.k, recent=self.recent, queries=self.queries)
         if self.trained_at not in get_args(TrainedAt):
@@ -157,7 +156,6 @@ class Retrieval(DecodeRule):
         Args:
             keys: [S, H] rotated to their positions.
             bank: queries of the prompt that the rule observes; None without any.
-            rope: the model's rotation.
             start: position of the first generated token.
             room: at most so many are generated.
             spec: another kind than the rule's.
@@ -285,8 +283,6 @@ class _Stored:
     """A chunk that was stored with indexes, in one request.
 
     Attributes:
-      chunk: in the prompt.
-      known: in its store.
       positions: [T] int32 where its keys are to be found; -1 where they are not.
     """
 
@@ -300,12 +296,9 @@ class _Span:
     """What is to be indexed of one request: the keys from the sink to ``end``.
 
     Attributes:
-      rule: whose indexes they are.
-      config: of the model.
       note: is called with what goes wrong.
       start: position of the first generated token.
       room: at most so many are generated.
-      stored: its chunks with indexes.
       rest: [n] int32 positions of the keys that are in none of these.
     """
 

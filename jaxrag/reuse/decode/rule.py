@@ -58,11 +58,9 @@ class Prompts:
     """A batch whose prompts are in the pool, before its first generated token.
 
     Attributes:
-      config: of the model.
       rope: at least as long as the requests' slots.
       on_pool: calls a function with the pool, K and V of all layers, where and when that may be
         read, and returns its result, which is to be on the host or new on the device.
-      table: of the requests.
       order: [B, S] int32 slot of every position, of prompt and generated tokens.
       position: [B] int32 of each prompt's last token; -1 is a padding row.
       bank: the queries that ``DecodeRule.observe`` asked for; W is 0 where it asked for nothing.
@@ -189,8 +187,6 @@ class DecodeRule(abc.ABC):
         """What lies where behind a context of that many tokens.
 
         Args:
-            config: of the model.
-            tokens: of the context.
             placement: of K and V; None: as the rule is meant to have them.
 
         Raises RequestError for a placement that the rule cannot have.

@@ -30,7 +30,6 @@ class Far:
     """Values of a layer in host memory, and what its newest tokens add to them.
 
     Attributes:
-      values: where they lie.
       layer: scalar int32.
       pages: [B, M] of the requests' tables.
       slots: [B, 1] of the newest tokens.
@@ -55,7 +54,6 @@ class View:
     Rules choose by position, the pool is read by slot.
 
     Attributes:
-      config: of the model.
       rope: at least as long as the request's slots.
       pool: K and V of all layers.
       pages: [B, M] rows of the pool, of this layer.
@@ -65,7 +63,6 @@ class View:
       position: [B] of the newest token, while a rule prepares that of the prompt's last one; -1 is
         a padding row.
       q: [B, N, H] before rotation; None while a rule prepares.
-      host: for rules that search.
       far: where V of some layers, perhaps not this one, lies in host memory.
     """
 

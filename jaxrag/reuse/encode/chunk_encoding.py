@@ -51,8 +51,6 @@ class Encoded:
     """A chunk that was encoded now, with all that is stored of it.
 
     Attributes:
-      key: in the store.
-      chunk: what was encoded.
       kv: [L, 2, T, K, H] in the model's dtype, of the heads that this process holds.
       record: what the KV is made from.
       aux: its indexes by name, where it gets some.
@@ -90,7 +88,6 @@ class ChunkEncoding:
     """How chunks behind one prefix are encoded, and where their KV is kept.
 
     Attributes:
-      model: what encodes them.
       store: where their KV is looked for and put.
       prefix: token ids of the prompt's prefix [P] int32, for encoders that see it.
       indexing: what indexes long chunks are stored with; None where they get none.

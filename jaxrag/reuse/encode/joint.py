@@ -70,7 +70,6 @@ def encode_jointly(
     any place afterwards.
 
     Args:
-      model: the model.
       prefix: [P] int32, may be empty.
       chunks: [T] int32 each.
       neighbours: for every chunk those in front of it, in order, [T'] int32 each.

@@ -92,7 +92,6 @@ def encode_behind(
     positions that follow. K is handed over before RoPE, so that it stands at any place afterwards.
 
     Args:
-      model: the model.
       prefix: [P] int32, may be empty.
       chunks: [T] int32 each.
       neighbours: for every chunk those in front of it, in order, [T'] int32 each.

@@ -25,10 +25,8 @@ class Case:
       depths: where, each a share of the filler that stands before it; 0 is the start of the
         haystack, 1 its end.
       filler: makes the sentences around them, the same ones at every call; many more than needed.
-      question: what is asked.
       expected: the answers that scoring looks for.
       lead: the words an answer begins with, for models that complete text; may be empty.
-      glue: between sentences.
       between: what stands between the answers where a model is trained to give them.
       least: sentences of filler without which the question means nothing.
     """
@@ -75,8 +73,6 @@ class Frame:
     """What stands around the haystack of one model.
 
     Attributes:
-      tokenizer: of the model.
-      template: of the model.
       chunk_tokens: most tokens of a chunk; None = one chunk.
       with_lead: whether prompts end with the beginning of the answer.
     """

@@ -26,7 +26,6 @@ class Draw:
     """What a case is made from.
 
     Attributes:
-      rng: all chance.
       depth: of the needle, for tasks that hide one; 0..1.
       prose: the filler of tasks that hide needles in running text.
       split: of the people whom the village flavour asks about.
