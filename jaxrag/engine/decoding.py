@@ -40,6 +40,7 @@ from jaxrag.reuse.decode import (
     order_of,
 )
 from jaxrag.reuse.decode.away import AwayAttend
+from jaxrag.reuse.decode.view import PromptSlots
 
 DENSE = Dense()
 FAILED = -1  # in the place of a token whose logits hold a NaN
@@ -293,14 +294,13 @@ def start_decoding(
     next_position = np.array([r.next_position for r in requests] + [-1] * pad, np.int32)
     next_slot = np.array([r.next_slot for r in requests] + [num_pages * PAGE] * pad, np.int32)
     order = order_of(np.asarray(table.slot_position), next_position, next_slot)
+    last = np.where(next_position >= 0, next_position - 1, -1)
     put = functools.partial(model.put_batch, batch=rows)
     prompts = Prompts(
         config=model.config,
         rope=model.rope(num_pages * PAGE),
         on_pool=on_pool or (lambda use: use(runner.cache.pool)),
-        table=jax.tree.map(put, table),
-        order=order,
-        position=np.where(next_position >= 0, next_position - 1, -1).astype(np.int32),
+        slots=PromptSlots(jax.tree.map(put, table), order, last.astype(np.int32)),
         bank=bank,
         room=room,
         numbers=numbers,

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
+from jaxrag.base import struct
 from jaxrag.base.config import ModelConfig
-from jaxrag.base.types import HIDDEN, Array, Partial
-from jaxrag.kv.cache import PagePool
+from jaxrag.base.types import HIDDEN, Array, HostArray, Partial
+from jaxrag.kv.cache import PagePool, PageTable
 from jaxrag.kv.cache.host import HostValues
 from jaxrag.models.attention import (
     Pages,
@@ -247,3 +248,23 @@ class View:
         """[B, S] which slots the newest token sees and the static pattern leaves out."""
         inside = self.slot_position <= self.position[:, None] - recent
         return inside & (self.slot_position >= sink) & (self.slot_position != HIDDEN)
+
+
+class PromptSlots(struct.PyTreeNode):
+    """Which slots of the pool the tokens of prompts are in; order and position start on the host.
+
+    Attributes:
+      order: [B, S] int32 slot of every position.
+      position: [B] int32 of each prompt's last token; -1 is a padding row.
+    """
+
+    table: PageTable
+    order: Array | HostArray
+    position: Array | HostArray
+
+    def view(self, config: ModelConfig, rope: RopeTable, pool: PagePool, layer: Array) -> View:
+        """One layer [] int32, as a rule that prepares is given it."""
+        table = self.table
+        pages = pool.rows(layer, table.pages, config.num_layers)
+        where = (jnp.asarray(self.order), jnp.asarray(self.position))
+        return View(config, rope, pool, pages, table.offsets, table.slot_position, *where)
