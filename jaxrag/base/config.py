@@ -1,7 +1,7 @@
 """Model configuration: one frozen, hashable description of a decoder, the same for every family.
 
 A value is read once, from a Hugging Face ``config.json`` or a TOML file, and never defaulted again
-further down: no function of the model core repeats a constant that stands here.
+further down: no function of the model core repeats a constant of this module.
 """
 
 import dataclasses

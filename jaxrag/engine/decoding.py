@@ -103,10 +103,10 @@ class SamplingRows(struct.PyTreeNode):
 
 
 class LaneRows(struct.PyTreeNode):
-    """Where every row of a lane stands, [R] each but the table.
+    """State of every row of a lane, [R] each but the table.
 
     Attributes:
-      position: of the newest token, -1 where nobody is.
+      position: of the newest token, -1 in an empty row.
       slot: in which its KV is written.
       index: of the newest token in its answer.
       last: position of the last token that may be run.
@@ -176,7 +176,7 @@ class Lane:
         """Give rows to requests that were prefilled together.
 
         Args:
-          rows: of each of ``requests``, which nobody has; None for one that does not join now.
+          rows: of each of ``requests``, free ones; None for one that does not join now.
           requests: what is asked, and where its KV lies, in the order of ``logits``.
           logits: [B', V] float32 after the last token of each; B' is at least their number.
           decoding: of the one that joins, by ``start``; None for a rule that leaves no key out.

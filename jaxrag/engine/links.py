@@ -23,7 +23,7 @@ OPEN_SECONDS = 10.0  # until a probe is let through
 
 _DECAY = 0.8  # of what was measured before, with every read
 _TRUSTED = 16  # times as many bytes as were measured are estimated from that
-_MOST_LATE = 8  # reads of a link that nobody waits for any more: no other is begun beside them
+_MOST_LATE = 8  # reads of a link that no request waits for any more: no other is begun beside them
 _LINGER = 1.0  # seconds that an idle thread waits for work before it ends
 _EXIT = 2.0  # seconds that the interpreter waits at exit for what is being fetched
 

@@ -35,7 +35,7 @@ class PromptPart:
       turn: it is of an earlier turn of the conversation.
       load: how its stored KV is brought in; None where no store is asked.
       kept_key: under which the pool keeps it as an earlier request computed it behind all that
-        precedes it here; "" where nobody looks.
+        precedes it here; "" where it is not looked up.
       resident: what was found; None where it is computed in place.
       found: how the store answered; None where it was not asked.
       kept: it was found under ``kept_key``.
@@ -226,7 +226,7 @@ def plan_request(model: Model, request: Request, reserve: int) -> RequestPlan:
                 parts.append(PromptPart(piece, position, chunk, turn=True, kept_key=key))
                 position += len(piece)
         else:
-            if chunk < 0 and alone is not None:  # its own context: nothing stands before it
+            if chunk < 0 and alone is not None:  # its own context: nothing precedes it
                 part.load = _load(alone, PREFIX_ENCODER, ids, None, "encode")
             elif encoding is not None and not part.turn:
                 part.load = _chunk_load(request, encoding, chunk)
@@ -370,7 +370,7 @@ def _to_keep(method: Method, store: KVStore, parts: Sequence[PromptPart]) -> dic
 
 
 def _stored_exact(method: Method, parts: Sequence[PromptPart], part: PromptPart) -> bool:
-    """Is the stored KV of a part what full attention computes, with what stands before it here?"""
+    """Is the stored KV of a part what full attention computes, with what precedes it here?"""
     if part.load is None:
         return False
     if part.chunk < 0:

@@ -67,7 +67,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Where:
-    """Where a request stands.
+    """Status of a request.
 
     Attributes:
       status: such as "waiting", "loading" or "decode".

@@ -116,7 +116,7 @@ class RunningRequest:
       search: its number in the host's search.
       ahead: what its selector made of the question before its chunks were there.
       in_flight: what was started for it and has not come back.
-      ended: its client was told the last of it.
+      ended: its client was sent the last of it.
       strikes: steps that broke while it took part.
     """
 
@@ -148,7 +148,7 @@ class RunningRequest:
         """Take what was sampled, up to the end: what is new of it, and why the answer ends here.
 
         Raises EngineError for logits that hold a NaN, and for an answer that differs from what was
-        told before the request was begun again.
+        sent before the request was begun again.
         """
         new: list[int] = []
         for token_id in ids:
@@ -193,7 +193,7 @@ class RunningRequest:
                 yield key, page, len(piece)
 
     def restart(self) -> None:
-        """Begin from the start; what was told stays told."""
+        """Begin from the start; what was sent is not sent again."""
         self.run += 1
         self.state = self.row = self.swapped = None
         self.read = self.left = self.in_flight = 0
@@ -228,7 +228,7 @@ class State:
       arena: chunk KV in host memory.
       links: from the stores, and from the arena.
       live: requests whose clients wait, by number.
-      ending: those that were told the last, and still are in a step in flight.
+      ending: those that were sent the last, and still are in a step in flight.
       epoch: counts the pools; what was begun for an earlier one is void.
       restarts: pools that were lost in a step that failed.
       pace: at which requests are served.

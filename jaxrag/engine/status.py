@@ -45,7 +45,7 @@ class EngineStatus:
 
     Attributes:
       requests: that have not ended, by status ("waiting", "loading", "ready", "prefill", ...).
-      pages: of the pool. "free": nobody has them; "unpinned": of chunks that no request maps;
+      pages: of the pool. "free": not in use; "unpinned": of chunks that no request maps;
         "pinned": of chunks that some do; "loading": of chunks on their way; "own": of requests.
       rows: held and there, of every lane that has requests, by the name of its program.
       waiting: how long requests have been waiting for room.

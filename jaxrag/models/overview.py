@@ -69,7 +69,7 @@ class Vocabulary:
       size: one more than its largest id.
       added: tokens that are no words, by their text: special or not.
       ends: tokens that end an answer, ids by text; of config, generation config and tokenizer.
-      leading: what stands before every prompt.
+      leading: what precedes every prompt.
       chat: has it a chat template?
     """
 

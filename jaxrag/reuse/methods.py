@@ -52,7 +52,7 @@ class Method:
         Nothing is selected at 0 (plain reuse); 1 is equal to full attention.
       first_encoder: the encoder of the prompt's first chunk, where it differs.
       misses: what becomes of a chunk that the store does not hold: "encode" makes its stored form,
-        keeps it and reuses that; "in_place" computes it where it stands, over all that precedes it,
+        keeps it and reuses that; "in_place" computes it in its place, over all that precedes it,
         and keeps nothing, so that answers depend on what the store held.
       prefix_cache: keep in the device pool the leading parts of a prompt that were computed as
         under full attention, and take them for a later prompt that begins with the same. Exact, but
@@ -234,6 +234,6 @@ def method_named(method: str | Method) -> Method:
     if "decode" in values:
         values["decode"] = rule_from(values["decode"], f"{path}: decode")
     read = build(Method, values, str(path))
-    if read.template.endswith(".toml"):  # named from where the file stands
+    if read.template.endswith(".toml"):  # named relative to the file
         read = dataclasses.replace(read, template=str(path.parent / read.template))
     return read

@@ -108,7 +108,7 @@ class StagingBuffers:
 class StagingBlocks:
     """Host buffers of one size, for threads that fill them and one that has the device read them.
 
-    As many as are in use at once are kept; nobody waits for one.
+    As many as are in use at once are kept; no copy waits for one.
     """
 
     def __init__(self, shape: Sequence[int], dtype: Any) -> None:
@@ -235,7 +235,7 @@ class HostValues:
 
     @property
     def moved(self) -> Moved:
-        """Everything that was moved until now; padding, which nobody reads, is left out."""
+        """Everything that was moved until now; padding, which is not read, is left out."""
         return self._moved
 
     def rows(self, layer: Array, pages: Array, slots: Array, v: Array, wanted: Array) -> Array:

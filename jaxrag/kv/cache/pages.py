@@ -53,12 +53,12 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds."""
+        """Pages that no request or chunk holds."""
         return len(self._free)
 
     @property
     def num_unpinned(self) -> int:
-        """Pages of resident chunks that nobody maps."""
+        """Pages of resident chunks that no request maps."""
         return self._num_unpinned
 
     @property
@@ -73,7 +73,7 @@ class PageAllocator:
 
     @property
     def num_available(self) -> int:
-        """Pages that a request could get now: free ones, and those of chunks that nobody maps."""
+        """Pages that a request could get now: free ones, and those of chunks that none maps."""
         return len(self._free) + self._num_unpinned
 
     @property
@@ -159,7 +159,7 @@ class PageAllocator:
         self._unpin(key, found)
 
     def abandon(self, key: str) -> None:
-        """A loading chunk, which nobody waits for any more, will not come."""
+        """A loading chunk, which no request waits for any more, will not come."""
         found = self._chunks.pop(key)
         assert not found.ready and not found.ref_count, f"chunk {key} is resident or waited for"
         self._free.extend(reversed(found.pages))

@@ -201,7 +201,7 @@ def _reader(fd: int, offsets: tuple[int, ...], io_mode: IOMode) -> ReadLayer:
     if io_mode == "default":
         return lambda layer, part: _read_fully(fd, part, offsets[layer])
     # A mapping of a file that others cut short is a signal, no exception: this is why the size was
-    # checked, and why nobody writes to files of a committed chunk.
+    # checked, and why no process writes to files of a committed chunk.
     try:
         mapped = np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ), np.uint8)
     except ValueError:

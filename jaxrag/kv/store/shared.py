@@ -192,7 +192,7 @@ class _DirectWriter(ChunkWriter):
 
 
 def _attempt[T](step: Callable[[], T]) -> tuple[T | None, str | None]:
-    """The result of a step, or the text of its StoreError, to be told to the others."""
+    """The result of a step, or the text of its StoreError, to be sent to the others."""
     try:
         return step(), None
     except StoreError as error:

@@ -25,7 +25,7 @@ DOCUMENT, CHUNK, KEY, WORDS, TOTALS = "document", "chunk", "key", "word", "total
 
 @dataclasses.dataclass(frozen=True)
 class Raw[Row]:
-    """A row as it stands in the file.
+    """A row as it is in the file.
 
     Attributes:
       row: its values, which may be of any type.

@@ -65,7 +65,7 @@ class Chunk:
     ids: HostArray  # [T] int32, a slice of the document's encoding
     text: str  # document.text[start:end]
     page: int | None = None  # 1-based page its text begins on, where there are pages
-    section: str = ""  # the headings it stands under, as "Title > Part"; "" outside of any
+    section: str = ""  # the headings it is under, as "Title > Part"; "" outside of any
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,7 +66,7 @@ class Document:
 
 @dataclasses.dataclass(frozen=True)
 class BadDocument:
-    """A document that was left out: where it stands (``file`` or ``file:line``) and why.
+    """A document that was left out: where it is (``file`` or ``file:line``) and why.
 
     Both are one line of printable text; whatever else a file name or a parser's message holds is
     escaped.

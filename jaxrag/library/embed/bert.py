@@ -151,7 +151,7 @@ def forward(params: BertParams, config: BertConfig, ids: Array, lengths: Array) 
       lengths: [B] int32 tokens of each text, at least 1.
 
     Returns:
-      [B, T, D] in the parameters' dtype; what stands beyond a text's length means nothing.
+      [B, T, D] in the parameters' dtype; what is beyond a text's length means nothing.
     """
     first = config.first_position
     x = params.tokens[ids] + params.types[0] + params.positions[first : first + ids.shape[1]]

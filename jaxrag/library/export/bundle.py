@@ -149,7 +149,7 @@ def read(store: KVStore, bundle: Bundle) -> HostArray:
     found = store.get_many(bundle.keys)
     if len(found.offsets) == len(bundle.pieces):
         return found.kv
-    spans = [found.offsets[key] for key in bundle.keys]  # a chunk stands here more than once
+    spans = [found.offsets[key] for key in bundle.keys]  # a chunk is here more than once
     return np.concatenate([found.kv[:, :, at : at + size] for at, size in spans], axis=2)
 
 

@@ -39,7 +39,7 @@ VERSION = 1  # of manifests and of the records in exported files
 
 
 class Write(Protocol):
-    """Write one bundle below a folder, or keep what stands there as it would be written."""
+    """Write one bundle below a folder, or keep what is there as it would be written."""
 
     def __call__(
         self,

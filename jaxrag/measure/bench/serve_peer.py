@@ -44,7 +44,7 @@ class HttpPeer:
     """
 
     def __init__(self, url: str, about: Mapping[str, Any]) -> None:
-        """Ask what it serves. Raises RequestError where nobody answers."""
+        """Ask what it serves. Raises RequestError where none answers."""
         self.url = url.rstrip("/")
         if urlsplit(self.url).scheme != "http" or not urlsplit(self.url).hostname:
             raise RequestError(f"--peer {url}: expected http://HOST:PORT")

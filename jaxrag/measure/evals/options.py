@@ -362,7 +362,7 @@ class LongOptions:
 
     @property
     def rules(self) -> tuple[tuple[str, str], ...]:
-        """The decode rules, each with what it is called: its own text where nobody named it."""
+        """The decode rules, each with what it is called: its own text where it has no name."""
         named = [re.fullmatch(r"(?:(\w+)=)?(.*)", rule, re.DOTALL) for rule in self.decode]
         return tuple((found[1] or found[2], found[2]) for found in named if found)
 

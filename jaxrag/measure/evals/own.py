@@ -39,7 +39,7 @@ class Probe:
     """A question with what is right about it.
 
     Attributes:
-      sources: ids of the documents that the answer stands in; empty where nobody says.
+      sources: ids of the documents that the answer is in; empty where they are not named.
     """
 
     question: FileQuestion

@@ -38,7 +38,7 @@ ROWS = 8  # of a batch
 ROW_TOKENS = 512  # at least
 LOGITS_TOKENS = 4096  # tokens whose [V] logits exist at once
 
-Heard = Callable[[int], None]  # told how many samples or questions are done
+Heard = Callable[[int], None]  # called with how many samples or questions are done
 
 
 def _silent(done: int) -> None:

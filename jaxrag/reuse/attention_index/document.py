@@ -1,4 +1,4 @@
-"""Indexes built once, when a long document is ingested, and used wherever it stands in a prompt.
+"""Indexes built once, when a long document is ingested, and used wherever it is in a prompt.
 
 Keys are rotated to their places inside the document, as in the pool, so a question asks with its
 query rotated by its position less the document's offset. What an index learns from are queries of

@@ -134,7 +134,7 @@ class View:
             positions: [B, K', G', n]; K' is K or 1, G' is G or 1.
             see: which of them count; those behind the newest token never do.
             at: where the keys are placed; None: where they stand.
-            query_at: [B] where the query is placed; None: where it stands.
+            query_at: [B] where the query is placed; None: at its own position.
 
         Returns:
             [B, K, G, n] float32, -inf where a key is not seen.

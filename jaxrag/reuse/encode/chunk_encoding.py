@@ -178,7 +178,7 @@ class ChunkEncoding:
     def offer(self, made: Encoded) -> str | None:
         """Put a chunk where the store takes it; returns why it did not, or None.
 
-        Replaces what is there, as a read was refused: a key whose record stands but whose bytes are
+        Replaces what is there, as a read was refused: a key with a record but whose bytes are
         gone or damaged is healed by it.
         """
         if not self.store.writable:
@@ -229,6 +229,6 @@ class StoredNeighbours:
         for made in plain.encode(NEIGHBOUR_ENCODER, missing):
             found[made.key] = made.kv
             self.computed.append(len(made.chunk.ids))
-            # Not to keep it only costs work later; who stores the chunk itself is told.
+            # Not to keep it only costs work later; who stores the chunk itself gets the error.
             keeps = keeps and plain.offer(made) is None
         return [found[key] for key in wanted]

@@ -173,14 +173,14 @@ class _Context:
         return table, position
 
     def reserve(self, tokens: int) -> range:
-        """Pages of nobody else's for new tokens."""
+        """Pages for new tokens alone."""
         first, self.num_pages = self.num_pages, self.num_pages + pages_for(tokens)
         return range(first, self.num_pages)
 
     def arrays(self, staging: StagingBuffers) -> tuple[HostArray, HostArray]:
         """KV [L, 2, S, K, H] in a bucket of whole pages, and places in the chunks [S] int32.
 
-        KV that is nobody's holds anything: no table shows its slots.
+        KV of no chunk holds anything: no table shows its slots.
         """
         slots = bucket(self.num_pages, MIN_TABLE_PAGES) * PAGE
         kv = staging.take(self._layout.shape(slots), self._layout.numpy_dtype)

@@ -1,4 +1,4 @@
-"""Cache-Craft: how much each chunk depends on what stands before it decides how much is redone.
+"""Cache-Craft: how much each chunk depends on what precedes it decides how much is redone.
 
 Cache-Craft: Managing Chunk-Caches for Efficient Retrieval-Augmented Generation, section 3,
 arXiv:2502.15734.

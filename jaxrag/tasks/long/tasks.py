@@ -43,7 +43,7 @@ class Draw:
 class Task:
     """How cases are made, scored, and how many tokens an answer may have.
 
-    ``one_needle`` says that ``Draw.depth`` is where the answer stands.
+    ``one_needle`` says that ``Draw.depth`` is where the answer is.
     """
 
     make: Callable[[Draw], Case]
