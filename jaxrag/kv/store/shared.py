@@ -9,7 +9,6 @@ same calls in the same order, from one thread each.
 import concurrent.futures
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -182,12 +181,7 @@ class _DirectWriter(ChunkWriter):
         done.set_result(self._put(key, kv, record=record, aux=aux, replace=replace))
         return done
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._threads.shutdown()
 
 

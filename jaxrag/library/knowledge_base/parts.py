@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from jaxrag.base.config import ModelConfig, config_from_dict
@@ -127,12 +126,7 @@ class Parts:
             f"{', '.join(self.encoders)}, mode {self.mode!r}>"
         )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _tokenizer(self, given: Tokenizer | None) -> Tokenizer:
