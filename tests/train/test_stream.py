@@ -163,7 +163,7 @@ def test_block_share_and_texts_that_stay_full(make_stream, write_rows):
 def test_a_block_share_is_of_single_turn_samples(make_stream, write_rows, turns):
     asked = [{"role": "user", "content": "one\n\ntwo\n\nthree"}]
     answered = {"role": "assistant", "content": "yes"}
-    rows = [{"messages": [*(asked + [answered]) * turns]} for _ in range(20)]
+    rows = [{"messages": [*asked, answered] * turns} for _ in range(20)]
     source = {"name": "chat", "paths": [write_rows(rows)], "block_share": 0.0}
     stream = make_stream(**{"data.sources": [source]})
     block = [(stream.lay(0, k).pieces[0].segments != 2).any() for k in range(20)]
