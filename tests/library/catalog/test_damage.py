@@ -144,6 +144,15 @@ def test_a_page_tells_which_bit_was_flipped(whole):
     assert not mend(pages[3])
 
 
+def test_of_several_bits_that_explain_a_checksum_none_is_turned_back(whole):
+    """A word is added up: its highest bit may have been any word's on the same side."""
+    pages = pages_of(whole)
+    pages[3, 803] ^= 0x80
+    damaged = pages[3].copy()
+    assert not mend(pages[3])
+    assert (pages[3] == damaged).all()
+
+
 def test_a_flipped_bit_is_turned_back(place, path, whole):
     place(whole)
     want = told(path)
