@@ -217,6 +217,8 @@ def test_lists_hold_what_a_key_may_read(asking):
         assert found & {own, village} == stores
         models = {"synthetic", *(f"synthetic@{it}" for it in found)}
         assert listed(key, "/v1/models") == models
+    shown = asking.send("reader", "GET", f"/v1/vector_stores/{own}").json()
+    assert shown["jaxrag"]["writable"] is False
     assert not {own, asking.own["file"]} & (
         listed("other", "/v1/vector_stores") | listed("other", "/v1/files")
     )
