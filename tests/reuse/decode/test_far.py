@@ -36,6 +36,7 @@ from jaxrag.reuse.decode import (
 )
 from jaxrag.reuse.decode.far import HostLayer, HostPrompt, scan
 from jaxrag.reuse.decode.stored import Carried, Known
+from jaxrag.reuse.decode.view import PromptSlots
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 ROOM = 24
@@ -147,9 +148,7 @@ def on_device(case, rule):
             config,
             case.rope,
             lambda run: run(case.pool),
-            case.table,
-            case.order,
-            np.array([case.position], np.int32),
+            PromptSlots(case.table, case.order, np.array([case.position], np.int32)),
             PromptQueries(jnp.asarray(queries[:, None]), jnp.asarray(positions[None])),
             ROOM,
             numbers,
