@@ -223,6 +223,7 @@ def test_other_settings_are_refused_by_name(answer, settings, tmp_path):
     replace = dataclasses.replace
     changes = {
         "k": {"settings": replace(settings, ask=replace(settings.ask, k=3))},
+        "min_score": {"settings": replace(settings, ask=replace(settings.ask, min_score=0.5))},
         "max_new_tokens": {
             "settings": replace(settings, ask=replace(settings.ask, max_new_tokens=7))
         },

@@ -353,7 +353,8 @@ class Core:
 
         A request that took part in two broken steps, alone in the second, fails.
         """
-        error, suspects = broken.error, [it for it in broken.suspects if not it.ended]
+        error = broken.error
+        suspects = [it for it in dict.fromkeys(broken.suspects) if not it.ended]
         if isinstance(error, JaxragError) and not (broken.shared or self.state.runner.cache.lost):
             for running in suspects:
                 self._fail(running, error)

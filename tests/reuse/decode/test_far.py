@@ -318,6 +318,20 @@ def test_a_prompt_that_the_static_pattern_covers(tiny_config, rule):
     same(case, rule)
 
 
+def test_a_page_without_a_key_yet_is_bound_by_nothing(tiny_config):
+    """It would go before pages whose bounds are negative."""
+    rule = Quest(budget=32, dense_layers=0)
+    pages = rule.far(prompt_of(case_of(tiny_config()), rule, None))
+    q = np.random.default_rng(5).standard_normal((2, 3, 10)).astype(np.float32)
+    asked = pages.memory.ask(q, pages._seen + 1)
+    members = pages._members
+    held = ((members >= 0) & (members <= pages._seen)).any(1)
+    assert not held.all()
+    for head in range(2):
+        bounds = pages._bounds(head, asked[:, head])
+        np.testing.assert_array_equal(np.isneginf(bounds), np.broadcast_to(~held, bounds.shape))
+
+
 class Indexed:
     """Stands for StoredIndexes: lists over the keys of some chunks, as they lie."""
 
