@@ -10,8 +10,8 @@ from jaxrag.base.tables import require_kind
 
 _COLDEST, _HOTTEST = 1e-6, 1e6  # of a temperature; far inside of float32, with its logits, too
 _LEAST_P = 1e-30  # the engine holds it as float32, where less may be 0, which keeps no token
-_MOST_K = 2**31 - 1  # the engine holds it as int32
-_MOST_SEED = 2**32 - 1
+MOST_K = 2**31 - 1  # the engine holds it as int32
+MOST_SEED = 2**32 - 1
 _LONG = 128  # bits of an integer that is not shown: Python refuses to write some out
 
 
@@ -40,8 +40,8 @@ class SamplingParams:
             raise _refused("temperature", self.temperature, expected)
         if not _LEAST_P <= self.top_p <= 1:
             raise _refused("top_p", self.top_p, f"a number from {_LEAST_P:g} to 1 (all)")
-        _check_integer("top_k", self.top_k, _MOST_K)
-        _check_integer("seed", self.seed, _MOST_SEED)
+        _check_integer("top_k", self.top_k, MOST_K)
+        _check_integer("seed", self.seed, MOST_SEED)
 
 
 def _check_integer(name: str, value: Any, most: int) -> None:

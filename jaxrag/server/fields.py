@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from jaxrag.base.options import choices_of, kind_of
-from jaxrag.engine.sampling_params import SamplingParams
+from jaxrag.engine.sampling_params import MOST_K, MOST_SEED, SamplingParams
 from jaxrag.serve.ask import Ask, is_ids
 from jaxrag.serve.conversation import Conversation, Passage, Text, conversation_of
 from jaxrag.server.errors import invalid
@@ -17,7 +17,6 @@ from jaxrag.server.errors import invalid
 MOST_TEXTS = 4096  # messages, documents or blocks of a request
 _MOST = {"k": 1000, "stop": 16, "blocks": MOST_TEXTS}
 _MOST_INTEGER = 2**63 - 1  # where a field has no bound of its own
-_SEEDS = 2**32
 # Of ``Ask``: not those that a body says in other words, and not what is the server's to say.
 _OTHERS = ("template", "max_new_tokens", "sampling", "batch_size")
 _FIELDS = {it.name: it for it in dataclasses.fields(Ask) if it.name not in _OTHERS}
@@ -93,7 +92,8 @@ class Body:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            to = " or more" if most == _MOST_INTEGER else f" to {most}"
+            unbounded = most == _MOST_INTEGER and not (isinstance(value, int) and value > most)
+            to = " or more" if unbounded else f" to {most}"
             raise self.wrong(name, f"an integer, {least}{to}")
         return value
 
@@ -238,16 +238,16 @@ def _refuse_unsupported(body: Body) -> None:
 def _sampling(body: Body) -> SamplingParams:
     """Greedy where nothing is said; without a seed another draw every time."""
     temperature = body.number("temperature") or 0.0
-    top_k = body.integer("top_k", -1)
+    top_k = body.integer("top_k", -1, MOST_K)
     top_p = body.number("top_p")
     seed = body.integer("seed", -_MOST_INTEGER - 1)
     if seed is None:
-        seed = secrets.randbelow(_SEEDS) if temperature else 0
+        seed = secrets.randbelow(MOST_SEED + 1) if temperature else 0
     return SamplingParams(
         temperature=temperature,
         top_k=max(top_k or 0, 0),
         top_p=1.0 if top_p is None else top_p,
-        seed=seed % _SEEDS,
+        seed=seed % (MOST_SEED + 1),
     )
 
 

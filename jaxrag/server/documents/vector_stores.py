@@ -20,6 +20,7 @@ _FOUND = 10  # chunks of a search that does not say how many
 _MOST_FOUND = 50
 _MOST_FILES = 500  # of a batch
 _MOST_QUESTIONS = 16
+_QUESTION_CHARACTERS = 1 << 16
 _MOST_ATTRIBUTES = 16
 _KEY_CHARACTERS = 64
 _VALUE_CHARACTERS = 512
@@ -79,6 +80,10 @@ def search_store(call: Call) -> dict[str, Any]:
     if not questions:
         raise invalid("query: expected a text, or a list of them", "query")
     count = body.integer("max_num_results", 1, _MOST_FOUND) or _FOUND
+    if any(len(it) > _QUESTION_CHARACTERS for it in questions):
+        raise invalid(
+            f"query: expected texts of at most {_QUESTION_CHARACTERS} characters", "query"
+        )
     given = body.table("filters")
     hits = call.library.search(
         call.access,
