@@ -26,13 +26,6 @@ NUMBERS = (
 BOUNDS = (-1, 0, 2**31, 2**63, 2**64, 10**400, 1e308, -1e308, 1e-308)
 
 
-def restarts(server):
-    """How often the engine's pool was made anew; the server serves on."""
-    assert server.chat(max_tokens=1).status_code == 200
-    lines = server.client.get("/metrics").text.splitlines()
-    return next(it for it in lines if it.startswith("jaxrag_engine_restarts_total"))
-
-
 def short(tokenizer, text, special=False):
     """In place of ``Tokenizer.encode``: of the template's own words, and of nothing longer."""
     assert len(text) < 100
@@ -48,7 +41,7 @@ def refused(answer, param, *words):
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_no_number_breaks_the_engine(server, name):
+def test_no_number_breaks_the_engine(server, restarts, name):
     before = restarts(server)
     for warm in ({}, {"temperature": 1.0}):
         for value in BOUNDS:
