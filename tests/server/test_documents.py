@@ -80,7 +80,8 @@ def test_names_as_clients_write_them(kept, written, name):
 
 
 @pytest.mark.parametrize(
-    "limit", ["0", "101", "00000000199999", "1" + "0" * 5000, "+1", "", "\u0661"]
+    "limit",
+    ["0", "101", "00000000199999", "000000001" + "0" * 5000, "1" + "0" * 5000, "+1", "", "\u0661"],
 )
 def test_a_limit_of_a_list_is_an_integer(kept, limit):
     answer = kept.client.get("/v1/vector_stores", params={"limit": limit})
