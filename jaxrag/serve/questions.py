@@ -45,13 +45,9 @@ class Settings:
     """What all questions of a run have in common. Make one with ``resolve``.
 
     Attributes:
-      ask: as it was said.
-      model: that answers.
       kb: that is searched; None: none.
       store: where the KV of chunks is kept.
       method: with what ``ask`` and the gate of the knowledge base say of it.
-      template: the prompt format.
-      notes: of every request.
       go_on: asked between two texts; raises where nobody waits for the answer any more.
     """
 
@@ -76,10 +72,8 @@ class ReadyQuestion:
     """One question, ready to be served. Make one with ``prepare``.
 
     Attributes:
-      settings: of its run.
       request: what the engine is asked.
       sources: the chunks of its prompt, in prompt order.
-      retrieve_seconds: what finding them took.
       notes: what a result says about all that happened so far.
       retrieved: whether the chunks are those of the knowledge base.
       abstains: whether the model is not asked, as the filter or the least score left no chunk.
@@ -247,7 +241,7 @@ def _refused(
     """The question as a conversation; RequestError for one that cannot be read or answered."""
     talk = question if isinstance(question, Conversation) else Conversation((question,))
     model, method = settings.model, settings.method
-    given = documents or ()
+    given = () if documents is None else documents
     titles = (it.title for it in given if isinstance(it, Passage))
     texts = (it.text if isinstance(it, Passage) else it for it in given)
     said = (talk.system, talk.query or "", *talk.questions, *talk.answers)

@@ -160,7 +160,8 @@ def test_unknown_words_of_documents_and_templates_are_notes(word_model):
 
 
 def test_token_ids_are_not_looked_at(word_model):
-    assert prepared(word_model, [2, 2], [[2]]).notes == []
+    for documents in ([[2]], np.full((2, 3), 2)):
+        assert prepared(word_model, [2, 2], documents).notes == []
 
 
 def test_a_recorded_template_with_split_markers_is_used_with_a_note(text_model, tmp_path):
