@@ -275,15 +275,16 @@ def folder_name(tenant: str) -> str:
 
 def check_host(host: str, has_keys: bool, open_to_all: bool) -> None:
     """ConfigError for a server that others can reach and that asks for no key, unless wanted."""
-    if not (has_keys or open_to_all or _is_loopback(host)):
+    if not (has_keys or open_to_all or is_loopback(host)):
         raise ConfigError(
             f"host {host}: others could reach the server, and without keys anybody may ask and "
             "remove; pass --keys FILE, or --open to have it so"
         )
 
 
-@functools.cache
-def _is_loopback(host: str) -> bool:
+@functools.lru_cache(256)
+def is_loopback(host: str) -> bool:
+    """Is it a name or an address of this machine that no other machine reaches?"""
     if host == "localhost":
         return True
     try:
