@@ -114,6 +114,11 @@ def too_large(message: str) -> Problem:
     return Problem(413, message, code="request_too_large")
 
 
+def quota_exceeded(message: str) -> Problem:
+    """A tenant stores as much as it may: 413."""
+    return Problem(413, message, code="quota_exceeded")
+
+
 def head_too_large(most: int) -> Problem:
     """A request line and headers beyond the limit: 431."""
     what = f"the head of the request has more than {most} bytes; send fewer or shorter headers"

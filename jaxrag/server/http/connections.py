@@ -33,7 +33,7 @@ _ACCEPT = "socket.accept() out of system resource"  # of asyncio, where no descr
 _DESCRIPTORS = "/dev/fd"  # folder of this process's
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """One connection, with a bound on the size of heads and on the time that it takes.
 
     Attributes:
@@ -180,16 +180,16 @@ class Connections:
         """Raises ConfigError where too few descriptors are free."""
         self.settings = settings
         self.limit = _limit(settings.max_connections)
-        self._open: set[Connection] = set()
-        self._resting: dict[Connection, None] = {}  # no request of them runs; oldest first
+        self._open: set[HttpConnection] = set()
+        self._resting: dict[HttpConnection, None] = {}  # no request of them runs; oldest first
         self._closed = Counter[str]()  # since the last line, by why
         self._told = -_MINUTE
 
-    def protocol(self, **parts: Any) -> Connection:
+    def protocol(self, **parts: Any) -> HttpConnection:
         """A new connection, for uvicorn."""
-        return Connection(self, **parts)
+        return HttpConnection(self, **parts)
 
-    def admit(self, connection: Connection) -> None:
+    def admit(self, connection: HttpConnection) -> None:
         """One more; where there are too many, that goes whose request is waited for longest."""
         self._open.add(connection)
         self._resting[connection] = None
@@ -197,16 +197,16 @@ class Connections:
             self.count("too_many")
             next(iter(self._resting)).abort()
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: HttpConnection) -> None:
         """One less."""
         self._open.discard(connection)
         self._resting.pop(connection, None)
 
-    def wakes(self, connection: Connection) -> None:
+    def wakes(self, connection: HttpConnection) -> None:
         """A request of it begins."""
         self._resting.pop(connection, None)
 
-    def rests(self, connection: Connection) -> None:
+    def rests(self, connection: HttpConnection) -> None:
         """None runs any more."""
         if connection in self._open:
             self._resting[connection] = None
