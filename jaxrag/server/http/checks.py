@@ -62,6 +62,11 @@ class Checks:
         check_site(scope, state.settings)
 
 
+def allowed_seconds(seconds: float, nbytes: int) -> float:
+    """How long a body may take of which so much has come."""
+    return seconds + nbytes / _RATE
+
+
 class _Body:
     """The body of one request while it comes in, and as long as it is held."""
 
@@ -88,7 +93,7 @@ class _Body:
             return await self._receive()
         seconds = self._settings.body_seconds
         try:
-            async with asyncio.timeout_at(self._begun + seconds + self._seen / _RATE):
+            async with asyncio.timeout_at(self._begun + allowed_seconds(seconds, self._seen)):
                 message = await self._receive()
         except TimeoutError:
             raise too_slow("the body of the request", seconds) from None
