@@ -5,7 +5,7 @@ import http.client
 import pytest
 
 from jaxrag.server.errors import Problem
-from jaxrag.server.http.hosts import check_host
+from jaxrag.server.http.hosts import check_name
 from jaxrag.server.settings import ServerSettings
 
 LOOPBACK = ("127.0.0.1", "127.9.9.9:8000", "localhost", "LOCALHOST:80", "localhost.", "[::1]:8000")
@@ -38,14 +38,14 @@ KEYS = {"host": "0.0.0.0", "keys": "keys.toml"}
 def test_names_of_the_server(settings, taken, refused):
     found = ServerSettings(**settings)
     for host in taken:
-        check_host([host], found)
-    check_host([], found)  # a client that is no browser need not say any
+        check_name([host], found)
+    check_name([], found)  # a client that is no browser need not say any
     for host in refused:
         with pytest.raises(Problem, match="allowed_hosts") as problem:
-            check_host([host], found)
+            check_name([host], found)
         assert problem.value.status == 403 and host[:20] in problem.value.message
         with pytest.raises(Problem):
-            check_host(["127.0.0.1", host], found)
+            check_name(["127.0.0.1", host], found)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxrag.server.errors import Problem, answer_error, too_large, too_slow, unavailable
-from jaxrag.server.http.hosts import check_host, check_site
+from jaxrag.server.http.hosts import check_name, check_site
 from jaxrag.server.http.logs import PROBES
 from jaxrag.server.state.entry import TENANT
 from jaxrag.server.state.state import ServerState
@@ -58,7 +58,7 @@ class Checks:
                 code="overloaded",
             )
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-        check_host(hosts, state.settings)
+        check_name(hosts, state.settings)
         check_site(scope, state.settings)
 
 

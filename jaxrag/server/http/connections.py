@@ -7,6 +7,7 @@ that came in whole is looked at by ``checks``.
 import asyncio
 import json
 import logging
+import math
 import os
 import resource
 import time
@@ -16,7 +17,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from jaxrag.base.errors import ConfigError
-from jaxrag.server.errors import Problem, head_too_large, too_slow
+from jaxrag.server.errors import Problem, head_too_large, invalid, too_slow
 from jaxrag.server.http.logs import note
 from jaxrag.server.settings import ServerSettings
 
@@ -25,6 +26,7 @@ BACKLOG = 2048  # those that the kernel accepts meanwhile
 
 _LEAST = 8  # connections with which a server can serve
 _FREE = 4  # one of so many free descriptors is left to files, and to what is being accepted
+_PIPELINED = 64  # requests behind one that is being answered
 _LOOKS = 4  # at all connections in the shortest time that one may take
 _LONGEST_PAUSE = 1.0  # seconds between two looks
 _LINGER_SECONDS, _LINGER_BYTES = 2.0, 1 << 20  # what a refused client sends is dropped so far
@@ -92,7 +94,9 @@ class HttpConnection(HttpToolsProtocol):
             super().data_received(piece)  # type: ignore[arg-type]
 
     def on_headers_complete(self) -> None:
-        """A request begins."""
+        """A request begins; ValueError, which closes, where too many wait for their turn."""
+        if len(self.pipeline) >= _PIPELINED:
+            raise ValueError("too many requests behind each other")
         self._between, self._in_body, self.head_since = 0, True, None
         self._door.wakes(self)
         super().on_headers_complete()
@@ -130,6 +134,10 @@ class HttpConnection(HttpToolsProtocol):
     def _unsupported_upgrade_warning(self) -> None:
         """Nothing: a request to upgrade is answered like any other."""
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP; ``msg`` is uvicorn's."""
+        self.refuse(invalid("this is no HTTP request; send one", code="malformed_request"), "bad")
+
     def look(self, now: float) -> None:
         """Close it if something of it takes too long."""
         settings = self._door.settings
@@ -150,6 +158,12 @@ class HttpConnection(HttpToolsProtocol):
     def refuse(self, problem: Problem, why: str) -> None:
         """Answer with a problem and read no more; ``why``: under which the log counts it."""
         self._door.count(why)
+        if not self.is_idle:
+            if self.cycle.response_started or self.pipeline:
+                self.abort()
+                return
+            self.cycle.disconnected = True  # what would be answered is not sent any more
+            self.cycle.message_event.set()
         self._dropped, self.head_since, self.refused_since = 0, None, time.monotonic()
         body = json.dumps(problem.body()).encode()
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
@@ -179,7 +193,7 @@ class Connections:
     def __init__(self, settings: ServerSettings) -> None:
         """Raises ConfigError where too few descriptors are free."""
         self.settings = settings
-        self.limit = _limit(settings.max_connections)
+        self.limit = int(min(_room(), settings.max_connections))
         self._open: set[HttpConnection] = set()
         self._resting: dict[HttpConnection, None] = {}  # no request of them runs; oldest first
         self._closed = Counter[str]()  # since the last line, by why
@@ -212,7 +226,10 @@ class Connections:
             self._resting[connection] = None
 
     async def watch(self) -> None:
-        """For as long as it runs: close what takes too long."""
+        """For as long as it runs: close what takes too long. Says where descriptors are few."""
+        if self.limit < self.settings.max_connections:
+            shown = {"connections": self.limit, "max_connections": self.settings.max_connections}
+            note("few descriptors: raise ulimit -n", shown, logging.WARNING)
         shortest = min(self.settings.head_seconds, self.settings.body_seconds)
         while True:
             await asyncio.sleep(min(_LONGEST_PAUSE, shortest / _LOOKS))
@@ -240,11 +257,11 @@ class Connections:
             self._closed.clear()
 
 
-def _limit(most: int) -> int:
-    """Connections for which there are descriptors, ``most`` at most; says where they are fewer."""
+def _room() -> float:
+    """Connections for which there are descriptors. Raises ConfigError where these are too few."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY:
-        return most
+        return math.inf
     free = allowed - len(os.listdir(_DESCRIPTORS))
     room = free - free // _FREE
     if room < _LEAST:
@@ -252,10 +269,4 @@ def _limit(most: int) -> int:
             f"{free} of {allowed} file descriptors are free: too few for connections; raise the "
             "limit with `ulimit -n`"
         )
-    if room < most:
-        note(
-            "few descriptors",
-            {"allowed": allowed, "max_connections": most, "taken": room, "raise with": "ulimit -n"},
-            logging.WARNING,
-        )
-    return min(room, most)
+    return room

@@ -19,7 +19,7 @@ _FOREIGN = ("cross-site", "same-site")  # values of Sec-Fetch-Site; another port
 _SHOWN = 100  # characters of what a client sent
 
 
-def check_host(hosts: Sequence[str], settings: ServerSettings) -> None:
+def check_name(hosts: Sequence[str], settings: ServerSettings) -> None:
     """Problem 403 for a request under a Host by which nobody may call the server."""
     if settings.keys is not None and not settings.allowed_hosts:
         return  # a page under whatever name has no key
