@@ -137,7 +137,7 @@ def test_so_many_requests_may_wait_behind_each_other(serve, caplog):
 
 
 @pytest.mark.parametrize(
-    "sent", [b"hello\r\n\r\n", b"GET / HTTP/1.1\r\nx\r\n\r\n", b"\x16\x03\x01"]
+    "sent", [b"a\r\n\r\n", b"GET / HTTP/1.1\r\nx\r\n\r\n", b"\x16\x03\x01", b"a\r\n" * 20_000]
 )
 def test_what_is_no_request_is_400(server, sent):
     assert code_of(connect(server, sent)) == (400, "malformed_request")

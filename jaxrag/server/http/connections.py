@@ -84,7 +84,7 @@ class HttpConnection(HttpToolsProtocol):
             self.head_since = time.monotonic()
         most = self._door.settings.max_head_bytes
         left = memoryview(data)
-        while left and not self.transport.is_closing():
+        while left and self.refused_since is None and not self.transport.is_closing():
             room = most - self._between
             if room <= 0:
                 self.refuse(head_too_large(most), "too_large")
