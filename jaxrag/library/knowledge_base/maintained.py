@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxrag.base.errors import KnowledgeBaseError, RequestError, TokenizerError
+from jaxrag.base.tables import require_kind
 from jaxrag.base.types import HostArray
 from jaxrag.kv.store import ChunkStore, ReadThrough
 from jaxrag.library.catalog import Catalog
 from jaxrag.library.catalog.audit import RowsReport
 from jaxrag.library.knowledge_base import upkeep
+from jaxrag.library.knowledge_base.forgotten import ForgottenReport, look_for
 from jaxrag.library.knowledge_base.neighbours import Neighbours, refresh
 from jaxrag.library.knowledge_base.parts import Parts
 from jaxrag.library.knowledge_base.reports import RefreshReport
@@ -184,6 +186,19 @@ class Maintained(Parts):
         if self._vectors is not None and self._settings["vectors_complete"]:
             lost = len(self._vectors.compared(self._catalog).lost)
         return dataclasses.replace(report, rows=rows, vectors_lost=lost)
+
+    def verify_forgotten(self, document: str) -> ForgottenReport:
+        """List all that derives from a document that was removed or replaced, or is still there.
+
+        Rows, words, vectors, KV of its chunks and KV that saw them, and what files may hold. Works
+        after its rows are gone, as a removal leaves keyed digests. Text that other documents have
+        as well is theirs, and not listed. Reads every record of the store.
+
+        Raises RequestError for what is no id, KnowledgeBaseError for one that neither names a
+        document nor named one that was removed.
+        """
+        require_kind("document", document, (str,), "a text, a document's id", optional=False)
+        return look_for(document, self._catalog, self.store, self._vectors)
 
     def _verify_rows(self, repair: bool) -> RowsReport:
         """Check every row of the catalog, with the tokenizer where it is at hand."""

@@ -21,6 +21,7 @@ import math
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -194,6 +195,31 @@ class VectorIndex:
         with self._changing():
             for start in range(0, len(ids), _LISTED_IDS):
                 self._table.delete(_among(ids[start : start + _LISTED_IDS]))
+
+    def collect(self, grace_seconds: float) -> None:
+        """Free the bytes of rows that left, and of versions of the table, longer ago than that.
+
+        A row that leaves is only marked. Where marks are older than the grace all rows are written
+        anew, in one commit.
+        """
+        if self._mode == "r" or self._in_memory:
+            return
+        younger = datetime.timedelta(seconds=grace_seconds)
+        with self._lock, _errors(self._folder), _unless_in_conflict():
+            self._table.optimize(cleanup_older_than=younger)
+            if any(time.time() - path.stat().st_mtime >= grace_seconds for path in self._marks()):
+                self._table.update(where="true", values_sql={"id": "id"})
+                self._table.optimize(cleanup_older_than=younger)
+
+    def holds_rows_of(self, moment: float) -> bool:
+        """Whether files may hold rows that left after a moment, in seconds since 1970."""
+        with self._lock, _errors(self._folder):
+            versions = [it["timestamp"].timestamp() for it in self._table.list_versions()]
+            return any(self._marks()) or any(it <= moment for it in versions[:-1])
+
+    def _marks(self) -> list[Path]:
+        """Files that name rows which left, of all versions that are there."""
+        return list((self._path / "_deletions").glob("*"))
 
     def search(
         self, vectors: Vectors, k: int, allowed: Ids | None = None
