@@ -5,9 +5,9 @@ so that what is left of it is found after its rows are gone.
 """
 
 import collections
+import contextlib
 import dataclasses
 import datetime
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +17,9 @@ from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.kv.store import ChunkStore, ReadThrough, Record
 from jaxrag.library.catalog import Catalog
 from jaxrag.library.catalog.forgotten import Rows, Trace
+from jaxrag.library.knowledge_base.location import CATALOG, open_repository
 from jaxrag.library.knowledge_base.vectors import ChunkVectors
+from jaxrag.library.knowledge_base.writers import Writers
 from jaxrag.reuse.attention_index.document import is_indexed
 from jaxrag.reuse.encode import ENCODERS
 
@@ -68,6 +70,25 @@ class ForgottenReport:
         """Whether nothing is left of it where one can look."""
         return not self.remains
 
+    def with_more(self, what: str, *, used: bool) -> "ForgottenReport":
+        """With one more thing that is left of it."""
+        return dataclasses.replace(self, remains=(*self.remains, Remains(what, 1, used)))
+
+
+def look_in(folder: Path, document_id: str) -> ForgottenReport:
+    """``look_for`` in a knowledge base that nobody has opened; no secret is needed for it."""
+    with contextlib.ExitStack() as stack:
+        catalog = stack.enter_context(contextlib.closing(Catalog.open(folder / CATALOG)))
+        settings = catalog.settings()
+        store = stack.enter_context(
+            contextlib.closing(open_repository(folder, settings, "r", None))
+        )
+        vectors = None
+        if settings["vectors"] is not None:
+            vectors = ChunkVectors(folder, settings["vectors"], None, "r")
+            stack.enter_context(contextlib.closing(vectors))
+        return look_for(document_id, catalog, store, vectors)
+
 
 def look_for(
     document_id: str,
@@ -116,22 +137,27 @@ def _in_store(trace: Trace, catalog: Catalog, store: ChunkStore | ReadThrough) -
     places = {"the store": store}
     if isinstance(store, ReadThrough):
         places = {"the store": store.remote, "tier/": store.local}
-    counts: collections.Counter[tuple[str, bool]] = collections.Counter()
+    writers = Writers(catalog.path.parent)
     for place, one in places.items():
-        for record in one.records():
+        counts: collections.Counter[tuple[str, bool]] = collections.Counter()
+
+        def look(record: Record, counts: collections.Counter[tuple[str, bool]] = counts) -> bool:
             named = catalog.has_key(record.key)
             if trace.is_own(record.content_id):
-                indexed = " with attention indexes" if is_indexed(record) else ""
-                counts[f"KV of its chunks{indexed} in {place}", named] += 1
+                indexed = " and its attention indexes" if is_indexed(record) else ""
+                counts[f"KV of its chunks{indexed}", named] += 1
             elif not named and _may_have_seen(record, trace.removed):
-                counts[f"KV in {place} that may have seen it", False] += 1
+                counts["KV that may have seen it", False] += 1
+            return True
+
+        # A collection sees records that are not believed as well, and removes none here.
+        found = one.gc(look, grace_seconds=0.0, dry_run=True, busy=writers.need)
         if trace.removed is not None:
-            age = time.time() - trace.removed.timestamp()
-            begun = one.gc(lambda record: True, grace_seconds=max(0.0, age), dry_run=True)
-            counts[f"unfinished writes from before in {place}", False] += begun.attempts
-    for (what, used), count in counts.items():
-        if count:
-            yield Remains(what, count, used)
+            counts["unfinished writes", False] += found.attempts
+            counts["records that cannot be read", False] += found.damaged
+        for (what, used), count in counts.items():
+            if count:
+                yield Remains(f"{what}, in {place}", count, used)
 
 
 def _may_have_seen(record: Record, removed: datetime.datetime | None) -> bool:

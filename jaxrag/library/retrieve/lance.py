@@ -54,6 +54,7 @@ _INDEX_FROM = 20_000  # rows; below, comparing all of them is as fast
 _PROBES = 20  # partitions that a question is compared with
 _OPTIMIZE_EVERY = 20  # changes: small files are merged, new rows indexed, old versions removed
 _KEPT = datetime.timedelta(hours=1)  # versions this young may be in use by a reader
+_MOMENT = datetime.timedelta(milliseconds=1)  # the least that LanceDB takes without a warning
 _LISTED_IDS = 10_000  # most ids that are written into a query
 _SCORES = 1 << 24  # products of an exact search that are held at once
 
@@ -204,7 +205,7 @@ class VectorIndex:
         """
         if self._mode == "r" or self._in_memory:
             return
-        younger = datetime.timedelta(seconds=grace_seconds)
+        younger = max(datetime.timedelta(seconds=grace_seconds), _MOMENT)
         with self._lock, _errors(self._folder), _unless_in_conflict():
             self._table.optimize(cleanup_older_than=younger)
             if any(time.time() - path.stat().st_mtime >= grace_seconds for path in self._marks()):
