@@ -362,6 +362,17 @@ class CatalogReader:
             trace = trace_of(known, secret, here, (row[0] for row in held))
             return trace, rows_of(connection, document_id, trace)
 
+    def holds(self, chunk_ids: Sequence[int], content_ids: Sequence[str]) -> bool:
+        """Whether all these chunks, and chunks with these contents, are there."""
+        with self._database.use() as connection:
+            (lacking,) = connection.execute(
+                "SELECT EXISTS (SELECT 1 FROM json_each(?) WHERE value NOT IN "
+                "(SELECT id FROM chunks WHERE id = value)) OR EXISTS (SELECT 1 FROM json_each(?) "
+                "WHERE value NOT IN (SELECT content_id FROM chunks WHERE content_id = value))",
+                (json.dumps([int(i) for i in chunk_ids]), json.dumps(list(content_ids))),
+            ).fetchone()
+        return not lacking
+
     def has_key(self, key: str) -> bool:
         """Whether a chunk has this store key."""
         with self._database.use() as connection:

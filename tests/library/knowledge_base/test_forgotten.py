@@ -16,7 +16,10 @@ from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.location import mend_catalog
 from jaxrag.reuse.encode import ChunkEncoding
 from jaxrag.reuse.methods import METHODS, Method
+from jaxrag.serve import answers
+from jaxrag.serve.ask import Ask
 from jaxrag.serve.generate import generate
+from jaxrag.serve.questions import prepare, resolve
 
 WORDS = ["amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "larch"]
 BEHIND = Method("neighbours", encoder="neighbours")
@@ -451,3 +454,37 @@ def test_what_a_killed_process_acknowledged_is_forgotten(make_kb, asked):
         check_forgotten(kb, asked, recent, rng)
     kb.gc(grace_seconds=0)
     assert all(kb.verify_forgotten(name).nothing for name in removed)
+
+
+@pytest.mark.parametrize("when", ["waits", "is answered"])
+def test_a_question_that_waits_or_is_answered_is_asked_anew(make_kb, asked, monkeypatch, when):
+    kb = make_kb(**KEEPS)
+    kb.add(documents())
+    left = []
+
+    class Leaving(answers.Growing):
+        """Lets the document leave as the first question is answered."""
+
+        def sink(self, progress):
+            if progress.outcome is not None and when == "is answered" and not left:
+                left.append(self._question)
+                without_a_model(kb)
+            return super().sink(progress)
+
+    monkeypatch.setattr(answers, "Growing", Leaving)
+    questions = ["amber fjord", "cedar birch", "ember grove"]
+    if when == "waits":
+        settings = resolve(Ask(method=BEHIND, k=7, max_new_tokens=2), kb=kb)
+        ready = [prepare(settings, text) for text in questions]
+        assert all(SECRET in str(one.sources) for one in ready)
+        without_a_model(kb)
+        asked.forget()
+        found = [result for done in answers.serve(ready, 2) for result in done.values()]
+        assert not asked.secret
+    else:
+        found = generate(questions, kb=kb, method=BEHIND, k=7, max_new_tokens=2, batch_size=1)
+        assert left and SECRET in str(left[0].sources)
+    assert len(found) == 3
+    for result in found:
+        assert result.sources
+        assert SECRET not in str(result.sources)
