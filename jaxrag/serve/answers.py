@@ -16,6 +16,7 @@ from collections.abc import (
 )
 from typing import Any, Literal
 
+from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.progress import Outcome, Progress
 from jaxrag.engine.request import FinishReason
@@ -99,6 +100,15 @@ class Piece:
 News = Piece | Result | BaseException
 
 
+class DocumentLeft(KnowledgeBaseError):
+    """A document that an answer is made from was removed before its end."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a document that this answer was made from was removed meanwhile; ask again"
+        )
+
+
 class Growing:
     """One answer that grows with the engine's progress, on whichever thread brings that.
 
@@ -136,6 +146,7 @@ class Stream:
     """Iterates over the answer's text pieces; ``result`` is set once it is exhausted.
 
     Nothing is asked before the first piece is. Leaving the iteration early aborts the request.
+    Raises DocumentLeft at its end where a document of it left the knowledge base meanwhile.
     """
 
     def __init__(self, question: ReadyQuestion) -> None:
@@ -161,6 +172,7 @@ class Stream:
         return shown_prompt(self._question.settings.model, self._question.request.prompt)
 
     def _run(self) -> Iterator[str]:
+        self._question = _standing(self._question)
         if self._question.abstains:
             self.result = abstained(self._question)
             yield self.result.text
@@ -179,6 +191,8 @@ class Stream:
                 number = None
                 if isinstance(item, BaseException):
                     raise item
+                if not self._question.stands:
+                    raise DocumentLeft
                 self.result = item
         finally:
             if number is not None:
@@ -207,11 +221,17 @@ class AsyncStream:
 
 
 async def answer(question: ReadyQuestion) -> Result:
-    """Serve one question; cancelling the task aborts it."""
-    async with contextlib.aclosing(_answered(question)) as pieces:
-        *_, last = [piece async for piece in pieces]
-    assert isinstance(last, Result)
-    return last
+    """Serve one question; cancelling the task aborts it.
+
+    It is asked anew where a document of it left the knowledge base meanwhile.
+    """
+    while True:
+        question = await asyncio.to_thread(_standing, question)
+        with contextlib.suppress(DocumentLeft):
+            async with contextlib.aclosing(_answered(question)) as pieces:
+                *_, last = [piece async for piece in pieces]
+            assert isinstance(last, Result)
+            return last
 
 
 async def _answered(question: ReadyQuestion) -> AsyncGenerator[str | Result, None]:
@@ -239,6 +259,8 @@ async def _answered(question: ReadyQuestion) -> AsyncGenerator[str | Result, Non
             number = None
             if isinstance(item, BaseException):
                 raise item
+            if not await asyncio.to_thread(lambda: question.stands):
+                raise DocumentLeft
             yield item
     finally:
         if number is not None:

@@ -1,8 +1,10 @@
 """Forgotten is forgotten: what questions use after a removal, and what is left of the document."""
 
+import asyncio
 import json
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -353,6 +355,44 @@ def test_the_upload_of_a_vector_store_is_listed(make_kb, jaxrag, tmp_path):
     (tenant / "files" / "file-1").unlink()
     for name in ("file-1#2", "file-10", "d1"):
         assert jaxrag("kb", "verify", kb.path, "--forgotten", name)[0] == 0
+
+
+def test_a_stream_that_began_ends_with_an_error_and_a_task_asks_anew(make_kb):
+    kb = make_kb(**KEEPS)
+    kb.add(documents())
+    options = {"kb": kb, "method": BEHIND, "k": 7, "max_new_tokens": 12}
+    stream = generate("amber fjord", stream=True, **options)
+    next(stream)
+    without_a_model(kb)
+    with pytest.raises(KnowledgeBaseError, match="removed meanwhile; ask again"):
+        list(stream)
+    assert stream.result is None
+    kb.add(documents())
+    late = generate("amber fjord", stream=True, **options)
+    kb.remove(["secret"])
+    assert list(late)
+    assert SECRET not in str(late.result.sources)
+
+    kb.add(documents())
+    settings = resolve(Ask(method=BEHIND, k=7, max_new_tokens=2), kb=kb)
+    ready = prepare(settings, "amber fjord")
+    assert SECRET in str(ready.sources)
+    engine = engine_of(kb.model)
+    there, go = threading.Event(), threading.Event()
+    holding = threading.Thread(target=engine.call, args=(lambda _: there.set() or go.wait(60),))
+    holding.start()
+    assert there.wait(60)
+
+    async def held():
+        task = asyncio.create_task(answers.answer(ready))
+        await asyncio.to_thread(without_a_model, kb)
+        go.set()
+        return await task
+
+    found = asyncio.run(held())
+    holding.join(60)
+    assert found.sources
+    assert SECRET not in str(found.sources)
 
 
 # Many random changes under questions
