@@ -137,7 +137,7 @@ def trace_of(
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class DerivedRows:
     """What the catalog holds that derives from a document.
 
     Attributes:
@@ -154,7 +154,7 @@ class Rows:
     contexts: tuple[tuple[str, int, str], ...]
 
 
-def rows_of(connection: Connection, document_id: str, trace: Trace) -> Rows:
+def rows_of(connection: Connection, document_id: str, trace: Trace) -> DerivedRows:
     """Look through all tables."""
     (documents,) = connection.execute(
         "SELECT COUNT(*) FROM documents WHERE id = ?", (document_id,)
@@ -179,7 +179,7 @@ def rows_of(connection: Connection, document_id: str, trace: Trace) -> Rows:
         "ORDER BY 1, 2, 3",
         (json.dumps(seen), document_id),
     ).fetchall()
-    return Rows(documents, chunks, words, tuple(contexts))
+    return DerivedRows(documents, chunks, words, tuple(contexts))
 
 
 def _digest(secret: bytes, name: str) -> bytes:

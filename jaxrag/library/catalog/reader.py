@@ -22,7 +22,7 @@ from jaxrag.library.catalog.digests import (
     check_settings,
     unlike,
 )
-from jaxrag.library.catalog.forgotten import SECRET, Rows, Trace, recall, rows_of, trace_of
+from jaxrag.library.catalog.forgotten import SECRET, DerivedRows, Trace, recall, rows_of, trace_of
 from jaxrag.library.catalog.rows import (
     ChunkRow,
     ChunkTokens,
@@ -344,7 +344,7 @@ class CatalogReader:
                 ).fetchone()
         return found is not None
 
-    def trace(self, document_id: str) -> tuple[Trace, Rows]:
+    def trace(self, document_id: str) -> tuple[Trace, DerivedRows]:
         """By what one recognises what derives from a document, and which rows do.
 
         The trace names no chunk where the catalog holds no such document and remembers no removal

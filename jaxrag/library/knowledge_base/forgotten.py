@@ -16,7 +16,7 @@ import numpy as np
 from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.kv.store import ChunkStore, ReadThrough, Record
 from jaxrag.library.catalog import Catalog
-from jaxrag.library.catalog.forgotten import Rows, Trace
+from jaxrag.library.catalog.forgotten import DerivedRows, Trace
 from jaxrag.library.knowledge_base.location import CATALOG, open_repository
 from jaxrag.library.knowledge_base.vectors import ChunkVectors
 from jaxrag.library.knowledge_base.writers import Writers
@@ -120,7 +120,7 @@ def look_for(
     return ForgottenReport(document_id, when, tuple(found))
 
 
-def _in_rows(rows: Rows) -> Iterator[Remains]:
+def _in_rows(rows: DerivedRows) -> Iterator[Remains]:
     for what, count in (
         ("row of the document", rows.documents),
         ("rows of its chunks, with their texts", rows.chunks),
@@ -169,7 +169,7 @@ def _may_have_seen(record: Record, removed: datetime.datetime | None) -> bool:
     return removed is None or (created - removed).total_seconds() <= _SECONDS
 
 
-def _in_vectors(trace: Trace, rows: Rows, vectors: ChunkVectors) -> Iterator[Remains]:
+def _in_vectors(trace: Trace, rows: DerivedRows, vectors: ChunkVectors) -> Iterator[Remains]:
     if count := int(np.isin(vectors.index.ids(), trace.chunk_ids).sum()):
         yield Remains("vectors of its chunks", count, used=bool(rows.chunks))
     if trace.removed is not None and vectors.index.holds_rows_of(trace.removed.timestamp()):
