@@ -15,6 +15,7 @@ import pytest
 from jaxrag.base.errors import KnowledgeBaseError, StoreError
 from jaxrag.library.catalog import Catalog, NewDocument, database
 from jaxrag.library.catalog.digests import Totals
+from jaxrag.library.catalog.forgotten import SECRET
 from jaxrag.library.documents import Document
 from jaxrag.library.documents.chunking import Chunk
 from jaxrag.library.retrieve.filters import Filter
@@ -413,8 +414,8 @@ def test_totals_are_those_of_the_tables_after_every_change(catalog):
     catalog.swap("gate:x", lambda value: [value])
     catalog.extend("gate:x", ["y"])
     assert hold().settings == 5  # with the one that a replacement makes
-    catalog.forget(["gate:x"])
     catalog.remove(["a", "b", "nobody"])
+    catalog.forget(["gate:x", SECRET])
     assert hold() == empty
 
 
