@@ -25,7 +25,6 @@ class SamplingParams:
     seed: int = option(0, "of sampling", "N")
 
     def __post_init__(self) -> None:
-        """Refuse values that name no distribution."""
         for name in ("temperature", "top_p"):
             require_kind(name, getattr(self, name), (int, float), "a number", optional=False)
         if not (math.isfinite(self.temperature) and self.temperature >= 0):

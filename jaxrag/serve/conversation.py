@@ -24,7 +24,6 @@ class Passage:
     """A text that is given as one chunk, and where its giver has it from.
 
     Attributes:
-      text: or token ids.
       title: of its document, where the template shows one.
       document_id: what sources call it; None: by its place.
     """
@@ -70,7 +69,6 @@ def conversation_of(messages: Any, query: str | None = None, *, wire: bool = Fal
     Args:
       messages: objects with role and content: of the user and the assistant in turns, a message of
         the system before them if there is one.
-      query: as of ``Conversation``.
       wire: they are written as OpenAI's clients do: a developer is the system, content may be in
         parts, other keys are ignored, and neighbours of one role are joined.
     """
@@ -172,7 +170,6 @@ class FoundChunk:
 
     Attributes:
       source: what a result says of it.
-      title: of its document.
       ids: [T] int32.
       chunk_id: in the knowledge base; None where it was given.
       bare: no template is put around it.
@@ -201,11 +198,9 @@ def laid_out(
     themselves, each with the whole of its answer, and with what leads to chunks behind it.
 
     Args:
-      asked: the questions.
       answers: one fewer, int32 [T] each.
       found: the chunks of every question.
       wrap: gives a chunk the form that it has in a prompt.
-      earlier: what answered turns are.
       shown: the text of token ids.
     """
     chunks: list[HostArray] = []

@@ -38,13 +38,9 @@ class Settings:
     """What all questions of a run have in common. Make one with ``resolve``.
 
     Attributes:
-      ask: as it was said.
-      model: that answers.
       kb: that is searched; None: none.
       store: where the KV of chunks is kept.
       method: with what ``ask`` and the gate of the knowledge base say of it.
-      template: the prompt format.
-      notes: of every request.
     """
 
     ask: Ask
@@ -61,10 +57,8 @@ class ReadyQuestion:
     """One question, ready to be served. Make one with ``prepare``.
 
     Attributes:
-      settings: of its run.
       request: what the engine is asked.
       sources: the chunks of its prompt, in prompt order.
-      retrieve_seconds: what finding them took.
       notes: what a result says about all that happened so far.
       retrieved: whether the chunks are those of the knowledge base.
       abstains: whether the model is not asked, as the filter or the least score left no chunk.

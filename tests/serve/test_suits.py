@@ -13,7 +13,7 @@ from jaxrag.models.text.prompts import TEMPLATES
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.questions import resolve
-from jaxrag.serve.suits import gate_subject
+from jaxrag.serve.suits import gate_subject, stored_otherwise
 
 DOCUMENTS = {
     "tea": "Tea grows on the hills of the village and is sold in blue boxes.",
@@ -139,3 +139,10 @@ def test_chunks_of_another_template_are_not_called_evicted(kb):
     out = generate(QUESTION, kb=kb, template=moved, method="full_reuse", max_new_tokens=1)
     assert out.counts["encoded"] > 0
     assert all("asked under 'moved'" in row.why for row in out.reuse[1:])
+
+
+def test_a_chat_template_makes_other_kv_of_what_sees_the_prefix(kb):
+    other = dataclasses.replace(kb.template, chat=not kb.template.chat)
+    assert stored_otherwise(kb, METHODS["full_reuse"], other)
+    assert not stored_otherwise(kb, METHODS["turborag"], other)
+    assert not stored_otherwise(kb, METHODS["full_reuse"], kb.template)

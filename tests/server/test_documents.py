@@ -153,6 +153,16 @@ def test_filters_choose_files_by_their_attributes(client):
     assert client.vector_stores.retrieve(store.id).file_counts.total == 2
 
 
+def test_attributes_of_the_client_go_before_what_a_file_says_of_itself(client):
+    store = client.vector_stores.create(name="said twice")
+    file = upload(client, "said.md", b"---\nyear: 1999\nby: Mela\n---\nGiso Berow lives.\n")
+    client.vector_stores.files.create_and_poll(
+        file.id, vector_store_id=store.id, attributes={"year": 2020}, poll_interval_ms=20
+    )
+    [hit] = client.vector_stores.search(store.id, query="Giso Berow").data
+    assert hit.attributes == {"year": 2020, "by": "Mela"}
+
+
 @pytest.mark.parametrize(
     ("name", "data", "code", "why"),
     [

@@ -42,8 +42,7 @@ from jaxrag.measure.bench.serve_peer import HttpPeer, vllm
 from jaxrag.measure.bench.serve_records import ServedRequest, highest_rate, ratios, summary
 from jaxrag.measure.bench.serve_workload import AskedRequest, draw, like
 from jaxrag.measure.bench.throttle import SlowLink, Throttled
-from jaxrag.measure.machine import describe
-from jaxrag.measure.rounds import settle
+from jaxrag.measure.machine import describe, settle
 from jaxrag.measure.zoo import SMALL_LLAMA
 from jaxrag.models.model import Model, load_model, random_model
 from jaxrag.models.spec import num_params
@@ -128,14 +127,9 @@ def run(
 
 
 class Bench:
-    """A model, a store and a workload, and arms that are measured over them.
-
-    Attributes:
-      options: what is measured.
-    """
+    """A model, a store and a workload, and arms that are measured over them."""
 
     def __init__(self, model: Model, options: ServeOptions, folder: Path) -> None:
-        """Draw the workload, and open a store for it in ``folder``."""
         self.options = options
         self._model = dataclasses.replace(
             model, cache_tokens=options.pool_chunks * options.traffic.chunk_tokens

@@ -39,8 +39,7 @@ from jaxrag.measure.bench.options import CHUNK_TOKENS, TtftOptions
 from jaxrag.measure.bench.peer import Peer
 from jaxrag.measure.bench.ttft_batch import measure_batches, report_batches
 from jaxrag.measure.bench.ttft_ratios import report_ratios, slopes
-from jaxrag.measure.machine import describe
-from jaxrag.measure.rounds import settle
+from jaxrag.measure.machine import describe, settle
 from jaxrag.measure.zoo import LLAMA_100M, random_named, write_random
 from jaxrag.models.flops import block_attention_flops, turborag_flops
 from jaxrag.models.model import Model, load_model

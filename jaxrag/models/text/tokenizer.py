@@ -294,7 +294,6 @@ class TextStream:
     _KEPT = 8  # ids that stay in the window as context of the next ones
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
-        """Start an empty text."""
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._window: list[int] = []
