@@ -84,9 +84,9 @@ class Database:
         self.path = path
         self._inode = _inode(path)
         self.writable = os.access(path.parent, os.W_OK)
+        self._seen = _state(path)  # before it is read
         self.connection = _connect(path, self.writable)
         self._changes = 0  # of connections before this one
-        self._seen = _state(path)
         self._lock = threading.RLock()
         self._depth = 0  # of ``use`` within ``use``
         self.checked = True

@@ -92,16 +92,12 @@ def recall(connection: Connection, path: Path, secret: bytes, document_id: str) 
 
     Raises DamagedCatalogError for a row that is not as written.
     """
-    there = connection.execute(
-        "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'forgotten'"
+    if not _is_there(connection):
+        return None
+    row: Sequence[str | bytes] | None = connection.execute(
+        f"SELECT {FORGOTTEN.select(True)} FROM forgotten WHERE name = ?",
+        (_digest(secret, document_id).hex(),),
     ).fetchone()
-    row: Sequence[str | bytes] | None = (
-        there
-        and connection.execute(
-            f"SELECT {FORGOTTEN.select(True)} FROM forgotten WHERE name = ?",
-            (_digest(secret, document_id).hex(),),
-        ).fetchone()
-    )
     if row is None:
         return None
     if not FORGOTTEN.is_whole(row):
@@ -114,6 +110,20 @@ def recall(connection: Connection, path: Path, secret: bytes, document_id: str) 
         frozenset(contents[i : i + _BYTES] for i in range(0, len(contents), _BYTES)),
         np.frombuffer(chunk_ids, "<i8").astype(np.int64),
     )
+
+
+def unlike_rows(connection: Connection) -> list[str]:
+    """Names of rows that are not as written."""
+    if not _is_there(connection):
+        return []
+    rows = connection.execute(f"SELECT {FORGOTTEN.select(True)} FROM forgotten")
+    return [str(row[0]) for row in rows if not FORGOTTEN.is_whole(row)]
+
+
+def _is_there(connection: Connection) -> bool:
+    """Whether the catalog has the table: that of version 0.1.0 has none before a removal."""
+    statement = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'forgotten'"
+    return connection.execute(statement).fetchone() is not None
 
 
 def trace_of(

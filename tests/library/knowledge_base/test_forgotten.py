@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from jaxrag.base.errors import KnowledgeBaseError, RequestError
+from jaxrag.base.errors import DamagedCatalogError, KnowledgeBaseError, RequestError
 from jaxrag.cli import main
 from jaxrag.engine.engine import Engine, engine_of
 from jaxrag.kv.store import ChunkStore, ReadThrough
@@ -286,6 +286,23 @@ def test_a_log_that_a_reader_holds_is_listed(make_kb):
         connection.execute("ROLLBACK")
     kb.gc(grace_seconds=0)
     assert kb.verify_forgotten("secret").nothing
+
+
+def test_what_is_remembered_is_checked_as_all_rows_are(make_kb):
+    kb = make_kb()
+    kb.add(documents())
+    kb.remove(["secret", "d1"])
+    assert kb.verify().whole
+    with kb._catalog._database.transaction() as connection:
+        connection.execute("UPDATE forgotten SET removed = '2020-01-01T00:00:00+00:00'")
+    with pytest.raises(DamagedCatalogError, match="what it remembers of a removed document"):
+        kb.verify_forgotten("secret")
+    report = kb.verify()
+    assert not report.whole
+    assert [(it.kind, it.count) for it in report.rows.faults] == [("removal", 2)]
+    assert kb.verify(repair=True).whole
+    with pytest.raises(KnowledgeBaseError, match="does not remember"):
+        kb.verify_forgotten("secret")
 
 
 def test_a_repair_does_not_forget_what_was_removed(make_kb):
