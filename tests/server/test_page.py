@@ -2,9 +2,7 @@
 
 import hashlib
 import itertools
-import os
 import re
-import shutil
 import threading
 import time
 from importlib.resources import files
@@ -12,8 +10,6 @@ from importlib.resources import files
 import httpx
 import pytest
 
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-DRIVER = os.environ.get("CHROMEDRIVER") or shutil.which("chromedriver")
 SECONDS = 60  # after which something that is waited for did not happen
 
 QUESTION = "Which animal does Kora Felell keep?"
@@ -80,19 +76,9 @@ def test_the_page_writes_no_markup():
 
 
 @pytest.fixture(scope="module")
-def chromium():
-    """One browser of a width and a colour scheme that tests set."""
-    if not (CHROMIUM and DRIVER):
-        pytest.skip("no chromium and chromedriver on the path, nor in CHROMIUM and CHROMEDRIVER")
-    webdriver = pytest.importorskip("selenium.webdriver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage"):
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    browser = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
-    yield Page(browser)
-    browser.quit()
+def chromium(chromium_driver):
+    """The page in a browser of a width and a colour scheme that tests set."""
+    return Page(chromium_driver)
 
 
 class Page:
