@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxrag.server.answers import models, scoring, tokenize
+from jaxrag.server.answers import markdown, models, scoring, tokenize
 from jaxrag.server.answers.chat import chat_completions
 from jaxrag.server.answers.completions import completions
 from jaxrag.server.documents import embeddings, files, vector_stores
@@ -91,6 +91,7 @@ ROUTES = (
     plain("/v1/models/{name:path}", models.get_model, ready=False),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
+    plain("/markdown", markdown.markdown, "POST", counts=False),
     plain("/tokenize", tokenize.tokenize, "POST", counts=False, prepares=True),
     plain("/detokenize", tokenize.detokenize, "POST", counts=False, prepares=True),
     plain("/v1/files", files.list_files),
